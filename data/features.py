@@ -1,0 +1,278 @@
+"""What an example holds: TFDS' `features.json` read without tensorflow-datasets.
+
+    features = read_features("datasets/digits")
+    parse = default_parse(features)
+    images, labels = parse(serialized)        # string [n] -> float32 [n, 8, 8, 1], int64 [n]
+
+Works in graphs without py_function, so also on remote parameter-server workers.
+"""
+
+import collections
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from data.records import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+Kind = Literal["image", "label", "tensor", "text", "unsupported"]
+
+_PARSE_HINT = (
+    "Define `def parse(serialized)` in your config file: it gets a string tensor [n] of "
+    "tf.train.Example records and returns (inputs, labels)."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """One named field of an example.
+
+    `shape`: None where it varies from example to example. `encoding`: how a tensor lies in the
+    record, "none" (a list of numbers), "bytes" or "zlib"; images are always PNG or JPEG.
+    `num_classes`: of labels only. `type_name`: the TFDS class, for messages.
+    """
+
+    name: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int | None, ...]
+    num_classes: int | None
+    encoding: str
+    type_name: str
+
+    @property
+    def is_input(self) -> bool:
+        """Whether a model can take it as it is: an image, or a tensor of numbers."""
+        return self.kind == "image" or (self.kind == "tensor" and len(self.shape) > 0)
+
+
+class Features(Mapping[str, Feature]):
+    """The fields of an example, by name; nested ones as "outer/inner", as in the record."""
+
+    def __init__(self, features: Iterable[Feature], source: str) -> None:
+        """`source`: where they were read, for messages."""
+        self._features = {feature.name: feature for feature in features}
+        self.source = source
+
+    def __getitem__(self, name: str) -> Feature:
+        """The field of that name."""
+        return self._features[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names, in the file's order."""
+        return iter(self._features)
+
+    def __len__(self) -> int:
+        """How many fields."""
+        return len(self._features)
+
+    def parse_example(
+        self, serialized: "tf.Tensor", names: Iterable[str] | None = None
+    ) -> "dict[str, tf.Tensor]":
+        """Decode a batch: string [n] -> one tensor [n, ...] a name, of the feature's dtype.
+
+        `names`: only these; all by default. A label outside [0, num_classes), or a value of the
+        wrong size, is an error of the graph (InvalidArgumentError) that names the feature.
+
+        Raises:
+            DataError: a feature is of a type that this does not decode, or varies in shape.
+        """
+        import tensorflow as tf
+
+        chosen = [self._features[name] for name in (self if names is None else names)]
+        spec = {feature.name: _on_disk(feature, self.source) for feature in chosen}
+        raw = tf.io.parse_example(serialized, spec)
+        num_examples = tf.shape(serialized)[0]
+        parsed = {}
+        for feature in chosen:
+            value = _decode(feature, raw[feature.name], num_examples)
+            value.set_shape([serialized.shape[0], *feature.shape])
+            parsed[feature.name] = value
+        return parsed
+
+
+def read_features(data_dir: str) -> Features:
+    """The features that `features.json` in `data_dir` describes.
+
+    Raises:
+        DataError: there is no such file, or it is not TFDS' format. Records without it can still be
+            trained on, by a config that has its own `parse`.
+    """
+    path = f"{os.fspath(data_dir).rstrip('/')}/features.json"
+    try:
+        text = _read_text(path)
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} does not exist, so what a record holds is not known. {_PARSE_HINT} "
+            "Or add the file: tensorflow_datasets.folder_dataset.write_metadata writes it."
+        ) from None
+    try:
+        tree = json.loads(text)
+        return Features(_flatten("", tree["featuresDict"]["features"]), path)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} is not a features.json of tensorflow-datasets "
+            f"({type(error).__name__}: {error}). {_PARSE_HINT}"
+        ) from None
+
+
+def default_parse(features: Features) -> "Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]":
+    """A parse function for classification: string [n] -> (float32 [n, ...], int64 [n]).
+
+    Inputs of unsigned bytes are scaled from 0..255 to [0, 1]; others are cast alone.
+
+    Raises:
+        DataError: there is not exactly one ClassLabel and one image or tensor of fixed shape.
+    """
+    import tensorflow as tf
+
+    labels = [name for name in features if features[name].kind == "label"]
+    inputs = [name for name in features if features[name].is_input]
+    if len(labels) != 1 or len(inputs) != 1:
+        raise DataError(
+            f"{features.source} has {len(labels)} ClassLabels ({', '.join(labels) or 'none'}) and "
+            f"{len(inputs)} images or tensors ({', '.join(inputs) or 'none'}); the default needs "
+            f"exactly one of each. {_PARSE_HINT}"
+        )
+    input_name, label_name = inputs[0], labels[0]
+    for name in (input_name, label_name):
+        _on_disk(features[name], features.source)
+    scale = features[input_name].dtype == "uint8"
+
+    def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        example = features.parse_example(serialized, (input_name, label_name))
+        values = tf.cast(example[input_name], tf.float32)
+        return (values / 255.0 if scale else values), tf.cast(example[label_name], tf.int64)
+
+    return parse
+
+
+# What follows reads JSON, which has no type: `Any` stays within these functions.
+
+
+def _flatten(prefix: str, tree: Mapping[str, Any]) -> Iterator[Feature]:
+    for key, node in tree.items():
+        if "featuresDict" in node:
+            yield from _flatten(f"{prefix}{key}/", node["featuresDict"]["features"])
+        else:
+            yield _feature(prefix + key, node)
+
+
+def _feature(name: str, node: Mapping[str, Any]) -> Feature:
+    type_name = str(node["pythonClassName"]).rpartition(".")[2]
+    body: Mapping[str, Any] = collections.ChainMap(
+        *(value for key, value in node.items() if isinstance(value, dict))
+    )
+    dimensions = body.get("shape", {}).get("dimensions", [])
+    shape = tuple(None if int(size) < 0 else int(size) for size in dimensions)
+    dtype = str(body.get("dtype", ""))
+    if "classLabel" in node:
+        return Feature(name, "label", "int64", (), int(body["numClasses"]), "none", type_name)
+    if "image" in node and type_name == "Image":
+        encoding = str(body.get("encodingFormat", "image"))
+        return Feature(name, "image", dtype or "uint8", shape, None, encoding, type_name)
+    if "text" in node and type_name == "Text":
+        return Feature(name, "text", "string", (), None, "none", type_name)
+    if "tensor" in node and type_name in ("Tensor", "Scalar"):
+        encoding = str(body.get("encoding", "none"))
+        return Feature(name, "tensor", dtype, shape, None, encoding, type_name)
+    return Feature(name, "unsupported", dtype, shape, None, "none", type_name)
+
+
+_AS_INT64 = ("bool", "uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
+_AS_FLOAT = ("float16", "bfloat16", "float32", "float64")
+
+
+def _on_disk(feature: Feature, source: str) -> "tf.io.FixedLenFeature":
+    """How the feature lies in a tf.train.Example.
+
+    Raises:
+        DataError: in no way this module decodes.
+    """
+    import tensorflow as tf
+
+    if feature.kind == "unsupported":
+        raise DataError(
+            f"Feature {feature.name!r} in {source} is a {feature.type_name}, which is not decoded "
+            f"here. {_PARSE_HINT}"
+        )
+    if None in feature.shape:
+        raise DataError(
+            f"Feature {feature.name!r} in {source} has shape {list(feature.shape)}: it varies, and "
+            f"a batch needs one shape. {_PARSE_HINT} Resize or pad there."
+        )
+    if feature.kind == "image" and feature.dtype not in ("uint8", "uint16"):
+        raise DataError(
+            f"Feature {feature.name!r} in {source} is an image of {feature.dtype}; decoded here "
+            f"are uint8 and uint16. {_PARSE_HINT}"
+        )
+    if feature.kind in ("image", "text") or feature.encoding in ("bytes", "zlib"):
+        return tf.io.FixedLenFeature([], tf.string)
+    if feature.dtype in _AS_INT64:
+        return tf.io.FixedLenFeature(feature.shape, tf.int64)
+    if feature.dtype in _AS_FLOAT:
+        return tf.io.FixedLenFeature(feature.shape, tf.float32)
+    if feature.dtype in ("string", "object"):
+        return tf.io.FixedLenFeature(feature.shape, tf.string)
+    raise DataError(
+        f"Feature {feature.name!r} in {source} has dtype {feature.dtype!r}, which is not decoded "
+        f"here. {_PARSE_HINT}"
+    )
+
+
+def _decode(feature: Feature, raw: "tf.Tensor", num_examples: "tf.Tensor") -> "tf.Tensor":
+    import tensorflow as tf
+
+    if feature.kind == "label":
+        # A label out of range makes the loss nan or reads past a table, far from its cause.
+        known = tf.reduce_all((raw >= 0) & (raw < feature.num_classes))
+        message = (
+            f"A label in feature {feature.name!r} is outside [0, {feature.num_classes}), the range "
+            "that features.json gives it:"
+        )
+        with tf.control_dependencies([tf.debugging.Assert(known, [message, raw], summarize=16)]):
+            return tf.identity(raw)
+    if feature.kind == "image":
+        channels = feature.shape[-1] or 0
+        dtype = tf.as_dtype(feature.dtype)
+
+        def decode_one(image: tf.Tensor) -> tf.Tensor:
+            if dtype == tf.uint16:
+                pixels = tf.io.decode_png(image, channels=channels, dtype=dtype)
+            else:
+                pixels = tf.io.decode_image(image, channels=channels, expand_animations=False)
+            return tf.ensure_shape(pixels, feature.shape)
+
+        return tf.map_fn(
+            decode_one,
+            raw,
+            fn_output_signature=tf.TensorSpec(feature.shape, dtype),
+            parallel_iterations=16,
+        )
+    if feature.kind == "text" or feature.dtype in ("string", "object"):
+        return raw
+    dtype = tf.as_dtype(feature.dtype)
+    if feature.encoding == "none":
+        return raw if raw.dtype == dtype else tf.cast(raw, dtype)
+    if feature.encoding == "zlib":
+        raw = tf.io.decode_compressed(raw, compression_type="ZLIB")
+    flat = tf.io.decode_raw(raw, dtype)
+    # With the number of examples given, a record of another size cannot be taken for two.
+    return tf.reshape(flat, tf.concat([num_examples[tf.newaxis], list(feature.shape)], 0))
+
+
+def _read_text(path: str) -> str:
+    if "://" not in path:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    import tensorflow as tf
+
+    try:
+        with tf.io.gfile.GFile(path) as remote:
+            return str(remote.read())
+    except tf.errors.NotFoundError:
+        raise FileNotFoundError(path) from None

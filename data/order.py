@@ -1,0 +1,334 @@
+"""Position -> record: the global order, a pure function of (seed, position).
+
+    order = Order(shard_lengths=(1000, 437), chunk_examples=16, batch_size=100, lanes=20,
+                  window_batches=16, seed=0, shuffle=True)
+    order.records(first_batch=7, num_batches=1)      # int64 [1, 100], record numbers of batch 7
+
+The definition, which no part of the program may bend:
+
+* Position p is epoch * N + offset, over N records. Batch s is positions [s*B, (s+1)*B).
+* There are V lanes; V divides B; the lane of p is p mod V. So every batch takes exactly B/V records
+  from each lane, across the ends of epochs too. Lane v's length in epoch e is the number of
+  positions p in [e*N, (e+1)*N) with p mod V == v.
+* The records, shards one after the other, are cut into chunks of c consecutive records of one shard
+  (a shard's last may be shorter). Epoch e permutes the chunks with (seed, e): a sequence of N
+  records. It is cut into V contiguous lanes of the lengths above, in order v = 0..V-1; lane v
+  begins at L_v(e).
+* A window is W = window_batches * B positions of an epoch (the last one is short): offset o is in
+  window w = o // W, and is row o // V of its lane; a window holds W/V rows of each lane, and
+  permutes them with (seed, e, v, w). So position p is record
+
+      sequence_e[L_v(e) + w*W/V + permutation(o // V - w*W/V)].
+
+* Without shuffling both permutations are the identity; the lanes stay.
+* Examples of a batch stand lane by lane, then row by row. Replica r of R has the lanes
+  [r*V//R, (r+1)*V//R), so its share is a contiguous slice of the batch, for any R.
+
+Permutations are a stable sort by a hash, not numpy's Generator, whose streams may change between
+versions. The hash folds the words of the key with the finaliser of SplitMix64 (Steele, Lea, Flood:
+"Fast splittable pseudorandom number generators", OOPSLA 2014; constants as in Vigna's
+splitmix64.c).
+"""
+
+import collections
+import dataclasses
+import math
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+Uint64s = npt.NDArray[np.uint64]
+
+_CHUNKS, _ROWS = 1, 2  # First word of a key: what is permuted.
+_EPOCHS_KEPT = 3
+
+
+def default_lanes(batch_size: int) -> int:
+    """V for a batch: all of a small batch, else a divisor in 16..64 that 8, 4 or 2 replicas share.
+
+    A batch size without such a divisor (a prime, say) gets one lane for each example.
+    """
+    if batch_size <= 32:
+        return batch_size
+    divisors = [d for d in range(16, 65) if batch_size % d == 0]
+    return max(divisors, key=lambda d: (math.gcd(d, 8), d), default=batch_size)
+
+
+def share(lanes: int, replica: int, num_replicas: int) -> range:
+    """The lanes that `replica` of `num_replicas` reads.
+
+    Raises:
+        ValueError: some replica would have no lane, or there is no such replica.
+    """
+    if num_replicas > lanes:
+        raise ValueError(
+            f"{num_replicas} replicas cannot share {lanes} lanes: each needs at least one. "
+            f"Set --config.data.lanes to a divisor of the batch size that is {num_replicas} or "
+            f"more, or raise the batch size."
+        )
+    if not 0 <= replica < num_replicas:
+        raise ValueError(f"replica must be in [0, {num_replicas}), Received: replica={replica}")
+    return range(replica * lanes // num_replicas, (replica + 1) * lanes // num_replicas)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reads:
+    """What to read from disk for some batches, and how to put it together.
+
+    There are m pieces, each a run of consecutive records of one shard, in file order, none twice.
+    Piece i begins `skip[i]` records after the start of chunk `chunks[i]` of shard `shards[i]` and
+    is `take[i]` records long. With all pieces one after the other in one array, `gather` picks the
+    batches from it.
+
+    `shards`, `chunks`, `skip`, `take`: int64 [m]; `gather`: int64 [num_batches, n].
+    """
+
+    shards: Int64s
+    chunks: Int64s
+    skip: Int64s
+    take: Int64s
+    gather: Int64s
+
+
+@dataclasses.dataclass(frozen=True)
+class _Epoch:
+    """One epoch's sequence of records: chunk i of it is sequence indices [ends[i-1], ends[i])."""
+
+    begins: Int64s
+    records: Int64s
+    lane_begins: Int64s
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The endless training order over one split. Equal fields, equal order, on every machine.
+
+    To start anywhere costs the same: nothing grows with the position. Safe to call from threads.
+
+    Raises:
+        ValueError: a field has no meaning; says which, and what to set.
+    """
+
+    shard_lengths: tuple[int, ...]
+    chunk_examples: int
+    batch_size: int
+    lanes: int
+    window_batches: int
+    seed: int
+    shuffle: bool
+    _epochs: "collections.OrderedDict[int, _Epoch]" = dataclasses.field(
+        default_factory=collections.OrderedDict, init=False, repr=False, compare=False
+    )
+    _lock: threading.Lock = dataclasses.field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        if not self.shard_lengths or min(self.shard_lengths) < 0 or not self.num_examples:
+            raise ValueError(
+                "There must be at least one record to order, "
+                f"Received: shard_lengths={self.shard_lengths}. Check the split's files."
+            )
+        if self.chunk_examples < 1:
+            raise ValueError(
+                f"chunk_examples must be 1 or more, Received: chunk_examples={self.chunk_examples}"
+            )
+        if self.batch_size < 1:
+            raise ValueError(
+                f"batch_size must be 1 or more, Received: batch_size={self.batch_size}. "
+                "Set --config.batch_size"
+            )
+        if self.lanes < 1 or self.batch_size % self.lanes:
+            raise ValueError(
+                f"lanes must divide batch_size, so that each batch takes equally from each lane, "
+                f"Received: lanes={self.lanes}, batch_size={self.batch_size}. "
+                f"Set --config.data.lanes={default_lanes(self.batch_size)}, or another divisor."
+            )
+        if self.window_batches < 1:
+            raise ValueError(
+                f"window_batches must be 1 or more, Received: window_batches={self.window_batches}"
+            )
+
+    @property
+    def num_examples(self) -> int:
+        """N, the records of an epoch."""
+        return sum(self.shard_lengths)
+
+    def positions(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Int64s:
+        """Positions of the examples of some batches, int64 [num_batches, len(lanes) * B // V]."""
+        lanes = self._checked(first_batch, num_batches, lanes)
+        batch = np.arange(first_batch, first_batch + num_batches, dtype=np.int64) * self.batch_size
+        lane = np.arange(lanes.start, lanes.stop, dtype=np.int64)
+        row = np.arange(0, self.batch_size, self.lanes, dtype=np.int64)
+        positions = batch[:, None, None] + lane[:, None] + row
+        return positions.reshape(num_batches, len(lane) * len(row))
+
+    def records(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Int64s:
+        """Record numbers of batches [first_batch, first_batch + num_batches).
+
+        Records are numbered through all shards, in order. int64 [num_batches, len(lanes) * B // V],
+        lane by lane. `lanes`: contiguous; all by default.
+
+        Raises:
+            ValueError: batches or lanes that do not exist.
+        """
+        positions = self.positions(first_batch, num_batches, lanes)
+        epoch = positions // self.num_examples
+        records = np.empty_like(positions)
+        for e in np.unique(epoch).tolist():
+            here = epoch == e
+            records[here] = self._epoch_records(e, positions[here])
+        return records
+
+    def reads(
+        self,
+        first_batch: int,
+        num_batches: int,
+        lanes: range | None = None,
+        read_through: int = 0,
+    ) -> Reads:
+        """The reading list for `records(first_batch, num_batches, lanes)`.
+
+        `read_through`: up to this many unwanted records between two pieces are read and dropped
+        rather than sought past, where that is cheaper than opening the file again.
+        """
+        records = self.records(first_batch, num_batches, lanes)
+        wanted, inverse = np.unique(records, return_inverse=True)
+        shard_begins = _begins(np.array(self.shard_lengths, np.int64))
+        shard = np.searchsorted(shard_begins, wanted, side="right") - 1
+        in_shard = wanted - shard_begins[shard]
+        chunk = in_shard // self.chunk_examples
+        same_piece = (np.diff(shard) == 0) & (
+            (np.diff(chunk) == 0) | (np.diff(wanted) <= read_through + 1)
+        )
+        first = np.flatnonzero(np.concatenate([[True], ~same_piece]))
+        last = np.append(first[1:], len(wanted)) - 1
+        take = wanted[last] - wanted[first] + 1
+        piece = np.repeat(np.arange(len(first)), last - first + 1)
+        read_at = _begins(take)[piece] + wanted - wanted[first][piece]
+        return Reads(
+            shards=shard[first],
+            chunks=chunk[first],
+            skip=in_shard[first] - chunk[first] * self.chunk_examples,
+            take=take,
+            gather=read_at[inverse.reshape(-1)].reshape(records.shape),
+        )
+
+    def windows(self, first_batch: int) -> Iterator[tuple[int, int]]:
+        """Cut the endless batches from `first_batch` on into runs (first, count) within windows.
+
+        Reading a run at a time reads nearly every chunk once. A batch in which a window ends
+        belongs to the run before. The runs' ends do not depend on where one starts.
+        """
+        window = self.window_batches * self.batch_size
+        while True:
+            epoch, offset = divmod(first_batch * self.batch_size, self.num_examples)
+            end = epoch * self.num_examples + min(
+                (offset // window + 1) * window, self.num_examples
+            )
+            end_batch = -(-end // self.batch_size)
+            yield first_batch, end_batch - first_batch
+            first_batch = end_batch
+
+    def _checked(self, first_batch: int, num_batches: int, lanes: range | None) -> range:
+        lanes = range(self.lanes) if lanes is None else lanes
+        if first_batch < 0 or num_batches < 1:
+            raise ValueError(
+                "first_batch must be 0 or more and num_batches 1 or more, "
+                f"Received: first_batch={first_batch}, num_batches={num_batches}"
+            )
+        if not 0 <= lanes.start < lanes.stop <= self.lanes or lanes.step != 1:
+            raise ValueError(f"lanes must be a range within [0, {self.lanes}), Received: {lanes}")
+        return lanes
+
+    def _epoch_records(self, epoch: int, positions: Int64s) -> Int64s:
+        sequence = self._epoch(epoch)
+        offset = positions - epoch * self.num_examples
+        lane, row = positions % self.lanes, offset // self.lanes
+        if self.shuffle:
+            row = self._shuffled_rows(epoch, lane, row)
+        index = sequence.lane_begins[lane] + row
+        chunk = np.searchsorted(sequence.begins, index, side="right") - 1
+        return sequence.records[chunk] + index - sequence.begins[chunk]
+
+    def _shuffled_rows(self, epoch: int, lane: Int64s, row: Int64s) -> Int64s:
+        """Each row's image under its window's permutation."""
+        window_rows = self.window_batches * self.batch_size // self.lanes
+        window = row // window_rows
+        first_lane, first_window = int(lane.min()), int(window.min())
+        num_lanes = int(lane.max()) - first_lane + 1
+        num_windows = int(window.max()) - first_window + 1
+        lanes = np.arange(first_lane, first_lane + num_lanes)
+        windows = np.arange(first_window, first_window + num_windows)
+        # No lane is longer than this, so small data sets do not pay for a large window.
+        width = min(window_rows, -(-self.num_examples // self.lanes))
+        rows = np.arange(width)
+        key = _hash(_ROWS, self.seed, epoch)
+        hashes = _mix(
+            _mix(_mix(key ^ _words(lanes))[:, None] ^ _words(windows))[:, :, None] ^ _words(rows)
+        )
+        # Rows past the lane's end sort last: all ones, and behind their equals by stability.
+        lengths = np.diff(self._epoch(epoch).lane_begins, append=self.num_examples)[lanes]
+        left = lengths[:, None] - windows * window_rows
+        hashes[rows >= left[:, :, None]] = np.uint64(0xFFFFFFFFFFFFFFFF)
+        permutation = np.argsort(hashes, axis=-1, kind="stable")
+        image = permutation[lane - first_lane, window - first_window, row - window * window_rows]
+        return window * window_rows + image
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        with self._lock:
+            if epoch not in self._epochs:
+                self._epochs[epoch] = self._build_epoch(epoch)
+                while len(self._epochs) > _EPOCHS_KEPT:
+                    self._epochs.popitem(last=False)
+            return self._epochs[epoch]
+
+    def _build_epoch(self, epoch: int) -> _Epoch:
+        lengths = np.array(self.shard_lengths, np.int64)
+        chunks = -(-lengths // self.chunk_examples)
+        shard = np.repeat(np.arange(len(lengths)), chunks)
+        in_shard = (np.arange(len(shard)) - _begins(chunks)[shard]) * self.chunk_examples
+        records = _begins(lengths)[shard] + in_shard
+        size = np.minimum(self.chunk_examples, lengths[shard] - in_shard)
+        if self.shuffle:
+            hashes = _mix(_hash(_CHUNKS, self.seed, epoch) ^ _words(np.arange(len(shard))))
+            permutation = np.argsort(hashes, kind="stable")
+            records, size = records[permutation], size[permutation]
+        # Positions p < x with p mod V == v: (x + V - 1 - v) // V. Python's integers, since x grows
+        # for ever.
+        begin, v = epoch * self.num_examples, self.lanes
+        lane_lengths = [
+            (begin + self.num_examples + v - 1 - i) // v - (begin + v - 1 - i) // v
+            for i in range(v)
+        ]
+        return _Epoch(_begins(size), records, _begins(np.array(lane_lengths, np.int64)))
+
+
+def _begins(lengths: Int64s) -> Int64s:
+    """Where each of some consecutive runs begins."""
+    ends: Int64s = np.cumsum(lengths)
+    return ends - lengths
+
+
+def _words(values: npt.NDArray[np.integer]) -> Uint64s:
+    return values.astype(np.uint64)
+
+
+def _mix(z: Uint64s) -> Uint64s:
+    """One output of SplitMix64 for each state `z`; a bijection on 64 bits."""
+    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _hash(*words: int) -> Uint64s:
+    """The key of some words, uint64 [1]: arrays wrap around in silence, numpy's scalars warn."""
+    key = np.zeros(1, np.uint64)
+    for word in words:
+        key = _mix(key ^ np.uint64(word % 2**64))
+    return key

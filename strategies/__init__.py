@@ -1,0 +1,1 @@
+"""Where training happens: the only place in which the strategies differ."""

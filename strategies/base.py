@@ -1,0 +1,138 @@
+"""Executor: the contract that makes the strategy only a flag.
+
+    executor = build_executor(...)              # connects; no variable yet
+    with executor.scope():
+        learner = Learner(...)                  # variables are made where the strategy wants them
+    executor.start(learner, source, evaluation, first_batch)
+    metrics = executor.run(100)                 # nothing is in flight when it returns
+    executor.close()                            # nobody leaves first
+
+| who | does |
+| --- | --- |
+| Learner (trainer/learner.py) | the maths of one step, the same under every strategy |
+| Executor | which devices and processes run it, on which examples, and when all are done |
+| Source (data/pipeline.py) | the examples of batch s, whoever reads them |
+| the loop and its hooks | when to stop, report, save; they never ask which strategy it is |
+"""
+
+import abc
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+# (total, count) of each metric over the examples of some steps.
+Metrics = dict[str, tuple[float, float]]
+
+# A batch: nested tensors with a leading dimension of examples. TensorFlow has no types for these.
+Batch = Any
+Tensor = Any
+
+
+class PeerLostError(RuntimeError):
+    """Another task of the cluster is gone; what was saved is whole. Exit code 75."""
+
+
+class Learner(Protocol):
+    """What an Executor needs of a learner."""
+
+    @property
+    def metric_names(self) -> Sequence[str]:
+        """Names of the rows of what `update` and `evaluate` return."""
+
+    @property
+    def step(self) -> Tensor:
+        """The int64 variable that counts steps."""
+
+    def update(self, batch: Batch) -> Tensor:
+        """One step on this replica's share. In replica context. float64 [metrics, 2]."""
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Metrics of this replica's share, nothing changes. float64 [metrics, 2]."""
+
+
+class Executor(abc.ABC):
+    """Runs a learner's steps on one strategy's devices.
+
+    The promise everything else stands on: **when `run(n)` returns, no step is in flight
+    anywhere**, so the caller may read, save or restore any variable.
+
+    Attributes:
+        strategy: The tf.distribute.Strategy.
+        is_chief: Whether this task is the one that writes.
+        io_device: The device whose file system holds the checkpoints; None is the local one.
+    """
+
+    strategy: Any
+    is_chief: bool = True
+    io_device: str | None = None
+
+    def __init__(self) -> None:
+        """Nothing has asked for a stop."""
+        self._stop_requested = False
+        self._stopping = False
+
+    @property
+    @abc.abstractmethod
+    def num_replicas(self) -> int:
+        """How many replicas share the work."""
+
+    @property
+    def replicas_a_step(self) -> int:
+        """How many replicas share the batch of one step."""
+        return self.num_replicas
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Where variables are to be made."""
+        return self.strategy.scope()  # type: ignore[no-any-return]  # TensorFlow is untyped.
+
+    @abc.abstractmethod
+    def start(self, learner: Learner, source: Any, evaluation: Any, first_batch: int) -> None:
+        """Prepares steps of `learner` on `source` (data.pipeline.Source) from batch `first_batch`.
+
+        `evaluation` is the Source that `evaluate` reads whole. Called once, after variables are
+        made and restored.
+        """
+
+    @abc.abstractmethod
+    def run(self, num_steps: int) -> Metrics:
+        """Runs `num_steps` steps, or a few more where they are asynchronous, and waits for all.
+
+        Raises:
+            PeerLostError: a task without which no step is possible is gone.
+        """
+
+    @abc.abstractmethod
+    def evaluate(self) -> Metrics:
+        """Metrics over each example of the evaluation Source, exactly once."""
+
+    @property
+    @abc.abstractmethod
+    def next_batch(self) -> int:
+        """The first batch of the endless order that no step has consumed. Saved, and resumed from."""
+
+    def worker_steps(self) -> Mapping[str, int]:
+        """Steps computed by each worker since `start`, where workers differ; otherwise empty."""
+        return {}
+
+    def request_stop(self) -> None:
+        """Asks for a stop after the current `run`. Safe in a signal handler."""
+        self._stop_requested = True
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a task was asked to stop. All tasks that run the loop agree after each `run`."""
+        return self._stopping
+
+    def close(self, *, lost: bool = False) -> None:
+        """Ends the run everywhere: a barrier, so nobody leaves first, and servers end with 0.
+
+        `lost` says that a peer is gone and that waiting for it would be in vain.
+        """
+
+
+def to_metrics(names: Sequence[str], sums: npt.NDArray[np.float64]) -> Metrics:
+    """Named (total, count) pairs of `sums`, float64 [metrics, 2]."""
+    return {name: (float(row[0]), float(row[1])) for name, row in zip(names, sums, strict=True)}

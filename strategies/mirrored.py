@@ -1,0 +1,168 @@
+"""`--strategy=mirrored`: one process, a replica on each of its devices, gradients summed.
+
+    executor = MirroredExecutor(replica_devices(num_replicas=2))
+
+The inner loop runs in one graph: n steps a call, without Python between them. Each step reads this
+process's share of the batch once and cuts it into its replicas' slices, so a batch has the same
+examples whatever the number of replicas.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from data.order import share
+from strategies.base import Batch, Executor, Learner, Metrics, Tensor, to_metrics
+
+log = logging.getLogger(__name__)
+
+
+class DeviceError(ValueError):
+    """More devices asked for than there are. Exit code 2."""
+
+
+def replica_devices(num_replicas: int, num_gpus: int | None) -> list[str]:
+    """The devices of this process's replicas; 0 replicas means one for each GPU, or one CPU.
+
+    With more replicas than GPUs and no GPU in use, the CPU is divided into logical ones. Must be
+    called before TensorFlow has touched a device.
+
+    Raises:
+        DeviceError: fewer GPUs than asked for.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if num_gpus is not None:
+        if num_gpus > len(gpus):
+            raise DeviceError(
+                f"--num_gpus={num_gpus}, but TensorFlow sees {len(gpus)} GPU(s) here. "
+                "Use fewer, or install the `cuda` extra: pip install -e '.[cuda]'"
+            )
+        gpus = gpus[:num_gpus]
+        tf.config.set_visible_devices(gpus, "GPU")
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    if gpus:
+        if num_replicas > len(gpus):
+            raise DeviceError(
+                f"--replicas={num_replicas}, but there are {len(gpus)} GPU(s). "
+                "Use at most one replica a GPU, or --num_gpus=0 for replicas on the CPU."
+            )
+        return [f"GPU:{i}" for i in range(num_replicas or len(gpus))]
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    num_replicas = num_replicas or 1
+    if num_replicas > 1:
+        logical = [tf.config.LogicalDeviceConfiguration() for _ in range(num_replicas)]
+        tf.config.set_logical_device_configuration(cpu, logical)
+    return [f"CPU:{i}" for i in range(num_replicas)]
+
+
+class MirroredExecutor(Executor):
+    """All replicas of a step in this process, or, in a subclass, this process's share of them."""
+
+    def __init__(self, strategy: Any) -> None:
+        """Uses `strategy`, a MirroredStrategy or one that runs steps in the same way."""
+        super().__init__()
+        self.strategy = strategy
+        self._local_replicas = self._replicas_of_this_process()
+
+    @classmethod
+    def on(cls, devices: Sequence[str]) -> "MirroredExecutor":
+        """One replica on each of `devices`."""
+        return cls(tf.distribute.MirroredStrategy(list(devices)))
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas over all processes."""
+        return int(self.strategy.num_replicas_in_sync)
+
+    @property
+    def next_batch(self) -> int:
+        """One batch a step, so the step itself, from wherever this run began."""
+        return self._first_batch + int(self._learner.step.numpy()) - self._first_step
+
+    def start(self, learner: Learner, source: Any, evaluation: Any, first_batch: int) -> None:
+        """See Executor."""
+        self._learner = learner
+        self._first_batch = first_batch
+        self._first_step = int(learner.step.numpy())
+        lanes = self._lanes(source)
+        self._batches = iter(source.batches(first_batch, lanes))
+        self._evaluation = evaluation.evaluation_batches(self._lanes(evaluation))
+        self._num_evaluation_batches = evaluation.num_evaluation_batches
+        train_cuts, evaluation_cuts = self._cuts(source), self._cuts(evaluation)
+
+        @tf.function(reduce_retracing=True)
+        def run(num_steps: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+            def step(sums: Tensor) -> Tensor:
+                batch = self._split(next(self._batches), train_cuts)
+                return self.strategy.run(lambda s, b: s + learner.update(b), args=(sums, batch))
+
+            sums = self.strategy.run(self._zeros)
+            for _ in tf.range(num_steps):
+                sums = step(sums)
+            return self._reduce(sums, stop)
+
+        @tf.function
+        def evaluate(batches: Any) -> tuple[Tensor, Tensor]:
+            sums = self.strategy.run(self._zeros)
+            for _ in tf.range(self._num_evaluation_batches):
+                batch = self._split(next(batches), evaluation_cuts)
+                sums = self.strategy.run(lambda s, b: s + learner.evaluate(b), args=(sums, batch))
+            return self._reduce(sums, tf.constant(0.0, tf.float64))
+
+        self._run, self._evaluate = run, evaluate
+
+    def run(self, num_steps: int) -> Metrics:
+        """Runs exactly `num_steps` steps."""
+        stop = tf.constant(float(self._stop_requested), tf.float64)
+        sums, num_stops = self._run(tf.constant(num_steps, tf.int64), stop)
+        self._stopping = bool(num_stops.numpy() > 0)
+        return to_metrics(self._learner.metric_names, sums.numpy())
+
+    def evaluate(self) -> Metrics:
+        """See Executor. Every task calls it at the same step."""
+        sums, _ = self._evaluate(iter(self._evaluation))
+        return to_metrics(self._learner.metric_names, sums.numpy())
+
+    def _replicas_of_this_process(self) -> range:
+        return range(self.num_replicas)
+
+    def _lanes(self, source: Any) -> range:
+        """The lanes that this process reads: those of its replicas, which are neighbours."""
+        lanes, replicas = source.order.lanes, self._local_replicas
+        first = share(lanes, replicas[0], self.num_replicas)
+        last = share(lanes, replicas[-1], self.num_replicas)
+        return range(first.start, last.stop)
+
+    def _cuts(self, source: Any) -> list[int]:
+        """Where this process's share of a batch is cut into its replicas' slices."""
+        order = source.order
+        rows = order.batch_size // order.lanes
+        sizes = [
+            len(share(order.lanes, replica, self.num_replicas)) * rows
+            for replica in self._local_replicas
+        ]
+        return [0, *np.cumsum(sizes).tolist()]
+
+    def _split(self, batch: Batch, cuts: Sequence[int]) -> Batch:
+        """Per-replica slices of this process's share of a batch."""
+
+        def slice_of(context: Any) -> Batch:
+            i = context.replica_id_in_sync_group - self._local_replicas.start
+            return tf.nest.map_structure(lambda t: t[cuts[i] : cuts[i + 1]], batch)
+
+        return self.strategy.experimental_distribute_values_from_function(slice_of)
+
+    def _zeros(self) -> Tensor:
+        return tf.zeros([len(self._learner.metric_names), 2], tf.float64)
+
+    def _reduce(self, sums: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over all replicas, of metrics and of wishes to stop, in one reduction."""
+        flat = self.strategy.run(
+            lambda s: tf.concat([tf.reshape(s, [-1]), tf.reshape(stop, [1])], axis=0), args=(sums,)
+        )
+        total = self.strategy.reduce("SUM", flat, axis=None)
+        return tf.reshape(total[:-1], [-1, 2]), total[-1]

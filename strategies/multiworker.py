@@ -1,0 +1,99 @@
+"""`--strategy=multiworker`: many processes, each with its replicas, gradients summed over a ring.
+
+    executor = MultiWorkerExecutor.connect(cluster, devices=["CPU:0"], communication="ring")
+
+Every worker runs the same loop and the same graph on its share of each batch; the all-reduce of
+the gradients is what keeps them in step. On CPUs the collectives are TensorFlow's own ring; on GPUs
+`--communication=nccl` uses NVIDIA's.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from strategies.base import Metrics, PeerLostError
+from strategies.cluster import Cluster
+from strategies.mirrored import MirroredExecutor
+
+log = logging.getLogger(__name__)
+
+COMMUNICATION = ("auto", "ring", "nccl")
+
+# What TensorFlow raises when a peer of a collective is gone or has given up.
+_LOST = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+)
+
+
+class MultiWorkerExecutor(MirroredExecutor):
+    """This worker's share of the replicas of every step."""
+
+    def __init__(self, strategy: Any, cluster: Cluster) -> None:
+        """Uses `strategy`, a MultiWorkerMirroredStrategy of `cluster`."""
+        self._cluster = cluster
+        super().__init__(strategy)
+        self.is_chief = cluster.is_chief
+
+    @classmethod
+    def connect(cls, cluster: Cluster, communication: str) -> "MultiWorkerExecutor":
+        """Joins the other workers, however long they take to start.
+
+        Must come before any TensorFlow op of this process. One replica for each GPU that is
+        visible, or one CPU.
+
+        Raises:
+            PeerLostError: a worker came up and went away again.
+        """
+        # The resolver reads the environment; evaluators are no part of the training cluster.
+        os.environ["TF_CONFIG"] = cluster.training_tf_config()
+        options = tf.distribute.experimental.CommunicationOptions(
+            implementation=tf.distribute.experimental.CommunicationImplementation[
+                communication.upper()
+            ]
+        )
+        try:
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        except _LOST as error:
+            raise PeerLostError(f"The workers did not come together: {error}") from error
+        return cls(strategy, cluster)
+
+    def run(self, num_steps: int) -> Metrics:
+        """Runs exactly `num_steps` steps, together with all other workers."""
+        try:
+            return super().run(num_steps)
+        except _LOST as error:
+            raise PeerLostError(f"A worker was lost during a step: {error.message}") from error
+
+    def evaluate(self) -> Metrics:
+        """See Executor."""
+        try:
+            return super().evaluate()
+        except _LOST as error:
+            raise PeerLostError(f"A worker was lost in evaluation: {error.message}") from error
+
+    def close(self, *, lost: bool = False) -> None:
+        """Waits for all workers: the coordination service ends those who are left behind."""
+        if not lost:
+            self._barrier()
+
+    def _barrier(self) -> None:
+        @tf.function
+        def meet() -> Any:
+            return self.strategy.reduce("SUM", self.strategy.run(lambda: tf.ones([])), axis=None)
+
+        try:
+            meet()
+        except _LOST as error:
+            raise PeerLostError(f"A worker was lost at the end: {error.message}") from error
+
+    def _replicas_of_this_process(self) -> range:
+        training = [task for task in self._cluster.tasks() if task.job != "evaluator"]
+        per_worker = self.num_replicas // len(training)
+        first = training.index(self._cluster.task) * per_worker
+        return range(first, first + per_worker)

@@ -1,0 +1,204 @@
+"""`--strategy=ps`: variables on parameter servers, gradients from workers that do not wait.
+
+    serve(cluster)                                  # in worker and ps tasks: until the chief says so
+    executor = ParameterServerExecutor.connect(cluster)                            # in the chief
+
+The chief hands out *tickets*: k consecutive batches, as a list of what to read from which shard.
+A worker reads them in the graph, so it keeps no input state that could be lost with it, and applies
+k gradients, each of one batch, straight to the variables. What a worker had in flight when it died
+is handed out again (at least once); the others go on meanwhile.
+"""
+
+import collections
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from strategies.base import Executor, Learner, Metrics, PeerLostError, Tensor, to_metrics
+from strategies.cluster import Cluster, Task
+
+log = logging.getLogger(__name__)
+
+# Steps in one closure, at most. A closure costs about 2 ms on top of its steps.
+_MAX_STEPS_PER_CLOSURE = 16
+
+
+def serve(cluster: Cluster) -> NoReturn:
+    """Serves the chief as this worker or ps task, until the chief ends this process with code 0."""
+    jobs = {job: dict(known) for job, known in cluster.jobs.items() if job != "evaluator"}
+    server = tf.distribute.Server(
+        tf.train.ClusterSpec(jobs),
+        job_name=cluster.task.job,
+        task_index=cluster.task.index,
+        protocol="grpc",
+    )
+    log.info("%s serves at %s", cluster.task, server.target)
+    server.join()
+    raise AssertionError("tf.distribute.Server.join returned")
+
+
+class ParameterServerExecutor(Executor):
+    """The chief's hold on the workers: it hands out tickets, and does not train."""
+
+    def __init__(self, strategy: Any, cluster: Cluster) -> None:
+        """Uses `strategy`, a ParameterServerStrategy of `cluster`."""
+        super().__init__()
+        self.strategy = strategy
+        self._cluster = cluster
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self._worker_steps: collections.Counter[str] = collections.Counter()
+        self.io_device = "/job:chief/replica:0/task:0/device:CPU:0"
+
+    @classmethod
+    def connect(cls, cluster: Cluster) -> "ParameterServerExecutor":
+        """Connects to all worker and ps tasks, however long they take to start."""
+        os.environ["TF_CONFIG"] = cluster.training_tf_config()
+        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        return cls(tf.distribute.ParameterServerStrategy(resolver), cluster)
+
+    @property
+    def num_replicas(self) -> int:
+        """Workers; each computes gradients of whole batches."""
+        return self._cluster.num("worker")
+
+    @property
+    def replicas_a_step(self) -> int:
+        """One: a step is one worker's gradient."""
+        return 1
+
+    @property
+    def next_batch(self) -> int:
+        """The next batch to hand out; all before it are consumed when `run` has returned."""
+        return self._next_batch
+
+    def worker_steps(self) -> Mapping[str, int]:
+        """Steps whose closure each worker has finished, since `start`."""
+        workers = (f"worker {index}" for index in self._cluster.jobs["worker"])
+        return {worker: self._worker_steps[worker] for worker in workers}
+
+    def start(self, learner: Learner, source: Any, evaluation: Any, first_batch: int) -> None:
+        """See Executor."""
+        self._learner = learner
+        self._source = source
+        self._evaluation = evaluation
+        self._next_batch = first_batch
+        self._train_closures: dict[int, Any] = {}
+        per_worker = -(-evaluation.num_evaluation_batches // self.num_replicas)
+        self._evaluation_ticket_batches = min(per_worker, _MAX_STEPS_PER_CLOSURE)
+        self._evaluate_closure = self._make_evaluate_closure(self._evaluation_ticket_batches)
+
+    def run(self, num_steps: int) -> Metrics:
+        """Runs `num_steps` steps, and a few more if a worker died over a ticket half done."""
+        sizes = closure_sizes(
+            num_steps, self.num_replicas, self._source.order.windows(self._next_batch)
+        )
+        handed_out = [(size, self._schedule_steps(size)) for size in sizes]
+        self._join()
+        sums = np.zeros([len(self._learner.metric_names), 2])
+        for size, closure in handed_out:
+            closure_sums, worker = closure.fetch()
+            sums += closure_sums
+            self._worker_steps[f"worker {int(worker)}"] += size
+        self._stopping = self._stop_requested
+        return to_metrics(self._learner.metric_names, sums)
+
+    def evaluate(self) -> Metrics:
+        """See Executor. Spread over the workers."""
+        size = self._evaluation_ticket_batches
+        closures = [
+            self._coordinator.schedule(
+                self._evaluate_closure, args=(self._evaluation.evaluation_ticket(first, size),)
+            )
+            for first in range(0, self._evaluation.num_evaluation_batches, size)
+        ]
+        self._join()
+        sums = sum(closure.fetch() for closure in closures)
+        return to_metrics(self._learner.metric_names, sums)
+
+    def close(self, *, lost: bool = False) -> None:
+        """Ends every worker and ps task, with exit code 0, even if another of them is lost."""
+        for task in self._cluster.tasks():
+            if task.job in ("worker", "ps"):
+                _end(task)
+
+    def _schedule_steps(self, size: int) -> Any:
+        ticket = self._source.ticket(self._next_batch, size)
+        self._next_batch += size
+        return self._coordinator.schedule(self._train_closure(size), args=(ticket,))
+
+    def _join(self) -> None:
+        try:
+            self._coordinator.join()
+        except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+            raise PeerLostError(f"A parameter server was lost: {error.message}") from error
+
+    def _train_closure(self, size: int) -> Any:
+        """Takes a ticket of `size` batches. Unrolled: measurably faster than a loop in the graph."""
+        if size not in self._train_closures:
+            source, learner, strategy = self._source, self._learner, self.strategy
+
+            @tf.function(input_signature=[source.ticket_spec(size)])
+            def train(ticket: Any) -> tuple[Tensor, Tensor]:
+                batches = _unstack(source.parse_ticket(ticket), size)
+                sums = [strategy.run(learner.update, args=(batch,)) for batch in batches]
+                worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+                return tf.add_n(sums), worker
+
+            self._train_closures[size] = train
+        return self._train_closures[size]
+
+    def _make_evaluate_closure(self, size: int) -> Any:
+        source, learner, strategy = self._evaluation, self._learner, self.strategy
+
+        @tf.function(input_signature=[source.ticket_spec(size, weights=True)])
+        def evaluate(ticket: Any) -> Tensor:
+            batches = _unstack(source.parse_ticket(ticket), size)
+            return tf.add_n([strategy.run(learner.evaluate, args=(batch,)) for batch in batches])
+
+        return evaluate
+
+
+def closure_sizes(
+    num_steps: int, num_workers: int, windows: Iterator[tuple[int, int]]
+) -> list[int]:
+    """How many steps each closure takes; they sum to `num_steps`.
+
+    At least one closure a worker where there are enough steps. A closure stays inside one of
+    `windows`, (first batch, number of batches), because a window is what is read at once. Sizes are
+    powers of two: each is a graph of its own, and few graphs serve any number of steps.
+    """
+    sizes: list[int] = []
+    most = max(1, min(_MAX_STEPS_PER_CLOSURE, num_steps // num_workers))
+    left = num_steps
+    for _, in_window in windows:
+        in_window = min(in_window, left)
+        left -= in_window
+        while in_window:
+            sizes.append(1 << (min(in_window, most).bit_length() - 1))
+            in_window -= sizes[-1]
+        if not left:
+            break
+    return sizes
+
+
+def _unstack(stacked: Any, num_batches: int) -> list[Any]:
+    """Batches from tensors [num_batches, n, ...]."""
+    return [
+        tf.nest.map_structure(lambda t, i=i: t[i], stacked)  # type: ignore[misc]
+        for i in range(num_batches)
+    ]
+
+
+def _end(task: Task) -> None:
+    """Ends `task` with exit code 0. It answers no more, so the call itself never succeeds."""
+    # Eagerly: inside a tf.function the op would be pruned away.
+    with (
+        contextlib.suppress(tf.errors.OpError),
+        tf.device(f"/job:{task.job}/replica:0/task:{task.index}/device:CPU:0"),
+    ):
+        tf.raw_ops.Abort(error_msg="the chief is done", exit_without_error=True)

@@ -1,0 +1,16 @@
+"""The environment of all tests, set before any of them imports TensorFlow."""
+
+import os
+
+from hypothesis import settings
+
+os.environ["KERAS_BACKEND"] = "tensorflow"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# The same devices everywhere. Set it to the GPUs' indices to run the suite on them.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+# A shell that is a task of some cluster must not make the tests join it.
+os.environ.pop("TF_CONFIG", None)
+
+# An example's time says more about the machine's other load than about the code.
+settings.register_profile("trainer", deadline=None)
+settings.load_profile("trainer")

@@ -1,0 +1,258 @@
+"""The global order: each record once an epoch, the same on any number of replicas, from anywhere."""
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.order import Order, default_lanes, share
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> Order:
+    """Small orders of every shape: N < B, N < V, empty shards, chunks longer than shards."""
+    lengths = draw(st.lists(st.integers(0, 60), min_size=1, max_size=5).filter(any))
+    lanes = draw(st.integers(1, 12))
+    return Order(
+        shard_lengths=tuple(lengths),
+        chunk_examples=draw(st.integers(1, 20)),
+        batch_size=lanes * draw(st.integers(1, 5)),
+        lanes=lanes,
+        window_batches=draw(st.integers(1, 6)),
+        seed=draw(st.integers(0, 2**63)),
+        shuffle=draw(st.booleans()),
+    )
+
+
+def flat(order: Order, first_batch: int, num_batches: int) -> np.ndarray:
+    """Records in the order of their positions."""
+    positions = order.positions(first_batch, num_batches).reshape(-1)
+    return order.records(first_batch, num_batches).reshape(-1)[np.argsort(positions)]
+
+
+# Written from the definition in order.py's docstring, one position at a time, with no arrays but the
+# two permutations: what the vectorised code must equal.
+MASK = 2**64 - 1
+
+
+def mix(z: int) -> int:
+    z = (z + 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def permutation(size: int, *words: int) -> list[int]:
+    key = 0
+    for word in words:
+        key = mix(key ^ word)
+    return sorted(range(size), key=lambda i: mix(key ^ i))
+
+
+def record_at(order: Order, position: int) -> int:
+    num_examples, v = sum(order.shard_lengths), order.lanes
+    epoch, offset = divmod(position, num_examples)
+    begins = [0, *itertools.accumulate(order.shard_lengths)]
+    chunks = [
+        list(range(at, min(at + order.chunk_examples, end)))
+        for begin, end in itertools.pairwise(begins)
+        for at in range(begin, end, order.chunk_examples)
+    ]
+    if order.shuffle:
+        chunks = [chunks[i] for i in permutation(len(chunks), 1, order.seed, epoch)]
+    sequence = [record for chunk in chunks for record in chunk]
+    lengths = [0] * v
+    for p in range(epoch * num_examples, (epoch + 1) * num_examples):
+        lengths[p % v] += 1
+    lane, row = position % v, offset // v
+    window_rows = order.window_batches * order.batch_size // v
+    window = offset // (order.window_batches * order.batch_size)
+    in_window = row - window * window_rows
+    if order.shuffle:
+        size = min(window_rows, lengths[lane] - window * window_rows)
+        in_window = permutation(size, 2, order.seed, epoch, lane, window)[in_window]
+    return sequence[sum(lengths[:lane]) + window * window_rows + in_window]
+
+
+@given(order=orders(), first_batch=st.integers(0, 50), num_batches=st.integers(1, 4))
+def test_every_record_is_the_one_the_definition_says(
+    order: Order, first_batch: int, num_batches: int
+) -> None:
+    positions = order.positions(first_batch, num_batches)
+    expected = [[record_at(order, int(p)) for p in batch] for batch in positions]
+    assert order.records(first_batch, num_batches).tolist() == expected
+
+
+@given(order=orders(), epoch=st.integers(0, 4))
+def test_an_epoch_holds_each_record_once(order: Order, epoch: int) -> None:
+    n = order.num_examples
+    first_batch = epoch * n // order.batch_size
+    last_batch = -(-(epoch + 1) * n // order.batch_size)
+    records = flat(order, first_batch, last_batch - first_batch)
+    skip = epoch * n - first_batch * order.batch_size
+    assert sorted(records[skip : skip + n]) == list(range(n))
+
+
+@given(
+    order=orders(),
+    first_batch=st.integers(0, 30),
+    num_batches=st.integers(1, 5),
+    num_replicas=st.sampled_from([1, 2, 3, 8]),
+)
+def test_replicas_shares_are_contiguous_slices_of_the_batch(
+    order: Order, first_batch: int, num_batches: int, num_replicas: int
+) -> None:
+    num_replicas = min(num_replicas, order.lanes)
+    shares = [
+        order.records(first_batch, num_batches, share(order.lanes, replica, num_replicas))
+        for replica in range(num_replicas)
+    ]
+    assert np.array_equal(np.concatenate(shares, 1), order.records(first_batch, num_batches))
+
+
+@given(order=orders(), first_batch=st.integers(0, 1000), num_batches=st.integers(1, 5))
+def test_starting_at_a_batch_is_dropping_those_before_it(
+    order: Order, first_batch: int, num_batches: int
+) -> None:
+    fresh = dataclasses.replace(order)
+    before = min(first_batch, 7)
+    whole = order.records(first_batch - before, before + num_batches)
+    assert np.array_equal(fresh.records(first_batch, num_batches), whole[before:])
+
+
+@given(
+    order=orders(),
+    first_batch=st.integers(0, 40),
+    num_batches=st.integers(1, 6),
+    read_through=st.integers(0, 30),
+    data=st.data(),
+)
+def test_reading_list_gathers_to_the_records_and_reads_none_twice(
+    order: Order, first_batch: int, num_batches: int, read_through: int, data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, order.lanes - 1))
+    lanes = range(start, data.draw(st.integers(start + 1, order.lanes)))
+    reads = order.reads(first_batch, num_batches, lanes, read_through)
+    begins = [0, *itertools.accumulate(order.shard_lengths)]
+    pieces = []
+    for shard, chunk, skip, take in zip(
+        reads.shards, reads.chunks, reads.skip, reads.take, strict=True
+    ):
+        assert 0 <= skip < order.chunk_examples
+        first = chunk * order.chunk_examples + skip
+        assert take >= 1
+        assert first + take <= order.shard_lengths[shard], "a piece must end within its shard"
+        pieces.append(begins[shard] + np.arange(first, first + take))
+    read = np.concatenate(pieces)
+    assert len(set(read.tolist())) == len(read)
+    records = order.records(first_batch, num_batches, lanes)
+    assert np.array_equal(read[reads.gather], records)
+    assert {piece[0] for piece in pieces} | {piece[-1] for piece in pieces} <= set(records.flat)
+
+
+@given(order=orders(), first_batch=st.integers(0, 1000))
+def test_windows_cut_the_batches_without_gap_at_ends_that_do_not_depend_on_the_start(
+    order: Order, first_batch: int
+) -> None:
+    runs = list(itertools.islice(order.windows(first_batch), 8))
+    expected = first_batch
+    for first, count in runs:
+        assert first == expected
+        assert 1 <= count <= order.window_batches + 1
+        expected = first + count
+    if runs[0][1] > 1:
+        later = list(itertools.islice(order.windows(first_batch + 1), 7))
+        assert later == [(first_batch + 1, runs[0][1] - 1), *runs[1:7]]
+
+
+def test_reading_by_windows_reads_nearly_every_record_once() -> None:
+    order = Order((3000, 3000), 16, 100, 20, 8, seed=1, shuffle=True)
+    read = 0
+    for first, count in itertools.islice(order.windows(0), 8):
+        read += int(np.sum((reads := order.reads(first, count)).take + reads.skip))
+    assert sum(count for _, count in itertools.islice(order.windows(0), 8)) * 100 == 6000
+    assert read < 6000 * 1.25
+
+
+def test_epochs_and_seeds_differ_and_lanes_are_well_mixed() -> None:
+    order = Order((1000, 1000), 10, 50, 25, 8, seed=1, shuffle=True)
+    first, second = flat(order, 0, 40), flat(order, 40, 40)
+    other = flat(dataclasses.replace(order, seed=2), 0, 40)
+    for a, b in itertools.combinations((first, second, other), 2):
+        assert np.mean(a == b) < 0.05
+    chunks_in_a_batch = [len(set(batch // 10)) for batch in order.records(0, 40)]
+    assert min(chunks_in_a_batch) > 25, "a batch must not be a few chunks"
+    # In a fair shuffle a record's place says nothing about the record.
+    assert abs(np.corrcoef(np.arange(2000), first)[0, 1]) < 0.1
+
+
+def test_without_shuffling_each_lane_is_in_file_order() -> None:
+    order = Order((7, 5), 4, 4, 2, 2, seed=3, shuffle=False)
+    assert flat(order, 0, 3).tolist() == [0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11]
+
+
+def test_the_order_of_a_released_version_stays() -> None:
+    # A change here breaks every run that is resumed: the rest of its epoch would not be the rest.
+    order = Order((100, 37), 8, 10, 5, 3, seed=7, shuffle=True)
+    assert order.records(1234, 1).tolist() == GOLDEN
+
+
+GOLDEN = [[121, 120, 130, 131, 84, 80, 30, 28, 109, 110]]
+
+
+def test_a_far_position_costs_no_more_than_a_near_one() -> None:
+    order = Order((1000,), 8, 10, 5, 3, seed=7, shuffle=True)
+    records = order.records(10**12, 100)
+    assert sorted(records.flat) == list(range(1000))
+
+
+def test_default_lanes_divide_the_batch_and_suit_powers_of_two() -> None:
+    for batch_size in range(1, 600):
+        assert batch_size % default_lanes(batch_size) == 0
+    chosen = {b: default_lanes(b) for b in (1, 32, 64, 100, 128, 200, 256, 1024, 37, 74)}
+    assert chosen == {
+        1: 1, 32: 32, 64: 64, 100: 20, 128: 64, 200: 40, 256: 64, 1024: 64, 37: 37, 74: 37,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "hint"),
+    [
+        ("shard_lengths", (), "Check the split"),
+        ("shard_lengths", (0, 0), "Check the split"),
+        ("chunk_examples", 0, "chunk_examples"),
+        ("batch_size", 0, "--config.batch_size"),
+        ("lanes", 3, "--config.data.lanes=10"),
+        ("lanes", 0, "--config.data.lanes=10"),
+        ("window_batches", 0, "window_batches"),
+    ],
+)
+def test_a_field_without_meaning_is_refused_with_what_to_set(
+    field: str, value: object, hint: str
+) -> None:
+    order = Order((100,), 8, 10, 5, 3, seed=7, shuffle=True)
+    with pytest.raises(ValueError, match=hint):
+        dataclasses.replace(order, **{field: value})  # type: ignore[arg-type]  # Wrong on purpose.
+
+
+def test_more_replicas_than_lanes_are_told_to_set_lanes() -> None:
+    with pytest.raises(ValueError, match=r"--config\.data\.lanes"):
+        share(4, 0, 5)
+    with pytest.raises(ValueError, match="replica=2"):
+        share(4, 2, 2)
+    order = Order((100,), 8, 10, 5, 3, seed=7, shuffle=True)
+    with pytest.raises(ValueError, match="lanes"):
+        order.records(0, 1, range(4, 6))
+    with pytest.raises(ValueError, match="first_batch=-1"):
+        order.records(-1, 1)
+
+
+def test_order_and_records_do_not_import_tensorflow() -> None:
+    # The launcher checks data before it starts anything, and TensorFlow takes seconds to import.
+    code = "import sys, data.order, data.records, data.features; assert 'tensorflow' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

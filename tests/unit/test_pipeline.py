@@ -1,0 +1,207 @@
+"""Batches from disk are the batches of the order, by every way in."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from data import order, pipeline, records
+
+NUM_EXAMPLES = 3011  # A prime: no batch size divides it.
+NUM_LANES = 10
+
+
+def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Records are their own number in decimals, with filling after it."""
+    number = tf.strings.to_number(tf.strings.substr(serialized, 0, 6), tf.int64)
+    return tf.cast(number, tf.float32)[:, tf.newaxis] / 2, number
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> records.Split:
+    examples = [f"{i:06d}".encode() + b"." * (700 + i % 50) for i in range(NUM_EXAMPLES)]
+    directory = str(tmp_path_factory.mktemp("split"))
+    return records.write_shards(examples, directory, "toy", "train", 3, NUM_EXAMPLES)
+
+
+@pytest.fixture(params=[True, False], ids=["shuffled", "in order"])
+def reader(split: records.Split, request: pytest.FixtureRequest) -> pipeline.Reader:
+    return make_reader(split, shuffle=request.param)
+
+
+def make_reader(split: records.Split, shuffle: bool = True, batch: int = 50) -> pipeline.Reader:
+    the_order = order.Order(
+        split.shard_lengths, split.chunk_examples, batch, NUM_LANES, 8, seed=3, shuffle=shuffle
+    )
+    return pipeline.Reader(split, the_order, parse, num_threads=2)
+
+
+def numbers(dataset: tf.data.Dataset) -> Iterator[np.ndarray]:
+    for inputs, labels in dataset.as_numpy_iterator():
+        assert np.array_equal(inputs[:, 0] * 2, labels)
+        yield labels
+
+
+def test_batches_are_those_of_the_order_across_epochs(reader: pipeline.Reader) -> None:
+    lanes = range(NUM_LANES)
+    read = list(numbers(reader.batches(0, lanes, 130)))
+    assert np.array_equal(read, reader.order.records(0, 130))
+    assert sorted(np.concatenate(read)[: 60 * 50]) != list(range(3000)), "131 batches cross epochs"
+
+
+@pytest.mark.parametrize("first_batch", [1, 7, 59, 60, 61, 123_456])
+def test_reading_may_begin_anywhere(reader: pipeline.Reader, first_batch: int) -> None:
+    read = list(numbers(reader.batches(first_batch, range(NUM_LANES), 20)))
+    assert np.array_equal(read, reader.order.records(first_batch, 20))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 8])
+def test_replicas_read_slices_of_the_same_batches(
+    reader: pipeline.Reader, num_replicas: int
+) -> None:
+    shares = []
+    for replica in range(num_replicas):
+        dataset = reader.batches(5, order.share(NUM_LANES, replica, num_replicas), 12)
+        shares.append(np.stack(list(numbers(dataset))))
+    assert np.array_equal(np.concatenate(shares, 1), reader.order.records(5, 12))
+
+
+def test_dataset_is_endless_static_in_shape_and_starts_anew_for_each_iterator(
+    reader: pipeline.Reader,
+) -> None:
+    dataset = reader.batches(3, range(4))
+    inputs, labels = dataset.element_spec
+    assert inputs.shape == [20, 1]
+    assert labels.shape == [20]
+    for _ in range(2):
+        read = list(numbers(dataset.take(9)))
+        assert np.array_equal(read, reader.order.records(3, 9, range(4)))
+
+
+def test_number_of_threads_does_not_change_what_is_read(split: records.Split) -> None:
+    one, eight = (dataclasses.replace(make_reader(split), num_threads=n) for n in (1, 8))
+    for a, b in zip(
+        numbers(one.batches(0, range(NUM_LANES), 70)),
+        numbers(eight.batches(0, range(NUM_LANES), 70)),
+        strict=True,
+    ):
+        assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("batch", [50, 10, 500, 5000])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_evaluation_counts_each_record_once_in_batches_of_one_shape(
+    split: records.Split, batch: int, num_replicas: int
+) -> None:
+    reader = make_reader(split, shuffle=False, batch=batch)
+    counted = np.zeros(NUM_EXAMPLES)
+    for replica in range(num_replicas):
+        lanes = order.share(NUM_LANES, replica, num_replicas)
+        batches = list(reader.evaluation_batches(lanes).as_numpy_iterator())
+        assert len(batches) == reader.num_evaluation_batches == -(-NUM_EXAMPLES // batch)
+        for _, labels, weights in batches:
+            assert labels.shape == weights.shape == (batch // NUM_LANES * len(lanes),)
+            assert weights.dtype == np.float32
+            np.add.at(counted, labels, weights)
+    assert (counted == 1).all()
+
+
+def test_tickets_hold_the_same_batches_and_do_not_retrace(reader: pipeline.Reader) -> None:
+    traces = 0
+
+    @tf.function(input_signature=[reader.ticket_spec(num_batches=4)])
+    def batches(ticket: dict[str, tf.Tensor]) -> tuple[tf.Tensor, ...]:
+        nonlocal traces
+        traces += 1
+        outputs = reader.parse_ticket(ticket)
+        assert outputs[0].shape == [4, 50, 1]
+        return outputs
+
+    num_pieces = set()
+    for first_batch in (0, 58, 59, 1000):
+        ticket = reader.ticket(first_batch, 4)
+        num_pieces.add(len(ticket["shards"]))
+        inputs, labels = batches(ticket)
+        assert np.array_equal(labels, reader.order.records(first_batch, 4))
+        assert np.array_equal(inputs.numpy()[..., 0] * 2, labels)
+    assert traces == 1
+    assert len(num_pieces) > 1, "the pieces varied in number, or nothing was shown"
+
+
+def test_ticket_of_some_lanes_is_read_as_unparsed_records(split: records.Split) -> None:
+    reader = make_reader(split)
+    lanes = range(2, 5)
+    ticket = {name: tf.constant(value) for name, value in reader.ticket(9, 2, lanes).items()}
+    serialized = reader.read_ticket(ticket)
+    assert serialized.shape == [2, 15]
+    found = [[int(record[:6]) for record in batch] for batch in serialized.numpy()]
+    assert np.array_equal(found, reader.order.records(9, 2, lanes))
+
+
+def test_evaluation_tickets_count_each_record_once_though_the_last_is_as_long(
+    split: records.Split,
+) -> None:
+    reader = make_reader(split, shuffle=False)
+    spec = reader.ticket_spec(num_batches=7, weights=True)
+    parse_ticket = tf.function(reader.parse_ticket, input_signature=[spec])
+    counted = np.zeros(NUM_EXAMPLES)
+    for first_batch in range(0, reader.num_evaluation_batches, 7):
+        _, labels, weights = parse_ticket(reader.evaluation_ticket(first_batch, 7))
+        assert weights.shape == [7, 50]
+        np.add.at(counted, labels.numpy(), weights.numpy())
+    assert reader.num_evaluation_batches % 7, "the last ticket goes past the end"
+    assert (counted == 1).all()
+
+
+def test_a_ticket_function_can_be_sent_to_another_process(split: records.Split) -> None:
+    # Python functions cannot: they are numbers that mean something in one process only.
+    reader = make_reader(split)
+    graph = (
+        tf.function(reader.parse_ticket, input_signature=[reader.ticket_spec()])
+        .get_concrete_function()
+        .graph.as_graph_def()
+    )
+    ops = {node.op for node in graph.node}
+    ops |= {node.op for function in graph.library.function for node in function.node_def}
+    assert "TFRecordDatasetV2" in ops
+    assert not [op for op in ops if "PyFunc" in op]
+
+
+def test_damaged_record_stops_reading_and_is_then_found(
+    split: records.Split, tmp_path: Path
+) -> None:
+    shards = []
+    for shard in split.shards:
+        path = tmp_path / Path(shard.path).name
+        path.write_bytes(Path(shard.path).read_bytes())
+        shards.append(dataclasses.replace(shard, path=str(path)))
+    copy = dataclasses.replace(split, shards=tuple(shards))
+    content = bytearray(Path(shards[1].path).read_bytes())
+    offset = int(shards[1].offsets[100])
+    content[offset + 12] ^= 1
+    Path(shards[1].path).write_bytes(content)
+    with pytest.raises(tf.errors.DataLossError):
+        list(numbers(make_reader(copy).batches(0, range(NUM_LANES), 61)))
+    [damage] = records.verify(copy)
+    assert (damage.path, damage.offset) == (shards[1].path, offset)
+
+
+def test_order_over_other_data_is_refused(split: records.Split) -> None:
+    reader = make_reader(split)
+    other = dataclasses.replace(reader.order, shard_lengths=(5, 6))
+    with pytest.raises(records.DataError, match="11 records"):
+        dataclasses.replace(reader, order=other)
+
+
+def test_large_records_are_read_in_parts_that_fit_memory(tmp_path: Path) -> None:
+    num_bytes = 1 << 20
+    examples = [f"{i:06d}".encode() + bytes(num_bytes) for i in range(45)]
+    split = records.write_shards(examples, str(tmp_path), "big", "train", 1, 45)
+    reader = make_reader(split, batch=10)
+    tickets = [len(reader.ticket(*run)["shards"]) for run in reader._runs(0, 9)]
+    assert len(tickets) >= 3, "a window of 45 MiB was cut"
+    read = list(numbers(reader.batches(0, range(NUM_LANES), 9)))
+    assert np.array_equal(read, reader.order.records(0, 9))

@@ -1,0 +1,1 @@
+"""What happens: `python -m trainer` and the parts it is made of."""

@@ -1,0 +1,283 @@
+"""`python -m trainer`: flags -> cluster -> config -> executor -> train; exit codes.
+
+    python -m trainer --strategy=mirrored
+    python -m trainer --strategy=multiworker --workers=2 --config=configs/mnist_replica.py
+    TF_CONFIG='{...}' python -m trainer --strategy=ps --model_dir=/shared/run
+
+| exit code | meaning |
+| --- | --- |
+| 0 | done |
+| 2 | bad usage, config or data; one message says what to type |
+| 75 | a peer was lost or this task was asked to stop: state is saved, start it again |
+| 1 | a bug, or training diverged |
+"""
+
+import difflib
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+# TensorFlow is imported where it is needed: `--help` and a mistyped flag should not wait for it.
+from absl import app, flags
+from ml_collections import config_flags
+
+from strategies.cluster import Cluster, ClusterError, local_cluster, parse_tf_config
+from trainer.config import (
+    ConfigError,
+    Recipe,
+    check,
+    explain_unknown_field,
+    flatten,
+    load_recipe,
+)
+from trainer.launch import LocalCluster, watch_lifeline
+from trainer.signals import StopSignals
+
+STRATEGIES = ("mirrored", "multiworker", "ps")
+EXIT_USAGE = 2
+LIFELINE = "TRAINER_LIFELINE_FD"
+
+FLAGS = flags.FLAGS
+_STRATEGY = flags.DEFINE_enum(
+    "strategy",
+    "mirrored",
+    STRATEGIES,
+    "mirrored: one process, all its GPUs. multiworker: many processes, gradients summed over a "
+    "ring. ps: parameter servers and workers that do not wait for each other.",
+)
+_CONFIG = config_flags.DEFINE_config_file(
+    "config",
+    "configs/digits.py",
+    "What to train. Fields: --config.FIELD=VALUE, after --config.",
+    lock_config=False,
+)
+_MODEL_DIR = flags.DEFINE_string(
+    "model_dir",
+    None,
+    "Where the run is kept; the same directory resumes. By default a new one under runs/. "
+    "With TF_CONFIG it must be given, on a file system that all tasks see.",
+)
+_WORKERS = flags.DEFINE_integer("workers", 2, "Workers of a cluster on this machine.")
+_PS = flags.DEFINE_integer("ps", 1, "Parameter servers of a cluster on this machine.")
+_REPLICAS = flags.DEFINE_integer(
+    "replicas", 0, "mirrored: replicas; 0 is one for each GPU, or one CPU. On CPUs, logical ones."
+)
+_NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "GPUs that each process uses; all by default.")
+_COMMUNICATION = flags.DEFINE_enum(
+    "communication", "auto", ("auto", "ring", "nccl"), "multiworker: how gradients are summed."
+)
+_NUM_THREADS = flags.DEFINE_integer(
+    "num_threads",
+    0,
+    "Threads of TensorFlow in each process; 0 lets TensorFlow choose, and in a cluster on this "
+    "machine divides the cores among the workers.",
+)
+_LOG_DEVICE_PLACEMENT = flags.DEFINE_boolean(
+    "log_device_placement", False, "Log where each op runs."
+)
+# The config fields that people change most.
+_SHORTCUTS = {
+    "batch_size": flags.DEFINE_integer("batch_size", None, "Short for --config.batch_size."),
+    "learning_rate": flags.DEFINE_float("learning_rate", None, "Short for --config.learning_rate."),
+    "train_steps": flags.DEFINE_integer("train_steps", None, "Short for --config.train_steps."),
+    "data_dir": flags.DEFINE_string("data_dir", None, "Short for --config.data_dir."),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one task, or a whole cluster on this machine; returns the exit code."""
+    is_launched = LIFELINE in os.environ
+    watch_lifeline()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", force=True)
+    # TensorFlow sets its loggers' levels when it is imported, so this is for the handler to do.
+    logging.getLogger().handlers[0].addFilter(
+        lambda record: record.name not in ("absl", "tensorflow") or record.levelno > logging.INFO
+    )
+    if len(argv) > 1:
+        raise ConfigError(f"Unexpected arguments: {' '.join(argv[1:])}. Options start with --.")
+    recipe = _recipe()
+    cluster = _cluster_from_environment()
+    _check_flags(cluster, is_launched)
+    _set_environment()
+    if cluster is None and _STRATEGY.value != "mirrored":
+        return _launch(recipe)
+    return _run(recipe, cluster)
+
+
+def _recipe() -> Recipe:
+    config = _CONFIG.value
+    for name, flag in _SHORTCUTS.items():
+        if flag.value is not None:
+            setattr(config, name, flag.value)
+    check(config)
+    return load_recipe(FLAGS["config"].config_filename, config)  # type: ignore[attr-defined]
+
+
+def _cluster_from_environment() -> Cluster | None:
+    text = os.environ.get("TF_CONFIG")
+    if text is None:
+        return None
+    cluster = parse_tf_config(text, _STRATEGY.value)
+    return None if _STRATEGY.value == "mirrored" else cluster
+
+
+def _check_flags(cluster: Cluster | None, is_launched: bool) -> None:
+    """Refuses flags that would be ignored; `is_launched`: by a launcher, which was checked."""
+    if _REPLICAS.value and _STRATEGY.value != "mirrored":
+        raise ConfigError(
+            f"--replicas={_REPLICAS.value} is for --strategy=mirrored. Under "
+            f"{_STRATEGY.value} give --workers, and each uses all its GPUs, or --num_gpus."
+        )
+    if _REPLICAS.value < 0 or _NUM_THREADS.value < 0 or (_NUM_GPUS.value or 0) < 0:
+        raise ConfigError("--replicas, --num_threads and --num_gpus must be at least 0.")
+    for flag, strategies in ((_WORKERS, ("multiworker", "ps")), (_PS, ("ps",))):
+        if not flag.present:
+            continue
+        if _STRATEGY.value not in strategies:
+            raise ConfigError(
+                f"--{flag.name}={flag.value} is for --strategy={' or '.join(strategies)}, not "
+                f"{_STRATEGY.value}."
+            )
+        if cluster is not None and not is_launched:
+            raise ConfigError(
+                f"--{flag.name} is for a cluster on this machine, but TF_CONFIG describes one "
+                f"already. Leave --{flag.name} out, or unset TF_CONFIG."
+            )
+    if cluster is not None and _MODEL_DIR.value is None:
+        raise ConfigError(
+            "With TF_CONFIG, --model_dir must be given: a directory that all tasks see, on a "
+            "shared file system."
+        )
+
+
+def _set_environment() -> None:
+    """What TensorFlow reads when it is imported."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    # Otherwise a call to a task that is not up yet fails instead of waiting for it.
+    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
+
+
+def _launch(recipe: Recipe) -> int:
+    """A cluster on this machine: everything is checked here, before its tasks are started."""
+    from trainer import run
+
+    cluster = local_cluster(_STRATEGY.value, _WORKERS.value, _PS.value)
+    model_dir = _model_dir(recipe)
+    run.check_replicas(recipe.config, _WORKERS.value if _STRATEGY.value == "multiworker" else 1)
+    run.check_model_dir(model_dir)
+    if _say_if_finished(recipe, model_dir):
+        return 0
+    run.preflight(recipe)
+    num_threads = _NUM_THREADS.value or max(1, (os.cpu_count() or 1) // _WORKERS.value)
+    argv = [*sys.argv[1:], f"--num_threads={num_threads}"]
+    return LocalCluster(cluster, argv, Path(model_dir)).run().exit_code
+
+
+def _run(recipe: Recipe, cluster: Cluster | None) -> int:
+    from trainer import run
+
+    model_dir = _model_dir(recipe)
+    if (cluster is None or not cluster.is_server) and _say_if_finished(recipe, model_dir):
+        return 0
+    plan = run.Plan(
+        strategy=_STRATEGY.value,
+        recipe=recipe,
+        cluster=cluster,
+        model_dir=model_dir,
+        replicas=_REPLICAS.value,
+        num_gpus=_NUM_GPUS.value,
+        communication=_COMMUNICATION.value,
+        num_threads=_NUM_THREADS.value,
+        log_device_placement=_LOG_DEVICE_PLACEMENT.value,
+    )
+    with StopSignals() as signals:
+        return run.run_task(plan, signals)
+
+
+def _model_dir(recipe: Recipe) -> str:
+    if _MODEL_DIR.value is not None:
+        return str(_MODEL_DIR.value)
+    now = time.strftime("%Y%m%d-%H%M%S")
+    return str(Path("runs") / f"{Path(recipe.path).stem}-{_STRATEGY.value}-{now}")
+
+
+def _say_if_finished(recipe: Recipe, model_dir: str) -> bool:
+    from trainer import run
+
+    result = run.finished_result(model_dir, recipe.config)
+    if result is None:
+        return False
+    measured = "  ".join(f"{name} {value:.4f}" for name, value in result["eval"].items())
+    print(
+        f"{model_dir} is finished: step {result['step']:,}  {measured}. To train further, raise "
+        "--train_steps; to train anew, give another --model_dir."
+    )
+    return True
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    """Parses the command line, or ends with one message and exit code 2."""
+    try:
+        return FLAGS(argv)  # type: ignore[no-any-return]
+    except flags.UnrecognizedFlagError as error:
+        near = difflib.get_close_matches(error.flagname, list(FLAGS), n=1, cutoff=0.6)
+        hint = f" Did you mean --{near[0]}?" if near else " --help lists all."
+        message = f"There is no flag --{error.flagname}.{hint}"
+    except (AttributeError, KeyError, flags.Error) as error:
+        message = _explain_flag_error(argv, error)
+    sys.exit(_say_usage_error(message))
+
+
+def _explain_flag_error(argv: Sequence[str], error: Exception) -> str:
+    """Names the nearest field where a config field is the mistake."""
+    overrides = [a.lstrip("-").split("=")[0] for a in argv if a.lstrip("-").startswith("config.")]
+    try:
+        path = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), None)
+        config = load_recipe(path or "configs/digits.py").config
+    except ConfigError as config_error:
+        return str(config_error)
+    known = flatten(config)
+    for override in overrides:
+        if override.removeprefix("config.") not in known:
+            return explain_unknown_field(override.removeprefix("config."), config)
+    return str(error)
+
+
+def _say_usage_error(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _main(argv: Sequence[str]) -> NoReturn:
+    exit_code = _exit_code_of(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: TensorFlow's destructors would call peers that have ended, and may wait for them.
+    os._exit(exit_code)
+
+
+def _exit_code_of(argv: Sequence[str]) -> int:
+    try:
+        return main(argv)
+    except (ConfigError, ClusterError) as error:
+        return _say_usage_error(str(error))
+    except Exception as error:
+        from trainer import run
+
+        if isinstance(error, run.USER_ERRORS):
+            return _say_usage_error(str(error))
+        if isinstance(error, run.NonFiniteLossError):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return run.EXIT_BUG
+
+
+if __name__ == "__main__":
+    app.run(_main, flags_parser=_parse_flags)

@@ -1,0 +1,240 @@
+"""Config: what to train, as one typed dataclass; and the Recipe, the user's file that goes with it.
+
+    recipe = load_recipe("configs/mnist_replica.py")
+    check(recipe.config)
+
+A config file is a user's whole plug-in. It defines
+
+| name | needed | what |
+| --- | --- | --- |
+| `get_config()` | yes | returns a Config, or a dataclass derived from it with fields of its own |
+| `build_model(config)` | yes | returns a built keras.Model; labels and outputs go to `loss` |
+| `build_optimizer(config)` | no | returns a keras.Optimizer; else `config.optimizer` by name |
+| `parse(serialized)` | no | string [B] -> (inputs, labels); else made from dataset_info.json |
+| `loss(labels, outputs)` | no | -> [B]; else softmax cross entropy of integer labels and logits |
+| `metrics` | no | {name: function(labels, outputs) -> [B]}; else accuracy |
+| `build_hooks(config, model_dir)` | no | returns a list of trainer.hooks.Hook, for the chief |
+
+It is executed when the command line is read, so it should import TensorFlow and Keras inside its
+functions, and must not make a tensor: multiworker has to be set up before the first one.
+"""
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A user's mistake in a config; the message says what to type. Exit code 2."""
+
+
+@dataclass
+class DataConfig:
+    """How the examples are read and ordered.
+
+    Attributes:
+        train_split: The split trained on: files named `*-train.tfrecord-*`.
+        eval_split: The split evaluated.
+        shuffle: A new order every epoch, a function of (seed, epoch); otherwise the order on disk.
+        lanes: Parallel reading orders; must divide batch_size, and is the most replicas possible.
+            0 chooses a divisor of batch_size, at most 64.
+        window_batches: Records are shuffled inside windows of this many batches, and what is read
+            at once. More mixes better and needs more memory.
+    """
+
+    train_split: str = "train"
+    eval_split: str = "test"
+    shuffle: bool = True
+    lanes: int = 0
+    window_batches: int = 16
+
+
+@dataclass
+class Config:
+    """What to train. Every field can be set with `--config.FIELD=VALUE`.
+
+    Attributes:
+        dataset: A name that `python -m data.prepare` knows; says where data_dir is by default.
+        data_dir: Directory with TFRecord files; empty means datasets/<dataset>.
+        seed: Of the initial weights and of the order of the examples.
+        batch_size: Examples a step consumes, over all replicas. Under asynchronous ps each
+            worker's gradient is a step, and covers batch_size examples.
+        eval_batch_size: Examples evaluated at a time; 0 means batch_size.
+        optimizer: A name in keras.optimizers, where the file has no build_optimizer.
+        learning_rate: Given to that optimizer.
+        train_steps: The step at which training ends.
+        steps_per_call: Steps between two looks at hooks and signals, at most; all in one graph.
+        log_every_steps: Progress, metrics.jsonl and TensorBoard scalars.
+        eval_every_steps: Evaluation; 0 evaluates at the end only.
+        checkpoint_every_steps: Checkpoints; 0 saves at the end only.
+        keep_checkpoints: The newest ones kept, besides the best.
+        best_metric: The evaluation metric whose best checkpoint is kept; the lower the better for
+            `loss`, the higher for others.
+        histogram_every_steps: TensorBoard histograms of variables and gradients; 0 is never.
+        profile_first_step: Where the profiler starts; 0 is never.
+        profile_num_steps: For how many steps it runs.
+        export: Whether to write export/model.keras and export/saved_model at the end.
+        data: How examples are read and ordered.
+    """
+
+    dataset: str = "digits"
+    data_dir: str = ""
+    seed: int = 0
+    batch_size: int = 64
+    eval_batch_size: int = 0
+    optimizer: str = "adam"
+    learning_rate: float = 0.001
+    train_steps: int = 1000
+    steps_per_call: int = 50
+    log_every_steps: int = 100
+    eval_every_steps: int = 0
+    checkpoint_every_steps: int = 1000
+    keep_checkpoints: int = 3
+    best_metric: str = "loss"
+    histogram_every_steps: int = 0
+    profile_first_step: int = 0
+    profile_num_steps: int = 10
+    export: bool = True
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A config and the functions of its file; see the head of this module."""
+
+    path: str
+    config: Config
+    build_model: Callable[[Any], Any]
+    build_optimizer: Callable[[Any], Any] | None
+    parse: Callable[[Any], Any] | None
+    loss: Callable[[Any, Any], Any] | None
+    metrics: Mapping[str, Callable[[Any, Any], Any]] | None
+    build_hooks: Callable[[Any, str], Iterable[Any]] | None
+
+
+def load_recipe(path: str, config: Config | None = None) -> Recipe:
+    """The functions that the file at `path` defines, with its config, or `config` in its place.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be run, or lacks what is needed.
+    """
+    module = _load_module(path)
+    for name in ("get_config", "build_model"):
+        if not callable(getattr(module, name, None)):
+            raise ConfigError(f"--config={path} defines no {name}(). See configs/digits.py.")
+    if config is None:
+        config = module.get_config()
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"get_config() of {path} returned {type(config).__name__}, but must return a "
+            "trainer.config.Config, or a dataclass derived from it."
+        )
+    return Recipe(
+        path=path,
+        config=config,
+        build_model=module.build_model,
+        build_optimizer=getattr(module, "build_optimizer", None),
+        parse=getattr(module, "parse", None),
+        loss=getattr(module, "loss", None),
+        metrics=getattr(module, "metrics", None),
+        build_hooks=getattr(module, "build_hooks", None),
+    )
+
+
+def check(config: Config) -> None:
+    """Returns if the values of `config` can be trained with.
+
+    Raises:
+        ConfigError: names the first field that cannot, its value and what is needed.
+    """
+    at_least = {
+        "batch_size": 1,
+        "eval_batch_size": 0,
+        "train_steps": 1,
+        "steps_per_call": 1,
+        "log_every_steps": 1,
+        "eval_every_steps": 0,
+        "checkpoint_every_steps": 0,
+        "keep_checkpoints": 1,
+        "histogram_every_steps": 0,
+        "profile_first_step": 0,
+        "profile_num_steps": 1,
+        "seed": 0,
+        "data.lanes": 0,
+        "data.window_batches": 1,
+    }
+    values = flatten(config)
+    for name, least in at_least.items():
+        if values[name] < least:
+            raise ConfigError(
+                f"config.{name} must be at least {least}. Received: {name}={values[name]}. "
+                f"Type --config.{name}={max(least, 1)}, or more."
+            )
+    if not config.learning_rate > 0:
+        raise ConfigError(
+            "config.learning_rate must be above 0. Received: "
+            f"learning_rate={config.learning_rate}. Type --learning_rate=0.001, for example."
+        )
+    if config.data.lanes and config.batch_size % config.data.lanes:
+        raise ConfigError(
+            "config.data.lanes must divide batch_size, so that every batch takes as many examples "
+            f"from each lane. Received: lanes={config.data.lanes}, batch_size={config.batch_size}. "
+            "Leave lanes at 0 to have it chosen."
+        )
+
+
+def data_dir(config: Config) -> str:
+    """Where the TFRecord files of `config` are."""
+    return config.data_dir or str(Path("datasets") / config.dataset)
+
+
+def flatten(config: object, prefix: str = "") -> dict[str, Any]:
+    """`{"batch_size": 100, "data.lanes": 0, ...}`: every field by the name used on the command line."""
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(config):  # type: ignore[arg-type]  # It is a dataclass.
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            values |= flatten(value, f"{prefix}{item.name}.")
+        else:
+            values[prefix + item.name] = value
+    return values
+
+
+def explain_unknown_field(name: str, config: Config) -> str:
+    """The message for a field that `config` does not have; names the nearest one."""
+    known = list(flatten(config))
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"Did you mean --config.{near[0]}?" if near else f"Fields: {', '.join(known)}."
+    return f"The config has no field {name!r}. {hint}"
+
+
+def to_json(config: Config) -> str:
+    """The config whole, as it is printed and saved."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def _load_module(path: str) -> ModuleType:
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"--config={path}: there is no such file (looked in {Path.cwd()}). "
+            f"Known: {', '.join(_shipped()) or 'none here'}."
+        )
+    spec = importlib.util.spec_from_file_location(f"recipe_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--config={path} is no Python file. See configs/digits.py.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"--config={path} cannot be run: {error}") from error
+    return module
+
+
+def _shipped() -> list[str]:
+    return [str(path) for path in sorted(Path("configs").glob("*.py")) if path.stem != "__init__"]

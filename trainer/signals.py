@@ -1,0 +1,70 @@
+"""SIGTERM and Ctrl-C: the first asks for a stop with state saved, the second ends at once.
+
+    with StopSignals() as signals:
+        executor = connect()                    # a signal here ends the process: nothing to save
+        signals.on_stop(executor.request_stop)  # from here on it asks
+
+Python runs signal handlers between bytecodes of the main thread, so never while TensorFlow waits
+there for a peer. The interpreter's wake-up descriptor is written at once; a thread reads it.
+"""
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+log = logging.getLogger(__name__)
+
+EXIT_RESTART = 75
+_STOP = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """A context in which stop signals are handled; made in the main thread."""
+
+    def __init__(self) -> None:
+        """Handles nothing yet."""
+        self._stop: Callable[[], None] | None = None
+
+    def on_stop(self, stop: Callable[[], None]) -> None:
+        """From now on the first signal calls `stop`, on another thread."""
+        self._stop = stop
+
+    def __enter__(self) -> Self:
+        """Takes the signals over."""
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._former_fd = signal.set_wakeup_fd(self._writer.fileno())
+        self._former = {number: signal.signal(number, lambda *_: None) for number in _STOP}
+        threading.Thread(target=self._watch, name="stop signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Gives the signals back."""
+        signal.set_wakeup_fd(self._former_fd)
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._writer.close()
+
+    def _watch(self) -> None:
+        asked = False
+        while numbers := self._reader.recv(1):
+            if numbers[0] not in _STOP:
+                continue
+            name = signal.Signals(numbers[0]).name
+            if asked or self._stop is None:
+                log.warning("%s: ending at once.", name)
+                os._exit(EXIT_RESTART)
+            log.warning("%s: stopping after the steps under way; again to end at once.", name)
+            asked = True
+            self._stop()
+        self._reader.close()

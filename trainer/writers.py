@@ -1,0 +1,136 @@
+"""Writers: where reports go: a line on the console, metrics.jsonl, TensorBoard.
+
+All are the chief's. A report is a step, a split ("train" or "eval") and named values.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import rich.console
+import rich.progress
+import tensorflow as tf
+
+from strategies.base import Metrics
+from trainer.hooks import Hook
+
+
+class JsonLines(Hook):
+    """One JSON object a report, in `metrics.jsonl`."""
+
+    def __init__(self, path: str) -> None:
+        """Appends to what a former run of the same model directory left."""
+        self._path = path
+
+    def begin(self, step: int) -> None:
+        """Drops reports of steps after `step`: they will be done again."""
+        if not tf.io.gfile.exists(self._path):
+            return
+        with tf.io.gfile.GFile(self._path) as file:
+            lines = file.read().splitlines()
+        kept = [line for line in lines if _step_of(line) <= step]
+        if len(kept) < len(lines):
+            with tf.io.gfile.GFile(f"{self._path}.tmp", "w") as file:
+                file.write("".join(f"{line}\n" for line in kept))
+            tf.io.gfile.rename(f"{self._path}.tmp", self._path, overwrite=True)
+
+    def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        """Appends a line."""
+        with tf.io.gfile.GFile(self._path, "a") as file:
+            file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
+
+
+class TensorBoard:
+    """Scalars in `tensorboard/train` and `tensorboard/eval`."""
+
+    def __init__(self, directory: str) -> None:
+        """Files are made when the first report comes."""
+        self._directory = directory
+        self._writers: dict[str, Any] = {}
+
+    def writer(self, split: str) -> Any:
+        """The tf.summary writer of `split`."""
+        if split not in self._writers:
+            self._writers[split] = tf.summary.create_file_writer(f"{self._directory}/{split}")
+        return self._writers[split]
+
+    def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        """Writes a scalar for each number."""
+        with self.writer(split).as_default(step=step):
+            for name, value in values.items():
+                if isinstance(value, Mapping):
+                    for key, number in value.items():
+                        tf.summary.scalar(f"{name}/{key}", number)
+                else:
+                    tf.summary.scalar(name, value)
+        self.writer(split).flush()
+
+
+class Console(Hook):
+    """A line a report; on a terminal also a bar with the step and the time left."""
+
+    def __init__(self, last_step: int) -> None:
+        """Shows progress towards `last_step`."""
+        self._console = rich.console.Console(highlight=False, soft_wrap=True)
+        self._last_step = last_step
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("step"),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.BarColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._bar_task = self._bar.add_task("train", total=last_step)
+
+    def begin(self, step: int) -> None:
+        """Shows the bar."""
+        self._bar.update(self._bar_task, completed=step)
+        self._bar.start()
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        """Moves the bar."""
+        self._bar.update(self._bar_task, completed=min(step, self._last_step))
+
+    def stop(self) -> None:
+        """Takes the bar away, also when training failed."""
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line, above the bar if there is one."""
+        self._console.print(text, markup=False)
+
+    def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        """One line: `step 400/1000  train  loss 0.123  accuracy 0.970  12,345 examples/s`."""
+        shown = ("learning_rate", "examples", "steps_per_sec", "seconds", "examples_per_sec")
+        words = [f"step {step:,}/{self._last_step:,}", f"{split:5}"]
+        words += [
+            f"{name} {value:.4f}"
+            for name, value in values.items()
+            if name not in shown and isinstance(value, float)
+        ]
+        if "examples_per_sec" in values:
+            words.append(f"{values['examples_per_sec']:,.0f} examples/s")
+            left = max(0, self._last_step - step) / max(values["steps_per_sec"], 1e-9)
+            words.append(f"{_clock(left)} left")
+        else:
+            words.append(f"{values['examples']:,} examples")
+        if "worker_steps" in values:
+            shares = "  ".join(f"{name}: {n}" for name, n in values["worker_steps"].items())
+            words.append(f"({shares})")
+        self.say("  ".join(words))
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def _step_of(line: str) -> int:
+    """The step of a line; a torn line, the last of a killed run, counts as never done."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 2**62
