@@ -111,7 +111,7 @@ class Executor(abc.ABC):
     @property
     @abc.abstractmethod
     def next_batch(self) -> int:
-        """The first batch of the endless order that no step has consumed. Saved, and resumed from."""
+        """The first batch that no step has consumed: what is saved, and resumed from."""
 
     def worker_steps(self) -> Mapping[str, int]:
         """Steps computed by each worker since `start`, where workers differ; otherwise empty."""

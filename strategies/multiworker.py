@@ -1,6 +1,6 @@
 """`--strategy=multiworker`: many processes, each with its replicas, gradients summed over a ring.
 
-    executor = MultiWorkerExecutor.connect(cluster, devices=["CPU:0"], communication="ring")
+    executor = MultiWorkerExecutor.connect(cluster, communication="ring")
 
 Every worker runs the same loop and the same graph on its share of each batch; the all-reduce of
 the gradients is what keeps them in step. On CPUs the collectives are TensorFlow's own ring; on GPUs
@@ -9,7 +9,6 @@ the gradients is what keeps them in step. On CPUs the collectives are TensorFlow
 
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf

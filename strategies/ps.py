@@ -1,7 +1,7 @@
 """`--strategy=ps`: variables on parameter servers, gradients from workers that do not wait.
 
-    serve(cluster)                                  # in worker and ps tasks: until the chief says so
-    executor = ParameterServerExecutor.connect(cluster)                            # in the chief
+    serve(cluster)                                       # in worker and ps tasks
+    executor = ParameterServerExecutor.connect(cluster)  # in the chief, which ends the others
 
 The chief hands out *tickets*: k consecutive batches, as a list of what to read from which shard.
 A worker reads them in the graph, so it keeps no input state that could be lost with it, and applies
@@ -138,7 +138,7 @@ class ParameterServerExecutor(Executor):
             raise PeerLostError(f"A parameter server was lost: {error.message}") from error
 
     def _train_closure(self, size: int) -> Any:
-        """Takes a ticket of `size` batches. Unrolled: measurably faster than a loop in the graph."""
+        """Takes a ticket of `size` batches. Unrolled: faster than a loop in the graph."""
         if size not in self._train_closures:
             source, learner, strategy = self._source, self._learner, self.strategy
 
@@ -188,10 +188,7 @@ def closure_sizes(
 
 def _unstack(stacked: Any, num_batches: int) -> list[Any]:
     """Batches from tensors [num_batches, n, ...]."""
-    return [
-        tf.nest.map_structure(lambda t, i=i: t[i], stacked)  # type: ignore[misc]
-        for i in range(num_batches)
-    ]
+    return [tf.nest.map_structure(lambda t, i=i: t[i], stacked) for i in range(num_batches)]
 
 
 def _end(task: Task) -> None:

@@ -115,7 +115,7 @@ def _recipe() -> Recipe:
         if flag.value is not None:
             setattr(config, name, flag.value)
     check(config)
-    return load_recipe(FLAGS["config"].config_filename, config)  # type: ignore[attr-defined]
+    return load_recipe(FLAGS["config"].config_filename, config)
 
 
 def _cluster_from_environment() -> Cluster | None:
@@ -258,7 +258,7 @@ def _main(argv: Sequence[str]) -> NoReturn:
     exit_code = _exit_code_of(argv)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: TensorFlow's destructors would call peers that have ended, and may wait for them.
+    # Not sys.exit: TensorFlow's destructors would call peers that have ended, and may hang.
     os._exit(exit_code)
 
 
@@ -269,10 +269,11 @@ def _exit_code_of(argv: Sequence[str]) -> int:
         return _say_usage_error(str(error))
     except Exception as error:
         from trainer import run
+        from trainer.hooks import NonFiniteLossError
 
         if isinstance(error, run.USER_ERRORS):
             return _say_usage_error(str(error))
-        if isinstance(error, run.NonFiniteLossError):
+        if isinstance(error, NonFiniteLossError):
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()

@@ -195,7 +195,7 @@ def data_dir(config: Config) -> str:
 
 
 def flatten(config: object, prefix: str = "") -> dict[str, Any]:
-    """`{"batch_size": 100, "data.lanes": 0, ...}`: every field by the name used on the command line."""
+    """`{"batch_size": 100, "data.lanes": 0, ...}`: every field by its name on the command line."""
     values: dict[str, Any] = {}
     for item in dataclasses.fields(config):  # type: ignore[arg-type]  # It is a dataclass.
         value = getattr(config, item.name)

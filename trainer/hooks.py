@@ -8,8 +8,8 @@
             print("hello from step", step)
 
 `next_step` tells the loop where to stop next, so no interval has to divide another. Asynchronous
-steps may overshoot, so "due" means that a multiple was crossed. Which task has which hook is decided
-where hooks are built (trainer/run.py), not inside them.
+steps may overshoot, so "due" means that a multiple was crossed. Which task has which hook is
+decided where hooks are built (trainer/run.py), not inside them.
 
 | hook | on | what |
 | --- | --- | --- |
@@ -113,7 +113,7 @@ class PeriodicHook(Hook):
 
 
 class StopOnNonFinite(Hook):
-    """Ends the run when the loss is no longer a number. First in the list: nothing is saved after."""
+    """Ends the run when the loss is no longer a number. Comes first: nothing is saved after."""
 
     def __init__(self) -> None:
         """Nothing seen yet."""

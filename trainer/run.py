@@ -35,7 +35,6 @@ from trainer import hooks as hooks_lib
 from trainer import learner as learner_lib
 from trainer.checkpoint import Checkpointer, ModelDirError
 from trainer.config import ConfigError, Recipe
-from trainer.hooks import NonFiniteLossError
 from trainer.learner import Learner, OptimizerError
 from trainer.loop import train
 from trainer.signals import EXIT_RESTART, StopSignals
@@ -509,7 +508,8 @@ def _identity(inputs: Inputs, config: config_lib.Config) -> Mapping[str, Any]:
 def _write_config(plan: Plan, inputs: Inputs) -> None:
     document = {
         "strategy": plan.strategy,
-        "recipe": plan.recipe.path,
+        "recipe": os.path.abspath(plan.recipe.path),
+        "data_dir": config_lib.data_dir(plan.recipe.config),
         "config": json.loads(config_lib.to_json(plan.recipe.config)),
         "cluster": None if plan.cluster is None else json.loads(plan.cluster.tf_config()),
         "train_examples": inputs.train.split.num_examples,

@@ -1,0 +1,89 @@
+"""`python -m trainer.predict`: the exported model of a run on examples, one JSON object a line.
+
+    python -m trainer.predict --model_dir=runs/a --num_examples=3
+    {"example": 0, "label": 7, "predicted": 7, "output": [-8.1, ...]}
+
+Reads `export/model.keras` and the run's own config.json: the examples are parsed as in training. Of
+a classifier `predicted` is the class with the largest output.
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import app, flags
+
+from trainer.config import ConfigError
+
+_MODEL_DIR = flags.DEFINE_string("model_dir", None, "A run that is done.", required=True)
+_SPLIT = flags.DEFINE_string("split", None, "Split to read; by default the evaluation split.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "TFRecord files; by default those of the run.")
+_NUM_EXAMPLES = flags.DEFINE_integer(
+    "num_examples", 10, "How many examples, from the first; 0 for all.", lower_bound=0
+)
+
+
+def predict(
+    model_dir: str, split: str | None, data_dir: str | None, num_examples: int
+) -> Iterator[dict[str, Any]]:
+    """Yields an object for each example, in the order of the files.
+
+    Raises:
+        ConfigError, DataError: there is no export, or no such data.
+    """
+    import keras
+    import tensorflow as tf
+
+    from data.features import default_parse, read_features
+    from data.records import open_split
+    from trainer.config import load_recipe
+
+    path = f"{model_dir}/export/model.keras"
+    if not tf.io.gfile.exists(path):
+        raise ConfigError(
+            f"{path} does not exist. A run exports when it is done; give --model_dir of one that "
+            "is, and was not told --config.export=false."
+        )
+    with tf.io.gfile.GFile(f"{model_dir}/config.json") as file:
+        run = json.load(file)
+    recipe = load_recipe(run["recipe"])
+    data_dir = data_dir or run["data_dir"]
+    records = open_split(data_dir, split or run["config"]["data"]["eval_split"])
+    parse = recipe.parse or default_parse(read_features(data_dir))
+    model = keras.models.load_model(path)
+
+    wanted = num_examples or records.num_examples
+    dataset = tf.data.TFRecordDataset([shard.path for shard in records.shards]).take(wanted)
+    example = 0
+    for serialized in dataset.batch(256):
+        inputs, labels = parse(serialized)
+        outputs = model(inputs, training=False)
+        for label, output in zip(labels.numpy(), outputs.numpy(), strict=True):
+            line = {"example": example, "label": label.tolist()}
+            if output.ndim == 1 and label.ndim == 0:
+                line["predicted"] = int(output.argmax())
+            yield {**line, "output": [round(float(value), 4) for value in output.ravel()]}
+            example += 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the lines; returns the exit code."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    logging.getLogger("tensorflow").setLevel(logging.WARNING)
+    from data.records import DataError
+
+    try:
+        for line in predict(_MODEL_DIR.value, _SPLIT.value, _DATA_DIR.value, _NUM_EXAMPLES.value):
+            print(json.dumps(line))
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(main)
