@@ -26,6 +26,9 @@ import numpy.typing as npt
 # (total, count) of each metric over the examples of some steps.
 Metrics = dict[str, tuple[float, float]]
 
+# How often a wish to stop is looked for, at most, while steps take less.
+_LOOK_SECS = 1.0
+
 # A batch: nested tensors with a leading dimension of examples. TensorFlow has no types for these.
 Batch = Any
 Tensor = Any
@@ -73,6 +76,7 @@ class Executor(abc.ABC):
         """Nothing has asked for a stop."""
         self._stop_requested = False
         self._stopping = False
+        self._pace = 1
 
     @property
     @abc.abstractmethod
@@ -96,12 +100,33 @@ class Executor(abc.ABC):
         made and restored.
         """
 
-    @abc.abstractmethod
     def run(self, num_steps: int) -> Metrics:
         """Runs `num_steps` steps, or a few more where they are asynchronous, and waits for all.
 
+        Looks for a wish to stop about once a second, so a model whose steps are slow can be stopped
+        in seconds too; then it runs fewer.
+
         Raises:
             PeerLostError: a task without which no step is possible is gone.
+        """
+        metrics: Metrics = {}
+        while num_steps > 0 and not self._stopping:
+            size = min(num_steps, self._pace)
+            more, seconds = self._run(size)
+            metrics = add(metrics, more)
+            num_steps -= size
+            # By doubling: the first steps include tracing, and say little about the next.
+            if seconds < _LOOK_SECS / 2 and size == self._pace:
+                self._pace *= 2
+            elif seconds > _LOOK_SECS:
+                self._pace = max(1, size // 2)
+        return metrics
+
+    @abc.abstractmethod
+    def _run(self, num_steps: int) -> tuple[Metrics, float]:
+        """Runs `num_steps` steps; also sets `_stopping`, and returns how many seconds they took.
+
+        All tasks that run the loop return the same seconds: they decide what comes next.
         """
 
     @abc.abstractmethod
@@ -131,6 +156,16 @@ class Executor(abc.ABC):
 
         `lost` says that a peer is gone and that waiting for it would be in vain.
         """
+
+
+def add(left: Metrics, right: Metrics) -> Metrics:
+    """Metrics over the examples of both. An empty side is neutral."""
+    if not left or not right:
+        return dict(left or right)
+    return {
+        name: (total + right[name][0], count + right[name][1])
+        for name, (total, count) in left.items()
+    }
 
 
 def to_metrics(names: Sequence[str], sums: npt.NDArray[np.float64]) -> Metrics:

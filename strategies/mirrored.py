@@ -1,13 +1,13 @@
 """`--strategy=mirrored`: one process, a replica on each of its devices, gradients summed.
 
-    executor = MirroredExecutor(replica_devices(num_replicas=2))
+    executor = MirroredExecutor.on(replica_devices(2, use_gpus(None)))
 
 The inner loop runs in one graph: n steps a call, without Python between them. Each step reads this
 process's share of the batch once and cuts it into its replicas' slices, so a batch has the same
 examples whatever the number of replicas.
 """
 
-import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,21 +17,18 @@ import tensorflow as tf
 from data.order import share
 from strategies.base import Batch, Executor, Learner, Metrics, Tensor, to_metrics
 
-log = logging.getLogger(__name__)
-
 
 class DeviceError(ValueError):
     """More devices asked for than there are. Exit code 2."""
 
 
-def replica_devices(num_replicas: int, num_gpus: int | None) -> list[str]:
-    """The devices of this process's replicas; 0 replicas means one for each GPU, or one CPU.
+def use_gpus(num_gpus: int | None) -> int:
+    """Makes `num_gpus` GPUs visible, None all, with memory that grows; returns how many those are.
 
-    With more replicas than GPUs and no GPU in use, the CPU is divided into logical ones. Must be
-    called before TensorFlow has touched a device.
+    Must be called before TensorFlow has touched a device.
 
     Raises:
-        DeviceError: fewer GPUs than asked for.
+        DeviceError: there are fewer.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if num_gpus is not None:
@@ -44,13 +41,25 @@ def replica_devices(num_replicas: int, num_gpus: int | None) -> list[str]:
         tf.config.set_visible_devices(gpus, "GPU")
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
-    if gpus:
-        if num_replicas > len(gpus):
+    return len(gpus)
+
+
+def replica_devices(num_replicas: int, num_gpus: int) -> list[str]:
+    """The devices of this process's replicas; 0 replicas means one for each GPU, or one CPU.
+
+    Without GPUs the CPU is divided into logical ones, so this too must be called before TensorFlow
+    has touched a device.
+
+    Raises:
+        DeviceError: more replicas than GPUs.
+    """
+    if num_gpus:
+        if num_replicas > num_gpus:
             raise DeviceError(
-                f"--replicas={num_replicas}, but there are {len(gpus)} GPU(s). "
+                f"--replicas={num_replicas}, but there are {num_gpus} GPU(s). "
                 "Use at most one replica a GPU, or --num_gpus=0 for replicas on the CPU."
             )
-        return [f"GPU:{i}" for i in range(num_replicas or len(gpus))]
+        return [f"GPU:{i}" for i in range(num_replicas or num_gpus)]
     cpu = tf.config.list_physical_devices("CPU")[0]
     num_replicas = num_replicas or 1
     if num_replicas > 1:
@@ -67,6 +76,7 @@ class MirroredExecutor(Executor):
         super().__init__()
         self.strategy = strategy
         self._local_replicas = self._replicas_of_this_process()
+        self._seconds = 0.0
 
     @classmethod
     def on(cls, devices: Sequence[str]) -> "MirroredExecutor":
@@ -95,7 +105,7 @@ class MirroredExecutor(Executor):
         train_cuts, evaluation_cuts = self._cuts(source), self._cuts(evaluation)
 
         @tf.function(reduce_retracing=True)
-        def run(num_steps: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+        def run(num_steps: Tensor, say: Tensor) -> tuple[Tensor, Tensor]:
             def step(sums: Tensor) -> Tensor:
                 batch = self._split(next(self._batches), train_cuts)
                 return self.strategy.run(lambda s, b: s + learner.update(b), args=(sums, batch))
@@ -103,7 +113,7 @@ class MirroredExecutor(Executor):
             sums = self.strategy.run(self._zeros)
             for _ in tf.range(num_steps):
                 sums = step(sums)
-            return self._reduce(sums, stop)
+            return self._reduce(sums, say)
 
         @tf.function
         def evaluate(batches: Any) -> tuple[Tensor, Tensor]:
@@ -111,20 +121,24 @@ class MirroredExecutor(Executor):
             for _ in tf.range(self._num_evaluation_batches):
                 batch = self._split(next(batches), evaluation_cuts)
                 sums = self.strategy.run(lambda s, b: s + learner.evaluate(b), args=(sums, batch))
-            return self._reduce(sums, tf.constant(0.0, tf.float64))
+            return self._reduce(sums, tf.zeros([0], tf.float64))
 
-        self._run, self._evaluate = run, evaluate
+        self._run_in_graph, self._evaluate_in_graph = run, evaluate
 
-    def run(self, num_steps: int) -> Metrics:
-        """Runs exactly `num_steps` steps."""
-        stop = tf.constant(float(self._stop_requested), tf.float64)
-        sums, num_stops = self._run(tf.constant(num_steps, tf.int64), stop)
-        self._stopping = bool(num_stops.numpy() > 0)
-        return to_metrics(self._learner.metric_names, sums.numpy())
+    def _run(self, num_steps: int) -> tuple[Metrics, float]:
+        """See Executor. Exactly `num_steps`."""
+        started = time.monotonic()
+        say = tf.constant([self._stop_requested, self._seconds], tf.float64)
+        sums, said = self._run_in_graph(tf.constant(num_steps, tf.int64), say)
+        num_stops, seconds = said.numpy()
+        self._stopping = bool(num_stops > 0)
+        # Of the call before: this one's reduction was over when its own time was known.
+        self._seconds = time.monotonic() - started
+        return to_metrics(self._learner.metric_names, sums.numpy()), seconds / self.num_replicas
 
     def evaluate(self) -> Metrics:
         """See Executor. Every task calls it at the same step."""
-        sums, _ = self._evaluate(iter(self._evaluation))
+        sums, _ = self._evaluate_in_graph(iter(self._evaluation))
         return to_metrics(self._learner.metric_names, sums.numpy())
 
     def _replicas_of_this_process(self) -> range:
@@ -159,10 +173,11 @@ class MirroredExecutor(Executor):
     def _zeros(self) -> Tensor:
         return tf.zeros([len(self._learner.metric_names), 2], tf.float64)
 
-    def _reduce(self, sums: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over all replicas, of metrics and of wishes to stop, in one reduction."""
+    def _reduce(self, sums: Tensor, say: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over all replicas, of metrics and of what each process says, in one reduction."""
         flat = self.strategy.run(
-            lambda s: tf.concat([tf.reshape(s, [-1]), tf.reshape(stop, [1])], axis=0), args=(sums,)
+            lambda s: tf.concat([tf.reshape(s, [-1]), say], axis=0), args=(sums,)
         )
         total = self.strategy.reduce("SUM", flat, axis=None)
-        return tf.reshape(total[:-1], [-1, 2]), total[-1]
+        num_sums = 2 * len(self._learner.metric_names)
+        return tf.reshape(total[:num_sums], [-1, 2]), total[num_sums:]

@@ -62,10 +62,10 @@ class MultiWorkerExecutor(MirroredExecutor):
             raise PeerLostError(f"The workers did not come together: {error}") from error
         return cls(strategy, cluster)
 
-    def run(self, num_steps: int) -> Metrics:
-        """Runs exactly `num_steps` steps, together with all other workers."""
+    def _run(self, num_steps: int) -> tuple[Metrics, float]:
+        """See Executor. Together with all other workers."""
         try:
-            return super().run(num_steps)
+            return super()._run(num_steps)
         except _LOST as error:
             raise PeerLostError(f"A worker was lost during a step: {error.message}") from error
 

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -92,8 +93,9 @@ class ParameterServerExecutor(Executor):
         self._evaluation_ticket_batches = min(per_worker, _MAX_STEPS_PER_CLOSURE)
         self._evaluate_closure = self._make_evaluate_closure(self._evaluation_ticket_batches)
 
-    def run(self, num_steps: int) -> Metrics:
-        """Runs `num_steps` steps, and a few more if a worker died over a ticket half done."""
+    def _run(self, num_steps: int) -> tuple[Metrics, float]:
+        """See Executor. A few more steps if a worker died over a ticket half done."""
+        started = time.monotonic()
         sizes = closure_sizes(
             num_steps, self.num_replicas, self._source.order.windows(self._next_batch)
         )
@@ -105,7 +107,7 @@ class ParameterServerExecutor(Executor):
             sums += closure_sums
             self._worker_steps[f"worker {int(worker)}"] += size
         self._stopping = self._stop_requested
-        return to_metrics(self._learner.metric_names, sums)
+        return to_metrics(self._learner.metric_names, sums), time.monotonic() - started
 
     def evaluate(self) -> Metrics:
         """See Executor. Spread over the workers."""

@@ -123,6 +123,11 @@ def _cluster_from_environment() -> Cluster | None:
     if text is None:
         return None
     cluster = parse_tf_config(text, _STRATEGY.value)
+    if cluster.task.job == "evaluator":
+        raise ConfigError(
+            f"TF_CONFIG says that this task is {cluster.task}, but the tasks that train evaluate "
+            "too (--config.eval_every_steps). Start no process for it; its address may stay."
+        )
     return None if _STRATEGY.value == "mirrored" else cluster
 
 

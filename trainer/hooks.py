@@ -29,10 +29,10 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from strategies.base import Executor, Metrics
-from trainer import metrics as metrics_lib
+from strategies.base import Executor, Metrics, add
 from trainer.checkpoint import Checkpointer
 from trainer.learner import Learner
+from trainer.metrics import means
 
 NEVER = 2**62
 
@@ -172,7 +172,7 @@ class Report(PeriodicHook):
 
     def __call__(self, step: int, metrics: Metrics) -> None:
         """Adds up; writes if due."""
-        self._metrics = metrics_lib.add(self._metrics, metrics)
+        self._metrics = add(self._metrics, metrics)
         super().__call__(step, metrics)
 
     def act(self, step: int) -> None:
@@ -183,7 +183,7 @@ class Report(PeriodicHook):
         since_step, since = self._since
         steps_per_sec = (step - since_step) / max(now - since, 1e-9)
         values: dict[str, Any] = {
-            **metrics_lib.means(self._metrics),
+            **means(self._metrics),
             "learning_rate": self._learner.learning_rate,
             "examples": self._executor.next_batch * self._batch_size,
             "steps_per_sec": steps_per_sec,
@@ -230,10 +230,12 @@ class Evaluate(PeriodicHook):
         self.latest: dict[str, float] = {}
 
     def act(self, step: int) -> None:
-        """Evaluates each example of the split once."""
+        """Evaluates each example of the split once; not while a task waits to be stopped."""
+        if self._executor.stopping and step < self.last_step:
+            return
         started = self._clock()
         metrics = self._executor.evaluate()
-        self.latest = metrics_lib.means(metrics)
+        self.latest = means(metrics)
         values = {
             **self.latest,
             "examples": int(metrics["loss"][1]),

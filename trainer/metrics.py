@@ -6,16 +6,6 @@ Not variables: two asynchronous workers would overwrite each other's (keras.metr
 from strategies.base import Metrics
 
 
-def add(left: Metrics, right: Metrics) -> Metrics:
-    """Metrics over the examples of both. An empty side is neutral."""
-    if not left or not right:
-        return dict(left or right)
-    return {
-        name: (total + right[name][0], count + right[name][1])
-        for name, (total, count) in left.items()
-    }
-
-
 def means(metrics: Metrics) -> dict[str, float]:
     """The mean over all examples; nan where there were none."""
     return {

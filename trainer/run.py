@@ -27,7 +27,7 @@ from data.pipeline import Reader
 from data.records import DataError, open_split, verify
 from strategies.base import Executor, PeerLostError
 from strategies.cluster import Cluster, ClusterError, check_port_free
-from strategies.mirrored import DeviceError, MirroredExecutor, replica_devices
+from strategies.mirrored import DeviceError, MirroredExecutor, replica_devices, use_gpus
 from strategies.multiworker import MultiWorkerExecutor
 from strategies.ps import ParameterServerExecutor, serve
 from trainer import config as config_lib
@@ -272,6 +272,7 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
     if plan.cluster is not None:
         check_port_free(plan.cluster.address)
     _configure_tensorflow(plan)
+    num_gpus = use_gpus(plan.num_gpus)
     if plan.cluster is not None and plan.cluster.is_server:
         serve(plan.cluster)
     # Before the first connection, so that a mistake in them costs nobody a wait.
@@ -280,7 +281,7 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
     if plan.is_chief:
         _write_config(plan, inputs)
     try:
-        executor = _connect(plan)
+        executor = _connect(plan, num_gpus)
     except PeerLostError as error:
         log.error("%s", error)
         return EXIT_RESTART
@@ -288,7 +289,8 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
     try:
         exit_code = _train(plan, inputs, executor)
         executor.close()
-    except PeerLostError as error:
+    except (PeerLostError, tf.errors.UnavailableError) as error:
+        # Unavailable: a parameter server was lost while a hook read a variable.
         log.error("%s What was saved is whole: start me again.", error)
         _write_result(plan, {"exit_code": EXIT_RESTART, "why": str(error)})
         executor.close(lost=True)
@@ -430,9 +432,9 @@ def _batch_at(reader: Reader, batch: int) -> Any:
     return next(iter(reader.batches(batch, lanes, num_batches=1)))
 
 
-def _connect(plan: Plan) -> Executor:
+def _connect(plan: Plan, num_gpus: int) -> Executor:
     if plan.cluster is None:
-        return MirroredExecutor.on(replica_devices(plan.replicas, plan.num_gpus))
+        return MirroredExecutor.on(replica_devices(plan.replicas, num_gpus))
     if plan.strategy == "multiworker":
         return MultiWorkerExecutor.connect(plan.cluster, plan.communication)
     return ParameterServerExecutor.connect(plan.cluster)
@@ -444,8 +446,6 @@ def _configure_tensorflow(plan: Plan) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(plan.num_threads)
     tf.config.set_soft_device_placement(True)
     tf.debugging.set_log_device_placement(plan.log_device_placement)
-    if plan.cluster is not None:
-        replica_devices(0, plan.num_gpus)
 
 
 @contextlib.contextmanager
@@ -461,6 +461,8 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
         damages = [d for reader in (inputs.train, inputs.evaluation) for d in verify(reader.split)]
         listed = "\n  ".join(str(damage) for damage in damages[:10]) or _first_line(error)
         raise DataError(f"Records are corrupt:\n  {listed}\nWrite these files anew.") from error
+    except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError) as error:
+        raise DataError(f"A file of the data cannot be read any more: {error.message}") from error
     except tf.errors.InvalidArgumentError as error:
         raise DataError(
             f"The data does not suit the model or its features: {error.message}"
