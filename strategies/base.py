@@ -37,6 +37,10 @@ Tensor = Any
 class PeerLostError(RuntimeError):
     """Another task of the cluster is gone; what was saved is whole. Exit code 75."""
 
+    def __init__(self, what: str, cause: Exception) -> None:
+        """`what` happened, and the first line of TensorFlow's long `cause`."""
+        super().__init__(f"{what}: {(str(cause) or type(cause).__name__).splitlines()[0][:200]}")
+
 
 class Learner(Protocol):
     """What an Executor needs of a learner."""
@@ -151,10 +155,14 @@ class Executor(abc.ABC):
         """Whether a task was asked to stop. All tasks that run the loop agree after each `run`."""
         return self._stopping
 
-    def close(self, *, lost: bool = False) -> None:
-        """Ends the run everywhere: a barrier, so nobody leaves first, and servers end with 0.
+    def close(self) -> None:
+        """Ends the run everywhere: a barrier, so nobody leaves first, and servers end with 0."""
 
-        `lost` says that a peer is gone and that waiting for it would be in vain.
+    def close_after_error(self, *, lost: bool) -> None:
+        """Ends this task's part without waiting for others, who may be gone.
+
+        Servers end with 0, unless a peer is `lost`: then they stay, for the chief that is started
+        again.
         """
 
 

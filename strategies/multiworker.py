@@ -59,7 +59,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         try:
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         except _LOST as error:
-            raise PeerLostError(f"The workers did not come together: {error}") from error
+            raise PeerLostError("The workers did not come together", error) from error
         return cls(strategy, cluster)
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
@@ -67,19 +67,18 @@ class MultiWorkerExecutor(MirroredExecutor):
         try:
             return super()._run(num_steps)
         except _LOST as error:
-            raise PeerLostError(f"A worker was lost during a step: {error.message}") from error
+            raise PeerLostError("A worker was lost during a step", error) from error
 
     def evaluate(self) -> Metrics:
         """See Executor."""
         try:
             return super().evaluate()
         except _LOST as error:
-            raise PeerLostError(f"A worker was lost in evaluation: {error.message}") from error
+            raise PeerLostError("A worker was lost in evaluation", error) from error
 
-    def close(self, *, lost: bool = False) -> None:
-        """Waits for all workers: the coordination service ends those who are left behind."""
-        if not lost:
-            self._barrier()
+    def close(self) -> None:
+        """Waits for all: the coordination service ends those whom a worker leaves behind."""
+        self._barrier()
 
     def _barrier(self) -> None:
         @tf.function
@@ -89,7 +88,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         try:
             meet()
         except _LOST as error:
-            raise PeerLostError(f"A worker was lost at the end: {error.message}") from error
+            raise PeerLostError("A worker was lost at the end", error) from error
 
     def _replicas_of_this_process(self) -> range:
         training = [task for task in self._cluster.tasks() if task.job != "evaluator"]

@@ -122,8 +122,13 @@ class ParameterServerExecutor(Executor):
         sums = sum(closure.fetch() for closure in closures)
         return to_metrics(self._learner.metric_names, sums)
 
-    def close(self, *, lost: bool = False) -> None:
-        """Ends every worker and ps task, with exit code 0, even if another of them is lost."""
+    def close_after_error(self, *, lost: bool) -> None:
+        """See Executor."""
+        if not lost:
+            self.close()
+
+    def close(self) -> None:
+        """Ends every worker and ps task, with exit code 0."""
         for task in self._cluster.tasks():
             if task.job in ("worker", "ps"):
                 _end(task)
@@ -137,7 +142,7 @@ class ParameterServerExecutor(Executor):
         try:
             self._coordinator.join()
         except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
-            raise PeerLostError(f"A parameter server was lost: {error.message}") from error
+            raise PeerLostError("A parameter server was lost", error) from error
 
     def _train_closure(self, size: int) -> Any:
         """Takes a ticket of `size` batches. Unrolled: faster than a loop in the graph."""

@@ -288,17 +288,20 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
     signals.on_stop(executor.request_stop)
     try:
         exit_code = _train(plan, inputs, executor)
-        executor.close()
     except (PeerLostError, tf.errors.UnavailableError) as error:
         # Unavailable: a parameter server was lost while a hook read a variable.
-        log.error("%s What was saved is whole: start me again.", error)
-        _write_result(plan, {"exit_code": EXIT_RESTART, "why": str(error)})
-        executor.close(lost=True)
+        log.error("%s. What was saved is whole: start me again.", _first_line(error))
+        _write_result(plan, {"exit_code": EXIT_RESTART, "why": _first_line(error)})
+        executor.close_after_error(lost=True)
         return EXIT_RESTART
     except Exception as error:
         _write_result(plan, {"exit_code": _exit_code(error), "why": _first_line(error)})
-        executor.close(lost=True)
+        executor.close_after_error(lost=False)
         raise
+    try:
+        executor.close()
+    except PeerLostError as error:
+        log.warning("%s; all was done and saved before.", error)
     return exit_code
 
 
