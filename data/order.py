@@ -276,7 +276,9 @@ class Order:
         left = lengths[:, None] - windows * window_rows
         hashes[rows >= left[:, :, None]] = np.uint64(0xFFFFFFFFFFFFFFFF)
         permutation = np.argsort(hashes, axis=-1, kind="stable")
-        image = permutation[lane - first_lane, window - first_window, row - window * window_rows]
+        image: Int64s = permutation[
+            lane - first_lane, window - first_window, row - window * window_rows
+        ]
         return window * window_rows + image
 
     def _epoch(self, epoch: int) -> _Epoch:
@@ -310,8 +312,8 @@ class Order:
 
 def _begins(lengths: Int64s) -> Int64s:
     """Where each of some consecutive runs begins."""
-    ends: Int64s = np.cumsum(lengths)
-    return ends - lengths
+    begins: Int64s = np.cumsum(lengths) - lengths
+    return begins
 
 
 def _words(values: npt.NDArray[np.integer]) -> Uint64s:

@@ -238,7 +238,7 @@ class Reader:
             outputs = tuple(self.parse(tf.gather(records, batch["gather"])))
             return (*outputs, batch["weights"]) if "weights" in batch else outputs
 
-        num_threads = self.num_threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        num_threads = self.num_threads or min(_MAX_THREADS, _num_cores())
         options = tf.data.Options()
         options.deterministic = True
         options.autotune.enabled = False
@@ -279,3 +279,10 @@ class Reader:
         counts = np.array([len(shard.offsets) for shard in self.split.shards])
         offsets = np.concatenate([shard.offsets for shard in self.split.shards])
         return offsets, np.cumsum(counts) - counts
+
+
+def _num_cores() -> int:
+    """Cores that this process may run on; a container's share where the system can tell."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -146,8 +146,7 @@ def open_split(data_dir: str, split: str) -> Split:
             set is missing, empty, compressed, cut short, or not a TFRecord file.
     """
     data_dir = os.fspath(data_dir)
-    names = _shard_names(data_dir, split)
-    paths = [_join(data_dir, name) for name in names]
+    paths = shard_paths(data_dir, split)
     sizes = [_num_bytes(path) for path in paths]
     for path, size in zip(paths, sizes, strict=True):
         if size == 0:
@@ -171,6 +170,24 @@ def open_split(data_dir: str, split: str) -> Split:
             error.strerror,
         )
     return indexed
+
+
+def splits_in(data_dir: str) -> list[str]:
+    """Names of the splits that have shards in `data_dir`.
+
+    Raises:
+        DataError: the directory is missing or cannot be read.
+    """
+    return sorted(_split_names(_list(data_dir)))
+
+
+def shard_paths(data_dir: str, split: str) -> list[str]:
+    """Paths of the shards of `split`, in order and complete; they are not opened.
+
+    Raises:
+        DataError: the directory, the split or one of its shards is missing.
+    """
+    return [_join(data_dir, name) for name in _shard_names(data_dir, split)]
 
 
 def write_shards(
@@ -338,8 +355,8 @@ def _records_from(path: str, offset: int) -> "tf.data.Dataset":
         )
         return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
 
-    # In a function, because TensorFlow 2.21 forgets byte_offsets when it rewrites the outer dataset:
-    # "3 inputs specified of 4 inputs in Op while building NodeDef 'TFRecordDatasetV2".
+    # Inside a function, because TensorFlow 2.21 loses byte_offsets when it rewrites a dataset's
+    # graph: "3 inputs specified of 4 inputs in Op while building NodeDef 'TFRecordDatasetV2".
     return tf.data.Dataset.from_tensors(np.int64(offset)).flat_map(records)
 
 
@@ -587,9 +604,7 @@ def _nothing_found(data_dir: str, split: str, names: list[str]) -> str:
     )
     if not names:
         return f"{data_dir} is empty; {needed}"
-    others = {
-        match["split"] or match["bare"] for name in names if (match := _ANY_SHARD.fullmatch(name))
-    }
+    others = _split_names(names)
     if others:
         return (
             f"{data_dir} has no split {split!r}, only {', '.join(sorted(others))}. "
@@ -599,6 +614,12 @@ def _nothing_found(data_dir: str, split: str, names: list[str]) -> str:
     if below:
         return f"{data_dir} holds no TFRecord shards, but {below[0]} does: --data_dir={below[0]}"
     return f"{data_dir} holds no TFRecord shards ({', '.join(names[:3])}, ...); {needed}"
+
+
+def _split_names(names: list[str]) -> set[str]:
+    return {
+        match["split"] or match["bare"] for name in names if (match := _ANY_SHARD.fullmatch(name))
+    }
 
 
 def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:

@@ -26,7 +26,9 @@ from strategies.cluster import Cluster, Task
 log = logging.getLogger(__name__)
 
 # Steps in one closure, at most. A closure costs about 2 ms on top of its steps.
-_MAX_STEPS_PER_CLOSURE = 16
+_STEPS_PER_CLOSURE = 16
+
+_KEPT: list["ParameterServerExecutor"] = []
 
 
 def serve(cluster: Cluster) -> NoReturn:
@@ -53,6 +55,8 @@ class ParameterServerExecutor(Executor):
         self._cluster = cluster
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._worker_steps: collections.Counter[str] = collections.Counter()
+        # Until the process ends: destructors of closures would call servers that have ended.
+        _KEPT.append(self)
         self.io_device = "/job:chief/replica:0/task:0/device:CPU:0"
 
     @classmethod
@@ -88,9 +92,9 @@ class ParameterServerExecutor(Executor):
         self._source = source
         self._evaluation = evaluation
         self._next_batch = first_batch
-        self._train_closures: dict[int, Any] = {}
+        self._train_unrolled, self._train_looped = self._make_train_closures()
         per_worker = -(-evaluation.num_evaluation_batches // self.num_replicas)
-        self._evaluation_ticket_batches = min(per_worker, _MAX_STEPS_PER_CLOSURE)
+        self._evaluation_ticket_batches = min(per_worker, _STEPS_PER_CLOSURE)
         self._evaluate_closure = self._make_evaluate_closure(self._evaluation_ticket_batches)
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
@@ -136,7 +140,8 @@ class ParameterServerExecutor(Executor):
     def _schedule_steps(self, size: int) -> Any:
         ticket = self._source.ticket(self._next_batch, size)
         self._next_batch += size
-        return self._coordinator.schedule(self._train_closure(size), args=(ticket,))
+        train = self._train_unrolled if size == _STEPS_PER_CLOSURE else self._train_looped
+        return self._coordinator.schedule(train, args=(ticket,))
 
     def _join(self) -> None:
         try:
@@ -144,20 +149,31 @@ class ParameterServerExecutor(Executor):
         except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
             raise PeerLostError("A parameter server was lost", error) from error
 
-    def _train_closure(self, size: int) -> Any:
-        """Takes a ticket of `size` batches. Unrolled: faster than a loop in the graph."""
-        if size not in self._train_closures:
-            source, learner, strategy = self._source, self._learner, self.strategy
+    def _make_train_closures(self) -> tuple[Any, Any]:
+        """A closure for tickets of _STEPS_PER_CLOSURE batches, unrolled, and one for any other.
 
-            @tf.function(input_signature=[source.ticket_spec(size)])
-            def train(ticket: Any) -> tuple[Tensor, Tensor]:
-                batches = _unstack(source.parse_ticket(ticket), size)
-                sums = [strategy.run(learner.update, args=(batch,)) for batch in batches]
-                worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-                return tf.add_n(sums), worker
+        Unrolled steps are faster than a loop in the graph, but each number of them is a graph of
+        its own, and a graph takes seconds to trace and to send.
+        """
+        source, learner, strategy = self._source, self._learner, self.strategy
+        this_worker = tf.distribute.coordinator.experimental_get_current_worker_index
 
-            self._train_closures[size] = train
-        return self._train_closures[size]
+        @tf.function(input_signature=[source.ticket_spec(_STEPS_PER_CLOSURE)])
+        def unrolled(ticket: Any) -> tuple[Tensor, Tensor]:
+            batches = _unstack(source.parse_ticket(ticket), _STEPS_PER_CLOSURE)
+            sums = [strategy.run(learner.update, args=(batch,)) for batch in batches]
+            return tf.add_n(sums), this_worker()
+
+        @tf.function(input_signature=[source.ticket_spec()])
+        def looped(ticket: Any) -> tuple[Tensor, Tensor]:
+            stacked = source.parse_ticket(ticket)
+            sums = tf.zeros([len(learner.metric_names), 2], tf.float64)
+            for i in tf.range(tf.shape(ticket["gather"])[0]):
+                batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
+                sums += strategy.run(learner.update, args=(batch,))
+            return sums, this_worker()
+
+        return unrolled, looped
 
     def _make_evaluate_closure(self, size: int) -> Any:
         source, learner, strategy = self._evaluation, self._learner, self.strategy
@@ -176,17 +192,16 @@ def closure_sizes(
     """How many steps each closure takes; they sum to `num_steps`.
 
     At least one closure a worker where there are enough steps. A closure stays inside one of
-    `windows`, (first batch, number of batches), because a window is what is read at once. Sizes are
-    powers of two: each is a graph of its own, and few graphs serve any number of steps.
+    `windows`, (first batch, number of batches), because a window is what is read at once.
     """
     sizes: list[int] = []
-    most = max(1, min(_MAX_STEPS_PER_CLOSURE, num_steps // num_workers))
+    most = max(1, min(_STEPS_PER_CLOSURE, num_steps // num_workers))
     left = num_steps
     for _, in_window in windows:
         in_window = min(in_window, left)
         left -= in_window
         while in_window:
-            sizes.append(1 << (min(in_window, most).bit_length() - 1))
+            sizes.append(min(in_window, most))
             in_window -= sizes[-1]
         if not left:
             break

@@ -1,10 +1,12 @@
-"""Shards on disk: what is written is found again, and what is wrong is named with file and place."""
+"""Shards on disk: what is written is found again, and what is wrong is named with file and
+place."""
 
 import gzip
 import logging
 import os
 import shutil
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -146,9 +148,7 @@ def test_directory_that_cannot_be_written_to_is_indexed_in_memory(
 def test_many_records_are_indexed_and_opened_fast(tmp_path: Path) -> None:
     # A loose bound, ten times what it takes: only a scan that reads each record for itself, or an
     # index that is not used, would miss it.
-    import time
-
-    record = contents_of_one_record(b"x" * 20)
+    record = one_record(tmp_path, b"x" * 20)
     (tmp_path / "train.tfrecord").write_bytes(record * 200_000)
     begin = time.perf_counter()
     split = records.open_split(str(tmp_path), "train")
@@ -160,8 +160,8 @@ def test_many_records_are_indexed_and_opened_fast(tmp_path: Path) -> None:
     assert opened - scanned < 0.5
 
 
-def contents_of_one_record(data: bytes) -> bytes:
-    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"record-{os.getpid()}"
+def one_record(tmp_path: Path, data: bytes) -> bytes:
+    path = tmp_path / "one"
     with tf.io.TFRecordWriter(str(path)) as writer:
         writer.write(data)
     content = path.read_bytes()
@@ -183,7 +183,7 @@ def contents_of_one_record(data: bytes) -> bytes:
     ],
 )
 def test_usual_names_of_shards_are_found_in_order(tmp_path: Path, names: list[str]) -> None:
-    record = contents_of_one_record(b"abc")
+    record = one_record(tmp_path, b"abc")
     for name in [*names, "toy-test.tfrecord-00000-of-00001", "pretrain.tfrecord"]:
         (tmp_path / name).write_bytes(record)
     (tmp_path / "dataset_info.json").write_text("{}")

@@ -1,0 +1,168 @@
+"""features.json of tensorflow-datasets is understood, and examples that TFDS wrote are decoded."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from data.features import Features, default_parse, read_features
+from data.records import DataError
+
+
+def written(
+    directory: Path, spec: dict[str, object], examples: list[dict[str, object]]
+) -> tuple[Features, tf.Tensor]:
+    """What TFDS itself writes for such features and examples."""
+    connectors = tfds.features.FeaturesDict(spec)
+    connectors.save_config(str(directory))
+    serialized = [connectors.serialize_example(e) for e in examples]
+    return read_features(str(directory)), tf.constant(serialized)
+
+
+def test_every_supported_feature_is_decoded_as_it_was_written(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    spec = {
+        "raw": tfds.features.Tensor(shape=(2, 3), dtype=np.uint8, encoding="bytes"),
+        "zlib": tfds.features.Tensor(shape=(3,), dtype=np.float32, encoding="zlib"),
+        "numbers": tfds.features.Tensor(shape=(2, 2), dtype=np.float32),
+        "small": tfds.features.Tensor(shape=(3,), dtype=np.uint8),
+        "flag": tfds.features.Scalar(np.bool_),
+        "count": tfds.features.Scalar(np.int32),
+        "png": tfds.features.Image(shape=(4, 5, 3)),
+        "text": tfds.features.Text(),
+        "nested": {"label": tfds.features.ClassLabel(num_classes=3)},
+    }
+    examples = [
+        {
+            "raw": rng.integers(0, 256, (2, 3), np.uint8),
+            "zlib": rng.random(3, np.float32),
+            "numbers": rng.random((2, 2), np.float32),
+            "small": rng.integers(0, 256, 3, np.uint8),
+            "flag": bool(i % 2),
+            "count": i - 3,
+            "png": rng.integers(0, 256, (4, 5, 3), np.uint8),
+            "text": f"héllo {i}",
+            "nested": {"label": i % 3},
+        }
+        for i in range(7)
+    ]
+    features, serialized = written(tmp_path, spec, examples)
+    assert set(features) == {*spec, "nested/label"} - {"nested"}
+    assert features["nested/label"].num_classes == 3
+    parsed = tf.function(features.parse_example)(serialized)
+    for name in ("raw", "zlib", "numbers", "small", "flag", "count", "png"):
+        expected = np.array([example[name] for example in examples])
+        assert parsed[name].dtype.name == features[name].dtype
+        assert np.array_equal(parsed[name], expected), name
+    assert [text.decode() for text in parsed["text"].numpy()] == [e["text"] for e in examples]
+    assert parsed["nested/label"].numpy().tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_jpeg_images_are_decoded(tmp_path: Path) -> None:
+    image = np.full((16, 16, 3), 200, np.uint8)
+    features, serialized = written(
+        tmp_path,
+        {
+            "image": tfds.features.Image(shape=(16, 16, 3), encoding_format="jpeg"),
+            "label": tfds.features.ClassLabel(num_classes=2),
+        },
+        [{"image": image, "label": 1}] * 3,
+    )
+    inputs, labels = default_parse(features)(serialized)
+    assert inputs.dtype == tf.float32
+    assert inputs.shape == [3, 16, 16, 3]
+    assert np.allclose(inputs, 200 / 255, atol=0.02)
+    assert labels.numpy().tolist() == [1, 1, 1]
+
+
+IMAGE = tfds.features.Tensor(shape=(2, 2, 1), dtype=np.uint8, encoding="bytes")
+LABEL = tfds.features.ClassLabel(num_classes=10)
+
+
+def test_default_parse_scales_bytes_and_has_static_shapes(tmp_path: Path) -> None:
+    values = np.array([[0, 51], [102, 255]], np.uint8)[..., np.newaxis]
+    features, serialized = written(
+        tmp_path, {"image": IMAGE, "label": LABEL}, [{"image": values, "label": 9}] * 4
+    )
+    parse = tf.function(
+        default_parse(features), input_signature=[tf.TensorSpec([4], tf.string)]
+    ).get_concrete_function()
+    assert [tensor.shape for tensor in parse.outputs] == [[4, 2, 2, 1], [4]]
+    inputs, labels = parse(serialized)
+    assert np.allclose(inputs[0, ..., 0], [[0, 0.2], [0.4, 1]])
+    assert labels.dtype == tf.int64
+
+
+def test_inputs_of_floats_are_not_scaled(tmp_path: Path) -> None:
+    features, serialized = written(
+        tmp_path,
+        {"x": tfds.features.Tensor(shape=(2,), dtype=np.float64), "label": LABEL},
+        [{"x": [-3.0, 700.0], "label": 0}],
+    )
+    inputs, _ = default_parse(features)(serialized)
+    assert inputs.dtype == tf.float32
+    assert inputs.numpy().tolist() == [[-3.0, 700.0]]
+
+
+@pytest.mark.parametrize("label", [-1, 10])
+def test_label_out_of_range_stops_with_the_features_name(tmp_path: Path, label: int) -> None:
+    features, _ = written(tmp_path, {"image": IMAGE, "label": LABEL}, [])
+    example = tf.train.Example()
+    example.features.feature["image"].bytes_list.value.append(bytes(4))
+    example.features.feature["label"].int64_list.value.append(label)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"(?s)'label' is outside \[0, 10\)"):
+        default_parse(features)(tf.constant([example.SerializeToString()]))
+
+
+def test_raw_bytes_of_the_wrong_size_are_not_taken_for_two_examples(tmp_path: Path) -> None:
+    features, _ = written(tmp_path, {"image": IMAGE, "label": LABEL}, [])
+    example = tf.train.Example()
+    example.features.feature["image"].bytes_list.value.append(bytes(8))
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        features.parse_example(tf.constant([example.SerializeToString()]), ["image"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"image": IMAGE}, "0 ClassLabels (none) and 1 images or tensors (image)"),
+        ({"a": LABEL, "b": LABEL, "image": IMAGE}, "2 ClassLabels (a, b)"),
+        ({"label": LABEL, "a": IMAGE, "b": IMAGE}, "2 images or tensors (a, b)"),
+        ({"label": LABEL, "image": tfds.features.Image()}, "shape [None, None, 3]: it varies"),
+    ],
+)
+def test_what_the_default_cannot_parse_is_told_to_define_parse(
+    tmp_path: Path, spec: dict[str, object], message: str
+) -> None:
+    features, _ = written(tmp_path, spec, [])
+    with pytest.raises(DataError, match=re.escape(message)) as caught:
+        default_parse(features)
+    assert "def parse(serialized)" in str(caught.value)
+
+
+def test_unsupported_feature_is_an_error_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    features, serialized = written(
+        tmp_path,
+        {
+            "image": IMAGE,
+            "label": LABEL,
+            "boxes": tfds.features.Sequence(tfds.features.BBoxFeature()),
+        },
+        [{"image": np.zeros((2, 2, 1), np.uint8), "label": 4, "boxes": []}],
+    )
+    assert default_parse(features)(serialized)[1].numpy().tolist() == [4]
+    with pytest.raises(DataError, match=r"'boxes'.*Sequence"):
+        features.parse_example(serialized)
+
+
+def test_missing_or_foreign_metadata_tells_to_define_parse(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist.*def parse\(serialized\)"):
+        read_features(str(tmp_path))
+    for text in ("not json", "[]", json.dumps({"featuresDict": {"features": {"a": {}}}})):
+        (tmp_path / "features.json").write_text(text)
+        with pytest.raises(DataError, match=r"is not a features\.json.*def parse"):
+            read_features(str(tmp_path))

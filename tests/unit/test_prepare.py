@@ -1,0 +1,311 @@
+"""Preparing data: whole or not at all, the same bytes every time, and readable by others too."""
+
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from data import features, records
+from data.prepare import prepare
+from data.records import DataError
+
+ROOT = Path(__file__).parents[2]
+MNIST = Path(os.environ.get("TRAINER_MNIST", ROOT.parent / "shared" / "data" / "mnist"))
+needs_mnist = pytest.mark.skipif(
+    not (MNIST / "train-images-idx3-ubyte.gz").exists(),
+    reason="needs MNIST's four IDX files: TRAINER_MNIST=DIR",
+)
+needs_tfds = pytest.mark.skipif(
+    importlib.util.find_spec("importlib_resources") is None,
+    reason="tensorflow-datasets needs importlib_resources to make a builder",
+)
+
+
+def digest(directory: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()
+    }
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "data.prepare", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def write_idx(path: Path, array: np.ndarray, compress: bool = False) -> None:
+    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    content = header + array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if compress else content)
+
+
+@pytest.fixture
+def idx_files(tmp_path: Path) -> Path:
+    directory = tmp_path / "idx"
+    directory.mkdir()
+    for prefix, count, compress in (("train", 30, True), ("t10k", 7, False)):
+        suffix = ".gz" if compress else ""
+        images = np.arange(count * 20).reshape(count, 4, 5) % 256
+        write_idx(directory / f"{prefix}-images-idx3-ubyte{suffix}", images, compress)
+        write_idx(directory / f"{prefix}-labels-idx1-ubyte{suffix}", np.arange(count) % 6, compress)
+    return directory
+
+
+def read_all(directory: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    opened = records.open_split(str(directory), split)
+    parse = features.default_parse(features.read_features(str(directory)))
+    dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
+    images, labels = parse(next(iter(dataset.batch(opened.num_examples))))
+    return images.numpy(), labels.numpy()
+
+
+def test_digits_are_prepared_whole_stratified_and_the_same_every_time(tmp_path: Path) -> None:
+    prepare("digits", str(tmp_path / "a"))
+    prepare("digits", str(tmp_path / "b"))
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"], "nothing is left beside them"
+    splits = {split: read_all(tmp_path / "a", split) for split in ("train", "test")}
+    for split, count in (("train", 1437), ("test", 360)):
+        images, labels = splits[split]
+        assert images.shape == (count, 8, 8, 1)
+        assert images.min() == 0
+        assert images.max() == 1
+        assert np.bincount(labels, minlength=10).min() > 0.09 * count
+    both = np.concatenate([images.reshape(len(images), -1) for images, _ in splits.values()])
+    from sklearn.datasets import load_digits
+
+    expected = np.round(load_digits().data * (255 / 16))
+    assert sorted(map(tuple, np.round(both * 255))) == sorted(map(tuple, expected))
+
+
+def test_idx_files_are_prepared_by_any_name(tmp_path: Path, idx_files: Path) -> None:
+    out = tmp_path / "out"
+    prepare("kuzushiji", str(out), str(idx_files))
+    images, labels = read_all(out, "train")
+    assert np.array_equal(np.round(images * 255).reshape(-1), np.arange(600) % 256)
+    assert np.array_equal(labels, np.arange(30) % 6)
+    assert read_all(out, "test")[0].shape == (7, 4, 5, 1)
+    assert features.read_features(str(out))["label"].num_classes == 6
+
+
+def test_tfds_reads_what_is_prepared(tmp_path: Path, idx_files: Path) -> None:
+    prepare("kuzushiji", str(tmp_path / "out"), str(idx_files))
+    import tensorflow_datasets as tfds
+
+    builder = tfds.builder_from_directory(str(tmp_path / "out"))
+    assert builder.info.splits["train"].num_examples == 30
+    examples = list(builder.as_dataset(split="train").as_numpy_iterator())
+    assert np.array_equal([example["label"] for example in examples], np.arange(30) % 6)
+    assert examples[29]["image"].tobytes() == (np.arange(580, 600) % 256).astype(np.uint8).tobytes()
+
+
+def test_second_call_does_nothing_and_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare("digits", str(tmp_path / "out"))
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    capfd.readouterr()
+    prepare("digits", str(tmp_path / "out"))
+    assert "already holds" in capfd.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == times
+
+
+def test_what_is_already_there_is_never_overwritten(tmp_path: Path, idx_files: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("dear to me")
+    with pytest.raises(DataError, match="not empty"):
+        prepare("digits", str(tmp_path / "mine"))
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "dear to me"
+    prepare("kuzushiji", str(tmp_path / "out"), str(idx_files))
+    with pytest.raises(DataError, match="holds 'kuzushiji', not 'digits'"):
+        prepare("digits", str(tmp_path / "out"))
+    with pytest.raises(DataError, match="is a file"):
+        prepare("digits", str(tmp_path / "mine" / "thesis.txt"))
+
+
+STOPS_HALF_WAY = """
+import sys
+from data import prepare
+from data.sources import Source, SourceSplit, digits
+
+whole = digits.source()
+
+def half():
+    examples = whole.splits["train"].examples()
+    for _ in range(700):
+        yield next(examples)
+    print("half", flush=True)
+    sys.stdin.read()
+
+train = SourceSplit(1437, 10**9, half)
+prepare.digits.source = lambda: Source("digits", {**whole.splits, "train": train}, whole.files)
+prepare.prepare("digits", sys.argv[1])
+"""
+
+
+def test_killed_prepare_leaves_nothing_that_looks_finished_and_the_next_one_succeeds(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPS_HALF_WAY, str(out)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"half\n"
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(timeout=30) == -signal.SIGKILL
+    left = list((tmp_path / ".out.partial").iterdir())
+    assert len(left) > 3, "it was in the middle of writing its shards"
+    assert not out.exists()
+    prepare("digits", str(out))
+    prepare("digits", str(tmp_path / "other"))
+    assert digest(out) == digest(tmp_path / "other")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_two_prepares_at_once_both_succeed(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "data.prepare", "digits", "--out=both"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert records.open_split(str(tmp_path / "both"), "train").num_examples == 1437
+    assert sum("holds digits." in line for line in said) == 1, "one wrote, the other found it done"
+    assert [p.name for p in tmp_path.iterdir()] == ["both"]
+
+
+def damage_nothing(directory: Path) -> None:
+    (directory / "t10k-labels-idx1-ubyte").unlink()
+
+
+def damage_magic(directory: Path) -> None:
+    (directory / "t10k-labels-idx1-ubyte").write_bytes(b"<html>404</html>")
+
+
+def damage_length(directory: Path) -> None:
+    os.truncate(directory / "t10k-images-idx3-ubyte", 100)
+
+
+def damage_gzip(directory: Path) -> None:
+    os.truncate(directory / "train-images-idx3-ubyte.gz", 50)
+
+
+def damage_pair(directory: Path) -> None:
+    write_idx(directory / "t10k-labels-idx1-ubyte", np.arange(6))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_nothing, "has no t10k-labels-idx1-ubyte"),
+        (damage_magic, r"begins with 3c 68 74 6d, needed is 00 00 08 01"),
+        (damage_length, r"7 x 4 x 5 bytes, which makes 156 with its header; it has 100"),
+        (damage_gzip, "damaged GZIP"),
+        (damage_pair, "7 images and 6 labels"),
+    ],
+)
+def test_wrong_idx_files_are_named(
+    tmp_path: Path, idx_files: Path, damage: object, message: str
+) -> None:
+    assert callable(damage)
+    damage(idx_files)
+    with pytest.raises(DataError, match=message):
+        prepare("kuzushiji", str(tmp_path / "out"), str(idx_files))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["idx"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "One NAME is needed"),
+        (("digits", "mnist"), "One NAME is needed"),
+        (("unheard_of",), "--source=DIR"),
+        (("mnist",), "train-images-idx3-ubyte.gz"),
+        (("mnist", "--source=nowhere"), "is not a directory"),
+        (("what?:x",), "Known: digits"),
+        (("rewrite",), "--out=OTHER_DIR"),
+    ],
+)
+def test_wrong_command_lines_end_with_2_and_a_hint(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_gzip_shards_are_rewritten_by_the_command_that_the_refusal_names(
+    tmp_path: Path, idx_files: Path
+) -> None:
+    prepare("kuzushiji", str(tmp_path / "plain"), str(idx_files))
+    expected = digest(tmp_path / "plain")
+    packed = tmp_path / "plain"
+    for path in packed.glob("*.tfrecord*"):
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    for path in packed.glob("*.npz"):
+        path.unlink()
+    with pytest.raises(DataError) as refusal:
+        records.open_split(str(packed), "train")
+    command = str(refusal.value).partition("python -m data.prepare ")[2].split()
+    done = run(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rewritten = Path(command[2].partition("=")[2])
+    assert digest(rewritten) == expected
+
+
+@needs_tfds
+def test_tfds_names_that_cannot_be_had_say_what_to_bring_and_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+    with pytest.raises(DataError, match="has no 'no_such_set'"):
+        prepare("tfds:no_such_set", str(tmp_path / "out"))
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+
+    def no_network(*_: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", no_network)
+    with pytest.raises(DataError) as caught:
+        prepare("tfds:mnist", str(tmp_path / "out"))
+    assert "train-images-idx3-ubyte.gz" in str(caught.value)
+    assert "python -m data.prepare tfds:mnist --source=DIR" in str(caught.value)
+
+
+@needs_mnist
+def test_mnist_is_prepared_from_its_own_files(tmp_path: Path) -> None:
+    prepare("mnist", str(tmp_path / "mnist"), str(MNIST))
+    split = records.open_split(str(tmp_path / "mnist"), "train")
+    assert split.num_examples == 60_000
+    assert records.open_split(str(tmp_path / "mnist"), "test").num_examples == 10_000
+    images, labels = read_all(tmp_path / "mnist", "test")
+    assert images.shape == (10_000, 28, 28, 1)
+    assert labels[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
+    info = json.loads((tmp_path / "mnist" / "dataset_info.json").read_text())
+    assert [split["name"] for split in info["splits"]] == ["test", "train"]
