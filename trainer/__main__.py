@@ -175,10 +175,10 @@ def _launch(recipe: Recipe) -> int:
     cluster = local_cluster(_STRATEGY.value, _WORKERS.value, _PS.value)
     model_dir = _model_dir(recipe)
     run.check_replicas(recipe.config, _WORKERS.value if _STRATEGY.value == "multiworker" else 1)
-    run.check_model_dir(model_dir)
     if _say_if_finished(recipe, model_dir):
         return 0
-    run.preflight(recipe)
+    run.preflight(recipe, model_dir)
+    run.check_model_dir(model_dir)
     num_threads = _NUM_THREADS.value or max(1, (os.cpu_count() or 1) // _WORKERS.value)
     argv = [*sys.argv[1:], f"--num_threads={num_threads}"]
     return LocalCluster(cluster, argv, Path(model_dir)).run().exit_code
@@ -188,7 +188,8 @@ def _run(recipe: Recipe, cluster: Cluster | None) -> int:
     from trainer import run
 
     model_dir = _model_dir(recipe)
-    if (cluster is None or not cluster.is_server) and _say_if_finished(recipe, model_dir):
+    # Servers too: no chief will come and end them.
+    if _say_if_finished(recipe, model_dir):
         return 0
     plan = run.Plan(
         strategy=_STRATEGY.value,
@@ -218,6 +219,7 @@ def _say_if_finished(recipe: Recipe, model_dir: str) -> bool:
     result = run.finished_result(model_dir, recipe.config)
     if result is None:
         return False
+    run.preflight(recipe, model_dir)  # It may be finished, but another run.
     measured = "  ".join(f"{name} {value:.4f}" for name, value in result["eval"].items())
     print(
         f"{model_dir} is finished: step {result['step']:,}  {measured}. To train further, raise "

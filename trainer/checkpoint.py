@@ -85,6 +85,21 @@ class Checkpointer:
             if name != f"best-{step:08d}":
                 tf.io.gfile.rmtree(f"{self._directory}/{name}")
 
+    def check(self) -> None:
+        """Returns if the newest whole checkpoint can be restored here, or there is none.
+
+        Reads no variable.
+
+        Raises:
+            ModelDirError: as `restore`.
+        """
+        for name in reversed(self._names("step-")):
+            path = f"{self._directory}/{name}"
+            mark = _read_mark(path)
+            if mark is not None:
+                self._check_identity(path, mark["identity"])
+                return
+
     def restore(self) -> Saved | None:
         """Restores the newest whole checkpoint; None if there is none.
 

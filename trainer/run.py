@@ -1,7 +1,7 @@
 """One task of a run, from a checked command line to an exit code: connect, build, resume, train.
 
 plan = Plan(strategy="mirrored", recipe=recipe, cluster=None, model_dir="runs/a", ...)
-preflight(plan)                     # everything that can be known before anything starts
+preflight(recipe, model_dir)        # everything that can be known before anything starts
 with StopSignals() as signals:
     exit_code = run_task(plan, signals)
 """
@@ -46,6 +46,9 @@ EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_USAGE = 2
 
+
+# Unavailable: a parameter server was lost while a hook read a variable.
+_LOST = (PeerLostError, tf.errors.UnavailableError)
 
 # A user's mistakes: one message, exit code 2.
 USER_ERRORS = (
@@ -106,7 +109,8 @@ def open_inputs(recipe: Recipe) -> Inputs:
     """
     config = recipe.config
     directory = config_lib.data_dir(config)
-    if config.dataset == "digits" and not tf.io.gfile.exists(directory):
+    # Not where --data_dir says: a mistyped directory must not be made.
+    if config.dataset == "digits" and not config.data_dir and not tf.io.gfile.exists(directory):
         from data.prepare import prepare  # It imports tensorflow_datasets.
 
         prepare("digits", directory)
@@ -136,15 +140,19 @@ def open_inputs(recipe: Recipe) -> Inputs:
     return Inputs(Reader(train_split, train_order, parse), Reader(eval_split, eval_order, parse))
 
 
-def preflight(recipe: Recipe) -> None:
-    """Trains nothing, but parses the first batch of each split and puts it through the model.
+def preflight(recipe: Recipe, model_dir: str) -> None:
+    """Trains and changes nothing, but finds what would fail later.
+
+    Parses the first batch of each split and puts it through the model, and compares what the newest
+    checkpoint in `model_dir` is of.
 
     Raises:
-        DataError, ConfigError, OptimizerError: what would fail later, as one message.
+        DataError, ConfigError, ModelDirError, OptimizerError: as one message.
     """
     inputs = open_inputs(recipe)
     learner = build_learner(recipe)
     check_batches(inputs, learner, recipe)
+    _checkpointer(recipe, model_dir, inputs, learner).check()
 
 
 def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
@@ -278,8 +286,6 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
     # Before the first connection, so that a mistake in them costs nobody a wait.
     inputs = open_inputs(plan.recipe)
     check_model_dir(plan.model_dir)
-    if plan.is_chief:
-        _write_config(plan, inputs)
     try:
         executor = _connect(plan, num_gpus)
     except PeerLostError as error:
@@ -288,14 +294,11 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
     signals.on_stop(executor.request_stop)
     try:
         exit_code = _train(plan, inputs, executor)
-    except (PeerLostError, tf.errors.UnavailableError) as error:
-        # Unavailable: a parameter server was lost while a hook read a variable.
+    except _LOST as error:
         log.error("%s. What was saved is whole: start me again.", _first_line(error))
-        _write_result(plan, {"exit_code": EXIT_RESTART, "why": _first_line(error)})
         executor.close_after_error(lost=True)
         return EXIT_RESTART
-    except Exception as error:
-        _write_result(plan, {"exit_code": _exit_code(error), "why": _first_line(error)})
+    except Exception:
         executor.close_after_error(lost=False)
         raise
     try:
@@ -312,14 +315,11 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     with executor.scope():
         learner = build_learner(plan.recipe)
     check_batches(inputs, learner, plan.recipe)
-    checkpointer = Checkpointer(
-        f"{plan.model_dir}/checkpoints",
-        learner,
-        _identity(inputs, config),
-        keep=config.keep_checkpoints,
-        io_device=executor.io_device,
-    )
+    checkpointer = _checkpointer(plan.recipe, plan.model_dir, inputs, learner, executor.io_device)
     saved = checkpointer.restore()
+    # From here on files of a former run are written over: all that can be refused has been.
+    if plan.is_chief:
+        _write_config(plan, inputs)
     executor.start(learner, inputs.train, inputs.evaluation, saved.next_batch if saved else 0)
     console = Console(config.train_steps) if plan.is_chief else None
     if console:
@@ -334,6 +334,9 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
                 steps=config.train_steps,
                 steps_per_call=config.steps_per_call,
             )
+    except Exception as error:
+        _write_result(plan, {"exit_code": _exit_code(error), "why": _first_line(error)})
+        raise
     finally:
         if console:
             console.stop()
@@ -497,6 +500,22 @@ def _optimizer(config: config_lib.Config) -> keras.Optimizer:
         ) from error
 
 
+def _checkpointer(
+    recipe: Recipe,
+    model_dir: str,
+    inputs: Inputs,
+    learner: Learner,
+    io_device: str | None = None,
+) -> Checkpointer:
+    return Checkpointer(
+        f"{model_dir}/checkpoints",
+        learner,
+        _identity(inputs, recipe.config),
+        keep=recipe.config.keep_checkpoints,
+        io_device=io_device,
+    )
+
+
 def _identity(inputs: Inputs, config: config_lib.Config) -> Mapping[str, Any]:
     """What decides which example comes at which position; a run goes on only if it is the same."""
     order = inputs.train.order
@@ -562,6 +581,8 @@ def _say_end(console: Console, plan: Plan, result: Mapping[str, Any]) -> None:
 
 
 def _exit_code(error: Exception) -> int:
+    if isinstance(error, _LOST):
+        return EXIT_RESTART
     return EXIT_USAGE if isinstance(error, USER_ERRORS) else EXIT_BUG
 
 

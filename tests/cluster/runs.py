@@ -1,0 +1,296 @@
+"""`python -m trainer` as users run it, in processes of its own; and the one table of topologies.
+
+    run = train(TOPOLOGIES["ps-2+1"], model_dir, "--train_steps=100")
+    assert run.exit_code == 0
+    run.result["step"], run.metrics("eval"), run.variables()
+
+Of every run it is proved that no process outlives it and that its ports are free again.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import tensorflow as tf
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = Path(__file__).resolve().parent / "configs"
+# Below pytest's own limit, which ends the whole session.
+TIMEOUT_SECS = 100.0
+
+_MARK = "TRAINER_TEST_PROCESS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """One way to run the program: the flags that say so, and the tasks of its local cluster."""
+
+    name: str
+    strategy: str
+    flags: tuple[str, ...]
+    tasks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return (f"--strategy={self.strategy}", *self.flags)
+
+
+# Every process has one thread, so that two clusters of any kind are as fast on any machine.
+TOPOLOGIES = {
+    topology.name: topology
+    for topology in (
+        Topology("mirrored-1", "mirrored", ("--replicas=1", "--num_threads=1")),
+        Topology("mirrored-2", "mirrored", ("--replicas=2", "--num_threads=1")),
+        Topology(
+            "multiworker-2",
+            "multiworker",
+            ("--workers=2", "--num_threads=1"),
+            ("worker-0", "worker-1"),
+        ),
+        Topology(
+            "ps-2+1",
+            "ps",
+            ("--workers=2", "--ps=1", "--num_threads=1"),
+            ("chief-0", "worker-0", "worker-1", "ps-0"),
+        ),
+    )
+}
+SYNCHRONOUS = [topology for topology in TOPOLOGIES.values() if topology.strategy != "ps"]
+ONE_OF_EACH_STRATEGY = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-2+1")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that has ended: how, what it printed, and what it left in its directory."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    model_dir: Path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return _read_json(self.model_dir / "config.json")
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return _read_json(self.model_dir / "result.json")
+
+    def metrics(self, split: str) -> list[dict[str, Any]]:
+        return [line for line in read_metrics(self.model_dir) if line["split"] == split]
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.model_dir / "checkpoints").iterdir())
+
+    def variables(self, checkpoint: str = "") -> dict[str, npt.NDArray[Any]]:
+        """All that a checkpoint holds, by TensorFlow's name; of the newest step by default."""
+        name = checkpoint or max(n for n in self.checkpoints() if n.startswith("step-"))
+        reader = tf.train.load_checkpoint(str(self.model_dir / "checkpoints" / name / "variables"))
+        return {
+            key: reader.get_tensor(key)
+            for key in reader.get_variable_to_shape_map()
+            if key != "_CHECKPOINTABLE_OBJECT_GRAPH"
+        }
+
+    def weights(self, checkpoint: str = "") -> dict[str, npt.NDArray[Any]]:
+        """The model's variables alone."""
+        variables = self.variables(checkpoint)
+        return {key: value for key, value in variables.items() if key.startswith("model/")}
+
+
+class Process:
+    """A `python -m trainer` that runs; leaving the context kills what is left of it."""
+
+    def __init__(
+        self,
+        argv: tuple[str, ...],
+        model_dir: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+    ) -> None:
+        self.model_dir = model_dir
+        self._mark = uuid.uuid4().hex
+        here = {_MARK: self._mark} | ({} if cwd == ROOT else {"PYTHONPATH": str(ROOT)})
+        with contextlib.ExitStack() as files:
+            # Appended to, because reading would move the place where the process writes.
+            self._stdout = files.enter_context(tempfile.TemporaryFile("a+b"))
+            self._stderr = files.enter_context(tempfile.TemporaryFile("a+b"))
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "trainer", *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=self._stdout,
+                stderr=self._stderr,
+                env={**os.environ, **here, **(env or {})},
+                cwd=cwd,
+                start_new_session=True,
+            )
+            self._files = files.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+            self.popen.wait()
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._files.close()
+
+    def family(self) -> list[psutil.Process]:
+        """This process and all that it started, even where their parents have ended."""
+        return _processes_where(lambda process: process.environ().get(_MARK) == self._mark)
+
+    def send(self, signum: signal.Signals) -> None:
+        self.popen.send_signal(signum)
+
+    def output(self) -> str:
+        return f"--- stdout\n{_read(self._stdout)}\n--- stderr\n{_read(self._stderr)}"
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Returns once `condition` holds; fails if the process ends, or nothing comes of it."""
+        deadline = time.monotonic() + TIMEOUT_SECS
+        while not condition():
+            assert self.popen.poll() is None, f"ended before {what}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {what}:\n{self.output()}"
+            time.sleep(0.01)
+
+    def wait_for_step(self, step: int) -> None:
+        """Returns once metrics.jsonl has a report of `step` or later."""
+        self.wait_until(
+            lambda: any(line["step"] >= step for line in read_metrics(self.model_dir)),
+            f"step {step} in metrics.jsonl",
+        )
+
+    def wait(self, timeout_secs: float = TIMEOUT_SECS) -> Run:
+        """The ended run, proved to have left no process and no port."""
+        run = self.wait_alone(timeout_secs)
+        assert not self.family(), "processes outlived the run"
+        assert_nothing_left(self.model_dir)
+        return run
+
+    def wait_alone(self, timeout_secs: float = TIMEOUT_SECS) -> Run:
+        """The ended run, where others of its cluster may still go on."""
+        try:
+            exit_code = self.popen.wait(timeout_secs)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"runs after {timeout_secs} s:\n{self.output()}") from None
+        return Run(exit_code, _read(self._stdout), _read(self._stderr), self.model_dir)
+
+
+def start(
+    topology: Topology, model_dir: Path, *flags: str, env: Mapping[str, str] | None = None
+) -> Process:
+    """Starts `topology` with `flags`, in the repository's root as the README says."""
+    return Process((*topology.argv, f"--model_dir={model_dir}", *flags), model_dir, env=env)
+
+
+def train(topology: Topology, model_dir: Path, *flags: str, exit_code: int = 0) -> Run:
+    """Runs `topology` with `flags` to its end, which must be with `exit_code`."""
+    with start(topology, model_dir, *flags) as process:
+        run = process.wait()
+        assert run.exit_code == exit_code, process.output()
+        return run
+
+
+def assert_one_error(run: Run, *parts: str) -> None:
+    """The run ended for bad usage, with one message, which has all `parts`, and no traceback."""
+    assert run.exit_code == 2, run.stderr
+    assert "Traceback" not in run.stderr
+    assert len(re.findall("^error: ", run.stderr, re.MULTILINE)) == 1, run.stderr
+    message = run.stderr.partition("error: ")[2]
+    assert [part for part in parts if part not in message] == [], message
+
+
+def assert_nothing_left(model_dir: Path) -> None:
+    """No process names `model_dir`, and the ports of its cluster can be listened on."""
+    others = _processes_where(lambda process: str(model_dir) in " ".join(process.cmdline()))
+    assert [p for p in others if p.pid != os.getpid()] == []
+    config = model_dir / "config.json"
+    cluster = _read_json(config)["cluster"] if config.exists() else None
+    for address in _addresses(cluster["cluster"]) if cluster else []:
+        assert_port_is_free(int(address.rpartition(":")[2]))
+
+
+def assert_port_is_free(port: int) -> None:
+    with socket.socket(socket.AF_INET6) as server:
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        # A closed connection in TIME_WAIT does not hold a port; a listener does.
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", port))
+
+
+def read_metrics(model_dir: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl so far."""
+    path = model_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """Time of change and contents of each file under `directory`."""
+    return {
+        str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def largest_difference(
+    left: Mapping[str, npt.NDArray[Any]], right: Mapping[str, npt.NDArray[Any]]
+) -> float:
+    assert left.keys() == right.keys()
+    return max(float(np.max(np.abs(left[key] - right[key]))) for key in left)
+
+
+def _addresses(cluster: Mapping[str, list[str] | dict[str, str]]) -> list[str]:
+    listed = [job if isinstance(job, list) else list(job.values()) for job in cluster.values()]
+    return [address for job in listed for address in job]
+
+
+def _processes_where(condition: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        # Of others, or gone meanwhile, or waiting for a parent to take note: not ours.
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and condition(process):
+                found.append(process)
+    return found
+
+
+def _read(file: Any) -> str:
+    file.seek(0)
+    text: bytes = file.read()
+    return text.decode(errors="replace")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document

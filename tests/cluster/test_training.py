@@ -1,0 +1,188 @@
+"""Every strategy trains real data to the same accuracy, and leaves a whole run directory."""
+
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from data.features import default_parse, read_features
+from data.records import open_split
+from tests.cluster.runs import (
+    ONE_OF_EACH_STRATEGY,
+    ROOT,
+    TOPOLOGIES,
+    Process,
+    Run,
+    Topology,
+    assert_one_error,
+    snapshot,
+    train,
+)
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES.values(), ids=str)
+def topology(request: pytest.FixtureRequest) -> Topology:
+    topology: Topology = request.param
+    return topology
+
+
+@pytest.fixture(scope="module")
+def run(topology: Topology, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The default config, whole."""
+    model_dir = tmp_path_factory.mktemp(f"digits-{topology.name}") / "run"
+    return train(topology, model_dir, f"--data_dir={digits}")
+
+
+def test_default_config_reaches_its_accuracy(run: Run) -> None:
+    assert run.result["eval"]["accuracy"] >= 0.96
+    assert run.result["exit_code"] == 0
+    assert run.result["why"] == "done"
+    assert run.result["step"] >= 1000
+    assert run.result["examples"] == run.result["step"] * 64
+    assert run.result["seconds"] > 0
+
+
+def test_output_ends_with_the_result(run: Run) -> None:
+    assert f"{run.result['eval']['accuracy']:.4f}" in run.stdout.splitlines()[-2]
+    assert run.stdout.splitlines()[-1] == str(run.model_dir / "result.json")
+
+
+def test_config_json_says_what_was_trained_and_where(run: Run, topology: Topology) -> None:
+    assert run.config["strategy"] == topology.strategy
+    assert run.config["config"]["train_steps"] == 1000
+    assert run.config["config"]["data"]["window_batches"] == 16
+    assert run.config["versions"]["tensorflow"] == tf.__version__
+    assert (run.config["train_examples"], run.config["eval_examples"]) == (1437, 360)
+    cluster = run.config["cluster"]
+    jobs = cluster["cluster"] if cluster else {}
+    named = [f"{job}-{index}" for job, known in jobs.items() for index in range(len(known))]
+    assert named == list(topology.tasks)
+
+
+def test_metrics_jsonl_reports_training_and_evaluation(run: Run, topology: Topology) -> None:
+    reports = run.metrics("train")
+    assert len(reports) == 10
+    assert [report["step"] // 100 for report in reports] == list(range(1, 11))
+    for report in reports:
+        assert report["examples"] == report["step"] * 64
+        assert report["learning_rate"] == pytest.approx(0.002)
+        assert report["examples_per_sec"] == pytest.approx(report["steps_per_sec"] * 64)
+        assert 0 <= report["accuracy"] <= 1
+        assert ("worker_steps" in report) == (topology.strategy == "ps")
+    assert reports[-1]["loss"] < 0.2 < reports[0]["loss"]
+    assert reports[-1]["seconds"] > reports[0]["seconds"] > 0
+    evaluations = run.metrics("eval")
+    assert [report["step"] // 500 for report in evaluations] == [1, 2]
+    assert {report["examples"] for report in evaluations} == {360}
+    assert evaluations[-1]["accuracy"] == run.result["eval"]["accuracy"]
+
+
+def test_checkpoints_are_the_steps_asked_for_and_the_best(run: Run) -> None:
+    *best, first, last = run.checkpoints()
+    assert first.startswith("step-000005")
+    assert last == f"step-{run.result['step']:08d}"
+    assert len(best) == 1
+    assert best[0].startswith("best-")
+    evaluations = run.metrics("eval")
+    most = max(evaluations, key=lambda report: report["accuracy"])
+    assert best[0] == f"best-{most['step']:08d}"
+    for name in run.checkpoints():
+        mark = json.loads((run.model_dir / "checkpoints" / name / "checkpoint.json").read_text())
+        assert mark["step"] == mark["next_batch"] == int(name.partition("-")[2])
+        assert all(np.isfinite(value).all() for value in run.weights(name).values())
+    assert run.variables()["optimizer/_iterations/.ATTRIBUTES/VARIABLE_VALUE"] == run.result["step"]
+
+
+def test_tensorboard_files_hold_the_scalars(run: Run) -> None:
+    for split in ("train", "eval"):
+        scalars = read_scalars(run.model_dir / "tensorboard" / split)
+        wanted = [report["accuracy"] for report in run.metrics(split)]
+        assert scalars["accuracy"] == pytest.approx(wanted)
+        assert len(scalars["loss"]) == len(wanted)
+
+
+def read_scalars(directory: Path) -> dict[str, list[float]]:
+    scalars: dict[str, list[float]] = {}
+    for path in directory.glob("events.out.tfevents.*"):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                scalars.setdefault(value.tag, []).append(float(tf.make_ndarray(value.tensor)))
+    return scalars
+
+
+def test_exported_models_have_the_accuracy_of_the_result(run: Run, digits: Path) -> None:
+    paths = [shard.path for shard in open_split(str(digits), "test").shards]
+    serialized = list(tf.data.TFRecordDataset(paths).as_numpy_iterator())
+    images, labels = default_parse(read_features(str(digits)))(tf.constant(serialized))
+    assert len(labels) == 360
+    whole = keras.models.load_model(run.model_dir / "export" / "model.keras")
+    served = tf.saved_model.load(str(run.model_dir / "export" / "saved_model"))
+    for logits in (whole(images), served.serve(images)):
+        hits = np.argmax(logits, axis=-1) == labels
+        assert float(np.mean(hits)) == pytest.approx(run.result["eval"]["accuracy"], abs=1e-9)
+
+
+def test_each_task_of_a_local_cluster_has_a_log(run: Run, topology: Topology) -> None:
+    tasks = run.model_dir / "tasks"
+    logs = {path.name for path in tasks.iterdir()} if tasks.exists() else set()
+    assert logs == {f"{task}.log" for task in topology.tasks}
+    if logs:
+        assert (tasks / f"{topology.tasks[0]}.log").read_text() == run.stdout
+
+
+def test_finished_run_says_so_and_does_nothing(run: Run, topology: Topology, digits: Path) -> None:
+    before = snapshot(run.model_dir)
+    again = train(topology, run.model_dir, f"--data_dir={digits}")
+    assert again.stdout.count("\n") == 1
+    assert str(run.model_dir) in again.stdout
+    assert f"{run.result['step']:,}" in again.stdout
+    assert snapshot(run.model_dir) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        # The run in the directory is complete; or it could go on.
+        (("--config=tests/cluster/configs/linear.py", "--train_steps=1000"), ["variables"]),
+        (("--batch_size=32", "--train_steps=2000"), ["batch_size", "64", "32"]),
+    ],
+    ids=["model", "batch size"],
+)
+def test_directory_of_another_run_is_refused_and_stays_as_it_is(
+    run: Run, digits: Path, topology: Topology, flags: tuple[str, ...], named: list[str]
+) -> None:
+    before = snapshot(run.model_dir)
+    other = train(topology, run.model_dir, *flags, f"--data_dir={digits}", exit_code=2)
+    assert_one_error(other, *named)
+    assert snapshot(run.model_dir) == before
+
+
+def test_digits_are_prepared_on_first_use(tmp_path: Path) -> None:
+    argv = (f"--config={ROOT}/configs/digits.py", "--train_steps=1", "--config.export=False")
+    model_dir = tmp_path / "run"
+    with Process((*argv, f"--model_dir={model_dir}"), model_dir, cwd=tmp_path) as process:
+        run = process.wait()
+        assert run.exit_code == 0, process.output()
+    assert list((tmp_path / "datasets" / "digits").glob("digits-train.tfrecord-*"))
+    assert run.config["train_examples"] == 1437
+
+
+@pytest.fixture(scope="session")
+def mnist(mnist_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from data.prepare import prepare
+
+    directory = tmp_path_factory.mktemp("datasets") / "mnist"
+    prepare("mnist", str(directory), source=str(mnist_source))
+    return directory
+
+
+@pytest.mark.parametrize("each", ONE_OF_EACH_STRATEGY, ids=str)
+def test_mnist_replica_reaches_its_accuracy(each: Topology, mnist: Path, tmp_path: Path) -> None:
+    run = train(each, tmp_path / "run", "--config=configs/mnist_replica.py", f"--data_dir={mnist}")
+    assert run.result["step"] >= 3000
+    assert run.result["eval"]["accuracy"] >= 0.955
+    assert run.metrics("eval")[-1]["examples"] == 10_000
