@@ -3,7 +3,7 @@
     executor = build_executor(...)              # connects; no variable yet
     with executor.scope():
         learner = Learner(...)                  # variables are made where the strategy wants them
-    executor.start(learner, source, evaluation, first_batch)
+    executor.start(learner, source, evaluation, position)
     metrics = executor.run(100)                 # nothing is in flight when it returns
     executor.close()                            # nobody leaves first
 
@@ -11,17 +11,20 @@
 | --- | --- |
 | Learner (trainer/learner.py) | the maths of one step, the same under every strategy |
 | Executor | which devices and processes run it, on which examples, and when all are done |
-| Source (data/pipeline.py) | the examples of batch s, whoever reads them |
+| Reader (data/pipeline.py) | the examples of batch s, whoever reads them |
 | the loop and its hooks | when to stop, report, save; they never ask which strategy it is |
 """
 
 import abc
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from data.order import Order
 
 # (total, count) of each metric over the examples of some steps.
 Metrics = dict[str, tuple[float, float]]
@@ -42,6 +45,29 @@ class PeerLostError(RuntimeError):
         super().__init__(f"{what}: {(str(cause) or type(cause).__name__).splitlines()[0][:200]}")
 
 
+@dataclass(frozen=True)
+class Position:
+    """What of the endless order no step has consumed.
+
+    Attributes:
+        next_batch: The batches from here on.
+        open_shares: And these of batches before it: (batch, first lane, last lane).
+    """
+
+    next_batch: int = 0
+    open_shares: tuple[tuple[int, int, int], ...] = ()
+
+    def num_examples(self, order: Order) -> int:
+        """Examples that steps have consumed."""
+        open_lanes = sum(last + 1 - first for _, first, last in self.open_shares)
+        rows = order.batch_size // order.lanes
+        return self.next_batch * order.batch_size - open_lanes * rows
+
+
+class PositionError(ValueError):
+    """This executor cannot go on from where another one stopped. Exit code 2."""
+
+
 class Learner(Protocol):
     """What an Executor needs of a learner."""
 
@@ -50,8 +76,18 @@ class Learner(Protocol):
         """Names of the rows of what `update` and `evaluate` return."""
 
     @property
+    def variables(self) -> Sequence[Tensor]:
+        """The trainable tf.Variables."""
+
+    @property
     def step(self) -> Tensor:
-        """The int64 variable that counts steps."""
+        """The integer variable that counts steps."""
+
+    def gradients(self, batch: Batch) -> tuple[Sequence[Tensor], Tensor]:
+        """A replica's part of the gradient, in the order of `variables`, and `update`'s metrics."""
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """Changes the variables by summed gradients, then counts the step."""
 
     def update(self, batch: Batch) -> Tensor:
         """One step on this replica's share. In replica context. float64 [metrics, 2]."""
@@ -97,11 +133,14 @@ class Executor(abc.ABC):
         return self.strategy.scope()  # type: ignore[no-any-return]  # TensorFlow is untyped.
 
     @abc.abstractmethod
-    def start(self, learner: Learner, source: Any, evaluation: Any, first_batch: int) -> None:
-        """Prepares steps of `learner` on `source` (data.pipeline.Source) from batch `first_batch`.
+    def start(self, learner: Learner, source: Any, evaluation: Any, position: Position) -> None:
+        """Prepares steps of `learner` on `source` (data.pipeline.Reader) from `position`.
 
-        `evaluation` is the Source that `evaluate` reads whole. Called once, after variables are
+        `evaluation` is the Reader that `evaluate` reads whole. Called once, after variables are
         made and restored.
+
+        Raises:
+            PositionError: `position` has open shares, which this executor would leave out.
         """
 
     def run(self, num_steps: int) -> Metrics:
@@ -139,11 +178,14 @@ class Executor(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def next_batch(self) -> int:
-        """The first batch that no step has consumed: what is saved, and resumed from."""
+    def position(self) -> Position:
+        """What no step has consumed when `run` has returned: what is saved, and resumed from."""
 
-    def worker_steps(self) -> Mapping[str, int]:
-        """Steps computed by each worker since `start`, where workers differ; otherwise empty."""
+    def counts(self) -> Mapping[str, Mapping[str, int]]:
+        """What is counted where workers differ, since `start`: {"worker_steps": {"worker 0": 7}}.
+
+        Empty where all do the same.
+        """
         return {}
 
     def request_stop(self) -> None:
@@ -164,6 +206,22 @@ class Executor(abc.ABC):
         Servers end with 0, unless a peer is `lost`: then they stay, for the chief that is started
         again.
         """
+
+
+def refuse_open_shares(position: Position, order: Order) -> None:
+    """Returns if `position` has none.
+
+    Raises:
+        PositionError: it has; says which flags can go on.
+    """
+    if position.open_shares:
+        _, first, last = position.open_shares[0]
+        num_shares = max(1, order.lanes // (last + 1 - first))
+        raise PositionError(
+            f"The checkpoint was saved with {len(position.open_shares)} share(s) of a batch handed "
+            "out again and not done yet, as backup workers leave them. Go on with --strategy=ps "
+            f"--sync_replicas --replicas_to_aggregate={num_shares}, or give another --model_dir."
+        )
 
 
 def add(left: Metrics, right: Metrics) -> Metrics:

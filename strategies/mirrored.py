@@ -15,7 +15,16 @@ import numpy as np
 import tensorflow as tf
 
 from data.order import share
-from strategies.base import Batch, Executor, Learner, Metrics, Tensor, to_metrics
+from strategies.base import (
+    Batch,
+    Executor,
+    Learner,
+    Metrics,
+    Position,
+    Tensor,
+    refuse_open_shares,
+    to_metrics,
+)
 
 
 class DeviceError(ValueError):
@@ -89,17 +98,18 @@ class MirroredExecutor(Executor):
         return int(self.strategy.num_replicas_in_sync)
 
     @property
-    def next_batch(self) -> int:
-        """One batch a step, so the step itself, from wherever this run began."""
-        return self._first_batch + int(self._learner.step.numpy()) - self._first_step
+    def position(self) -> Position:
+        """One batch a step, from wherever this process began."""
+        return Position(self._first_batch + int(self._learner.step.numpy()) - self._first_step)
 
-    def start(self, learner: Learner, source: Any, evaluation: Any, first_batch: int) -> None:
+    def start(self, learner: Learner, source: Any, evaluation: Any, position: Position) -> None:
         """See Executor."""
+        refuse_open_shares(position, source.order)
         self._learner = learner
-        self._first_batch = first_batch
+        self._first_batch = position.next_batch
         self._first_step = int(learner.step.numpy())
         lanes = self._lanes(source)
-        self._batches = iter(source.batches(first_batch, lanes))
+        self._batches = iter(source.batches(position.next_batch, lanes))
         self._evaluation = evaluation.evaluation_batches(self._lanes(evaluation))
         self._num_evaluation_batches = evaluation.num_evaluation_batches
         train_cuts, evaluation_cuts = self._cuts(source), self._cuts(evaluation)

@@ -15,12 +15,21 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import tensorflow as tf
 
-from strategies.base import Executor, Learner, Metrics, PeerLostError, Tensor, to_metrics
+from strategies.base import (
+    Executor,
+    Learner,
+    Metrics,
+    PeerLostError,
+    Position,
+    Tensor,
+    refuse_open_shares,
+    to_metrics,
+)
 from strategies.cluster import Cluster, Task
 
 log = logging.getLogger(__name__)
@@ -60,11 +69,14 @@ class ParameterServerExecutor(Executor):
         self.io_device = "/job:chief/replica:0/task:0/device:CPU:0"
 
     @classmethod
-    def connect(cls, cluster: Cluster) -> "ParameterServerExecutor":
-        """Connects to all worker and ps tasks, however long they take to start."""
+    def connect(cls, cluster: Cluster, **options: Any) -> Self:
+        """Connects to all worker and ps tasks, however long they take to start.
+
+        `options` are the executor's own.
+        """
         os.environ["TF_CONFIG"] = cluster.training_tf_config()
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        return cls(tf.distribute.ParameterServerStrategy(resolver), cluster)
+        return cls(tf.distribute.ParameterServerStrategy(resolver), cluster, **options)
 
     @property
     def num_replicas(self) -> int:
@@ -77,22 +89,43 @@ class ParameterServerExecutor(Executor):
         return 1
 
     @property
-    def next_batch(self) -> int:
+    def position(self) -> Position:
         """The next batch to hand out; all before it are consumed when `run` has returned."""
-        return self._next_batch
+        return Position(self._next_batch)
 
-    def worker_steps(self) -> Mapping[str, int]:
-        """Steps whose closure each worker has finished, since `start`."""
-        workers = (f"worker {index}" for index in self._cluster.jobs["worker"])
-        return {worker: self._worker_steps[worker] for worker in workers}
+    def counts(self) -> Mapping[str, Mapping[str, int]]:
+        """See Executor. `worker_steps` are those of finished tickets.
 
-    def start(self, learner: Learner, source: Any, evaluation: Any, first_batch: int) -> None:
+        `batches`: handed out in tickets, finished, and repeated, which are the applied steps that
+        a worker was lost over before it had said so.
+        """
+        finished = sum(self._worker_steps.values())
+        applied = int(self._learner.step.numpy()) - self._first_step
+        return {
+            "worker_steps": {worker: self._worker_steps[worker] for worker in self._workers()},
+            "batches": {
+                "handed_out": self._next_batch - self._first_batch,
+                "finished": finished,
+                "repeated": applied - finished,
+            },
+        }
+
+    def _workers(self) -> list[str]:
+        return [f"worker {index}" for index in self._cluster.jobs["worker"]]
+
+    def start(self, learner: Learner, source: Any, evaluation: Any, position: Position) -> None:
         """See Executor."""
+        refuse_open_shares(position, source.order)
+        self._set_up(learner, source, evaluation, position.next_batch)
+        self._train_unrolled, self._train_looped = self._make_train_closures()
+
+    def _set_up(self, learner: Learner, source: Any, evaluation: Any, first_batch: int) -> None:
+        """What training has in common however gradients are combined."""
         self._learner = learner
         self._source = source
         self._evaluation = evaluation
-        self._next_batch = first_batch
-        self._train_unrolled, self._train_looped = self._make_train_closures()
+        self._first_batch = self._next_batch = first_batch
+        self._first_step = int(learner.step.numpy())
         per_worker = -(-evaluation.num_evaluation_batches // self.num_replicas)
         self._evaluation_ticket_batches = min(per_worker, _STEPS_PER_CLOSURE)
         self._evaluate_closure = self._make_evaluate_closure(self._evaluation_ticket_batches)
@@ -144,10 +177,8 @@ class ParameterServerExecutor(Executor):
         return self._coordinator.schedule(train, args=(ticket,))
 
     def _join(self) -> None:
-        try:
+        with losses_explained():
             self._coordinator.join()
-        except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
-            raise PeerLostError("A parameter server was lost", error) from error
 
     def _make_train_closures(self) -> tuple[Any, Any]:
         """A closure for tickets of _STEPS_PER_CLOSURE batches, unrolled, and one for any other.
@@ -184,6 +215,19 @@ class ParameterServerExecutor(Executor):
             return tf.add_n([strategy.run(learner.evaluate, args=(batch,)) for batch in batches])
 
         return evaluate
+
+
+@contextlib.contextmanager
+def losses_explained() -> Iterator[None]:
+    """Turns TensorFlow's error for a ps that is gone into ours; of a worker it raises none.
+
+    Raises:
+        PeerLostError: a parameter server was lost.
+    """
+    try:
+        yield
+    except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+        raise PeerLostError("A parameter server was lost", error) from error
 
 
 def closure_sizes(

@@ -31,6 +31,7 @@ from trainer.config import (
     ConfigError,
     Recipe,
     check,
+    check_shares,
     explain_unknown_field,
     flatten,
     load_recipe,
@@ -64,6 +65,15 @@ _MODEL_DIR = flags.DEFINE_string(
 )
 _WORKERS = flags.DEFINE_integer("workers", 2, "Workers of a cluster on this machine.")
 _PS = flags.DEFINE_integer("ps", 1, "Parameter servers of a cluster on this machine.")
+_SYNC_REPLICAS = flags.DEFINE_boolean(
+    "sync_replicas", False, "ps: a step sums gradients computed on the same variables."
+)
+_REPLICAS_TO_AGGREGATE = flags.DEFINE_integer(
+    "replicas_to_aggregate",
+    None,
+    "With --sync_replicas: gradients of a step, the first to arrive; the other workers are backups "
+    "for slow ones. By default as many as workers.",
+)
 _REPLICAS = flags.DEFINE_integer(
     "replicas", 0, "mirrored: replicas; 0 is one for each GPU, or one CPU. On CPUs, logical ones."
 )
@@ -80,6 +90,16 @@ _NUM_THREADS = flags.DEFINE_integer(
 _LOG_DEVICE_PLACEMENT = flags.DEFINE_boolean(
     "log_device_placement", False, "Log where each op runs."
 )
+# Flags that mean nothing under other strategies, and are refused there.
+_ONLY_FOR = {
+    "communication": ("multiworker",),
+    "ps": ("ps",),
+    "replicas": ("mirrored",),
+    "replicas_to_aggregate": ("ps",),
+    "sync_replicas": ("ps",),
+    "workers": ("multiworker", "ps"),
+}
+_OF_LOCAL_CLUSTERS = ("ps", "workers")
 # The config fields that people change most.
 _SHORTCUTS = {
     "batch_size": flags.DEFINE_integer("batch_size", None, "Short for --config.batch_size."),
@@ -133,31 +153,47 @@ def _cluster_from_environment() -> Cluster | None:
 
 def _check_flags(cluster: Cluster | None, is_launched: bool) -> None:
     """Refuses flags that would be ignored; `is_launched`: by a launcher, which was checked."""
-    if _REPLICAS.value and _STRATEGY.value != "mirrored":
-        raise ConfigError(
-            f"--replicas={_REPLICAS.value} is for --strategy=mirrored. Under "
-            f"{_STRATEGY.value} give --workers, and each uses all its GPUs, or --num_gpus."
-        )
-    if _REPLICAS.value < 0 or _NUM_THREADS.value < 0 or (_NUM_GPUS.value or 0) < 0:
-        raise ConfigError("--replicas, --num_threads and --num_gpus must be at least 0.")
-    for flag, strategies in ((_WORKERS, ("multiworker", "ps")), (_PS, ("ps",))):
-        if not flag.present:
-            continue
-        if _STRATEGY.value not in strategies:
+    for name, strategies in _ONLY_FOR.items():
+        flag = FLAGS[name]
+        if flag.present and _STRATEGY.value not in strategies:
             raise ConfigError(
-                f"--{flag.name}={flag.value} is for --strategy={' or '.join(strategies)}, not "
-                f"{_STRATEGY.value}."
+                f"--{name}={flag.value} is for --strategy={' or '.join(strategies)}, and would be "
+                f"ignored under {_STRATEGY.value}. Leave it out."
             )
-        if cluster is not None and not is_launched:
+        if flag.present and name in _OF_LOCAL_CLUSTERS and cluster is not None and not is_launched:
             raise ConfigError(
-                f"--{flag.name} is for a cluster on this machine, but TF_CONFIG describes one "
-                f"already. Leave --{flag.name} out, or unset TF_CONFIG."
+                f"--{name} is for a cluster on this machine, but TF_CONFIG describes one already. "
+                f"Leave --{name} out, or unset TF_CONFIG."
             )
+    for name in ("replicas", "num_threads", "num_gpus"):
+        if (FLAGS[name].value or 0) < 0:
+            raise ConfigError(f"--{name} must be at least 0. Received: {FLAGS[name].value}.")
     if cluster is not None and _MODEL_DIR.value is None:
         raise ConfigError(
             "With TF_CONFIG, --model_dir must be given: a directory that all tasks see, on a "
             "shared file system."
         )
+
+
+def _num_to_aggregate(recipe: Recipe, num_workers: int) -> int:
+    """Gradients of a synchronous step of `num_workers` ps workers; 0 for asynchronous steps."""
+    wanted = _REPLICAS_TO_AGGREGATE.value
+    if not _SYNC_REPLICAS.value:
+        if wanted is not None:
+            raise ConfigError(
+                f"--replicas_to_aggregate={wanted} needs --sync_replicas: asynchronous steps "
+                "aggregate nothing."
+            )
+        return 0
+    if wanted is None:
+        wanted = num_workers
+    if not 1 <= wanted <= num_workers:
+        raise ConfigError(
+            f"--replicas_to_aggregate must be from 1 to the number of workers, {num_workers}. "
+            f"Received: {wanted}. A step cannot wait for more gradients than there are workers."
+        )
+    check_shares(recipe.config, wanted, num_workers)
+    return int(wanted)
 
 
 def _set_environment() -> None:
@@ -174,7 +210,10 @@ def _launch(recipe: Recipe) -> int:
 
     cluster = local_cluster(_STRATEGY.value, _WORKERS.value, _PS.value)
     model_dir = _model_dir(recipe)
-    run.check_replicas(recipe.config, _WORKERS.value if _STRATEGY.value == "multiworker" else 1)
+    if _STRATEGY.value == "multiworker":
+        run.check_replicas(recipe.config, _WORKERS.value)
+    else:
+        _num_to_aggregate(recipe, _WORKERS.value)
     if _say_if_finished(recipe, model_dir):
         return 0
     run.preflight(recipe, model_dir)
@@ -201,6 +240,7 @@ def _run(recipe: Recipe, cluster: Cluster | None) -> int:
         communication=_COMMUNICATION.value,
         num_threads=_NUM_THREADS.value,
         log_device_placement=_LOG_DEVICE_PLACEMENT.value,
+        replicas_to_aggregate=_num_to_aggregate(recipe, cluster.num("worker") if cluster else 1),
     )
     with StopSignals() as signals:
         return run.run_task(plan, signals)

@@ -2,7 +2,7 @@
 
     checkpointer = Checkpointer("model_dir/checkpoints", learner, identity, keep=3)
     saved = checkpointer.restore()                      # the newest whole one, or None
-    checkpointer.save(step, next_batch)                 # the chief alone
+    checkpointer.save(step, position)                   # the chief alone
 
 A checkpoint is a directory, `step-00001000`, with TensorFlow's files and `checkpoint.json`, written
 last: a directory without it was never finished. Under multiworker only the chief saves and every
@@ -19,6 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from strategies.base import Position
 from trainer.learner import Learner
 
 log = logging.getLogger(__name__)
@@ -32,10 +33,10 @@ class ModelDirError(ValueError):
 
 @dataclass(frozen=True)
 class Saved:
-    """Where a checkpoint stands: steps applied, and the first batch not yet consumed."""
+    """Where a checkpoint stands: steps applied, and what of the data was not yet consumed."""
 
     step: int
-    next_batch: int
+    position: Position
 
 
 class Checkpointer:
@@ -67,20 +68,20 @@ class Checkpointer:
         self._keep = keep
         self._options = tf.train.CheckpointOptions(experimental_io_device=io_device)
 
-    def save(self, step: int, next_batch: int) -> None:
+    def save(self, step: int, position: Position) -> None:
         """Writes a checkpoint of `step`, then removes those that are too many."""
-        self._write(f"step-{step:08d}", step, next_batch, {})
+        self._write(f"step-{step:08d}", step, position, {})
         for name in self._names("step-")[: -self._keep]:
             tf.io.gfile.rmtree(f"{self._directory}/{name}")
 
-    def save_best(self, step: int, next_batch: int, score: float) -> None:
+    def save_best(self, step: int, position: Position, score: float) -> None:
         """Writes a checkpoint if `score` is the highest so far, then removes the former best."""
         former = self._names("best-")
         marks = [_read_mark(f"{self._directory}/{name}") for name in former]
         # A nan, here or there, is never better and never kept.
         if math.isnan(score) or any(mark and mark["score"] >= score for mark in marks):
             return
-        self._write(f"best-{step:08d}", step, next_batch, {"score": score})
+        self._write(f"best-{step:08d}", step, position, {"score": score})
         for name in former:
             if name != f"best-{step:08d}":
                 tf.io.gfile.rmtree(f"{self._directory}/{name}")
@@ -121,10 +122,11 @@ class Checkpointer:
                 log.warning("%s cannot be read (%s); using the one before it.", path, error)
                 continue
             status.assert_consumed()
-            return Saved(step=mark["step"], next_batch=mark["next_batch"])
+            shares = tuple((b, first, last) for b, first, last in mark["open_shares"])
+            return Saved(mark["step"], Position(mark["next_batch"], shares))
         return None
 
-    def _write(self, name: str, step: int, next_batch: int, more: Mapping[str, float]) -> None:
+    def _write(self, name: str, step: int, position: Position, more: Mapping[str, float]) -> None:
         path = f"{self._directory}/{name}"
         if _read_mark(path) is not None:
             return
@@ -134,7 +136,8 @@ class Checkpointer:
         self._checkpoint.write(f"{path}/variables", options=self._options)
         mark = {
             "step": step,
-            "next_batch": next_batch,
+            "next_batch": position.next_batch,
+            "open_shares": position.open_shares,
             **more,
             "files": {f: _num_bytes(f"{path}/{f}") for f in sorted(tf.io.gfile.listdir(path))},
             "identity": self._identity,
@@ -152,9 +155,9 @@ class Checkpointer:
 
     def _check_identity(self, path: str, saved: Mapping[str, Any]) -> None:
         different = [
-            f"{name}: {_short(saved.get(name))} there, {_short(wanted)} here"
-            for name, wanted in self._identity.items()
-            if saved.get(name) != wanted
+            f"{name}: {_short(saved.get(name))} there, {_short(self._identity.get(name))} here"
+            for name in saved.keys() | self._identity.keys()
+            if saved.get(name) != self._identity.get(name)
         ]
         if different:
             raise ModelDirError(

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from data.order import default_lanes
+
 
 class ConfigError(ValueError):
     """A user's mistake in a config; the message says what to type. Exit code 2."""
@@ -187,6 +189,29 @@ def check(config: Config) -> None:
             f"from each lane. Received: lanes={config.data.lanes}, batch_size={config.batch_size}. "
             "Leave lanes at 0 to have it chosen."
         )
+
+
+def check_shares(config: Config, num_shares: int, num_workers: int) -> None:
+    """Returns if synchronous ps workers can compute a step of `num_shares` gradients.
+
+    With backup workers a step may sum shares of different batches, so all must have one size.
+
+    Raises:
+        ConfigError: they would not, or a share would be empty.
+    """
+    lanes = num_lanes(config)
+    if lanes < num_shares or (num_shares < num_workers and lanes % num_shares):
+        raise ConfigError(
+            f"--replicas_to_aggregate={num_shares} of {num_workers} workers needs a number of "
+            f"lanes that {num_shares} divides. Received: {lanes} lanes for batch_size="
+            f"{config.batch_size}. Choose a --batch_size that {num_shares} divides, and set "
+            f"--config.data.lanes to a divisor of it that {num_shares} divides."
+        )
+
+
+def num_lanes(config: Config) -> int:
+    """The parallel reading orders of `config`, given or chosen."""
+    return config.data.lanes or default_lanes(config.batch_size)
 
 
 def data_dir(config: Config) -> str:

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from data.order import Order
 from strategies.base import Executor, Metrics, add
 from trainer.checkpoint import Checkpointer
 from trainer.learner import Learner
@@ -45,7 +46,7 @@ class Writer(Protocol):
     """Takes reports; see trainer/writers.py."""
 
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-        """One report. Values are numbers, or for `worker_steps` numbers by worker."""
+        """One report. Values are numbers, or numbers by name as in Executor.counts."""
 
 
 class Hook:
@@ -150,15 +151,15 @@ class Report(PeriodicHook):
         *,
         every_steps: int,
         last_step: int,
-        batch_size: int,
+        order: Order,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`batch_size` turns steps into examples; `clock` gives seconds."""
+        """`order` turns positions into examples; `clock` gives seconds."""
         super().__init__(every_steps, last_step)
         self._executor = executor
         self._learner = learner
         self._writers = writers
-        self._batch_size = batch_size
+        self._order = order
         self._clock = clock
         self._metrics: Metrics = {}
         self._since = (0, 0.0)
@@ -185,13 +186,12 @@ class Report(PeriodicHook):
         values: dict[str, Any] = {
             **means(self._metrics),
             "learning_rate": self._learner.learning_rate,
-            "examples": self._executor.next_batch * self._batch_size,
+            "examples": self._executor.position.num_examples(self._order),
             "steps_per_sec": steps_per_sec,
-            "examples_per_sec": steps_per_sec * self._batch_size,
+            "examples_per_sec": steps_per_sec * self._order.batch_size,
             "seconds": now - self._started,
         }
-        if worker_steps := self._executor.worker_steps():
-            values["worker_steps"] = dict(worker_steps)
+        values |= {name: dict(by_worker) for name, by_worker in self._executor.counts().items()}
         for writer in self._writers:
             writer.write(step, "train", values)
         self._metrics = {}
@@ -246,7 +246,7 @@ class Evaluate(PeriodicHook):
         if self._checkpointer is not None:
             value = self.latest[self._best_metric]
             score = -value if self._best_metric == "loss" else value
-            self._checkpointer.save_best(step, self._executor.next_batch, score)
+            self._checkpointer.save_best(step, self._executor.position, score)
 
 
 class SaveCheckpoint(PeriodicHook):
@@ -262,7 +262,7 @@ class SaveCheckpoint(PeriodicHook):
 
     def act(self, step: int) -> None:
         """Saves."""
-        self._checkpointer.save(step, self._executor.next_batch)
+        self._checkpointer.save(step, self._executor.position)
 
     def end(self, step: int) -> None:
         """Saves what was not saved yet."""

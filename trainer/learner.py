@@ -77,6 +77,11 @@ class Learner:
         return ("loss", *self._metrics)
 
     @property
+    def variables(self) -> Sequence[Tensor]:
+        """The trainable tf.Variables, in the order of `gradients`."""
+        return self._variables
+
+    @property
     def step(self) -> Tensor:
         """The optimizer's counter, an integer tf.Variable: applied updates, exactly."""
         return self.optimizer.iterations.value
@@ -124,19 +129,22 @@ class Learner:
             if gradient is not None
         ]
 
-        def update_all(strategy: Any, *summed: Tensor) -> None:
-            for (variable, _), gradient in zip(changed, summed, strict=True):
-                strategy.extended.update(
-                    variable,
-                    lambda v, g: self.optimizer.update_step(g, v, rate),
-                    args=(gradient,),
-                    group=False,
-                )
+        def update(variable: Tensor, gradient: Tensor) -> Tensor:
+            self.optimizer.update_step(gradient, variable, rate)
+            return variable.read_value()
+
+        def update_all(strategy: Any, *summed: Tensor) -> list[Tensor]:
+            return [
+                strategy.extended.update(variable, update, args=(gradient,), group=False)
+                for (variable, _), gradient in zip(changed, summed, strict=True)
+            ]
 
         context = tf.distribute.get_replica_context()
-        context.merge_call(update_all, args=tuple(gradient for _, gradient in changed))
-        # keras.Variable.assign_add reads, then writes: two workers would lose counts.
-        self.step.assign_add(1)
+        updated = context.merge_call(update_all, args=tuple(gradient for _, gradient in changed))
+        # The count comes after what it counts: who has read it may read the variables.
+        with tf.control_dependencies(updated):
+            # keras.Variable.assign_add reads, then writes: two workers would lose counts.
+            self.step.assign_add(1)
 
     def update(self, batch: Any) -> Tensor:
         """One step on this replica's share of a batch; its metrics, float64 [metrics, 2]."""

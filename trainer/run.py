@@ -25,11 +25,12 @@ from data.features import default_parse, read_features
 from data.order import Order, default_lanes
 from data.pipeline import Reader
 from data.records import DataError, open_split, verify
-from strategies.base import Executor, PeerLostError
+from strategies.base import Executor, PeerLostError, Position, PositionError
 from strategies.cluster import Cluster, ClusterError, check_port_free
 from strategies.mirrored import DeviceError, MirroredExecutor, replica_devices, use_gpus
 from strategies.multiworker import MultiWorkerExecutor
 from strategies.ps import ParameterServerExecutor, serve
+from strategies.ps_sync import SynchronousParameterServerExecutor
 from trainer import config as config_lib
 from trainer import hooks as hooks_lib
 from trainer import learner as learner_lib
@@ -58,6 +59,7 @@ USER_ERRORS = (
     DeviceError,
     ModelDirError,
     OptimizerError,
+    PositionError,
 )
 
 
@@ -75,6 +77,7 @@ class Plan:
         communication: auto, ring or nccl.
         num_threads: Of TensorFlow in this process; 0 leaves it to TensorFlow.
         log_device_placement: Whether TensorFlow logs where each op runs.
+        replicas_to_aggregate: ps: gradients of a step, or 0 for asynchronous steps.
     """
 
     strategy: str
@@ -86,6 +89,7 @@ class Plan:
     communication: str = "auto"
     num_threads: int = 0
     log_device_placement: bool = False
+    replicas_to_aggregate: int = 0
 
     @property
     def is_chief(self) -> bool:
@@ -117,13 +121,12 @@ def open_inputs(recipe: Recipe) -> Inputs:
     train_split = open_split(directory, config.data.train_split)
     eval_split = open_split(directory, config.data.eval_split)
     parse = recipe.parse or default_parse(read_features(directory))
-    lanes = config.data.lanes or default_lanes(config.batch_size)
     eval_batch_size = config.eval_batch_size or config.batch_size
     train_order = Order(
         shard_lengths=train_split.shard_lengths,
         chunk_examples=train_split.chunk_examples,
         batch_size=config.batch_size,
-        lanes=lanes,
+        lanes=config_lib.num_lanes(config),
         window_batches=config.data.window_batches,
         seed=config.seed,
         shuffle=config.data.shuffle,
@@ -200,7 +203,7 @@ def check_replicas(config: config_lib.Config, num_replicas: int) -> None:
             f"batch_size={config.batch_size} is smaller than the {num_replicas} replicas that "
             f"share a batch. Use --batch_size={num_replicas} or more, or fewer replicas."
         )
-    lanes = config.data.lanes or default_lanes(config.batch_size)
+    lanes = config_lib.num_lanes(config)
     if lanes < num_replicas:
         raise ConfigError(
             f"{num_replicas} replicas need at least as many lanes, but there are {lanes}. Set "
@@ -320,7 +323,8 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     # From here on files of a former run are written over: all that can be refused has been.
     if plan.is_chief:
         _write_config(plan, inputs)
-    executor.start(learner, inputs.train, inputs.evaluation, saved.next_batch if saved else 0)
+    position = saved.position if saved else Position()
+    executor.start(learner, inputs.train, inputs.evaluation, position)
     console = Console(config.train_steps) if plan.is_chief else None
     if console:
         _say_start(console, plan, inputs, executor, learner, saved.step if saved else 0)
@@ -343,14 +347,13 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     complete = step >= config.train_steps
     result = {
         "step": step,
-        "examples": executor.next_batch * config.batch_size,
+        "examples": executor.position.num_examples(inputs.train.order),
         "eval": evaluate.latest,
         "seconds": round(time.monotonic() - started, 3),
         "exit_code": EXIT_DONE if complete else EXIT_RESTART,
         "why": "done" if complete else "asked to stop",
     }
-    if workers := executor.worker_steps():
-        result["worker_steps"] = dict(workers)
+    result |= {name: dict(by_worker) for name, by_worker in executor.counts().items()}
     _write_result(plan, result)
     if console:
         _say_end(console, plan, result)
@@ -383,7 +386,7 @@ def _build_hooks(
                 writers,
                 every_steps=config.log_every_steps,
                 last_step=last,
-                batch_size=config.batch_size,
+                order=inputs.train.order,
             ),
         ]
     evaluate = hooks_lib.Evaluate(
@@ -400,7 +403,7 @@ def _build_hooks(
             hooks.append(
                 hooks_lib.Histograms(
                     learner,
-                    lambda: _batch_at(inputs.train, executor.next_batch),
+                    lambda: _batch_at(inputs.train, executor.position.next_batch),
                     tensorboard.writer("train"),
                     every_steps=config.histogram_every_steps,
                 )
@@ -443,6 +446,10 @@ def _connect(plan: Plan, num_gpus: int) -> Executor:
         return MirroredExecutor.on(replica_devices(plan.replicas, num_gpus))
     if plan.strategy == "multiworker":
         return MultiWorkerExecutor.connect(plan.cluster, plan.communication)
+    if plan.replicas_to_aggregate:
+        return SynchronousParameterServerExecutor.connect(
+            plan.cluster, replicas_to_aggregate=plan.replicas_to_aggregate
+        )
     return ParameterServerExecutor.connect(plan.cluster)
 
 
