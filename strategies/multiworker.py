@@ -39,6 +39,16 @@ class MultiWorkerExecutor(MirroredExecutor):
         super().__init__(strategy)
         self.is_chief = cluster.is_chief
 
+        @tf.function
+        def chiefs(number: Any) -> Any:
+            def of_this_replica() -> Any:
+                replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+                return tf.where(tf.equal(replica, 0), number, 0)
+
+            return strategy.reduce("SUM", strategy.run(of_this_replica), axis=None)
+
+        self._chiefs = chiefs
+
     @classmethod
     def connect(cls, cluster: Cluster, communication: str) -> "MultiWorkerExecutor":
         """Joins the other workers, however long they take to start.
@@ -61,6 +71,14 @@ class MultiWorkerExecutor(MirroredExecutor):
         except _LOST as error:
             raise PeerLostError("The workers did not come together", error) from error
         return cls(strategy, cluster)
+
+    def run(self, num_steps: int) -> Metrics:
+        """See Executor. As many steps as the chief asks for: it has more hooks than the others."""
+        try:
+            num_steps = int(self._chiefs(tf.constant(num_steps, tf.int64)).numpy())
+        except _LOST as error:
+            raise PeerLostError("A worker was lost between steps", error) from error
+        return super().run(num_steps)
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         """See Executor. Together with all other workers."""

@@ -112,9 +112,10 @@ class Run:
         }
 
     def weights(self, checkpoint: str = "") -> dict[str, npt.NDArray[Any]]:
-        """The model's variables alone."""
+        """The model's variables alone; the optimizer lists those that it trains."""
+        ours = ("model/", "optimizer/_trainable_variables/")
         variables = self.variables(checkpoint)
-        return {key: value for key, value in variables.items() if key.startswith("model/")}
+        return {key: value for key, value in variables.items() if key.startswith(ours)}
 
 
 class Process:
@@ -171,7 +172,9 @@ class Process:
         self.popen.send_signal(signum)
 
     def output(self) -> str:
-        return f"--- stdout\n{_read(self._stdout)}\n--- stderr\n{_read(self._stderr)}"
+        """The last lines of both streams, for messages."""
+        out, err = (_read(file).splitlines()[-40:] for file in (self._stdout, self._stderr))
+        return "\n".join(["--- stdout", *out, "--- stderr", *err])
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Returns once `condition` holds; fails if the process ends, or nothing comes of it."""
