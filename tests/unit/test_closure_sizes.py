@@ -1,0 +1,51 @@
+"""How the steps of one call are cut into closures."""
+
+import itertools
+from collections.abc import Iterator
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strategies.ps import closure_sizes
+
+
+def windows_of(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """Windows of these lengths, then of the last one's without end."""
+    first = 0
+    for length in itertools.chain(lengths, itertools.repeat(lengths[-1])):
+        yield first, length
+        first += length
+
+
+lengths_of_windows = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+@given(st.integers(1, 400), st.integers(1, 9), lengths_of_windows)
+def test_sizes_sum_to_the_steps_and_no_worker_has_more_than_its_share_at_once(
+    num_steps: int, num_workers: int, lengths: list[int]
+) -> None:
+    sizes = closure_sizes(num_steps, num_workers, windows_of(lengths))
+    assert sum(sizes) == num_steps
+    assert min(sizes) >= 1
+    assert max(sizes) <= max(1, num_steps // num_workers)
+
+
+@given(st.integers(1, 400), st.integers(1, 9), lengths_of_windows)
+def test_no_closure_reaches_across_two_windows(
+    num_steps: int, num_workers: int, lengths: list[int]
+) -> None:
+    ends = itertools.accumulate(closure_sizes(num_steps, num_workers, windows_of(lengths)))
+    window_ends = set()
+    for first, length in windows_of(lengths):
+        if first >= num_steps:
+            break
+        window_ends.add(min(first + length, num_steps))
+    assert window_ends <= set(ends)
+
+
+@given(st.integers(1, 400), st.integers(1, 9), lengths_of_windows)
+def test_every_worker_has_a_closure_where_there_are_steps_enough(
+    num_steps: int, num_workers: int, lengths: list[int]
+) -> None:
+    sizes = closure_sizes(num_steps, num_workers, windows_of(lengths))
+    assert len(sizes) >= min(num_steps, num_workers)

@@ -1,0 +1,150 @@
+"""Configs are loaded, checked and explained."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    check,
+    data_dir,
+    explain_unknown_field,
+    flatten,
+    load_recipe,
+    to_json,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+WHOLE = """
+import dataclasses
+from trainer.config import Config
+
+@dataclasses.dataclass
+class Mine(Config):
+    width: int = 5
+
+def get_config(): return Mine(batch_size=7)
+def build_model(config): return config.width
+def parse(serialized): return serialized
+def loss(labels, outputs): return outputs
+def build_optimizer(config): return "optimizer"
+def build_hooks(config, model_dir): return [model_dir]
+metrics = {"one": loss}
+"""
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_recipe_has_all_that_its_file_defines(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path / "mine.py", WHOLE))
+    assert flatten(recipe.config)["width"] == 5
+    assert recipe.config.batch_size == 7
+    assert recipe.build_model(recipe.config) == 5
+    assert recipe.parse
+    assert recipe.parse("x") == "x"
+    assert recipe.loss
+    assert recipe.loss(1, 2) == 2
+    assert recipe.metrics
+    assert recipe.metrics.keys() == {"one"}
+    assert recipe.build_optimizer
+    assert recipe.build_optimizer(recipe.config) == "optimizer"
+    assert recipe.build_hooks
+    assert recipe.build_hooks(recipe.config, "dir") == ["dir"]
+
+
+def test_given_config_takes_the_place_of_the_files_own(tmp_path: Path) -> None:
+    config = Config(seed=9)
+    assert load_recipe(write(tmp_path / "mine.py", WHOLE), config).config is config
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda p: p.name)
+def test_shipped_configs_pass_their_own_checks(path: Path) -> None:
+    recipe = load_recipe(str(path))
+    check(recipe.config)
+    assert json.loads(to_json(recipe.config)) == dataclasses.asdict(recipe.config)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("def get_config(): ...", "build_model"),
+        ("def build_model(config): ...", "get_config"),
+        ("def build_model(config): ...\ndef get_config(): return {}", "dict"),
+        ("import nothing_of_this_name", "nothing_of_this_name"),
+        ("def f(:", "line 1"),
+    ],
+)
+def test_file_that_is_no_recipe_is_explained(text: str, part: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.py", text)
+    with pytest.raises(ConfigError) as error:
+        load_recipe(path)
+    assert part in str(error.value)
+    assert path in str(error.value)
+
+
+def test_missing_file_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_recipe(str(tmp_path / "missing.py"))
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["batch_size", "train_steps", "steps_per_call", "log_every_steps", "keep_checkpoints"],
+)
+def test_counts_below_one_are_refused(field: str) -> None:
+    config = Config(batch_size=1)
+    setattr(config, field, 1)
+    check(config)
+    setattr(config, field, 0)
+    with pytest.raises(ConfigError, match=f"config.{field} must be at least 1. .*{field}=0"):
+        check(config)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
+def test_learning_rate_must_be_above_zero(rate: float) -> None:
+    with pytest.raises(ConfigError, match="learning_rate"):
+        check(Config(learning_rate=rate))
+
+
+def test_lanes_must_divide_the_batch() -> None:
+    check(Config(batch_size=64, data=DataConfig(lanes=16)))
+    with pytest.raises(ConfigError, match="lanes=10, batch_size=64"):
+        check(Config(batch_size=64, data=DataConfig(lanes=10)))
+
+
+def test_data_directory_is_named_after_the_data_set_unless_given() -> None:
+    assert data_dir(Config(dataset="mnist")) == "datasets/mnist"
+    assert data_dir(Config(dataset="mnist", data_dir="/d")) == "/d"
+
+
+def test_fields_are_named_as_on_the_command_line() -> None:
+    names = flatten(Config())
+    assert names["batch_size"] == 64
+    assert names["data.window_batches"] == 16
+    assert "data" not in names
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("batchsize", "batch_size"),
+        ("data.lane", "data.lanes"),
+        ("learningrate", "learning_rate"),
+    ],
+)
+def test_unknown_field_is_answered_with_the_nearest(name: str, nearest: str) -> None:
+    message = explain_unknown_field(name, Config())
+    assert repr(name) in message
+    assert f"--config.{nearest}?" in message
+
+
+def test_unknown_field_like_no_other_is_answered_with_all() -> None:
+    message = explain_unknown_field("xyzzy", Config())
+    assert all(name in message for name in flatten(Config()))
