@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +33,15 @@ class StopSignals:
     def on_stop(self, stop: Callable[[], None]) -> None:
         """From now on the first signal calls `stop`, on another thread."""
         self._stop = stop
+        # Again: the coordination service of a multiworker cluster has taken SIGTERM for itself.
+        self._take_over()
 
     def __enter__(self) -> Self:
         """Takes the signals over."""
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._former_fd = signal.set_wakeup_fd(self._writer.fileno())
-        self._former = {number: signal.signal(number, lambda *_: None) for number in _STOP}
+        self._former = self._take_over()
         threading.Thread(target=self._watch, name="stop signals", daemon=True).start()
         return self
 
@@ -54,6 +56,10 @@ class StopSignals:
         for number, handler in self._former.items():
             signal.signal(number, handler)
         self._writer.close()
+
+    def _take_over(self) -> dict[signal.Signals, Any]:
+        """Handlers that do nothing: what is done follows from the wake-up descriptor."""
+        return {number: signal.signal(number, lambda *_: None) for number in _STOP}
 
     def _watch(self) -> None:
         asked = False
