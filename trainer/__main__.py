@@ -15,6 +15,7 @@
 import difflib
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -37,7 +38,7 @@ from trainer.config import (
     load_recipe,
 )
 from trainer.launch import LocalCluster, watch_lifeline
-from trainer.signals import StopSignals
+from trainer.signals import EXIT_RESTART, StopSignals
 
 STRATEGIES = ("mirrored", "multiworker", "ps")
 EXIT_USAGE = 2
@@ -327,5 +328,15 @@ def _exit_code_of(argv: Sequence[str]) -> int:
         return run.EXIT_BUG
 
 
+def _end_at_once(signum: int, frame: object) -> None:
+    # Not an exception, which would come in the middle of an import.
+    message = f"{signal.Signals(signum).name}: ending; nothing has begun.\n"
+    os.write(2, message.encode())
+    os._exit(EXIT_RESTART)
+
+
 if __name__ == "__main__":
+    # Until the launcher or the run takes them over there is no state to save.
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, _end_at_once)
     app.run(_main, flags_parser=_parse_flags)

@@ -27,11 +27,11 @@ class JsonLines(Hook):
         if not tf.io.gfile.exists(self._path):
             return
         with tf.io.gfile.GFile(self._path) as file:
-            lines = file.read().splitlines()
-        kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(lines):
+            text = file.read()
+        kept = "".join(f"{line}\n" for line in text.splitlines() if _step_of(line) <= step)
+        if kept != text:
             with tf.io.gfile.GFile(f"{self._path}.tmp", "w") as file:
-                file.write("".join(f"{line}\n" for line in kept))
+                file.write(kept)
             tf.io.gfile.rename(f"{self._path}.tmp", self._path, overwrite=True)
 
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
