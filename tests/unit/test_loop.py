@@ -1,0 +1,151 @@
+"""The loop stops where any hook wants to look, and each hook acts once for what it is due."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from data.records import Split
+from strategies.base import Metrics
+from tests.unit.toy import Overshooting, Toy, write_split
+from trainer.hooks import NEVER, Hook, PeriodicHook, next_multiple
+from trainer.loop import train
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    return write_split(tmp_path_factory.mktemp("toy"))
+
+
+class Called(Hook):
+    """Notes every step at which the loop stopped, and the examples reported in between."""
+
+    def __init__(self) -> None:
+        self.began: list[int] = []
+        self.steps: list[int] = []
+        self.examples: list[float] = []
+        self.ended: list[int] = []
+
+    def begin(self, step: int) -> None:
+        self.began.append(step)
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self.steps.append(step)
+        self.examples.append(metrics["loss"][1])
+
+    def end(self, step: int) -> None:
+        self.ended.append(step)
+
+
+class Every(PeriodicHook):
+    """Notes the steps at which it acted."""
+
+    def __init__(self, every_steps: int, last_step: int = NEVER) -> None:
+        super().__init__(every_steps, last_step)
+        self.acted: list[int] = []
+
+    def act(self, step: int) -> None:
+        self.acted.append(step)
+
+
+class StopAt(Hook):
+    """Asks for a stop, as a signal would, once `step` is reached."""
+
+    def __init__(self, toy: Toy, step: int) -> None:
+        self._toy, self._step = toy, step
+
+    def next_step(self, step: int) -> int:
+        return self._step if step < self._step else NEVER
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        if step >= self._step:
+            self._toy.executor.request_stop()
+
+
+def run(toy: Toy, hooks: Sequence[Hook], steps: int, steps_per_call: int = 1000) -> int:
+    return train(toy.executor, toy.learner, hooks, steps=steps, steps_per_call=steps_per_call)
+
+
+def test_intervals_need_not_divide_each_other(split: Split, tmp_path: Path) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    called, threes, fives = Called(), Every(3, 14), Every(5, 14)
+
+    assert run(toy, [called, threes, fives], 14) == 14
+
+    assert called.steps == [3, 5, 6, 9, 10, 12, 14]
+    assert threes.acted == [3, 6, 9, 12, 14]
+    assert fives.acted == [5, 10, 14]
+    assert (called.began, called.ended) == ([0], [14])
+    assert called.examples == [8 * n for n in (3, 2, 1, 3, 1, 2, 2)]
+    assert toy.step == 14
+
+
+def test_steps_per_call_is_the_most_between_two_looks(split: Split, tmp_path: Path) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    called = Called()
+    run(toy, [called], 10, steps_per_call=4)
+    assert called.steps == [4, 8, 10]
+
+
+def test_overshooting_steps_are_due_where_a_multiple_was_crossed(
+    split: Split, tmp_path: Path
+) -> None:
+    toy = Toy(split, tmp_path, executor=Overshooting)
+    toy.start()
+    called, elevens, twos = Called(), Every(11, 20), Every(2, 20)
+
+    last = run(toy, [called, elevens, twos], 20)
+
+    assert last == toy.step == called.steps[-1] > 20
+    assert twos.acted == called.steps, "two multiples crossed at once are one occasion"
+    crossed = [
+        step
+        for before, step in zip([0, *called.steps], called.steps, strict=False)
+        if before // 11 < step // 11 or step >= 20
+    ]
+    assert elevens.acted == crossed
+    assert len(crossed) < len(called.steps)
+
+
+def test_complete_run_resumed_at_its_last_step_acts_once_more_and_trains_no_more(
+    split: Split, tmp_path: Path
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    run(toy, [], 6)
+    called, fives, rarely, forever = Called(), Every(5, 6), Every(0, 6), Every(5)
+
+    assert run(toy, [called, fives, rarely, forever], 6) == 6
+
+    assert called.steps == []
+    assert fives.acted == rarely.acted == [6]
+    assert forever.acted == []
+
+
+def test_run_that_acted_at_its_last_step_does_not_act_again_at_its_end(
+    split: Split, tmp_path: Path
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    fives, rarely = Every(5, 10), Every(0, 10)
+    run(toy, [fives, rarely], 10)
+    assert fives.acted == [5, 10]
+    assert rarely.acted == [10]
+
+
+def test_wish_to_stop_ends_the_loop_before_the_last_step(split: Split, tmp_path: Path) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    called, fives = Called(), Every(5, 100)
+    last = run(toy, [called, fives, StopAt(toy, 7)], 100, steps_per_call=2)
+    assert 7 <= last < 20
+    assert called.ended == [last]
+    assert fives.acted == [5]
+
+
+@pytest.mark.parametrize(("step", "every", "due"), [(0, 5, 5), (4, 5, 5), (5, 5, 10), (7, 3, 9)])
+def test_next_multiple_is_after_the_step(step: int, every: int, due: int) -> None:
+    assert next_multiple(step, every) == due
+    assert next_multiple(step, 0) == NEVER

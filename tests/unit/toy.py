@@ -1,0 +1,103 @@
+"""A small real trainer in this process: 110 records on disk, a linear model, one CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from data.order import Order
+from data.pipeline import Reader
+from data.records import Split, write_shards
+from strategies.base import Metrics, Position
+from strategies.mirrored import MirroredExecutor
+from trainer.checkpoint import Checkpointer
+from trainer.learner import Learner, accuracy, sparse_categorical_crossentropy
+
+NUM_EXAMPLES = 110
+BATCH = 8
+CLASSES = 3
+
+
+def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Four floats: three inputs and a label."""
+    values = tf.io.decode_raw(serialized, tf.float32, fixed_length=16)
+    values = tf.reshape(values, [-1, 4])
+    return values[:, :3], tf.cast(values[:, 3], tf.int64)
+
+
+def write_split(directory: Path) -> Split:
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(NUM_EXAMPLES, 3))
+    labels = np.argmax(inputs, axis=1)[:, np.newaxis]
+    rows = np.concatenate([inputs, labels], axis=1).astype(np.float32)
+    examples = [row.tobytes() for row in rows]
+    return write_shards(examples, str(directory), "toy", "train", 2, NUM_EXAMPLES)
+
+
+def make_reader(split: Split, batch_size: int = BATCH) -> Reader:
+    order = Order(
+        split.shard_lengths,
+        split.chunk_examples,
+        batch_size,
+        lanes=4,
+        window_batches=4,
+        seed=0,
+        shuffle=True,
+    )
+    return Reader(split, order, parse, num_threads=1)
+
+
+class Overshooting(MirroredExecutor):
+    """Runs three steps more than asked for, as asynchronous executors may."""
+
+    def _run(self, num_steps: int) -> tuple[Metrics, float]:
+        return super()._run(num_steps + 3)
+
+
+class Toy:
+    """All the parts of a run; `width` and `optimizer` make another model of it."""
+
+    def __init__(
+        self,
+        split: Split,
+        model_dir: Path,
+        *,
+        executor: type[MirroredExecutor] = MirroredExecutor,
+        optimizer: Any = None,
+        width: int = CLASSES,
+        keep: int = 2,
+        seed: int = 0,
+    ) -> None:
+        self.model_dir = model_dir
+        self.reader = make_reader(split)
+        self.executor = executor.on(["CPU:0"])
+        with self.executor.scope():
+            keras.utils.set_random_seed(seed)
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(width)])
+            self.learner = Learner(
+                model,
+                optimizer or keras.optimizers.Adam(0.01),
+                sparse_categorical_crossentropy,
+                {"accuracy": accuracy},
+                batch_size=BATCH,
+            )
+        identity = {"train data": split.fingerprint, "batch_size": BATCH}
+        self.checkpointer = Checkpointer(
+            f"{model_dir}/checkpoints", self.learner, identity, keep=keep
+        )
+
+    def start(self, position: Position | None = None) -> None:
+        self.executor.start(self.learner, self.reader, self.reader, position or Position())
+
+    @property
+    def step(self) -> int:
+        return int(self.learner.step.numpy())
+
+    def state(self) -> list[np.ndarray]:
+        variables = [*self.learner.model.variables, *self.learner.optimizer.variables]
+        return [np.array(variable.value.numpy()) for variable in variables]
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.model_dir / "checkpoints").iterdir())
