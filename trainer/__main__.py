@@ -13,6 +13,7 @@
 """
 
 import difflib
+import itertools
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ from ml_collections import config_flags
 
 from strategies.cluster import Cluster, ClusterError, local_cluster, parse_tf_config
 from trainer.config import (
+    Config,
     ConfigError,
     Recipe,
     check,
@@ -52,10 +54,11 @@ _STRATEGY = flags.DEFINE_enum(
     "mirrored: one process, all its GPUs. multiworker: many processes, gradients summed over a "
     "ring. ps: parameter servers and workers that do not wait for each other.",
 )
+_DEFAULT_CONFIG = "configs/digits.py"
 _CONFIG = config_flags.DEFINE_config_file(
     "config",
-    "configs/digits.py",
-    "What to train. Fields: --config.FIELD=VALUE, after --config.",
+    None,  # _parse_flags gives it: a default would be read, with its mistakes, at import.
+    f"What to train; by default {_DEFAULT_CONFIG}. Fields: --config.FIELD=VALUE, after --config.",
     lock_config=False,
 )
 _MODEL_DIR = flags.DEFINE_string(
@@ -271,6 +274,14 @@ def _say_if_finished(recipe: Recipe, model_dir: str) -> bool:
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
     """Parses the command line, or ends with one message and exit code 2."""
+    path = _config_path(argv)
+    if path is None:
+        path = _DEFAULT_CONFIG
+        argv = [argv[0], f"--config={path}", *argv[1:]]
+    try:
+        config = load_recipe(path).config
+    except ConfigError as error:
+        sys.exit(_say_usage_error(str(error)))
     try:
         return FLAGS(argv)  # type: ignore[no-any-return]
     except flags.UnrecognizedFlagError as error:
@@ -278,18 +289,22 @@ def _parse_flags(argv: Sequence[str]) -> list[str]:
         hint = f" Did you mean --{near[0]}?" if near else " --help lists all."
         message = f"There is no flag --{error.flagname}.{hint}"
     except (AttributeError, KeyError, flags.Error) as error:
-        message = _explain_flag_error(argv, error)
+        message = _explain_flag_error(argv, config, error)
     sys.exit(_say_usage_error(message))
 
 
-def _explain_flag_error(argv: Sequence[str], error: Exception) -> str:
+def _config_path(argv: Sequence[str]) -> str | None:
+    """What --config=PATH or --config PATH says; None without it."""
+    for argument, following in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        if name in ("--config", "-config"):
+            return value if equals else following
+    return None
+
+
+def _explain_flag_error(argv: Sequence[str], config: Config, error: Exception) -> str:
     """Names the nearest field where a config field is the mistake."""
     overrides = [a.lstrip("-").split("=")[0] for a in argv if a.lstrip("-").startswith("config.")]
-    try:
-        path = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), None)
-        config = load_recipe(path or "configs/digits.py").config
-    except ConfigError as config_error:
-        return str(config_error)
     known = flatten(config)
     for override in overrides:
         if override.removeprefix("config.") not in known:
