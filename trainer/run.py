@@ -167,7 +167,7 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
     for reader in (inputs.train, inputs.evaluation):
         where = f"The first batch of split {reader.split.name!r}"
         with data_errors_explained(inputs):
-            batch = next(iter(reader.batches(0, range(1), num_batches=1)))
+            batch = _batch_at(reader, 0)
             try:
                 examples, labels = batch
             except (TypeError, ValueError) as error:
@@ -477,9 +477,9 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
     except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError) as error:
         raise DataError(f"A file of the data cannot be read any more: {error.message}") from error
     except tf.errors.InvalidArgumentError as error:
-        raise DataError(
-            f"The data does not suit the model or its features: {error.message}"
-        ) from error
+        # The first paragraphs are the trace of the graph.
+        reason = error.message.strip().split("\n\n")[-1].splitlines()[0]
+        raise DataError(f"The data does not suit the model or its features: {reason}") from error
 
 
 def _check_labels(where: str, labels: Any, num_classes: int) -> None:
