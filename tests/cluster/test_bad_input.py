@@ -1,0 +1,237 @@
+"""Bad input gets one clear message and exit code 2, with nothing started, made or lost."""
+
+import dataclasses
+import json
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.runs import Process, assert_one_error, snapshot
+
+LINEAR = "tests/cluster/configs/linear.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is typed, in flags with {tmp} and {digits}, and what the message must name."""
+
+    flags: str
+    named: tuple[str, ...]
+    tf_config: str = ""
+    recipe: str = ""
+    make: Callable[[Path, Path], None] = lambda tmp, digits: None
+
+
+def cluster_of(jobs: Mapping[str, object], job: str = "worker", index: object = 0) -> str:
+    return json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})
+
+
+def copy_of(digits: Path, tmp: Path) -> Path:
+    copy = tmp / "data"
+    shutil.copytree(digits, copy)
+    return copy
+
+
+def without_examples(tmp: Path, digits: Path) -> None:
+    (tmp / "data").mkdir()
+
+
+def emptied(tmp: Path, digits: Path) -> None:
+    next(copy_of(digits, tmp).glob("*train.tfrecord*")).write_bytes(b"")
+
+
+def not_a_directory(tmp: Path, digits: Path) -> None:
+    (tmp / "data").write_text("a file")
+
+
+def corrupt(tmp: Path, digits: Path) -> None:
+    """A bit of the contents of every record of the test split's first chunk is another."""
+    shard = next(copy_of(digits, tmp).glob("*test.tfrecord*"))
+    content = bytearray(shard.read_bytes())
+    content[20] ^= 1
+    shard.write_bytes(content)
+
+
+def cut_short(tmp: Path, digits: Path) -> None:
+    copy = copy_of(digits, tmp)
+    shard = next(copy.glob("*train.tfrecord*"))
+    shard.write_bytes(shard.read_bytes()[:-5])
+    (copy / "train.index.npz").unlink()
+
+
+def one_label_less(tmp: Path, digits: Path) -> None:
+    """features.json promises 9 classes where there are 10."""
+    features = copy_of(digits, tmp) / "features.json"
+    text = features.read_text()
+    fewer = text.replace('"numClasses": "10"', '"numClasses": "9"')
+    assert fewer != text
+    features.write_text(fewer)
+
+
+def model_dir_is_a_file(tmp: Path, digits: Path) -> None:
+    (tmp / "run").write_text("in the way")
+
+
+RECIPE = "from configs.digits import *\n"
+NINE_CLASSES = (
+    RECIPE
+    + """
+def build_model(config):
+    import keras
+    return keras.Sequential(
+        [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(9)]
+    )
+"""
+)
+CLIPNORM = (
+    RECIPE
+    + """
+def build_optimizer(config):
+    import keras
+    return keras.optimizers.SGD(0.1, clipnorm=1.0)
+"""
+)
+UNBUILT = (
+    RECIPE
+    + """
+def build_model(config):
+    import keras
+    return keras.Sequential([keras.layers.Dense(9)])
+"""
+)
+WORKERS = {"worker": ["localhost:1111", "localhost:1112"]}
+PS = {"chief": ["localhost:1113"], "worker": ["localhost:1111"], "ps": ["localhost:1114"]}
+MULTI = "--strategy=multiworker"
+DATA = "--data_dir={tmp}/data"
+
+CASES = {
+    "TF_CONFIG is not JSON": Case(MULTI, ("TF_CONFIG", "not JSON"), tf_config="{worker"),
+    "TF_CONFIG without a task": Case(
+        MULTI, ("TF_CONFIG", '"task"'), tf_config=json.dumps({"cluster": WORKERS})
+    ),
+    "index out of range": Case(
+        MULTI, ("worker 2", "0 to 1"), tf_config=cluster_of(WORKERS, index=2)
+    ),
+    "an address twice": Case(
+        MULTI,
+        ("localhost:1111", "worker 0", "worker 1"),
+        tf_config=cluster_of({"worker": ["localhost:1111"] * 2}),
+    ),
+    "an address without a port": Case(
+        MULTI, ("worker 0", "port"), tf_config=cluster_of({"worker": ["localhost"]})
+    ),
+    "a job of another strategy": Case(MULTI, ("ps", "--strategy=ps"), tf_config=cluster_of(PS)),
+    "ps without ps tasks": Case(
+        "--strategy=ps", ('"ps"', "--strategy=multiworker"), tf_config=cluster_of(WORKERS)
+    ),
+    "unknown strategy": Case("--strategy=mirorred", ("mirorred", "mirrored|multiworker|ps")),
+    "unknown flag": Case("--modeldir=x", ("--modeldir", "--model_dir")),
+    "argument that is no flag": Case("train", ("train",)),
+    "unknown config field": Case("--config.batchsize=3", ("batchsize", "--config.batch_size")),
+    "unknown nested config field": Case(
+        "--config.data.lane=3", ("data.lane", "--config.data.lanes")
+    ),
+    "config value of another type": Case("--config.batch_size=many", ("batch_size", "many")),
+    "config value out of range": Case("--config.train_steps=0", ("train_steps", "at least 1")),
+    "lanes that do not divide the batch": Case(
+        "--config.data.lanes=7", ("lanes=7", "batch_size=64")
+    ),
+    "missing config file": Case("--config=configs/nope.py", ("configs/nope.py", "digits.py")),
+    "config that is no Python": Case(
+        "--config={tmp}/recipe.py", ("recipe.py", "line 1"), recipe="def get_config(:\n"
+    ),
+    "config without build_model": Case(
+        "--config={tmp}/recipe.py",
+        ("recipe.py", "build_model"),
+        recipe="from configs.digits import get_config\n",
+    ),
+    "model without an input": Case(
+        "--config={tmp}/recipe.py --data_dir={digits}", ("recipe.py", "keras.Input"), recipe=UNBUILT
+    ),
+    "unknown optimizer": Case(
+        "--config.optimizer=sdg --data_dir={digits}", ("sdg", "adam", "build_optimizer")
+    ),
+    "optimizer setting that would be ignored": Case(
+        "--config={tmp}/recipe.py --data_dir={digits}", ("SGD", "clipnorm=1.0"), recipe=CLIPNORM
+    ),
+    "unknown best metric": Case(
+        "--config.best_metric=acuracy --data_dir={digits}", ("acuracy", "loss, accuracy")
+    ),
+    "missing data": Case(DATA, ("{tmp}/data",)),
+    "data directory without a split": Case(DATA, ("{tmp}/data", "train"), make=without_examples),
+    "data directory that is a file": Case(DATA, ("{tmp}/data",), make=not_a_directory),
+    "empty shard": Case(DATA, ("{tmp}/data", "tfrecord", "empty"), make=emptied),
+    "shard that was cut short": Case(DATA, ("tfrecord", "at byte", "cut short"), make=cut_short),
+    "corrupt record": Case(DATA, ("test.tfrecord", "record 0 at byte 0", "CRC"), make=corrupt),
+    "label that the features deny": Case(DATA, ("label", "[0, 9)"), make=one_label_less),
+    "label that the model has no output for": Case(
+        "--config={tmp}/recipe.py --data_dir={digits}", ("labels", "0 to 8"), recipe=NINE_CLASSES
+    ),
+    "features of another shape": Case(
+        "--config=configs/mnist_replica.py --data_dir={digits}", ("8, 8, 1", "28, 28")
+    ),
+    "batch smaller than the replicas": Case(
+        "--replicas=4 --batch_size=3 --data_dir={digits}", ("batch_size=3", "4 replicas")
+    ),
+    "batch smaller than the workers": Case(
+        f"{MULTI} --workers=4 --batch_size=3 --data_dir={{digits}}", ("batch_size=3", "4 replicas")
+    ),
+    "model_dir that cannot be written": Case(
+        "--data_dir={digits}", ("--model_dir={tmp}/run",), make=model_dir_is_a_file
+    ),
+    "model_dir that cannot be written, of a cluster": Case(
+        f"{MULTI} --data_dir={{digits}}", ("--model_dir={tmp}/run",), make=model_dir_is_a_file
+    ),
+    "missing data of a cluster": Case(f"--strategy=ps {DATA}", ("{tmp}/data",)),
+    "--replicas for ps": Case("--strategy=ps --replicas=2", ("--replicas=2", "mirrored")),
+    "--workers for mirrored": Case("--workers=2", ("--workers=2", "multiworker")),
+    "--ps for multiworker": Case(f"{MULTI} --ps=2", ("--ps=2", "--strategy=ps")),
+    "no workers": Case(f"{MULTI} --workers=0", ("--workers=0",)),
+    "--workers with TF_CONFIG": Case(
+        f"{MULTI} --workers=2", ("--workers", "TF_CONFIG"), tf_config=cluster_of(WORKERS)
+    ),
+    "more GPUs than there are": Case("--num_gpus=7 --data_dir={digits}", ("--num_gpus=7",)),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_bad_input_is_explained(case: Case, digits: Path, tmp_path: Path) -> None:
+    case.make(tmp_path, digits)
+    (tmp_path / "recipe.py").write_text(case.recipe)
+    before = snapshot(tmp_path), snapshot(digits)
+    names = {"tmp": tmp_path, "digits": digits}
+    model_dir = tmp_path / "run"
+    flags = (*case.flags.format(**names).split(), f"--model_dir={model_dir}")
+    env = {"TF_CONFIG": case.tf_config} if case.tf_config else {}
+
+    with Process(flags, model_dir, env=env) as process:
+        run = process.wait()
+
+    assert_one_error(run, *(part.format(**names) for part in case.named))
+    assert run.stdout == ""
+    after = snapshot(tmp_path), snapshot(digits)
+    for former, latter in zip(before, after, strict=True):
+        made = {name for name in latter.keys() - former.keys() if not name.endswith(".index.npz")}
+        assert made == set()
+        assert former.items() <= latter.items()
+
+
+def test_port_in_use_is_explained(digits: Path, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_INET6) as server:
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        env = {"TF_CONFIG": cluster_of({"worker": [f"localhost:{port}", "localhost:1"]})}
+        flags = (MULTI, f"--config={LINEAR}", f"--data_dir={digits}", f"--model_dir={tmp_path}")
+        with Process(flags, tmp_path, env=env) as process:
+            run = process.wait()
+    assert_one_error(run, f"localhost:{port}", "in use")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tf_config_without_a_model_dir_is_explained(tmp_path: Path) -> None:
+    with Process((MULTI,), tmp_path, env={"TF_CONFIG": cluster_of(WORKERS)}) as process:
+        assert_one_error(process.wait(), "TF_CONFIG", "--model_dir")
