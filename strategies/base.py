@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import tensorflow as tf
 
 from data.order import Order
 
@@ -86,8 +87,8 @@ class Learner(Protocol):
     def gradients(self, batch: Batch) -> tuple[Sequence[Tensor], Tensor]:
         """A replica's part of the gradient, in the order of `variables`, and `update`'s metrics."""
 
-    def apply(self, gradients: Sequence[Tensor]) -> None:
-        """Changes the variables by summed gradients, then counts the step."""
+    def apply(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Changes the variables by summed gradients, then counts the step; returns the count."""
 
     def update(self, batch: Batch) -> Tensor:
         """One step on this replica's share. In replica context. float64 [metrics, 2]."""
@@ -181,10 +182,11 @@ class Executor(abc.ABC):
     def position(self) -> Position:
         """What no step has consumed when `run` has returned: what is saved, and resumed from."""
 
-    def counts(self) -> Mapping[str, Mapping[str, int]]:
+    def counts(self) -> Mapping[str, Mapping[str, Any]]:
         """What is counted where workers differ, since `start`: {"worker_steps": {"worker 0": 7}}.
 
-        Empty where all do the same.
+        Instead of a number there may be a histogram, {"value": number}. Empty where all do the
+        same.
         """
         return {}
 
@@ -222,6 +224,15 @@ def refuse_open_shares(position: Position, order: Order) -> None:
             "out again and not done yet, as backup workers leave them. Go on with --strategy=ps "
             f"--sync_replicas --replicas_to_aggregate={num_shares}, or give another --model_dir."
         )
+
+
+def read_now(variable: Any) -> Tensor:
+    """The value of a tf.Variable when this op runs, ordered after the writes before it.
+
+    Under ps `variable.read_value()` may be the value that the first read of the same
+    `strategy.run` gave.
+    """
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
 def add(left: Metrics, right: Metrics) -> Metrics:

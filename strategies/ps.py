@@ -27,6 +27,7 @@ from strategies.base import (
     PeerLostError,
     Position,
     Tensor,
+    read_now,
     refuse_open_shares,
     to_metrics,
 )
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 
 # Steps in one closure, at most. A closure costs about 2 ms on top of its steps.
 _STEPS_PER_CLOSURE = 16
+
+# In place of a gradient's staleness, if it was too old.
+_DROPPED = -1
 
 _KEPT: list["ParameterServerExecutor"] = []
 
@@ -57,13 +61,24 @@ def serve(cluster: Cluster) -> NoReturn:
 class ParameterServerExecutor(Executor):
     """The chief's hold on the workers: it hands out tickets, and does not train."""
 
-    def __init__(self, strategy: Any, cluster: Cluster) -> None:
-        """Uses `strategy`, a ParameterServerStrategy of `cluster`."""
+    def __init__(
+        self, strategy: Any, cluster: Cluster, *, max_staleness: int | None = None
+    ) -> None:
+        """Uses `strategy`, a ParameterServerStrategy of `cluster`.
+
+        A gradient that is older than `max_staleness` steps when it could be applied is dropped,
+        and its batch handed out again; None applies all.
+        """
         super().__init__()
         self.strategy = strategy
         self._cluster = cluster
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self._max_staleness = max_staleness
         self._worker_steps: collections.Counter[str] = collections.Counter()
+        self._worker_dropped: collections.Counter[str] = collections.Counter()
+        self._staleness: dict[str, collections.Counter[int]] = collections.defaultdict(
+            collections.Counter
+        )
         # Until the process ends: destructors of closures would call servers that have ended.
         _KEPT.append(self)
         self.io_device = "/job:chief/replica:0/task:0/device:CPU:0"
@@ -93,16 +108,22 @@ class ParameterServerExecutor(Executor):
         """The next batch to hand out; all before it are consumed when `run` has returned."""
         return Position(self._next_batch)
 
-    def counts(self) -> Mapping[str, Mapping[str, int]]:
-        """See Executor. `worker_steps` are those of finished tickets.
+    def counts(self) -> Mapping[str, Mapping[str, Any]]:
+        """See Executor.
 
-        `batches`: handed out in tickets, finished, and repeated, which are the applied steps that
-        a worker was lost over before it had said so.
+        `worker_steps` and their `staleness` are of finished tickets; `worker_dropped` were older
+        than max_staleness. `batches` are handed out, finished, and repeated: applied steps that a
+        worker was lost over before it had said so.
         """
+        workers = self._workers()
         finished = sum(self._worker_steps.values())
         applied = int(self._learner.step.numpy()) - self._first_step
         return {
-            "worker_steps": {worker: self._worker_steps[worker] for worker in self._workers()},
+            "worker_steps": {worker: self._worker_steps[worker] for worker in workers},
+            "worker_dropped": {worker: self._worker_dropped[worker] for worker in workers},
+            "staleness": {
+                worker: dict(sorted(self._staleness[worker].items())) for worker in workers
+            },
             "batches": {
                 "handed_out": self._next_batch - self._first_batch,
                 "finished": finished,
@@ -136,15 +157,32 @@ class ParameterServerExecutor(Executor):
         sizes = closure_sizes(
             num_steps, self.num_replicas, self._source.order.windows(self._next_batch)
         )
-        handed_out = [(size, self._schedule_steps(size)) for size in sizes]
-        self._join()
+        tickets: list[tuple[int, int]] = []
+        for size in sizes:
+            tickets.append((self._next_batch, size))
+            self._next_batch += size
         sums = np.zeros([len(self._learner.metric_names), 2])
-        for size, closure in handed_out:
-            closure_sums, worker = closure.fetch()
-            sums += closure_sums
-            self._worker_steps[f"worker {int(worker)}"] += size
+        while tickets:
+            closures = [(first, self._schedule_steps(first, size)) for first, size in tickets]
+            self._join()
+            tickets = []
+            for first, closure in closures:
+                closure_sums, worker, ages = closure.fetch()
+                sums += closure_sums
+                self._count(f"worker {int(worker)}", ages)
+                # What was dropped is handed out again, a batch at a time.
+                tickets += [(first + int(i), 1) for i in np.flatnonzero(ages == _DROPPED)]
         self._stopping = self._stop_requested
         return to_metrics(self._learner.metric_names, sums), time.monotonic() - started
+
+    def _count(self, worker: str, ages: Any) -> None:
+        """Books the staleness of each of a worker's gradients, or that it was dropped."""
+        for age, number in zip(*np.unique(ages, return_counts=True), strict=True):
+            if age == _DROPPED:
+                self._worker_dropped[worker] += int(number)
+            else:
+                self._worker_steps[worker] += int(number)
+                self._staleness[worker][int(age)] += int(number)
 
     def evaluate(self) -> Metrics:
         """See Executor. Spread over the workers."""
@@ -170,11 +208,9 @@ class ParameterServerExecutor(Executor):
             if task.job in ("worker", "ps"):
                 _end(task)
 
-    def _schedule_steps(self, size: int) -> Any:
-        ticket = self._source.ticket(self._next_batch, size)
-        self._next_batch += size
+    def _schedule_steps(self, first_batch: int, size: int) -> Any:
         train = self._train_unrolled if size == _STEPS_PER_CLOSURE else self._train_looped
-        return self._coordinator.schedule(train, args=(ticket,))
+        return self._coordinator.schedule(train, args=(self._source.ticket(first_batch, size),))
 
     def _join(self) -> None:
         with losses_explained():
@@ -186,25 +222,62 @@ class ParameterServerExecutor(Executor):
         Unrolled steps are faster than a loop in the graph, but each number of them is a graph of
         its own, and a graph takes seconds to trace and to send.
         """
-        source, learner, strategy = self._source, self._learner, self.strategy
+        source, learner = self._source, self._learner
+        step = self._free_step if self._max_staleness is None else self._bounded_step
         this_worker = tf.distribute.coordinator.experimental_get_current_worker_index
 
         @tf.function(input_signature=[source.ticket_spec(_STEPS_PER_CLOSURE)])
-        def unrolled(ticket: Any) -> tuple[Tensor, Tensor]:
+        def unrolled(ticket: Any) -> tuple[Tensor, Tensor, Tensor]:
             batches = _unstack(source.parse_ticket(ticket), _STEPS_PER_CLOSURE)
-            sums = [strategy.run(learner.update, args=(batch,)) for batch in batches]
-            return tf.add_n(sums), this_worker()
+            steps = [step(batch) for batch in batches]
+            sums, ages = zip(*steps, strict=True)
+            return tf.add_n(sums), this_worker(), tf.stack(ages)
 
         @tf.function(input_signature=[source.ticket_spec()])
-        def looped(ticket: Any) -> tuple[Tensor, Tensor]:
+        def looped(ticket: Any) -> tuple[Tensor, Tensor, Tensor]:
             stacked = source.parse_ticket(ticket)
+            num_steps = tf.shape(ticket["gather"])[0]
             sums = tf.zeros([len(learner.metric_names), 2], tf.float64)
-            for i in tf.range(tf.shape(ticket["gather"])[0]):
+            ages = tf.TensorArray(tf.int64, size=num_steps)
+            for i in tf.range(num_steps):
                 batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
-                sums += strategy.run(learner.update, args=(batch,))
-            return sums, this_worker()
+                more, age = step(batch)
+                sums += more
+                ages = ages.write(i, age)
+            return sums, this_worker(), ages.stack()
 
         return unrolled, looped
+
+    def _free_step(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """One step of a worker: its metrics, and its staleness or _DROPPED, int64.
+
+        Staleness is what the counter says at the application, less what it said before the
+        variables were read: steps of others that this gradient does not know of.
+        """
+        learner, strategy = self._learner, self.strategy
+        before = read_now(learner.step)
+        with tf.control_dependencies([before]):
+            gradients, sums = strategy.run(learner.gradients, args=(batch,))
+        after = strategy.run(learner.apply, args=(gradients,))
+        return sums, tf.cast(after - 1 - before, tf.int64)
+
+    def _bounded_step(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """`_free_step`, unless the gradient is too old; in cross-replica context.
+
+        Steps that others apply between the look at the counter and the application are not seen,
+        so what is applied may be older by as many as there are other workers.
+        """
+        learner, strategy = self._learner, self.strategy
+        before = read_now(learner.step)
+        with tf.control_dependencies([before]):
+            gradients, sums = strategy.run(learner.gradients, args=(batch,))
+        with tf.control_dependencies([g for g in gradients if g is not None]):
+            age = read_now(learner.step) - before
+        if age > self._max_staleness:
+            sums, age = tf.zeros_like(sums), tf.constant(_DROPPED, age.dtype)
+        else:
+            age = strategy.run(learner.apply, args=(gradients,)) - 1 - before
+        return sums, tf.cast(age, tf.int64)
 
     def _make_evaluate_closure(self, size: int) -> Any:
         source, learner, strategy = self._evaluation, self._learner, self.strategy

@@ -34,7 +34,15 @@ import numpy as np
 import tensorflow as tf
 
 from data.order import share
-from strategies.base import Learner, Metrics, Position, Tensor, refuse_open_shares, to_metrics
+from strategies.base import (
+    Learner,
+    Metrics,
+    Position,
+    Tensor,
+    read_now,
+    refuse_open_shares,
+    to_metrics,
+)
 from strategies.cluster import Cluster
 from strategies.ps import ParameterServerExecutor, losses_explained
 
@@ -83,7 +91,6 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         self._pool = concurrent.futures.ThreadPoolExecutor(self._num_slots, "gradients")
         self._in_flight: dict[concurrent.futures.Future[_Done], _Attempt] = {}
         self._attempts = 0
-        self._worker_dropped: collections.Counter[str] = collections.Counter()
 
     @property
     def replicas_a_step(self) -> int:
@@ -97,7 +104,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         shares = [(item.batch, item.first_lane, item.last_lane) for item in sorted(items)]
         return Position(self._next_batch, tuple(shares))
 
-    def counts(self) -> Mapping[str, Mapping[str, int]]:
+    def counts(self) -> Mapping[str, Mapping[str, Any]]:
         """See Executor. `worker_steps` are gradients that became part of a step."""
         workers = self._workers()
         return {
@@ -121,7 +128,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         ):
             refuse_open_shares(position, source.order)
         self._waiting = collections.deque(Share(*item) for item in position.open_shares)
-        self._step = int(learner.step.numpy())
+        self._current_step = int(learner.step.numpy())
         self._tickets: dict[range, tuple[int, int, Any]] = {}
         with self.strategy.scope():
             self._staging = [self._stage_for(variable) for variable in learner.variables]
@@ -134,8 +141,8 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         """See Executor. Exactly `num_steps`."""
         started = time.monotonic()
         sums = np.zeros([len(self._learner.metric_names), 2])
-        last = self._step + num_steps
-        while self._step < last:
+        last = self._current_step + num_steps
+        while self._current_step < last:
             accepted = self._gather_gradients()
             if self._apply_gradients(accepted):
                 sums += sum(done.sums for done in accepted)
@@ -154,7 +161,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
                 attempt = self._in_flight.pop(future)
                 with losses_explained():
                     done = future.result()
-                if done.step == self._step and len(accepted) < self._num_shares:
+                if done.step == self._current_step and len(accepted) < self._num_shares:
                     accepted.append(done)
                 else:
                     self._worker_dropped[done.worker] += 1
@@ -172,7 +179,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
                 self._worker_steps[done.worker] += 1
             else:
                 self._waiting.appendleft(done.attempt.share)
-        self._step += applied
+        self._current_step += applied
         return applied
 
     def _hand_out(self, accepted: Sequence[_Done]) -> None:
@@ -241,7 +248,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
             batch = source.parse(records)
             # The step before the variables: apply writes it after them, so what is computed on
             # variables of two steps is tagged with the older one, and dropped.
-            step = tf.cast(learner.step.read_value(), tf.int64)
+            step = tf.cast(read_now(learner.step), tf.int64)
             with tf.control_dependencies([step]):
                 gradients, sums = strategy.run(learner.gradients, args=(batch,))
             self._stage(gradients, slot, tf.stack([attempt, step]))

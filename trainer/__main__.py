@@ -69,6 +69,13 @@ _MODEL_DIR = flags.DEFINE_string(
 )
 _WORKERS = flags.DEFINE_integer("workers", 2, "Workers of a cluster on this machine.")
 _PS = flags.DEFINE_integer("ps", 1, "Parameter servers of a cluster on this machine.")
+_MAX_STALENESS = flags.DEFINE_integer(
+    "max_staleness",
+    None,
+    "ps without --sync_replicas: a gradient is dropped, and its batch handed out again, if more "
+    "steps than this were applied since it read the variables.",
+    lower_bound=0,
+)
 _SYNC_REPLICAS = flags.DEFINE_boolean(
     "sync_replicas", False, "ps: a step sums gradients computed on the same variables."
 )
@@ -97,6 +104,7 @@ _LOG_DEVICE_PLACEMENT = flags.DEFINE_boolean(
 # Flags that mean nothing under other strategies, and are refused there.
 _ONLY_FOR = {
     "communication": ("multiworker",),
+    "max_staleness": ("ps",),
     "ps": ("ps",),
     "replicas": ("mirrored",),
     "replicas_to_aggregate": ("ps",),
@@ -182,6 +190,11 @@ def _check_flags(cluster: Cluster | None, is_launched: bool) -> None:
 def _num_to_aggregate(recipe: Recipe, num_workers: int) -> int:
     """Gradients of a synchronous step of `num_workers` ps workers; 0 for asynchronous steps."""
     wanted = _REPLICAS_TO_AGGREGATE.value
+    if _SYNC_REPLICAS.value and _MAX_STALENESS.value is not None:
+        raise ConfigError(
+            f"--max_staleness={_MAX_STALENESS.value} is for asynchronous steps; with "
+            "--sync_replicas every applied gradient has staleness 0. Leave one of the two out."
+        )
     if not _SYNC_REPLICAS.value:
         if wanted is not None:
             raise ConfigError(
@@ -245,6 +258,7 @@ def _run(recipe: Recipe, cluster: Cluster | None) -> int:
         num_threads=_NUM_THREADS.value,
         log_device_placement=_LOG_DEVICE_PLACEMENT.value,
         replicas_to_aggregate=_num_to_aggregate(recipe, cluster.num("worker") if cluster else 1),
+        max_staleness=_MAX_STALENESS.value,
     )
     with StopSignals() as signals:
         return run.run_task(plan, signals)

@@ -17,6 +17,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from strategies.base import read_now
+
 Tensor = Any
 # outputs of the model and labels of B examples -> one float a example, [B].
 PerExample = Callable[[Tensor, Tensor], Tensor]
@@ -115,9 +117,10 @@ class Learner:
         gradients = tape.gradient(loss, self._variables)
         return gradients, self._measure(labels, outputs, losses + penalty, None)
 
-    def apply(self, gradients: Sequence[Tensor]) -> None:
+    def apply(self, gradients: Sequence[Tensor]) -> Tensor:
         """Changes the variables by `gradients`, already summed over replicas, and counts the step.
 
+        Returns the counter after that, which other workers may have advanced too by then.
         In replica context. The optimizer's own `apply` would add up gradients again, clip before
         the sum, and lose counts under parameter servers; `update_step` is Keras' public extension
         point for the maths alone.
@@ -131,7 +134,7 @@ class Learner:
 
         def update(variable: Tensor, gradient: Tensor) -> Tensor:
             self.optimizer.update_step(gradient, variable, rate)
-            return variable.read_value()
+            return read_now(variable)
 
         def update_all(strategy: Any, *summed: Tensor) -> list[Tensor]:
             return [
@@ -142,9 +145,9 @@ class Learner:
         context = tf.distribute.get_replica_context()
         updated = context.merge_call(update_all, args=tuple(gradient for _, gradient in changed))
         # The count comes after what it counts: who has read it may read the variables.
-        with tf.control_dependencies(updated):
+        with tf.control_dependencies(tf.nest.flatten(updated)):
             # keras.Variable.assign_add reads, then writes: two workers would lose counts.
-            self.step.assign_add(1)
+            return self.step.assign_add(1)
 
     def update(self, batch: Any) -> Tensor:
         """One step on this replica's share of a batch; its metrics, float64 [metrics, 2]."""

@@ -78,6 +78,7 @@ class Plan:
         num_threads: Of TensorFlow in this process; 0 leaves it to TensorFlow.
         log_device_placement: Whether TensorFlow logs where each op runs.
         replicas_to_aggregate: ps: gradients of a step, or 0 for asynchronous steps.
+        max_staleness: ps, asynchronous: steps after which a gradient is too old; None for never.
     """
 
     strategy: str
@@ -90,6 +91,7 @@ class Plan:
     num_threads: int = 0
     log_device_placement: bool = False
     replicas_to_aggregate: int = 0
+    max_staleness: int | None = None
 
     @property
     def is_chief(self) -> bool:
@@ -450,7 +452,7 @@ def _connect(plan: Plan, num_gpus: int) -> Executor:
         return SynchronousParameterServerExecutor.connect(
             plan.cluster, replicas_to_aggregate=plan.replicas_to_aggregate
         )
-    return ParameterServerExecutor.connect(plan.cluster)
+    return ParameterServerExecutor.connect(plan.cluster, max_staleness=plan.max_staleness)
 
 
 def _configure_tensorflow(plan: Plan) -> None:

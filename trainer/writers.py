@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import rich.console
 import rich.progress
 import tensorflow as tf
@@ -59,8 +60,11 @@ class TensorBoard:
         with self.writer(split).as_default(step=step):
             for name, value in values.items():
                 if isinstance(value, Mapping):
-                    for key, number in value.items():
-                        tf.summary.scalar(f"{name}/{key}", number)
+                    for key, counted in value.items():
+                        if isinstance(counted, Mapping):
+                            tf.summary.histogram(f"{name}/{key}", _values(counted))
+                        else:
+                            tf.summary.scalar(f"{name}/{key}", counted)
                 else:
                     tf.summary.scalar(name, value)
         self.writer(split).flush()
@@ -120,6 +124,12 @@ class Console(Hook):
             shares = "  ".join(f"{name}: {n}" for name, n in values["worker_steps"].items())
             words.append(f"({shares})")
         self.say("  ".join(words))
+
+
+def _values(histogram: Mapping[int, int]) -> np.ndarray:
+    """A value for each count, at most 10,000 of them in the same proportions."""
+    values, counts = np.array(list(histogram)), np.array(list(histogram.values()))
+    return np.repeat(values, -(-counts // max(1, counts.sum() // 10_000)))
 
 
 def _clock(seconds: float) -> str:
