@@ -1,0 +1,118 @@
+"""The strategy is only a flag, and a resumed run ends bit for bit as an uninterrupted one."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.runs import (
+    SYNCHRONOUS,
+    TOPOLOGIES,
+    Run,
+    Topology,
+    largest_difference,
+    start,
+    train,
+)
+
+RESUMED = [TOPOLOGIES["mirrored-2"], TOPOLOGIES["multiworker-2"]]
+QUICKLY = "--config.pause_secs=0"
+
+
+@pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
+def test_synchronous_topologies_end_in_the_same_weights(
+    shuffle: bool, digits: Path, tmp_path: Path
+) -> None:
+    flags = (
+        f"--data_dir={digits}",
+        f"--config.data.shuffle={shuffle}",
+        "--config.optimizer=sgd",
+        "--learning_rate=0.1",
+        "--train_steps=50",
+        "--config.checkpoint_every_steps=25",
+        "--config.export=False",
+    )
+    runs = [train(topology, tmp_path / str(topology), *flags) for topology in SYNCHRONOUS]
+    seeded = train(SYNCHRONOUS[0], tmp_path / "seeded", *flags, "--config.seed=1")
+
+    alone, *shared = runs
+    assert len(shared) == 2
+    assert largest_difference(alone.weights("step-00000025"), alone.weights()) > 1e-2
+    assert largest_difference(alone.weights(), seeded.weights()) > 1e-2
+    for run in shared:
+        assert largest_difference(alone.weights(), run.weights()) < 1e-5
+        assert run.metrics("train")[-1]["loss"] == pytest.approx(
+            alone.metrics("train")[-1]["loss"], rel=1e-4
+        )
+
+
+@pytest.fixture(scope="module", params=RESUMED, ids=str)
+def topology(request: pytest.FixtureRequest) -> Topology:
+    topology: Topology = request.param
+    return topology
+
+
+@pytest.fixture(scope="module")
+def flags(digits: Path) -> tuple[str, ...]:
+    return (
+        "--config=tests/cluster/configs/slow.py",
+        f"--data_dir={digits}",
+        "--config.checkpoint_every_steps=70",
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    topology: Topology, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    model_dir = tmp_path_factory.mktemp(f"uninterrupted-{topology}") / "run"
+    return train(topology, model_dir, *flags, QUICKLY)
+
+
+def assert_bit_for_bit_equal(left: Run, right: Run) -> None:
+    """All that a checkpoint holds, the optimizer's state too."""
+    ours, theirs = left.variables(), right.variables()
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 10
+    different = [key for key, value in ours.items() if value.tobytes() != theirs[key].tobytes()]
+    assert different == []
+
+
+def test_run_in_two_parts_ends_bit_for_bit_as_one(
+    topology: Topology, flags: tuple[str, ...], uninterrupted: Run, tmp_path: Path
+) -> None:
+    half = train(topology, tmp_path, *flags, QUICKLY, "--train_steps=110")
+    assert half.checkpoints() == ["best-00000110", "step-00000070", "step-00000110"]
+    assert largest_difference(half.weights(), uninterrupted.weights()) > 1e-3
+
+    whole = train(topology, tmp_path, *flags, QUICKLY)
+
+    assert whole.result["step"] == 300
+    assert_bit_for_bit_equal(whole, uninterrupted)
+    assert whole.result["eval"] == uninterrupted.result["eval"]
+    steps = [report["step"] for report in whole.metrics("train")]
+    assert steps == sorted({110, *range(20, 301, 20)})
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+def test_run_stopped_by_a_signal_ends_bit_for_bit_as_one_that_was_not(
+    signum: signal.Signals,
+    topology: Topology,
+    flags: tuple[str, ...],
+    uninterrupted: Run,
+    tmp_path: Path,
+) -> None:
+    with start(topology, tmp_path, *flags) as process:
+        process.wait_for_step(20)
+        process.send(signum)
+        stopped = process.wait()
+    assert stopped.exit_code == 75, stopped.stderr
+    assert stopped.result["exit_code"] == 75
+    step = stopped.result["step"]
+    assert 20 <= step < 300
+    assert f"step-{step:08d}" in stopped.checkpoints()
+
+    whole = train(topology, tmp_path, *flags, QUICKLY)
+
+    assert_bit_for_bit_equal(whole, uninterrupted)
+    assert whole.result["eval"] == uninterrupted.result["eval"]

@@ -1,0 +1,39 @@
+"""A loss that is no longer a number ends the run, says where, and leaves nothing spoilt."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cluster.runs import TOPOLOGIES, Topology, train
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=str)
+def test_diverging_run_names_the_steps_and_keeps_no_spoilt_checkpoint(
+    topology: Topology, digits: Path, tmp_path: Path
+) -> None:
+    run = train(
+        topology,
+        tmp_path,
+        "--config=tests/cluster/configs/linear.py",
+        f"--data_dir={digits}",
+        "--learning_rate=3e38",
+        "--config.optimizer=sgd",
+        "--config.checkpoint_every_steps=1",
+        "--config.steps_per_call=5",
+        exit_code=1,
+    )
+    output = run.stdout + run.stderr
+    said = re.findall(r"error: The loss became \S+ somewhere in steps (\d+) to (\d+)", output)
+    assert said, run.stderr
+    first, last = map(int, said[0])
+    assert 1 <= first <= last <= 20
+    assert "Traceback" not in output
+    assert run.result["exit_code"] == 1
+    assert f"steps {first} to {last}" in run.result["why"]
+    if (tmp_path / "checkpoints").exists():
+        for name in run.checkpoints():
+            assert int(name.partition("-")[2]) < first
+            assert all(np.isfinite(value).all() for value in run.variables(name).values())
+    assert not (tmp_path / "export").exists()

@@ -1,0 +1,143 @@
+"""A config file of the user's own is all it takes: own records, model, loss, metrics and hooks."""
+
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from tests.cluster.runs import ONE_OF_EACH_STRATEGY, TOPOLOGIES, Topology, train
+
+RECIPE = '''
+    """y = 3 x0 - 2 x1 + 1, found from records that no metadata describes."""
+
+    import dataclasses
+
+    from trainer.config import Config
+    from trainer.hooks import Hook, next_multiple
+
+
+    @dataclasses.dataclass
+    class MyConfig(Config):
+        every: int = 7
+
+
+    def get_config():
+        return MyConfig(batch_size=20, learning_rate=0.3, train_steps=200, log_every_steps=50)
+
+
+    def parse(serialized):
+        import tensorflow as tf
+
+        spec = {
+            "x": tf.io.FixedLenFeature([2], tf.float32),
+            "y": tf.io.FixedLenFeature([], tf.float32),
+        }
+        example = tf.io.parse_example(serialized, spec)
+        return example["x"], example["y"]
+
+
+    def build_model(config):
+        import keras
+
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+    def build_optimizer(config):
+        import keras
+
+        return keras.optimizers.SGD(config.learning_rate, momentum=0.5)
+
+
+    def loss(labels, outputs):
+        return (outputs[:, 0] - labels) ** 2
+
+
+    def metrics_near(labels, outputs):
+        import tensorflow as tf
+
+        return tf.cast(tf.abs(outputs[:, 0] - labels) < 0.1, tf.float32)
+
+
+    metrics = {"near": metrics_near}
+
+
+    class Note(Hook):
+        def __init__(self, path, every):
+            self.path, self.every = path, every
+
+        def next_step(self, step):
+            return next_multiple(step, self.every)
+
+        def __call__(self, step, metrics):
+            with open(self.path, "a") as file:
+                print(step, file=file)
+
+
+    def build_hooks(config, model_dir):
+        return [Note(f"{model_dir}/notes.txt", config.every)]
+'''
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train.tfrecord and test.tfrecord, as anyone would write them."""
+    directory = tmp_path_factory.mktemp("records")
+    xs = np.random.default_rng(0).normal(size=(230, 2))
+    for name, part in (("train", xs[:200]), ("test", xs[200:])):
+        with tf.io.TFRecordWriter(str(directory / f"{name}.tfrecord")) as writer:
+            for x in part:
+                y = 3 * x[0] - 2 * x[1] + 1
+                example = tf.train.Example()
+                example.features.feature["x"].float_list.value.extend(x)
+                example.features.feature["y"].float_list.value.append(y)
+                writer.write(example.SerializeToString())
+    return directory
+
+
+@pytest.mark.parametrize("topology", ONE_OF_EACH_STRATEGY, ids=str)
+def test_users_own_file_and_records_train(
+    topology: Topology, records: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(textwrap.dedent(RECIPE))
+    flags = (f"--config={recipe}", f"--data_dir={records}", "--config.every=13")
+
+    run = train(topology, tmp_path / "run", *flags)
+
+    assert run.result["eval"].keys() == {"loss", "near"}
+    assert run.result["eval"]["near"] == 1.0
+    assert run.metrics("eval")[-1]["examples"] == 30
+    assert run.config["config"]["every"] == 13
+    weights = sorted(float(w) for value in run.weights().values() for w in value.ravel())
+    assert weights == pytest.approx([-2, 1, 3], abs=0.05)
+    steps = [int(line) for line in (tmp_path / "run" / "notes.txt").read_text().split()]
+    called_at = set(range(13, 201, 13)) | {50, 100, 150, 200}
+    if topology.strategy != "ps":
+        assert called_at <= set(steps)
+    assert steps[-1] == run.result["step"]
+
+
+def test_histograms_and_profile_are_written(digits: Path, tmp_path: Path) -> None:
+    train(
+        TOPOLOGIES["mirrored-2"],
+        tmp_path,
+        "--config=tests/cluster/configs/linear.py",
+        f"--data_dir={digits}",
+        "--train_steps=30",
+        "--config.histogram_every_steps=15",
+        "--config.profile_first_step=8",
+        "--config.profile_num_steps=5",
+    )
+    histograms: dict[str, list[int]] = {}
+    for path in (tmp_path / "tensorboard" / "train").glob("events.out.tfevents.*"):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "histograms":
+                    histograms.setdefault(value.tag, []).append(event.step)
+    assert {tag.partition("/")[0] for tag in histograms} == {"variables", "gradients"}
+    assert len(histograms) == 4
+    assert all(steps == [15, 30] for steps in histograms.values())
+    assert list((tmp_path / "tensorboard" / "train" / "plugins" / "profile").rglob("*.xplane.pb"))

@@ -1,0 +1,77 @@
+"""Clusters by hand: one command a task with its own TF_CONFIG, in any order, with any delay."""
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from strategies.cluster import Cluster, Task, local_cluster
+from tests.cluster.runs import Process, Run, assert_nothing_left, assert_port_is_free
+
+DELAY_SECS = 8.0
+FLAGS = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train_steps=60")
+
+
+def run_by_hand(
+    cluster: Cluster, order: Sequence[Task], model_dir: Path, digits: Path, delay_secs: float
+) -> Mapping[str, Run]:
+    """The runs of all tasks, by task, started in `order` with a delay between two."""
+    evaluator = {"evaluator": ["localhost:1"]}
+    argv = ("--strategy=ps" if cluster.num("ps") else "--strategy=multiworker", *FLAGS)
+    with contextlib.ExitStack() as stack:
+        tasks: dict[str, Process] = {}
+        for task in order:
+            config = json.loads(cluster.for_task(task).tf_config())
+            # An evaluator in the cluster does the others no harm.
+            config["cluster"] |= evaluator
+            flags = (*argv, f"--data_dir={digits}", f"--model_dir={model_dir}")
+            process = Process(flags, model_dir, env={"TF_CONFIG": json.dumps(config)})
+            tasks[str(task)] = stack.enter_context(process)
+            if task != order[-1] and delay_secs:
+                # It waits for the others, and says nothing of a failure.
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.popen.wait(delay_secs)
+        runs = {name: process.wait_alone() for name, process in tasks.items()}
+        for name, run in runs.items():
+            assert run.exit_code == 0, f"{name}: {tasks[name].output()}"
+        assert not any(process.family() for process in tasks.values())
+    assert_nothing_left(model_dir)
+    for job in cluster.jobs.values():
+        for address in job.values():
+            assert_port_is_free(int(address.rpartition(":")[2]))
+    return runs
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_workers_wait_for_each_other(first: int, digits: Path, tmp_path: Path) -> None:
+    cluster = local_cluster("multiworker", 2, 0)
+    order = [Task("worker", first), Task("worker", 1 - first)]
+    runs = run_by_hand(cluster, order, tmp_path, digits, DELAY_SECS)
+    assert runs["worker 0"].result["step"] == 60
+    assert "eval" in runs["worker 0"].stdout
+    assert "eval" not in runs["worker 1"].stdout
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        (Task("chief", 0), Task("worker", 1), Task("ps", 0), Task("worker", 0)),
+        (Task("ps", 0), Task("worker", 0), Task("worker", 1), Task("chief", 0)),
+    ],
+    ids=["chief first", "chief last"],
+)
+def test_chief_and_servers_wait_for_each_other(
+    order: Sequence[Task], digits: Path, tmp_path: Path
+) -> None:
+    cluster = local_cluster("ps", 2, 1)
+    runs = run_by_hand(cluster, order, tmp_path, digits, DELAY_SECS)
+    result = runs["chief 0"].result
+    assert result["step"] >= 60
+    assert min(result["worker_steps"].values()) > 0
+
+    again = run_by_hand(cluster, order, tmp_path, digits, delay_secs=0)
+
+    assert all("is finished" in run.stdout for run in again.values())
