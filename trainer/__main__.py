@@ -34,16 +34,17 @@ from trainer.config import (
     ConfigError,
     Recipe,
     check,
+    check_replicas,
     check_shares,
     explain_unknown_field,
     flatten,
     load_recipe,
 )
+from trainer.exits import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.launch import LocalCluster, watch_lifeline
-from trainer.signals import EXIT_RESTART, StopSignals
+from trainer.signals import StopSignals
 
 STRATEGIES = ("mirrored", "multiworker", "ps")
-EXIT_USAGE = 2
 LIFELINE = "TRAINER_LIFELINE_FD"
 
 FLAGS = flags.FLAGS
@@ -228,7 +229,7 @@ def _launch(recipe: Recipe) -> int:
     cluster = local_cluster(_STRATEGY.value, _WORKERS.value, _PS.value)
     model_dir = _model_dir(recipe)
     if _STRATEGY.value == "multiworker":
-        run.check_replicas(recipe.config, _WORKERS.value)
+        check_replicas(recipe.config, _WORKERS.value)
     else:
         _num_to_aggregate(recipe, _WORKERS.value)
     if _say_if_finished(recipe, model_dir):
@@ -354,7 +355,7 @@ def _exit_code_of(argv: Sequence[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
-        return run.EXIT_BUG
+        return EXIT_BUG
 
 
 def _end_at_once(signum: int, frame: object) -> None:

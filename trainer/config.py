@@ -23,6 +23,7 @@ import dataclasses
 import difflib
 import importlib.util
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ from types import ModuleType
 from typing import Any
 
 from data.order import default_lanes
+
+log = logging.getLogger(__name__)
 
 
 class ConfigError(ValueError):
@@ -206,6 +209,32 @@ def check_shares(config: Config, num_shares: int, num_workers: int) -> None:
             f"lanes that {num_shares} divides. Received: {lanes} lanes for batch_size="
             f"{config.batch_size}. Choose a --batch_size that {num_shares} divides, and set "
             f"--config.data.lanes to a divisor of it that {num_shares} divides."
+        )
+
+
+def check_replicas(config: Config, num_replicas: int) -> None:
+    """Returns if every replica gets a share of each batch; warns where shares are uneven.
+
+    Raises:
+        ConfigError: there are more replicas than examples, or than lanes.
+    """
+    if config.batch_size < num_replicas:
+        raise ConfigError(
+            f"batch_size={config.batch_size} is smaller than the {num_replicas} replicas that "
+            f"share a batch. Use --batch_size={num_replicas} or more, or fewer replicas."
+        )
+    lanes = num_lanes(config)
+    if lanes < num_replicas:
+        raise ConfigError(
+            f"{num_replicas} replicas need at least as many lanes, but there are {lanes}. Set "
+            f"--config.data.lanes to a divisor of batch_size={config.batch_size} from "
+            f"{num_replicas} up: {config.batch_size}, for example."
+        )
+    if lanes % num_replicas:
+        log.warning(
+            "batch_size=%d is shared unevenly by %d replicas; a multiple of them is faster.",
+            config.batch_size,
+            num_replicas,
         )
 
 

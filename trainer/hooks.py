@@ -9,7 +9,7 @@
 
 `next_step` tells the loop where to stop next, so no interval has to divide another. Asynchronous
 steps may overshoot, so "due" means that a multiple was crossed. Which task has which hook is
-decided where hooks are built (trainer/run.py), not inside them.
+decided where hooks are built (trainer/build.py), not inside them.
 
 | hook | on | what |
 | --- | --- | --- |

@@ -34,9 +34,7 @@ from pathlib import Path
 from typing import TextIO
 
 from strategies.cluster import Cluster, Task
-
-EXIT_BAD_USAGE = 2
-EXIT_RESTART = 75
+from trainer.exits import EXIT_RESTART, EXIT_USAGE
 
 _LIFELINE = "TRAINER_LIFELINE_FD"
 _DEFAULT_COMMAND = (sys.executable, "-m", "trainer")
@@ -230,7 +228,7 @@ class LocalCluster:
             overdue = f"was still running {_FAREWELL_SECS:g} s after {task} was done"
             self._end(self._running, _FAREWELL_SECS, signal.SIGTERM, overdue)
             self._end(self._running, _FAREWELL_SECS + _STATELESS_GRACE_SECS, signal.SIGKILL)
-        elif code == EXIT_BAD_USAGE:  # Before anything was trained.
+        elif code == EXIT_USAGE:  # Before anything was trained.
             self._end(self._running, 0, signal.SIGTERM)
             self._end(self._running, _STATELESS_GRACE_SECS, signal.SIGKILL)
         elif end.failure and self._is_survivable(end):
@@ -296,8 +294,8 @@ class LocalCluster:
             return EXIT_RESTART if any(codes) else 0
         if first_failure is None:
             return 0
-        if EXIT_BAD_USAGE in codes:
-            return EXIT_BAD_USAGE
+        if EXIT_USAGE in codes:
+            return EXIT_USAGE
         was_lost = first_failure.exit_code < 0 or first_failure.exit_code == EXIT_RESTART
         return EXIT_RESTART if was_lost and not self._signalled.get(first_failure.task) else 1
 

@@ -6,25 +6,20 @@ with StopSignals() as signals:
     exit_code = run_task(plan, signals)
 """
 
-import contextlib
 import json
 import logging
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from data.features import default_parse, read_features
-from data.order import Order, default_lanes
-from data.pipeline import Reader
-from data.records import DataError, open_split, verify
+from data.records import DataError
 from strategies.base import Executor, PeerLostError, Position, PositionError
 from strategies.cluster import Cluster, ClusterError, check_port_free
 from strategies.mirrored import DeviceError, MirroredExecutor, replica_devices, use_gpus
@@ -32,21 +27,17 @@ from strategies.multiworker import MultiWorkerExecutor
 from strategies.ps import ParameterServerExecutor, serve
 from strategies.ps_sync import SynchronousParameterServerExecutor
 from trainer import config as config_lib
-from trainer import hooks as hooks_lib
-from trainer import learner as learner_lib
-from trainer.checkpoint import Checkpointer, ModelDirError
-from trainer.config import ConfigError, Recipe
+from trainer.build import build_checkpointer, build_hooks, build_learner
+from trainer.checkpoint import ModelDirError
+from trainer.config import ConfigError, Recipe, check_replicas
+from trainer.exits import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE, first_line
+from trainer.inputs import Inputs, check_batches, data_errors_explained, open_inputs
 from trainer.learner import Learner, OptimizerError
 from trainer.loop import train
-from trainer.signals import EXIT_RESTART, StopSignals
-from trainer.writers import Console, JsonLines, TensorBoard
+from trainer.signals import StopSignals
+from trainer.writers import Console
 
 log = logging.getLogger(__name__)
-
-EXIT_DONE = 0
-EXIT_BUG = 1
-EXIT_USAGE = 2
-
 
 # Unavailable: a parameter server was lost while a hook read a variable.
 _LOST = (PeerLostError, tf.errors.UnavailableError)
@@ -99,52 +90,6 @@ class Plan:
         return self.cluster is None or self.cluster.is_chief
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The two splits, each in its order."""
-
-    train: Reader
-    evaluation: Reader
-
-
-def open_inputs(recipe: Recipe) -> Inputs:
-    """Opens the data of `recipe`, preparing it first if that needs no more than this machine.
-
-    Raises:
-        DataError: it is not there, not whole, or cannot be parsed without a `parse`.
-    """
-    config = recipe.config
-    directory = config_lib.data_dir(config)
-    # Not where --data_dir says: a mistyped directory must not be made.
-    if config.dataset == "digits" and not config.data_dir and not tf.io.gfile.exists(directory):
-        from data.prepare import prepare  # It imports tensorflow_datasets.
-
-        prepare("digits", directory)
-    train_split = open_split(directory, config.data.train_split)
-    eval_split = open_split(directory, config.data.eval_split)
-    parse = recipe.parse or default_parse(read_features(directory))
-    eval_batch_size = config.eval_batch_size or config.batch_size
-    train_order = Order(
-        shard_lengths=train_split.shard_lengths,
-        chunk_examples=train_split.chunk_examples,
-        batch_size=config.batch_size,
-        lanes=config_lib.num_lanes(config),
-        window_batches=config.data.window_batches,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-    )
-    eval_order = Order(
-        shard_lengths=eval_split.shard_lengths,
-        chunk_examples=eval_split.chunk_examples,
-        batch_size=eval_batch_size,
-        lanes=default_lanes(eval_batch_size),
-        window_batches=config.data.window_batches,
-        seed=0,
-        shuffle=False,
-    )
-    return Inputs(Reader(train_split, train_order, parse), Reader(eval_split, eval_order, parse))
-
-
 def preflight(recipe: Recipe, model_dir: str) -> None:
     """Trains and changes nothing, but finds what would fail later.
 
@@ -157,91 +102,7 @@ def preflight(recipe: Recipe, model_dir: str) -> None:
     inputs = open_inputs(recipe)
     learner = build_learner(recipe)
     check_batches(inputs, learner, recipe)
-    _checkpointer(recipe, model_dir, inputs, learner).check()
-
-
-def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
-    """Returns if the first batch of each split goes through `learner`'s model and loss.
-
-    Raises:
-        DataError: it cannot be read or parsed, labels are out of range, or shapes do not fit.
-    """
-    for reader in (inputs.train, inputs.evaluation):
-        where = f"The first batch of split {reader.split.name!r}"
-        with data_errors_explained(inputs):
-            batch = _batch_at(reader, 0)
-            try:
-                examples, labels = batch
-            except (TypeError, ValueError) as error:
-                raise DataError(
-                    f"{where}: parse() must return (inputs, labels), but returned "
-                    f"{tf.nest.map_structure(lambda t: t.shape, batch)}."
-                ) from error
-        try:
-            outputs = learner.model(examples, training=False)
-        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-            shapes = tf.nest.map_structure(lambda t: f"{t.dtype.name}{t.shape}", examples)
-            raise DataError(
-                f"{where} does not fit the model of {recipe.path}: inputs are {shapes}, the model "
-                f"takes {recipe_inputs(learner)}. {_first_line(error)}"
-            ) from error
-        if recipe.loss is None:
-            _check_labels(where, labels.numpy(), outputs.shape[-1])
-
-
-def recipe_inputs(learner: Learner) -> str:
-    """What the model takes, as text."""
-    return str(tf.nest.map_structure(lambda t: f"{t.dtype}{t.shape}", learner.model.inputs))
-
-
-def check_replicas(config: config_lib.Config, num_replicas: int) -> None:
-    """Returns if every replica gets a share of each batch; warns where shares are uneven.
-
-    Raises:
-        ConfigError: there are more replicas than examples, or than lanes.
-    """
-    if config.batch_size < num_replicas:
-        raise ConfigError(
-            f"batch_size={config.batch_size} is smaller than the {num_replicas} replicas that "
-            f"share a batch. Use --batch_size={num_replicas} or more, or fewer replicas."
-        )
-    lanes = config_lib.num_lanes(config)
-    if lanes < num_replicas:
-        raise ConfigError(
-            f"{num_replicas} replicas need at least as many lanes, but there are {lanes}. Set "
-            f"--config.data.lanes to a divisor of batch_size={config.batch_size} from "
-            f"{num_replicas} up: {config.batch_size}, for example."
-        )
-    if lanes % num_replicas:
-        log.warning(
-            "batch_size=%d is shared unevenly by %d replicas; a multiple of them is faster.",
-            config.batch_size,
-            num_replicas,
-        )
-
-
-def build_learner(recipe: Recipe) -> Learner:
-    """The model and optimizer of `recipe`, with the same initial weights wherever it is called."""
-    config = recipe.config
-    keras.utils.set_random_seed(config.seed)
-    model = recipe.build_model(config)
-    if not isinstance(model, keras.Model) or not model.built:
-        raise ConfigError(
-            f"build_model() of {recipe.path} must return a built keras.Model, but returned "
-            f"{type(model).__name__}. Give it a keras.Input."
-        )
-    if recipe.build_optimizer is not None:
-        optimizer = recipe.build_optimizer(config)
-    else:
-        optimizer = _optimizer(config)
-    loss = recipe.loss or learner_lib.sparse_categorical_crossentropy
-    metrics = {"accuracy": learner_lib.accuracy} if recipe.metrics is None else recipe.metrics
-    if config.best_metric not in ("loss", *metrics):
-        raise ConfigError(
-            f"config.best_metric={config.best_metric!r} is none of the metrics: "
-            f"{', '.join(('loss', *metrics))}."
-        )
-    return Learner(model, optimizer, loss, metrics, batch_size=config.batch_size)
+    build_checkpointer(recipe, model_dir, inputs, learner).check()
 
 
 def finished_result(model_dir: str, config: config_lib.Config) -> dict[str, Any] | None:
@@ -269,7 +130,7 @@ def check_model_dir(model_dir: str) -> None:
         tf.io.gfile.remove(probe)
     except (tf.errors.OpError, OSError) as error:
         raise ModelDirError(
-            f"--model_dir={model_dir} cannot be written: {_first_line(error)}. "
+            f"--model_dir={model_dir} cannot be written: {first_line(error)}. "
             "Give a directory that this user may write to."
         ) from error
 
@@ -300,7 +161,7 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
     try:
         exit_code = _train(plan, inputs, executor)
     except _LOST as error:
-        log.error("%s. What was saved is whole: start me again.", _first_line(error))
+        log.error("%s. What was saved is whole: start me again.", first_line(error))
         executor.close_after_error(lost=True)
         return EXIT_RESTART
     except Exception:
@@ -320,7 +181,9 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     with executor.scope():
         learner = build_learner(plan.recipe)
     check_batches(inputs, learner, plan.recipe)
-    checkpointer = _checkpointer(plan.recipe, plan.model_dir, inputs, learner, executor.io_device)
+    checkpointer = build_checkpointer(
+        plan.recipe, plan.model_dir, inputs, learner, executor.io_device
+    )
     saved = checkpointer.restore()
     # From here on files of a former run are written over: all that can be refused has been.
     if plan.is_chief:
@@ -330,7 +193,9 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     console = Console(config.train_steps) if plan.is_chief else None
     if console:
         _say_start(console, plan, inputs, executor, learner, saved.step if saved else 0)
-    hooks, evaluate = _build_hooks(plan, inputs, executor, learner, checkpointer, console)
+    hooks, evaluate = build_hooks(
+        plan.recipe, plan.model_dir, inputs, executor, learner, checkpointer, console
+    )
     try:
         with data_errors_explained(inputs):
             step = train(
@@ -341,7 +206,7 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
                 steps_per_call=config.steps_per_call,
             )
     except Exception as error:
-        _write_result(plan, {"exit_code": _exit_code(error), "why": _first_line(error)})
+        _write_result(plan, {"exit_code": _exit_code(error), "why": first_line(error)})
         raise
     finally:
         if console:
@@ -362,87 +227,6 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     return EXIT_DONE if complete else EXIT_RESTART
 
 
-def _build_hooks(
-    plan: Plan,
-    inputs: Inputs,
-    executor: Executor,
-    learner: Learner,
-    checkpointer: Checkpointer,
-    console: Console | None,
-) -> tuple[list[hooks_lib.Hook], hooks_lib.Evaluate]:
-    """The hooks of this task, in the order in which they are called. Roles are decided here."""
-    config = plan.recipe.config
-    last = config.train_steps
-    writers: list[hooks_lib.Writer] = []
-    hooks: list[hooks_lib.Hook] = [hooks_lib.StopOnNonFinite()]
-    if console:
-        json_lines = JsonLines(f"{plan.model_dir}/metrics.jsonl")
-        tensorboard = TensorBoard(f"{plan.model_dir}/tensorboard")
-        writers = [console, json_lines, tensorboard]
-        hooks += [
-            json_lines,
-            console,
-            hooks_lib.Report(
-                executor,
-                learner,
-                writers,
-                every_steps=config.log_every_steps,
-                last_step=last,
-                order=inputs.train.order,
-            ),
-        ]
-    evaluate = hooks_lib.Evaluate(
-        executor,
-        writers,
-        every_steps=config.eval_every_steps,
-        last_step=last,
-        best_metric=config.best_metric,
-        checkpointer=checkpointer if console else None,
-    )
-    hooks.append(evaluate)
-    if console:
-        if config.histogram_every_steps:
-            hooks.append(
-                hooks_lib.Histograms(
-                    learner,
-                    lambda: _batch_at(inputs.train, executor.position.next_batch),
-                    tensorboard.writer("train"),
-                    every_steps=config.histogram_every_steps,
-                )
-            )
-        if config.profile_first_step:
-            hooks.append(
-                hooks_lib.Profile(
-                    f"{plan.model_dir}/tensorboard/train",
-                    first_step=config.profile_first_step,
-                    num_steps=config.profile_num_steps,
-                )
-            )
-        if plan.recipe.build_hooks is not None:
-            hooks += plan.recipe.build_hooks(config, plan.model_dir)
-        hooks.append(
-            hooks_lib.SaveCheckpoint(
-                executor, checkpointer, every_steps=config.checkpoint_every_steps, last_step=last
-            )
-        )
-        if config.export:
-            hooks.append(
-                hooks_lib.Export(
-                    learner,
-                    lambda: plan.recipe.build_model(config),
-                    f"{plan.model_dir}/export",
-                    last_step=last,
-                )
-            )
-    return hooks, evaluate
-
-
-def _batch_at(reader: Reader, batch: int) -> Any:
-    """Batch `batch` whole, read by this task alone."""
-    lanes = range(reader.order.lanes)
-    return next(iter(reader.batches(batch, lanes, num_batches=1)))
-
-
 def _connect(plan: Plan, num_gpus: int) -> Executor:
     if plan.cluster is None:
         return MirroredExecutor.on(replica_devices(plan.replicas, num_gpus))
@@ -461,81 +245,6 @@ def _configure_tensorflow(plan: Plan) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(plan.num_threads)
     tf.config.set_soft_device_placement(True)
     tf.debugging.set_log_device_placement(plan.log_device_placement)
-
-
-@contextlib.contextmanager
-def data_errors_explained(inputs: Inputs) -> Iterator[None]:
-    """Turns TensorFlow's errors about records into DataErrors that name file and offset.
-
-    Raises:
-        DataError: a record is corrupt or cannot be parsed.
-    """
-    try:
-        yield
-    except tf.errors.DataLossError as error:
-        damages = [d for reader in (inputs.train, inputs.evaluation) for d in verify(reader.split)]
-        listed = "\n  ".join(str(damage) for damage in damages[:10]) or _first_line(error)
-        raise DataError(f"Records are corrupt:\n  {listed}\nWrite these files anew.") from error
-    except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError) as error:
-        raise DataError(f"A file of the data cannot be read any more: {error.message}") from error
-    except tf.errors.InvalidArgumentError as error:
-        # The first paragraphs are the trace of the graph.
-        reason = error.message.strip().split("\n\n")[-1].splitlines()[0]
-        raise DataError(f"The data does not suit the model or its features: {reason}") from error
-
-
-def _check_labels(where: str, labels: Any, num_classes: int) -> None:
-    if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
-        raise DataError(
-            f"{where} has labels {labels.dtype}{list(labels.shape)}, but the loss needs one "
-            "integer an example. Define `loss` in the config file for other labels."
-        )
-    if labels.min() < 0 or labels.max() >= num_classes:
-        raise DataError(
-            f"{where} has labels from {labels.min()} to {labels.max()}, but the model has "
-            f"{num_classes} outputs. Labels must be 0 to {num_classes - 1}."
-        )
-
-
-def _optimizer(config: config_lib.Config) -> keras.Optimizer:
-    try:
-        return keras.optimizers.get(
-            {"class_name": config.optimizer, "config": {"learning_rate": config.learning_rate}}
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"config.optimizer={config.optimizer!r} is not one of Keras' optimizers: sgd, adam, "
-            "adagrad, rmsprop, ..., or define build_optimizer(config) in the config file."
-        ) from error
-
-
-def _checkpointer(
-    recipe: Recipe,
-    model_dir: str,
-    inputs: Inputs,
-    learner: Learner,
-    io_device: str | None = None,
-) -> Checkpointer:
-    return Checkpointer(
-        f"{model_dir}/checkpoints",
-        learner,
-        _identity(inputs, recipe.config),
-        keep=recipe.config.keep_checkpoints,
-        io_device=io_device,
-    )
-
-
-def _identity(inputs: Inputs, config: config_lib.Config) -> Mapping[str, Any]:
-    """What decides which example comes at which position; a run goes on only if it is the same."""
-    order = inputs.train.order
-    return {
-        "train data": inputs.train.split.fingerprint,
-        "batch_size": order.batch_size,
-        "seed": order.seed,
-        "data.shuffle": order.shuffle,
-        "data.lanes": order.lanes,
-        "data.window_batches": order.window_batches,
-    }
 
 
 def _write_config(plan: Plan, inputs: Inputs) -> None:
@@ -593,8 +302,3 @@ def _exit_code(error: Exception) -> int:
     if isinstance(error, _LOST):
         return EXIT_RESTART
     return EXIT_USAGE if isinstance(error, USER_ERRORS) else EXIT_BUG
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from trainer.exits import EXIT_RESTART
+
 log = logging.getLogger(__name__)
 
-EXIT_RESTART = 75
 _STOP = (signal.SIGTERM, signal.SIGINT)
 
 

@@ -1,0 +1,139 @@
+"""A recipe's data: its two splits opened and put in order, and checked against its model.
+
+inputs = open_inputs(recipe)
+check_batches(inputs, learner, recipe)
+with data_errors_explained(inputs):
+train(...)
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from data.features import default_parse, read_features
+from data.order import Order, default_lanes
+from data.pipeline import Reader
+from data.records import DataError, open_split, verify
+from trainer.config import Recipe, data_dir, num_lanes
+from trainer.exits import first_line
+from trainer.learner import Learner
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The two splits, each in its order."""
+
+    train: Reader
+    evaluation: Reader
+
+
+def open_inputs(recipe: Recipe) -> Inputs:
+    """Opens the data of `recipe`, preparing it first if that needs no more than this machine.
+
+    Raises:
+        DataError: it is not there, not whole, or cannot be parsed without a `parse`.
+    """
+    config = recipe.config
+    directory = data_dir(config)
+    # Not where --data_dir says: a mistyped directory must not be made.
+    if config.dataset == "digits" and not config.data_dir and not tf.io.gfile.exists(directory):
+        from data.prepare import prepare  # It imports tensorflow_datasets.
+
+        prepare("digits", directory)
+    train_split = open_split(directory, config.data.train_split)
+    eval_split = open_split(directory, config.data.eval_split)
+    parse = recipe.parse or default_parse(read_features(directory))
+    eval_batch_size = config.eval_batch_size or config.batch_size
+    train_order = Order(
+        shard_lengths=train_split.shard_lengths,
+        chunk_examples=train_split.chunk_examples,
+        batch_size=config.batch_size,
+        lanes=num_lanes(config),
+        window_batches=config.data.window_batches,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+    eval_order = Order(
+        shard_lengths=eval_split.shard_lengths,
+        chunk_examples=eval_split.chunk_examples,
+        batch_size=eval_batch_size,
+        lanes=default_lanes(eval_batch_size),
+        window_batches=config.data.window_batches,
+        seed=0,
+        shuffle=False,
+    )
+    return Inputs(Reader(train_split, train_order, parse), Reader(eval_split, eval_order, parse))
+
+
+def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
+    """Returns if the first batch of each split goes through `learner`'s model and loss.
+
+    Raises:
+        DataError: it cannot be read or parsed, labels are out of range, or shapes do not fit.
+    """
+    for reader in (inputs.train, inputs.evaluation):
+        where = f"The first batch of split {reader.split.name!r}"
+        with data_errors_explained(inputs):
+            batch = batch_at(reader, 0)
+            try:
+                examples, labels = batch
+            except (TypeError, ValueError) as error:
+                raise DataError(
+                    f"{where}: parse() must return (inputs, labels), but returned "
+                    f"{tf.nest.map_structure(lambda t: t.shape, batch)}."
+                ) from error
+        try:
+            outputs = learner.model(examples, training=False)
+        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+            taken = tf.nest.map_structure(lambda t: f"{t.dtype}{t.shape}", learner.model.inputs)
+            shapes = tf.nest.map_structure(lambda t: f"{t.dtype.name}{t.shape}", examples)
+            raise DataError(
+                f"{where} does not fit the model of {recipe.path}: inputs are {shapes}, the model "
+                f"takes {taken}. {first_line(error)}"
+            ) from error
+        if recipe.loss is None:
+            _check_labels(where, labels.numpy(), outputs.shape[-1])
+
+
+def batch_at(reader: Reader, batch: int) -> Any:
+    """Batch `batch` whole, read by this task alone."""
+    lanes = range(reader.order.lanes)
+    return next(iter(reader.batches(batch, lanes, num_batches=1)))
+
+
+@contextlib.contextmanager
+def data_errors_explained(inputs: Inputs) -> Iterator[None]:
+    """Turns TensorFlow's errors about records into DataErrors that name file and offset.
+
+    Raises:
+        DataError: a record is corrupt or cannot be parsed.
+    """
+    try:
+        yield
+    except tf.errors.DataLossError as error:
+        damages = [d for reader in (inputs.train, inputs.evaluation) for d in verify(reader.split)]
+        listed = "\n  ".join(str(damage) for damage in damages[:10]) or first_line(error)
+        raise DataError(f"Records are corrupt:\n  {listed}\nWrite these files anew.") from error
+    except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError) as error:
+        raise DataError(f"A file of the data cannot be read any more: {error.message}") from error
+    except tf.errors.InvalidArgumentError as error:
+        # The first paragraphs are the trace of the graph.
+        reason = error.message.strip().split("\n\n")[-1].splitlines()[0]
+        raise DataError(f"The data does not suit the model or its features: {reason}") from error
+
+
+def _check_labels(where: str, labels: Any, num_classes: int) -> None:
+    if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
+        raise DataError(
+            f"{where} has labels {labels.dtype}{list(labels.shape)}, but the loss needs one "
+            "integer an example. Define `loss` in the config file for other labels."
+        )
+    if labels.min() < 0 or labels.max() >= num_classes:
+        raise DataError(
+            f"{where} has labels from {labels.min()} to {labels.max()}, but the model has "
+            f"{num_classes} outputs. Labels must be 0 to {num_classes - 1}."
+        )
