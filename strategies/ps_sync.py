@@ -100,7 +100,8 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
     @property
     def position(self) -> Position:
         """See Executor. Shares in flight are not consumed: their gradients will come too late."""
-        items = [*self._waiting, *(attempt.share for attempt in self._in_flight.values())]
+        items = [*self._returned, *self._waiting]
+        items += (attempt.share for attempt in self._in_flight.values())
         shares = [(item.batch, item.first_lane, item.last_lane) for item in sorted(items)]
         return Position(self._next_batch, tuple(shares))
 
@@ -127,7 +128,8 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
             range(first, last + 1) not in self._lanes for _, first, last in position.open_shares
         ):
             refuse_open_shares(position, source.order)
-        self._waiting = collections.deque(Share(*item) for item in position.open_shares)
+        self._waiting = collections.deque[Share]()
+        self._returned = collections.deque(Share(*item) for item in position.open_shares)
         self._current_step = int(learner.step.numpy())
         self._tickets: dict[range, tuple[int, int, Any]] = {}
         with self.strategy.scope():
@@ -165,7 +167,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
                     accepted.append(done)
                 else:
                     self._worker_dropped[done.worker] += 1
-                    self._waiting.appendleft(attempt.share)
+                    self._returned.append(attempt.share)
         return sorted(accepted, key=lambda done: done.attempt.share)
 
     def _apply_gradients(self, accepted: Sequence[_Done]) -> bool:
@@ -178,20 +180,23 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
             if applied:
                 self._worker_steps[done.worker] += 1
             else:
-                self._waiting.appendleft(done.attempt.share)
+                self._returned.append(done.attempt.share)
         self._current_step += applied
         return applied
 
     def _hand_out(self, accepted: Sequence[_Done]) -> None:
-        """Gives every idle worker a share: returned ones first, then those of the next batch.
+        """Gives every idle worker a share. One whose gradient was accepted waits for the step.
 
-        A worker whose gradient was accepted keeps its slot, and waits for the step.
+        Returned shares go out at the start of a round, before others. A worker that is idle later
+        is the slow one that has just returned a share: it would be late with it for ever.
         """
         taken = {attempt.slot for attempt in self._in_flight.values()}
         taken |= {done.attempt.slot for done in accepted}
-        free = (slot for slot in range(self._num_slots) if slot not in taken)
+        free = [slot for slot in range(self._num_slots) if slot not in taken]
+        is_start = len(free) >= self._num_shares
         for slot in free:
-            attempt = _Attempt(self._attempts, self._next_share(), slot)
+            item = self._returned.popleft() if is_start and self._returned else self._next_share()
+            attempt = _Attempt(self._attempts, item, slot)
             self._attempts += 1
             closure = self._coordinator.schedule(
                 self._compute[len(attempt.share.lanes)], args=self._arguments(attempt)
