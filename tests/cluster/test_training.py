@@ -110,6 +110,8 @@ def read_scalars(directory: Path) -> dict[str, list[float]]:
     for path in directory.glob("events.out.tfevents.*"):
         for event in EventFileLoader(str(path)).Load():
             for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name != "scalars":
+                    continue
                 scalars.setdefault(value.tag, []).append(float(tf.make_ndarray(value.tensor)))
     return scalars
 
