@@ -72,9 +72,15 @@ TOPOLOGIES = {
             ("--workers=2", "--ps=1", "--num_threads=1"),
             ("chief-0", "worker-0", "worker-1", "ps-0"),
         ),
+        Topology(
+            "ps-sync-3+2",
+            "ps",
+            ("--workers=3", "--ps=2", "--sync_replicas", "--num_threads=1"),
+            ("chief-0", "worker-0", "worker-1", "worker-2", "ps-0", "ps-1"),
+        ),
     )
 }
-SYNCHRONOUS = [topology for topology in TOPOLOGIES.values() if topology.strategy != "ps"]
+SYNCHRONOUS = [topology for name, topology in TOPOLOGIES.items() if name != "ps-2+1"]
 ONE_OF_EACH_STRATEGY = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-2+1")]
 
 

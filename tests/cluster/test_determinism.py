@@ -15,7 +15,7 @@ from tests.cluster.runs import (
     train,
 )
 
-RESUMED = [TOPOLOGIES["mirrored-2"], TOPOLOGIES["multiworker-2"]]
+RESUMED = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-sync-3+2")]
 QUICKLY = "--config.pause_secs=0"
 
 
@@ -36,7 +36,7 @@ def test_synchronous_topologies_end_in_the_same_weights(
     seeded = train(SYNCHRONOUS[0], tmp_path / "seeded", *flags, "--config.seed=1")
 
     alone, *shared = runs
-    assert len(shared) == 2
+    assert len(shared) == 3
     assert largest_difference(alone.weights("step-00000025"), alone.weights()) > 1e-2
     assert largest_difference(alone.weights(), seeded.weights()) > 1e-2
     for run in shared:

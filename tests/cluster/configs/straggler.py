@@ -1,0 +1,59 @@
+"""A linear model on numbered examples, where ps worker 0 takes `DELAY_MS` longer for a gradient.
+
+Its metric `number` is the number of the example, so that the mean tells which were consumed.
+"""
+
+import keras
+import tensorflow as tf
+
+from strategies.base import Tensor
+from trainer.config import Config
+
+DELAY_MS = 200
+
+
+def get_config() -> Config:
+    return Config(
+        batch_size=32,
+        optimizer="sgd",
+        learning_rate=0.1,
+        train_steps=40,
+        log_every_steps=40,
+        checkpoint_every_steps=0,
+        export=False,
+    )
+
+
+def build_model(config: Config) -> keras.Model:
+    return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+
+
+def parse(serialized: Tensor) -> tuple[Tensor, Tensor]:
+    numbers = tf.io.parse_example(serialized, {"number": tf.io.FixedLenFeature([], tf.int64)})
+    labels = tf.cast(numbers["number"], tf.float32)
+    return labels[:, tf.newaxis] / 1000, labels
+
+
+def loss(labels: Tensor, outputs: Tensor) -> Tensor:
+    worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+    labels = tf.cond(tf.equal(worker, 0), lambda: _late(labels), lambda: tf.identity(labels))
+    return tf.square(labels / 1000 - outputs[:, 0])
+
+
+def number(labels: Tensor, outputs: Tensor) -> Tensor:
+    return labels
+
+
+metrics = {"number": number}
+
+
+def _late(value: Tensor) -> Tensor:
+    """`value`, later: the data set sleeps before its element and before its end."""
+    variant = tf.raw_ops.SleepDataset(
+        input_dataset=tf.data.experimental.to_variant(tf.data.Dataset.from_tensors(value)),
+        sleep_microseconds=tf.constant(DELAY_MS * 500, tf.int64),
+        output_types=[value.dtype],
+        output_shapes=[value.shape],
+    )
+    late = tf.data.experimental.from_variant(variant, tf.TensorSpec(value.shape, value.dtype))
+    return late.get_single_element()

@@ -1,0 +1,103 @@
+"""Synchronous parameter servers: backup workers, dropped gradients, and whose examples they were.
+
+That they end in the weights of mirrored, and resume bit for bit, is test_determinism's table.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+from data.order import Order, default_lanes
+from data.records import open_split, write_shards
+from tests.cluster.runs import Run, Topology, train
+
+NUM_EXAMPLES = 800
+THREE_WORKERS = ("--workers=3", "--ps=1", "--num_threads=1", "--sync_replicas")
+BACKUP = Topology("ps-sync-2-of-3", "ps", (*THREE_WORKERS, "--replicas_to_aggregate=2"))
+NO_BACKUP = Topology("ps-sync-3-of-3", "ps", THREE_WORKERS)
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records that hold their own number."""
+    directory = tmp_path_factory.mktemp("numbered")
+    for split in ("train", "test"):
+        write_shards(
+            (_example(i) for i in range(NUM_EXAMPLES)),
+            str(directory),
+            "numbered",
+            split,
+            num_shards=2,
+            num_examples=NUM_EXAMPLES,
+        )
+    return directory
+
+
+def _example(number: int) -> bytes:
+    feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
+    features = tf.train.Features(feature={"number": feature})
+    serialized: bytes = tf.train.Example(features=features).SerializeToString()
+    return serialized
+
+
+def train_numbered(topology: Topology, numbered: Path, model_dir: Path, *flags: str) -> Run:
+    config = "--config=tests/cluster/configs/straggler.py"
+    return train(topology, model_dir, config, f"--data_dir={numbered}", *flags)
+
+
+def sum_of_consumed(run: Run) -> int:
+    (report,) = run.metrics("train")
+    mean: float = report["number"]
+    return round(mean * run.result["step"] * 32)
+
+
+def sum_of_handed_out(run: Run, numbered: Path) -> tuple[int, int]:
+    """Sums of the numbers in the batches handed out, and in those of their shares still open."""
+    name = max(n for n in run.checkpoints() if n.startswith("step-"))
+    mark = json.loads((run.model_dir / "checkpoints" / name / "checkpoint.json").read_text())
+    split = open_split(str(numbered), "train")
+    order = Order(
+        split.shard_lengths, split.chunk_examples, 32, default_lanes(32), 16, seed=0, shuffle=True
+    )
+    open_sum = sum(
+        int(order.records(batch, 1, range(first, last + 1)).sum())
+        for batch, first, last in mark["open_shares"]
+    )
+    return int(order.records(0, mark["next_batch"]).sum()), open_sum
+
+
+def test_backup_worker_spares_the_step_the_slow_one_and_no_example_is_lost(
+    numbered: Path, tmp_path: Path
+) -> None:
+    with_backup = train_numbered(BACKUP, numbered, tmp_path / "2-of-3")
+    without = train_numbered(NO_BACKUP, numbered, tmp_path / "3-of-3")
+
+    assert with_backup.result["worker_dropped"]["worker 0"] > 0, "worker 0 was never late"
+    assert sum(with_backup.result["worker_steps"].values()) == 2 * 40
+    # 40 steps of 32 examples: an epoch of 800, and more than half of the next.
+    handed_out, still_open = sum_of_handed_out(with_backup, numbered)
+    assert still_open > 0
+    assert sum_of_consumed(with_backup) == handed_out - still_open
+    assert with_backup.result["examples"] == 40 * 32
+
+    # Nobody is spared without a backup, so nothing is dropped and nothing is open.
+    assert without.result["worker_dropped"] == dict.fromkeys(
+        ("worker 0", "worker 1", "worker 2"), 0
+    )
+    assert set(without.result["worker_steps"].values()) == {40}
+    assert sum_of_handed_out(without, numbered) == (sum_of_consumed(without), 0)
+    assert without.result["seconds"] > 40 * 0.2, "worker 0 was not slow"
+
+
+def test_open_shares_are_done_after_a_resume(numbered: Path, tmp_path: Path) -> None:
+    half = train_numbered(BACKUP, numbered, tmp_path, "--train_steps=20")
+    before = sum_of_consumed(half)
+    assert sum_of_handed_out(half, numbered)[1] > 0, "no share was open"
+
+    whole = train_numbered(BACKUP, numbered, tmp_path)
+
+    handed_out, still_open = sum_of_handed_out(whole, numbered)
+    last = whole.metrics("train")[-1]
+    assert before + round(last["number"] * 20 * 32) == handed_out - still_open
