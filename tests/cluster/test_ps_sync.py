@@ -49,8 +49,7 @@ def train_numbered(topology: Topology, numbered: Path, model_dir: Path, *flags: 
 
 def sum_of_consumed(run: Run) -> int:
     (report,) = run.metrics("train")
-    mean: float = report["number"]
-    return round(mean * run.result["step"] * 32)
+    return round(float(report["number"]) * int(run.result["step"]) * 32)
 
 
 def sum_of_handed_out(run: Run, numbered: Path) -> tuple[int, int]:
