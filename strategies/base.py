@@ -17,7 +17,7 @@
 
 import abc
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,8 +42,14 @@ class PeerLostError(RuntimeError):
     """Another task of the cluster is gone; what was saved is whole. Exit code 75."""
 
     def __init__(self, what: str, cause: Exception) -> None:
-        """`what` happened, and the first line of TensorFlow's long `cause`."""
-        super().__init__(f"{what}: {(str(cause) or type(cause).__name__).splitlines()[0][:200]}")
+        """`what` happened, and of TensorFlow's long `cause` the first line that tells why."""
+        lines = [line.strip() for line in str(cause).splitlines()]
+        told = [line for line in lines if line and "Graph execution error" not in line]
+        super().__init__(f"{what}: {(told or [type(cause).__name__])[0][:200]}")
+
+
+class DataFaultError(RuntimeError):
+    """TensorFlow could not read, parse or use the data of a step; its cause says more."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +158,13 @@ class Executor(abc.ABC):
 
         Raises:
             PeerLostError: a task without which no step is possible is gone.
+            DataFaultError: the data of these steps cannot be read or used.
         """
         metrics: Metrics = {}
         while num_steps > 0 and not self._stopping:
             size = min(num_steps, self._pace)
-            more, seconds = self._run(size)
+            with _data_faults_marked():
+                more, seconds = self._run(size)
             metrics = add(metrics, more)
             num_steps -= size
             # By doubling: the first steps include tracing, and say little about the next.
@@ -173,9 +181,22 @@ class Executor(abc.ABC):
         All tasks that run the loop return the same seconds: they decide what comes next.
         """
 
-    @abc.abstractmethod
     def evaluate(self) -> Metrics:
-        """Metrics over each example of the evaluation Source, exactly once."""
+        """Metrics over each example of the evaluation Reader, exactly once.
+
+        Raises:
+            PeerLostError, DataFaultError: as `run`.
+        """
+        with _data_faults_marked():
+            return self._evaluate()
+
+    @abc.abstractmethod
+    def _evaluate(self) -> Metrics:
+        """What `evaluate` promises; TensorFlow's errors may pass."""
+
+    def everyones(self, number: int) -> list[int]:
+        """The `number` of each task that runs the loop, the chief's first; all call it together."""
+        return [number]
 
     @property
     @abc.abstractmethod
@@ -208,6 +229,19 @@ class Executor(abc.ABC):
         Servers end with 0, unless a peer is `lost`: then they stay, for the chief that is started
         again.
         """
+
+
+@contextlib.contextmanager
+def _data_faults_marked() -> Iterator[None]:
+    try:
+        yield
+    except (
+        tf.errors.DataLossError,
+        tf.errors.InvalidArgumentError,
+        tf.errors.NotFoundError,
+        tf.errors.PermissionDeniedError,
+    ) as error:
+        raise DataFaultError(error.message) from error
 
 
 def refuse_open_shares(position: Position, order: Order) -> None:

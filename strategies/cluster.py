@@ -17,14 +17,19 @@ shrink: `{"worker": {"3": "b:2222"}}`.
 import difflib
 import errno
 import json
+import logging
 import random
 import socket
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+log = logging.getLogger(__name__)
+
+_REPORT_SECS = 10.0
 _JOBS = ("chief", "worker", "ps", "evaluator")
 _NEEDED_UNDER_PS = {
     "ps": "It keeps the variables.",
@@ -218,6 +223,33 @@ def check_port_free(address: str) -> None:
                 "Give this task a port of 1024 or more in TF_CONFIG, on every task alike."
             ) from None
         raise
+
+
+def wait_for_peers(cluster: Cluster, peers: Iterable[Task]) -> None:
+    """Returns once each of `peers` has answered a connection; meanwhile they can reach this task.
+
+    TensorFlow waits for peers too, but holds the interpreter while it does: no signal would be
+    handled, and nobody told whom it waits for.
+    """
+    missing = {peer: cluster.jobs[peer.job][peer.index] for peer in peers if peer != cluster.task}
+    next_report = time.monotonic() + _REPORT_SECS
+    # A connection waits in the listener's queue, so it need not be accepted.
+    with _bind(int(cluster.address.rpartition(":")[2])) as listener:
+        listener.listen()
+        while missing := {t: address for t, address in missing.items() if not _answers(address)}:
+            if time.monotonic() > next_report:
+                log.info("waiting for %s", ", ".join(f"{t} ({a})" for t, a in missing.items()))
+                next_report += _REPORT_SECS
+            time.sleep(0.1)
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+    except OSError:  # Names that cannot be resolved yet, too.
+        return False
+    return True
 
 
 def _as_json(jobs: Mapping[str, Mapping[int, str]], task: Task) -> str:

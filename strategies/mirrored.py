@@ -146,7 +146,7 @@ class MirroredExecutor(Executor):
         self._seconds = time.monotonic() - started
         return to_metrics(self._learner.metric_names, sums.numpy()), seconds / self.num_replicas
 
-    def evaluate(self) -> Metrics:
+    def _evaluate(self) -> Metrics:
         """See Executor. Every task calls it at the same step."""
         sums, _ = self._evaluate_in_graph(iter(self._evaluation))
         return to_metrics(self._learner.metric_names, sums.numpy())

@@ -14,12 +14,10 @@ from typing import Any
 import tensorflow as tf
 
 from strategies.base import Metrics, PeerLostError
-from strategies.cluster import Cluster
+from strategies.cluster import Cluster, wait_for_peers
 from strategies.mirrored import MirroredExecutor
 
 log = logging.getLogger(__name__)
-
-COMMUNICATION = ("auto", "ring", "nccl")
 
 # What TensorFlow raises when a peer of a collective is gone or has given up.
 _LOST = (
@@ -40,14 +38,14 @@ class MultiWorkerExecutor(MirroredExecutor):
         self.is_chief = cluster.is_chief
 
         @tf.function
-        def chiefs(number: Any) -> Any:
-            def of_this_replica() -> Any:
+        def everyones(number: Any) -> Any:
+            def at_own_place() -> Any:
                 replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-                return tf.where(tf.equal(replica, 0), number, 0)
+                return tf.one_hot(replica, self.num_replicas, number, tf.zeros_like(number))
 
-            return strategy.reduce("SUM", strategy.run(of_this_replica), axis=None)
+            return strategy.reduce("SUM", strategy.run(at_own_place), axis=None)
 
-        self._chiefs = chiefs
+        self._everyones = everyones
 
     @classmethod
     def connect(cls, cluster: Cluster, communication: str) -> "MultiWorkerExecutor":
@@ -61,6 +59,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         """
         # The resolver reads the environment; evaluators are no part of the training cluster.
         os.environ["TF_CONFIG"] = cluster.training_tf_config()
+        wait_for_peers(cluster, [task for task in cluster.tasks() if task.job != "evaluator"])
         options = tf.distribute.experimental.CommunicationOptions(
             implementation=tf.distribute.experimental.CommunicationImplementation[
                 communication.upper()
@@ -75,10 +74,15 @@ class MultiWorkerExecutor(MirroredExecutor):
     def run(self, num_steps: int) -> Metrics:
         """See Executor. As many steps as the chief asks for: it has more hooks than the others."""
         try:
-            num_steps = int(self._chiefs(tf.constant(num_steps, tf.int64)).numpy())
+            num_steps = self.everyones(num_steps)[0]
         except _LOST as error:
             raise PeerLostError("A worker was lost between steps", error) from error
         return super().run(num_steps)
+
+    def everyones(self, number: int) -> list[int]:
+        """See Executor."""
+        numbers: list[int] = self._everyones(tf.constant(number, tf.int64)).numpy().tolist()
+        return numbers
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         """See Executor. Together with all other workers."""
@@ -87,10 +91,9 @@ class MultiWorkerExecutor(MirroredExecutor):
         except _LOST as error:
             raise PeerLostError("A worker was lost during a step", error) from error
 
-    def evaluate(self) -> Metrics:
-        """See Executor."""
+    def _evaluate(self) -> Metrics:
         try:
-            return super().evaluate()
+            return super()._evaluate()
         except _LOST as error:
             raise PeerLostError("A worker was lost in evaluation", error) from error
 

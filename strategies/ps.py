@@ -184,7 +184,7 @@ class ParameterServerExecutor(Executor):
                 self._worker_steps[worker] += int(number)
                 self._staleness[worker][int(age)] += int(number)
 
-    def evaluate(self) -> Metrics:
+    def _evaluate(self) -> Metrics:
         """See Executor. Spread over the workers."""
         size = self._evaluation_ticket_batches
         closures = [

@@ -234,6 +234,7 @@ def _launch(recipe: Recipe) -> int:
         _num_to_aggregate(recipe, _WORKERS.value)
     if _say_if_finished(recipe, model_dir):
         return 0
+    run.hide_gpus()
     run.preflight(recipe, model_dir)
     run.check_model_dir(model_dir)
     num_threads = _NUM_THREADS.value or max(1, (os.cpu_count() or 1) // _WORKERS.value)

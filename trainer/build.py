@@ -108,6 +108,7 @@ def build_hooks(
         ]
     evaluate = hooks_lib.Evaluate(
         executor,
+        learner,
         writers,
         every_steps=config.eval_every_steps,
         last_step=last,
@@ -137,7 +138,11 @@ def build_hooks(
             hooks += recipe.build_hooks(config, model_dir)
         hooks.append(
             hooks_lib.SaveCheckpoint(
-                executor, checkpointer, every_steps=config.checkpoint_every_steps, last_step=last
+                executor,
+                learner,
+                checkpointer,
+                every_steps=config.checkpoint_every_steps,
+                last_step=last,
             )
         )
         if config.export:
@@ -153,12 +158,11 @@ def build_hooks(
 
 
 def _optimizer(config: Config) -> keras.Optimizer:
-    try:
-        return keras.optimizers.get(
-            {"class_name": config.optimizer, "config": {"learning_rate": config.learning_rate}}
-        )
-    except ValueError as error:
+    supported = learner_lib.supported_optimizers()
+    if config.optimizer.lower() not in supported:
         raise ConfigError(
-            f"config.optimizer={config.optimizer!r} is not one of Keras' optimizers: sgd, adam, "
-            "adagrad, rmsprop, ..., or define build_optimizer(config) in the config file."
-        ) from error
+            f"config.optimizer={config.optimizer!r} is none of the optimizers that a name alone "
+            f"can choose: {', '.join(sorted(supported))}. Use one of them, or define "
+            "build_optimizer(config) in the config file."
+        )
+    return supported[config.optimizer.lower()](learning_rate=config.learning_rate)

@@ -175,6 +175,16 @@ def check(config: Config) -> None:
         "data.window_batches": 1,
     }
     values = flatten(config)
+    for name, default in flatten(Config()).items():
+        wanted = (int, float) if isinstance(default, float) else type(default)
+        came = values[name]
+        if not isinstance(came, wanted) or (isinstance(came, bool) != isinstance(default, bool)):
+            raise ConfigError(
+                f"config.{name} must be of type {type(default).__name__}. Received: {came!r}, of "
+                f"type {type(came).__name__}."
+            )
+    if config.seed >= 2**32:
+        raise ConfigError(f"config.seed must be below 2**32. Received: seed={config.seed}.")
     for name, least in at_least.items():
         if values[name] < least:
             raise ConfigError(
@@ -218,10 +228,20 @@ def check_replicas(config: Config, num_replicas: int) -> None:
     Raises:
         ConfigError: there are more replicas than examples, or than lanes.
     """
-    if config.batch_size < num_replicas:
+    for name, size in (
+        ("batch_size", config.batch_size),
+        ("config.eval_batch_size", config.eval_batch_size or config.batch_size),
+    ):
+        if size < num_replicas:
+            raise ConfigError(
+                f"{name}={size} is smaller than the {num_replicas} replicas that share a batch. "
+                f"Use --{name}={num_replicas} or more, or fewer replicas."
+            )
+    if (eval_lanes := default_lanes(config.eval_batch_size or config.batch_size)) < num_replicas:
         raise ConfigError(
-            f"batch_size={config.batch_size} is smaller than the {num_replicas} replicas that "
-            f"share a batch. Use --batch_size={num_replicas} or more, or fewer replicas."
+            f"{num_replicas} replicas need at least as many lanes to evaluate, but an evaluation "
+            f"batch has {eval_lanes}. Choose a --config.eval_batch_size of at most 32 or with a "
+            f"divisor from {num_replicas} to 64."
         )
     lanes = num_lanes(config)
     if lanes < num_replicas:
@@ -285,8 +305,10 @@ def _load_module(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"--config={path} cannot be run: {error}") from error
+    except Exception as error:  # A user's code, which may fail in any way.
+        raise ConfigError(
+            f"--config={path} cannot be run: {type(error).__name__}: {error}"
+        ) from error
     return module
 
 

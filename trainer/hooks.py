@@ -113,6 +113,22 @@ class PeriodicHook(Hook):
         self.act(step)
 
 
+def require_finite(learner: Learner, step: int) -> None:
+    """Returns if every trainable variable is finite: nothing else is worth saving.
+
+    The loss of a step does not tell: it is of the variables before the step.
+
+    Raises:
+        NonFiniteLossError: one is not.
+    """
+    for variable in learner.variables:
+        if not bool(tf.reduce_all(tf.math.is_finite(variable.read_value())).numpy()):
+            raise NonFiniteLossError(
+                f"At step {step} {variable.name} is no longer finite: a gradient overflowed. Lower "
+                "--learning_rate. The last checkpoint is from before."
+            )
+
+
 class StopOnNonFinite(Hook):
     """Ends the run when the loss is no longer a number. Comes first: nothing is saved after."""
 
@@ -212,6 +228,7 @@ class Evaluate(PeriodicHook):
     def __init__(
         self,
         executor: Executor,
+        learner: Learner,
         writers: Sequence[Writer],
         *,
         every_steps: int,
@@ -223,6 +240,7 @@ class Evaluate(PeriodicHook):
         """With a `checkpointer`, the chief's, the best state by `best_metric` is kept."""
         super().__init__(every_steps, last_step)
         self._executor = executor
+        self._learner = learner
         self._writers = writers
         self._best_metric = best_metric
         self._checkpointer = checkpointer
@@ -236,6 +254,11 @@ class Evaluate(PeriodicHook):
         started = self._clock()
         metrics = self._executor.evaluate()
         self.latest = means(metrics)
+        if not math.isfinite(self.latest["loss"]):
+            raise NonFiniteLossError(
+                f"The evaluation loss at step {step} is {self.latest['loss']}. Lower "
+                "--learning_rate; the last checkpoint is from before."
+            )
         values = {
             **self.latest,
             "examples": int(metrics["loss"][1]),
@@ -244,6 +267,7 @@ class Evaluate(PeriodicHook):
         for writer in self._writers:
             writer.write(step, "eval", values)
         if self._checkpointer is not None:
+            require_finite(self._learner, step)
             value = self.latest[self._best_metric]
             score = -value if self._best_metric == "loss" else value
             self._checkpointer.save_best(step, self._executor.position, score)
@@ -253,15 +277,23 @@ class SaveCheckpoint(PeriodicHook):
     """Checkpoints at multiples, and of the last step, also when training was interrupted."""
 
     def __init__(
-        self, executor: Executor, checkpointer: Checkpointer, *, every_steps: int, last_step: int
+        self,
+        executor: Executor,
+        learner: Learner,
+        checkpointer: Checkpointer,
+        *,
+        every_steps: int,
+        last_step: int,
     ) -> None:
         """On the chief."""
         super().__init__(every_steps, last_step)
         self._executor = executor
+        self._learner = learner
         self._checkpointer = checkpointer
 
     def act(self, step: int) -> None:
         """Saves."""
+        require_finite(self._learner, step)
         self._checkpointer.save(step, self._executor.position)
 
     def end(self, step: int) -> None:

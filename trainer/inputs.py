@@ -18,9 +18,9 @@ from data.features import default_parse, read_features
 from data.order import Order, default_lanes
 from data.pipeline import Reader
 from data.records import DataError, open_split, verify
-from trainer.config import Recipe, data_dir, num_lanes
+from trainer.config import ConfigError, Recipe, data_dir, num_lanes
 from trainer.exits import first_line
-from trainer.learner import Learner
+from trainer.learner import Learner, PerExample
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,10 @@ class Inputs:
     evaluation: Reader
 
 
-def open_inputs(recipe: Recipe) -> Inputs:
+def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
     """Opens the data of `recipe`, preparing it first if that needs no more than this machine.
+
+    `num_threads` of this process read and parse; 0 chooses.
 
     Raises:
         DataError: it is not there, not whole, or cannot be parsed without a `parse`.
@@ -66,14 +68,18 @@ def open_inputs(recipe: Recipe) -> Inputs:
         seed=0,
         shuffle=False,
     )
-    return Inputs(Reader(train_split, train_order, parse), Reader(eval_split, eval_order, parse))
+    return Inputs(
+        Reader(train_split, train_order, parse, num_threads),
+        Reader(eval_split, eval_order, parse, num_threads),
+    )
 
 
 def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
-    """Returns if the first batch of each split goes through `learner`'s model and loss.
+    """Returns if the first batch of each split goes through `learner`'s model, loss and metrics.
 
     Raises:
         DataError: it cannot be read or parsed, labels are out of range, or shapes do not fit.
+        ConfigError: the loss or a metric fails, or does not return one value an example.
     """
     for reader in (inputs.train, inputs.evaluation):
         where = f"The first batch of split {reader.split.name!r}"
@@ -97,6 +103,17 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
             ) from error
         if recipe.loss is None:
             _check_labels(where, labels.numpy(), outputs.shape[-1])
+        num_examples = tf.nest.flatten(examples)[0].shape[0]
+        for name, function in learner.functions.items():
+            what = name if name == "loss" else f"metrics[{name!r}]"
+            try:
+                shape = _shape_of(function, labels, outputs)
+            except Exception as error:  # A user's code, which may fail in any way.
+                raise ConfigError(
+                    f"{where}: {what}(labels, outputs) of {recipe.path} fails: "
+                    f"{type(error).__name__}: {first_line(error)}"
+                ) from error
+            _check_shape(where, f"{what}(labels, outputs) of {recipe.path}", shape, num_examples)
 
 
 def batch_at(reader: Reader, batch: int) -> Any:
@@ -124,6 +141,37 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
         # The first paragraphs are the trace of the graph.
         reason = error.message.strip().split("\n\n")[-1].splitlines()[0]
         raise DataError(f"The data does not suit the model or its features: {reason}") from error
+
+
+def _shape_of(function: PerExample, labels: Any, outputs: Any) -> Any:
+    """The tf.TensorShape of what `function` returns; None if that is no tensor.
+
+    Traced, not run: ops that only workers can run are allowed.
+    """
+    specs = tf.nest.map_structure(tf.type_spec_from_value, (labels, outputs))
+    returned = tf.function(function).get_concrete_function(*specs).structured_outputs
+    return getattr(returned, "shape", None)
+
+
+def _check_shape(where: str, what: str, shape: Any, num_examples: int) -> None:
+    if shape is not None and shape.is_compatible_with([num_examples]):
+        return
+    if shape is None:
+        remedy = "return a single tensor"
+    elif shape.rank == 0:
+        remedy = "drop tf.reduce_mean or tf.reduce_sum"
+    elif shape.rank == 1:
+        remedy = "reduce over every axis but the first"
+    else:
+        remedy = (
+            "reduce over every axis but the first, as tf.reduce_mean(..., axis=-1) does; and give "
+            "labels and outputs the same shape, as outputs[:, 0] does"
+        )
+    returned = "no tensor" if shape is None else f"shape {shape}"
+    raise ConfigError(
+        f"{where}: {what} returned {returned} for {num_examples} examples, but shape "
+        f"({num_examples},) is needed. Return one value an example: {remedy}."
+    )
 
 
 def _check_labels(where: str, labels: Any, num_classes: int) -> None:

@@ -19,6 +19,7 @@ launcher itself is killed the tasks see the end of a pipe that it held (`watch_l
 """
 
 import contextlib
+import dataclasses
 import heapq
 import os
 import queue
@@ -82,14 +83,16 @@ class TaskEnd:
     exit_code: int  # As in subprocess: -n is death by signal n.
     seconds: float
     failure: str
+    survived: bool = False  # The others could go on without it.
 
 
 @dataclass(frozen=True)
 class LaunchReport:
     """How the cluster ended: all tasks in the order of their ends.
 
-    `exit_code` is 0 if and only if every task ended with 0; 2 if a task found bad usage; 75 if a
-    signal stopped the cluster or killed a task, so that starting it again goes on; otherwise 1.
+    `exit_code` is 0 if the chief ended with 0 and so did every task that it needed; 2 if a task
+    found bad usage; 75 if a signal stopped the cluster or killed a task, so that starting it again
+    goes on; otherwise 1.
     `first_failure` is the task to look at. Tasks that ended with 75 because a peer was gone, or
     because the launcher ended them, are blamed only where nobody else is.
     """
@@ -222,6 +225,7 @@ class LocalCluster:
         process = self._running.pop(task)
         code = process.reap()
         end = TaskEnd(task, process.pid, code, process.seconds(), self._failure(task, code))
+        end = dataclasses.replace(end, survived=bool(end.failure) and self._is_survivable(end))
         self._ends.append(end)
         cluster = self._clusters[task]
         if cluster.is_chief and code == 0:
@@ -231,7 +235,7 @@ class LocalCluster:
         elif code == EXIT_USAGE:  # Before anything was trained.
             self._end(self._running, 0, signal.SIGTERM)
             self._end(self._running, _STATELESS_GRACE_SECS, signal.SIGKILL)
-        elif end.failure and self._is_survivable(end):
+        elif end.survived:
             # The place to start the task again, alone, at its address.
             _say(f"{task} (process {end.pid}) ended: {end.failure}. The other workers go on.")
         elif code != 0:
@@ -293,6 +297,11 @@ class LocalCluster:
         if self._num_stops:
             return EXIT_RESTART if any(codes) else 0
         if first_failure is None:
+            return 0
+        chief_is_done = any(
+            self._clusters[end.task].is_chief and end.exit_code == 0 for end in self._ends
+        )
+        if chief_is_done and all(end.survived for end in self._ends if end.failure):
             return 0
         if EXIT_USAGE in codes:
             return EXIT_USAGE

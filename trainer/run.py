@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from data.records import DataError
-from strategies.base import Executor, PeerLostError, Position, PositionError
+from strategies.base import DataFaultError, Executor, PeerLostError, Position, PositionError
 from strategies.cluster import Cluster, ClusterError, check_port_free
 from strategies.mirrored import DeviceError, MirroredExecutor, replica_devices, use_gpus
 from strategies.multiworker import MultiWorkerExecutor
@@ -31,11 +31,12 @@ from trainer.build import build_checkpointer, build_hooks, build_learner
 from trainer.checkpoint import ModelDirError
 from trainer.config import ConfigError, Recipe, check_replicas
 from trainer.exits import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE, first_line
+from trainer.hooks import Hook
 from trainer.inputs import Inputs, check_batches, data_errors_explained, open_inputs
 from trainer.learner import Learner, OptimizerError
 from trainer.loop import train
 from trainer.signals import StopSignals
-from trainer.writers import Console
+from trainer.writers import Console, without_nan
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,11 @@ class Plan:
     def is_chief(self) -> bool:
         """Whether this task writes."""
         return self.cluster is None or self.cluster.is_chief
+
+
+def hide_gpus() -> None:
+    """For a process that only checks: the GPUs' memory is for those that train."""
+    use_gpus(0)
 
 
 def preflight(recipe: Recipe, model_dir: str) -> None:
@@ -150,7 +156,7 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
     if plan.cluster is not None and plan.cluster.is_server:
         serve(plan.cluster)
     # Before the first connection, so that a mistake in them costs nobody a wait.
-    inputs = open_inputs(plan.recipe)
+    inputs = open_inputs(plan.recipe, plan.num_threads)
     check_model_dir(plan.model_dir)
     try:
         executor = _connect(plan, num_gpus)
@@ -185,9 +191,11 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
         plan.recipe, plan.model_dir, inputs, learner, executor.io_device
     )
     saved = checkpointer.restore()
+    _check_agreement(executor, saved.step if saved else 0)
     # From here on files of a former run are written over: all that can be refused has been.
     if plan.is_chief:
         _write_config(plan, inputs)
+        _remove_result(plan)
     position = saved.position if saved else Position()
     executor.start(learner, inputs.train, inputs.evaluation, position)
     console = Console(config.train_steps) if plan.is_chief else None
@@ -197,16 +205,17 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
         plan.recipe, plan.model_dir, inputs, executor, learner, checkpointer, console
     )
     try:
-        with data_errors_explained(inputs):
-            step = train(
-                executor,
-                learner,
-                hooks,
-                steps=config.train_steps,
-                steps_per_call=config.steps_per_call,
-            )
+        step = _train_explained(inputs, executor, learner, hooks, config)
     except Exception as error:
-        _write_result(plan, {"exit_code": _exit_code(error), "why": first_line(error)})
+        _write_result(
+            plan,
+            {
+                "step": int(learner.step.numpy()) if not isinstance(error, _LOST) else None,
+                "seconds": round(time.monotonic() - started, 3),
+                "exit_code": _exit_code(error),
+                "why": first_line(error),
+            },
+        )
         raise
     finally:
         if console:
@@ -225,6 +234,40 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     if console:
         _say_end(console, plan, result)
     return EXIT_DONE if complete else EXIT_RESTART
+
+
+def _train_explained(
+    inputs: Inputs,
+    executor: Executor,
+    learner: Learner,
+    hooks: list[Hook],
+    config: config_lib.Config,
+) -> int:
+    try:
+        return train(
+            executor,
+            learner,
+            hooks,
+            steps=config.train_steps,
+            steps_per_call=config.steps_per_call,
+        )
+    except DataFaultError as error:
+        with data_errors_explained(inputs):
+            raise error.__cause__ or error from None
+
+
+def _check_agreement(executor: Executor, step: int) -> None:
+    """Returns if all tasks that run the loop have restored the same step.
+
+    Raises:
+        ModelDirError: they do not see the same checkpoints.
+    """
+    steps = executor.everyones(step)
+    if len(set(steps)) > 1:
+        raise ModelDirError(
+            f"The tasks found checkpoints of different steps in --model_dir: {steps}, by replica. "
+            "It must be one directory that all of them see, on a shared file system."
+        )
 
 
 def _connect(plan: Plan, num_gpus: int) -> Executor:
@@ -270,9 +313,16 @@ def _write_result(plan: Plan, result: Mapping[str, Any]) -> None:
         _write_json(f"{plan.model_dir}/result.json", result)
 
 
+def _remove_result(plan: Plan) -> None:
+    """A former run's result says nothing about this one."""
+    path = f"{plan.model_dir}/result.json"
+    if tf.io.gfile.exists(path):
+        tf.io.gfile.remove(path)
+
+
 def _write_json(path: str, document: Mapping[str, Any]) -> None:
     with tf.io.gfile.GFile(f"{path}.tmp", "w") as file:
-        file.write(json.dumps(document, indent=2) + "\n")
+        file.write(json.dumps(without_nan(document), indent=2, allow_nan=False) + "\n")
     tf.io.gfile.rename(f"{path}.tmp", path, overwrite=True)
 
 

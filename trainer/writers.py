@@ -4,6 +4,7 @@ All are the chief's. A report is a step, a split ("train" or "eval") and named v
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,15 @@ class JsonLines(Hook):
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         """Appends a line."""
         with tf.io.gfile.GFile(self._path, "a") as file:
-            file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
+            document = without_nan({"step": step, "split": split, **values})
+            file.write(json.dumps(document, allow_nan=False) + "\n")
+
+
+def without_nan(value: Any) -> Any:
+    """`value` with null for numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoard:

@@ -25,13 +25,14 @@ def test_diverging_run_names_the_steps_and_keeps_no_spoilt_checkpoint(
         exit_code=1,
     )
     output = run.stdout + run.stderr
-    said = re.findall(r"error: The loss became \S+ somewhere in steps (\d+) to (\d+)", output)
+    # Where a gradient overflows before a loss does, the variables are found when they are saved.
+    said = re.findall(r"error: (?:The loss became \S+ somewhere in steps|At step) (\d+)", output)
     assert said, run.stderr
-    first, last = map(int, said[0])
-    assert 1 <= first <= last <= 20
+    first = int(said[0])
+    assert 1 <= first <= 20
     assert "Traceback" not in output
     assert run.result["exit_code"] == 1
-    assert f"steps {first} to {last}" in run.result["why"]
+    assert f" {first} " in run.result["why"]
     if (tmp_path / "checkpoints").exists():
         for name in run.checkpoints():
             assert int(name.partition("-")[2]) < first

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from strategies.cluster import Cluster, Task, local_cluster
-from tests.cluster.runs import Process, Run, assert_nothing_left, assert_port_is_free
+from tests.cluster.runs import (
+    Process,
+    Run,
+    assert_nothing_left,
+    assert_one_error,
+    assert_port_is_free,
+)
 
 DELAY_SECS = 8.0
 FLAGS = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train_steps=60")
@@ -75,3 +82,35 @@ def test_chief_and_servers_wait_for_each_other(
     again = run_by_hand(cluster, order, tmp_path, digits, delay_secs=0)
 
     assert all("is finished" in run.stdout for run in again.values())
+
+
+def test_worker_that_waits_for_the_others_says_so_and_can_be_stopped(
+    digits: Path, tmp_path: Path
+) -> None:
+    cluster = local_cluster("multiworker", 2, 0)
+    config = cluster.for_task(Task("worker", 0)).tf_config()
+    argv = ("--strategy=multiworker", *FLAGS, f"--data_dir={digits}", f"--model_dir={tmp_path}")
+    with Process(argv, tmp_path, env={"TF_CONFIG": config}) as process:
+        process.wait_until(lambda: "waiting for worker 1" in process.output(), "word of its wait")
+        process.send(signal.SIGTERM)
+        run = process.wait(10.0)
+    assert run.exit_code == 75
+
+
+def test_workers_that_see_different_directories_are_refused(digits: Path, tmp_path: Path) -> None:
+    cluster = local_cluster("multiworker", 2, 0)
+
+    def run_both(num_steps: int) -> list[Run]:
+        with contextlib.ExitStack() as stack:
+            processes = []
+            for task in cluster.tasks():
+                model_dir = tmp_path / str(task.index)
+                flags = (*FLAGS, f"--data_dir={digits}", f"--model_dir={model_dir}")
+                argv = ("--strategy=multiworker", *flags, f"--train_steps={num_steps}")
+                env = {"TF_CONFIG": cluster.for_task(task).tf_config()}
+                processes.append(stack.enter_context(Process(argv, model_dir, env=env)))
+            return [process.wait_alone() for process in processes]
+
+    assert [run.exit_code for run in run_both(20)] == [0, 0], "the chief has saved step 20"
+    for run in run_both(40):
+        assert_one_error(run, "different steps", "[20, 0]", "shared file system")

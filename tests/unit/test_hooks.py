@@ -81,6 +81,7 @@ def test_evaluation_counts_each_example_once_and_keeps_the_best(
     kept = Kept()
     evaluate = Evaluate(
         toy.executor,
+        toy.learner,
         [kept],
         every_steps=10,
         last_step=25,
@@ -103,7 +104,9 @@ def test_interrupted_run_is_saved_where_it_stands_and_not_exported(
     toy.start()
     toy.executor.run(3)
     toy.executor.request_stop()
-    save = SaveCheckpoint(toy.executor, toy.checkpointer, every_steps=50, last_step=100)
+    save = SaveCheckpoint(
+        toy.executor, toy.learner, toy.checkpointer, every_steps=50, last_step=100
+    )
     export = Export(toy.learner, lambda: toy.learner.model, f"{tmp_path}/export", last_step=100)
     last = run(toy, [save, export], 100)
     assert last < 100
@@ -114,7 +117,7 @@ def test_interrupted_run_is_saved_where_it_stands_and_not_exported(
 def test_non_finite_loss_is_an_error_that_names_the_steps(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path)
     toy.start()
-    save = SaveCheckpoint(toy.executor, toy.checkpointer, every_steps=4, last_step=100)
+    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=100)
     run(toy, [StopOnNonFinite(), save], 4)
     toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.nan))
 
@@ -150,3 +153,38 @@ def test_metrics_of_steps_that_will_be_repeated_are_dropped(
     assert lines[:-2] == kept
     assert json.loads(lines[-2]) == {"step": 16, "split": "train", "loss": 0.5}
     assert lines[-1] == ""
+
+
+def test_spoilt_variables_are_not_saved_though_the_loss_was_finite(
+    split: Split, tmp_path: Path
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    metrics = toy.executor.run(4)
+    assert math.isfinite(metrics["loss"][0])
+    toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.inf))
+    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=100)
+
+    with pytest.raises(NonFiniteLossError, match=r"At step 4 .* no longer finite"):
+        save.act(4)
+
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_evaluation_that_is_no_number_ends_the_run(split: Split, tmp_path: Path) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.nan))
+    kept = Kept()
+    evaluate = Evaluate(
+        toy.executor,
+        toy.learner,
+        [kept],
+        every_steps=4,
+        last_step=100,
+        best_metric="loss",
+        checkpointer=toy.checkpointer,
+    )
+    with pytest.raises(NonFiniteLossError, match="evaluation loss at step 0 is nan"):
+        evaluate.act(0)
+    assert not kept.reports

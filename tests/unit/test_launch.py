@@ -267,7 +267,7 @@ def test_killed_ps_worker_leaves_the_others_training(
     }
     assert report.first_failure is not None
     assert report.first_failure.task == Task("worker", 1)
-    assert report.exit_code == 75  # Not every task ended with 0.
+    assert report.exit_code == 0  # The chief did without it.
 
 
 @pytest.mark.parametrize("victim", ["worker", "ps"])
