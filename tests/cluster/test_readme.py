@@ -1,0 +1,59 @@
+"""The README's commands work as they stand there, and what it quotes is what the code says."""
+
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.runs import ROOT, Process
+from trainer.loop import train
+
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def trainings() -> list[list[str]]:
+    """The arguments of each `python -m trainer` that needs nothing which a reader must bring."""
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    commands = [shlex.split(x, comments=True) for x in lines if x.startswith("python -m trainer ")]
+    brought = ("/shared", "mnist")
+    return [c[3:] for c in commands if not any(b in word for word in c for b in brought)]
+
+
+def test_readme_shows_a_command_for_each_strategy() -> None:
+    shown = {word for command in trainings() for word in command if "--strategy" in word}
+    assert shown == {"--strategy=mirrored", "--strategy=multiworker", "--strategy=ps"}
+
+
+@pytest.mark.parametrize("argv", trainings(), ids=" ".join)
+def test_command_of_the_readme_trains_on_a_machine_that_has_no_data(
+    argv: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    with Process((*argv, "--train_steps=20"), tmp_path, cwd=tmp_path) as process:
+        run = process.wait()
+        assert run.exit_code == 0, process.output()
+    (model_dir,) = (tmp_path / "runs").iterdir()
+    assert (model_dir / "result.json").exists()
+    assert (tmp_path / "datasets" / "digits" / "features.json").exists()
+
+
+def test_loop_in_the_readme_is_the_loop() -> None:
+    (quoted,) = blocks("python")
+    assert quoted.strip() == inspect.getsource(train).strip()
+
+
+def test_tree_in_the_readme_has_every_file_and_no_other() -> None:
+    (tree,) = [block for block in blocks("text") if "trainer/__main__.py" in block]
+    named = set(re.findall(r"\b[\w/]+\.py\b", tree))
+    for name in named:
+        here = [name, *(f"{folder}/{name}" for folder in ("strategies", "data"))]
+        assert any((ROOT / path).exists() for path in here), name
+    for folder in ("trainer", "strategies", "data"):
+        files = {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py"}
+        assert files - {Path(name).name for name in named} == set()
