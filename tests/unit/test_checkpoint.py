@@ -12,8 +12,9 @@ import pytest
 
 from data.records import Split
 from strategies.base import Position
-from tests.unit.toy import Toy, write_split
-from trainer.checkpoint import ModelDirError
+from tests.unit.toy import BATCH, CLASSES, Toy, write_split
+from trainer.checkpoint import Checkpointer, ModelDirError
+from trainer.learner import Learner, sparse_categorical_crossentropy
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +22,40 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
     return write_split(tmp_path_factory.mktemp("toy"))
 
 
-def trained(split: Split, model_dir: Path, steps: list[int], keep: int = 3) -> dict[int, object]:
+def rebuild(
+    toy: Toy,
+    make_model: Callable[[], keras.Model],
+    make_optimizer: Callable[[], keras.Optimizer] = lambda: keras.optimizers.Adam(0.01),
+    keep: int = 2,
+) -> None:
+    """Gives `toy` another model and optimizer."""
+    with toy.executor.scope():
+        toy.learner = Learner(
+            make_model(), make_optimizer(), sparse_categorical_crossentropy, {}, batch_size=BATCH
+        )
+    toy.checkpointer = Checkpointer(f"{toy.model_dir}/checkpoints", toy.learner, {}, keep=keep)
+
+
+def sequential(*layers: keras.Layer) -> keras.Model:
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+
+class DroppingToy(Toy):
+    """With dropout, whose masks depend on a state that no other layer has."""
+
+    def __init__(self, split: Split, model_dir: Path, *, keep: int = 2, seed: int = 0) -> None:
+        super().__init__(split, model_dir, keep=keep, seed=seed)
+        dense, dropout = keras.layers.Dense, keras.layers.Dropout
+        rebuild(
+            self, lambda: sequential(dense(16), dropout(0.5, seed=seed), dense(CLASSES)), keep=keep
+        )
+
+
+def trained(
+    split: Split, model_dir: Path, steps: list[int], keep: int = 3, kind: type[Toy] = Toy
+) -> dict[int, object]:
     """Trains, saving at `steps`; returns the state at each."""
-    toy = Toy(split, model_dir, keep=keep)
+    toy = kind(split, model_dir, keep=keep)
     toy.start()
     states: dict[int, object] = {}
     for step in steps:
@@ -60,10 +92,13 @@ def test_nothing_is_restored_from_an_empty_directory(split: Split, tmp_path: Pat
     assert toy.step == 0
 
 
-def test_resumed_training_goes_on_bit_for_bit(split: Split, tmp_path: Path) -> None:
-    whole = trained(split, tmp_path / "whole", [30])
-    trained(split, tmp_path / "parts", [11])
-    toy = Toy(split, tmp_path / "parts", seed=1)
+@pytest.mark.parametrize("kind", [Toy, DroppingToy])
+def test_resumed_training_goes_on_bit_for_bit(
+    kind: type[Toy], split: Split, tmp_path: Path
+) -> None:
+    whole = trained(split, tmp_path / "whole", [30], kind=kind)
+    trained(split, tmp_path / "parts", [11], kind=kind)
+    toy = kind(split, tmp_path / "parts", seed=1)
     saved = toy.checkpointer.restore()
     assert saved is not None
     toy.start(saved.position)
@@ -82,6 +117,21 @@ def test_only_the_newest_are_kept_and_the_best(split: Split, tmp_path: Path) -> 
         toy.checkpointer.save(step, toy.executor.position)
         toy.checkpointer.save_best(step, toy.executor.position, score)
     assert toy.checkpoints() == ["best-00000002", "step-00000003", "step-00000004"]
+
+
+def resumed(split: Split, model_dir: Path, step: int, keep: int = 2) -> Toy:
+    """A run that goes on from `step`, where it must find its checkpoint."""
+    toy = Toy(split, model_dir, keep=keep)
+    saved = toy.checkpointer.restore()
+    assert saved is not None
+    assert saved.step == step
+    toy.start(saved.position)
+    return toy
+
+
+def save_after(toy: Toy, num_steps: int) -> None:
+    toy.executor.run(num_steps)
+    toy.checkpointer.save(toy.step, toy.executor.position)
 
 
 def remove_mark(path: Path) -> None:
@@ -103,7 +153,34 @@ def garble(path: Path) -> None:
     index.write_bytes(bytes(len(index.read_bytes())))
 
 
-@pytest.mark.parametrize("spoil", [remove_mark, truncate, lose_a_file, garble])
+def mark_without(key: str) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        mark = path / "checkpoint.json"
+        document = json.loads(mark.read_text())
+        del document[key]
+        mark.write_text(json.dumps(document))
+
+    spoil.__name__ = f"mark_without_{key}"
+    return spoil
+
+
+def mark_is_a_list(path: Path) -> None:
+    (path / "checkpoint.json").write_text("[]")
+
+
+def mark_is_null_inside(path: Path) -> None:
+    mark = path / "checkpoint.json"
+    mark.write_text(json.dumps(dict.fromkeys(json.loads(mark.read_text()))))
+
+
+SPOILT_MARKS = [
+    mark_is_a_list,
+    mark_is_null_inside,
+    *map(mark_without, ("step", "next_batch", "open_shares", "files", "identity")),
+]
+
+
+@pytest.mark.parametrize("spoil", [remove_mark, truncate, lose_a_file, garble, *SPOILT_MARKS])
 def test_broken_checkpoint_is_reported_and_the_one_before_it_used(
     spoil: Callable[[Path], None],
     split: Split,
@@ -118,16 +195,86 @@ def test_broken_checkpoint_is_reported_and_the_one_before_it_used(
     assert ["step-00000007" in warning for warning in warnings] == [True]
 
 
-def test_half_written_checkpoint_is_written_anew(split: Split, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spoil", [remove_mark, garble])
+def test_broken_checkpoint_is_written_anew(
+    spoil: Callable[[Path], None], split: Split, tmp_path: Path
+) -> None:
     trained(split, tmp_path, [3, 7])
-    remove_mark(tmp_path / "checkpoints" / "step-00000007")
-    toy = Toy(split, tmp_path)
-    saved = toy.checkpointer.restore()
-    assert saved is not None
-    toy.start(saved.position)
-    toy.executor.run(4)
-    toy.checkpointer.save(7, toy.executor.position)
+    spoil(tmp_path / "checkpoints" / "step-00000007")
+    toy = resumed(split, tmp_path, 3)
+    save_after(toy, 4)
     assert_restores(split, tmp_path, 7, toy.state())
+
+
+def test_restored_checkpoint_is_not_written_again(split: Split, tmp_path: Path) -> None:
+    trained(split, tmp_path, [3])
+    mark = tmp_path / "checkpoints" / "step-00000003" / "checkpoint.json"
+    before = mark.stat()
+    toy = resumed(split, tmp_path, 3)
+    save_after(toy, 0)
+    assert (mark.stat().st_ino, mark.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("spoil", [remove_mark, truncate, garble])
+def test_broken_newer_checkpoints_take_no_place_and_are_removed_by_the_next_save(
+    spoil: Callable[[Path], None], split: Split, tmp_path: Path
+) -> None:
+    trained(split, tmp_path, [3, 7, 8, 9], keep=4)
+    for name in ("step-00000008", "step-00000009"):
+        spoil(tmp_path / "checkpoints" / name)
+    toy = resumed(split, tmp_path, 7, keep=3)
+    assert toy.checkpoints()[2:] == ["step-00000008", "step-00000009"]
+    save_after(toy, 1)
+    assert toy.checkpoints() == ["step-00000003", "step-00000007", "step-00000008"]
+    assert_restores(split, tmp_path, 8, toy.state())
+
+
+def test_what_was_just_written_is_kept_even_if_older_than_what_cannot_be_read(
+    split: Split, tmp_path: Path
+) -> None:
+    trained(split, tmp_path, [3, 7, 9])
+    for name in ("step-00000007", "step-00000009"):
+        garble(tmp_path / "checkpoints" / name)
+    toy = resumed(split, tmp_path, 3, keep=1)
+    save_after(toy, 1)
+    assert toy.checkpoints() == ["step-00000004"]
+
+
+def test_torn_checkpoint_is_not_counted_among_those_kept(split: Split, tmp_path: Path) -> None:
+    trained(split, tmp_path, [3, 5, 7])
+    truncate(tmp_path / "checkpoints" / "step-00000005")
+    toy = resumed(split, tmp_path, 7, keep=3)
+    save_after(toy, 1)
+    assert toy.checkpoints() == ["step-00000003", "step-00000007", "step-00000008"]
+
+
+@pytest.mark.parametrize("spoil", [truncate, lose_a_file, garble, mark_is_a_list])
+def test_training_does_not_begin_anew_where_no_checkpoint_can_be_read(
+    spoil: Callable[[Path], None], split: Split, tmp_path: Path
+) -> None:
+    trained(split, tmp_path, [3, 7])
+    for name in ("step-00000003", "step-00000007"):
+        spoil(tmp_path / "checkpoints" / name)
+    toy = Toy(split, tmp_path)
+    # Without reading variables `check` cannot find a garbled one.
+    for refuse in (toy.checkpointer.restore, *([toy.checkpointer.check] * (spoil is not garble))):
+        with pytest.raises(ModelDirError, match=r"none can be read: .*0007.*0003.*--model_dir"):
+            refuse()
+
+
+def test_training_begins_anew_where_the_first_save_was_never_finished(
+    split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(split, tmp_path, [3])
+    remove_mark(tmp_path / "checkpoints" / "step-00000003")
+    toy = Toy(split, tmp_path)
+    toy.checkpointer.check()
+    with caplog.at_level(logging.WARNING):
+        assert toy.checkpointer.restore() is None
+    assert ["step-00000003" in r.message for r in caplog.records] == [True]
+    toy.start()
+    save_after(toy, 2)
+    assert toy.checkpoints() == ["step-00000002"]
 
 
 def test_checkpoint_of_another_model_optimizer_or_order_is_refused(
@@ -152,6 +299,48 @@ def test_checkpoint_of_another_model_optimizer_or_order_is_refused(
     mark.write_text(json.dumps(document))
     with pytest.raises(ModelDirError, match="batch_size: 16 there, 8 here"):
         Toy(split, tmp_path).checkpointer.restore()
+
+
+def test_changed_setting_of_the_optimizer_is_refused_by_name(split: Split, tmp_path: Path) -> None:
+    def rebuilt(optimizer: Callable[[], keras.Optimizer]) -> Toy:
+        toy = Toy(split, tmp_path)
+        rebuild(toy, lambda: sequential(keras.layers.Dense(CLASSES)), optimizer)
+        return toy
+
+    plain = rebuilt(lambda: keras.optimizers.SGD(0.1))
+    plain.start()
+    save_after(plain, 3)
+    other = rebuilt(lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+    for refuse in (other.checkpointer.check, other.checkpointer.restore):
+        with pytest.raises(ModelDirError, match=r"optimizer's variables: .* there, .* here"):
+            refuse()
+
+
+def test_model_of_the_same_variables_put_together_in_another_way_is_refused(
+    split: Split, tmp_path: Path
+) -> None:
+    def flat() -> keras.Model:
+        return sequential(keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES))
+
+    toy = Toy(split, tmp_path)
+    rebuild(toy, flat)
+    toy.checkpointer.save(0, Position())
+    rebuild(toy, lambda: sequential(flat()))
+    with pytest.raises(ModelDirError, match="put together in another way"):
+        toy.checkpointer.restore()
+
+
+def test_differences_are_named_in_one_order(split: Split, tmp_path: Path) -> None:
+    trained(split, tmp_path, [3])
+    mark = tmp_path / "checkpoints" / "step-00000003" / "checkpoint.json"
+    document = json.loads(mark.read_text())
+    names = [f"setting {letter}" for letter in "abcdefghij"]
+    document["identity"] |= dict.fromkeys(reversed(names), 1)
+    mark.write_text(json.dumps(document))
+    with pytest.raises(ModelDirError) as caught:
+        Toy(split, tmp_path).checkpointer.check()
+    lines = str(caught.value).splitlines()[1:-1]
+    assert [line.strip().partition(":")[0] for line in lines] == names
 
 
 def test_checkpoints_may_be_moved(split: Split, tmp_path: Path) -> None:

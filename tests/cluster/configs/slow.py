@@ -1,22 +1,29 @@
-"""The digits' default model, whose training takes long enough for something to happen to it."""
+"""Digits with dropout, and training that takes long enough for something to happen to it."""
 
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from configs.digits import build_model
 from strategies.base import Metrics
 from trainer.config import Config
 from trainer.hooks import Hook
 
-__all__ = ["build_hooks", "build_model", "get_config"]
+if TYPE_CHECKING:
+    import keras
 
 
 @dataclasses.dataclass
 class SlowConfig(Config):
-    """Config with the seconds that are lost after every call of the executor, on the chief."""
+    """Config with two fields more.
+
+    Attributes:
+        pause_secs: Lost after every call of the executor, on the chief.
+        dropout_rate: 0 leaves the model without a generator of random numbers.
+    """
 
     pause_secs: float = 0.1
+    dropout_rate: float = 0.25
 
 
 def get_config() -> SlowConfig:
@@ -26,6 +33,24 @@ def get_config() -> SlowConfig:
         log_every_steps=20,
         checkpoint_every_steps=0,
         export=False,
+    )
+
+
+def build_model(config: SlowConfig) -> "keras.Model":
+    """Images float32 [B, 8, 8, 1] in [0, 1] -> logits [B, 10]."""
+    import keras
+    from keras import layers
+
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(16, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(64, activation="relu"),
+            layers.Dropout(config.dropout_rate),
+            layers.Dense(10),
+        ]
     )
 
 
