@@ -217,8 +217,16 @@ def _main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)  # type: ignore[no-any-return]
+    except flags.Error as error:
+        _say(f"data.prepare: {error}. --help lists the flags.")
+        sys.exit(2)
+
+
 if __name__ == "__main__":
     # Here, so that who imports this module does not get the flags.
     flags.DEFINE_string("source", None, "Directory of the files it is made from.")
     flags.DEFINE_string("out", None, "Directory to write; datasets/NAME by default.")
-    app.run(_main)
+    app.run(_main, flags_parser=_parse_flags)

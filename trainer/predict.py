@@ -32,7 +32,7 @@ def predict(
     """Yields an object for each example, in the order of the files.
 
     Raises:
-        ConfigError, DataError: there is no export, or no such data.
+        ConfigError, DataError: there is no export, no such data, or not one output.
     """
     import keras
     import tensorflow as tf
@@ -61,6 +61,11 @@ def predict(
     for serialized in dataset.batch(256):
         inputs, labels = parse(serialized)
         outputs = model(inputs, training=False)
+        if not isinstance(outputs, tf.Tensor):
+            raise ConfigError(
+                f"The model of {model_dir} has several outputs, and this program prints one. Load "
+                f"{path} with keras.models.load_model instead."
+            )
         for label, output in zip(labels.numpy(), outputs.numpy(), strict=True):
             line = {"example": example, "label": label.tolist()}
             if output.ndim == 1 and label.ndim == 0:
@@ -85,5 +90,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)  # type: ignore[no-any-return]
+    except flags.Error as error:
+        print(f"error: {error}. --help lists the flags.", file=sys.stderr)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=_parse_flags)
