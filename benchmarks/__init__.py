@@ -1,0 +1,1 @@
+"""What is measured, and printed as it stands in the README."""

@@ -1,0 +1,79 @@
+"""`python -m benchmarks.table`: accuracy, time and rate of each strategy, as the README has them.
+
+    python -m benchmarks.table --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
+
+Runs the real program, one run after the other: some minutes, with nothing else for the machine to
+do. Prints Markdown. `seconds` are from the building of the model to its export; the rate is that of
+the last report, after tracing.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+_MNIST_SOURCE = flags.DEFINE_string("mnist_source", None, "IDX files of MNIST; none: without it.")
+
+_STRATEGIES = (
+    ("--strategy=mirrored",),
+    ("--strategy=mirrored", "--replicas=2"),
+    ("--strategy=multiworker", "--workers=2"),
+    ("--strategy=ps", "--sync_replicas", "--workers=2"),
+    ("--strategy=ps", "--workers=2"),
+)
+
+
+def run(argv: Sequence[str], model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Trains; the result, and the last training report.
+
+    Raises:
+        subprocess.CalledProcessError: the run failed.
+    """
+    command = [sys.executable, "-m", "trainer", *argv, f"--model_dir={model_dir}"]
+    subprocess.run(command, check=True, capture_output=True)
+    result = json.loads((model_dir / "result.json").read_text())
+    reports = [json.loads(line) for line in (model_dir / "metrics.jsonl").read_text().splitlines()]
+    return result, [report for report in reports if report["split"] == "train"][-1]
+
+
+def rows(data_flags: Sequence[str], directory: Path) -> Iterator[str]:
+    """A line of the table for each strategy."""
+    for number, strategy in enumerate(_STRATEGIES):
+        argv = [*strategy, *data_flags]
+        result, report = run(argv, directory / f"run-{number}")
+        shown = " ".join(a for a in argv if not a.startswith("--data_dir"))
+        yield (
+            f"| `{shown}` | {result['step']:,} | {result['eval']['accuracy']:.4f} | "
+            f"{result['seconds']:.1f} | {report['steps_per_sec']:,.0f} |"
+        )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table."""
+    print(f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}:\n")
+    print("| `python -m trainer` | steps | test accuracy | seconds | steps/s |")
+    print("| --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        for row in rows((), directory / "digits"):
+            print(row, flush=True)
+        if _MNIST_SOURCE.value:
+            data = directory / "mnist"
+            prepare = [sys.executable, "-m", "data.prepare", "mnist", f"--out={data}"]
+            prepare.append(f"--source={_MNIST_SOURCE.value}")
+            subprocess.run(prepare, check=True, capture_output=True)
+            config = ("--config=configs/mnist_replica.py", f"--data_dir={data}")
+            for row in rows(config, directory / "mnist-runs"):
+                print(row, flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)
