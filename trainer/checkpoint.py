@@ -79,8 +79,8 @@ class Checkpointer:
     def save(self, step: int, position: Position) -> None:
         """Writes a checkpoint of `step`, then removes those that are too many or of no use.
 
-        Of no use are those that are not whole, and those that `restore` passed over: newer than where this process
-        began, but not its own.
+        Of no use are those that are not whole, and those that `restore` passed over: newer than
+        where this process began, but not its own.
         """
         just_written = f"step-{step:08d}"
         self._write(just_written, step, position, {})

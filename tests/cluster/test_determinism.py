@@ -17,8 +17,8 @@ from tests.cluster.runs import (
 
 RESUMED = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-sync-3+2")]
 QUICKLY = "--config.pause_secs=0"
-# The workers of one step all draw from the one generator on the ps, and Keras reads, then writes its
-# state: who comes first gets which mask, some get the same, and even two uninterrupted runs differ.
+# The workers of one step all draw from the one generator on the ps, and Keras reads, then writes
+# its state: who comes first decides the masks, so even two uninterrupted runs differ.
 DROPOUT = {"ps-sync-3+2": ("--config.dropout_rate=0",)}
 
 
