@@ -15,6 +15,7 @@ from trainer.learner import (
     accuracy,
     check_optimizer,
     sparse_categorical_crossentropy,
+    supported_optimizers,
 )
 
 BATCH = 12
@@ -130,15 +131,18 @@ def test_steps_of_two_replicas_end_in_the_weights_of_one(
         np.testing.assert_allclose(left, right, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", sorted(supported_optimizers()))
 def test_keras_own_optimizer_ends_in_the_same_weights(
-    batch: tuple[np.ndarray, np.ndarray],
+    batch: tuple[np.ndarray, np.ndarray], name: str
 ) -> None:
     """`update_step` alone is all that Keras' `apply` would have done."""
     strategy = one_replica()
-    learner = make_learner(strategy, lambda: keras.optimizers.Adam(0.01))
+    kind = supported_optimizers()[name]
+    learner = make_learner(strategy, lambda: kind(learning_rate=0.01))
     reference = keras.models.clone_model(learner.model)
     reference.set_weights(learner.model.get_weights())
-    optimizer = keras.optimizers.Adam(0.01)
+    before = [w.copy() for w in learner.model.get_weights()]
+    optimizer = kind(learning_rate=0.01)
     for _ in range(3):
         strategy.run(learner.update, args=(shares(strategy, batch, 0),))
         with tf.GradientTape() as tape:
@@ -147,8 +151,246 @@ def test_keras_own_optimizer_ends_in_the_same_weights(
         variables = reference.trainable_variables
         gradients = tape.gradient(loss, [v.value for v in variables])
         optimizer.apply(gradients, variables)
+    assert np.abs(before[0] - learner.model.get_weights()[0]).max() > 1e-5
     for left, right in zip(learner.model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-6)
+
+
+def test_names_of_supported_optimizers_are_all_but_those_that_do_more_than_update_step() -> None:
+    public = {
+        name.lower()
+        for name, kind in vars(keras.optimizers).items()
+        if isinstance(kind, type) and issubclass(kind, keras.Optimizer)
+    }
+    refused = {"adamw", "lossscaleoptimizer", "multioptimizer", "muon", "nadam", "optimizer"}
+    assert refused < public
+    assert set(supported_optimizers()) == public - refused
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (lambda: keras.optimizers.Nadam(), r"Nadam .* _backend_update_step"),
+        (lambda: keras.optimizers.Muon(weight_decay=None), r"Muon .* _apply_weight_decay"),
+        (lambda: keras.optimizers.MultiOptimizer(_everything_by_sgd()), r"MultiOptimizer .* apply"),
+        (lambda: OwnApply(0.1), r"OwnApply .* apply"),
+    ],
+    ids=["nadam", "muon", "multi", "own"],
+)
+def test_optimizer_that_does_more_than_update_step_is_refused(
+    optimizer: Callable[[], keras.Optimizer], said: str
+) -> None:
+    with pytest.raises(OptimizerError, match=f"{said}.* Use one of .*adagrad, adam"):
+        check_optimizer(optimizer())
+
+
+def _everything_by_sgd() -> Any:
+    return keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
+
+
+class OwnApply(keras.optimizers.SGD):
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply([2 * g for g in grads], trainable_variables)
+
+
+class OwnUpdateStep(keras.optimizers.SGD):
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(self.signs(gradient), variable, learning_rate)
+
+    def signs(self, gradient: Any) -> Any:
+        return tf.sign(gradient)
+
+
+def test_optimizer_of_a_user_that_overrides_update_step_is_accepted() -> None:
+    check_optimizer(OwnUpdateStep(0.1))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_constraint_holds_after_every_update(
+    batch: tuple[np.ndarray, np.ndarray], num_replicas: int
+) -> None:
+    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        constraint = keras.constraints.MaxNorm(0.5, axis=0)
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(5, kernel_constraint=constraint, bias_constraint="non_neg"),
+            ]
+        )
+        learner = Learner(model, sgd(), sparse_categorical_crossentropy, {}, batch_size=BATCH)
+    reference = keras.models.clone_model(model)
+    reference.set_weights(model.get_weights())
+    optimizer = sgd()
+    update = tf.function(lambda b: strategy.run(learner.update, args=(b,)))
+    for _ in range(3):
+        update(shares(strategy, batch, 5))
+        with tf.GradientTape() as tape:
+            losses = sparse_categorical_crossentropy(batch[1], reference(batch[0]))
+            loss = tf.reduce_mean(losses)
+        variables = reference.trainable_variables
+        optimizer.apply(tape.gradient(loss, [v.value for v in variables]), variables)
+    kernel, bias = reference.get_weights()
+    assert np.linalg.norm(kernel, axis=0).max() == pytest.approx(0.5, rel=1e-5)
+    assert bias.min() == 0
+    for variable, expected in zip(model.trainable_variables, (kernel, bias), strict=True):
+        for component in strategy.experimental_local_results(variable.value):
+            np.testing.assert_allclose(component.numpy(), expected, atol=1e-6)
+
+
+EMBEDDED = {
+    "sgd": lambda: keras.optimizers.SGD(0.5, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.05),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.05),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("optimizer", EMBEDDED.values(), ids=EMBEDDED)
+def test_embedding_learns_as_from_its_dense_gradient(
+    optimizer: Callable[[], keras.Optimizer], num_replicas: int
+) -> None:
+    tokens = np.array([[1, 1, 2]] * 5 + [[2, 3, 3]] * 4 + [[1, 2, 2]] * 3)
+    batch = tokens, np.arange(BATCH) % 5
+    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [
+                keras.Input((3,), dtype="int64"),
+                keras.layers.Embedding(6, 4),
+                keras.layers.Flatten(),
+                keras.layers.Dense(5),
+            ]
+        )
+        learner = Learner(model, optimizer(), sparse_categorical_crossentropy, {}, batch_size=BATCH)
+    reference = keras.models.clone_model(model)
+    reference.set_weights(model.get_weights())
+    of_reference = optimizer()
+    update = tf.function(lambda b: strategy.run(learner.update, args=(b,)))
+    for _ in range(4):
+        update(shares(strategy, batch, 5))
+        with tf.GradientTape() as tape:
+            losses = sparse_categorical_crossentropy(batch[1], reference(batch[0]))
+            loss = tf.reduce_mean(losses)
+        variables = reference.trainable_variables
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        assert len(np.unique(gradients[0].indices)) < len(gradients[0].indices)
+        of_reference.apply([tf.convert_to_tensor(g) for g in gradients], variables)
+    for left, right in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-5)
+
+
+def test_penalty_counts_once_where_shares_are_replicas_of_no_strategy(
+    batch: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Synchronous ps computes shares one by one, each as the only replica."""
+    learner = make_learner(one_replica(), sgd, regularised=True)
+    parts = [tuple(part[at] for part in batch) for at in (slice(0, 5), slice(5, None))]
+    whole, _ = learner.gradients(batch)
+    found = [learner.gradients(part)[0] for part in parts]
+    for expected, *summands in zip(whole, *found, strict=True):
+        np.testing.assert_allclose(expected, sum(summands), atol=1e-6)
+
+
+def test_activity_regulariser_is_exact_on_uneven_shares(
+    batch: tuple[np.ndarray, np.ndarray],
+) -> None:
+    found = []
+    for strategy in (one_replica(), two_replicas()):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            layer = keras.layers.Dense(5, activity_regularizer=keras.regularizers.L2(PENALTY))
+            model = keras.Sequential([keras.Input((3,)), layer])
+            learner = Learner(model, sgd(), sparse_categorical_crossentropy, {}, batch_size=BATCH)
+        found.append(summed_gradients(learner, strategy, shares(strategy, batch, 3)))
+    model(batch[0])
+    assert float(model.losses[0]) > 0.01
+    for left, right in zip(*found, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda labels, outputs: tf.reduce_mean(outputs),
+        lambda labels, outputs: tf.square(outputs[:, :1]),
+    ],
+    ids=["scalar", "column"],
+)
+def test_loss_or_metric_without_one_value_an_example_is_refused(
+    batch: tuple[np.ndarray, np.ndarray], loss: Any
+) -> None:
+    strategy = one_replica()
+    good = sparse_categorical_crossentropy
+    model = make_learner(strategy, sgd).model
+    with strategy.scope():
+        learners = [
+            Learner(model, sgd(), loss, {}, batch_size=BATCH),
+            Learner(model, sgd(), good, {"mine": loss}, batch_size=BATCH),
+        ]
+    for learner, name in zip(learners, ("loss", "mine"), strict=True):
+        update = tf.function(lambda b, m=learner: strategy.run(m.update, args=(b,)))
+        with pytest.raises(ValueError, match=f"'{name}' must return one value an example"):
+            update(shares(strategy, batch, 0))
+
+
+def half_precision(policy: str, strategy: Any) -> Learner:
+    keras.config.set_dtype_policy(policy)
+    try:
+        return make_learner(strategy, lambda: keras.optimizers.Adam(0.01), regularised=True)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_mixed_bfloat16_trains_as_float32_does_but_for_rounding(
+    batch: tuple[np.ndarray, np.ndarray], num_replicas: int
+) -> None:
+    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    losses: list[list[float]] = []
+    for policy in ("mixed_bfloat16", "float32"):
+        learner = half_precision(policy, strategy)
+        assert learner.model.layers[0].compute_dtype == policy.removeprefix("mixed_")
+        update = tf.function(lambda b, m=learner: strategy.run(m.update, args=(b,)))
+        values = []
+        for _ in range(20):
+            sums = strategy.experimental_local_results(update(shares(strategy, batch, 5)))
+            values.append(sum(s.numpy()[0, 0] for s in sums))
+        assert values[-1] < 0.9 * values[0]
+        losses.append(values)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=["bfloat16", "float16"])
+def test_losses_of_few_bits_and_the_penalty_are_added_in_float32(
+    batch: tuple[np.ndarray, np.ndarray], dtype: Any
+) -> None:
+    strategy = one_replica()
+    model = make_learner(strategy, sgd, regularised=True).model
+
+    def loss(labels: Any, outputs: Any) -> Any:
+        return tf.cast(1024 + 0 * outputs[:, 0], dtype)
+
+    with strategy.scope():
+        learner = Learner(model, sgd(), loss, {}, batch_size=BATCH)
+    penalty = float(model.losses[0])
+    assert 0.1 < penalty < 2
+    assert float(tf.cast(1024 + penalty, tf.bfloat16)) == 1024
+    _, sums = learner.gradients(batch)
+    assert sums.numpy()[0, 0] / BATCH == pytest.approx(1024 + penalty, abs=1e-3)
+
+
+def test_float16_is_refused_wherever_the_layer_is() -> None:
+    with pytest.raises(OptimizerError, match=r"float16.*mixed_bfloat16"):
+        half_precision("mixed_float16", one_replica())
+    inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, dtype="mixed_float16")])
+    model = keras.Sequential([keras.Input((3,)), inner])
+    with pytest.raises(OptimizerError, match="float16"):
+        Learner(model, sgd(), sparse_categorical_crossentropy, {}, batch_size=BATCH)
 
 
 def test_gradients_change_nothing(batch: tuple[np.ndarray, np.ndarray]) -> None:

@@ -1,0 +1,103 @@
+"""What is wrong with a loss, a metric or an optimizer's name is said before the first step."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+from data.records import DataError
+from strategies.base import Tensor
+from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
+from trainer.build import build_learner
+from trainer.config import Config, ConfigError, Recipe
+from trainer.inputs import Inputs, check_batches
+from trainer.learner import sparse_categorical_crossentropy, supported_optimizers
+
+
+def build_model(config: Config) -> keras.Model:
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(CLASSES)])
+
+
+def squares(labels: Tensor, outputs: Tensor) -> Tensor:
+    return tf.square(tf.cast(labels, tf.float32) - outputs[:, 0])
+
+
+def make_recipe(**parts: Any) -> Recipe:
+    config = Config(batch_size=BATCH, best_metric="loss")
+    recipe = Recipe("mine.py", config, build_model, None, None, None, None, None)
+    return dataclasses.replace(recipe, **parts)
+
+
+def check(tmp_path: Path, **parts: Any) -> None:
+    recipe = make_recipe(**parts)
+    reader = make_reader(write_split(tmp_path))
+    check_batches(Inputs(reader, reader), build_learner(recipe), recipe)
+
+
+def test_loss_and_metrics_with_one_value_an_example_pass(tmp_path: Path) -> None:
+    check(tmp_path)
+    check(tmp_path, loss=squares, metrics={"squares": squares})
+
+
+WRONG = {
+    "mean": (lambda y, x: tf.reduce_mean(squares(y, x)), r"shape \(\) .* drop tf.reduce_mean"),
+    "column": (lambda y, x: squares(y, x)[:, tf.newaxis], r"shape \(8, 1\) .* every axis but"),
+    "broadcast": (lambda y, x: tf.cast(y, tf.float32) - x[:, :1], r"shape \(8, 8\) .* same shape"),
+    "short": (lambda y, x: squares(y, x)[:1], r"shape \(1,\) .* every axis but"),
+    "dictionary": (lambda y, x: {"a": squares(y, x)}, "no tensor .* a single tensor"),
+}
+
+
+@pytest.mark.parametrize(("function", "said"), WRONG.values(), ids=WRONG)
+def test_wrong_shape_of_a_loss_or_metric_is_refused_with_a_remedy(
+    tmp_path: Path, function: Any, said: str
+) -> None:
+    end = r".*\(8,\) is needed" if "no tensor" not in said else ".*"
+    with pytest.raises(ConfigError, match=r"loss\(labels, outputs\) of mine.py returned " + said):
+        check(tmp_path, loss=function)
+    with pytest.raises(ConfigError, match=r"metrics\['mine'\]\(.*\) of mine.py returned " + end):
+        check(tmp_path, loss=squares, metrics={"mine": function})
+
+
+def test_loss_that_fails_is_named(tmp_path: Path) -> None:
+    def loss(labels: Tensor, outputs: Tensor) -> Tensor:
+        return squares(labels, outputs) + tf.zeros([5])
+
+    with pytest.raises(ConfigError, match=r"loss\(labels, outputs\) of mine.py fails: ValueError"):
+        check(tmp_path, loss=loss)
+
+
+def test_loss_that_only_a_worker_can_run_is_not_run(tmp_path: Path) -> None:
+    def loss(labels: Tensor, outputs: Tensor) -> Tensor:
+        worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+        return squares(labels, outputs) + tf.cast(worker, tf.float32)
+
+    with pytest.raises(RuntimeError):
+        loss(tf.zeros([2]), tf.zeros([2, 3]))
+    check(tmp_path, loss=loss)
+
+
+def test_labels_are_still_compared_with_the_outputs(tmp_path: Path) -> None:
+    def two_classes(config: Config) -> keras.Model:
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(CLASSES - 1)])
+
+    with pytest.raises(DataError, match="labels from 0 to 2, but the model has 2 outputs"):
+        check(tmp_path, build_model=two_classes)
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam", "lossscaleoptimizer", "no-such"])
+def test_name_of_an_optimizer_that_cannot_be_used_is_told_which_can(name: str) -> None:
+    config = Config(batch_size=BATCH, optimizer=name)
+    with pytest.raises(ConfigError, match=f"config.optimizer='{name}'.*adagrad, adam, .*rmsprop"):
+        build_learner(make_recipe(config=config, loss=sparse_categorical_crossentropy))
+
+
+@pytest.mark.parametrize("name", [*supported_optimizers(), "Adam"])
+def test_name_of_an_optimizer_chooses_it(name: str) -> None:
+    config = Config(batch_size=BATCH, optimizer=name, learning_rate=0.25)
+    learner = build_learner(make_recipe(config=config))
+    assert type(learner.optimizer).__name__.lower() == name.lower()
+    assert learner.learning_rate == 0.25
