@@ -28,7 +28,7 @@ from strategies.ps import ParameterServerExecutor, serve
 from strategies.ps_sync import SynchronousParameterServerExecutor
 from trainer import config as config_lib
 from trainer.build import build_checkpointer, build_hooks, build_learner
-from trainer.checkpoint import ModelDirError
+from trainer.checkpoint import Checkpointer, ModelDirError, Saved
 from trainer.config import ConfigError, Recipe, check_replicas
 from trainer.exits import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE, first_line
 from trainer.hooks import Hook
@@ -190,7 +190,7 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     checkpointer = build_checkpointer(
         plan.recipe, plan.model_dir, inputs, learner, executor.io_device
     )
-    saved = checkpointer.restore()
+    saved = _restore(checkpointer, learner)
     _check_agreement(executor, saved.step if saved else 0)
     # From here on files of a former run are written over: all that can be refused has been.
     if plan.is_chief:
@@ -254,6 +254,16 @@ def _train_explained(
     except DataFaultError as error:
         with data_errors_explained(inputs):
             raise error.__cause__ or error from None
+
+
+def _restore(checkpointer: Checkpointer, learner: Learner) -> Saved | None:
+    """Restores all but the learning rate: that is the command's, which may have changed."""
+    rate = learner.optimizer.learning_rate
+    given = learner.learning_rate
+    saved = checkpointer.restore()
+    if saved and isinstance(rate, keras.Variable):
+        rate.assign(given)
+    return saved
 
 
 def _check_agreement(executor: Executor, step: int) -> None:

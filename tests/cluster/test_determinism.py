@@ -120,3 +120,14 @@ def test_run_stopped_by_a_signal_ends_bit_for_bit_as_one_that_was_not(
 
     assert_bit_for_bit_equal(whole, uninterrupted)
     assert whole.result["eval"] == uninterrupted.result["eval"]
+
+
+@pytest.mark.parametrize("name", ["mirrored-1", "ps-2+1"])
+def test_learning_rate_of_a_resumed_run_is_that_of_its_command(
+    name: str, digits: Path, tmp_path: Path
+) -> None:
+    flags = ("--config=tests/cluster/configs/linear.py", f"--data_dir={digits}")
+    train(TOPOLOGIES[name], tmp_path, *flags, "--train_steps=20")
+    whole = train(TOPOLOGIES[name], tmp_path, *flags, "--train_steps=40", "--learning_rate=0.5")
+    rates = {report["step"]: report["learning_rate"] for report in whole.metrics("train")}
+    assert rates == {20: pytest.approx(0.01), 40: pytest.approx(0.5)}
