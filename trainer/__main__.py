@@ -45,7 +45,6 @@ from trainer.launch import LocalCluster, watch_lifeline
 from trainer.signals import StopSignals
 
 STRATEGIES = ("mirrored", "multiworker", "ps")
-LIFELINE = "TRAINER_LIFELINE_FD"
 
 FLAGS = flags.FLAGS
 _STRATEGY = flags.DEFINE_enum(
@@ -124,8 +123,7 @@ _SHORTCUTS = {
 
 def main(argv: Sequence[str]) -> int:
     """Runs one task, or a whole cluster on this machine; returns the exit code."""
-    is_launched = LIFELINE in os.environ
-    watch_lifeline()
+    is_launched = watch_lifeline()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", force=True)
     # TensorFlow sets its loggers' levels when it is imported, so this is for the handler to do.
     logging.getLogger().handlers[0].addFilter(

@@ -50,15 +50,16 @@ _SERVERS_ALONE_SECS = 2.0
 _STATELESS_GRACE_SECS = 5.0
 
 
-def watch_lifeline() -> None:
+def watch_lifeline() -> bool:
     """Ties this task's life to its launcher's; every task's main calls it first.
 
     When the launcher is gone, even by SIGKILL, this process ends at once with code 75: what it had
-    saved is whole, and the rest is repeated. Does nothing in a process that no launcher started.
+    saved is whole, and the rest is repeated. Returns whether a launcher started this process; does
+    nothing if none did.
     """
     lifeline = os.environ.pop(_LIFELINE, None)  # Popped: it is not for the task's own children.
     if lifeline is None:
-        return
+        return False
     fd = int(lifeline)
     os.set_inheritable(fd, False)
 
@@ -72,6 +73,7 @@ def watch_lifeline() -> None:
             os._exit(EXIT_RESTART)
 
     threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
+    return True
 
 
 @dataclass(frozen=True)
