@@ -73,10 +73,10 @@ TOPOLOGIES = {
             ("chief-0", "worker-0", "worker-1", "ps-0"),
         ),
         Topology(
-            "ps-sync-3+2",
+            "ps-sync-3+1",
             "ps",
-            ("--workers=3", "--ps=2", "--sync_replicas", "--num_threads=1"),
-            ("chief-0", "worker-0", "worker-1", "worker-2", "ps-0", "ps-1"),
+            ("--workers=3", "--ps=1", "--sync_replicas", "--num_threads=1"),
+            ("chief-0", "worker-0", "worker-1", "worker-2", "ps-0"),
         ),
     )
 }

@@ -15,11 +15,11 @@ from tests.cluster.runs import (
     train,
 )
 
-RESUMED = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-sync-3+2")]
+RESUMED = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-sync-3+1")]
 QUICKLY = "--config.pause_secs=0"
 # The workers of one step all draw from the one generator on the ps, and Keras reads, then writes
 # its state: who comes first decides the masks, so even two uninterrupted runs differ.
-DROPOUT = {"ps-sync-3+2": ("--config.dropout_rate=0",)}
+DROPOUT = {"ps-sync-3+1": ("--config.dropout_rate=0",)}
 
 
 @pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
