@@ -152,7 +152,7 @@ class Reader:
     ) -> Ticket:
         """`ticket`, with "weights" float32 [num_batches, n]: each record counts once.
 
-        Weight 1 for a record's first time, else 0.         Batches past the end have weight 0
+        Weight 1 for a record's first time, else 0. Batches past the end have weight 0
         throughout, so the last ticket may be as long as the others.
         """
         positions = self.order.positions(first_batch, num_batches, lanes)

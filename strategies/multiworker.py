@@ -7,7 +7,6 @@ the gradients is what keeps them in step. On CPUs the collectives are TensorFlow
 `--communication=nccl` uses NVIDIA's.
 """
 
-import logging
 import os
 from typing import Any
 
@@ -16,8 +15,6 @@ import tensorflow as tf
 from strategies.base import Metrics, PeerLostError
 from strategies.cluster import Cluster, wait_for_peers
 from strategies.mirrored import MirroredExecutor
-
-log = logging.getLogger(__name__)
 
 # What TensorFlow raises when a peer of a collective is gone or has given up.
 _LOST = (

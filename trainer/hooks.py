@@ -306,12 +306,12 @@ class Histograms(PeriodicHook):
     """TensorBoard histograms of all trainable variables, and of their gradients on one batch."""
 
     def __init__(
-        self, learner: Learner, first_batch_of: Callable[[], Any], writer: Any, *, every_steps: int
+        self, learner: Learner, next_batch: Callable[[], Any], writer: Any, *, every_steps: int
     ) -> None:
-        """`first_batch_of` gives a batch (inputs, labels); `writer` is a tf.summary writer."""
+        """`next_batch` gives a batch (inputs, labels); `writer` is a tf.summary writer."""
         super().__init__(every_steps, NEVER)
         self._learner = learner
-        self._next_batch = first_batch_of
+        self._next_batch = next_batch
         self._writer = writer
         self._gradients = tf.function(lambda batch: learner.gradients(batch, training=False)[0])
 
