@@ -1,8 +1,7 @@
 """Executor: the contract that makes the strategy only a flag.
 
     executor = build_executor(...)              # connects; no variable yet
-    with executor.scope():
-        learner = Learner(...)                  # variables are made where the strategy wants them
+    learner = executor.build(make_learner)      # variables are made where the strategy wants them
     executor.start(learner, source, evaluation, position)
     metrics = executor.run(100)                 # nothing is in flight when it returns
     executor.close()                            # nobody leaves first
@@ -17,9 +16,9 @@
 
 import abc
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +35,8 @@ _LOOK_SECS = 1.0
 # A batch: nested tensors with a leading dimension of examples. TensorFlow has no types for these.
 Batch = Any
 Tensor = Any
+
+Made = TypeVar("Made")
 
 
 class PeerLostError(RuntimeError):
@@ -135,9 +136,17 @@ class Executor(abc.ABC):
         """How many replicas share the batch of one step."""
         return self.num_replicas
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Where variables are to be made."""
-        return self.strategy.scope()  # type: ignore[no-any-return]  # TensorFlow is untyped.
+    def build(self, make: Callable[[], Made]) -> Made:
+        """What `make` makes, with its variables where the strategy wants them.
+
+        It may be called more than once, and must make the same each time.
+        """
+        with self.strategy.scope():
+            return make()
+
+    def placement_table(self) -> str:
+        """Where the variables are, a line a place; empty where every replica has all of them."""
+        return ""
 
     @abc.abstractmethod
     def start(self, learner: Learner, source: Any, evaluation: Any, position: Position) -> None:

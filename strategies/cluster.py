@@ -1,7 +1,7 @@
 """The tasks of a job and which one this process is: `TF_CONFIG` parsed, checked, explained.
 
     cluster = parse_tf_config(os.environ["TF_CONFIG"], "multiworker")
-    check_port_free(cluster.address)
+    cluster = parse_hosts({"ps": "a:2222", "worker": "b:2222, c:2222"}, "worker", 0, "ps")
     os.environ["TF_CONFIG"] = cluster.training_tf_config()
 
 Every mistake a user can make here is found before TensorFlow is imported, because TensorFlow
@@ -11,30 +11,22 @@ answers most of them by waiting for ever for a task that will not come.
                 "task": {"type": "worker", "index": 0}}'
 
 A job is a list of addresses, or the map that Kubernetes operators write for clusters that grow and
-shrink: `{"worker": {"3": "b:2222"}}`.
+shrink: `{"worker": {"3": "b:2222"}}`. Programs of TensorFlow 1's days took the same addresses from
+flags: `--ps_hosts=a:2222 --worker_hosts=b:2222,c:2222 --job_name=worker --task_index=0`.
 """
 
 import difflib
-import errno
 import json
-import logging
-import random
-import socket
-import time
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
-log = logging.getLogger(__name__)
+from strategies.ports import free_ports
 
-_REPORT_SECS = 10.0
 _JOBS = ("chief", "worker", "ps", "evaluator")
 _NEEDED_UNDER_PS = {
     "ps": "It keeps the variables.",
     "worker": "It computes the gradients.",
-    "chief": "It hands the work out, and does not train.",
 }
 # Names other programs give to the same jobs, where the nearest spelling would mislead.
 _ALSO_CALLED = {"master": "chief", "coordinator": "chief", "server": "ps", "parameter_server": "ps"}
@@ -45,11 +37,27 @@ _EXAMPLE = {
     "ps": '{"cluster": {"chief": ["host-a:2222"], "worker": ["host-b:2222", "host-c:2222"], '
     '"ps": ["host-d:2222"]}, "task": {"type": "worker", "index": 0}}',
 }
-_PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class ClusterError(ValueError):
     """A user's mistake in describing the cluster; it says what to type. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a cluster was described, in the words of messages."""
+
+    name: str
+    in_sentence: str
+    job_form: str
+
+    def add(self, job: str) -> str:
+        """What to type for a task of `job`."""
+        return self.job_form.format(job)
+
+
+_TF_CONFIG = _Source("TF_CONFIG", "TF_CONFIG", 'Add "{}": ["host:port"]')
+_COMMAND_LINE = _Source("The command line", "the command line", "Add --{}_hosts=host:port")
 
 
 @dataclass(frozen=True)
@@ -68,9 +76,9 @@ class Task:
 class Cluster:
     """The addresses of all tasks, by job and index, and the task that this process is.
 
-    Made by `parse_tf_config` or `local_cluster`, so a Cluster that exists is a checked one. `jobs`
-    lists chief, worker, ps, evaluator in this order, leaving out jobs without tasks, and cannot be
-    changed.
+    Made by `parse_tf_config`, `parse_hosts` or `local_cluster`, so a Cluster that exists is a
+    checked one. `jobs` lists chief, worker, ps, evaluator in this order, leaving out jobs without
+    tasks, and cannot be changed.
     """
 
     jobs: Mapping[str, Mapping[int, str]]
@@ -89,17 +97,30 @@ class Cluster:
     @property
     def address(self) -> str:
         """This task's own `host:port`."""
-        return self.jobs[self.task.job][self.task.index]
+        return self.address_of(self.task)
+
+    @property
+    def chief(self) -> Task:
+        """The one task that writes: the chief, or worker 0 without a chief."""
+        return Task("chief", 0) if "chief" in self.jobs else Task("worker", 0)
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the one task that writes: the chief, or worker 0 without a chief."""
-        return self.task == (Task("chief", 0) if "chief" in self.jobs else Task("worker", 0))
+        """Whether this task is the chief."""
+        return self.task == self.chief
 
     @property
     def is_server(self) -> bool:
-        """Whether this task ends when the chief says so: a worker or ps of a cluster with ps."""
+        """Whether this task serves the chief: a worker or ps of a cluster with ps.
+
+        Without a chief task, worker 0 is both: its process serves, and runs the coordinator.
+        """
         return "ps" in self.jobs and self.task.job in ("worker", "ps")
+
+    @property
+    def trainers(self) -> tuple[Task, ...]:
+        """All tasks but evaluators, in the order of `tasks`."""
+        return tuple(task for task in self.tasks() if task.job != "evaluator")
 
     def num(self, job: str) -> int:
         """How many tasks of `job` are known; 0 for a job that is not there."""
@@ -109,9 +130,17 @@ class Cluster:
         """All tasks: chief, worker, ps, evaluator, each by index."""
         return tuple(Task(job, index) for job, known in self.jobs.items() for index in known)
 
+    def address_of(self, task: Task) -> str:
+        """The `host:port` of `task`."""
+        return self.jobs[task.job][task.index]
+
     def for_task(self, task: Task) -> "Cluster":
         """The same cluster seen from another of its tasks."""
         return Cluster(self.jobs, task)
+
+    def with_chief(self, address: str) -> "Cluster":
+        """This cluster with a chief at `address`, seen from it."""
+        return Cluster({**self.jobs, "chief": {0: address}}, Task("chief", 0))
 
     def tf_config(self) -> str:
         """The `TF_CONFIG` of this task: `parse_tf_config` of it gives an equal Cluster."""
@@ -167,7 +196,41 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
         )
     jobs = _parse_jobs(config["cluster"], strategy)
     task = _parse_task(config, jobs, form)
-    _check_strategy(jobs, task, strategy)
+    _check_strategy(jobs, task, strategy, _TF_CONFIG)
+    return Cluster(jobs, task)
+
+
+def parse_hosts(
+    hosts: Mapping[str, str], job: str | None, index: int | None, strategy: str
+) -> Cluster:
+    """The Cluster of TensorFlow 1's flags: `hosts` are the values of --ps_hosts and alike, by job.
+
+    Each lists addresses, with commas between them and spaces anywhere. `job` and `index` are those
+    of --job_name and --task_index; an index of None is 0 where the job has one task.
+
+    Raises:
+        ClusterError: as `parse_tf_config`.
+    """
+    listed = {name: _split(text) for name, text in hosts.items()}
+    jobs = _numbered_addresses(
+        {name: list(enumerate(given)) for name, given in listed.items() if given}, _COMMAND_LINE
+    )
+    job = _ALSO_CALLED.get(job, job) if job else job
+    if job not in jobs:
+        raise ClusterError(
+            f"--job_name says which task this process is: {_counts(jobs) or 'no job has hosts'}. "
+            f"Received: {job}. Type --job_name={' or --job_name='.join(jobs) or 'worker'}."
+        )
+    num_tasks = len(jobs[job])
+    if index is None and num_tasks == 1:
+        index = 0
+    if index is None or not 0 <= index < num_tasks:
+        raise ClusterError(
+            f"--job_name={job} needs --task_index from 0 to {num_tasks - 1}, as --{job}_hosts "
+            f"lists {num_tasks}. Received: {index}."
+        )
+    task = Task(job, index)
+    _check_strategy(jobs, task, strategy, _COMMAND_LINE)
     return Cluster(jobs, task)
 
 
@@ -195,61 +258,12 @@ def local_cluster(strategy: str, num_workers: int, num_ps: int) -> Cluster:
     sizes = {"worker": num_workers}
     if strategy == "ps":
         sizes = {"chief": 1, "worker": num_workers, "ps": num_ps}
-    ports = iter(_free_ports(sum(sizes.values())))
+    try:
+        ports = iter(free_ports(sum(sizes.values())))
+    except OSError as error:
+        raise ClusterError(f"{error}. End what listens on them, or use fewer tasks.") from None
     jobs = {job: {i: f"localhost:{next(ports)}" for i in range(n)} for job, n in sizes.items()}
     return Cluster(jobs, Task(next(iter(jobs)), 0))
-
-
-def check_port_free(address: str) -> None:
-    """Returns if a server of this process could listen on the port of `address`, this task's own.
-
-    Raises:
-        ClusterError: another process uses the port, or this user may not.
-    """
-    port = int(address.rpartition(":")[2])
-    try:
-        _bind(port).close()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ClusterError(
-                f"This task should serve at {address}, but port {port} of this machine is in use. "
-                f"End the process that uses it (`ss -tlnp 'sport = :{port}'` shows it; it may be a "
-                "former run), "
-                "or give this task another port in TF_CONFIG, on every task alike."
-            ) from None
-        if error.errno == errno.EACCES:
-            raise ClusterError(
-                f"This task should serve at {address}, but this user may not open port {port}. "
-                "Give this task a port of 1024 or more in TF_CONFIG, on every task alike."
-            ) from None
-        raise
-
-
-def wait_for_peers(cluster: Cluster, peers: Iterable[Task]) -> None:
-    """Returns once each of `peers` has answered a connection; meanwhile they can reach this task.
-
-    TensorFlow waits for peers too, but holds the interpreter while it does: no signal would be
-    handled, and nobody told whom it waits for.
-    """
-    missing = {peer: cluster.jobs[peer.job][peer.index] for peer in peers if peer != cluster.task}
-    next_report = time.monotonic() + _REPORT_SECS
-    # A connection waits in the listener's queue, so it need not be accepted.
-    with _bind(int(cluster.address.rpartition(":")[2])) as listener:
-        listener.listen()
-        while missing := {t: address for t, address in missing.items() if not _answers(address)}:
-            if time.monotonic() > next_report:
-                log.info("waiting for %s", ", ".join(f"{t} ({a})" for t, a in missing.items()))
-                next_report += _REPORT_SECS
-            time.sleep(0.1)
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
-    except OSError:  # Names that cannot be resolved yet, too.
-        return False
-    return True
 
 
 def _as_json(jobs: Mapping[str, Mapping[int, str]], task: Task) -> str:
@@ -291,31 +305,47 @@ def _object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object
     return result
 
 
+def _split(text: str) -> list[str]:
+    """The addresses in a list of hosts. A comma at its end is no address."""
+    parts = [part.strip() for part in text.split(",")]
+    while parts and not parts[-1]:
+        parts.pop()
+    return parts
+
+
 def _parse_jobs(cluster: Mapping[str, object], strategy: str) -> dict[str, dict[int, str]]:
-    jobs: dict[str, dict[int, str]] = {}
-    owner: dict[str, Task] = {}
-    for job, listed in cluster.items():
+    for job in cluster:
         if job not in _JOBS:
             near = difflib.get_close_matches(job.lower(), _JOBS, n=1, cutoff=0.4)
             guess = _ALSO_CALLED.get(job.lower()) or (near[0] if near else None)
             hint = f'Did you mean "{guess}"? ' if guess else ""
             raise ClusterError(f'TF_CONFIG names the job "{job}". {hint}Jobs are {_names(_JOBS)}.')
-        jobs[job] = {}
-        for index, given in _numbered(job, listed):
-            task = Task(job, index)
-            address = _parse_address(task, given)
-            if address in owner:
-                raise ClusterError(
-                    f"TF_CONFIG gives the address {address} to both {owner[address]} and {task}. "
-                    "Each task listens on its own: give one of them another host or port."
-                )
-            owner[address] = task
-            jobs[job][index] = address
-    jobs = {job: known for job, known in jobs.items() if known}
+    numbered = {job: _numbered(job, listed) for job, listed in cluster.items()}
+    jobs = _numbered_addresses(numbered, _TF_CONFIG)
     if not jobs:
         raise ClusterError(
             f"TF_CONFIG's cluster has no addresses. It looks like {_EXAMPLE[strategy]}"
         )
+    return jobs
+
+
+def _numbered_addresses(
+    numbered: Mapping[str, list[tuple[int, object]]], source: _Source
+) -> dict[str, dict[int, str]]:
+    """The checked addresses of jobs that have any."""
+    jobs: dict[str, dict[int, str]] = {}
+    owner: dict[str, Task] = {}
+    for job, listed in numbered.items():
+        for index, given in listed:
+            task = Task(job, index)
+            address = _parse_address(task, given, source)
+            if address in owner:
+                raise ClusterError(
+                    f"{source.name} gives the address {address} to both {owner[address]} and "
+                    f"{task}. Each task listens on its own: give one of them another host or port."
+                )
+            owner[address] = task
+            jobs.setdefault(job, {})[index] = address
     return jobs
 
 
@@ -348,15 +378,15 @@ def _is_index(text: str) -> bool:
     return text.isascii() and text.strip().isdigit() and len(text) < 10
 
 
-def _parse_address(task: Task, given: object) -> str:
+def _parse_address(task: Task, given: object, source: _Source) -> str:
     if not isinstance(given, str):
         raise ClusterError(
-            f"TF_CONFIG's address of {task} must be a string, but is {_kind(given)}: {given!r}. "
-            'Write "host:port", for example "localhost:2222".'
+            f"{source.name}'s address of {task} must be a string, but is {_kind(given)}: "
+            f'{given!r}. Write "host:port", for example "localhost:2222".'
         )
     address = given.strip()
     host, colon, port = (part.strip() for part in address.rpartition(":"))
-    where = f"TF_CONFIG's address of {task} is {given!r}"
+    where = f"{source.name}'s address of {task} is {given!r}"
     if "," in address:
         raise ClusterError(
             f"{where}: several in one string. Write a list, one string for each task: "
@@ -422,89 +452,52 @@ def _parse_task(
     return Task(job, index)
 
 
-def _check_strategy(jobs: Mapping[str, Mapping[int, str]], task: Task, strategy: str) -> None:
+def _check_strategy(
+    jobs: Mapping[str, Mapping[int, str]], task: Task, strategy: str, source: _Source
+) -> None:
     """The rules that depend on the strategy; `jobs` is well formed and has `task`."""
     training = {job: known for job, known in jobs.items() if job != "evaluator"}
+    source_names = f"{source.in_sentence} names"
     if len(jobs.get("chief", {})) > 1 or set(jobs.get("chief", {})) - {0}:
         raise ClusterError(
-            f"A cluster has one chief, chief 0, but TF_CONFIG names {len(jobs['chief'])} "
+            f"A cluster has one chief, chief 0, but {source_names} {len(jobs['chief'])} "
             f"(index {', '.join(map(str, jobs['chief']))}). Make the others workers."
         )
     if strategy == "mirrored" and ("ps" in jobs or sum(map(len, training.values())) != 1):
         raise ClusterError(
-            f"--strategy=mirrored trains in one process, but TF_CONFIG names {_counts(jobs)}. "
+            f"--strategy=mirrored trains in one process, but {source_names} {_counts(jobs)}. "
             f"Use --strategy={'ps' if 'ps' in jobs else 'multiworker'} for several processes, "
-            "or `unset TF_CONFIG`."
+            "or describe no cluster."
         )
     for job, reason in _NEEDED_UNDER_PS.items() if strategy == "ps" else ():
         if job not in jobs:
             raise ClusterError(
-                f'--strategy=ps needs a "{job}" task, but TF_CONFIG names only {_counts(jobs)}. '
-                f'{reason} Add "{job}": ["host:port"], or use --strategy=multiworker.'
+                f'--strategy=ps needs a "{job}" task, but {source_names} only {_counts(jobs)}. '
+                f"{reason} {source.add(job)}, or use --strategy=multiworker."
             )
     if strategy == "multiworker" and "ps" in jobs:
         raise ClusterError(
-            f'--strategy=multiworker has no "ps" task, but TF_CONFIG names {_counts(jobs)}. '
-            'Use --strategy=ps, or take "ps" out of the cluster.'
+            f'--strategy=multiworker has no "ps" task, but {source_names} {_counts(jobs)}. '
+            "Use --strategy=ps, or take its ps tasks out."
         )
     if not training:
         raise ClusterError(
-            f"--strategy={strategy} needs workers, but TF_CONFIG names only {_counts(jobs)}. "
-            'Add "worker": ["host:port", "host:port"].'
+            f"--strategy={strategy} needs workers, but {source_names} only {_counts(jobs)}. "
+            f"{source.add('worker')}."
         )
-    connects_to_all = strategy == "multiworker" or task.job == "chief"
+    if "ps" in jobs and "chief" not in jobs and 0 not in jobs["worker"]:
+        raise ClusterError(
+            f"{task} must know where its chief is: {source_names} neither a chief nor "
+            "worker 0, whose process runs the coordinator where there is none. "
+            f"{source.add('chief')}."
+        )
+    is_chief = task == Task("chief" if "chief" in jobs else "worker", 0)
+    connects_to_all = strategy == "multiworker" or is_chief
     for job, known in training.items():
         if connects_to_all and not _is_whole(known):
             missing = sorted(set(range(max(known) + 1)) - set(known))
             raise ClusterError(
-                f"{task} connects to every task, but TF_CONFIG names {job} "
+                f"{task} connects to every task, but {source_names} {job} "
                 f"{', '.join(map(str, known))} "
                 f"and not {job} {', '.join(map(str, missing))}. Give the address of each."
             )
-
-
-def _bind(port: int) -> socket.socket:
-    """A socket bound as TensorFlow's server binds: on every interface, IPv6 and IPv4."""
-    try:
-        bound = socket.socket(socket.AF_INET6)
-        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    except OSError:  # A kernel without IPv6.
-        bound = socket.socket(socket.AF_INET)
-    # Without it, connections of a former run in TIME_WAIT would count as a use of the port for a
-    # minute.
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(("", port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
-def _free_ports(num_ports: int) -> list[int]:
-    """Ports that nobody listens on, below the range that the kernel gives to outgoing connections.
-
-    A port of that range (what binding to port 0 gives) can be taken by any connection made before
-    the task listens, and a task that keeps on trying to connect to a dead peer can even be given
-    the peer's own port and connect to itself, so that the peer cannot come back.
-    """
-    try:
-        first_outgoing = int(_PORT_RANGE_FILE.read_text().split()[0])
-    except OSError:  # Not Linux.
-        first_outgoing = 0
-    candidates = range(10_000, first_outgoing)
-    tries: Iterable[int] = [0] * num_ports
-    if len(candidates) >= 100 * num_ports:
-        # The system's randomness: two launchers seeded alike must not choose alike.
-        tries = random.SystemRandom().sample(candidates, 50 * num_ports)
-    with ExitStack() as held:  # All are held until all are chosen, so that none is chosen twice.
-        ports: list[int] = []
-        for port in tries:
-            try:
-                bound = held.enter_context(_bind(port))
-            except OSError:
-                continue
-            ports.append(bound.getsockname()[1])
-            if len(ports) == num_ports:
-                return ports
-    raise ClusterError(f"This machine has no {num_ports} free ports. End what listens on them.")

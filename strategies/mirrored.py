@@ -110,9 +110,7 @@ class MirroredExecutor(Executor):
         self._first_step = int(learner.step.numpy())
         lanes = self._lanes(source)
         self._batches = iter(source.batches(position.next_batch, lanes))
-        self._evaluation = evaluation.evaluation_batches(self._lanes(evaluation))
-        self._num_evaluation_batches = evaluation.num_evaluation_batches
-        train_cuts, evaluation_cuts = self._cuts(source), self._cuts(evaluation)
+        train_cuts = self._cuts(source)
 
         @tf.function(reduce_retracing=True)
         def run(num_steps: Tensor, say: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,6 +123,16 @@ class MirroredExecutor(Executor):
                 sums = step(sums)
             return self._reduce(sums, say)
 
+        self._run_in_graph = run
+        self.start_evaluation(learner, evaluation)
+
+    def start_evaluation(self, learner: Learner, evaluation: Any) -> None:
+        """Prepares `evaluate` of `learner` on `evaluation`; a part of `start`, or all of it."""
+        self._learner = learner
+        self._evaluation = evaluation.evaluation_batches(self._lanes(evaluation))
+        self._num_evaluation_batches = evaluation.num_evaluation_batches
+        evaluation_cuts = self._cuts(evaluation)
+
         @tf.function
         def evaluate(batches: Any) -> tuple[Tensor, Tensor]:
             sums = self.strategy.run(self._zeros)
@@ -133,7 +141,7 @@ class MirroredExecutor(Executor):
                 sums = self.strategy.run(lambda s, b: s + learner.evaluate(b), args=(sums, batch))
             return self._reduce(sums, tf.zeros([0], tf.float64))
 
-        self._run_in_graph, self._evaluate_in_graph = run, evaluate
+        self._evaluate_in_graph = evaluate
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         """See Executor. Exactly `num_steps`."""

@@ -13,8 +13,9 @@ from typing import Any
 import tensorflow as tf
 
 from strategies.base import Metrics, PeerLostError
-from strategies.cluster import Cluster, wait_for_peers
+from strategies.cluster import Cluster
 from strategies.mirrored import MirroredExecutor
+from strategies.peers import wait_for_peers
 
 # What TensorFlow raises when a peer of a collective is gone or has given up.
 _LOST = (
@@ -45,18 +46,21 @@ class MultiWorkerExecutor(MirroredExecutor):
         self._everyones = everyones
 
     @classmethod
-    def connect(cls, cluster: Cluster, communication: str) -> "MultiWorkerExecutor":
+    def connect(
+        cls, cluster: Cluster, communication: str, unknown_host_secs: float
+    ) -> "MultiWorkerExecutor":
         """Joins the other workers, however long they take to start.
 
         Must come before any TensorFlow op of this process. One replica for each GPU that is
         visible, or one CPU.
 
         Raises:
+            ClusterError: the name of a host is still unknown after `unknown_host_secs`.
             PeerLostError: a worker came up and went away again.
         """
         # The resolver reads the environment; evaluators are no part of the training cluster.
         os.environ["TF_CONFIG"] = cluster.training_tf_config()
-        wait_for_peers(cluster, [task for task in cluster.tasks() if task.job != "evaluator"])
+        wait_for_peers(cluster, unknown_host_secs)
         options = tf.distribute.experimental.CommunicationOptions(
             implementation=tf.distribute.experimental.CommunicationImplementation[
                 communication.upper()
@@ -109,7 +113,7 @@ class MultiWorkerExecutor(MirroredExecutor):
             raise PeerLostError("A worker was lost at the end", error) from error
 
     def _replicas_of_this_process(self) -> range:
-        training = [task for task in self._cluster.tasks() if task.job != "evaluator"]
-        per_worker = self.num_replicas // len(training)
-        first = training.index(self._cluster.task) * per_worker
+        trainers = self._cluster.trainers
+        per_worker = self.num_replicas // len(trainers)
+        first = trainers.index(self._cluster.task) * per_worker
         return range(first, first + per_worker)

@@ -1,7 +1,6 @@
 """`--strategy=ps`: variables on parameter servers, gradients from workers that do not wait.
 
-    serve(cluster)                                       # in worker and ps tasks
-    executor = ParameterServerExecutor.connect(cluster)  # in the chief, which ends the others
+    executor = ParameterServerExecutor.connect(cluster, 60)  # in the chief, which ends the others
 
 The chief hands out *tickets*: k consecutive batches, as a list of what to read from which shard.
 A worker reads them in the graph, so it keeps no input state that could be lost with it, and applies
@@ -11,11 +10,10 @@ is handed out again (at least once); the others go on meanwhile.
 
 import collections
 import contextlib
-import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +21,7 @@ import tensorflow as tf
 from strategies.base import (
     Executor,
     Learner,
+    Made,
     Metrics,
     PeerLostError,
     Position,
@@ -31,9 +30,11 @@ from strategies.base import (
     refuse_open_shares,
     to_metrics,
 )
-from strategies.cluster import Cluster, Task
-
-log = logging.getLogger(__name__)
+from strategies.cluster import Cluster
+from strategies.peers import wait_for_servers
+from strategies.placement import place, placed, record
+from strategies.ports import free_ports
+from strategies.ps_server import end_server
 
 # Steps in one closure, at most. A closure costs about 2 ms on top of its steps.
 _STEPS_PER_CLOSURE = 16
@@ -44,27 +45,13 @@ _DROPPED = -1
 _KEPT: list["ParameterServerExecutor"] = []
 
 
-def serve(cluster: Cluster) -> NoReturn:
-    """Serves the chief as this worker or ps task, until the chief ends this process with code 0."""
-    jobs = {job: dict(known) for job, known in cluster.jobs.items() if job != "evaluator"}
-    server = tf.distribute.Server(
-        tf.train.ClusterSpec(jobs),
-        job_name=cluster.task.job,
-        task_index=cluster.task.index,
-        protocol="grpc",
-    )
-    log.info("%s serves at %s", cluster.task, server.target)
-    server.join()
-    raise AssertionError("tf.distribute.Server.join returned")
-
-
 class ParameterServerExecutor(Executor):
     """The chief's hold on the workers: it hands out tickets, and does not train."""
 
     def __init__(
         self, strategy: Any, cluster: Cluster, *, max_staleness: int | None = None
     ) -> None:
-        """Uses `strategy`, a ParameterServerStrategy of `cluster`.
+        """Uses `strategy`, a ParameterServerStrategy of `cluster` and, if that names none, a chief.
 
         A gradient that is older than `max_staleness` steps when it could be applied is dropped,
         and its batch handed out again; None applies all.
@@ -74,7 +61,7 @@ class ParameterServerExecutor(Executor):
         self._cluster = cluster
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._max_staleness = max_staleness
-        self._worker_steps: collections.Counter[str] = collections.Counter()
+        self._worker_finished: collections.Counter[str] = collections.Counter()
         self._worker_dropped: collections.Counter[str] = collections.Counter()
         self._staleness: dict[str, collections.Counter[int]] = collections.defaultdict(
             collections.Counter
@@ -84,14 +71,41 @@ class ParameterServerExecutor(Executor):
         self.io_device = "/job:chief/replica:0/task:0/device:CPU:0"
 
     @classmethod
-    def connect(cls, cluster: Cluster, **options: Any) -> Self:
+    def connect(cls, cluster: Cluster, unknown_host_secs: float, **options: Any) -> Self:
         """Connects to all worker and ps tasks, however long they take to start.
 
-        `options` are the executor's own.
+        Where no chief is named, this is worker 0, which serves already; the coordinator beside it
+        gets an address of its own, which the others learn when it connects. `options` are the
+        executor's own.
+
+        Raises:
+            ClusterError: what is at an address is no such task, or the name of a host is still
+                unknown after `unknown_host_secs`.
+            PeerLostError: a task came up and went away again.
         """
-        os.environ["TF_CONFIG"] = cluster.training_tf_config()
+        wait_for_servers(cluster, unknown_host_secs)
+        coordinator = cluster
+        if cluster.task.job != "chief":
+            host = cluster.address.rpartition(":")[0]
+            coordinator = cluster.with_chief(f"{host}:{free_ports(1)[0]}")
+        os.environ["TF_CONFIG"] = coordinator.training_tf_config()
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        return cls(tf.distribute.ParameterServerStrategy(resolver), cluster, **options)
+        try:
+            strategy = tf.distribute.ParameterServerStrategy(resolver)
+        except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+            raise PeerLostError("A task went away while all connected", error) from error
+        return cls(strategy, cluster, **options)
+
+    def build(self, make: Callable[[], Made]) -> Made:
+        """See Executor. Called twice: sizes must be known before the first variable is placed."""
+        _, groups = record(make)
+        self._placement = place(groups, self._cluster.num("ps"))
+        with self.strategy.scope(), placed(self._placement):
+            return make()
+
+    def placement_table(self) -> str:
+        """See Executor."""
+        return self._placement.table()
 
     @property
     def num_replicas(self) -> int:
@@ -111,24 +125,43 @@ class ParameterServerExecutor(Executor):
     def counts(self) -> Mapping[str, Mapping[str, Any]]:
         """See Executor.
 
-        `worker_steps` and their `staleness` are of finished tickets; `worker_dropped` were older
-        than max_staleness. `batches` are handed out, finished, and repeated: applied steps that a
-        worker was lost over before it had said so.
+        `worker_steps` were applied, and counted where the variables are. `worker_repeated` of them
+        by a worker that was lost before it had said so: their batches were handed out again. (One
+        that is lost between a step and its count leaves a step that is nobody's.)
+        `worker_dropped` were older than max_staleness. `staleness` is of the gradients in finished
+        tickets. `batches` sums up: applied are finished and repeated ones.
         """
-        workers = self._workers()
-        finished = sum(self._worker_steps.values())
-        applied = int(self._learner.step.numpy()) - self._first_step
+        applied = dict(zip(self._workers(), self._worker_applied.numpy().tolist(), strict=True))
+        repeated = {name: steps - self._worker_finished[name] for name, steps in applied.items()}
+        finished = sum(self._worker_finished.values())
+        batch_size = self._source.order.batch_size
+        examples = {name: steps * batch_size for name, steps in applied.items()}
         return {
-            "worker_steps": {worker: self._worker_steps[worker] for worker in workers},
-            "worker_dropped": {worker: self._worker_dropped[worker] for worker in workers},
+            **self._work_done(applied, examples, repeated),
             "staleness": {
-                worker: dict(sorted(self._staleness[worker].items())) for worker in workers
+                name: dict(sorted(self._staleness[name].items())) for name in self._workers()
             },
             "batches": {
                 "handed_out": self._next_batch - self._first_batch,
                 "finished": finished,
-                "repeated": applied - finished,
+                "repeated": int(self._learner.step.numpy()) - self._first_step - finished,
             },
+        }
+
+    def _work_done(
+        self, steps: Mapping[str, int], examples: Mapping[str, int], repeated: Mapping[str, int]
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """What workers did: gradients that became part of a step, and what came of the others.
+
+        `worker_share` is each worker's part of all of them: even shares are a cluster in balance.
+        """
+        total = max(1, sum(steps.values()))
+        return {
+            "worker_steps": dict(steps),
+            "worker_examples": dict(examples),
+            "worker_share": {name: round(n / total, 4) for name, n in steps.items()},
+            "worker_dropped": {name: self._worker_dropped[name] for name in steps},
+            "worker_repeated": dict(repeated),
         }
 
     def _workers(self) -> list[str]:
@@ -147,6 +180,10 @@ class ParameterServerExecutor(Executor):
         self._evaluation = evaluation
         self._first_batch = self._next_batch = first_batch
         self._first_step = int(learner.step.numpy())
+        with self.strategy.scope(), self.strategy.extended.colocate_vars_with(learner.step):
+            self._worker_applied = tf.Variable(
+                tf.zeros([self.num_replicas], tf.int64), trainable=False
+            )
         per_worker = -(-evaluation.num_evaluation_batches // self.num_replicas)
         self._evaluation_ticket_batches = min(per_worker, _STEPS_PER_CLOSURE)
         self._evaluate_closure = self._make_evaluate_closure(self._evaluation_ticket_batches)
@@ -181,7 +218,7 @@ class ParameterServerExecutor(Executor):
             if age == _DROPPED:
                 self._worker_dropped[worker] += int(number)
             else:
-                self._worker_steps[worker] += int(number)
+                self._worker_finished[worker] += int(number)
                 self._staleness[worker][int(age)] += int(number)
 
     def _evaluate(self) -> Metrics:
@@ -204,9 +241,9 @@ class ParameterServerExecutor(Executor):
 
     def close(self) -> None:
         """Ends every worker and ps task, with exit code 0."""
-        for task in self._cluster.tasks():
-            if task.job in ("worker", "ps"):
-                _end(task)
+        for task in self._cluster.trainers:
+            if task != self._cluster.task:
+                end_server(task)
 
     def _schedule_steps(self, first_batch: int, size: int) -> Any:
         train = self._train_unrolled if size == _STEPS_PER_CLOSURE else self._train_looped
@@ -258,8 +295,7 @@ class ParameterServerExecutor(Executor):
         before = read_now(learner.step)
         with tf.control_dependencies([before]):
             gradients, sums = strategy.run(learner.gradients, args=(batch,))
-        after = strategy.run(learner.apply, args=(gradients,))
-        return sums, tf.cast(after - 1 - before, tf.int64)
+        return sums, tf.cast(self._apply_and_count(gradients) - 1 - before, tf.int64)
 
     def _bounded_step(self, batch: Any) -> tuple[Tensor, Tensor]:
         """`_free_step`, unless the gradient is too old; in cross-replica context.
@@ -276,8 +312,16 @@ class ParameterServerExecutor(Executor):
         if age > self._max_staleness:
             sums, age = tf.zeros_like(sums), tf.constant(_DROPPED, age.dtype)
         else:
-            age = strategy.run(learner.apply, args=(gradients,)) - 1 - before
+            age = self._apply_and_count(gradients) - 1 - before
         return sums, tf.cast(age, tf.int64)
+
+    def _apply_and_count(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Applies `gradients`, and counts them as this worker's; returns the step after that."""
+        step = self.strategy.run(self._learner.apply, args=(gradients,))
+        with tf.control_dependencies([step]):
+            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            self._worker_applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
+        return step
 
     def _make_evaluate_closure(self, size: int) -> Any:
         source, learner, strategy = self._evaluation, self._learner, self.strategy
@@ -328,13 +372,3 @@ def closure_sizes(
 def _unstack(stacked: Any, num_batches: int) -> list[Any]:
     """Batches from tensors [num_batches, n, ...]."""
     return [tf.nest.map_structure(lambda t, i=i: t[i], stacked) for i in range(num_batches)]
-
-
-def _end(task: Task) -> None:
-    """Ends `task` with exit code 0. It answers no more, so the call itself never succeeds."""
-    # Eagerly: inside a tf.function the op would be pruned away.
-    with (
-        contextlib.suppress(tf.errors.OpError),
-        tf.device(f"/job:{task.job}/replica:0/task:{task.index}/device:CPU:0"),
-    ):
-        tf.raw_ops.Abort(error_msg="the chief is done", exit_without_error=True)

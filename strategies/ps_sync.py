@@ -91,6 +91,8 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         self._pool = concurrent.futures.ThreadPoolExecutor(self._num_slots, "gradients")
         self._in_flight: dict[concurrent.futures.Future[_Done], _Attempt] = {}
         self._attempts = 0
+        self._worker_examples: collections.Counter[str] = collections.Counter()
+        self._worker_repeated: collections.Counter[str] = collections.Counter()
 
     @property
     def replicas_a_step(self) -> int:
@@ -106,12 +108,15 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         return Position(self._next_batch, tuple(shares))
 
     def counts(self) -> Mapping[str, Mapping[str, Any]]:
-        """See Executor. `worker_steps` are gradients that became part of a step."""
-        workers = self._workers()
-        return {
-            "worker_steps": {worker: self._worker_steps[worker] for worker in workers},
-            "worker_dropped": {worker: self._worker_dropped[worker] for worker in workers},
-        }
+        """See Executor. `worker_steps` are gradients that became part of a step.
+
+        `worker_repeated` were computed on the right variables, but written over before they could
+        be summed.
+        """
+        steps = {name: self._worker_finished[name] for name in self._workers()}
+        repeated = {name: self._worker_repeated[name] for name in self._workers()}
+        examples = {name: self._worker_examples[name] for name in self._workers()}
+        return self._work_done(steps, examples, repeated)
 
     def start(
         self,
@@ -176,10 +181,13 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         tags = tf.constant([[done.attempt.number, done.step] for done in accepted], tf.int64)
         with losses_explained():
             applied = bool(self._apply(slots, tags).numpy())
+        rows = self._source.order.batch_size // self._source.order.lanes
         for done in accepted:
             if applied:
-                self._worker_steps[done.worker] += 1
+                self._worker_finished[done.worker] += 1
+                self._worker_examples[done.worker] += len(done.attempt.share.lanes) * rows
             else:
+                self._worker_repeated[done.worker] += 1
                 self._returned.append(done.attempt.share)
         self._current_step += applied
         return applied

@@ -84,8 +84,13 @@ def build_hooks(
     learner: Learner,
     checkpointer: Checkpointer,
     console: Console | None,
-) -> tuple[list[hooks_lib.Hook], hooks_lib.Evaluate]:
-    """The hooks of a task, in the order in which they are called; with `console`, the chief's."""
+    *,
+    evaluates: bool,
+) -> tuple[list[hooks_lib.Hook], hooks_lib.Evaluate | None]:
+    """The hooks of a task, in the order in which they are called; with `console`, the chief's.
+
+    Where it `evaluates`, the hook that does is returned too.
+    """
     config = recipe.config
     last = config.train_steps
     writers: list[hooks_lib.Writer] = []
@@ -106,16 +111,19 @@ def build_hooks(
                 order=inputs.train.order,
             ),
         ]
-    evaluate = hooks_lib.Evaluate(
-        executor,
-        learner,
-        writers,
-        every_steps=config.eval_every_steps,
-        last_step=last,
-        best_metric=config.best_metric,
-        checkpointer=checkpointer if console else None,
-    )
-    hooks.append(evaluate)
+    evaluate = None
+    if evaluates:
+        evaluate = hooks_lib.Evaluate(
+            executor,
+            learner,
+            writers,
+            every_steps=config.eval_every_steps,
+            last_step=last,
+            best_metric=config.best_metric,
+            checkpointer=checkpointer if console else None,
+            position=lambda: executor.position,
+        )
+        hooks.append(evaluate)
     if console:
         if config.histogram_every_steps:
             hooks.append(

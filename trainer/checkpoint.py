@@ -106,8 +106,8 @@ class Checkpointer:
             if name != f"best-{step:08d}":
                 self._remove(name)
 
-    def check(self) -> None:
-        """Returns if the newest whole checkpoint can be restored here, or there is none.
+    def check(self) -> Saved | None:
+        """Where the newest whole checkpoint stands, if it can be restored here; None without one.
 
         Reads no variable.
 
@@ -120,9 +120,17 @@ class Checkpointer:
             mark = _read_mark(path)
             if mark is not None:
                 self._check_identity(path, mark.identity)
-                return
+                return mark.saved
             broken += _if_marked(path)
         self._refuse_if_any(broken)
+        return None
+
+    def newest_step(self) -> int | None:
+        """The step of the newest whole checkpoint, whatever it is of; None without one."""
+        for name in reversed(self._names("step-")):
+            if _read_mark(f"{self._directory}/{name}") is not None:
+                return _step(name)
+        return None
 
     def restore(self) -> Saved | None:
         """Restores the newest whole checkpoint; None if none was ever finished.

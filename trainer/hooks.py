@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from data.order import Order
-from strategies.base import Executor, Metrics, add
+from strategies.base import Executor, Metrics, Position, add
 from trainer.checkpoint import Checkpointer
 from trainer.learner import Learner
 from trainer.metrics import means
@@ -235,15 +235,20 @@ class Evaluate(PeriodicHook):
         last_step: int,
         best_metric: str,
         checkpointer: Checkpointer | None,
+        position: Callable[[], Position],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With a `checkpointer`, the chief's, the best state by `best_metric` is kept."""
+        """With a `checkpointer`, the chief's, the best state by `best_metric` is kept.
+
+        `position` says where in the data the evaluated state stands.
+        """
         super().__init__(every_steps, last_step)
         self._executor = executor
         self._learner = learner
         self._writers = writers
         self._best_metric = best_metric
         self._checkpointer = checkpointer
+        self._position = position
         self._clock = clock
         self.latest: dict[str, float] = {}
 
@@ -270,7 +275,7 @@ class Evaluate(PeriodicHook):
             require_finite(self._learner, step)
             value = self.latest[self._best_metric]
             score = -value if self._best_metric == "loss" else value
-            self._checkpointer.save_best(step, self._executor.position, score)
+            self._checkpointer.save_best(step, self._position(), score)
 
 
 class SaveCheckpoint(PeriodicHook):

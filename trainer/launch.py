@@ -15,7 +15,7 @@ chief's end; a signal. Every process is started in a session of its own, so a te
 reaches only the launcher, which asks the tasks to save and end.
 
 What is left behind: nothing. Process groups are killed by their id when `run` ends, and if the
-launcher itself is killed the tasks see the end of a pipe that it held (`watch_lifeline`).
+launcher itself is killed the tasks see the end of a pipe that it held (trainer/lifeline.py).
 """
 
 import contextlib
@@ -36,8 +36,8 @@ from typing import TextIO
 
 from strategies.cluster import Cluster, Task
 from trainer.exits import EXIT_RESTART, EXIT_USAGE
+from trainer.lifeline import Lifeline
 
-_LIFELINE = "TRAINER_LIFELINE_FD"
 _DEFAULT_COMMAND = (sys.executable, "-m", "trainer")
 _TAIL_LINES = 40
 # TensorFlow's coordination service reports a dead peer to the others within 10 s.
@@ -48,32 +48,6 @@ _FAREWELL_SECS = 10.0
 _SERVERS_ALONE_SECS = 2.0
 # From SIGTERM to SIGKILL for tasks without state to save.
 _STATELESS_GRACE_SECS = 5.0
-
-
-def watch_lifeline() -> bool:
-    """Ties this task's life to its launcher's; every task's main calls it first.
-
-    When the launcher is gone, even by SIGKILL, this process ends at once with code 75: what it had
-    saved is whole, and the rest is repeated. Returns whether a launcher started this process; does
-    nothing if none did.
-    """
-    lifeline = os.environ.pop(_LIFELINE, None)  # Popped: it is not for the task's own children.
-    if lifeline is None:
-        return False
-    fd = int(lifeline)
-    os.set_inheritable(fd, False)
-
-    def wait_for_end() -> None:
-        try:
-            os.read(
-                fd, 1
-            )  # Nobody writes: it returns when the last write end, the launcher's, closes.
-            os.write(2, b"The launcher of this task is gone: ending.\n")
-        finally:  # Where standard error went to the launcher, writing fails.
-            os._exit(EXIT_RESTART)
-
-    threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
-    return True
 
 
 @dataclass(frozen=True)
@@ -157,29 +131,27 @@ class LocalCluster:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # As nohup leaves it.
             stops.append(signal.SIGHUP)
         handlers = {signum: signal.signal(signum, self._on_signal) for signum in stops}
-        lifeline_read, lifeline_write = os.pipe()
         started: list[_Process] = []
         try:
-            for task, cluster in self._clusters.items():
-                process = _Process(
-                    task,
-                    self._command,
-                    os.environ | {"TF_CONFIG": cluster.tf_config()},
-                    lifeline_read,
-                    logs / f"{task.job}-{task.index}.log",
-                    is_shown=cluster.is_chief,
-                    events=self._events,
-                )
-                started.append(process)
-                self._running[task] = process
-            while self._running:
-                self._handle_next_event()
+            with Lifeline() as lifeline:
+                for task, cluster in self._clusters.items():
+                    process = _Process(
+                        task,
+                        self._command,
+                        os.environ | {"TF_CONFIG": cluster.tf_config()},
+                        lifeline,
+                        logs / f"{task.job}-{task.index}.log",
+                        is_shown=cluster.is_chief,
+                        events=self._events,
+                    )
+                    started.append(process)
+                    self._running[task] = process
+                while self._running:
+                    self._handle_next_event()
         finally:
             for process in started:
                 process.kill()
                 process.reap()
-            os.close(lifeline_write)
-            os.close(lifeline_read)
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
         failures = [end for end in self._ends if end.failure]
@@ -323,13 +295,13 @@ class _Process:
         task: Task,
         command: Sequence[str],
         env: Mapping[str, str],
-        lifeline: int,
+        lifeline: Lifeline,
         log: Path,
         *,
         is_shown: bool,
         events: "queue.SimpleQueue[Task | signal.Signals]",
     ) -> None:
-        """Starts the process, with the read end `lifeline` as the only descriptor it inherits."""
+        """Starts the process, tied to `lifeline`."""
         self.task = task
         self.log = log
         self.is_shown = is_shown
@@ -338,15 +310,8 @@ class _Process:
         self._log_file = log.open("ab", buffering=0)
         self._started = time.monotonic()
         try:
-            self._popen = subprocess.Popen(
-                command,
-                # Unbuffered: the last lines before a SIGKILL are the ones that matter.
-                env={**env, _LIFELINE: str(lifeline), "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[lifeline],
-                start_new_session=True,
+            self._popen = lifeline.start(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
         except OSError:
             self._log_file.close()

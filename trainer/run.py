@@ -1,18 +1,17 @@
 """One task of a run, from a checked command line to an exit code: connect, build, resume, train.
 
 plan = Plan(strategy="mirrored", recipe=recipe, cluster=None, model_dir="runs/a", ...)
-preflight(recipe, model_dir)        # everything that can be known before anything starts
 with StopSignals() as signals:
     exit_code = run_task(plan, signals)
 """
 
+import contextlib
 import json
 import logging
 import os
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,29 @@ import tensorflow as tf
 
 from data.records import DataError
 from strategies.base import DataFaultError, Executor, PeerLostError, Position, PositionError
-from strategies.cluster import Cluster, ClusterError, check_port_free
+from strategies.cluster import ClusterError
 from strategies.mirrored import DeviceError, MirroredExecutor, replica_devices, use_gpus
 from strategies.multiworker import MultiWorkerExecutor
-from strategies.ps import ParameterServerExecutor, serve
+from strategies.peers import check_own_address, port_of
+from strategies.placement import PlacementError
+from strategies.ports import held
+from strategies.ps import ParameterServerExecutor
+from strategies.ps_server import serve, start_server
 from strategies.ps_sync import SynchronousParameterServerExecutor
 from trainer import config as config_lib
 from trainer.build import build_checkpointer, build_hooks, build_learner
 from trainer.checkpoint import Checkpointer, ModelDirError, Saved
-from trainer.config import ConfigError, Recipe, check_replicas
+from trainer.config import ConfigError, check_replicas
+from trainer.evaluator import follow
 from trainer.exits import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE, first_line
 from trainer.hooks import Hook
 from trainer.inputs import Inputs, check_batches, data_errors_explained, open_inputs
 from trainer.learner import Learner, OptimizerError
 from trainer.loop import train
+from trainer.plan import Plan
+from trainer.preflight import check_model_dir
 from trainer.signals import StopSignals
-from trainer.writers import Console, without_nan
+from trainer.writers import Console, write_json
 
 log = logging.getLogger(__name__)
 
@@ -51,94 +57,9 @@ USER_ERRORS = (
     DeviceError,
     ModelDirError,
     OptimizerError,
+    PlacementError,
     PositionError,
 )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one task was asked to do.
-
-    Attributes:
-        strategy: mirrored, multiworker or ps.
-        recipe: The config and the functions of its file.
-        cluster: The cluster and this task's place in it; None for a process alone.
-        model_dir: Where the run is kept.
-        replicas: Replicas of mirrored; 0 for one on each GPU, or one CPU.
-        num_gpus: How many GPUs to use; None for all.
-        communication: auto, ring or nccl.
-        num_threads: Of TensorFlow in this process; 0 leaves it to TensorFlow.
-        log_device_placement: Whether TensorFlow logs where each op runs.
-        replicas_to_aggregate: ps: gradients of a step, or 0 for asynchronous steps.
-        max_staleness: ps, asynchronous: steps after which a gradient is too old; None for never.
-    """
-
-    strategy: str
-    recipe: Recipe
-    cluster: Cluster | None
-    model_dir: str
-    replicas: int = 0
-    num_gpus: int | None = None
-    communication: str = "auto"
-    num_threads: int = 0
-    log_device_placement: bool = False
-    replicas_to_aggregate: int = 0
-    max_staleness: int | None = None
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this task writes."""
-        return self.cluster is None or self.cluster.is_chief
-
-
-def hide_gpus() -> None:
-    """For a process that only checks: the GPUs' memory is for those that train."""
-    use_gpus(0)
-
-
-def preflight(recipe: Recipe, model_dir: str) -> None:
-    """Trains and changes nothing, but finds what would fail later.
-
-    Parses the first batch of each split and puts it through the model, and compares what the newest
-    checkpoint in `model_dir` is of.
-
-    Raises:
-        DataError, ConfigError, ModelDirError, OptimizerError: as one message.
-    """
-    inputs = open_inputs(recipe)
-    learner = build_learner(recipe)
-    check_batches(inputs, learner, recipe)
-    build_checkpointer(recipe, model_dir, inputs, learner).check()
-
-
-def finished_result(model_dir: str, config: config_lib.Config) -> dict[str, Any] | None:
-    """The result of a complete run of at least `train_steps` in `model_dir`, if there is one."""
-    path = f"{model_dir}/result.json"
-    if not tf.io.gfile.exists(path):
-        return None
-    with tf.io.gfile.GFile(path) as file:
-        result: dict[str, Any] = json.loads(file.read())
-    done = result["exit_code"] == EXIT_DONE and result["step"] >= config.train_steps
-    return result if done else None
-
-
-def check_model_dir(model_dir: str) -> None:
-    """Makes `model_dir`, and returns if a file can be written to it.
-
-    Raises:
-        ModelDirError: it cannot.
-    """
-    probe = f"{model_dir}/.writable-{os.getpid()}"
-    try:
-        tf.io.gfile.makedirs(model_dir)
-        with tf.io.gfile.GFile(probe, "w") as file:
-            file.write("")
-        tf.io.gfile.remove(probe)
-    except (tf.errors.OpError, OSError) as error:
-        raise ModelDirError(
-            f"--model_dir={model_dir} cannot be written: {first_line(error)}. "
-            "Give a directory that this user may write to."
-        ) from error
 
 
 def run_task(plan: Plan, signals: StopSignals) -> int:
@@ -149,15 +70,19 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
             mistake.
         NonFiniteLossError: training diverged.
     """
+    if plan.evaluates_alone:
+        _configure_tensorflow(plan)
+        return follow(plan, signals)
     if plan.cluster is not None:
-        check_port_free(plan.cluster.address)
+        check_own_address(plan.cluster)
     _configure_tensorflow(plan)
     num_gpus = use_gpus(plan.num_gpus)
-    if plan.cluster is not None and plan.cluster.is_server:
-        serve(plan.cluster)
-    # Before the first connection, so that a mistake in them costs nobody a wait.
-    inputs = open_inputs(plan.recipe, plan.num_threads)
-    check_model_dir(plan.model_dir)
+    if plan.cluster is not None and plan.serves:
+        serve(plan.cluster, plan.chief_timeout_secs, _end_without_chief)
+    with _answering(plan):
+        # Before the first connection, so that a mistake in them costs nobody a wait.
+        inputs = open_inputs(plan.recipe, plan.num_threads)
+        check_model_dir(plan.model_dir)
     try:
         executor = _connect(plan, num_gpus)
     except PeerLostError as error:
@@ -180,18 +105,33 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
     return exit_code
 
 
+def _end_without_chief(message: str) -> None:
+    log.error("%s: ending. Start me again when there is one.", message)
+    os._exit(EXIT_RESTART)
+
+
+def _answering(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    """While in it, servers that watch their chief see that it is there, if this task is one."""
+    if plan.cluster is None or "ps" not in plan.cluster.jobs:
+        return contextlib.nullcontext()
+    if plan.cluster.is_server:
+        start_server(plan.cluster)
+        return contextlib.nullcontext()
+    return held(port_of(plan.cluster.address))
+
+
 def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     config = plan.recipe.config
     started = time.monotonic()
     check_replicas(config, executor.replicas_a_step)
-    with executor.scope():
-        learner = build_learner(plan.recipe)
+    learner = executor.build(lambda: build_learner(plan.recipe))
     check_batches(inputs, learner, plan.recipe)
     checkpointer = build_checkpointer(
         plan.recipe, plan.model_dir, inputs, learner, executor.io_device
     )
     saved = _restore(checkpointer, learner)
-    _check_agreement(executor, saved.step if saved else 0)
+    has_evaluator = plan.cluster is not None and plan.cluster.num("evaluator") > 0
+    _check_agreement(executor, saved.step if saved else 0, has_evaluator=has_evaluator)
     # From here on files of a former run are written over: all that can be refused has been.
     if plan.is_chief:
         _write_config(plan, inputs)
@@ -202,7 +142,14 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     if console:
         _say_start(console, plan, inputs, executor, learner, saved.step if saved else 0)
     hooks, evaluate = build_hooks(
-        plan.recipe, plan.model_dir, inputs, executor, learner, checkpointer, console
+        plan.recipe,
+        plan.model_dir,
+        inputs,
+        executor,
+        learner,
+        checkpointer,
+        console,
+        evaluates=not has_evaluator,
     )
     try:
         step = _train_explained(inputs, executor, learner, hooks, config)
@@ -224,7 +171,7 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     result = {
         "step": step,
         "examples": executor.position.num_examples(inputs.train.order),
-        "eval": evaluate.latest,
+        "eval": evaluate.latest if evaluate else {},
         "seconds": round(time.monotonic() - started, 3),
         "exit_code": EXIT_DONE if complete else EXIT_RESTART,
         "why": "done" if complete else "asked to stop",
@@ -266,12 +213,18 @@ def _restore(checkpointer: Checkpointer, learner: Learner) -> Saved | None:
     return saved
 
 
-def _check_agreement(executor: Executor, step: int) -> None:
-    """Returns if all tasks that run the loop have restored the same step.
+def _check_agreement(executor: Executor, step: int, *, has_evaluator: bool) -> None:
+    """Returns if all tasks that run the loop have restored the same step, and evaluate or do not.
 
     Raises:
         ModelDirError: they do not see the same checkpoints.
+        ClusterError: some know an evaluator, and others none.
     """
+    if len(set(executor.everyones(int(has_evaluator)))) > 1:
+        raise ClusterError(
+            "TF_CONFIG names an evaluator in some tasks and none in others, so that some would "
+            "wait for the others to evaluate. Give all tasks the same cluster."
+        )
     steps = executor.everyones(step)
     if len(set(steps)) > 1:
         raise ModelDirError(
@@ -284,12 +237,16 @@ def _connect(plan: Plan, num_gpus: int) -> Executor:
     if plan.cluster is None:
         return MirroredExecutor.on(replica_devices(plan.replicas, num_gpus))
     if plan.strategy == "multiworker":
-        return MultiWorkerExecutor.connect(plan.cluster, plan.communication)
+        return MultiWorkerExecutor.connect(plan.cluster, plan.communication, plan.unknown_host_secs)
     if plan.replicas_to_aggregate:
         return SynchronousParameterServerExecutor.connect(
-            plan.cluster, replicas_to_aggregate=plan.replicas_to_aggregate
+            plan.cluster,
+            plan.unknown_host_secs,
+            replicas_to_aggregate=plan.replicas_to_aggregate,
         )
-    return ParameterServerExecutor.connect(plan.cluster, max_staleness=plan.max_staleness)
+    return ParameterServerExecutor.connect(
+        plan.cluster, plan.unknown_host_secs, max_staleness=plan.max_staleness
+    )
 
 
 def _configure_tensorflow(plan: Plan) -> None:
@@ -315,12 +272,12 @@ def _write_config(plan: Plan, inputs: Inputs) -> None:
             "keras": keras.__version__,
         },
     }
-    _write_json(f"{plan.model_dir}/config.json", document)
+    write_json(f"{plan.model_dir}/config.json", document)
 
 
 def _write_result(plan: Plan, result: Mapping[str, Any]) -> None:
     if plan.is_chief:
-        _write_json(f"{plan.model_dir}/result.json", result)
+        write_json(f"{plan.model_dir}/result.json", result)
 
 
 def _remove_result(plan: Plan) -> None:
@@ -328,12 +285,6 @@ def _remove_result(plan: Plan) -> None:
     path = f"{plan.model_dir}/result.json"
     if tf.io.gfile.exists(path):
         tf.io.gfile.remove(path)
-
-
-def _write_json(path: str, document: Mapping[str, Any]) -> None:
-    with tf.io.gfile.GFile(f"{path}.tmp", "w") as file:
-        file.write(json.dumps(without_nan(document), indent=2, allow_nan=False) + "\n")
-    tf.io.gfile.rename(f"{path}.tmp", path, overwrite=True)
 
 
 def _say_start(
@@ -347,6 +298,10 @@ def _say_start(
         f"{inputs.evaluation.split.num_examples:,} evaluation examples, "
         f"{learner.model.count_params():,} parameters; {plan.model_dir}"
     )
+    if plan.cluster is not None and plan.cluster.num("evaluator"):
+        console.say("the evaluator task evaluates; this one does not")
+    if table := executor.placement_table():
+        console.say(table)
     if step:
         console.say(f"going on from step {step:,}")
 

@@ -16,6 +16,8 @@ import tensorflow as tf
 from strategies.base import Metrics
 from trainer.hooks import Hook
 
+_SHOWN_WORKERS = 8
+
 
 class JsonLines(Hook):
     """One JSON object a report, in `metrics.jsonl`."""
@@ -41,6 +43,13 @@ class JsonLines(Hook):
         with tf.io.gfile.GFile(self._path, "a") as file:
             document = without_nan({"step": step, "split": split, **values})
             file.write(json.dumps(document, allow_nan=False) + "\n")
+
+
+def write_json(path: str, document: Mapping[str, Any]) -> None:
+    """Writes `document` to `path`, whole or not at all."""
+    with tf.io.gfile.GFile(f"{path}.tmp", "w") as file:
+        file.write(json.dumps(without_nan(document), indent=2, allow_nan=False) + "\n")
+    tf.io.gfile.rename(f"{path}.tmp", path, overwrite=True)
 
 
 def without_nan(value: Any) -> Any:
@@ -129,9 +138,8 @@ class Console(Hook):
             words.append(f"{_clock(left)} left")
         else:
             words.append(f"{values['examples']:,} examples")
-        if "worker_steps" in values:
-            shares = "  ".join(f"{name}: {n}" for name, n in values["worker_steps"].items())
-            words.append(f"({shares})")
+        if "worker_share" in values:
+            words.append(f"({_balance(values['worker_share'])})")
         self.say("  ".join(words))
 
 
@@ -139,6 +147,16 @@ def _values(histogram: Mapping[int, int]) -> np.ndarray:
     """A value for each count, at most 10,000 of them in the same proportions."""
     values, counts = np.array(list(histogram)), np.array(list(histogram.values()))
     return np.repeat(values, -(-counts // max(1, counts.sum() // 10_000)))
+
+
+def _balance(shares: Mapping[str, float]) -> str:
+    """`worker 0: 51%  worker 1: 49%`; of many workers those that do the least and the most."""
+    listed = [f"{name}: {share:.0%}" for name, share in shares.items()]
+    if len(listed) > _SHOWN_WORKERS:
+        by_share = sorted(shares, key=lambda name: shares[name])
+        ends = [by_share[0], by_share[-1]]
+        listed = [f"{len(shares)} workers"] + [f"{name}: {shares[name]:.1%}" for name in ends]
+    return "  ".join(listed)
 
 
 def _clock(seconds: float) -> str:

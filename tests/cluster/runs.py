@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import tensorflow as tf
+
+from strategies.cluster import Cluster, Task
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -174,6 +176,13 @@ class Process:
         """This process and all that it started, even where their parents have ended."""
         return _processes_where(lambda process: process.environ().get(_MARK) == self._mark)
 
+    def wait_for_family_to_end(self) -> None:
+        """Returns once all that this process started has ended too; fails if it does not."""
+        deadline = time.monotonic() + TIMEOUT_SECS
+        while family := self.family():
+            assert time.monotonic() < deadline, f"still run: {family}"
+            time.sleep(0.01)
+
     def send(self, signum: signal.Signals) -> None:
         self.popen.send_signal(signum)
 
@@ -226,6 +235,59 @@ def train(topology: Topology, model_dir: Path, *flags: str, exit_code: int = 0) 
         run = process.wait()
         assert run.exit_code == exit_code, process.output()
         return run
+
+
+@contextlib.contextmanager
+def by_hand(cluster: Cluster, model_dir: Path, *flags: str) -> Iterator["Tasks"]:
+    """A cluster whose tasks the test starts itself, one by one; leaving the context ends them."""
+    with contextlib.ExitStack() as stack:
+        tasks = Tasks(cluster, model_dir, flags, stack)
+        yield tasks
+        assert not any(process.family() for process in tasks.processes), "a process is left"
+    assert_nothing_left(model_dir)
+    for task in cluster.trainers:
+        assert_port_is_free(int(cluster.address_of(task).rpartition(":")[2]))
+
+
+class Tasks:
+    """The tasks of a cluster that were started by hand, each by its name, `worker 1`."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model_dir: Path,
+        flags: tuple[str, ...],
+        stack: contextlib.ExitStack,
+    ) -> None:
+        strategy = "ps" if cluster.num("ps") else "multiworker"
+        self._flags = (f"--strategy={strategy}", f"--model_dir={model_dir}", *flags)
+        self._cluster = cluster
+        self._model_dir = model_dir
+        self._stack = stack
+        self._latest: dict[str, Process] = {}
+        self.processes: list[Process] = []
+
+    def __getitem__(self, task: str) -> Process:
+        return self._latest[task]
+
+    def start(self, *tasks: Task, flags: tuple[str, ...] = ()) -> None:
+        """Starts `tasks`; one that was started before and has ended is started again."""
+        for task in tasks:
+            env = {"TF_CONFIG": self._cluster.for_task(task).tf_config()}
+            process = Process((*self._flags, *flags), self._model_dir, env=env)
+            self._latest[str(task)] = self._stack.enter_context(process)
+            self.processes.append(process)
+
+    def start_all(self) -> None:
+        self.start(*self._cluster.tasks())
+
+    def wait(self, *exit_codes: int) -> dict[str, Run]:
+        """The ended runs of the tasks as they were last started; each has one of `exit_codes`."""
+        runs = {name: process.wait_alone() for name, process in self._latest.items()}
+        for name, run in runs.items():
+            output = self._latest[name].output()
+            assert run.exit_code in (exit_codes or (0,)), f"{name}: {run.exit_code}\n{output}"
+        return runs
 
 
 def assert_one_error(run: Run, *parts: str) -> None:

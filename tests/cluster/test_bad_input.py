@@ -139,6 +139,7 @@ CASES = {
     "lanes that do not divide the batch": Case(
         "--config.data.lanes=7", ("lanes=7", "batch_size=64")
     ),
+    "two config files": Case("--config=a.py --config=b.py", ("2 times", "a.py, b.py")),
     "missing config file": Case("--config=configs/nope.py", ("configs/nope.py", "digits.py")),
     "config that is no Python": Case(
         "--config={tmp}/recipe.py", ("recipe.py", "line 1"), recipe="def get_config(:\n"

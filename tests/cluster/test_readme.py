@@ -1,5 +1,6 @@
 """The README's commands work as they stand there, and what it quotes is what the code says."""
 
+import contextlib
 import inspect
 import re
 import shlex
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from strategies.ports import free_ports
 from tests.cluster.runs import ROOT, Process
 from trainer.loop import train
 
@@ -19,10 +21,14 @@ def blocks(language: str) -> list[str]:
 
 def trainings() -> list[list[str]]:
     """The arguments of each `python -m trainer` that needs nothing which a reader must bring."""
-    lines = [line for block in blocks("sh") for line in block.splitlines()]
-    commands = [shlex.split(x, comments=True) for x in lines if x.startswith("python -m trainer ")]
-    brought = ("/shared", "mnist")
-    return [c[3:] for c in commands if not any(b in word for word in c for b in brought)]
+    brought = ("/shared", "mnist", "$HOSTS", "--check")
+    return [c for c in commands() if not any(b in word for word in c for b in brought)]
+
+
+def commands() -> list[list[str]]:
+    """The arguments of each `python -m trainer`."""
+    lines = [line for b in blocks("sh") for line in b.replace("\\\n", " ").splitlines()]
+    return [shlex.split(x, comments=True)[3:] for x in lines if x.startswith("python -m trainer ")]
 
 
 def test_readme_shows_a_command_for_each_strategy() -> None:
@@ -41,6 +47,40 @@ def test_command_of_the_readme_trains_on_a_machine_that_has_no_data(
     (model_dir,) = (tmp_path / "runs").iterdir()
     assert (model_dir / "result.json").exists()
     assert (tmp_path / "datasets" / "digits" / "features.json").exists()
+
+
+def test_check_of_the_readme_starts_nothing_and_says_where_variables_would_be(
+    tmp_path: Path,
+) -> None:
+    (argv,) = [command for command in commands() if "--check" in command]
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    with Process(tuple(argv), tmp_path, cwd=tmp_path) as process:
+        run = process.wait()
+    assert run.exit_code == 0, run.stderr
+    assert re.search(r"^ps 1: [\d,]+ bytes", run.stdout, re.MULTILINE)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_terminals_of_the_readme_train_together(digits: Path, tmp_path: Path) -> None:
+    ports = iter(free_ports(3))
+    hosts = re.search(r'export HOSTS="(.*)"', README)
+    assert hosts is not None
+    local = re.sub(r"host-\w:2222", lambda _: f"localhost:{next(ports)}", hosts[1])
+    model_dir = tmp_path / "run"
+    with contextlib.ExitStack() as stack:
+        terminals = []
+        for command in commands():
+            if "--job_name" not in " ".join(command):
+                continue
+            line = " ".join(command).replace("$HOSTS", local)
+            line = line.replace("/shared/run", str(model_dir)).replace(
+                "/shared/digits", str(digits)
+            )
+            argv = (*line.split(), "--train_steps=20", "--num_threads=1")
+            terminals.append(stack.enter_context(Process(argv, model_dir)))
+        runs = [terminal.wait_alone() for terminal in terminals]
+        assert [run.exit_code for run in runs] == [0, 0, 0], terminals[-1].output()
+    assert runs[-1].result["step"] >= 20
 
 
 def test_loop_in_the_readme_is_the_loop() -> None:

@@ -1,7 +1,6 @@
 """Clusters by hand: one command a task with its own TF_CONFIG, in any order, with any delay."""
 
 import contextlib
-import json
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -10,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from strategies.cluster import Cluster, Task, local_cluster
-from tests.cluster.runs import (
-    Process,
-    Run,
-    assert_nothing_left,
-    assert_one_error,
-    assert_port_is_free,
-)
+from tests.cluster.runs import Process, Run, assert_one_error, by_hand
 
 DELAY_SECS = 8.0
 FLAGS = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train_steps=60")
@@ -26,30 +19,14 @@ def run_by_hand(
     cluster: Cluster, order: Sequence[Task], model_dir: Path, digits: Path, delay_secs: float
 ) -> Mapping[str, Run]:
     """The runs of all tasks, by task, started in `order` with a delay between two."""
-    evaluator = {"evaluator": ["localhost:1"]}
-    argv = ("--strategy=ps" if cluster.num("ps") else "--strategy=multiworker", *FLAGS)
-    with contextlib.ExitStack() as stack:
-        tasks: dict[str, Process] = {}
+    with by_hand(cluster, model_dir, *FLAGS, f"--data_dir={digits}") as tasks:
         for task in order:
-            config = json.loads(cluster.for_task(task).tf_config())
-            # An evaluator in the cluster does the others no harm.
-            config["cluster"] |= evaluator
-            flags = (*argv, f"--data_dir={digits}", f"--model_dir={model_dir}")
-            process = Process(flags, model_dir, env={"TF_CONFIG": json.dumps(config)})
-            tasks[str(task)] = stack.enter_context(process)
+            tasks.start(task)
             if task != order[-1] and delay_secs:
                 # It waits for the others, and says nothing of a failure.
                 with pytest.raises(subprocess.TimeoutExpired):
-                    process.popen.wait(delay_secs)
-        runs = {name: process.wait_alone() for name, process in tasks.items()}
-        for name, run in runs.items():
-            assert run.exit_code == 0, f"{name}: {tasks[name].output()}"
-        assert not any(process.family() for process in tasks.values())
-    assert_nothing_left(model_dir)
-    for job in cluster.jobs.values():
-        for address in job.values():
-            assert_port_is_free(int(address.rpartition(":")[2]))
-    return runs
+                    tasks[str(task)].popen.wait(delay_secs)
+        return tasks.wait()
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -29,10 +29,11 @@ def rebuild(
     keep: int = 2,
 ) -> None:
     """Gives `toy` another model and optimizer."""
-    with toy.executor.scope():
-        toy.learner = Learner(
+    toy.learner = toy.executor.build(
+        lambda: Learner(
             make_model(), make_optimizer(), sparse_categorical_crossentropy, {}, batch_size=BATCH
         )
+    )
     toy.checkpointer = Checkpointer(f"{toy.model_dir}/checkpoints", toy.learner, {}, keep=keep)
 
 

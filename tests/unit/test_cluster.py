@@ -1,6 +1,5 @@
 import json
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ from strategies.cluster import (
     Cluster,
     ClusterError,
     Task,
-    check_port_free,
     local_cluster,
+    parse_hosts,
     parse_tf_config,
 )
+from strategies.peers import check_own_address
 
 WORKERS = ["a:2222", "b:2222"]
 PS_CLUSTER = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["d:1"]}
@@ -60,6 +60,17 @@ def test_under_ps_workers_and_ps_serve_the_chief() -> None:
     assert [str(view.task) for view in views] == ["chief 0", "worker 0", "worker 1", "ps 0"]
     assert [view.is_chief for view in views] == [True, False, False, False]
     assert [view.is_server for view in views] == [False, True, True, True]
+
+
+def test_without_a_chief_worker_0_serves_and_coordinates() -> None:
+    cluster = parse_tf_config(tf_config({"worker": WORKERS, "ps": ["d:1"]}), "ps")
+    views = [cluster.for_task(task) for task in cluster.tasks()]
+    assert [view.is_chief for view in views] == [True, False, False]
+    assert all(view.is_server for view in views)
+    assert views[1].address_of(views[1].chief) == "a:2222"
+    chief = cluster.with_chief("a:9")
+    assert str(chief.task) == "chief 0"
+    assert (chief.address, chief.is_chief, chief.is_server) == ("a:9", True, False)
 
 
 def test_one_task_is_enough_for_mirrored() -> None:
@@ -198,7 +209,7 @@ def test_malformed_job_is_explained(cluster: object, substance: tuple[str, ...])
             ('needs a "ps" task', "worker (2)", '"ps": ["host:port"]', "--strategy=multiworker"),
         ),
         ("ps", {"chief": ["a:1"], "ps": ["b:1"]}, ('needs a "worker" task', '"worker": [')),
-        ("ps", {"worker": ["a:1"], "ps": ["b:1"]}, ('needs a "chief" task', "does not train")),
+        ("ps", {"worker": {"1": "a:1"}, "ps": ["b:1"]}, ("where its chief is", "worker 0")),
         ("mirrored", {"worker": WORKERS}, ("one process", "worker (2)", "--strategy=multiworker")),
         ("mirrored", PS_CLUSTER, ("one process", "--strategy=ps")),
         ("mirrored", {"ps": ["a:1"]}, ("one process", "ps (1)")),
@@ -206,9 +217,56 @@ def test_malformed_job_is_explained(cluster: object, substance: tuple[str, ...])
     ],
 )
 def test_jobs_of_another_strategy_are_explained(
-    strategy: str, cluster: dict[str, list[str]], substance: tuple[str, ...]
+    strategy: str, cluster: dict[str, list[str] | dict[str, str]], substance: tuple[str, ...]
 ) -> None:
-    assert_teaches(error_of(tf_config(cluster, next(iter(cluster))), strategy), *substance)
+    job = next(iter(cluster))
+    index = next(iter(cluster[job])) if isinstance(cluster[job], dict) else 0
+    assert_teaches(error_of(tf_config(cluster, job, index), strategy), *substance)
+
+
+HOSTS = {"ps": "d:1", "worker": " a : 2222 , b:2222, "}
+
+
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_host_flags_say_the_same_as_tf_config(job: str) -> None:
+    cluster = parse_hosts(HOSTS, job, 0, "ps")
+    assert cluster == parse_tf_config(tf_config({"ps": ["d:1"], "worker": WORKERS}, job), "ps")
+
+
+def test_index_of_the_only_task_of_a_job_may_be_left_out() -> None:
+    assert parse_hosts(HOSTS, "ps", None, "ps").task == Task("ps", 0)
+
+
+def test_host_flags_describe_multiworker_too() -> None:
+    cluster = parse_hosts({"worker": "a:1,b:1"}, "worker", 1, "multiworker")
+    assert cluster.tasks() == (Task("worker", 0), Task("worker", 1))
+    assert not cluster.is_chief
+
+
+@pytest.mark.parametrize(
+    ("hosts", "job", "index", "substance"),
+    [
+        (HOSTS, None, 0, ("--job_name", "worker (2)", "None", "--job_name=worker")),
+        (HOSTS, "chief", 0, ("--job_name", "worker (2)", "chief")),
+        (HOSTS, "evaluator", 0, ("--job_name", "evaluator")),
+        (HOSTS, "worker", None, ("--task_index from 0 to 1", "--worker_hosts", "None")),
+        (HOSTS, "worker", 2, ("--task_index from 0 to 1", "2")),
+        (HOSTS, "ps", -1, ("--task_index from 0 to 0", "-1")),
+        ({"worker": "a:1"}, "worker", 0, ('needs a "ps" task', "the command line", "--ps_hosts=")),
+        ({"ps": "a:1"}, "ps", 0, ('needs a "worker" task', "--worker_hosts=")),
+        (HOSTS | {"worker": "a,b:1"}, "ps", 0, ("command line", "worker 0 is 'a'", '"a:2222"')),
+        (HOSTS | {"worker": "a:1,,b:1"}, "ps", 0, ("command line", "worker 1 is ''")),
+        (HOSTS | {"worker": "d:1"}, "ps", 0, ("command line", "d:1", "both ps 0 and worker 0")),
+        (HOSTS | {"chief": "e:1,f:1"}, "ps", 0, ("one chief", "names 2")),
+        (HOSTS | {"worker": ""}, "ps", 0, ('needs a "worker" task', "ps (1)")),
+    ],
+)
+def test_mistakes_in_host_flags_are_explained(
+    hosts: dict[str, str], job: str | None, index: int | None, substance: tuple[str, ...]
+) -> None:
+    with pytest.raises(ClusterError) as caught:
+        parse_hosts(hosts, job, index, "ps")
+    assert_teaches(str(caught.value), *substance)
 
 
 def test_ps_chief_must_know_every_worker() -> None:
@@ -284,8 +342,8 @@ def test_local_cluster_has_the_tasks_asked_for_on_different_free_ports() -> None
     assert cluster.is_chief
     addresses = [cluster.for_task(task).address for task in cluster.tasks()]
     assert len(set(addresses)) == 6
-    for address in addresses:
-        check_port_free(address)
+    for task in cluster.tasks():
+        check_own_address(cluster.for_task(task))
     assert parse_tf_config(cluster.tf_config(), "ps") == cluster
 
     cluster = local_cluster("multiworker", num_workers=2, num_ps=1)
@@ -317,24 +375,3 @@ def test_local_cluster_without_tasks_is_refused(
     with pytest.raises(ClusterError) as caught:
         local_cluster(strategy, num_workers, num_ps)
     assert_teaches(str(caught.value), *substance)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_port_in_use_is_named(host: str) -> None:
-    with socket.create_server((host, 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(ClusterError) as caught:
-            check_port_free(f"localhost:{port}")
-    assert_teaches(str(caught.value), f"localhost:{port}", "in use", f":{port}", "another port")
-
-
-def test_connections_of_a_former_run_do_not_count_as_a_use_of_the_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        with socket.create_connection(address) as client:
-            accepted, _ = server.accept()
-            accepted.close()  # This end closes first: it stays in TIME_WAIT.
-            assert client.recv(1) == b""
-    with socket.socket() as strict, pytest.raises(OSError, match="in use"):
-        strict.bind(address)  # The premise: without SO_REUSEADDR the port is taken.
-    check_port_free(f"localhost:{address[1]}")

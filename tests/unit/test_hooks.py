@@ -87,6 +87,7 @@ def test_evaluation_counts_each_example_once_and_keeps_the_best(
         last_step=25,
         best_metric="loss",
         checkpointer=toy.checkpointer,
+        position=lambda: toy.executor.position,
     )
     run(toy, [evaluate], 25)
     assert [step for step, _, _ in kept.reports] == [10, 20, 25]
@@ -184,6 +185,7 @@ def test_evaluation_that_is_no_number_ends_the_run(split: Split, tmp_path: Path)
         last_step=100,
         best_metric="loss",
         checkpointer=toy.checkpointer,
+        position=lambda: toy.executor.position,
     )
     with pytest.raises(NonFiniteLossError, match="evaluation loss at step 0 is nan"):
         evaluate.act(0)

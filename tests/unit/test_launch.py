@@ -22,7 +22,7 @@ from trainer.launch import LaunchReport, LocalCluster
 PREAMBLE = """
 import json, os, signal, sys, time
 from pathlib import Path
-from trainer.launch import watch_lifeline
+from trainer.lifeline import watch_lifeline
 watch_lifeline()
 config = json.loads(os.environ["TF_CONFIG"])
 job, index = config["task"]["type"], config["task"]["index"]

@@ -73,16 +73,19 @@ class Toy:
         self.model_dir = model_dir
         self.reader = make_reader(split)
         self.executor = executor.on(["CPU:0"])
-        with self.executor.scope():
+
+        def make() -> Learner:
             keras.utils.set_random_seed(seed)
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(width)])
-            self.learner = Learner(
+            return Learner(
                 model,
                 optimizer or keras.optimizers.Adam(0.01),
                 sparse_categorical_crossentropy,
                 {"accuracy": accuracy},
                 batch_size=BATCH,
             )
+
+        self.learner = self.executor.build(make)
         identity = {"train data": split.fingerprint, "batch_size": BATCH}
         self.checkpointer = Checkpointer(
             f"{model_dir}/checkpoints", self.learner, identity, keep=keep

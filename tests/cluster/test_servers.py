@@ -1,0 +1,169 @@
+"""Servers of a chief: how they are told who they are, how they wait for it, and how they end."""
+
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from strategies.cluster import Cluster, Task, local_cluster
+from strategies.ports import free_ports
+from tests.cluster.runs import Process, assert_nothing_left, assert_one_error, by_hand
+
+LINEAR = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train_steps=60")
+CHIEF, WORKER_0, WORKER_1, PS = (
+    Task("chief", 0),
+    Task("worker", 0),
+    Task("worker", 1),
+    Task("ps", 0),
+)
+
+
+def host_flags(num_workers: int) -> tuple[str, str]:
+    """As TensorFlow 1's tutorials give them, with a space after each comma."""
+    ps, *workers = (f"localhost:{port}" for port in free_ports(1 + num_workers))
+    return f"--ps_hosts={ps}", f"--worker_hosts={', '.join(workers)}"
+
+
+@pytest.mark.parametrize(
+    "order",
+    list(itertools.permutations([PS, WORKER_0, WORKER_1])),
+    ids=lambda order: ", ".join(map(str, order)),
+)
+def test_three_terminals_in_any_order(order: Sequence[Task], digits: Path, tmp_path: Path) -> None:
+    hosts = host_flags(num_workers=2)
+    with ExitStack() as stack:
+        terminals = []
+        for task in order:
+            # The index goes by both names that programs of those days gave it.
+            index = f"--{'task_id' if task == WORKER_1 else 'task_index'}={task.index}"
+            where = ["--strategy=ps", f"--job_name={task.job}", index, *hosts]
+            flags = (*where, *LINEAR, f"--data_dir={digits}")
+            if task == WORKER_0:
+                flags += (f"--model_dir={tmp_path}",)
+            terminals.append(stack.enter_context(Process(flags, tmp_path)))
+            if task != order[-1]:
+                time.sleep(0.5)
+        runs = dict(zip(order, [terminal.wait_alone() for terminal in terminals], strict=True))
+        outputs = "\n".join(terminal.output() for terminal in terminals)
+        assert {run.exit_code for run in runs.values()} == {0}, outputs
+        assert not any(terminal.family() for terminal in terminals)
+    result = runs[WORKER_0].result
+    assert result["step"] >= 60
+    assert min(result["worker_steps"].values()) > 0
+
+
+def test_servers_end_by_themselves_when_the_chief_is_killed(digits: Path, tmp_path: Path) -> None:
+    cluster = local_cluster("ps", 2, 1)
+    flags = ("--config=tests/cluster/configs/slow.py", "--num_threads=1", f"--data_dir={digits}")
+    with by_hand(cluster, tmp_path, *flags, "--chief_timeout_secs=3") as tasks:
+        tasks.start_all()
+        tasks["chief 0"].wait_for_step(20)
+        tasks["chief 0"].send(signal.SIGKILL)
+        assert tasks["chief 0"].wait_alone().exit_code == -signal.SIGKILL
+        ends = tasks.wait(75, -signal.SIGKILL)
+    assert [ends[str(task)].exit_code for task in (WORKER_0, WORKER_1, PS)] == [75, 75, 75]
+    assert "chief 0" in ends["ps 0"].stderr
+    assert "has not answered" in ends["ps 0"].stderr
+
+
+def test_servers_end_by_themselves_when_no_chief_comes(tmp_path: Path) -> None:
+    cluster = local_cluster("ps", 1, 1)
+    with by_hand(cluster, tmp_path, "--chief_timeout_secs=2") as tasks:
+        tasks.start(PS)
+        tasks.wait(75)
+
+
+def test_servers_that_keep_serving_take_one_job_after_another(digits: Path, tmp_path: Path) -> None:
+    hosts = host_flags(num_workers=1)
+    with ExitStack() as stack:
+        servers = []
+        for task in (PS, WORKER_0):
+            where = (f"--job_name={task.job}", "--task_index=0", "--keep_serving")
+            server = ("--strategy=ps", *hosts, *where, "--num_threads=1")
+            servers.append(stack.enter_context(Process(server, tmp_path / "none")))
+        for job in ("first", "second"):
+            model_dir = tmp_path / job
+            flags = (*hosts, *LINEAR, f"--data_dir={digits}", f"--model_dir={model_dir}")
+            argv = ("--strategy=ps", "--existing_servers", *flags)
+            with Process(argv, model_dir) as chief:
+                run = chief.wait_alone()
+                assert run.exit_code == 0, chief.output() + servers[0].output()
+            assert run.result["step"] >= 60
+            assert [process.popen.poll() for process in servers] == [None, None]
+        for process in servers:
+            process.send(signal.SIGTERM)
+        assert [process.wait_alone().exit_code for process in servers] == [75, 75]
+        for process in servers:
+            process.wait_for_family_to_end()
+
+
+def test_chief_that_finds_something_else_in_a_servers_place_says_so(
+    digits: Path, tmp_path: Path
+) -> None:
+    """The worker's address is the ps's: another task; and a web server's: no task at all."""
+    (port,) = free_ports(1)
+    cluster = Cluster(
+        {
+            "chief": {0: f"localhost:{port}"},
+            "worker": {0: "nobody.invalid:1"},
+            "ps": {0: f"localhost:{free_ports(1)[0]}"},
+        },
+        CHIEF,
+    )
+    flags = (*LINEAR, f"--data_dir={digits}", "--strategy=ps", "--unknown_host_secs=1")
+    env = {"TF_CONFIG": cluster.tf_config()}
+    with Process((*flags, f"--model_dir={tmp_path}"), tmp_path, env=env) as process:
+        run = process.wait()
+    assert_one_error(run, "worker 0", "nobody.invalid", "unknown", "--unknown_host_secs=1")
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_second_process_of_one_identity_is_refused(digits: Path, tmp_path: Path) -> None:
+    cluster = local_cluster("ps", 1, 1)
+    with by_hand(cluster, tmp_path, "--chief_timeout_secs=60", "--num_threads=1") as tasks:
+        tasks.start(PS)
+        first = tasks["ps 0"]
+        first.wait_until(lambda: "ps 0 serves at" in first.output(), "word that it serves")
+        env = {"TF_CONFIG": cluster.for_task(PS).tf_config()}
+        with Process(("--strategy=ps", f"--model_dir={tmp_path}"), tmp_path, env=env) as second:
+            assert_one_error(
+                second.wait_alone(), "Another process is ps 0 already", "end the other"
+            )
+        assert first.popen.poll() is None
+        first.send(signal.SIGTERM)
+        tasks.wait(75)
+
+
+def test_evaluator_follows_the_checkpoints_and_evaluates_the_last(
+    digits: Path, tmp_path: Path
+) -> None:
+    trained = local_cluster("ps", 1, 1)
+    jobs = {**trained.jobs, "evaluator": {0: "localhost:1"}}
+    cluster = Cluster(jobs, CHIEF)
+    slow = ("--config=tests/cluster/configs/slow.py", "--num_threads=1", "--train_steps=200")
+    flags = (*slow, f"--data_dir={digits}", "--config.checkpoint_every_steps=20")
+    with by_hand(cluster, tmp_path, *flags) as tasks:
+        tasks.start_all()
+        runs = tasks.wait()
+    assert "eval " not in runs["chief 0"].stdout
+    assert runs["chief 0"].metrics("eval") == []
+    assert runs["chief 0"].result["eval"] == {}
+    lines = (tmp_path / "evaluator" / "metrics.jsonl").read_text().splitlines()
+    reports = [json.loads(line) for line in lines]
+    assert reports[-1]["step"] == runs["chief 0"].result["step"]
+    assert len(reports) > 1, "it only saw the last checkpoint"
+    assert all(report["split"] == "eval" and report["examples"] == 360 for report in reports)
+    result = json.loads((tmp_path / "evaluator" / "result.json").read_text())
+    assert result["step"] == reports[-1]["step"]
+    assert result["eval"]["accuracy"] == reports[-1]["accuracy"]
+    assert list((tmp_path / "tensorboard" / "eval").iterdir())
+    best = min(reports, key=lambda report: report["loss"])
+    assert f"best-{best['step']:08d}" in runs["chief 0"].checkpoints()
+    assert os.listdir(tmp_path / "checkpoints")
+    assert_nothing_left(tmp_path)

@@ -1,0 +1,173 @@
+"""What is learned of other tasks, from real sockets and from TensorFlow servers of this process."""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from strategies.cluster import Cluster, ClusterError, Task
+from strategies.peers import (
+    UnknownHostError,
+    check_own_address,
+    identify,
+    own_host,
+    port_of,
+    wait_for_peers,
+    wait_for_servers,
+    watch_chief,
+)
+from strategies.ports import bind, free_ports, held
+from strategies.ps_server import start_server
+
+# A name that no resolver knows: RFC 2606 keeps the domain free.
+UNKNOWN = "nobody.invalid"
+
+
+def alone_at(port: int) -> Cluster:
+    return Cluster({"worker": {0: f"localhost:{port}"}}, Task("worker", 0))
+
+
+def ps_cluster(worker: str, ps: str) -> Cluster:
+    """A chief that sees a worker and a ps."""
+    jobs = {"chief": {0: "localhost:1"}, "worker": {0: worker}, "ps": {0: ps}}
+    return Cluster(jobs, Task("chief", 0))
+
+
+@pytest.fixture(scope="module")
+def servers() -> Cluster:
+    """A worker and a ps that really serve."""
+    worker, ps = (f"localhost:{port}" for port in free_ports(2))
+    cluster = ps_cluster(worker, ps)
+    start_server(cluster.for_task(Task("worker", 0)))
+    start_server(cluster.for_task(Task("ps", 0)))
+    return cluster
+
+
+@contextlib.contextmanager
+def stranger() -> Iterator[str]:
+    """The address of something that reads, answers, and is no TensorFlow."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = server.accept()
+                    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    client.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_tensorflow_server_is_known_by_its_task(servers: Cluster) -> None:
+    assert identify(servers.jobs["worker"][0]) == Task("worker", 0)
+    assert identify(servers.jobs["ps"][0]) == Task("ps", 0)
+
+
+def test_nobody_and_strangers_are_told_apart() -> None:
+    assert identify(f"localhost:{free_ports(1)[0]}") is None
+    with stranger() as address:
+        assert identify(address) == "stranger"
+    with pytest.raises(UnknownHostError):
+        identify(f"{UNKNOWN}:1")
+
+
+def test_chief_finds_its_servers(servers: Cluster) -> None:
+    wait_for_servers(servers, unknown_host_secs=0)
+
+
+def test_server_of_another_cluster_is_refused(servers: Cluster) -> None:
+    swapped = ps_cluster(servers.jobs["ps"][0], servers.jobs["worker"][0])
+    with pytest.raises(ClusterError, match=r"worker 0 should serve .* but ps 0 of another cluster"):
+        wait_for_servers(swapped, unknown_host_secs=0)
+
+
+def test_stranger_in_a_servers_place_is_refused(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.peers._STRANGER_SECS", 0.5)
+    with stranger() as address, pytest.raises(ClusterError, match="no TensorFlow server"):
+        wait_for_servers(ps_cluster(servers.jobs["worker"][0], address), unknown_host_secs=0)
+
+
+def test_unknown_host_is_waited_for_and_then_refused(servers: Cluster) -> None:
+    started = time.monotonic()
+    cluster = ps_cluster(f"{UNKNOWN}:1", servers.jobs["ps"][0])
+    with pytest.raises(ClusterError, match=f"worker 0 \\({UNKNOWN}:1\\) is unknown"):
+        wait_for_servers(cluster, unknown_host_secs=0.5)
+    assert time.monotonic() - started > 0.5
+
+
+def test_two_processes_of_one_identity_are_refused(servers: Cluster) -> None:
+    with pytest.raises(ClusterError, match="Another process is ps 0 already"):
+        check_own_address(servers.for_task(Task("ps", 0)))
+
+
+def test_held_port_answers_and_is_free_afterwards() -> None:
+    (port,) = free_ports(1)
+    with held(port):
+        for _ in range(300):  # More than wait in a listener's queue.
+            socket.create_connection(("localhost", port), timeout=1).close()
+    bind(port).close()
+    assert identify(f"localhost:{port}") is None
+
+
+def test_peers_meet() -> None:
+    ports = free_ports(2)
+    jobs = {"worker": {i: f"localhost:{port}" for i, port in enumerate(ports)}}
+    views = [Cluster(jobs, Task("worker", i)) for i in range(2)]
+    other = threading.Thread(target=wait_for_peers, args=(views[1], 1.0))
+    other.start()
+    wait_for_peers(views[0], 1.0)
+    with held(ports[0]):  # As TensorFlow's server does once its task has gone on.
+        other.join(timeout=10)
+    assert not other.is_alive()
+
+
+def test_watcher_reports_a_chief_that_is_gone_and_not_one_that_is_there() -> None:
+    (port,) = free_ports(1)
+    cluster = Cluster({"worker": {0: f"localhost:{port}"}, "ps": {0: "b:1"}}, Task("ps", 0))
+    messages: queue.Queue[str] = queue.Queue()
+    with held(port):
+        watch_chief(cluster, 1.0, messages.put)
+        with pytest.raises(queue.Empty):
+            messages.get(timeout=2.0)
+    assert f"worker 0 (localhost:{port})" in messages.get(timeout=10.0)
+
+
+def test_own_host_is_one_that_others_can_reach() -> None:
+    assert own_host("localhost:1") == "localhost"
+    assert own_host("127.0.0.1:1") == "127.0.0.1"
+    with pytest.raises(ClusterError, match="cannot be reached"):
+        own_host(f"{UNKNOWN}:1")
+
+
+def test_port_of_an_address() -> None:
+    assert port_of("[::1]:22") == 22
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_port_in_use_is_named(host: str) -> None:
+    with socket.create_server((host, 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ClusterError) as caught:
+            check_own_address(alone_at(port))
+    for part in (f"localhost:{port}", "in use", f":{port}", "another port"):
+        assert part in str(caught.value)
+
+
+def test_connections_of_a_former_run_do_not_count_as_a_use_of_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address) as client:
+            accepted, _ = server.accept()
+            accepted.close()  # This end closes first: it stays in TIME_WAIT.
+            assert client.recv(1) == b""
+    with socket.socket() as strict, pytest.raises(OSError, match="in use"):
+        strict.bind(address)  # The premise: without SO_REUSEADDR the port is taken.
+    check_own_address(alone_at(address[1]))

@@ -1,0 +1,71 @@
+"""Where variables go: by bytes, with their slots, as the strategy then really makes them."""
+
+import itertools
+
+import keras
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strategies.placement import Group, place, record
+from trainer.learner import Learner, sparse_categorical_crossentropy
+
+
+def groups_of(sizes: list[int]) -> list[Group]:
+    return [Group(f"v{i}", (size,), size) for i, size in enumerate(sizes)]
+
+
+def make_learner() -> Learner:
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(3)])
+    return Learner(
+        model, keras.optimizers.Adam(0.1), sparse_categorical_crossentropy, {}, batch_size=4
+    )
+
+
+def test_variable_counts_with_its_slots() -> None:
+    learner, groups = record(make_learner)
+    kernel = next(group for group in groups if group.shape == (6, 5))
+    assert kernel.num_variables == 3, "Adam has two slots a variable"
+    assert kernel.num_bytes == 3 * 6 * 5 * 4
+    everything = [*learner.model.variables, *learner.optimizer.variables]
+    assert sum(group.num_variables for group in groups) == len(everything)
+
+
+def test_recording_makes_the_same_groups_each_time() -> None:
+    shapes = [[(g.shape, g.num_bytes) for g in record(make_learner)[1]] for _ in range(2)]
+    assert shapes[0] == shapes[1]
+
+
+def test_largest_comes_first_and_goes_where_there_is_least() -> None:
+    placement = place(groups_of([1, 2, 3, 10, 4]), num_ps=2)
+    assert placement.ps == (1, 1, 1, 0, 1)
+    assert placement.num_bytes == (10, 10)
+    table = placement.table().splitlines()
+    assert table[0].startswith("ps 0: 10 bytes, 1 variables, the largest v3 [10]")
+    assert table[1].startswith("ps 1: 10 bytes, 4 variables, the largest v4 [4]")
+
+
+def test_ps_without_a_variable_is_in_the_table() -> None:
+    assert place(groups_of([5]), num_ps=2).table().splitlines()[1] == "ps 1: 0 bytes, 0 variables"
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(1, 3))
+def test_fullest_ps_is_within_grahams_bound_of_the_best_placement(
+    sizes: list[int], num_ps: int
+) -> None:
+    fullest = max(place(groups_of(sizes), num_ps).num_bytes)
+
+    def fullest_of(choice: tuple[int, ...]) -> int:
+        return max(
+            sum(size for size, ps in zip(sizes, choice, strict=True) if ps == i)
+            for i in range(num_ps)
+        )
+
+    best = min(map(fullest_of, itertools.product(range(num_ps), repeat=len(sizes))))
+    assert best <= fullest <= best * (4 / 3 - 1 / (3 * num_ps)) + 1e-9
+
+
+def test_bytes_are_those_of_the_variables() -> None:
+    learner, groups = record(make_learner)
+    everything = [*learner.model.variables, *learner.optimizer.variables]
+    num_bytes = sum(variable.value.numpy().nbytes for variable in everything)
+    assert sum(place(groups, 3).num_bytes) == num_bytes

@@ -1,0 +1,124 @@
+"""The `evaluator` task: it follows the checkpoints of a run, from outside the training cluster.
+
+    exit_code = follow(plan, signals)
+
+Where `TF_CONFIG` names an evaluator the tasks that train do not evaluate. This one takes the newest
+checkpoint whenever there is a new one, evaluates it on its own devices, and keeps the best. It ends
+when it has evaluated the last checkpoint of a run that is done.
+
+    MODEL_DIR/evaluator/metrics.jsonl   the "eval" reports; TensorBoard has them where it always has
+    MODEL_DIR/evaluator/result.json     written last
+    MODEL_DIR/checkpoints/best-*
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+
+from strategies.base import Position
+from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
+from strategies.peers import watch_chief
+from trainer.build import build_checkpointer, build_learner
+from trainer.checkpoint import Checkpointer, ModelDirError, Saved
+from trainer.config import Config
+from trainer.exits import EXIT_DONE, EXIT_RESTART
+from trainer.hooks import Evaluate
+from trainer.inputs import check_batches, open_inputs
+from trainer.plan import Plan
+from trainer.preflight import check_model_dir, finished_result
+from trainer.signals import StopSignals
+from trainer.writers import Console, JsonLines, TensorBoard, write_json
+
+log = logging.getLogger(__name__)
+
+_POLL_SECS = 1.0
+
+
+def follow(plan: Plan, signals: StopSignals) -> int:
+    """Evaluates checkpoints until the last one of the run; returns the exit code.
+
+    Raises:
+        ConfigError, DataError, ModelDirError: a user's mistake.
+    """
+    config = plan.recipe.config
+    inputs = open_inputs(plan.recipe, plan.num_threads)
+    directory = f"{plan.model_dir}/evaluator"
+    check_model_dir(directory)
+    stop = threading.Event()
+    signals.on_stop(stop.set)
+    assert plan.cluster is not None, "an evaluator is a task of a cluster"
+    if plan.chief_timeout_secs is not None:
+        watch_chief(
+            plan.cluster,
+            plan.chief_timeout_secs,
+            lambda message: _end_unless_done(message, plan.model_dir, config),
+        )
+    executor = MirroredExecutor.on(replica_devices(1, use_gpus(plan.num_gpus)))
+    learner = executor.build(lambda: build_learner(plan.recipe))
+    check_batches(inputs, learner, plan.recipe)
+    executor.start_evaluation(learner, inputs.evaluation)
+    checkpointer = build_checkpointer(plan.recipe, plan.model_dir, inputs, learner)
+    console, json_lines = Console(config.train_steps), JsonLines(f"{directory}/metrics.jsonl")
+    saved = Saved(0, Position())
+    evaluate = Evaluate(
+        executor,
+        learner,
+        [console, json_lines, TensorBoard(f"{plan.model_dir}/tensorboard")],
+        every_steps=0,
+        last_step=config.train_steps,
+        best_metric=config.best_metric,
+        checkpointer=checkpointer,
+        position=lambda: saved.position,
+    )
+    console.say(f"{plan.cluster.task}: evaluates the checkpoints of {plan.model_dir}")
+    while not stop.is_set():
+        # Before the look at the checkpoints: a run that is done has saved its last one before.
+        result = finished_result(plan.model_dir, config)
+        newest = checkpointer.newest_step()
+        if newest is not None and newest != saved.step:
+            restored = _restore(checkpointer)
+            if restored is not None:
+                saved = restored
+                # What is evaluated again replaces what a former evaluator said of it.
+                json_lines.begin(saved.step - 1)
+                evaluate.act(saved.step)
+        elif result is None:
+            stop.wait(_POLL_SECS)
+        elif result["step"] == saved.step:
+            _write_result(directory, saved.step, evaluate.latest)
+            console.say(f"done: step {saved.step:,} was the last; {directory}/result.json")
+            return EXIT_DONE
+        else:
+            raise ModelDirError(
+                f"The run in {plan.model_dir} is done with step {result['step']}, but its newest "
+                f"whole checkpoint is of step {saved.step}. The evaluator must see the same "
+                "directory as the chief."
+            )
+    return EXIT_RESTART
+
+
+def _restore(checkpointer: Checkpointer) -> Saved | None:
+    """The newest checkpoint; None if the chief has put others in its place meanwhile.
+
+    Raises:
+        ModelDirError: it cannot be used.
+    """
+    newest = checkpointer.newest_step()
+    try:
+        return checkpointer.restore()
+    except ModelDirError:
+        if checkpointer.newest_step() == newest:
+            raise
+        return None
+
+
+def _end_unless_done(message: str, model_dir: str, config: Config) -> None:
+    if finished_result(model_dir, config) is None:
+        log.error("%s: ending. Start me again when training goes on.", message)
+        os._exit(EXIT_RESTART)
+
+
+def _write_result(directory: str, step: int, latest: Mapping[str, float]) -> None:
+    document = {"step": step, "eval": latest, "exit_code": EXIT_DONE, "why": "done"}
+    write_json(f"{directory}/result.json", document)

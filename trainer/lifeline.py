@@ -1,0 +1,81 @@
+"""A pipe that ties the life of a task to that of the process which started it.
+
+    with Lifeline() as lifeline:                # in the starter
+        lifeline.start(command)
+    is_started = watch_lifeline()               # in the task, first of all
+
+The starter holds the write end and never writes. However it ends, even by SIGKILL, the pipe closes,
+and the task sees it.
+"""
+
+import os
+import subprocess
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from trainer.exits import EXIT_RESTART
+
+_VARIABLE = "TRAINER_LIFELINE_FD"
+
+
+class Lifeline:
+    """The starter's end; leaving the context ends every task that was started on it."""
+
+    def __enter__(self) -> Self:
+        """Opens the pipe."""
+        self._read, self._write = os.pipe()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes it."""
+        os.close(self._write)
+        os.close(self._read)
+
+    def start(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+        """`command` as a process of its own, tied to this one; `options` are Popen's.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        # Unbuffered: the last lines before a SIGKILL are the ones that matter.
+        ours = {_VARIABLE: str(self._read), "PYTHONUNBUFFERED": "1"}
+        env = {**options.pop("env", os.environ), **ours}
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[self._read],
+            start_new_session=True,
+            **options,
+        )
+
+
+def watch_lifeline() -> bool:
+    """Ties this task's life to its starter's; every task's main calls it first.
+
+    When the starter is gone this process ends at once with code 75: what it had saved is whole, and
+    the rest is repeated. Returns whether there is one; does nothing if there is none.
+    """
+    lifeline = os.environ.pop(_VARIABLE, None)  # Popped: it is not for the task's own children.
+    if lifeline is None:
+        return False
+    fd = int(lifeline)
+    os.set_inheritable(fd, False)
+
+    def wait_for_end() -> None:
+        try:
+            # It returns when the last write end, the starter's, closes.
+            os.read(fd, 1)
+            os.write(2, b"The launcher of this task is gone: ending.\n")
+        finally:  # Where standard error went to the launcher, writing fails.
+            os._exit(EXIT_RESTART)
+
+    threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
+    return True
