@@ -71,8 +71,6 @@ def _set_environment() -> None:
 
 def _launch(recipe: Recipe) -> int:
     """A cluster on this machine: everything is checked here, before its tasks are started."""
-    from trainer import preflight
-
     cluster = local_cluster(flags.STRATEGY.value, flags.WORKERS.value, flags.PS.value)
     model_dir = _model_dir(recipe)
     if flags.STRATEGY.value == "multiworker":
@@ -81,6 +79,8 @@ def _launch(recipe: Recipe) -> int:
         flags.num_to_aggregate(recipe, flags.WORKERS.value)
     if _say_if_finished(recipe, model_dir):
         return 0
+    from trainer import preflight
+
     if flags.CHECK.value:
         num_ps = flags.PS.value if flags.STRATEGY.value == "ps" else 0
         return _check(recipe, model_dir, flags.WORKERS.value, num_ps)
@@ -93,8 +93,7 @@ def _launch(recipe: Recipe) -> int:
 
 
 def _run(recipe: Recipe, cluster: Cluster | None) -> int:
-    from trainer import run
-
+    replicas_to_aggregate = flags.num_to_aggregate(recipe, cluster.num("worker") if cluster else 1)
     model_dir = _model_dir(recipe)
     serves = cluster is not None and flags.serves(cluster)
     is_evaluator = cluster is not None and cluster.task.job == "evaluator"
@@ -102,10 +101,11 @@ def _run(recipe: Recipe, cluster: Cluster | None) -> int:
     # A server of one run too: no chief will come and end it. An evaluator may have work left.
     if not (serves_many or is_evaluator) and _say_if_finished(recipe, model_dir):
         return 0
-    replicas_to_aggregate = flags.num_to_aggregate(recipe, cluster.num("worker") if cluster else 1)
     if flags.CHECK.value:
         num_ps = cluster.num("ps") if cluster else 0
         return _check(recipe, model_dir, len(cluster.trainers) if cluster else 1, num_ps)
+    from trainer import run
+
     plan = Plan(
         strategy=flags.STRATEGY.value,
         recipe=recipe,

@@ -1,5 +1,7 @@
 """Exit codes, which a scheduler can act on, and the one line that says why."""
 
+import re
+
 EXIT_DONE = 0
 # A bug, or training diverged.
 EXIT_BUG = 1
@@ -8,8 +10,14 @@ EXIT_USAGE = 2
 # A peer was lost, or this task was asked to stop: what was saved is whole, start it again.
 EXIT_RESTART = 75
 
+_STYLE = re.compile("\x1b\\[[0-9;]*m")
+
 
 def first_line(error: BaseException) -> str:
-    """The first line of what `error` says, or its type if it says nothing."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+    """The first line of what `error` says, or its type if it says nothing.
+
+    Not the one with which Keras begins: it names a layer, and the reason, in bold, comes after it.
+    """
+    lines = [line.strip() for line in _STYLE.sub("", str(error)).splitlines()]
+    told = [line for line in lines if line and not line.startswith("Exception encountered when")]
+    return (told or lines or [""])[0] or type(error).__name__

@@ -176,6 +176,17 @@ class Process:
         """This process and all that it started, even where their parents have ended."""
         return _processes_where(lambda process: process.environ().get(_MARK) == self._mark)
 
+    def task(self, name: str) -> psutil.Process:
+        """The process of a task, `worker 1`, of the local cluster that this one launched."""
+        job, index = name.split()
+        (found,) = [
+            process
+            for process in self.family()
+            if json.loads(process.environ().get("TF_CONFIG", "{}")).get("task")
+            == {"type": job, "index": int(index)}
+        ]
+        return found
+
     def wait_for_family_to_end(self) -> None:
         """Returns once all that this process started has ended too; fails if it does not."""
         deadline = time.monotonic() + TIMEOUT_SECS

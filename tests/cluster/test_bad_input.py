@@ -194,6 +194,57 @@ CASES = {
     "--workers with TF_CONFIG": Case(
         f"{MULTI} --workers=2", ("--workers", "TF_CONFIG"), tf_config=cluster_of(WORKERS)
     ),
+    "more gradients than workers": Case(
+        "--strategy=ps --sync_replicas --replicas_to_aggregate=3",
+        ("--replicas_to_aggregate", "from 1 to the number of workers, 2", "3"),
+    ),
+    "no gradients": Case(
+        "--strategy=ps --sync_replicas --replicas_to_aggregate=0",
+        ("--replicas_to_aggregate", "from 1", "0"),
+    ),
+    "gradients of asynchronous steps": Case(
+        "--strategy=ps --replicas_to_aggregate=2", ("needs --sync_replicas",)
+    ),
+    "synchronous replicas of another strategy": Case(
+        f"{MULTI} --sync_replicas", ("--sync_replicas", "--strategy=ps")
+    ),
+    "staleness of synchronous steps": Case(
+        "--strategy=ps --sync_replicas --max_staleness=3", ("--max_staleness=3", "--sync_replicas")
+    ),
+    "negative staleness": Case("--strategy=ps --max_staleness=-1", ("max_staleness", "-1")),
+    "hosts and TF_CONFIG": Case(
+        "--strategy=ps --ps_hosts=a:1",
+        ("TF_CONFIG", "--ps_hosts", "two descriptions"),
+        tf_config=cluster_of(PS),
+    ),
+    "a task without hosts": Case("--strategy=ps --job_name=ps", ("--job_name", "--ps_hosts")),
+    "a task of no job": Case(
+        "--strategy=ps --ps_hosts=a:1 --worker_hosts=b:1 --job_name=pss", ("--job_name", "pss")
+    ),
+    "two indices": Case(
+        "--strategy=ps --ps_hosts=a:1 --worker_hosts=b:1 --job_name=ps --task_id=0 --task_index=1",
+        ("--task_index=1", "--task_id=0"),
+    ),
+    "a server of existing servers": Case(
+        "--strategy=ps --ps_hosts=a:1 --worker_hosts=b:1 --job_name=ps --existing_servers",
+        ("--existing_servers", "--job_name=ps"),
+    ),
+    "a chief that keeps serving": Case(
+        "--strategy=ps --keep_serving",
+        ("--keep_serving", "chief 0"),
+        tf_config=cluster_of(PS, "chief"),
+    ),
+    "keep serving on this machine alone": Case(
+        "--strategy=ps --keep_serving", ("--keep_serving", "TF_CONFIG")
+    ),
+    "a check of a server": Case(
+        "--strategy=ps --check", ("--check", "worker 0", "chief 0"), tf_config=cluster_of(PS)
+    ),
+    "an evaluator of mirrored": Case(
+        "",
+        ("evaluator 0", "eval_every_steps"),
+        tf_config=cluster_of({"worker": ["a:1"], "evaluator": ["b:1"]}, "evaluator"),
+    ),
     "more GPUs than there are": Case("--num_gpus=7 --data_dir={digits}", ("--num_gpus=7",)),
 }
 
@@ -235,4 +286,4 @@ def test_port_in_use_is_explained(digits: Path, tmp_path: Path) -> None:
 
 def test_tf_config_without_a_model_dir_is_explained(tmp_path: Path) -> None:
     with Process((MULTI,), tmp_path, env={"TF_CONFIG": cluster_of(WORKERS)}) as process:
-        assert_one_error(process.wait(), "TF_CONFIG", "--model_dir")
+        assert_one_error(process.wait(), "worker 0 needs --model_dir")

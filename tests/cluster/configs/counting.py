@@ -1,15 +1,32 @@
 """One weight that counts the updates applied to it: its gradient is always -1, its rate 1."""
 
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strategies.base import Metrics
 from trainer.config import Config
+from trainer.hooks import Hook
 
 if TYPE_CHECKING:
     import keras
 
 
-def get_config() -> Config:
-    return Config(
+@dataclasses.dataclass
+class CountingConfig(Config):
+    """Config with a field more.
+
+    Attributes:
+        hold_dir: Where files `hold-<worker>` hold ps workers back, and `pause` slows the chief.
+    """
+
+    hold_dir: str = ""
+
+
+def get_config() -> CountingConfig:
+    return CountingConfig(
         batch_size=16,
         optimizer="sgd",
         learning_rate=1.0,
@@ -18,10 +35,12 @@ def get_config() -> Config:
     )
 
 
-def build_model(config: Config) -> "keras.Model":
+def build_model(config: CountingConfig) -> "keras.Model":
     """Images [B, 8, 8, 1] -> the weight, [B, 1]."""
     import keras
     from keras import layers, ops
+
+    from tests.cluster.gates import Hold
 
     class Weight(layers.Layer):
         def __init__(self) -> None:
@@ -29,7 +48,10 @@ def build_model(config: Config) -> "keras.Model":
             self.weight = self.add_weight(shape=(), initializer="zeros", name="weight")
 
         def call(self, images: Any) -> Any:
-            return ops.zeros((ops.shape(images)[0], 1)) + self.weight
+            weight = self.weight
+            if hold := Hold.of(config.hold_dir):
+                weight = hold.gradient_of(weight, "weight", waits=True)
+            return ops.zeros((ops.shape(images)[0], 1)) + weight
 
     images = keras.Input((8, 8, 1))
     return keras.Model(images, Weight()(images))
@@ -38,6 +60,21 @@ def build_model(config: Config) -> "keras.Model":
 def loss(labels: Any, outputs: Any) -> Any:
     """-weight, so that every example's gradient is -1."""
     return -outputs[:, 0]
+
+
+class Pause(Hook):
+    """Makes calls of the executor last longer while there is a file at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        if self._path.exists():
+            time.sleep(0.5)
+
+
+def build_hooks(config: CountingConfig, model_dir: str) -> Sequence[Hook]:
+    return [Pause(Path(config.hold_dir) / "pause")] if config.hold_dir else []
 
 
 metrics: dict[str, Any] = {}

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from strategies.base import Tensor
+from tests.cluster.gates import late
 from trainer.config import Config
 
 DELAY_MS = 200
@@ -36,7 +37,9 @@ def parse(serialized: Tensor) -> tuple[Tensor, Tensor]:
 
 def loss(labels: Tensor, outputs: Tensor) -> Tensor:
     worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-    labels = tf.cond(tf.equal(worker, 0), lambda: _late(labels), lambda: tf.identity(labels))
+    labels = tf.cond(
+        tf.equal(worker, 0), lambda: late(labels, DELAY_MS), lambda: tf.identity(labels)
+    )
     return tf.square(labels / 1000 - outputs[:, 0])
 
 
@@ -45,15 +48,3 @@ def number(labels: Tensor, outputs: Tensor) -> Tensor:
 
 
 metrics = {"number": number}
-
-
-def _late(value: Tensor) -> Tensor:
-    """`value`, later: the data set sleeps before its element and before its end."""
-    variant = tf.raw_ops.SleepDataset(
-        input_dataset=tf.data.experimental.to_variant(tf.data.Dataset.from_tensors(value)),
-        sleep_microseconds=tf.constant(DELAY_MS * 500, tf.int64),
-        output_types=[value.dtype],
-        output_shapes=[value.shape],
-    )
-    late = tf.data.experimental.from_variant(variant, tf.TensorSpec(value.shape, value.dtype))
-    return late.get_single_element()

@@ -1,0 +1,93 @@
+"""Workers of parameter servers are killed at the worst moment; nothing is lost or mixed up."""
+
+import json
+import signal
+from pathlib import Path
+
+from strategies.cluster import Task, local_cluster
+from tests.cluster.runs import (
+    Topology,
+    by_hand,
+    largest_difference,
+    read_metrics,
+    start,
+    train,
+)
+
+# Two threads: one waits in the held gradient, while the other sends the rest.
+SYNC = Topology(
+    "ps-sync-3+1", "ps", ("--workers=3", "--ps=1", "--sync_replicas", "--num_threads=2")
+)
+HELD = "--config=tests/cluster/configs/held.py"
+COUNTING = "--config=tests/cluster/configs/counting.py"
+
+
+def test_worker_killed_between_the_gradients_of_two_variables_mixes_nothing(
+    digits: Path, tmp_path: Path
+) -> None:
+    hold_dir = tmp_path / "hold"
+    hold_dir.mkdir()
+    flags = (HELD, f"--data_dir={digits}")
+    with start(SYNC, tmp_path / "run", *flags, f"--config.hold_dir={hold_dir}") as process:
+        process.wait_for_step(10)
+        hold = hold_dir / "hold-1"
+        hold.touch()
+        staged = hold_dir / "staged.json"
+        process.wait_until(staged.exists, "a gradient that is half there")
+        # The fault is where it should be: one variable's gradient is there, the other's is not.
+        assert json.loads(staged.read_text()) == {"kernel_is_there": False, "tag": [-1, -1]}
+        process.task("worker 1").kill()
+        hold.unlink()
+        run = process.wait()
+        assert run.exit_code == 0, process.output()
+    assert "worker 1" in run.stderr
+    assert "signal 9" in run.stderr
+
+    undisturbed = train(SYNC, tmp_path / "undisturbed", *flags)
+
+    assert run.result["step"] == undisturbed.result["step"] == 60
+    assert run.result["examples"] == undisturbed.result["examples"]
+    assert largest_difference(run.variables(), undisturbed.variables()) == 0
+
+
+def test_killed_async_worker_is_counted_exactly_and_trains_again_after_its_restart(
+    digits: Path, tmp_path: Path
+) -> None:
+    hold_dir = tmp_path / "hold"
+    hold_dir.mkdir()
+    (hold_dir / "pause").touch()
+    model_dir = tmp_path / "run"
+    cluster = local_cluster("ps", 3, 1)
+    held = (COUNTING, f"--config.hold_dir={hold_dir}", "--train_steps=2000")
+    flags = (*held, f"--data_dir={digits}", "--num_threads=1", "--config.log_every_steps=50")
+    killed = Task("worker", 1)
+
+    def steps_of_the_killed() -> int:
+        reports = read_metrics(model_dir)
+        return int(reports[-1]["worker_steps"]["worker 1"]) if reports else 0
+
+    with by_hand(cluster, model_dir, *flags) as tasks:
+        tasks.start_all()
+        chief = tasks["chief 0"]
+        chief.wait_until(lambda: steps_of_the_killed() > 0, "a step of worker 1")
+        (hold_dir / "hold-1").touch()
+        chief.wait_until((hold_dir / "weight-1").exists, "worker 1 in the middle of a step")
+        tasks["worker 1"].send(signal.SIGKILL)
+        assert tasks["worker 1"].wait_alone().exit_code == -signal.SIGKILL
+        (hold_dir / "hold-1").unlink()
+        before = steps_of_the_killed()
+        tasks.start(killed)
+        # More than what it did before it was killed and was not reported yet.
+        chief.wait_until(lambda: steps_of_the_killed() > before + 40, "steps of worker 1, again")
+        (hold_dir / "pause").unlink()
+        run = tasks.wait()["chief 0"]
+
+    result = run.result
+    (weight,) = run.weights().values()
+    assert weight == result["step"] >= 2000, "the weight gains 1 by each update that is applied"
+    assert sum(result["worker_steps"].values()) == result["step"]
+    batches = result["batches"]
+    assert batches["handed_out"] == batches["finished"] == 2000
+    assert batches["repeated"] == result["step"] - 2000 == result["worker_repeated"]["worker 1"]
+    assert result["worker_repeated"]["worker 0"] == result["worker_repeated"]["worker 2"] == 0
+    assert result["examples"] == 2000 * 16
