@@ -19,12 +19,17 @@ import array
 import dataclasses
 import hashlib
 import io
+import itertools
 import logging
+import multiprocessing
+import multiprocessing.connection
 import os
 import re
+import signal
 import struct
+import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -46,6 +51,7 @@ _SCAN_BYTES = 1 << 20
 _SPARSE_SCAN_BYTES = 4 << 10
 _SPARSE_RECORD_BYTES = 32 << 10
 _VERIFY_BATCH = 1024
+_REPORT_RECORDS = 256
 
 _log = logging.getLogger(__name__)
 
@@ -206,8 +212,31 @@ def write_shards(
     Raises:
         DataError: `examples` is empty, or holds another number of examples than `num_examples`.
     """
-    import tensorflow as tf
+    return write_split(
+        lambda first, last: iter(examples), out_dir, name, split, num_shards, num_examples
+    )
 
+
+def write_split(
+    examples: Callable[[int, int], Iterator[bytes]],
+    out_dir: str,
+    name: str,
+    split: str,
+    num_shards: int,
+    num_examples: int,
+    num_processes: int = 1,
+    report: Callable[[int], None] = lambda count: None,
+) -> Split:
+    """`write_shards`, by several processes: each writes some consecutive shards.
+
+    `examples(first, last)` yields examples first..last-1, and is called once by each process. The
+    files are the same, whatever the number of processes. They are forked, so nothing need be
+    pickled; but never from a process that has imported TensorFlow, whose threads a fork loses:
+    there this process writes alone. `report`: called here now and then, with how many are written.
+
+    Raises:
+        DataError: there are none, or `examples` does not yield as many as were asked for.
+    """
     if num_examples < 1:
         raise DataError(
             f"Split {split!r} of {name} has no examples. A split needs at least one: "
@@ -218,40 +247,126 @@ def write_shards(
     names = [f"{name}-{split}.tfrecord-{i:05d}-of-{num_shards:05d}" for i in range(num_shards)]
     paths = [_join(out_dir, file) for file in names]
     partial = [f"{path}.partial-{os.getpid()}" for path in paths]
-    iterator = iter(examples)
-    sizes: list[int] = []
-    starts: list[Int64s] = []
-    try:
-        for shard, path in enumerate(partial):
-            first = shard * num_examples // num_shards
-            last = (shard + 1) * num_examples // num_shards
-            lengths = array.array("q")
-            with tf.io.TFRecordWriter(path) as writer:
-                for _ in range(first, last):
-                    example = next(iterator, None)
-                    if example is None:
-                        raise DataError(
-                            f"Split {split!r} of {name} ended after {first + len(lengths)} "
-                            f"examples; {num_examples} were announced. The source is incomplete."
-                        )
-                    writer.write(example)
-                    lengths.append(HEADER_BYTES + len(example) + FOOTER_BYTES)
-            ends = np.cumsum(np.frombuffer(lengths, np.int64))
-            starts.append(np.concatenate([np.zeros(1, np.int64), ends[:-1]]))
-            sizes.append(int(ends[-1]))
+    bounds = [shard * num_examples // num_shards for shard in range(num_shards + 1)]
+
+    def write(shards: range, count_one: Callable[[], None]) -> list[Int64s]:
+        iterator = iter(examples(bounds[shards.start], bounds[shards.stop]))
+        ends = []
+        for shard in shards:
+            count = bounds[shard + 1] - bounds[shard]
+            ends.append(_write_shard(partial[shard], itertools.islice(iterator, count), count_one))
+            if len(ends[-1]) < count:
+                raise DataError(
+                    f"Split {split!r} of {name} ended after {bounds[shard] + len(ends[-1])} "
+                    f"examples; {num_examples} were announced. The source is incomplete."
+                )
         if next(iterator, None) is not None:
             raise DataError(
                 f"Split {split!r} of {name} has more than the {num_examples} examples announced."
             )
+        return ends
+
+    try:
+        if num_processes == 1 or "tensorflow" in sys.modules:
+            counter = itertools.count(1)
+            ends = write(range(num_shards), lambda: report(next(counter)))
+        else:
+            # Also a single part, or this process would import TensorFlow and write the rest alone.
+            num_parts = min(num_processes, num_shards)
+            cuts = [i * num_shards // num_parts for i in range(num_parts + 1)]
+            ends = _write_in_processes(write, list(map(range, cuts, cuts[1:])), report)
         for source, target in zip(partial, paths, strict=True):
             os.replace(source, target)
     finally:
         for path in partial:
             if os.path.exists(path):
                 os.remove(path)
-    written = _index(split, paths, sizes, starts)
-    _write_index(_join(out_dir, f"{split}.index.npz"), written)
-    return written
+    sizes = [int(shard[-1]) for shard in ends]
+    starts = [np.concatenate([np.zeros(1, np.int64), shard[:-1]]) for shard in ends]
+    indexed = _index(split, paths, sizes, starts)
+    _write_index(_join(out_dir, f"{split}.index.npz"), indexed)
+    return indexed
+
+
+def _write_in_processes(
+    write: Callable[[range, Callable[[], None]], list[Int64s]],
+    parts: list[range],
+    report: Callable[[int], None],
+) -> list[Int64s]:
+    """`write` of each part in a process of its own; what all of them return, in order.
+
+    None of them outlives this function, nor this process for long.
+
+    Raises:
+        Exception: what the first to fail raised.
+    """
+    context = multiprocessing.get_context("fork")
+    done = context.Value("q", 0)
+    parent = os.getpid()
+
+    def run(shards: range, answer: multiprocessing.connection.Connection) -> None:
+        count = 0
+
+        def count_one() -> None:
+            nonlocal count
+            count += 1
+            if count % _REPORT_RECORDS == 0:
+                if os.getppid() != parent:
+                    os._exit(1)
+                with done.get_lock():
+                    done.value += _REPORT_RECORDS
+
+        # Ctrl-C goes to all processes of a terminal; the first one ends the others.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            answer.send(write(shards, count_one))
+        except Exception as error:
+            answer.send(error)
+
+    answers: list[list[Int64s] | None] = [None] * len(parts)
+    processes = []
+    waiting = {}
+    try:
+        for number, shards in enumerate(parts):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=run, args=(shards, theirs))
+            process.start()
+            processes.append(process)
+            theirs.close()
+            waiting[ours] = number
+        while waiting:
+            for answer in multiprocessing.connection.wait(list(waiting), timeout=1.0):
+                assert isinstance(answer, multiprocessing.connection.Connection)
+                try:
+                    received = answer.recv()
+                except EOFError:
+                    process = processes[waiting[answer]]
+                    process.join()
+                    raise OSError(
+                        f"A process that wrote shards was ended (exit code {process.exitcode})"
+                    ) from None
+                if isinstance(received, Exception):
+                    raise received
+                answers[waiting.pop(answer)] = received
+            report(done.value)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    return [ends for part in answers if part is not None for ends in part]
+
+
+def _write_shard(path: str, examples: Iterable[bytes], count_one: Callable[[], None]) -> Int64s:
+    """Write one file; returns where each record ends."""
+    import tensorflow as tf
+
+    lengths = array.array("q")
+    with tf.io.TFRecordWriter(path) as writer:
+        for example in examples:
+            writer.write(example)
+            lengths.append(HEADER_BYTES + len(example) + FOOTER_BYTES)
+            count_one()
+    return np.cumsum(np.frombuffer(lengths, np.int64))
 
 
 def verify(split: Split) -> list[Damage]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from absl import app, flags
 
+from data.flags import parse_flags
 from trainer.config import ConfigError
 
 _MODEL_DIR = flags.DEFINE_string("model_dir", None, "A run that is done.", required=True)
@@ -90,13 +91,5 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)  # type: ignore[no-any-return]
-    except flags.Error as error:
-        print(f"error: {error}. --help lists the flags.", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse_flags)
+    app.run(main, flags_parser=parse_flags("error"))

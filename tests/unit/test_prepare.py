@@ -141,20 +141,21 @@ def test_what_is_already_there_is_never_overwritten(tmp_path: Path, idx_files: P
 STOPS_HALF_WAY = """
 import sys
 from data import prepare
-from data.sources import Source, SourceSplit, digits
+from data.sources import Options, Source, SourceSplit, digits
 
-whole = digits.source()
+whole = digits.source(Options())
 
-def half():
-    examples = whole.splits["train"].examples()
+def half(first, last):
+    examples = whole.splits["train"].examples(first, last)
     for _ in range(700):
         yield next(examples)
     print("half", flush=True)
     sys.stdin.read()
 
 train = SourceSplit(1437, 10**9, half)
-prepare.digits.source = lambda: Source("digits", {**whole.splits, "train": train}, whole.files)
-prepare.prepare("digits", sys.argv[1])
+mixed = Source("digits", {**whole.splits, "train": train}, whole.files)
+prepare.digits.source = lambda options: mixed
+prepare.prepare("digits", sys.argv[1], num_processes=1)
 """
 
 
