@@ -10,6 +10,7 @@ Works in graphs without py_function, so also on remote parameter-server workers.
 import collections
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -160,6 +161,46 @@ def default_parse(features: Features) -> "Callable[[tf.Tensor], tuple[tf.Tensor,
         if inputs and features[inputs[0]].dtype == "uint8":
             values = values / 255.0
         return values, tf.cast(example[label_name], tf.int64)
+
+    return parse
+
+
+def image_raw_parse(
+    shape: tuple[int, int, int],
+) -> "Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]":
+    """A parse function for records of TensorFlow 1's MNIST programs (convert_to_records.py).
+
+        parse = image_raw_parse((28, 28, 1))    # a line of a config file
+
+    They hold `image_raw` (the bytes of the pixels), `label` and often `pixels` (how many bytes),
+    `height`, `width` and `depth`. string [n] -> (float32 [n, *shape] in [0, 1], int64 [n]). An
+    image whose bytes or `pixels` are not as many as `shape` says is an error of the graph
+    (InvalidArgumentError). Nothing is imported or computed before records come.
+    """
+    num_pixels = math.prod(shape)
+
+    def parse(serialized: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
+        import tensorflow as tf
+
+        raw = tf.io.parse_example(
+            serialized,
+            {
+                "image_raw": tf.io.FixedLenFeature([], tf.string),
+                "pixels": tf.io.FixedLenFeature([], tf.int64, default_value=num_pixels),
+                "label": tf.io.FixedLenFeature([], tf.int64),
+            },
+        )
+        num_bytes = tf.strings.length(raw["image_raw"])
+        fits = (num_bytes == num_pixels) & (raw["pixels"] == num_pixels)
+        message = f"An image_raw or its pixels is not {num_pixels}, the bytes of shape {shape}:"
+        check = tf.debugging.Assert(
+            tf.reduce_all(fits), [message, num_bytes, raw["pixels"]], summarize=16
+        )
+        with tf.control_dependencies([check]):
+            flat = tf.io.decode_raw(raw["image_raw"], tf.uint8, fixed_length=num_pixels)
+        images = tf.reshape(flat, tf.concat([tf.shape(serialized), shape], 0))
+        images.set_shape([serialized.shape[0], *shape])
+        return tf.cast(images, tf.float32) / 255.0, raw["label"]
 
     return parse
 

@@ -16,6 +16,7 @@ import difflib
 import itertools
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -101,6 +102,12 @@ _NUM_THREADS = flags.DEFINE_integer(
 _LOG_DEVICE_PLACEMENT = flags.DEFINE_boolean(
     "log_device_placement", False, "Log where each op runs."
 )
+_DOWNLOAD_ONLY = flags.DEFINE_boolean(
+    "download_only",
+    False,
+    "Prepare the data set that the config names, or open and index what is in --data_dir; then "
+    "end, without training.",
+)
 # Flags that mean nothing under other strategies, and are refused there.
 _ONLY_FOR = {
     "communication": ("multiworker",),
@@ -135,6 +142,8 @@ def main(argv: Sequence[str]) -> int:
     cluster = _cluster_from_environment()
     _check_flags(cluster, is_launched)
     _set_environment()
+    if _DOWNLOAD_ONLY.value:
+        return _prepare_only(recipe)
     if cluster is None and _STRATEGY.value != "mirrored":
         return _launch(recipe)
     return _run(recipe, cluster)
@@ -179,6 +188,16 @@ def _check_flags(cluster: Cluster | None, is_launched: bool) -> None:
     for name in ("replicas", "num_threads", "num_gpus"):
         if (FLAGS[name].value or 0) < 0:
             raise ConfigError(f"--{name} must be at least 0. Received: {FLAGS[name].value}.")
+    if _DOWNLOAD_ONLY.value and "TF_CONFIG" in os.environ:
+        raise ConfigError(
+            "--download_only is for one process before any task is started, but TF_CONFIG says "
+            f"that this is one. Type it without: env -u TF_CONFIG {shlex.join(_typed())}"
+        )
+    if _DOWNLOAD_ONLY.value and _MODEL_DIR.value is not None:
+        raise ConfigError(
+            f"--download_only trains nothing, so that --model_dir={_MODEL_DIR.value} would stay "
+            "empty. Leave one of the two out."
+        )
     if cluster is not None and _MODEL_DIR.value is None:
         raise ConfigError(
             "With TF_CONFIG, --model_dir must be given: a directory that all tasks see, on a "
@@ -262,6 +281,19 @@ def _run(recipe: Recipe, cluster: Cluster | None) -> int:
     )
     with StopSignals() as signals:
         return run.run_task(plan, signals)
+
+
+def _prepare_only(recipe: Recipe) -> int:
+    """Prepares and opens the data; starts and makes nothing else."""
+    from trainer.inputs import prepare_inputs
+
+    for line in prepare_inputs(recipe):
+        print(line)
+    return 0
+
+
+def _typed() -> list[str]:
+    return ["python", "-m", "trainer", *sys.argv[1:]]
 
 
 def _model_dir(recipe: Recipe) -> str:

@@ -74,6 +74,32 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
     )
 
 
+def prepare_inputs(recipe: Recipe) -> list[str]:
+    """Prepares the data set that `recipe` names if it is not there; opens, indexes, describes it.
+
+    Returns lines for people: where it is, and each split's examples, files and bytes.
+
+    Raises:
+        DataError: it cannot be prepared from what this machine has, or not be opened.
+    """
+    config = recipe.config
+    directory = data_dir(config)
+    # A directory that was named is the user's own: what is wrong with it, opening it says.
+    if not config.data_dir and not tf.io.gfile.exists(directory):
+        from data.prepare import prepare
+
+        prepare(config.dataset, directory)
+    inputs = open_inputs(recipe)
+    lines = [f"{directory} is ready:"]
+    for split in (inputs.train.split, inputs.evaluation.split):
+        num_bytes = sum(shard.num_bytes for shard in split.shards)
+        lines.append(
+            f"  {split.name}: {split.num_examples:,} examples in {len(split.shards)} file(s), "
+            f"{num_bytes:,} bytes"
+        )
+    return lines
+
+
 def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
     """Returns if the first batch of each split goes through `learner`'s model, loss and metrics.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import Process, assert_one_error, snapshot
+from tests.cluster.runs import ROOT, Process, assert_one_error, snapshot
 
 LINEAR = "tests/cluster/configs/linear.py"
 
@@ -193,6 +193,12 @@ CASES = {
     "--workers with TF_CONFIG": Case(
         f"{MULTI} --workers=2", ("--workers", "TF_CONFIG"), tf_config=cluster_of(WORKERS)
     ),
+    "--download_only with a model_dir": Case("--download_only", ("--model_dir={tmp}/run",)),
+    "--download_only in a task": Case(
+        f"{MULTI} --download_only",
+        ("--download_only", "env -u TF_CONFIG python -m trainer"),
+        tf_config=cluster_of(WORKERS),
+    ),
     "more GPUs than there are": Case("--num_gpus=7 --data_dir={digits}", ("--num_gpus=7",)),
 }
 
@@ -235,3 +241,27 @@ def test_port_in_use_is_explained(digits: Path, tmp_path: Path) -> None:
 def test_tf_config_without_a_model_dir_is_explained(tmp_path: Path) -> None:
     with Process((MULTI,), tmp_path, env={"TF_CONFIG": cluster_of(WORKERS)}) as process:
         assert_one_error(process.wait(), "TF_CONFIG", "--model_dir")
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "ps"])
+def test_download_only_prepares_the_data_says_so_and_makes_nothing_else(
+    tmp_path: Path, strategy: str
+) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    flags = (f"--strategy={strategy}", "--download_only")
+    with Process(flags, tmp_path, cwd=tmp_path) as process:
+        run = process.wait()
+        assert run.exit_code == 0, process.output()
+    assert "train: 1,437 examples" in run.stdout
+    assert "test: 360 examples" in run.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "datasets"]
+    assert (tmp_path / "datasets" / "digits" / "features.json").exists()
+
+
+def test_download_only_of_what_cannot_be_had_says_what_to_bring(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    flags = ("--download_only", "--config=configs/mnist_replica.py")
+    with Process(flags, tmp_path, cwd=tmp_path) as process:
+        run = process.wait()
+    assert_one_error(run, "train-images-idx3-ubyte.gz", "python -m data.prepare mnist --source=DIR")
+    assert [p.name for p in (tmp_path / "datasets").iterdir()] == []
