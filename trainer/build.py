@@ -17,7 +17,7 @@ from trainer import hooks as hooks_lib
 from trainer import learner as learner_lib
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config, ConfigError, Recipe
-from trainer.inputs import Inputs, batch_at
+from trainer.inputs import Inputs, batch_at, records_skipped
 from trainer.learner import Learner
 from trainer.writers import Console, JsonLines, TensorBoard
 
@@ -91,7 +91,11 @@ def build_hooks(
     writers: list[hooks_lib.Writer] = []
     hooks: list[hooks_lib.Hook] = [hooks_lib.StopOnNonFinite()]
     if console:
-        json_lines = JsonLines(f"{model_dir}/metrics.jsonl")
+        skipped = records_skipped(inputs, recipe) or {}
+        json_lines = JsonLines(
+            f"{model_dir}/metrics.jsonl",
+            {split: {"records_skipped": count} for split, count in skipped.items()},
+        )
         tensorboard = TensorBoard(f"{model_dir}/tensorboard")
         writers = [console, json_lines, tensorboard]
         hooks += [

@@ -136,6 +136,9 @@ CASES = {
     ),
     "config value of another type": Case("--config.batch_size=many", ("batch_size", "many")),
     "config value out of range": Case("--config.train_steps=0", ("train_steps", "at least 1")),
+    "unknown way with corrupt records": Case(
+        "--config.data.on_corrupt=ignore", ("on_corrupt", "fail or skip", "'ignore'")
+    ),
     "lanes that do not divide the batch": Case(
         "--config.data.lanes=7", ("lanes=7", "batch_size=64")
     ),
