@@ -485,14 +485,14 @@ def content_damage(path: str, starts: Int64s, numbers: Int64s) -> list[Damage]:
     ):
         done = 0
         while done < len(run_starts):
-            dataset = _records_from(path, int(run_starts[done])).take(len(run_starts) - done)
+            dataset = records_from(path, int(run_starts[done])).take(len(run_starts) - done)
             try:
                 for batch in dataset.batch(_VERIFY_BATCH).map(tf.size):
                     done += int(batch)
                 break
             except tf.errors.DataLossError:
                 pass  # Somewhere in the next batch: found below, record by record.
-            dataset = _records_from(path, int(run_starts[done])).take(len(run_starts) - done)
+            dataset = records_from(path, int(run_starts[done])).take(len(run_starts) - done)
             try:
                 for _ in dataset:
                     done += 1
@@ -509,7 +509,8 @@ def content_damage(path: str, starts: Int64s, numbers: Int64s) -> list[Damage]:
     return damages
 
 
-def _records_from(path: str, offset: int) -> "tf.data.Dataset":
+def records_from(path: str, offset: int) -> "tf.data.Dataset":
+    """The records of a file from the one that begins at that byte; each CRC is checked."""
     import tensorflow as tf
 
     def records(offset: tf.Tensor) -> tf.data.Dataset:

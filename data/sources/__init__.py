@@ -111,6 +111,19 @@ def refuse_fraction(options: Options, why: str) -> None:
             raise DataError(f"--{name} would be ignored: {why}. Leave it out.")
 
 
+def pieces(counts: Iterable[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Of parts with `counts` rows, one after the other, those that rows first..last-1 lie in.
+
+    Yields the number of each part, and which of its rows: low..high-1.
+    """
+    begin = 0
+    for part, count in enumerate(counts):
+        low, high = max(first - begin, 0), min(last - begin, count)
+        if low < high:
+            yield part, low, high
+        begin += count
+
+
 def chosen_rows(
     rows: Iterable[T], is_chosen: Callable[[int], bool], first: int, last: int
 ) -> Iterator[T]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.records import DataError
-from data.sources import Options, Source, required
+from data.sources import Options, Source, pieces, required
 from data.sources.examples import Classes, ImageSplit, labelled_images
 
 _SHAPE = (32, 32, 3)
@@ -195,12 +195,8 @@ def _files_split(
     """The rows of some files one after the other; `rows_of(file, first, last)` of one of them."""
 
     def rows(first: int, last: int) -> Iterator[tuple[bytes, Sequence[int]]]:
-        begin = 0
-        for file_number, count in enumerate(counts):
-            low, high = max(first - begin, 0), min(last - begin, count)
-            if low < high:
-                yield from rows_of(file_number, low, high)
-            begin += count
+        for file_number, low, high in pieces(counts, first, last):
+            yield from rows_of(file_number, low, high)
 
     return ImageSplit(sum(counts), rows)
 

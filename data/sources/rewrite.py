@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from data import records
 from data.records import DataError
-from data.sources import Source, SourceSplit
+from data.sources import Source, SourceSplit, pieces
 
 
 def source(directory: str | None) -> Source:
@@ -58,12 +58,8 @@ def copied(paths: Sequence[str], counts: Sequence[int]) -> Callable[[int, int], 
     """`examples` of a SourceSplit: the records of some files, which hold `counts` of them."""
 
     def examples(first: int, last: int) -> Iterator[bytes]:
-        begin = 0
-        for path, count in zip(paths, counts, strict=True):
-            low, high = max(first - begin, 0), min(last - begin, count)
-            if low < high:
-                yield from _records_of(path, low, high - low)
-            begin += count
+        for number, low, high in pieces(counts, first, last):
+            yield from _records_of(paths[number], low, high - low)
 
     return examples
 

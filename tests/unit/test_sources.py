@@ -667,7 +667,7 @@ for name, options, small, large in json.loads(sys.argv[1]):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_memory_does_not_grow_with_the_number_of_examples(tmp_path: Path) -> None:
     small = many_sources(tmp_path / "small", 300)
-    large = many_sources(tmp_path / "large", 9_000)
+    large = many_sources(tmp_path / "large", 5_000)
     jobs = []
     for name, (source, options) in large.items():
         pairs = [(small[name][0], str(tmp_path / f"{name}-1")), (source, str(tmp_path / name))]
@@ -679,5 +679,5 @@ def test_memory_does_not_grow_with_the_number_of_examples(tmp_path: Path) -> Non
     for name, more in more_mib.items():
         written = sum(path.stat().st_size for path in (tmp_path / name).iterdir()) >> 20
         print(f"{name}: {written} MiB written, {more} MiB more memory")
-        assert written > 24, "there was something to hold"
+        assert written > 12, "there was something to hold"
         assert int(more) < 8, f"{name}: {written} MiB were written"
