@@ -18,8 +18,8 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterator
-from typing import BinaryIO
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from data import records
 from data.records import BadRecord, Damage, DataError, Int64s, Shard, Split
 
 FAIL, SKIP = "fail", "skip"
+
+T = TypeVar("T")
 
 _VERSION = 1
 
@@ -118,6 +120,23 @@ def _starts(path: str, run: Run) -> Int64s:
             return records.walk(file, path, run.begin, run.end, run.first_record)
     except BadRecord as error:
         raise DataError(f"{error.damage}: it was changed meanwhile.") from None
+
+
+def readable(items: Iterable[T]) -> Iterator[T]:
+    """What a dataset of records yields.
+
+    Raises:
+        DataError: in place of TensorFlow's error where a record is corrupt.
+    """
+    import tensorflow as tf
+
+    try:
+        yield from items
+    except tf.errors.DataLossError as error:
+        raise DataError(
+            f"Records are corrupt ({error.message.splitlines()[0]}). To name all of them: "
+            "python -m data.inspect DIR --verify"
+        ) from None
 
 
 def examine(data_dir: str, split: str) -> list[ShardReport]:

@@ -21,8 +21,8 @@ index leads to.
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from absl import app, flags
 
@@ -36,8 +36,6 @@ from data.sources.rewrite import metadata_files, name_of_shards
 
 if TYPE_CHECKING:
     import tensorflow as tf
-
-T = TypeVar("T")
 
 _BATCH = 1024
 _MOST_LABELS = 100
@@ -185,7 +183,8 @@ def _counts(data_dir: str, split: Split, label: str) -> Iterator[str]:
     counts: dict[int, int] = {}
     spec = {label: tf.io.FixedLenFeature([], tf.int64)}
     dataset = tf.data.TFRecordDataset([shard.path for shard in split.shards]).batch(_BATCH)
-    for batch in _readable(dataset.map(lambda records: tf.io.parse_example(records, spec)[label])):
+    classes_of = dataset.map(lambda serialized: tf.io.parse_example(serialized, spec)[label])
+    for batch in damage.readable(classes_of):
         classes, _, times = tf.unique_with_counts(batch)
         for number, count in zip(classes.numpy().tolist(), times.numpy().tolist(), strict=True):
             counts[number] = counts.get(number, 0) + count
@@ -210,18 +209,7 @@ def _records(split: Split) -> Iterator[bytes]:
     import tensorflow as tf
 
     paths = [shard.path for shard in split.shards]
-    yield from _readable(tf.data.TFRecordDataset(paths).as_numpy_iterator())
-
-
-def _readable(items: Iterable[T]) -> Iterator[T]:
-    import tensorflow as tf
-
-    try:
-        yield from items
-    except tf.errors.DataLossError as error:
-        raise DataError(
-            f"Records are corrupt ({error.message.splitlines()[0]}). --verify names all of them."
-        ) from None
+    yield from damage.readable(tf.data.TFRecordDataset(paths).as_numpy_iterator())
 
 
 def _shown(record: bytes) -> str:
@@ -284,7 +272,7 @@ def _reader_of(runs: Sequence[tuple[str, Run]]) -> Callable[[int, int], Iterator
         for number, low, high in pieces((run.num_records for _, run in runs), first, last):
             path, run = runs[number]
             dataset = records.records_from(path, run.begin).skip(low).take(high - low)
-            yield from _readable(dataset.as_numpy_iterator())
+            yield from damage.readable(dataset.as_numpy_iterator())
 
     return examples
 

@@ -92,7 +92,8 @@ def prepare(
     _check_options(name, options)
     out = os.path.abspath(out)
     if _is_prepared(name, out):
-        _say(f"{out} already holds {name}: nothing to do. To write it again, remove it first.")
+        unlike = ", whatever its options were" if options.given() else ""
+        _say(f"{out} already holds {name}{unlike}: nothing to do. Remove it to write it again.")
         return
     write_new(
         out,
@@ -309,7 +310,8 @@ def _num_shards(split: SourceSplit) -> int:
 def _num_processes(source: Source) -> int:
     """As many as there are cores, but each has enough to write that its start is worth while."""
     num_shards = max(map(_num_shards, source.splits.values()))
-    cores = len(os.sched_getaffinity(0))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min(cores, _MAX_PROCESSES, num_shards // _SHARDS_A_PROCESS))
 
 

@@ -38,6 +38,7 @@ def predict(
     import keras
     import tensorflow as tf
 
+    from data.damage import readable
     from data.features import default_parse, read_features
     from data.records import open_split
     from trainer.config import load_recipe
@@ -59,7 +60,7 @@ def predict(
     wanted = num_examples or records.num_examples
     dataset = tf.data.TFRecordDataset([shard.path for shard in records.shards]).take(wanted)
     example = 0
-    for serialized in dataset.batch(256):
+    for serialized in readable(dataset.batch(256)):
         inputs, labels = parse(serialized)
         outputs = model(inputs, training=False)
         if not isinstance(outputs, tf.Tensor):

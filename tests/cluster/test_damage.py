@@ -1,9 +1,11 @@
 """Damaged data is fatal, or skipped and counted: nothing is ever trained on less in silence."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-from tests.cluster.runs import TOPOLOGIES, Process, assert_one_error, train
+from tests.cluster.runs import ROOT, TIMEOUT_SECS, TOPOLOGIES, Process, assert_one_error, train
 
 CONFIG = "--config=tests/cluster/configs/linear.py"
 SKIP = "--config.data.on_corrupt=skip"
@@ -66,3 +68,29 @@ def test_whole_data_ends_in_the_same_weights_with_and_without_skip(
     assert "records_skipped" not in failing.result
     ours, theirs = failing.weights(), skipping.weights()
     assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_prediction_on_a_corrupt_record_ends_with_2_and_what_names_it(
+    digits: Path, tmp_path: Path
+) -> None:
+    train(
+        TOPOLOGIES["mirrored-1"],
+        tmp_path,
+        CONFIG,
+        f"--data_dir={digits}",
+        "--train_steps=20",
+        "--config.export",
+    )
+    data = damaged_copy(digits, tmp_path)
+    flags = (f"--model_dir={tmp_path}", f"--data_dir={data}", "--split=train")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.predict", *flags],
+        capture_output=True,
+        cwd=ROOT,
+        text=True,
+        timeout=TIMEOUT_SECS,
+    )
+    assert done.returncode == 2
+    assert "error: Records are corrupt" in done.stderr
+    assert "python -m data.inspect DIR --verify" in done.stderr
+    assert "Traceback" not in done.stderr
