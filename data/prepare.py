@@ -54,7 +54,9 @@ _SHARD_BYTES = 128 << 20
 _REPORT_EXAMPLES = 100_000
 _REFRESH_EXAMPLES = 256
 _MAX_PROCESSES = 8
-_SHARDS_A_PROCESS = 4  # Half a GB: importing TensorFlow takes each some seconds.
+# 2 GB. Each process imports TensorFlow for each split, in which time one process that has it writes
+# about 0.4 GB of small records.
+_SHARDS_A_PROCESS = 16
 
 _IMAGES, _SPLITTING = ("layout",), ("test_fraction", "seed")
 # Known names, and kinds for KIND:NAME, each with the options that mean something there.
