@@ -31,6 +31,11 @@ _STRATEGIES = (
 )
 
 
+def header() -> str:
+    """The machine and the date, in front of a table."""
+    return f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}:\n"
+
+
 def run(argv: Sequence[str], model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Trains; the result, and the last training report.
 
@@ -58,7 +63,7 @@ def rows(data_flags: Sequence[str], directory: Path) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> None:
     """Prints the table."""
-    print(f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}:\n")
+    print(header())
     print("| `python -m trainer` | steps | test accuracy | seconds | steps/s |")
     print("| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as name:

@@ -10,6 +10,7 @@ Works in graphs without py_function, so also on remote parameter-server workers.
 import collections
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,6 +49,11 @@ class Feature:
     def is_input(self) -> bool:
         """Whether a model can take it as it is: an image, or a tensor of numbers."""
         return self.kind == "image" or (self.kind == "tensor" and len(self.shape) > 0)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a single number."""
+        return self.kind == "tensor" and self.shape == () and self.dtype not in ("string", "object")
 
 
 class Features(Mapping[str, Feature]):
@@ -123,30 +129,78 @@ def read_features(data_dir: str) -> Features:
 def default_parse(features: Features) -> "Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]":
     """A parse function for classification: string [n] -> (float32 [n, ...], int64 [n]).
 
-    Inputs of unsigned bytes are scaled from 0..255 to [0, 1]; others are cast alone.
+    The label is the one ClassLabel, or that called "label". The input is the one image or tensor;
+    where there is none, all numbers side by side, [n, k] in the file's order. Inputs of unsigned
+    bytes are scaled from 0..255 to [0, 1]; others are cast alone.
 
     Raises:
-        DataError: there is not exactly one ClassLabel and one image or tensor of fixed shape.
+        DataError: there is not exactly one label and one input of fixed shape.
     """
     import tensorflow as tf
 
     labels = [name for name in features if features[name].kind == "label"]
+    if len(labels) > 1 and "label" in labels:
+        labels = ["label"]
     inputs = [name for name in features if features[name].is_input]
-    if len(labels) != 1 or len(inputs) != 1:
+    numbers = [name for name in features if features[name].is_number]
+    if len(labels) != 1 or len(inputs) > 1 or not (inputs or numbers):
         raise DataError(
             f"{features.source} has {len(labels)} ClassLabels ({', '.join(labels) or 'none'}) and "
             f"{len(inputs)} images or tensors ({', '.join(inputs) or 'none'}); the default needs "
             f"exactly one of each. {_PARSE_HINT}"
         )
-    input_name, label_name = inputs[0], labels[0]
-    for name in (input_name, label_name):
+    (label_name,) = labels
+    names = inputs or numbers
+    for name in (*names, label_name):
         _on_disk(features[name], features.source)
-    scale = features[input_name].dtype == "uint8"
 
     def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        example = features.parse_example(serialized, (input_name, label_name))
-        values = tf.cast(example[input_name], tf.float32)
-        return (values / 255.0 if scale else values), tf.cast(example[label_name], tf.int64)
+        example = features.parse_example(serialized, (*names, label_name))
+        columns = [tf.cast(example[name], tf.float32) for name in names]
+        values = columns[0] if inputs else tf.stack(columns, axis=1)
+        if inputs and features[inputs[0]].dtype == "uint8":
+            values = values / 255.0
+        return values, tf.cast(example[label_name], tf.int64)
+
+    return parse
+
+
+def image_raw_parse(
+    shape: tuple[int, int, int],
+) -> "Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]":
+    """A parse function for records of TensorFlow 1's MNIST programs (convert_to_records.py).
+
+        parse = image_raw_parse((28, 28, 1))    # a line of a config file
+
+    They hold `image_raw` (the bytes of the pixels), `label` and often `pixels` (how many bytes),
+    `height`, `width` and `depth`. string [n] -> (float32 [n, *shape] in [0, 1], int64 [n]). An
+    image whose bytes or `pixels` are not as many as `shape` says is an error of the graph
+    (InvalidArgumentError). Nothing is imported or computed before records come.
+    """
+    num_pixels = math.prod(shape)
+
+    def parse(serialized: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
+        import tensorflow as tf
+
+        raw = tf.io.parse_example(
+            serialized,
+            {
+                "image_raw": tf.io.FixedLenFeature([], tf.string),
+                "pixels": tf.io.FixedLenFeature([], tf.int64, default_value=num_pixels),
+                "label": tf.io.FixedLenFeature([], tf.int64),
+            },
+        )
+        num_bytes = tf.strings.length(raw["image_raw"])
+        fits = (num_bytes == num_pixels) & (raw["pixels"] == num_pixels)
+        message = f"An image_raw or its pixels is not {num_pixels}, the bytes of shape {shape}:"
+        check = tf.debugging.Assert(
+            tf.reduce_all(fits), [message, num_bytes, raw["pixels"]], summarize=16
+        )
+        with tf.control_dependencies([check]):
+            flat = tf.io.decode_raw(raw["image_raw"], tf.uint8, fixed_length=num_pixels)
+        images = tf.reshape(flat, tf.concat([tf.shape(serialized), shape], 0))
+        images.set_shape([serialized.shape[0], *shape])
+        return tf.cast(images, tf.float32) / 255.0, raw["label"]
 
     return parse
 

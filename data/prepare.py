@@ -2,6 +2,10 @@
 
     python -m data.prepare digits
     python -m data.prepare mnist --source=DIR            # any set of IDX files, by any name
+    python -m data.prepare cifar10 --source=DIR          # cifar100 and svhn too
+    python -m data.prepare folder:NAME --source=DIR      # DIR/CLASS/IMAGE.png, or .jpg
+    python -m data.prepare csv:NAME --source=FILE --label=COLUMN
+    python -m data.prepare npz:NAME --source=FILE --label=COLUMN
     python -m data.prepare tfds:cifar10
     python -m data.prepare rewrite --source=DIR --out=OTHER_DIR
 
@@ -9,6 +13,9 @@ Written to datasets/NAME (--out=DIR changes that): shards with their index, and 
 which `tfds.builder_from_directory` reads them too. Equal sources give equal bytes. A directory that
 has its name is whole: everything is written beside it first, then renamed. Who comes second, in the
 same moment or later, finds it done.
+
+Examples are read as they are written, so memory does not grow with their number, but for 8 bytes
+of each that go to the index, the paths of a folder's images and the labels of IDX and SVHN.
 """
 
 import contextlib
@@ -18,69 +25,180 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from absl import app, flags
 
 from data import records
+from data.flags import parse_flags
 from data.records import DataError
-from data.sources import Source, digits, idx, rewrite, tfds
+from data.sources import (
+    LAYOUTS,
+    TEST_FRACTION,
+    Options,
+    Source,
+    SourceSplit,
+    cifar,
+    csv,
+    digits,
+    folder,
+    idx,
+    npz,
+    rewrite,
+    svhn,
+    tfds,
+)
 
 _SHARD_BYTES = 128 << 20
 _REPORT_EXAMPLES = 100_000
+_REFRESH_EXAMPLES = 256
+_MAX_PROCESSES = 8
+# 2 GB. Each process imports TensorFlow for each split, in which time one process that has it writes
+# about 0.4 GB of small records.
+_SHARDS_A_PROCESS = 16
+
+_IMAGES, _SPLITTING = ("layout",), ("test_fraction", "seed")
+# Known names, and kinds for KIND:NAME, each with the options that mean something there.
+_NAMES = {"digits": _IMAGES, "svhn": _IMAGES, **dict.fromkeys(cifar.KINDS, _IMAGES), "rewrite": ()}
+_KINDS = {
+    "folder": _SPLITTING,
+    "csv": ("label", *_SPLITTING),
+    "npz": ("label", *_SPLITTING),
+    "tfds": (),
+}
+_KNOWN = (
+    f"{', '.join((*_NAMES, *idx.DOWNLOADS))}, any name with --source=DIR of IDX files, "
+    f"{', '.join(f'{kind}:NAME' for kind in _KINDS)}"
+)
 
 
-def prepare(name: str, out: str, source: str | None = None) -> None:
+def prepare(
+    name: str,
+    out: str,
+    source: str | None = None,
+    options: Options | None = None,
+    num_processes: int = 0,
+) -> None:
     """Make sure that `out` holds the data set `name`, whole; writes it only if it is not there.
 
     May be called by several processes at once, on several hosts that share a file system with
-    locks: one writes, the others wait. Progress goes to stderr.
+    locks: one writes, the others wait. Progress goes to stderr. The files are the same whatever
+    `num_processes` write them; 0 is one for each core, at most 8, of a data set so large that it is
+    worth their start.
 
     Raises:
         DataError: the name or the source is wrong, or `out` holds something else.
     """
+    options = options or Options()
+    _check_options(name, options)
     out = os.path.abspath(out)
     if _is_prepared(name, out):
-        _say(f"{out} already holds {name}: nothing to do. To write it again, remove it first.")
+        unlike = ", whatever its options were" if options.given() else ""
+        _say(f"{out} already holds {name}{unlike}: nothing to do. Remove it to write it again.")
         return
+    write_new(
+        out,
+        name,
+        lambda: open_source(name, source, options),
+        lambda: _is_prepared(name, out),
+        num_processes,
+    )
+
+
+def write_new(
+    out: str,
+    what: str,
+    make_source: Callable[[], Source],
+    is_done: Callable[[], bool],
+    num_processes: int = 0,
+) -> None:
+    """Write a source to `out`, at once or not at all; `is_done` tells if another process has.
+
+    Raises:
+        DataError: from `make_source`, `is_done`, or reading the source.
+    """
+    out = os.path.abspath(out)
     parent, base = os.path.split(out)
     os.makedirs(parent, exist_ok=True)
-    with _lock(os.path.join(parent, f".{base}.lock"), f"{name} in {out}"):
-        if _is_prepared(name, out):
+    with _lock(os.path.join(parent, f".{base}.lock"), f"{what} in {out}"):
+        if is_done():
             _say(f"{out} was written by another process meanwhile.")
             return
         # Whoever has the lock is the only one, so what lies here is of a process that was killed.
         partial = os.path.join(parent, f".{base}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            _write(_open_source(name, source), partial)
+            _write(make_source(), partial, num_processes)
             os.rename(partial, out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    _say(f"{out} holds {name}.")
+    _say(f"{out} holds {what}.")
 
 
-def _open_source(name: str, directory: str | None) -> Source:
-    if name == "digits":
-        return digits.source()
-    if name == "rewrite":
-        return rewrite.source(directory)
+def default_out(name: str) -> str:
+    """datasets/NAME, without the kind: where `dataset` of a config looks for it."""
+    return os.path.join("datasets", _bare_name(name))
+
+
+def _bare_name(name: str) -> str:
+    """NAME of KIND:NAME, and without a version: "mnist" of "tfds:mnist/3.0.1"."""
     kind, colon, rest = name.partition(":")
-    if kind == "tfds" and rest:
-        return tfds.source(rest, directory, quiet=not sys.stderr.isatty())
-    if colon or not name.replace("_", "").replace("-", "").isalnum():
+    bare = rest if colon and kind in _KINDS else name
+    return bare.partition("/")[0].partition(":")[0]
+
+
+def _check_options(name: str, options: Options) -> None:
+    """Returns if every option that was given means something to this data set.
+
+    Raises:
+        DataError: one would be ignored.
+    """
+    kind, colon, _ = name.partition(":")
+    known = _KINDS.get(kind, ()) if colon else _NAMES.get(name, _IMAGES)
+    for option, value in options.given().items():
+        if option not in known:
+            takes = f"takes {', '.join(f'--{x}' for x in known)}" if known else "takes no options"
+            raise DataError(f"--{option}={value} would be ignored: {name} {takes}. Leave it out.")
+
+
+def open_source(name: str, path: str | None, options: Options) -> Source:
+    """The source that the command line calls `name`, looked at but not read.
+
+    Raises:
+        DataError: there is none of that name, or its files are wrong.
+    """
+    kind, _, rest = name.partition(":")
+    if kind in _KINDS and not rest:
         raise DataError(
-            f"There is no data set {name!r}. Known: digits, mnist, fashion_mnist, any name with "
-            "--source=DIR of IDX files, tfds:NAME, rewrite."
+            f"{kind!r} needs a name for the data set: python -m data.prepare {kind}:NAME"
         )
-    if directory is None and name not in idx.DOWNLOADS:
+    if kind == "tfds":
+        return tfds.source(rest, path, quiet=not sys.stderr.isatty())
+    if not (rest or name).replace("_", "").replace("-", "").isalnum() or (
+        rest and kind not in _KINDS
+    ):
+        raise DataError(f"There is no data set {name!r}. Known: {_KNOWN}.")
+    if kind == "folder":
+        return folder.source(rest, path, options)
+    if kind == "csv":
+        return csv.source(rest, path, options)
+    if kind == "npz":
+        return npz.source(rest, path, options)
+    if name == "digits":
+        return digits.source(options)
+    if name == "rewrite":
+        return rewrite.source(path)
+    if name == "svhn":
+        return svhn.source(name, path, options)
+    if name in cifar.KINDS:
+        return cifar.source(name, path, options)
+    if path is None and name not in idx.DOWNLOADS:
         raise DataError(
-            f"{name!r} is not a data set that can be made from nothing. Known: digits, "
-            f"{', '.join(idx.DOWNLOADS)}, tfds:NAME. If you have it as IDX files: "
-            f"python -m data.prepare {name} --source=DIR"
+            f"{name!r} is not a data set that can be made from nothing. Known: {_KNOWN}. If you "
+            f"have it as IDX files: python -m data.prepare {name} --source=DIR"
         )
-    return idx.source(name, directory)
+    return idx.source(name, path, options)
 
 
 def _is_prepared(name: str, out: str) -> bool:
@@ -107,7 +225,7 @@ def _is_prepared(name: str, out: str) -> bool:
             f"rm -r {out}"
         ) from None
     # "mnist" from IDX files and "tfds:mnist/3.0.1" are the same data set.
-    wanted = name.removeprefix("tfds:").partition("/")[0].partition(":")[0]
+    wanted = _bare_name(name)
     if name != "rewrite" and info.get("name") != wanted:
         raise DataError(
             f"{out} holds {info.get('name')!r}, not {wanted!r}. Give another directory "
@@ -116,20 +234,24 @@ def _is_prepared(name: str, out: str) -> bool:
     return True
 
 
-def _write(source: Source, out: str) -> None:
+def _write(source: Source, out: str, num_processes: int) -> None:
     """Shards, indexes and metadata of every split, into a directory that is not there yet."""
     os.makedirs(out)
     split_infos = []
+    num_processes = num_processes or _num_processes(source)
     for split_name, split in sorted(source.splits.items()):
-        num_shards = max(1, math.ceil(split.num_bytes / _SHARD_BYTES))
-        written = records.write_shards(
-            _reported(split.examples(), split.num_examples, split_name),
-            out,
-            source.name,
-            split_name,
-            num_shards,
-            split.num_examples,
-        )
+        num_shards = _num_shards(split)
+        with _reported(split_name, split.num_examples) as report:
+            written = records.write_split(
+                split.examples,
+                out,
+                source.name,
+                split_name,
+                num_shards,
+                split.num_examples,
+                num_processes,
+                report,
+            )
         framing = records.HEADER_BYTES + records.FOOTER_BYTES
         num_bytes = sum(s.num_bytes - framing * s.num_records for s in written.shards)
         split_infos.append(
@@ -154,19 +276,45 @@ def _write(source: Source, out: str) -> None:
             file.write(text)
 
 
-def _reported(examples: Iterable[bytes], total: int, split: str) -> Iterator[bytes]:
-    """The examples, with a bar on a terminal, and a line now and then elsewhere."""
+@contextlib.contextmanager
+def _reported(split: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many examples are written: a bar on a terminal, a line now and then elsewhere."""
     if sys.stderr.isatty():
         from rich.console import Console
-        from rich.progress import track
+        from rich.progress import Progress
 
-        yield from track(examples, split, total, console=Console(stderr=True))
+        # Without a thread of its own: processes are forked while it is shown.
+        with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
+            task = progress.add_task(split, total=total)
+
+            def advance(count: int) -> None:
+                if count % _REFRESH_EXAMPLES == 0 or count == total:
+                    progress.update(task, completed=count, refresh=True)
+
+            yield advance
         return
-    for count, example in enumerate(examples, 1):
-        yield example
-        if count % _REPORT_EXAMPLES == 0:
+    said = 0
+
+    def say_now_and_then(count: int) -> None:
+        nonlocal said
+        if count >= said + _REPORT_EXAMPLES:
+            said = count
             _say(f"{split}: {count:,} of {total:,} examples")
+
+    yield say_now_and_then
     _say(f"{split}: {total:,} examples")
+
+
+def _num_shards(split: SourceSplit) -> int:
+    return max(1, math.ceil(split.num_bytes / _SHARD_BYTES))
+
+
+def _num_processes(source: Source) -> int:
+    """As many as there are cores, but each has enough to write that its start is worth while."""
+    num_shards = max(map(_num_shards, source.splits.values()))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, min(cores, _MAX_PROCESSES, num_shards // _SHARDS_A_PROCESS))
 
 
 @contextlib.contextmanager
@@ -205,9 +353,10 @@ def _main(argv: Sequence[str]) -> int:
         got = " ".join(argv[1:]) or "nothing"
         print(f"One NAME is needed, Received: {got}.\n\n{__doc__}", file=sys.stderr)
         return 2
-    name = argv[1]
+    name, values = argv[1], flags.FLAGS
+    options = Options(values.label, values.test_fraction, values.seed, values.layout)
     try:
-        prepare(name, flags.FLAGS.out or os.path.join("datasets", name), flags.FLAGS.source)
+        prepare(name, values.out or default_out(name), values.source, options)
     except DataError as error:
         _say(f"data.prepare: {error}")
         return 2
@@ -217,16 +366,22 @@ def _main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)  # type: ignore[no-any-return]
-    except flags.Error as error:
-        _say(f"data.prepare: {error}. --help lists the flags.")
-        sys.exit(2)
-
-
 if __name__ == "__main__":
     # Here, so that who imports this module does not get the flags.
-    flags.DEFINE_string("source", None, "Directory of the files it is made from.")
+    flags.DEFINE_string("source", None, "Directory, or file, that it is made from.")
     flags.DEFINE_string("out", None, "Directory to write; datasets/NAME by default.")
-    app.run(_main, flags_parser=_parse_flags)
+    flags.DEFINE_string("label", None, "csv, npz: the column that is the label.")
+    flags.DEFINE_float(
+        "test_fraction",
+        None,
+        f"Part that becomes the test split, where the source has none; {TEST_FRACTION} by default.",
+    )
+    flags.DEFINE_integer("seed", None, "Of the choice of test examples; 0 by default.")
+    flags.DEFINE_enum(
+        "layout",
+        None,
+        LAYOUTS,
+        "Of images in a record: `image`, or `image_raw` with sizes, as TensorFlow 1's MNIST "
+        "programs wrote it; tfds by default.",
+    )
+    app.run(_main, flags_parser=parse_flags("data.prepare"))

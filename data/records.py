@@ -19,12 +19,18 @@ import array
 import dataclasses
 import hashlib
 import io
+import itertools
+import json
 import logging
+import multiprocessing
+import multiprocessing.connection
 import os
 import re
+import signal
 import struct
+import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -46,6 +52,7 @@ _SCAN_BYTES = 1 << 20
 _SPARSE_SCAN_BYTES = 4 << 10
 _SPARSE_RECORD_BYTES = 32 << 10
 _VERIFY_BATCH = 1024
+_REPORT_RECORDS = 256
 
 _log = logging.getLogger(__name__)
 
@@ -56,24 +63,47 @@ class DataError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """One TFRecord file.
+    """One TFRecord file, or a run of good records of a damaged one (see data/damage.py).
 
-    `offsets`: int64 [ceil(num_records / chunk_examples)], where each chunk's first record begins.
+    `num_bytes`: of the file. `offsets`: int64 [ceil(num_records / chunk_examples)], where each
+    chunk's first record begins. `first_record`: the number of the first in the file. `end_offset`:
+    where the last one ends, if that is not the file's end.
     """
 
     path: str
     num_bytes: int
     num_records: int
     offsets: Int64s
+    first_record: int = 0
+    end_offset: int | None = None
+
+    @property
+    def end(self) -> int:
+        """Where the last record ends."""
+        return self.num_bytes if self.end_offset is None else self.end_offset
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the records, their framing included."""
+        return self.end - int(self.offsets[0])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """The shards of one split ("train", "test") in their numbered order, ready to be sought in."""
+    """The shards of one split ("train", "test") in their numbered order, ready to be sought in.
+
+    `damages`: what was left out; a split is opened without it only where that was asked for.
+    """
 
     name: str
     shards: tuple[Shard, ...]
     chunk_examples: int
+    damages: "tuple[Damage, ...]" = ()
+
+    @property
+    def num_skipped(self) -> int:
+        """How many records are left out, because they cannot be read."""
+        return sum(damage.num_records or 0 for damage in self.damages)
 
     @property
     def num_examples(self) -> int:
@@ -88,14 +118,12 @@ class Split:
     @property
     def mean_record_bytes(self) -> int:
         """Bytes of an average record on disk, its framing included; at least 1."""
-        return max(1, sum(shard.num_bytes for shard in self.shards) // self.num_examples)
+        return max(1, sum(shard.record_bytes for shard in self.shards) // self.num_examples)
 
     @property
     def max_chunk_bytes(self) -> int:
         """Bytes of the longest chunk on disk."""
-        return max(
-            int(np.diff(shard.offsets, append=shard.num_bytes).max()) for shard in self.shards
-        )
+        return max(int(np.diff(shard.offsets, append=shard.end).max()) for shard in self.shards)
 
     @property
     def fingerprint(self) -> str:
@@ -106,18 +134,23 @@ class Split:
         digest = hashlib.sha256(f"{self.name} {self.chunk_examples}\n".encode())
         for shard in self.shards:
             name = os.path.basename(shard.path)
-            digest.update(f"{name} {shard.num_bytes} {shard.num_records}\n".encode())
+            part = "" if shard.end_offset is None else f" {shard.first_record}"
+            digest.update(f"{name} {shard.num_bytes} {shard.num_records}{part}\n".encode())
         return digest.hexdigest()[:12]
 
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """One record that cannot be read: `record` counts from 0 in its file."""
+    """A record that cannot be read, and those lost with it.
+
+    `record` counts from 0 in its file. `num_records`: how many are lost; None if nobody knows.
+    """
 
     path: str
     record: int
     offset: int
     reason: str
+    num_records: int | None = 1
 
     def __str__(self) -> str:
         """For people: file, record, byte offset, reason."""
@@ -143,25 +176,28 @@ def open_split(data_dir: str, split: str) -> Split:
 
     Raises:
         DataError: the directory or the split is missing or cannot be read; a shard of the numbered
-            set is missing, empty, compressed, cut short, or not a TFRecord file.
+            set is missing, empty, compressed, cut short, not a TFRecord file, of another size than
+            when it was indexed, or of another length than dataset_info.json says.
     """
     data_dir = os.fspath(data_dir)
     paths = shard_paths(data_dir, split)
-    sizes = [_num_bytes(path) for path in paths]
+    sizes = [num_bytes_of(path) for path in paths]
     for path, size in zip(paths, sizes, strict=True):
         if size == 0:
             raise DataError(
                 f"{path} is empty (0 bytes), so it was not written to its end. "
                 f"Remove {data_dir} and prepare it again: {_prepare_again(data_dir)}"
             )
-    index_path = _join(data_dir, f"{split}.index.npz")
-    kept = _read_index(index_path, split, paths, sizes)
+    path_of_index = index_path(data_dir, split)
+    kept = _read_index(path_of_index, split, paths, sizes)
     if kept is not None:
+        _check_lengths(data_dir, kept)
         return kept
     starts = [_record_starts(path, size) for path, size in zip(paths, sizes, strict=True)]
     indexed = _index(split, paths, sizes, starts)
+    _check_lengths(data_dir, indexed)
     try:
-        _write_index(index_path, indexed)
+        _write_index(path_of_index, indexed)
     except OSError as error:
         _log.warning(
             "The index of %s was not kept (%s): every process that opens it reads all record "
@@ -170,6 +206,11 @@ def open_split(data_dir: str, split: str) -> Split:
             error.strerror,
         )
     return indexed
+
+
+def index_path(data_dir: str, split: str) -> str:
+    """Where the index of a split is kept."""
+    return join(data_dir, f"{split}.index.npz")
 
 
 def splits_in(data_dir: str) -> list[str]:
@@ -181,13 +222,15 @@ def splits_in(data_dir: str) -> list[str]:
     return sorted(_split_names(_list(data_dir)))
 
 
-def shard_paths(data_dir: str, split: str) -> list[str]:
+def shard_paths(data_dir: str, split: str, *, missing_too: bool = False) -> list[str]:
     """Paths of the shards of `split`, in order and complete; they are not opened.
 
+    `missing_too`: those of a numbered set that are missing are listed like the others.
+
     Raises:
-        DataError: the directory, the split or one of its shards is missing.
+        DataError: the directory or the split is missing, or one of its shards.
     """
-    return [_join(data_dir, name) for name in _shard_names(data_dir, split)]
+    return [join(data_dir, name) for name in _shard_names(data_dir, split, missing_too)]
 
 
 def write_shards(
@@ -206,8 +249,31 @@ def write_shards(
     Raises:
         DataError: `examples` is empty, or holds another number of examples than `num_examples`.
     """
-    import tensorflow as tf
+    return write_split(
+        lambda first, last: iter(examples), out_dir, name, split, num_shards, num_examples
+    )
 
+
+def write_split(
+    examples: Callable[[int, int], Iterator[bytes]],
+    out_dir: str,
+    name: str,
+    split: str,
+    num_shards: int,
+    num_examples: int,
+    num_processes: int = 1,
+    report: Callable[[int], None] = lambda count: None,
+) -> Split:
+    """`write_shards`, by several processes: each writes some consecutive shards.
+
+    `examples(first, last)` yields examples first..last-1, and is called once by each process. The
+    files are the same, whatever the number of processes. They are forked, so nothing need be
+    pickled; but never from a process that has imported TensorFlow, whose threads a fork loses:
+    there this process writes alone. `report`: called here now and then, with how many are written.
+
+    Raises:
+        DataError: there are none, or `examples` does not yield as many as were asked for.
+    """
     if num_examples < 1:
         raise DataError(
             f"Split {split!r} of {name} has no examples. A split needs at least one: "
@@ -216,42 +282,128 @@ def write_shards(
     num_shards = max(1, min(num_shards, num_examples))
     os.makedirs(out_dir, exist_ok=True)
     names = [f"{name}-{split}.tfrecord-{i:05d}-of-{num_shards:05d}" for i in range(num_shards)]
-    paths = [_join(out_dir, file) for file in names]
+    paths = [join(out_dir, file) for file in names]
     partial = [f"{path}.partial-{os.getpid()}" for path in paths]
-    iterator = iter(examples)
-    sizes: list[int] = []
-    starts: list[Int64s] = []
-    try:
-        for shard, path in enumerate(partial):
-            first = shard * num_examples // num_shards
-            last = (shard + 1) * num_examples // num_shards
-            lengths = array.array("q")
-            with tf.io.TFRecordWriter(path) as writer:
-                for _ in range(first, last):
-                    example = next(iterator, None)
-                    if example is None:
-                        raise DataError(
-                            f"Split {split!r} of {name} ended after {first + len(lengths)} "
-                            f"examples; {num_examples} were announced. The source is incomplete."
-                        )
-                    writer.write(example)
-                    lengths.append(HEADER_BYTES + len(example) + FOOTER_BYTES)
-            ends = np.cumsum(np.frombuffer(lengths, np.int64))
-            starts.append(np.concatenate([np.zeros(1, np.int64), ends[:-1]]))
-            sizes.append(int(ends[-1]))
+    bounds = [shard * num_examples // num_shards for shard in range(num_shards + 1)]
+
+    def write(shards: range, count_one: Callable[[], None]) -> list[Int64s]:
+        iterator = iter(examples(bounds[shards.start], bounds[shards.stop]))
+        ends = []
+        for shard in shards:
+            count = bounds[shard + 1] - bounds[shard]
+            ends.append(_write_shard(partial[shard], itertools.islice(iterator, count), count_one))
+            if len(ends[-1]) < count:
+                raise DataError(
+                    f"Split {split!r} of {name} ended after {bounds[shard] + len(ends[-1])} "
+                    f"examples; {num_examples} were announced. The source is incomplete."
+                )
         if next(iterator, None) is not None:
             raise DataError(
                 f"Split {split!r} of {name} has more than the {num_examples} examples announced."
             )
+        return ends
+
+    try:
+        if num_processes == 1 or "tensorflow" in sys.modules:
+            counter = itertools.count(1)
+            ends = write(range(num_shards), lambda: report(next(counter)))
+        else:
+            # Also a single part, or this process would import TensorFlow and write the rest alone.
+            num_parts = min(num_processes, num_shards)
+            cuts = [i * num_shards // num_parts for i in range(num_parts + 1)]
+            ends = _write_in_processes(write, list(map(range, cuts, cuts[1:])), report)
         for source, target in zip(partial, paths, strict=True):
             os.replace(source, target)
     finally:
         for path in partial:
             if os.path.exists(path):
                 os.remove(path)
-    written = _index(split, paths, sizes, starts)
-    _write_index(_join(out_dir, f"{split}.index.npz"), written)
-    return written
+    sizes = [int(shard[-1]) for shard in ends]
+    starts = [np.concatenate([np.zeros(1, np.int64), shard[:-1]]) for shard in ends]
+    indexed = _index(split, paths, sizes, starts)
+    _write_index(join(out_dir, f"{split}.index.npz"), indexed)
+    return indexed
+
+
+def _write_in_processes(
+    write: Callable[[range, Callable[[], None]], list[Int64s]],
+    parts: list[range],
+    report: Callable[[int], None],
+) -> list[Int64s]:
+    """`write` of each part in a process of its own; what all of them return, in order.
+
+    None of them outlives this function, nor this process for long.
+
+    Raises:
+        Exception: what the first to fail raised.
+    """
+    context = multiprocessing.get_context("fork")
+    done = context.Value("q", 0)
+    parent = os.getpid()
+
+    def run(shards: range, answer: multiprocessing.connection.Connection) -> None:
+        count = 0
+
+        def count_one() -> None:
+            nonlocal count
+            count += 1
+            if count % _REPORT_RECORDS == 0:
+                if os.getppid() != parent:
+                    os._exit(1)
+                with done.get_lock():
+                    done.value += _REPORT_RECORDS
+
+        # Ctrl-C goes to all processes of a terminal; the first one ends the others.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            answer.send(write(shards, count_one))
+        except Exception as error:
+            answer.send(error)
+
+    answers: list[list[Int64s] | None] = [None] * len(parts)
+    processes = []
+    waiting = {}
+    try:
+        for number, shards in enumerate(parts):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=run, args=(shards, theirs))
+            process.start()
+            processes.append(process)
+            theirs.close()
+            waiting[ours] = number
+        while waiting:
+            for answer in multiprocessing.connection.wait(list(waiting), timeout=1.0):
+                assert isinstance(answer, multiprocessing.connection.Connection)
+                try:
+                    received = answer.recv()
+                except EOFError:
+                    process = processes[waiting[answer]]
+                    process.join()
+                    raise OSError(
+                        f"A process that wrote shards was ended (exit code {process.exitcode})"
+                    ) from None
+                if isinstance(received, Exception):
+                    raise received
+                answers[waiting.pop(answer)] = received
+            report(done.value)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    return [ends for part in answers if part is not None for ends in part]
+
+
+def _write_shard(path: str, examples: Iterable[bytes], count_one: Callable[[], None]) -> Int64s:
+    """Write one file; returns where each record ends."""
+    import tensorflow as tf
+
+    lengths = array.array("q")
+    with tf.io.TFRecordWriter(path) as writer:
+        for example in examples:
+            writer.write(example)
+            lengths.append(HEADER_BYTES + len(example) + FOOTER_BYTES)
+            count_one()
+    return np.cumsum(np.frombuffer(lengths, np.int64))
 
 
 def verify(split: Split) -> list[Damage]:
@@ -267,12 +419,13 @@ def verify(split: Split) -> list[Damage]:
 
 
 def _shard_damage(shard: Shard, chunk_examples: int) -> list[Damage]:
-    size = _num_bytes(shard.path)
+    size = num_bytes_of(shard.path)
     if size != shard.num_bytes:
         return [
             Damage(
                 shard.path,
-                record=int(np.searchsorted(shard.offsets, size)) * chunk_examples,
+                record=shard.first_record
+                + int(np.searchsorted(shard.offsets, size)) * chunk_examples,
                 offset=min(size, shard.num_bytes),
                 reason=f"the file has {size} bytes; its index was built for {shard.num_bytes}",
             )
@@ -280,14 +433,14 @@ def _shard_damage(shard: Shard, chunk_examples: int) -> list[Damage]:
     damages = []
     starts: list[Int64s] = []
     numbers: list[Int64s] = []
-    bounds = np.append(shard.offsets, shard.num_bytes)
-    with _open(shard.path) as file:
+    bounds = np.append(shard.offsets, shard.end)
+    with open_file(shard.path) as file:
         for chunk in range(len(shard.offsets)):
-            number = chunk * chunk_examples
-            expected = min(chunk_examples, shard.num_records - number)
+            expected = min(chunk_examples, shard.num_records - chunk * chunk_examples)
+            number = shard.first_record + chunk * chunk_examples
             try:
-                found = _walk(file, shard.path, int(bounds[chunk]), int(bounds[chunk + 1]), number)
-            except _BadRecord as error:
+                found = walk(file, shard.path, int(bounds[chunk]), int(bounds[chunk + 1]), number)
+            except BadRecord as error:
                 damages.append(error.damage)
                 found = error.before
             else:
@@ -303,11 +456,24 @@ def _shard_damage(shard: Shard, chunk_examples: int) -> list[Damage]:
                     )
             starts.append(found)
             numbers.append(number + np.arange(len(found), dtype=np.int64))
-    damages += _content_damage(shard.path, np.concatenate(starts), np.concatenate(numbers))
+    if damages and _is_whole(shard):
+        reason = "the file is whole, but its index does not fit it: remove the index"
+        return [dataclasses.replace(damages[0], reason=reason)]
+    damages += content_damage(shard.path, np.concatenate(starts), np.concatenate(numbers))
     return sorted(damages, key=lambda damage: damage.offset)
 
 
-def _content_damage(path: str, starts: Int64s, numbers: Int64s) -> list[Damage]:
+def _is_whole(shard: Shard) -> bool:
+    """Whether all of the file can be walked over, without its index."""
+    try:
+        with open_file(shard.path) as file:
+            walk(file, shard.path, 0, shard.num_bytes, 0)
+    except BadRecord:
+        return False
+    return True
+
+
+def content_damage(path: str, starts: Int64s, numbers: Int64s) -> list[Damage]:
     """Records whose data does not fit its CRC; TensorFlow's own reader is the judge."""
     import tensorflow as tf
 
@@ -319,14 +485,14 @@ def _content_damage(path: str, starts: Int64s, numbers: Int64s) -> list[Damage]:
     ):
         done = 0
         while done < len(run_starts):
-            dataset = _records_from(path, int(run_starts[done])).take(len(run_starts) - done)
+            dataset = records_from(path, int(run_starts[done])).take(len(run_starts) - done)
             try:
                 for batch in dataset.batch(_VERIFY_BATCH).map(tf.size):
                     done += int(batch)
                 break
             except tf.errors.DataLossError:
                 pass  # Somewhere in the next batch: found below, record by record.
-            dataset = _records_from(path, int(run_starts[done])).take(len(run_starts) - done)
+            dataset = records_from(path, int(run_starts[done])).take(len(run_starts) - done)
             try:
                 for _ in dataset:
                     done += 1
@@ -343,7 +509,8 @@ def _content_damage(path: str, starts: Int64s, numbers: Int64s) -> list[Damage]:
     return damages
 
 
-def _records_from(path: str, offset: int) -> "tf.data.Dataset":
+def records_from(path: str, offset: int) -> "tf.data.Dataset":
+    """The records of a file from the one that begins at that byte; each CRC is checked."""
     import tensorflow as tf
 
     def records(offset: tf.Tensor) -> tf.data.Dataset:
@@ -360,7 +527,7 @@ def _records_from(path: str, offset: int) -> "tf.data.Dataset":
     return tf.data.Dataset.from_tensors(np.int64(offset)).flat_map(records)
 
 
-class _BadRecord(Exception):
+class BadRecord(Exception):
     """The walk met a record that is not one. `before`: where the good records before it begin."""
 
     def __init__(self, damage: Damage, before: Int64s) -> None:
@@ -372,31 +539,39 @@ class _BadRecord(Exception):
 def _record_starts(path: str, size: int) -> Int64s:
     """Where each record of the file begins, or a DataError that names the first bad one."""
     try:
-        with _open(path) as file:
-            return _walk(file, path, 0, size, 0)
-    except _BadRecord as error:
-        if error.damage.record == 0:
-            with _open(path) as file:
-                if file.read(3) == b"\x1f\x8b\x08":
-                    source = os.path.dirname(path) or "."
-                    raise DataError(
-                        f"{path} is compressed (GZIP), and compressed files cannot be sought in. "
-                        "Rewrite the directory once: "
-                        f"python -m data.prepare rewrite --source={source} --out={source}-plain"
-                    ) from None
+        with open_file(path) as file:
+            return walk(file, path, 0, size, 0)
+    except BadRecord as error:
+        refuse_gzip(path)
         raise DataError(
             f"{error.damage}. Copy the file again from where it came, or prepare it again: "
             f"{_prepare_again(os.path.dirname(path))}"
         ) from None
 
 
-def _walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s:
+def refuse_gzip(path: str) -> None:
+    """Returns if the file is not compressed.
+
+    Raises:
+        DataError: it is.
+    """
+    with open_file(path) as file:
+        if file.read(3) != b"\x1f\x8b\x08":
+            return
+    source = os.path.dirname(path) or "."
+    raise DataError(
+        f"{path} is compressed (GZIP), and compressed files cannot be sought in. Rewrite the "
+        f"directory once: python -m data.prepare rewrite --source={source} --out={source}-plain"
+    ) from None
+
+
+def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s:
     """Where each record in bytes [begin, end) starts, by headers alone.
 
     `number`: the record number at `begin`, for messages.
 
     Raises:
-        _BadRecord: a length does not fit its CRC, or the last record passes `end`.
+        BadRecord: a length does not fit its CRC, or the last record passes `end`.
     """
     length_at = struct.Struct("<Q").unpack_from
     walked: list[Int64s] = []
@@ -424,7 +599,7 @@ def _walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64
         if bad is not None:
             before = np.concatenate([*walked, here[:bad] + block_begin])
             offset = block_begin + (int(here[bad]) if len(here) else 0)
-            raise _BadRecord(Damage(path, number + count + bad, offset, reason), before)
+            raise BadRecord(Damage(path, number + count + bad, offset, reason), before)
         walked.append(here + block_begin)
         count += len(here)
         position = block_begin + at
@@ -483,36 +658,59 @@ def _write_index(path: str, split: Split) -> None:
         chunk_examples=np.int64(split.chunk_examples),
         offsets=np.concatenate([shard.offsets for shard in split.shards]),
     )
+    replace_file(path, content.getvalue())
+
+
+def replace_file(path: str, content: bytes) -> None:
+    """Write a file at once: a reader sees the former one or the new one, whole.
+
+    Raises:
+        OSError: the directory cannot be written to.
+    """
     partial = f"{path}.partial-{os.getpid()}-{os.urandom(4).hex()}"
     if _is_url(path):
         import tensorflow as tf
 
         try:
             with tf.io.gfile.GFile(partial, "wb") as file:
-                file.write(content.getvalue())
+                file.write(content)
             tf.io.gfile.rename(partial, path, overwrite=True)
         except tf.errors.OpError as error:
             raise OSError(0, error.message) from None
         return
     try:
         with open(partial, "xb") as local:
-            local.write(content.getvalue())
+            local.write(content)
         os.replace(partial, path)
     finally:
         if os.path.exists(partial):
             os.remove(partial)
 
 
-def _read_index(path: str, split: str, paths: list[str], sizes: list[int]) -> Split | None:
-    """The kept index, or None where there is none that fits these shards."""
-    if not _exists(path):
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeptIndex:
+    """What an index file says; whether it fits the shards is another question.
+
+    By shard: `names`, `num_bytes`, `num_records`, and the `offsets` of its chunks.
+    """
+
+    names: tuple[str, ...]
+    num_bytes: tuple[int, ...]
+    num_records: tuple[int, ...]
+    offsets: tuple[Int64s, ...]
+    chunk_examples: int
+
+
+def load_index(path: str) -> KeptIndex | None:
+    """The index in that file; None where there is none, or none that can be understood."""
+    if not exists(path):
         return None
     try:
-        with _open(path) as file, np.load(io.BytesIO(file.read())) as kept:
+        with open_file(path) as file, np.load(io.BytesIO(file.read())) as kept:
             version = int(kept["version"])
-            names = [str(name) for name in kept["names"]]
-            kept_sizes = [int(size) for size in kept["num_bytes"]]
-            num_records = [int(count) for count in kept["num_records"]]
+            names = tuple(str(name) for name in kept["names"])
+            num_bytes = tuple(int(size) for size in kept["num_bytes"])
+            num_records = tuple(int(count) for count in kept["num_records"])
             chunk_examples = int(kept["chunk_examples"])
             offsets = np.asarray(kept["offsets"], np.int64)
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
@@ -521,29 +719,75 @@ def _read_index(path: str, split: str, paths: list[str], sizes: list[int]) -> Sp
     if version != INDEX_VERSION:
         _log.warning("%s has version %d, not %d: building it again.", path, version, INDEX_VERSION)
         return None
-    if names != [os.path.basename(file) for file in paths]:
-        _log.warning("%s was built for other shards: building it again.", path)
-        return None
-    for name, kept_size, size in zip(names, kept_sizes, sizes, strict=True):
-        if kept_size != size:
-            _log.warning(
-                "%s was built for %s with %d bytes; the file now has %d: building it again.",
-                path,
-                name,
-                kept_size,
-                size,
-            )
-            return None
     chunks = [-(-count // chunk_examples) for count in num_records]
-    if sum(chunks) != len(offsets):
+    if sum(chunks) != len(offsets) or not len(chunks) == len(names) == len(num_bytes):
         _log.warning("%s does not fit its own counts: building it again.", path)
         return None
-    parts = np.split(offsets, np.cumsum(chunks)[:-1])
+    parts = tuple(np.split(offsets, np.cumsum(chunks)[:-1]))
+    return KeptIndex(names, num_bytes, num_records, parts, chunk_examples)
+
+
+def _read_index(path: str, split: str, paths: list[str], sizes: list[int]) -> Split | None:
+    """The kept index, or None where there is none of these shards.
+
+    Raises:
+        DataError: a shard is not as long as it was when it was indexed.
+    """
+    kept = load_index(path)
+    if kept is None:
+        return None
+    if kept.names != tuple(os.path.basename(file) for file in paths):
+        _log.warning("%s was built for other shards: building it again.", path)
+        return None
+    for file, kept_size, size in zip(paths, kept.num_bytes, sizes, strict=True):
+        if kept_size != size:
+            _record_starts(file, size)  # Says where a file ends in the middle of a record.
+            raise DataError(
+                f"{file} has {size:,} bytes, and had {kept_size:,} when {path} was made: it was "
+                "cut short, or replaced. Copy the file again; or, if it is as it should be, "
+                f"remove its index: rm {path}"
+            )
     shards = tuple(
         Shard(file, size, count, part)
-        for file, size, count, part in zip(paths, sizes, num_records, parts, strict=True)
+        for file, size, count, part in zip(
+            paths, sizes, kept.num_records, kept.offsets, strict=True
+        )
     )
-    return Split(split, shards, chunk_examples)
+    return Split(split, shards, kept.chunk_examples)
+
+
+def shard_lengths_announced(data_dir: str, split: str) -> list[int] | None:
+    """How many records each shard was written with; None where no dataset_info.json tells."""
+    path = join(data_dir, "dataset_info.json")
+    if not exists(path):
+        return None
+    try:
+        with open_file(path) as file:
+            info = json.loads(file.read())
+        for described in info["splits"]:
+            if described["name"] == split:
+                return [int(length) for length in described["shardLengths"]]
+    except (KeyError, TypeError, ValueError):
+        pass  # Not needed for reading: another program's, or none at all.
+    return None
+
+
+def _check_lengths(data_dir: str, split: Split) -> None:
+    """Returns if every shard has as many records as dataset_info.json says, if it says so.
+
+    Raises:
+        DataError: a shard was cut off between two records, or is another one.
+    """
+    announced = shard_lengths_announced(data_dir, split.name)
+    if announced is None or len(announced) != len(split.shards):
+        return
+    for shard, length in zip(split.shards, announced, strict=True):
+        if shard.num_records != length:
+            raise DataError(
+                f"{shard.path} has {shard.num_records:,} records, and dataset_info.json beside it "
+                f"says {length:,}: it was cut short, or replaced. Copy the file again, or prepare "
+                f"it again: {_prepare_again(data_dir)}"
+            )
 
 
 _NUMBERED = re.compile(r"(\d+)-of-(\d+)")
@@ -552,7 +796,7 @@ _ANY_SHARD = re.compile(
 )
 
 
-def _shard_names(data_dir: str, split: str) -> list[str]:
+def _shard_names(data_dir: str, split: str, missing_too: bool) -> list[str]:
     """The file names of `split`, in order, proved complete."""
     names = sorted(_list(data_dir))
     quoted = re.escape(split)
@@ -579,14 +823,16 @@ def _shard_names(data_dir: str, split: str) -> list[str]:
         )
     total = int(numbered[0][1][2])
     present = {int(match[1]): name for name, match in numbered}
-    missing = [i for i in range(total) if i not in present]
-    if missing:
-        sample, match = numbered[0]
-        width = len(match[1])
-        first = sample[: match.start(1)] + f"{missing[0]:0{width}d}" + sample[match.end(1) :]
+    sample, match = numbered[0]
+    missing = {
+        i: sample[: match.start(1)] + f"{i:0{len(match[1])}d}" + sample[match.end(1) :]
+        for i in range(total)
+        if i not in present
+    }
+    if missing and not missing_too:
         raise DataError(
             f"{data_dir} has {len(present)} of the {total} shards of split {split!r}; "
-            f"{len(missing)} missing, the first is {first}. "
+            f"{len(missing)} missing, the first is {min(missing.values())}. "
             f"Copy what is missing, or prepare it again: {_prepare_again(data_dir)}"
         )
     if len(present) != len(numbered) or max(present) >= total:
@@ -594,7 +840,7 @@ def _shard_names(data_dir: str, split: str) -> list[str]:
             f"{data_dir} has {len(numbered)} files for the {total} numbered shards of split "
             f"{split!r}: keep exactly numbers 0 to {total - 1}."
         )
-    return [present[i] for i in range(total)]
+    return [(present | missing)[i] for i in range(total)]
 
 
 def _nothing_found(data_dir: str, split: str, names: list[str]) -> str:
@@ -646,7 +892,8 @@ def _is_url(path: str) -> bool:
     return "://" in path
 
 
-def _join(directory: str, name: str) -> str:
+def join(directory: str, name: str) -> str:
+    """The path of a file in a directory, which may be a URL."""
     return (
         f"{directory.rstrip('/')}/{name}" if _is_url(directory) else os.path.join(directory, name)
     )
@@ -679,7 +926,8 @@ def _list(data_dir: str) -> list[str]:
         ) from None
 
 
-def _exists(path: str) -> bool:
+def exists(path: str) -> bool:
+    """Whether there is such a file, here or at a URL."""
     if _is_url(path):
         import tensorflow as tf
 
@@ -687,7 +935,8 @@ def _exists(path: str) -> bool:
     return os.path.exists(path)
 
 
-def _num_bytes(path: str) -> int:
+def num_bytes_of(path: str) -> int:
+    """The size of a file, here or at a URL."""
     if _is_url(path):
         import tensorflow as tf
 
@@ -695,7 +944,39 @@ def _num_bytes(path: str) -> int:
     return os.path.getsize(path)
 
 
-def _open(path: str) -> BinaryIO:
+def remove_file(path: str) -> None:
+    """Remove a file, here or at a URL.
+
+    Raises:
+        DataError: this user may not.
+    """
+    import tensorflow as tf
+
+    try:
+        tf.io.gfile.remove(path)
+    except tf.errors.OpError as error:
+        raise DataError(f"{path} cannot be removed: {error.message}") from None
+
+
+def stamp(path: str) -> tuple[int, int]:
+    """Size and time of change, in ns, of a file here or at a URL; (-1, -1) if there is none."""
+    if not exists(path):
+        return -1, -1
+    if not _is_url(path):
+        status = os.stat(path)
+        return status.st_size, status.st_mtime_ns
+    import tensorflow as tf
+
+    remote = tf.io.gfile.stat(path)
+    return int(remote.length), int(remote.mtime_nsec)
+
+
+def open_file(path: str) -> BinaryIO:
+    """The bytes of a file, here or at a URL.
+
+    Raises:
+        DataError: this user may not read it.
+    """
     if _is_url(path):
         import tensorflow as tf
 

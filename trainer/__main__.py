@@ -54,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
     recipe = flags.read_recipe()
     cluster = flags.read_cluster(is_launched=is_launched)
     _set_environment()
+    if flags.DOWNLOAD_ONLY.value:
+        return _prepare_only(recipe)
     if cluster is None and flags.STRATEGY.value != "mirrored":
         return _launch(recipe)
     if cluster is not None and flags.KEEP_SERVING.value and not is_launched:
@@ -134,6 +136,15 @@ def _check(recipe: Recipe, model_dir: str, num_workers: int, num_ps: int) -> int
     if flags.STRATEGY.value != "ps":
         check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
     print(preflight.preflight(recipe, model_dir).describe(num_ps))
+    return 0
+
+
+def _prepare_only(recipe: Recipe) -> int:
+    """--download_only: prepares and opens the data; starts and makes nothing else."""
+    from trainer.inputs import prepare_inputs
+
+    for line in prepare_inputs(recipe):
+        print(line)
     return 0
 
 

@@ -17,7 +17,7 @@ from trainer import hooks as hooks_lib
 from trainer import learner as learner_lib
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config, ConfigError, Recipe
-from trainer.inputs import Inputs, batch_at
+from trainer.inputs import Inputs, batch_at, records_skipped
 from trainer.learner import Learner
 from trainer.writers import Console, JsonLines, TensorBoard
 
@@ -76,6 +76,13 @@ def _identity(inputs: Inputs, config: Config) -> Mapping[str, Any]:
     }
 
 
+def build_json_lines(path: str, recipe: Recipe, inputs: Inputs) -> JsonLines:
+    """Reports at `path`, with the records that were skipped in every line where that may be."""
+    skipped = records_skipped(inputs, recipe) or {}
+    always = {split: {"records_skipped": count} for split, count in skipped.items()}
+    return JsonLines(path, always)
+
+
 def build_hooks(
     recipe: Recipe,
     model_dir: str,
@@ -96,7 +103,7 @@ def build_hooks(
     writers: list[hooks_lib.Writer] = []
     hooks: list[hooks_lib.Hook] = [hooks_lib.StopOnNonFinite()]
     if console:
-        json_lines = JsonLines(f"{model_dir}/metrics.jsonl")
+        json_lines = build_json_lines(f"{model_dir}/metrics.jsonl", recipe, inputs)
         tensorboard = TensorBoard(f"{model_dir}/tensorboard")
         writers = [console, json_lines, tensorboard]
         hooks += [

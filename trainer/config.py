@@ -30,6 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from data.damage import FAIL, SKIP
 from data.order import default_lanes
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class DataConfig:
             0 chooses a divisor of batch_size, at most 64.
         window_batches: Records are shuffled inside windows of this many batches, and what is read
             at once. More mixes better and needs more memory.
+        on_corrupt: "fail" ends the run at damaged data; "skip" verifies every record when the data
+            is opened, and leaves out and counts those that cannot be read.
     """
 
     train_split: str = "train"
@@ -58,6 +61,7 @@ class DataConfig:
     shuffle: bool = True
     lanes: int = 0
     window_batches: int = 16
+    on_corrupt: str = FAIL
 
 
 @dataclass
@@ -195,6 +199,11 @@ def check(config: Config) -> None:
         raise ConfigError(
             "config.learning_rate must be above 0. Received: "
             f"learning_rate={config.learning_rate}. Type --learning_rate=0.001, for example."
+        )
+    if config.data.on_corrupt not in (FAIL, SKIP):
+        raise ConfigError(
+            f"config.data.on_corrupt must be {FAIL} or {SKIP}. Received: "
+            f"{config.data.on_corrupt!r}. Type --config.data.on_corrupt={SKIP}."
         )
     if config.data.lanes and config.batch_size % config.data.lanes:
         raise ConfigError(

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from strategies.base import Position
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from strategies.peers import watch_chief
-from trainer.build import build_checkpointer, build_learner
+from trainer.build import build_checkpointer, build_json_lines, build_learner
 from trainer.checkpoint import Checkpointer, ModelDirError, Saved
 from trainer.config import Config
 from trainer.exits import EXIT_DONE, EXIT_RESTART
@@ -28,7 +28,7 @@ from trainer.inputs import check_batches, open_inputs
 from trainer.plan import Plan
 from trainer.preflight import check_model_dir, finished_result
 from trainer.signals import StopSignals
-from trainer.writers import Console, JsonLines, TensorBoard, write_json
+from trainer.writers import Console, TensorBoard, write_json
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ def follow(plan: Plan, signals: StopSignals) -> int:
     check_batches(inputs, learner, plan.recipe)
     executor.start_evaluation(learner, inputs.evaluation)
     checkpointer = build_checkpointer(plan.recipe, plan.model_dir, inputs, learner)
-    console, json_lines = Console(config.train_steps), JsonLines(f"{directory}/metrics.jsonl")
+    console = Console(config.train_steps)
+    json_lines = build_json_lines(f"{directory}/metrics.jsonl", plan.recipe, inputs)
     saved = Saved(0, Position())
     evaluate = Evaluate(
         executor,

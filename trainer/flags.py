@@ -10,6 +10,7 @@ TensorFlow is not imported: `--help` and a mistyped flag should not wait for it.
 import difflib
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -59,6 +60,12 @@ CHECK = flags.DEFINE_boolean(
     False,
     "Check flags, config, data, model and checkpoints, say what would be trained and where its "
     "variables would be, and end. Nothing is started or written.",
+)
+DOWNLOAD_ONLY = flags.DEFINE_boolean(
+    "download_only",
+    False,
+    "Prepare the data set that the config names, or open and index what is in --data_dir; then "
+    "end, without training.",
 )
 WORKERS = flags.DEFINE_integer("workers", 2, "Workers of a cluster on this machine.")
 PS = flags.DEFINE_integer("ps", 1, "Parameter servers of a cluster on this machine.")
@@ -313,6 +320,19 @@ def _check_strategy_of_flags() -> None:
 
 def _check_flags(cluster: Cluster | None, is_launched: bool) -> None:
     """Refuses flags that would be ignored; `is_launched`: by a launcher, which was checked."""
+    if DOWNLOAD_ONLY.value and cluster is not None:
+        raise ConfigError(
+            "--download_only is for one process before any task is started, but TF_CONFIG or "
+            "--worker_hosts says that this is one. Leave it out, or type it without them: "
+            f"env -u TF_CONFIG python -m trainer {shlex.join(sys.argv[1:])}"
+        )
+    if DOWNLOAD_ONLY.value and MODEL_DIR.value is not None:
+        raise ConfigError(
+            f"--download_only trains nothing, so that --model_dir={MODEL_DIR.value} would stay "
+            "empty. Leave one of the two out."
+        )
+    if DOWNLOAD_ONLY.value and CHECK.value:
+        raise ConfigError("--download_only and --check are two ways to end early. Leave one out.")
     if cluster is not None and not is_launched and (given := _present(_OF_LOCAL_CLUSTERS)):
         raise ConfigError(
             f"--{given[0]} is for a cluster on this machine, but TF_CONFIG or --worker_hosts "

@@ -7,6 +7,7 @@ train(...)
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from data.damage import SKIP, open_split
 from data.features import default_parse, read_features
 from data.order import Order, default_lanes
 from data.pipeline import Reader
-from data.records import DataError, open_split, verify
+from data.records import DataError, Split, verify
 from trainer.config import ConfigError, Recipe, data_dir, num_lanes
 from trainer.exits import first_line
 from trainer.learner import Learner, PerExample
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,10 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
         from data.prepare import prepare  # It imports tensorflow_datasets.
 
         prepare("digits", directory)
-    train_split = open_split(directory, config.data.train_split)
-    eval_split = open_split(directory, config.data.eval_split)
+    train_split = open_split(directory, config.data.train_split, config.data.on_corrupt)
+    eval_split = open_split(directory, config.data.eval_split, config.data.on_corrupt)
+    for split in (train_split, eval_split):
+        _warn_of_damage(split)
     parse = recipe.parse or default_parse(read_features(directory))
     eval_batch_size = config.eval_batch_size or config.batch_size
     train_order = Order(
@@ -72,6 +78,42 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
         Reader(train_split, train_order, parse, num_threads),
         Reader(eval_split, eval_order, parse, num_threads),
     )
+
+
+def records_skipped(inputs: Inputs, recipe: Recipe) -> dict[str, int] | None:
+    """Records of each split that are left out; None where damage is not skipped but fatal."""
+    if recipe.config.data.on_corrupt != SKIP:
+        return None
+    return {
+        "train": inputs.train.split.num_skipped,
+        "eval": inputs.evaluation.split.num_skipped,
+    }
+
+
+def prepare_inputs(recipe: Recipe) -> list[str]:
+    """Prepares the data set that `recipe` names if it is not there; opens, indexes, describes it.
+
+    Returns lines for people: where it is, and each split's examples, files and bytes.
+
+    Raises:
+        DataError: it cannot be prepared from what this machine has, or not be opened.
+    """
+    config = recipe.config
+    directory = data_dir(config)
+    # A directory that was named is the user's own: what is wrong with it, opening it says.
+    if not config.data_dir and not tf.io.gfile.exists(directory):
+        from data.prepare import prepare
+
+        prepare(config.dataset, directory)
+    inputs = open_inputs(recipe)
+    lines = [f"{directory} is ready:"]
+    for split in (inputs.train.split, inputs.evaluation.split):
+        num_bytes = sum(shard.record_bytes for shard in split.shards)
+        lines.append(
+            f"  {split.name}: {split.num_examples:,} examples in "
+            f"{len({shard.path for shard in split.shards})} file(s), {num_bytes:,} bytes"
+        )
+    return lines
 
 
 def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
@@ -134,13 +176,28 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
     except tf.errors.DataLossError as error:
         damages = [d for reader in (inputs.train, inputs.evaluation) for d in verify(reader.split)]
         listed = "\n  ".join(str(damage) for damage in damages[:10]) or first_line(error)
-        raise DataError(f"Records are corrupt:\n  {listed}\nWrite these files anew.") from error
+        raise DataError(
+            f"Records are corrupt:\n  {listed}\nWrite these files anew, or leave "
+            f"such records out, which is counted: --config.data.on_corrupt={SKIP} (if that is set, "
+            "remove SPLIT.damage.json, which says that they were good)."
+        ) from error
     except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError) as error:
         raise DataError(f"A file of the data cannot be read any more: {error.message}") from error
     except tf.errors.InvalidArgumentError as error:
         # The first paragraphs are the trace of the graph.
         reason = error.message.strip().split("\n\n")[-1].splitlines()[0]
         raise DataError(f"The data does not suit the model or its features: {reason}") from error
+
+
+def _warn_of_damage(split: Split) -> None:
+    if split.damages:
+        log.warning(
+            "split %r: %s of %s records cannot be read and are left out; the first: %s",
+            split.name,
+            f"{split.num_skipped:,}",
+            f"{split.num_skipped + split.num_examples:,}",
+            split.damages[0],
+        )
 
 
 def _shape_of(function: PerExample, labels: Any, outputs: Any) -> Any:

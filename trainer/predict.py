@@ -16,6 +16,7 @@ from typing import Any
 
 from absl import app, flags
 
+from data.flags import parse_flags
 from trainer.config import ConfigError
 
 _MODEL_DIR = flags.DEFINE_string("model_dir", None, "A run that is done.", required=True)
@@ -37,6 +38,7 @@ def predict(
     import keras
     import tensorflow as tf
 
+    from data.damage import readable
     from data.features import default_parse, read_features
     from data.records import open_split
     from trainer.config import load_recipe
@@ -58,7 +60,7 @@ def predict(
     wanted = num_examples or records.num_examples
     dataset = tf.data.TFRecordDataset([shard.path for shard in records.shards]).take(wanted)
     example = 0
-    for serialized in dataset.batch(256):
+    for serialized in readable(dataset.batch(256)):
         inputs, labels = parse(serialized)
         outputs = model(inputs, training=False)
         if not isinstance(outputs, tf.Tensor):
@@ -90,13 +92,5 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)  # type: ignore[no-any-return]
-    except flags.Error as error:
-        print(f"error: {error}. --help lists the flags.", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse_flags)
+    app.run(main, flags_parser=parse_flags("error"))

@@ -36,7 +36,13 @@ from trainer.config import ConfigError, check_replicas
 from trainer.evaluator import follow
 from trainer.exits import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE, first_line
 from trainer.hooks import Hook
-from trainer.inputs import Inputs, check_batches, data_errors_explained, open_inputs
+from trainer.inputs import (
+    Inputs,
+    check_batches,
+    data_errors_explained,
+    open_inputs,
+    records_skipped,
+)
 from trainer.learner import Learner, OptimizerError
 from trainer.loop import train
 from trainer.plan import Plan
@@ -176,6 +182,8 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
         "exit_code": EXIT_DONE if complete else EXIT_RESTART,
         "why": "done" if complete else "asked to stop",
     }
+    if (skipped := records_skipped(inputs, plan.recipe)) is not None:
+        result["records_skipped"] = skipped
     result |= {name: dict(by_worker) for name, by_worker in executor.counts().items()}
     _write_result(plan, result)
     if console:
@@ -266,6 +274,7 @@ def _write_config(plan: Plan, inputs: Inputs) -> None:
         "cluster": None if plan.cluster is None else json.loads(plan.cluster.tf_config()),
         "train_examples": inputs.train.split.num_examples,
         "eval_examples": inputs.evaluation.split.num_examples,
+        "records_skipped": records_skipped(inputs, plan.recipe),
         "versions": {
             "python": platform.python_version(),
             "tensorflow": tf.__version__,

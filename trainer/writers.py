@@ -22,9 +22,10 @@ _SHOWN_WORKERS = 8
 class JsonLines(Hook):
     """One JSON object a report, in `metrics.jsonl`."""
 
-    def __init__(self, path: str) -> None:
-        """Appends to what a former run of the same model directory left."""
+    def __init__(self, path: str, always: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Appends to what a former run left; `always`: by split, what every line of it has."""
         self._path = path
+        self._always = always or {}
 
     def begin(self, step: int) -> None:
         """Drops reports of steps after `step`: they will be done again."""
@@ -41,7 +42,9 @@ class JsonLines(Hook):
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         """Appends a line."""
         with tf.io.gfile.GFile(self._path, "a") as file:
-            document = without_nan({"step": step, "split": split, **values})
+            document = without_nan(
+                {"step": step, "split": split, **values, **self._always.get(split, {})}
+            )
             file.write(json.dumps(document, allow_nan=False) + "\n")
 
 

@@ -1,31 +1,35 @@
 """Sources: one file a format, each turning what the user has into named splits of examples.
 
-A format is a function that returns a `Source`; nothing is read from it but what a split's
-`examples` yields, one serialized tf.train.Example at a time.
+A format is a function that returns a `Source`. What it has looked at by then is counts, names and
+types; the examples themselves are read only as they are written, a few at a time.
 """
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator, Mapping
-
-import numpy as np
-import numpy.typing as npt
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from data.records import DataError
 
-Uint8s = npt.NDArray[np.uint8]
+SPLIT_NAMES = ("train", "test", "val", "valid", "validation", "extra")
+LAYOUTS = ("tfds", "image_raw")
+TEST_FRACTION = 0.1
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceSplit:
-    """One split. `examples()` yields exactly `num_examples` records, the same at every call.
+    """One split. `examples(first, last)` yields records first..last-1, the same at every call.
 
-    `num_bytes`: about how many bytes those are, from which the number of shards is chosen.
+    It may be called in several processes at once. `num_bytes`: about how many bytes all
+    `num_examples` records are, from which the number of shards is chosen.
     """
 
     num_examples: int
     num_bytes: int
-    examples: Callable[[], Iterator[bytes]]
+    examples: Callable[[int, int], Iterator[bytes]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,69 +45,88 @@ class Source:
     files: Mapping[str, str]
 
 
-def labelled_images(
-    name: str, num_classes: int, splits: Mapping[str, tuple[Uint8s, npt.NDArray[np.integer]]]
-) -> Source:
-    """A source of (images uint8 [N, H, W, C], labels [N]) a split, held in memory.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What may be said about a source besides where it is; None is what was not said.
 
-    Images lie in the record as raw bytes: decoding is a copy.
+    Attributes:
+        label: Column of a table that is the label.
+        test_fraction: Part of the examples that becomes the test split, where files do not say.
+        seed: Of the choice of those.
+        layout: One of LAYOUTS; how an image lies in the record.
+    """
+
+    label: str | None = None
+    test_fraction: float | None = None
+    seed: int | None = None
+    layout: str | None = None
+
+    def given(self) -> dict[str, object]:
+        """Those that were said, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def required(directory: str | None, name: str, what: str) -> str:
+    """`directory`, or a DataError that says what --source must be."""
+    if directory is None:
+        raise DataError(
+            f"{name} is made from {what}, and --source does not say where. "
+            f"python -m data.prepare {name} --source=PATH"
+        )
+    return directory
+
+
+def test_chooser(options: Options) -> Callable[[str], bool]:
+    """Whether the example of some key is a test example: a function of (key, seed) alone.
+
+    Each example is chosen for itself, so the part that is chosen is about `test_fraction`.
 
     Raises:
-        DataError: a label is outside [0, num_classes), or there is not one label for each image.
+        DataError: the fraction is not between 0 and 1.
     """
-    shapes = {images.shape[1:] for images, _ in splits.values()}
-    if len(shapes) != 1:
-        raise DataError(f"The splits of {name} have images of different shapes: {sorted(shapes)}")
-    for split, (images, labels) in splits.items():
-        if len(images) != len(labels):
-            raise DataError(
-                f"Split {split!r} of {name} has {len(images)} images and {len(labels)} labels: "
-                "the two files do not belong together."
-            )
-        if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
-            raise DataError(
-                f"Split {split!r} of {name} has labels from {labels.min()} to {labels.max()}; "
-                f"needed are 0 to {num_classes - 1}."
-            )
-    (shape,) = shapes
-    features = {
-        "image": {
-            "pythonClassName": "tensorflow_datasets.core.features.tensor_feature.Tensor",
-            "tensor": {
-                "dtype": "uint8",
-                "encoding": "bytes",
-                "shape": {"dimensions": [str(size) for size in shape]},
-            },
-        },
-        "label": {
-            "classLabel": {"numClasses": str(num_classes)},
-            "pythonClassName": "tensorflow_datasets.core.features.class_label_feature.ClassLabel",
-        },
-    }
-    tree = {
-        "featuresDict": {"features": features},
-        "pythonClassName": "tensorflow_datasets.core.features.features_dict.FeaturesDict",
-    }
-    return Source(
-        name,
-        {split: _labelled_split(images, labels) for split, (images, labels) in splits.items()},
-        {"features.json": json.dumps(tree, indent=4) + "\n"},
-    )
+    fraction = TEST_FRACTION if options.test_fraction is None else options.test_fraction
+    if not 0 < fraction < 1:
+        raise DataError(
+            f"--test_fraction must be above 0 and below 1, Received: {fraction}. "
+            f"--test_fraction={TEST_FRACTION}, for example."
+        )
+    bound = int(fraction * 2**64)
+    seed = str(options.seed or 0).encode()
+
+    def is_test(key: str) -> bool:
+        digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, key=seed)
+        return int.from_bytes(digest.digest(), "big") < bound
+
+    return is_test
 
 
-def _labelled_split(images: Uint8s, labels: npt.NDArray[np.integer]) -> SourceSplit:
-    def examples() -> Iterator[bytes]:
-        import tensorflow as tf
+def refuse_fraction(options: Options, why: str) -> None:
+    """Returns if no fraction was asked for.
 
-        example = tf.train.Example()
-        image = example.features.feature["image"].bytes_list.value
-        label = example.features.feature["label"].int64_list.value
-        image.append(b"")
-        label.append(0)
-        for i in range(len(images)):
-            image[0] = images[i].tobytes()
-            label[0] = int(labels[i])
-            # Deterministic: the two fields lie in a map, whose order is otherwise anyone's.
-            yield example.SerializeToString(deterministic=True)
+    Raises:
+        DataError: one was, where the files are split already.
+    """
+    for name in ("test_fraction", "seed"):
+        if name in options.given():
+            raise DataError(f"--{name} would be ignored: {why}. Leave it out.")
 
-    return SourceSplit(len(images), images.nbytes + 50 * len(images), examples)
+
+def pieces(counts: Iterable[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Of parts with `counts` rows, one after the other, those that rows first..last-1 lie in.
+
+    Yields the number of each part, and which of its rows: low..high-1.
+    """
+    begin = 0
+    for part, count in enumerate(counts):
+        low, high = max(first - begin, 0), min(last - begin, count)
+        if low < high:
+            yield part, low, high
+        begin += count
+
+
+def chosen_rows(
+    rows: Iterable[T], is_chosen: Callable[[int], bool], first: int, last: int
+) -> Iterator[T]:
+    """Of the rows whose number is chosen, first..last-1."""
+    chosen = (row for number, row in enumerate(rows) if is_chosen(number))
+    return itertools.islice(chosen, first, last)

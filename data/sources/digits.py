@@ -3,16 +3,20 @@
 The test half of UCI's "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998).
 """
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
+import numpy.typing as npt
 
 from data.records import DataError
-from data.sources import Source, labelled_images
+from data.sources import Options, Source
+from data.sources.examples import Classes, ImageSplit, labelled_images
 
 NUM_TRAIN = 1437
 NUM_TEST = 360
 
 
-def source() -> Source:
+def source(options: Options) -> Source:
     """1,437 digits to train on and 360 to test on, the same ones for everyone.
 
     Pixels are scaled from scikit-learn's 0..16 to 0..255.
@@ -40,6 +44,19 @@ def source() -> Source:
     test[np.argsort(-(rank % 5), kind="stable")[:NUM_TEST]] = True
     return labelled_images(
         "digits",
-        10,
-        {"train": (images[~test], labels[~test]), "test": (images[test], labels[test])},
+        (8, 8, 1),
+        {"label": Classes(10)},
+        {
+            "train": _image_split(images[~test], labels[~test]),
+            "test": _image_split(images[test], labels[test]),
+        },
+        options,
     )
+
+
+def _image_split(images: npt.NDArray[np.uint8], labels: npt.NDArray[np.int64]) -> ImageSplit:
+    def rows(first: int, last: int) -> Iterator[tuple[bytes, Sequence[int]]]:
+        for number in range(first, last):
+            yield images[number].tobytes(), (int(labels[number]),)
+
+    return ImageSplit(len(images), rows)

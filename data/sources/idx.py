@@ -2,19 +2,21 @@
 
 Four files: {train,t10k}-{images-idx3,labels-idx1}-ubyte, plain or with .gz. Each is a big-endian
 header (two zero bytes, 8 for uint8, the number of dimensions, then each dimension's size as uint32)
-and the bytes: http://yann.lecun.com/exdb/mnist, "File formats".
+and the bytes: http://yann.lecun.com/exdb/mnist, "File formats". Labels are held in memory, one byte
+an example; images are read one by one.
 """
 
 import gzip
+import math
 import os
 import struct
 import zlib
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO, cast
 
 from data.records import DataError
-from data.sources import Source, Uint8s, labelled_images
+from data.sources import Options, Source
+from data.sources.examples import Classes, ImageSplit, labelled_images
 
 DOWNLOADS = {
     "mnist": "https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -23,9 +25,10 @@ DOWNLOADS = {
 
 _SPLITS = {"train": "train", "test": "t10k"}
 _NAMES = {3: "images-idx3-ubyte", 1: "labels-idx1-ubyte"}
+_BLOCK_BYTES = 1 << 20
 
 
-def source(name: str, directory: str | None) -> Source:
+def source(name: str, directory: str | None, options: Options) -> Source:
     """The IDX files in `directory`, as splits train and test, images uint8 [H, W, 1].
 
     Raises:
@@ -40,46 +43,83 @@ def source(name: str, directory: str | None) -> Source:
             f"{name} is made from IDX files, and --source does not say where they are. Bring "
             f"{files}{where}, then: python -m data.prepare {name} --source=DIR"
         )
-    splits: dict[str, tuple[Uint8s, npt.NDArray[np.integer]]] = {}
+    splits: dict[str, ImageSplit] = {}
+    shapes = {}
+    num_classes = 1
     for split, prefix in _SPLITS.items():
-        images = read_idx(_find(directory, prefix, 3), 3)
-        labels = read_idx(_find(directory, prefix, 1), 1)
-        splits[split] = (images[..., np.newaxis], labels)
-    num_classes = 1 + max(int(labels.max(initial=0)) for _, labels in splits.values())
-    return labelled_images(name, num_classes, splits)
+        images, labels = _find(directory, prefix, 3), _find(directory, prefix, 1)
+        num_images, *size = _checked_shape(images, 3)
+        (num_labels,) = _checked_shape(labels, 1)
+        if num_images != num_labels:
+            raise DataError(
+                f"Split {split!r} of {name} has {num_images} images and {num_labels} labels: "
+                "the two files do not belong together."
+            )
+        with _open(labels) as file:
+            file.seek(_header_bytes(1))
+            classes = file.read()
+        shapes[split] = (*size, 1)
+        num_classes = max(num_classes, 1 + max(classes, default=0))
+        splits[split] = _image_split(images, math.prod(size), classes)
+    if len(set(shapes.values())) != 1:
+        raise DataError(f"The splits of {name} have images of different shapes: {shapes}")
+    height, width, depth = shapes["train"]
+    return labelled_images(
+        name, (height, width, depth), {"label": Classes(num_classes)}, splits, options
+    )
 
 
-def read_idx(path: str, dimensions: int) -> Uint8s:
-    """The array in an IDX file of unsigned bytes.
+def _image_split(path: str, image_bytes: int, classes: bytes) -> ImageSplit:
+    def rows(first: int, last: int) -> Iterator[tuple[bytes, Sequence[int]]]:
+        with _open(path) as file:
+            file.seek(_header_bytes(3) + first * image_bytes)
+            for number in range(first, last):
+                yield file.read(image_bytes), (classes[number],)
+
+    return ImageSplit(len(classes), rows)
+
+
+def _header_bytes(dimensions: int) -> int:
+    return 4 + 4 * dimensions
+
+
+def _checked_shape(path: str, dimensions: int) -> tuple[int, ...]:
+    """The sizes that the file's header names, all of whose bytes are there.
 
     Raises:
-        DataError: the file does not hold one of that many dimensions, whole.
+        DataError: the file does not hold an array of that many dimensions, whole.
     """
-    with open(path, "rb") as file:
-        content = file.read()
-    if content[:2] == b"\x1f\x8b":
-        try:
-            content = gzip.decompress(content)
-        except (EOFError, OSError, zlib.error) as error:
-            raise DataError(
-                f"{path} is a damaged GZIP file ({error}): download it again."
-            ) from None
+    header_bytes = _header_bytes(dimensions)
+    try:
+        with _open(path) as file:
+            header = file.read(header_bytes)
+            num_bytes = len(header)
+            while block := file.read(_BLOCK_BYTES):
+                num_bytes += len(block)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} is a damaged GZIP file ({error}): download it again.") from None
     expected = bytes([0, 0, 8, dimensions])
-    if content[:4] != expected:
+    if header[:4] != expected:
         raise DataError(
             f"{path} is not an IDX file of unsigned bytes in {dimensions} dimensions: it begins "
-            f"with {content[:4].hex(' ') or 'nothing'}, needed is {expected.hex(' ')}. "
+            f"with {header[:4].hex(' ') or 'nothing'}, needed is {expected.hex(' ')}. "
             "Were images and labels exchanged, or a web page saved in its place?"
         )
-    header = 4 + 4 * dimensions
-    shape = struct.unpack_from(f">{dimensions}I", content.ljust(header, b"\0"), 4)
-    num_bytes = header + int(np.prod(shape, dtype=np.int64))
-    if len(content) != num_bytes:
+    shape = struct.unpack_from(f">{dimensions}I", header.ljust(header_bytes, b"\0"), 4)
+    needed = header_bytes + math.prod(shape)
+    if num_bytes != needed:
         raise DataError(
             f"{path} says it holds {' x '.join(map(str, shape))} bytes, which makes "
-            f"{num_bytes:,} with its header; it has {len(content):,}. Download it again."
+            f"{needed:,} with its header; it has {num_bytes:,}. Download it again."
         )
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+    return shape
+
+
+def _open(path: str) -> BinaryIO:
+    """The file, unpacked if it is packed, whatever its name says."""
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    return cast(BinaryIO, gzip.open(path)) if packed else open(path, "rb")
 
 
 def _find(directory: str, prefix: str, dimensions: int) -> str:

@@ -1,12 +1,11 @@
 """TFRecord shards that cannot be sought in (GZIP), written again as plain ones."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from data import records
 from data.records import DataError
-from data.sources import Source, SourceSplit
-from data.sources.tfds import metadata_files
+from data.sources import Source, SourceSplit, pieces
 
 
 def source(directory: str | None) -> Source:
@@ -28,29 +27,57 @@ def source(directory: str | None) -> Source:
     splits = {}
     for split in names:
         paths = records.shard_paths(directory, split)
-        count, num_bytes = 0, 0
-        for example in _examples(paths)():
-            count += 1
-            num_bytes += len(example)
-        splits[split] = SourceSplit(count, num_bytes, _examples(paths))
-    first = os.path.basename(records.shard_paths(directory, names[0])[0])
-    name, dash, _ = first.rpartition(f"-{names[0]}.")
-    return Source(name if dash else "data", splits, metadata_files(directory))
-
-
-def _examples(paths: list[str]) -> Callable[[], Iterator[bytes]]:
-    def examples() -> Iterator[bytes]:
-        import tensorflow as tf
-
+        counts, num_bytes = [], 0
         for path in paths:
-            with open(path, "rb") as file:
-                compression = "GZIP" if file.read(3) == b"\x1f\x8b\x08" else ""
-            try:
-                dataset = tf.data.TFRecordDataset(path, compression_type=compression)
-                yield from dataset.as_numpy_iterator()
-            except tf.errors.DataLossError as error:
-                raise DataError(
-                    f"{path} is damaged ({error.message.splitlines()[0]}): copy it again."
-                ) from None
+            counts.append(0)
+            for example in _records_of(path):
+                counts[-1] += 1
+                num_bytes += len(example)
+        splits[split] = SourceSplit(sum(counts), num_bytes, copied(paths, counts))
+    first = os.path.basename(records.shard_paths(directory, names[0])[0])
+    return Source(name_of_shards(first, names[0]), splits, metadata_files(directory))
+
+
+def name_of_shards(file_name: str, split: str) -> str:
+    """NAME of NAME-SPLIT.tfrecord..., or "data" of shards that are named otherwise."""
+    name, dash, _ = file_name.rpartition(f"-{split}.")
+    return name if dash else "data"
+
+
+def metadata_files(directory: str) -> dict[str, str]:
+    """features.json and the names of labels, where there are some."""
+    files = {}
+    for name in sorted(os.listdir(directory)):
+        if name == "features.json" or name.endswith(".labels.txt"):
+            with open(os.path.join(directory, name), encoding="utf-8") as file:
+                files[name] = file.read()
+    return files
+
+
+def copied(paths: Sequence[str], counts: Sequence[int]) -> Callable[[int, int], Iterator[bytes]]:
+    """`examples` of a SourceSplit: the records of some files, which hold `counts` of them."""
+
+    def examples(first: int, last: int) -> Iterator[bytes]:
+        for number, low, high in pieces(counts, first, last):
+            yield from _records_of(paths[number], low, high - low)
 
     return examples
+
+
+def _records_of(path: str, skip: int = 0, take: int = -1) -> Iterator[bytes]:
+    """The records of a file, compressed or not; all by default.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    import tensorflow as tf
+
+    with tf.io.gfile.GFile(path, "rb") as file:
+        compression = "GZIP" if file.read(3) == b"\x1f\x8b\x08" else ""
+    try:
+        dataset = tf.data.TFRecordDataset(path, compression_type=compression)
+        yield from dataset.skip(skip).take(take).as_numpy_iterator()
+    except tf.errors.DataLossError as error:
+        raise DataError(
+            f"{path} is damaged ({error.message.splitlines()[0]}): copy it again."
+        ) from None

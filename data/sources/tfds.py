@@ -5,11 +5,11 @@ import os
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from data.records import DataError
 from data.sources import Source, SourceSplit
+from data.sources.rewrite import copied, metadata_files
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
@@ -53,30 +53,11 @@ def source(name: str, directory: str | None, quiet: bool) -> Source:
         split: SourceSplit(
             split_info.num_examples,
             split_info.num_bytes,
-            _reader([os.fspath(path) for path in split_info.filepaths]),
+            copied([os.fspath(path) for path in split_info.filepaths], split_info.shard_lengths),
         )
         for split, split_info in info.splits.items()
     }
     return Source(builder.name, splits, metadata_files(directory))
-
-
-def metadata_files(directory: str) -> dict[str, str]:
-    """features.json and the names of labels, where there are some."""
-    files = {}
-    for name in sorted(os.listdir(directory)):
-        if name == "features.json" or name.endswith(".labels.txt"):
-            with open(os.path.join(directory, name), encoding="utf-8") as file:
-                files[name] = file.read()
-    return files
-
-
-def _reader(paths: Sequence[str]) -> Callable[[], Iterator[bytes]]:
-    def examples() -> Iterator[bytes]:
-        import tensorflow as tf
-
-        yield from tf.data.TFRecordDataset(paths).as_numpy_iterator()
-
-    return examples
 
 
 def _prepare(

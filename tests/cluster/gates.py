@@ -1,4 +1,4 @@
-"""Places in a graph where a ps worker waits: for some time, or while a file exists.
+"""Places in a graph where a ps worker waits while a file exists.
 
 In the graph, because Python does not run in a worker: configs of tests put them into a model.
 """
@@ -7,21 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from benchmarks.delay import late, this_worker
+
 Tensor = Any
 
 _LOOK_MS = 20
-
-
-def late(value: Tensor, delay_ms: int) -> Tensor:
-    """`value`, later: the data set sleeps before its element and before its end."""
-    variant = tf.raw_ops.SleepDataset(
-        input_dataset=tf.data.experimental.to_variant(tf.data.Dataset.from_tensors(value)),
-        sleep_microseconds=tf.constant(delay_ms * 500, tf.int64),
-        output_types=[value.dtype],
-        output_shapes=[value.shape],
-    )
-    element = tf.data.experimental.from_variant(variant, tf.TensorSpec(value.shape, value.dtype))
-    return element.get_single_element()
 
 
 class Hold:
@@ -38,11 +28,8 @@ class Hold:
     @classmethod
     def of(cls, directory: str) -> "Hold | None":
         """That of the worker whose graph is made; None where it is none's, or no directory."""
-        try:
-            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-        except RuntimeError:
-            return None
-        return cls(directory, worker) if directory else None
+        worker = this_worker()
+        return None if worker is None or not directory else cls(directory, worker)
 
     def gradient_of(self, value: Tensor, name: str, *, waits: bool) -> Tensor:
         """`value`, whose gradient is written to `<name>-<worker>` if the worker is held.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import Process, assert_one_error, snapshot
+from tests.cluster.runs import ROOT, Process, assert_one_error, snapshot
 
 LINEAR = "tests/cluster/configs/linear.py"
 
@@ -136,6 +136,9 @@ CASES = {
     ),
     "config value of another type": Case("--config.batch_size=many", ("batch_size", "many")),
     "config value out of range": Case("--config.train_steps=0", ("train_steps", "at least 1")),
+    "unknown way with corrupt records": Case(
+        "--config.data.on_corrupt=ignore", ("on_corrupt", "fail or skip", "'ignore'")
+    ),
     "lanes that do not divide the batch": Case(
         "--config.data.lanes=7", ("lanes=7", "batch_size=64")
     ),
@@ -245,6 +248,12 @@ CASES = {
         ("evaluator 0", "eval_every_steps"),
         tf_config=cluster_of({"worker": ["a:1"], "evaluator": ["b:1"]}, "evaluator"),
     ),
+    "--download_only with a model_dir": Case("--download_only", ("--model_dir={tmp}/run",)),
+    "--download_only in a task": Case(
+        f"{MULTI} --download_only",
+        ("--download_only", "env -u TF_CONFIG python -m trainer"),
+        tf_config=cluster_of(WORKERS),
+    ),
     "more GPUs than there are": Case("--num_gpus=7 --data_dir={digits}", ("--num_gpus=7",)),
 }
 
@@ -287,3 +296,27 @@ def test_port_in_use_is_explained(digits: Path, tmp_path: Path) -> None:
 def test_tf_config_without_a_model_dir_is_explained(tmp_path: Path) -> None:
     with Process((MULTI,), tmp_path, env={"TF_CONFIG": cluster_of(WORKERS)}) as process:
         assert_one_error(process.wait(), "worker 0 needs --model_dir")
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "ps"])
+def test_download_only_prepares_the_data_says_so_and_makes_nothing_else(
+    tmp_path: Path, strategy: str
+) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    flags = (f"--strategy={strategy}", "--download_only")
+    with Process(flags, tmp_path, cwd=tmp_path) as process:
+        run = process.wait()
+        assert run.exit_code == 0, process.output()
+    assert "train: 1,437 examples" in run.stdout
+    assert "test: 360 examples" in run.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "datasets"]
+    assert (tmp_path / "datasets" / "digits" / "features.json").exists()
+
+
+def test_download_only_of_what_cannot_be_had_says_what_to_bring(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    flags = ("--download_only", "--config=configs/mnist_replica.py")
+    with Process(flags, tmp_path, cwd=tmp_path) as process:
+        run = process.wait()
+    assert_one_error(run, "train-images-idx3-ubyte.gz", "python -m data.prepare mnist --source=DIR")
+    assert [p.name for p in (tmp_path / "datasets").iterdir()] == []

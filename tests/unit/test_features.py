@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from data.features import Features, default_parse, read_features
+from data.features import Features, default_parse, image_raw_parse, read_features
 from data.records import DataError
 
 
@@ -166,3 +166,37 @@ def test_missing_or_foreign_metadata_tells_to_define_parse(tmp_path: Path) -> No
         (tmp_path / "features.json").write_text(text)
         with pytest.raises(DataError, match=r"is not a features\.json.*def parse"):
             read_features(str(tmp_path))
+
+
+def classic_record(image: np.ndarray, label: int, sizes: dict[str, int]) -> bytes:
+    """As convert_to_records.py wrote it."""
+    example = tf.train.Example()
+    feature = example.features.feature
+    feature["image_raw"].bytes_list.value.append(image.tobytes())
+    feature["label"].int64_list.value.append(label)
+    for name, size in sizes.items():
+        feature[name].int64_list.value.append(size)
+    return bytes(example.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"pixels": 12}, {"height": 3, "width": 4, "depth": 1}], ids=["pixels", "height"]
+)
+def test_records_of_tensorflow_1_programs_are_parsed_in_a_graph(sizes: dict[str, int]) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (5, 3, 4, 1), np.uint8)
+    serialized = tf.constant([classic_record(images[i], i, sizes) for i in range(5)])
+    parse = tf.function(image_raw_parse((3, 4, 1)))
+    graph = parse.get_concrete_function(tf.TensorSpec([5], tf.string))
+    assert [output.shape for output in graph.outputs] == [[5, 3, 4, 1], [5]]
+    inputs, labels = parse(serialized)
+    assert np.array_equal(np.round(inputs * 255), images)
+    assert inputs.numpy().max() <= 1
+    assert labels.numpy().tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("size", "pixels"), [(11, 11), (24, 24), (12, 13)])
+def test_image_raw_of_another_size_is_refused(size: int, pixels: int) -> None:
+    good = classic_record(np.zeros(12, np.uint8), 0, {"pixels": 12})
+    bad = classic_record(np.zeros(size, np.uint8), 0, {"pixels": pixels})
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"not 12, the bytes of shape"):
+        image_raw_parse((3, 4, 1))(tf.constant([good, bad]))

@@ -18,6 +18,7 @@ import tensorflow as tf
 from data import features, records
 from data.prepare import prepare
 from data.records import DataError
+from data.sources import Options
 
 ROOT = Path(__file__).parents[2]
 MNIST = Path(os.environ.get("TRAINER_MNIST", ROOT.parent / "shared" / "data" / "mnist"))
@@ -141,20 +142,21 @@ def test_what_is_already_there_is_never_overwritten(tmp_path: Path, idx_files: P
 STOPS_HALF_WAY = """
 import sys
 from data import prepare
-from data.sources import Source, SourceSplit, digits
+from data.sources import Options, Source, SourceSplit, digits
 
-whole = digits.source()
+whole = digits.source(Options())
 
-def half():
-    examples = whole.splits["train"].examples()
+def half(first, last):
+    examples = whole.splits["train"].examples(first, last)
     for _ in range(700):
         yield next(examples)
     print("half", flush=True)
     sys.stdin.read()
 
 train = SourceSplit(1437, 10**9, half)
-prepare.digits.source = lambda: Source("digits", {**whole.splits, "train": train}, whole.files)
-prepare.prepare("digits", sys.argv[1])
+mixed = Source("digits", {**whole.splits, "train": train}, whole.files)
+prepare.digits.source = lambda options: mixed
+prepare.prepare("digits", sys.argv[1], num_processes=1)
 """
 
 
@@ -296,6 +298,35 @@ def test_tfds_names_that_cannot_be_had_say_what_to_bring_and_where(
         prepare("tfds:mnist", str(tmp_path / "out"))
     assert "train-images-idx3-ubyte.gz" in str(caught.value)
     assert "python -m data.prepare tfds:mnist --source=DIR" in str(caught.value)
+
+
+def test_layout_of_tensorflow_1_programs_is_written_and_read_by_either_parse(
+    tmp_path: Path, idx_files: Path
+) -> None:
+    out = tmp_path / "out"
+    prepare("kuzushiji", str(out), str(idx_files), Options(layout="image_raw"))
+    paths = [shard.path for shard in records.open_split(str(out), "train").shards]
+    serialized = next(iter(tf.data.TFRecordDataset(paths).batch(30)))
+    feature = tf.train.Example.FromString(serialized[29].numpy()).features.feature
+    assert feature["image_raw"].bytes_list.value[0] == bytes(x % 256 for x in range(580, 600))
+    numbers = {name: feature[name].int64_list.value[0] for name in feature if name != "image_raw"}
+    assert numbers == {"pixels": 20, "height": 4, "width": 5, "depth": 1, "label": 5}
+    images, labels = read_all(out, "train")
+    parsed_images, parsed_labels = features.image_raw_parse((4, 5, 1))(serialized)
+    assert np.array_equal(images, parsed_images)
+    assert np.array_equal(labels, parsed_labels)
+
+
+@needs_mnist
+def test_mnist_in_the_layout_of_tensorflow_1_programs_has_the_same_images(tmp_path: Path) -> None:
+    for layout in ("tfds", "image_raw"):
+        prepare("mnist", str(tmp_path / layout), str(MNIST), Options(layout=layout))
+    paths = [s.path for s in records.open_split(str(tmp_path / "image_raw"), "test").shards]
+    serialized = next(iter(tf.data.TFRecordDataset(paths).batch(10_000)))
+    images, labels = features.image_raw_parse((28, 28, 1))(serialized)
+    expected_images, expected_labels = read_all(tmp_path / "tfds", "test")
+    assert np.array_equal(images, expected_images)
+    assert np.array_equal(labels, expected_labels)
 
 
 @needs_mnist

@@ -104,7 +104,9 @@ def test_kept_index_is_used_and_one_that_does_not_fit_is_built_again(
     records.open_split(str(tmp_path), "train")
     assert index.stat().st_mtime_ns == before, "a kept index that fits is left alone"
     other = tmp_path / "other"
-    written = write(other, EXAMPLES[:4321])
+    written = write(other, EXAMPLES[:4321], num_shards=3)
+    for path in tmp_path.glob("toy-train*"):
+        path.unlink()
     for shard in written.shards:
         shutil.copy(shard.path, tmp_path)
     with caplog.at_level(logging.WARNING):

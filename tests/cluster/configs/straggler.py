@@ -6,8 +6,8 @@ Its metric `number` is the number of the example, so that the mean tells which w
 import keras
 import tensorflow as tf
 
+from benchmarks.delay import late_on_worker
 from strategies.base import Tensor
-from tests.cluster.gates import late
 from trainer.config import Config
 
 DELAY_MS = 200
@@ -36,10 +36,7 @@ def parse(serialized: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss(labels: Tensor, outputs: Tensor) -> Tensor:
-    worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-    labels = tf.cond(
-        tf.equal(worker, 0), lambda: late(labels, DELAY_MS), lambda: tf.identity(labels)
-    )
+    labels = late_on_worker(0, labels, DELAY_MS)
     return tf.square(labels / 1000 - outputs[:, 0])
 
 

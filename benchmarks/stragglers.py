@@ -1,0 +1,67 @@
+"""`python -m benchmarks.stragglers`: what backup workers spare synchronous parameter servers.
+
+    python -m benchmarks.stragglers --data_dir=datasets/digits
+
+Three workers, all of one speed, then one slowed; steps of the first two gradients, and of all
+three. Runs the real program, one run after the other, and prints Markdown. The rate is over all
+reports but the first, which includes tracing.
+"""
+
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from benchmarks.table import header, run
+
+_DATA_DIR = flags.DEFINE_string("data_dir", "datasets/digits", "TFRecord files of the digits.")
+_DELAY_MS = flags.DEFINE_integer(
+    "delay_ms", 200, "What a gradient of the slow worker takes longer."
+)
+_TRAIN_STEPS = flags.DEFINE_integer("train_steps", 300, "Steps of each run.")
+
+_NUM_WORKERS = 3
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table."""
+    print(header())
+    print("| gradients a step | slow worker | steps/s | loss | accuracy | dropped, by worker |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as name:
+        for delay_ms in (0, _DELAY_MS.value):
+            for num_gradients in (_NUM_WORKERS, _NUM_WORKERS - 1):
+                model_dir = Path(name) / f"{num_gradients}-{delay_ms}"
+                result, _ = run(
+                    [
+                        "--strategy=ps",
+                        "--sync_replicas",
+                        f"--workers={_NUM_WORKERS}",
+                        f"--replicas_to_aggregate={num_gradients}",
+                        "--config=benchmarks/slow_worker.py",
+                        f"--data_dir={_DATA_DIR.value}",
+                        f"--config.delay_ms={delay_ms}",
+                        f"--train_steps={_TRAIN_STEPS.value}",
+                        "--config.log_every_steps=20",
+                        "--num_threads=1",
+                    ],
+                    model_dir,
+                )
+                lines = (model_dir / "metrics.jsonl").read_text().splitlines()
+                reports = [line for line in map(json.loads, lines) if line["split"] == "train"]
+                rate = statistics.harmonic_mean([r["steps_per_sec"] for r in reports[1:]])
+                slow = f"+{delay_ms} ms" if delay_ms else "none"
+                loss, accuracy = result["eval"]["loss"], result["eval"]["accuracy"]
+                dropped = ", ".join(map(str, result["worker_dropped"].values()))
+                print(
+                    f"| {num_gradients} of {_NUM_WORKERS} | {slow} | {rate:.1f} | "
+                    f"{loss:.4f} | {accuracy:.4f} | {dropped} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,96 @@
+"""Damaged data is fatal, or skipped and counted: nothing is ever trained on less in silence."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cluster.runs import ROOT, TIMEOUT_SECS, TOPOLOGIES, Process, assert_one_error, train
+
+CONFIG = "--config=tests/cluster/configs/linear.py"
+SKIP = "--config.data.on_corrupt=skip"
+
+
+def damaged_copy(digits: Path, tmp_path: Path) -> Path:
+    """A bit of a training record's contents is another, and the test split's end is missing."""
+    data = tmp_path / "data"
+    shutil.copytree(digits, data)
+    (shard,) = data.glob("*-train.tfrecord*")
+    content = bytearray(shard.read_bytes())
+    content[20] ^= 1
+    shard.write_bytes(content)
+    (shard,) = data.glob("*-test.tfrecord*")
+    shard.write_bytes(shard.read_bytes()[:-5])
+    return data
+
+
+def test_skipped_records_are_counted_in_everything_that_a_run_leaves(
+    digits: Path, tmp_path: Path
+) -> None:
+    data = damaged_copy(digits, tmp_path)
+    flags = (CONFIG, f"--data_dir={data}", "--train_steps=60")
+    with Process((*flags, f"--model_dir={tmp_path / 'run'}"), tmp_path / "run") as process:
+        assert_one_error(process.wait(), "test.tfrecord", "cut short")
+    assert not (tmp_path / "run").exists()
+
+    run = train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags, SKIP)
+
+    skipped = {"train": 1, "eval": 1}
+    assert run.result["records_skipped"] == skipped
+    assert run.config["records_skipped"] == skipped
+    assert run.config["train_examples"] == 1436
+    assert run.config["eval_examples"] == 359
+    for split in ("train", "eval"):
+        assert {line["records_skipped"] for line in run.metrics(split)} == {1}
+    assert {line["examples"] for line in run.metrics("eval")} == {359}
+    assert "1 of 1,437 records cannot be read and are left out" in run.stderr
+
+    more = train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags, SKIP, "--train_steps=80")
+    assert more.result["step"] == 80
+    (shard,) = data.glob("*-train.tfrecord*")
+    content = bytearray(shard.read_bytes())
+    content[-20] ^= 1
+    shard.write_bytes(content)
+    arguments = (*flags, SKIP, "--train_steps=90", f"--model_dir={tmp_path / 'run'}")
+    with Process(arguments, tmp_path / "run") as process:
+        assert_one_error(process.wait(), "train data")
+
+
+def test_whole_data_ends_in_the_same_weights_with_and_without_skip(
+    digits: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(digits, data)
+    flags = (CONFIG, f"--data_dir={data}", "--train_steps=20")
+    failing = train(TOPOLOGIES["mirrored-1"], tmp_path / "a", *flags)
+    skipping = train(TOPOLOGIES["mirrored-1"], tmp_path / "b", *flags, SKIP)
+    assert skipping.result["records_skipped"] == {"train": 0, "eval": 0}
+    assert "records_skipped" not in failing.result
+    ours, theirs = failing.weights(), skipping.weights()
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_prediction_on_a_corrupt_record_ends_with_2_and_what_names_it(
+    digits: Path, tmp_path: Path
+) -> None:
+    train(
+        TOPOLOGIES["mirrored-1"],
+        tmp_path,
+        CONFIG,
+        f"--data_dir={digits}",
+        "--train_steps=20",
+        "--config.export",
+    )
+    data = damaged_copy(digits, tmp_path)
+    flags = (f"--model_dir={tmp_path}", f"--data_dir={data}", "--split=train")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.predict", *flags],
+        capture_output=True,
+        cwd=ROOT,
+        text=True,
+        timeout=TIMEOUT_SECS,
+    )
+    assert done.returncode == 2
+    assert "error: Records are corrupt" in done.stderr
+    assert "python -m data.inspect DIR --verify" in done.stderr
+    assert "Traceback" not in done.stderr

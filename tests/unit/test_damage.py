@@ -1,0 +1,250 @@
+"""Damaged shards: each fault is found and named; skipped, it is counted, and all else is read."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from data import damage, records
+from data.order import Order
+from data.pipeline import Reader
+from data.records import DataError
+from tests.unit.test_records import flip
+
+NUM_EXAMPLES = 6000
+RECORD_BYTES = 46
+CHUNK = 5  # Of 6,000 records of 46 bytes.
+
+
+def examples() -> list[bytes]:
+    return [f"{i:030d}".encode() for i in range(NUM_EXAMPLES)]
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> records.Split:
+    written = records.write_shards(examples(), str(tmp_path), "toy", "train", 3, NUM_EXAMPLES)
+    assert written.chunk_examples == CHUNK
+    return written
+
+
+def describe(directory: Path, lengths: tuple[int, ...] = (2000, 2000, 2000)) -> None:
+    described = {"name": "train", "shardLengths": [str(length) for length in lengths]}
+    (directory / "dataset_info.json").write_text(json.dumps({"splits": [described]}))
+
+
+def without_index(directory: Path) -> None:
+    (directory / "train.index.npz").unlink()
+
+
+def shard(directory: Path, number: int) -> str:
+    return str(directory / f"toy-train.tfrecord-0000{number}-of-00003")
+
+
+def numbers_read(split: records.Split, num_epochs: int = 1) -> list[int]:
+    """What training reads, by the ways that training reads."""
+    order = Order(split.shard_lengths, split.chunk_examples, 50, 10, 8, seed=1, shuffle=True)
+
+    def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        number = tf.strings.to_number(serialized, tf.int64)
+        return number, number
+
+    reader = Reader(split, order, parse, num_threads=2)
+    num_batches = -(-num_epochs * split.num_examples // 50)
+    read = [labels for _, labels in reader.batches(0, range(10), num_batches).as_numpy_iterator()]
+    ticket = {name: tf.constant(value) for name, value in reader.ticket(0, 3).items()}
+    assert np.array_equal(reader.parse_ticket(ticket)[1], read[:3]), "tickets read the same"
+    in_epochs = order.positions(0, num_batches) < num_epochs * split.num_examples
+    numbers: list[int] = np.stack(read)[in_epochs].tolist()
+    return numbers
+
+
+def flipped_data(directory: Path) -> None:
+    flip(shard(directory, 1), 7 * RECORD_BYTES + 20)
+
+
+def flipped_neighbours(directory: Path) -> None:
+    for record in (0, 3, 4, 5, 1999):
+        flip(shard(directory, 0), record * RECORD_BYTES + 20)
+
+
+def flipped_length(directory: Path) -> None:
+    flip(shard(directory, 0), 101 * RECORD_BYTES)
+
+
+def flipped_lengths(directory: Path) -> None:
+    for record in (101, 105, 106, 1998):
+        flip(shard(directory, 0), record * RECORD_BYTES + 1)
+    flip(shard(directory, 0), 1000 * RECORD_BYTES + 20)
+
+
+def cut_in_a_record(directory: Path) -> None:
+    os.truncate(shard(directory, 2), 1990 * RECORD_BYTES + 3)
+
+
+def cut_between_records(directory: Path) -> None:
+    os.truncate(shard(directory, 2), 1990 * RECORD_BYTES)
+
+
+def emptied(directory: Path) -> None:
+    os.truncate(shard(directory, 1), 0)
+
+
+def removed(directory: Path) -> None:
+    os.remove(shard(directory, 1))
+
+
+# What is lost, where the index from before tells chunks and counts.
+FAULTS: dict[str, tuple[Callable[[Path], None], set[int], str]] = {
+    "flipped bit": (flipped_data, {2007}, "record 7 at byte 322: the data does not fit"),
+    "flipped bits": (flipped_neighbours, {0, 3, 4, 5, 1999}, "record 0 at byte 0: the data"),
+    "flipped length": (flipped_length, set(range(101, 105)), "record 101 at byte 4646: "),
+    "flipped lengths": (
+        flipped_lengths,
+        {*range(101, 110), 1000, 1998, 1999},
+        "record 101 at byte 4646: ",
+    ),
+    "cut in a record": (cut_in_a_record, set(range(5990, 6000)), "record 1990 at byte 91540: "),
+    "cut between records": (cut_between_records, set(range(5990, 6000)), "record 1990 at byte"),
+    "emptied": (emptied, set(range(2000, 4000)), "it is empty"),
+    "removed": (removed, set(range(2000, 4000)), "it is missing"),
+}
+NOT_SEEN_WHEN_OPENED = ("flipped bit", "flipped bits", "flipped length", "flipped lengths")
+
+
+@pytest.mark.parametrize(("damaged", "lost", "named"), FAULTS.values(), ids=FAULTS)
+def test_skipped_damage_is_counted_and_all_else_is_read_once_an_epoch(
+    tmp_path: Path,
+    split: records.Split,
+    damaged: Callable[[Path], None],
+    lost: set[int],
+    named: str,
+) -> None:
+    damaged(tmp_path)
+    good = damage.open_good(str(tmp_path), "train")
+    assert good.num_skipped == len(lost)
+    assert good.num_examples == NUM_EXAMPLES - len(lost)
+    assert named in str(good.damages[0])
+    assert good.fingerprint != split.fingerprint
+    expected = sorted(set(range(NUM_EXAMPLES)) - lost)
+    assert sorted(numbers_read(good, num_epochs=2)) == sorted(expected * 2)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damage_is_fatal_by_default_before_or_at_the_first_read(
+    tmp_path: Path, split: records.Split, fault: str
+) -> None:
+    FAULTS[fault][0](tmp_path)
+    if fault in NOT_SEEN_WHEN_OPENED:
+        opened = records.open_split(str(tmp_path), "train")
+        assert opened.fingerprint == split.fingerprint
+        with pytest.raises(tf.errors.DataLossError):
+            numbers_read(opened)
+        assert records.verify(opened)[0].path in (shard(tmp_path, 0), shard(tmp_path, 1))
+    else:
+        with pytest.raises(DataError, match=r"toy-train\.tfrecord-0000[12]-of-00003"):
+            records.open_split(str(tmp_path), "train")
+
+
+@pytest.mark.parametrize("fault", ["cut between records", "emptied", "removed", "flipped length"])
+def test_without_an_index_the_count_is_that_of_dataset_info(
+    tmp_path: Path, split: records.Split, fault: str
+) -> None:
+    damaged, lost, _ = FAULTS[fault]
+    without_index(tmp_path)
+    damaged(tmp_path)
+    if fault != "cut between records":
+        with pytest.raises(DataError, match=r"cannot be counted.*data\.inspect .* --repair"):
+            damage.open_good(str(tmp_path), "train")
+    describe(tmp_path)
+    with pytest.raises(DataError):
+        records.open_split(str(tmp_path), "train")
+    good = damage.open_good(str(tmp_path), "train")
+    # Without the index nothing behind a damaged length can be found.
+    num_lost = 1899 if fault == "flipped length" else len(lost)
+    assert good.num_skipped == num_lost
+    assert sorted(numbers_read(good))[0] == 0
+    assert good.num_examples == NUM_EXAMPLES - num_lost
+
+
+def test_whole_split_is_opened_as_if_nothing_were_skipped(
+    tmp_path: Path, split: records.Split
+) -> None:
+    describe(tmp_path)
+    good = damage.open_good(str(tmp_path), "train")
+    assert good.fingerprint == split.fingerprint
+    assert good.damages == ()
+    assert good.num_skipped == 0
+
+
+def test_verification_is_kept_until_a_file_changes(tmp_path: Path, split: records.Split) -> None:
+    assert damage.open_good(str(tmp_path), "train").num_skipped == 0
+    path = shard(tmp_path, 0)
+    before = os.stat(path)
+    flip(path, 20)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    kept = damage.open_good(str(tmp_path), "train")
+    assert kept.num_skipped == 0, "what was verified is not verified again"
+    with pytest.raises(tf.errors.DataLossError):
+        numbers_read(kept)
+    os.utime(path)
+    assert damage.open_good(str(tmp_path), "train").num_skipped == 1
+    again = damage.open_good(str(tmp_path), "train")
+    assert again.num_skipped == 1
+    assert 0 not in numbers_read(again)
+    (tmp_path / "train.damage.json").write_text("{")
+    assert damage.open_good(str(tmp_path), "train").num_skipped == 1
+
+
+def test_other_damage_is_another_split(tmp_path: Path, split: records.Split) -> None:
+    seen = set()
+    for record in (7, 8, 1999):
+        flip(shard(tmp_path, 1), record * RECORD_BYTES + 20)
+        seen.add(damage.open_good(str(tmp_path), "train").fingerprint)
+        flip(shard(tmp_path, 1), record * RECORD_BYTES + 20)
+    assert len(seen) == 3
+
+
+def test_nothing_left_is_refused(tmp_path: Path) -> None:
+    records.write_shards([b"x" * 30], str(tmp_path), "toy", "train", 1, 1)
+    flip(str(tmp_path / "toy-train.tfrecord-00000-of-00001"), 20)
+    with pytest.raises(DataError, match="No record of split 'train'"):
+        damage.open_good(str(tmp_path), "train")
+
+
+def other_records_in_as_many_bytes(directory: Path) -> None:
+    """All records of a file are one byte longer or shorter than those it was indexed with."""
+    lengths = [29, 31] * 1000
+    with tf.io.TFRecordWriter(shard(directory, 0)) as writer:
+        for number, length in enumerate(lengths):
+            writer.write(f"{number:0{length}d}".encode())
+    assert os.path.getsize(shard(directory, 0)) == 2000 * RECORD_BYTES
+
+
+def test_index_that_does_not_fit_is_named(tmp_path: Path, split: records.Split) -> None:
+    other_records_in_as_many_bytes(tmp_path)
+    opened = records.open_split(str(tmp_path), "train")
+    with pytest.raises(tf.errors.DataLossError):
+        numbers_read(opened)
+    (found,) = records.verify(opened)
+    assert found.path == shard(tmp_path, 0)
+    assert "its index does not fit it: remove the index" in found.reason
+    assert damage.open_good(str(tmp_path), "train").num_skipped == 0
+    assert sorted(numbers_read(records.open_split(str(tmp_path), "train"))) == list(range(6000))
+
+
+def test_file_of_another_size_than_its_index_says_is_refused_with_what_to_type(
+    tmp_path: Path, split: records.Split
+) -> None:
+    with tf.io.TFRecordWriter(shard(tmp_path, 1)) as writer:
+        writer.write(b"another")
+    with pytest.raises(DataError, match=r"cut short, or replaced.*rm .*train\.index\.npz"):
+        records.open_split(str(tmp_path), "train")
+    without_index(tmp_path)
+    assert records.open_split(str(tmp_path), "train").shard_lengths == (2000, 1, 2000)
+    describe(tmp_path)
+    with pytest.raises(DataError, match=r"has 1 records, and dataset_info\.json .* says 2,000"):
+        records.open_split(str(tmp_path), "train")

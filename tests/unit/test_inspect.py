@@ -1,0 +1,181 @@
+"""`python -m data.inspect`: what is in a directory, what is damaged, and a good copy of it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from data import damage, inspect, records
+from data.prepare import prepare
+from data.sources import Options
+from tests.unit.test_damage import FAULTS, examples, shard
+from tests.unit.test_prepare import ROOT, digest
+from tests.unit.test_records import contents
+from tests.unit.test_sources import png, write_folder
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "data.inspect", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("datasets") / "digits"
+    prepare("digits", str(directory))
+    return directory
+
+
+def test_directory_is_described_with_counts_files_and_first_examples(digits: Path) -> None:
+    done = run(str(digits), "--num_examples=2")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "  image: Tensor uint8 [8, 8, 1]" in lines
+    assert "  label: ClassLabel of 10 classes" in lines
+    split = records.open_split(str(digits), "train")
+    assert f"train: 1,437 examples, fingerprint {split.fingerprint}" in lines
+    size = os.path.getsize(split.shards[0].path)
+    expected = f"  digits-train.tfrecord-00000-of-00001: 1,437 examples, {size:,} bytes"
+    assert expected in lines
+    (counts, _) = [line for line in lines if line.startswith("  label  0: ")]
+    assert sum(int(word) for word in counts.split()[2::2]) == 360
+    assert len([line for line in lines if line.startswith("  example ")]) == 4
+    first = tf.train.Example.FromString(contents(records.open_split(str(digits), "test"))[0])
+    label = first.features.feature["label"].int64_list.value[0]
+    assert f"  example 0: image=<64 bytes>  label={label}" in lines
+
+
+def test_names_of_classes_and_text_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("word,size,kind\n" + "hello,1.5,cat\nworld,2,dog\n" * 9)
+    options = Options(label="kind", test_fraction=0.4)
+    prepare("csv:a", str(tmp_path / "out"), str(tmp_path / "a.csv"), options)
+    lines = list(inspect.describe(str(tmp_path / "out"), ["train"], num_examples=1))
+    assert "  word: Text string []" in lines
+    assert any(line.startswith("  kind  cat: ") for line in lines)
+    assert any("  word='" in line for line in lines)
+    assert not any(line.startswith("test: ") for line in lines)
+
+
+def test_records_without_features_are_described_as_they_are(tmp_path: Path) -> None:
+    prepare("digits", str(tmp_path / "out"), options=Options(layout="image_raw"))
+    (tmp_path / "out" / "features.json").unlink()
+    said = "\n".join(inspect.describe(str(tmp_path / "out"), ["test"], num_examples=1))
+    assert "no features.json" in said
+    assert "depth=1  height=8  image_raw=<64 bytes>  label=" in said
+    assert "  label  0: " in said
+
+
+def test_grid_has_the_first_images_in_their_order(digits: Path, tmp_path: Path) -> None:
+    done = run(str(digits), f"--grid={tmp_path / 'grid.png'}")
+    assert done.returncode == 0, done.stderr
+    picture = tf.io.decode_png((tmp_path / "grid.png").read_bytes()).numpy()
+    assert picture.shape == (64, 64, 1)
+    stored = contents(records.open_split(str(digits), "train"))
+    for number in (0, 7, 8, 63):
+        feature = tf.train.Example.FromString(stored[number]).features.feature
+        expected = np.frombuffer(feature["image"].bytes_list.value[0], np.uint8).reshape(8, 8)
+        row, column = divmod(number, 8)
+        cell = picture[8 * row : 8 * row + 8, 8 * column : 8 * column + 8, 0]
+        assert np.array_equal(cell, expected)
+
+
+def test_grid_of_images_of_many_sizes_and_of_none(tmp_path: Path) -> None:
+    images = {f"{s}/a/{i}.png": png(4 + i, 9) for s in ("train", "test") for i in range(3)}
+    source = write_folder(tmp_path / "source", images)
+    prepare("folder:x", str(tmp_path / "out"), str(source))
+    picture = tf.io.decode_png(inspect.image_grid(str(tmp_path / "out"), "train"))
+    assert picture.shape == (96, 8 * 96, 3)
+    (tmp_path / "a.csv").write_text("a,b\n" + "1,2\n" * 90)
+    prepare("csv:a", str(tmp_path / "table"), str(tmp_path / "a.csv"))
+    with pytest.raises(records.DataError, match="has no image"):
+        inspect.image_grid(str(tmp_path / "table"), "train")
+
+
+def test_whole_data_verifies(digits: Path) -> None:
+    done = run(str(digits), "--verify")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(", whole\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "number"), [("flipped lengths", 0), ("cut in a record", 2), ("removed", 1)]
+)
+def test_damage_is_named_and_a_good_copy_is_written_beside(
+    tmp_path: Path, fault: str, number: int
+) -> None:
+    damaged, lost, named = FAULTS[fault]
+    source, out = tmp_path / "source", tmp_path / "good"
+    records.write_shards(examples(), str(source), "toy", "train", 3, 6000)
+    (source / "label.labels.txt").write_text("a\nb\n")
+    damaged(source)
+    before = digest(source)
+
+    of_damage = [line for line, tells in inspect.verify(str(source), ["train"]) if tells]
+    assert any(named in line for line in of_damage)
+    assert any(shard(source, number) in line for line in of_damage)
+    said = inspect.repair(str(source), ["train"], str(out))
+    assert said[0] == f"train: {6000 - len(lost):,} records kept, {len(lost):,} left out"
+
+    assert digest(source) == before, "the original is left alone"
+    kept = [example for i, example in enumerate(examples()) if i not in lost]
+    assert contents(records.open_split(str(out), "train")) == kept
+    assert damage.open_good(str(out), "train").num_skipped == 0
+    assert (out / "train.index.npz").exists()
+    assert (out / "label.labels.txt").read_text() == "a\nb\n"
+    assert not any(tells_of_damage for _, tells_of_damage in inspect.verify(str(out), ["train"]))
+
+
+def test_damage_ends_the_command_with_2_and_repair_with_0(tmp_path: Path) -> None:
+    records.write_shards(examples(), str(tmp_path / "a"), "toy", "train", 3, 6000)
+    FAULTS["flipped bit"][0](tmp_path / "a")
+    verified = run(str(tmp_path / "a"), "--verify")
+    assert verified.returncode == 2
+    assert FAULTS["flipped bit"][2] in verified.stdout
+    repaired = run(str(tmp_path / "a"), f"--repair={tmp_path / 'b'}")
+    assert repaired.returncode == 0, repaired.stderr
+    assert "train: 5,999 records kept, 1 left out" in repaired.stdout
+
+
+def test_what_cannot_be_counted_is_said_and_the_rest_is_kept(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    records.write_shards(examples(), str(source), "toy", "train", 3, 6000)
+    (source / "train.index.npz").unlink()
+    FAULTS["flipped length"][0](source)
+    said = inspect.repair(str(source), ["train"], str(tmp_path / "good"))
+    assert "4,101 records kept, 0 and some that cannot be counted left out" in said[0]
+    kept = contents(records.open_split(str(tmp_path / "good"), "train"))
+    assert kept == [e for i, e in enumerate(examples()) if not 101 <= i < 2000]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "One directory is needed"),
+        (("a", "b"), "One directory is needed"),
+        (("{tmp}", "--verify", "--repair=x"), "at most one"),
+        (("{tmp}/nowhere",), "There is no directory"),
+        (("{tmp}",), "holds no TFRecord shards"),
+        (("{digits}", "--split=tset"), "no split 'tset', only test, train"),
+        (("{digits}", "--repair={digits}"), "is there already"),
+        (("{digits}", "--verfy"), "--help lists the flags"),
+    ],
+)
+def test_wrong_command_lines_end_with_2_and_a_hint(
+    digits: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    before = digest(digits)
+    done = run(*(argument.format(tmp=tmp_path, digits=digits) for argument in arguments))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert digest(digits) == before
+    assert list(tmp_path.iterdir()) == []

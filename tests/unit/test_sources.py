@@ -1,0 +1,683 @@
+"""Files of each format, byte for byte as they are passed around, become the right examples."""
+
+import importlib.util
+import itertools
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.io
+import tensorflow as tf
+
+from data import features, records
+from data.prepare import open_source, prepare
+from data.records import DataError
+from data.sources import Options
+from tests.unit.test_prepare import ROOT, digest, run, write_idx
+
+RANDOM = np.random.default_rng(0)
+needs_tfds = pytest.mark.skipif(
+    importlib.util.find_spec("importlib_resources") is None,
+    reason="tensorflow-datasets needs importlib_resources to make a builder",
+)
+
+
+def parsed(directory: Path, split: str, *names: str) -> list[np.ndarray]:
+    """All values of some features, in the order on disk."""
+    opened = records.open_split(str(directory), split)
+    known = features.read_features(str(directory))
+    dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
+    example = known.parse_example(next(iter(dataset.batch(opened.num_examples))), names)
+    return [example[name].numpy() for name in names]
+
+
+def for_training(directory: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """What a config without a `parse` of its own gets."""
+    opened = records.open_split(str(directory), split)
+    parse = features.default_parse(features.read_features(str(directory)))
+    dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
+    inputs, labels = parse(next(iter(dataset.batch(opened.num_examples))))
+    return inputs.numpy(), labels.numpy()
+
+
+def images_of(count: int) -> np.ndarray:
+    return RANDOM.integers(0, 256, (count, 32, 32, 3), np.uint8)
+
+
+def planes_of(images: np.ndarray) -> np.ndarray:
+    return images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+
+
+TEN = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+def write_cifar10_binary(directory: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    directory.mkdir()
+    for i, name in enumerate([*(f"data_batch_{j}" for j in range(1, 6)), "test_batch"]):
+        rows = np.concatenate([labels[:, np.newaxis], planes_of(images)], axis=1)
+        (directory / f"{name}.bin").write_bytes(rows[i::6].astype(np.uint8).tobytes())
+    (directory / "batches.meta.txt").write_text("\n".join(TEN) + "\n\n")
+
+
+def python2_pickle(batch: dict[bytes, Any]) -> bytes:
+    """As Python 2 wrote it: protocol 2, its str as SHORT_BINSTRING or BINSTRING, numpy's old home.
+
+    What Python 3 writes for bytes in that protocol is a call of _codecs.encode.
+    """
+
+    def string(value: bytes) -> bytes:
+        if len(value) < 256:
+            return b"U" + bytes([len(value)]) + value
+        return b"T" + struct.pack("<i", len(value)) + value
+
+    def integer(value: int) -> bytes:
+        return b"J" + struct.pack("<i", value)
+
+    def dump(value: Any) -> bytes:
+        if isinstance(value, bytes):
+            return string(value)
+        if isinstance(value, int):
+            return integer(value)
+        if isinstance(value, list):
+            return b"](" + b"".join(map(dump, value)) + b"e"
+        assert value.dtype == np.uint8
+        dtype = b"cnumpy\ndtype\n" + b"(" + string(b"u1") + integer(0) + integer(1) + b"tR"
+        dtype += b"(" + integer(3) + string(b"|") + b"NNN" + integer(-1) * 2 + integer(0) + b"tb"
+        shape = b"(" + b"".join(map(integer, value.shape)) + b"t"
+        made = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(" + integer(0) + b"t"
+        made += string(b"b") + b"tR"
+        return made + b"(" + integer(1) + shape + dtype + b"\x89" + string(value.tobytes()) + b"tb"
+
+    items = b"".join(string(key) + dump(value) for key, value in batch.items())
+    return b"\x80\x02}(" + items + b"u."
+
+
+def write_cifar10_python(directory: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    directory.mkdir()
+    for i, name in enumerate([*(f"data_batch_{j}" for j in range(1, 6)), "test_batch"]):
+        batch = {
+            b"batch_label": b"training batch 1 of 5",
+            b"labels": labels[i::6].tolist(),
+            b"data": planes_of(images)[i::6],
+            b"filenames": [b"leptodactylus_pentadactylus_s_000004.png"] * len(labels[i::6]),
+        }
+        (directory / name).write_bytes(python2_pickle(batch))
+    meta = {b"num_cases_per_batch": 10000, b"label_names": [name.encode() for name in TEN]}
+    (directory / "batches.meta").write_bytes(python2_pickle(meta))
+
+
+@pytest.mark.parametrize(
+    ("write", "archive"),
+    [
+        (write_cifar10_binary, "cifar-10-batches-bin"),
+        (write_cifar10_python, "cifar-10-batches-py"),
+    ],
+    ids=["binary", "python"],
+)
+def test_cifar10_of_either_version_is_prepared(
+    tmp_path: Path, write: Callable[[Path, np.ndarray, np.ndarray], None], archive: str
+) -> None:
+    images, labels = images_of(60), np.arange(60) // 6
+    write(tmp_path / archive, images, labels)
+    out = tmp_path / "out"
+    prepare("cifar10", str(out), str(tmp_path))
+    order = [row for batch in range(5) for row in range(batch, 60, 6)]
+    inputs, classes = for_training(out, "train")
+    assert np.array_equal(np.round(inputs * 255), images[order])
+    assert np.array_equal(classes, labels[order])
+    assert np.array_equal(parsed(out, "test", "image")[0], images[5::6])
+    assert (out / "label.labels.txt").read_text().split() == TEN
+    prepare("cifar10", str(tmp_path / "direct"), str(tmp_path / archive))
+    assert digest(tmp_path / "direct") == digest(out)
+
+
+def test_versions_of_cifar10_are_prepared_to_the_same_bytes(tmp_path: Path) -> None:
+    images, labels = images_of(60), np.arange(60) % 10
+    write_cifar10_binary(tmp_path / "bin", images, labels)
+    write_cifar10_python(tmp_path / "py", images, labels)
+    for version in ("bin", "py"):
+        prepare("cifar10", str(tmp_path / f"out-{version}"), str(tmp_path / version))
+    assert digest(tmp_path / "out-bin") == digest(tmp_path / "out-py")
+
+
+def test_cifar100_has_both_labels_and_trains_on_the_fine_one(tmp_path: Path) -> None:
+    images, fine, coarse = images_of(40), np.arange(40) + 60, np.arange(40) // 2
+    binary, python = tmp_path / "cifar-100-binary", tmp_path / "python"
+    binary.mkdir()
+    python.mkdir()
+    rows = np.concatenate([np.stack([coarse, fine], 1), planes_of(images)], 1).astype(np.uint8)
+    names = {"coarse": [f"kind {i}" for i in range(20)], "fine": [f"thing {i}" for i in range(100)]}
+    for split, chosen in (("train", slice(0, 30)), ("test", slice(30, 40))):
+        (binary / f"{split}.bin").write_bytes(rows[chosen].tobytes())
+        batch = {
+            b"data": planes_of(images)[chosen],
+            b"fine_labels": fine[chosen].tolist(),
+            b"coarse_labels": coarse[chosen].tolist(),
+        }
+        # As Python 3 writes the same.
+        (python / split).write_bytes(pickle.dumps(batch, protocol=2))
+    for kind, listed in names.items():
+        (binary / f"{kind}_label_names.txt").write_text("\n".join(listed) + "\n")
+    meta = {f"{kind}_label_names".encode(): [n.encode() for n in x] for kind, x in names.items()}
+    (python / "meta").write_bytes(pickle.dumps(meta, protocol=2))
+    prepare("cifar100", str(tmp_path / "a"), str(tmp_path))
+    prepare("cifar100", str(tmp_path / "b"), str(python))
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    inputs, classes = for_training(tmp_path / "a", "train")
+    assert np.array_equal(np.round(inputs * 255), images[:30])
+    assert np.array_equal(classes, fine[:30])
+    assert np.array_equal(parsed(tmp_path / "a", "test", "coarse_label")[0], coarse[30:])
+    assert (tmp_path / "a" / "label.labels.txt").read_text().splitlines() == names["fine"]
+
+
+class Command:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_pickle_that_would_run_a_program_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+    write_cifar10_python(tmp_path / "py", images_of(6), np.arange(6))
+    mark = tmp_path / "ran"
+    evil = pickle.dumps({b"data": Command(mark)}, protocol=2)
+    pickle.loads(evil)
+    assert mark.exists(), "an ordinary unpickler runs it"
+    mark.unlink()
+    (tmp_path / "py" / "data_batch_3").write_bytes(evil)
+    with pytest.raises(DataError, match=r"data_batch_3 .*system, which is not loaded"):
+        prepare("cifar10", str(tmp_path / "out"), str(tmp_path / "py"))
+    assert not mark.exists()
+
+
+def test_svhn_is_prepared_as_scipy_reads_it(tmp_path: Path) -> None:
+    counts = {"train": 50, "test": 20, "extra": 1}
+    for i, (split, count) in enumerate(counts.items()):
+        images = RANDOM.integers(0, 256, (32, 32, 3, count), np.uint8)
+        labels = (np.arange(count) % 10 + 1)[:, np.newaxis].astype(np.float64 if i else np.uint8)
+        path = str(tmp_path / f"{split}_32x32.mat")
+        scipy.io.savemat(path, {"X": images, "y": labels}, do_compression=split != "test")
+    prepare("svhn", str(tmp_path / "out"), str(tmp_path))
+    for split, count in counts.items():
+        read = scipy.io.loadmat(str(tmp_path / f"{split}_32x32.mat"))
+        images, labels = parsed(tmp_path / "out", split, "image", "label")
+        assert np.array_equal(images, read["X"].transpose(3, 0, 1, 2))
+        assert np.array_equal(labels, read["y"][:, 0] % 10)
+        assert len(images) == count
+
+
+@pytest.mark.parametrize("cut", [100, 2000, 20_000])
+def test_svhn_file_that_was_cut_short_is_named(tmp_path: Path, cut: int) -> None:
+    images = RANDOM.integers(0, 256, (32, 32, 3, 10), np.uint8)
+    for split in ("train", "test"):
+        path = tmp_path / f"{split}_32x32.mat"
+        scipy.io.savemat(path, {"X": images, "y": np.ones((10, 1))}, do_compression=True)
+    os.truncate(path, cut)
+    with pytest.raises(DataError, match=r"test_32x32\.mat"):
+        prepare("svhn", str(tmp_path / "out"), str(tmp_path))
+
+
+def png(height: int, width: int, channels: int = 3) -> bytes:
+    pixels = RANDOM.integers(0, 256, (height, width, channels), np.uint8)
+    return bytes(tf.io.encode_png(pixels).numpy())
+
+
+def jpeg(height: int, width: int, **how: Any) -> bytes:
+    pixels = RANDOM.integers(0, 256, (height, width, 3), np.uint8)
+    return bytes(tf.io.encode_jpeg(pixels, **how).numpy())
+
+
+def write_folder(directory: Path, images: dict[str, bytes]) -> Path:
+    for name, content in images.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def test_folder_with_splits_keeps_bytes_and_names(tmp_path: Path) -> None:
+    images = {
+        "train/dog/b.png": png(4, 5),
+        "train/dog/a.PNG": png(4, 5),
+        "train/cat/c.png": png(4, 5),
+        "test/dog/d.png": png(4, 5),
+    }
+    source = write_folder(tmp_path / "pets", {**images, "train/dog/.DS_Store": b"junk"})
+    out = tmp_path / "out"
+    prepare("folder:pets", str(out), str(source))
+    stored = []
+    for split in ("train", "test"):
+        for shard in records.open_split(str(out), split).shards:
+            for record in tf.data.TFRecordDataset(shard.path).as_numpy_iterator():
+                feature = tf.train.Example.FromString(record).features.feature
+                stored.append(feature["image"].bytes_list.value[0])
+    assert stored == [images[n] for n in sorted(images) if "train" in n] + [
+        images["test/dog/d.png"]
+    ]
+    inputs, labels = for_training(out, "train")
+    assert inputs.shape == (3, 4, 5, 3)
+    assert labels.tolist() == [0, 1, 1]
+    assert (out / "label.labels.txt").read_text() == "cat\ndog\n"
+    expected = tf.io.decode_png(images["train/cat/c.png"]).numpy()
+    assert np.array_equal(np.round(inputs[0] * 255), expected)
+
+
+def test_folder_without_splits_is_split_by_a_seed_whatever_else_is_there(tmp_path: Path) -> None:
+    images = {f"{c}/{i}.png": png(2, 2, 1) for c in "ab" for i in range(150)}
+    source = write_folder(tmp_path / "all", images)
+    fewer = write_folder(tmp_path / "fewer", {k: v for k, v in images.items() if "7" not in k})
+
+    def tests(directory: Path, **options: Any) -> set[bytes]:
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        prepare("folder:all", str(out), str(directory), Options(**options))
+        train, test = (parsed(out, split, "image")[0] for split in ("train", "test"))
+        assert len(train) + len(test) == len(list(directory.glob("*/*")))
+        return {image.tobytes() for image in test}
+
+    default = tests(source)
+    assert 10 < len(default) < 60, "about a tenth of 300"
+    assert default == tests(source, seed=0, test_fraction=0.1)
+    assert default != tests(source, seed=1)
+    assert 100 < len(tests(source, test_fraction=0.5)) < 200
+    left = {tf.io.decode_png(v).numpy().tobytes() for k, v in images.items() if "7" not in k}
+    assert tests(fewer) == default & left, "each image is chosen for itself"
+
+
+def test_folder_of_images_of_many_kinds_says_that_sizes_vary(tmp_path: Path) -> None:
+    source = write_folder(
+        tmp_path / "mixed",
+        {
+            "a/1.jpg": jpeg(4, 6),
+            "a/2.jpeg": jpeg(9, 3, progressive=True, xmp_metadata="<x>" + "y" * 500 + "</x>"),
+            "b/3.png": png(5, 5, 4),
+            "b/4.png": png(5, 5, 1),
+        },
+    )
+    prepare("folder:mixed", str(tmp_path / "out"), str(source), Options(test_fraction=0.5))
+    known = features.read_features(str(tmp_path / "out"))
+    assert known["image"].shape == (None, None, 3)
+    with pytest.raises(DataError, match="Resize or pad"):
+        features.default_parse(known)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (dict, "no class folders"),
+        (lambda: {"a/x.txt": b"?"}, r"x\.txt is none of \.png, \.jpg, \.jpeg"),
+        (lambda: {"a/x.png": b"GIF89a"}, "neither PNG nor JPEG: it begins with 47 49 46"),
+        (
+            lambda: {"train/a/x.png": png(9, 9)[:-20], "test/a/y.png": png(2, 2)},
+            r"x\.png is cut short",
+        ),
+        (
+            lambda: {"train/a/x.jpg": jpeg(9, 9)[:-20], "test/a/y.png": png(2, 2)},
+            r"x\.jpg is cut short",
+        ),
+        (lambda: {"train/a/x.png": png(2, 2), "other/a/x.png": png(2, 2)}, "other is none"),
+        (lambda: {"train/a/x.png": png(2, 2), "test/b/x.png": png(2, 2)}, "nothing to train on"),
+    ],
+)
+def test_wrong_folders_are_explained(
+    tmp_path: Path, images: Callable[[], dict[str, bytes]], message: str
+) -> None:
+    (tmp_path / "source").mkdir()
+    write_folder(tmp_path / "source", images())
+    with pytest.raises(DataError, match=message):
+        prepare("folder:x", str(tmp_path / "out"), str(tmp_path / "source"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+ROWS = """sepal,petal,count,species
+5.1,1.4,3,setosa
+7,4.7,-2,versicolor
+6.3,6e0,9223372036854775807,"virginica, or so"
+
+4.9,1.5,1,setosa
+"""
+
+
+def test_csv_types_hold_over_the_whole_file(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "train.csv").write_text("\ufeff" + ROWS)
+    (source / "test.csv").write_text("sepal,petal,count,species\r\n1,2,3,setosa\r\n")
+    out = tmp_path / "out"
+    prepare("csv:iris", str(out), str(source), Options(label="species"))
+    known = features.read_features(str(out))
+    assert {name: known[name].dtype for name in known} == {
+        "sepal": "float32",
+        "petal": "float32",
+        "count": "int64",
+        "species": "int64",
+    }
+    sepal, count, species = parsed(out, "train", "sepal", "count", "species")
+    assert sepal.tolist() == pytest.approx([5.1, 7, 6.3, 4.9])
+    assert count.tolist() == [3, -2, 2**63 - 1, 1]
+    assert species.tolist() == [0, 1, 2, 0]
+    assert (out / "species.labels.txt").read_text() == "setosa\nversicolor\nvirginica, or so\n"
+    inputs, labels = for_training(out, "test")
+    assert inputs.tolist() == [[1, 2, 3]], "columns of numbers side by side are the input"
+    assert labels.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "message"),
+    [
+        ("a,b\n1,2\n1,x\n", "a", r"line 3: column b has 'x', but '2' in line 2 "),
+        ("a,b\n1,2\n1,\n", "a", r"line 3: column b has ''"),
+        ("a,b\n1,2\n\n,3\n", "a", r"line 4: the label a is empty"),
+        ("a,b\n1,2\n1,2,3\n", "a", "line 3: 3 values, and there are 2 columns"),
+        ("a,b\n-1,2\n", "a", "has -1; needed are integers from 0"),
+        ("a,b\n0.5,2\n", "a", "fractions"),
+        ("a,a\n1,2\n", "a", "each once"),
+        ("", None, "Received: nothing"),
+        ("a,b\n1,2\n", "c", "--label may be a, b"),
+        ('a,b\n1,"2\n', "a", "line 2: unexpected end of data"),
+    ],
+)
+def test_wrong_csv_files_are_explained_by_line(
+    tmp_path: Path, text: str, label: str | None, message: str
+) -> None:
+    (tmp_path / "table.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        prepare("csv:x", str(tmp_path / "out"), str(tmp_path / "table.csv"), Options(label=label))
+
+
+def test_npz_with_splits_in_its_names_keeps_numbers_exactly(tmp_path: Path) -> None:
+    arrays = {
+        "x": RANDOM.integers(0, 256, (30, 5, 4), np.uint8),
+        "y": np.arange(30, dtype=np.uint8) % 3,
+        "exact": RANDOM.normal(size=30),
+        "big": RANDOM.normal(size=(30, 2)).astype(">f4"),
+        "flag": np.arange(30) % 2 == 0,
+        "word": np.array([f"w{i}" for i in range(30)]),
+    }
+    saved = {f"{k}_train": v[:20] for k, v in arrays.items()}
+    saved |= {f"{k}_test": v[20:] for k, v in arrays.items()}
+    np.savez_compressed(tmp_path / "packed.npz", **saved)
+    np.savez(tmp_path / "plain.npz", **saved)
+    for name in ("packed", "plain"):
+        source = str(tmp_path / f"{name}.npz")
+        prepare("npz:set", str(tmp_path / name), source, Options(label="y"))
+    assert digest(tmp_path / "packed") == digest(tmp_path / "plain")
+    for split, rows in (("train", slice(0, 20)), ("test", slice(20, 30))):
+        for name, values in zip(arrays, parsed(tmp_path / "plain", split, *arrays), strict=True):
+            expected = arrays[name][rows]
+            if name == "word":
+                expected = np.char.encode(expected).astype(object)
+            assert np.array_equal(values, expected), name
+    assert features.read_features(str(tmp_path / "plain"))["y"].num_classes == 3
+
+
+def test_npz_of_names_is_split_by_the_seed_and_trains(tmp_path: Path) -> None:
+    names = np.array(["b", "a", "ccc"])[np.arange(300) % 3]
+    np.savez(tmp_path / "x.npz", x=np.arange(600, dtype=np.float32).reshape(300, 2), y=names)
+    options = Options(label="y", test_fraction=0.3, seed=5)
+    prepare("npz:x", str(tmp_path / "out"), str(tmp_path / "x.npz"), options)
+    inputs, labels = for_training(tmp_path / "out", "train")
+    rest, _ = for_training(tmp_path / "out", "test")
+    rows = (inputs[:, 0] / 2).astype(int)
+    assert np.array_equal(labels, np.array([1, 0, 2])[rows % 3])
+    assert sorted([*inputs[:, 0], *rest[:, 0]]) == list(range(0, 600, 2))
+    assert 50 < len(rest) < 130
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((3, 2)), "y": np.zeros(4, int)}, "differ in their rows"),
+        ({"x": np.asfortranarray(np.ones((3, 2))), "y": np.zeros(3, int)}, "ascontiguousarray"),
+        ({"x": np.zeros((3, 2), complex), "y": np.zeros(3, int)}, "no place for"),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(3)}, "a label is an integer or a name"),
+        ({"x": np.zeros((3, 2)), "y": -np.ones(3, int)}, "has -1"),
+        ({"x": np.zeros((3, 2)), "z": np.zeros(3, int)}, "--label may be x, z"),
+    ],
+)
+def test_wrong_npz_files_are_explained(
+    tmp_path: Path, arrays: dict[str, np.ndarray], message: str
+) -> None:
+    np.savez(tmp_path / "a.npz", allow_pickle=True, **arrays)
+    with pytest.raises(DataError, match=message):
+        prepare("npz:a", str(tmp_path / "out"), str(tmp_path / "a.npz"), Options(label="y"))
+
+
+def test_npz_with_pickles_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.array([{}, None], object))
+    with pytest.raises(DataError, match=r"x\.npy is object"):
+        prepare("npz:a", str(tmp_path / "out"), str(tmp_path / "a.npz"))
+
+
+def test_damaged_npz_is_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(50_000).reshape(-1, 2), y=np.zeros(25_000, int))
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[100_000] ^= 1
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(zipfile.BadZipFile):
+        np.load(tmp_path / "a.npz")["x"]
+    with pytest.raises(DataError, match=r"a\.npz: x\.npy is damaged: Bad CRC"):
+        prepare("npz:a", str(tmp_path / "out"), str(tmp_path / "a.npz"), Options(label="y"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("folder",), "folder:NAME"),
+        (("folder:x",), "--source does not say where"),
+        (("cifar10", "--source=."), "cifar-10-batches-bin or cifar-10-batches-py"),
+        (("svhn", "--source=."), "train_32x32.mat"),
+        (("svhn", "--label=x"), "--label=x would be ignored: svhn takes --layout"),
+        (("csv:x", "--layout=tfds"), "takes --label, --test_fraction, --seed"),
+        (("tfds:mnist", "--seed=1"), "takes no options"),
+        (("csv:x", "--source=no.csv"), "There is no --source=no.csv"),
+        (("csv:x", "--source=a.csv", "--test_fraction=1.5"), "above 0 and below 1"),
+        (("svhn", "--layout=what"), "image_raw"),
+    ],
+)
+def test_wrong_command_lines_of_sources_end_with_2_and_a_hint(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "datasets" / "x").exists()
+
+
+@needs_tfds
+def test_tfds_reads_features_of_every_kind(tmp_path: Path) -> None:
+    import tensorflow_datasets as tfds
+
+    (tmp_path / "a.csv").write_text(ROWS)
+    options = Options(label="species", test_fraction=0.5)
+    prepare("csv:a", str(tmp_path / "csv"), str(tmp_path / "a.csv"), options)
+    source = write_folder(tmp_path / "f", {"train/a/1.png": png(3, 3), "train/b/1.png": png(3, 3)})
+    prepare("folder:f", str(tmp_path / "folder"), str(source))
+    by_tfds = tfds.builder_from_directory(str(tmp_path / "csv"))
+    rows = [e for s in ("train", "test") for e in by_tfds.as_dataset(split=s).as_numpy_iterator()]
+    assert sorted(row["count"] for row in rows) == [-2, 1, 3, 2**63 - 1]
+    assert by_tfds.info.features["species"].names[0] == "setosa"
+    of_folder = tfds.builder_from_directory(str(tmp_path / "folder"))
+    images = [e["image"] for e in of_folder.as_dataset(split="train").as_numpy_iterator()]
+    assert np.array_equal(images, parsed(tmp_path / "folder", "train", "image")[0])
+
+
+@needs_tfds
+def test_directory_that_tfds_prepared_is_read_where_it_is(tmp_path: Path) -> None:
+    import tensorflow_datasets as tfds
+
+    images = RANDOM.integers(0, 256, (25, 6, 6, 3), np.uint8)
+    tfds.dataset_builders.store_as_tfds_dataset(
+        name="small",
+        version="1.0.0",
+        features=tfds.features.FeaturesDict(
+            {
+                "image": tfds.features.Image(shape=(6, 6, 3)),
+                "label": tfds.features.ClassLabel(names=["a", "b", "c"]),
+            }
+        ),
+        split_datasets={
+            split: [(i, {"image": images[i], "label": i % 3}) for i in rows]
+            for split, rows in (("train", range(20)), ("test", range(20, 25)))
+        },
+        data_dir=str(tmp_path),
+        download_config=tfds.download.DownloadConfig(num_shards=3),
+        disable_shuffling=True,
+    )
+    directory = tmp_path / "small" / "1.0.0"
+    assert len(list(directory.glob("small-train.tfrecord-*-of-00003"))) == 3
+    inputs, labels = for_training(directory, "train")
+    assert np.array_equal(np.round(inputs * 255), images[:20])
+    assert np.array_equal(labels, np.arange(20) % 3)
+    assert for_training(directory, "test")[0].shape == (5, 6, 6, 3)
+    prepare("tfds:small", str(tmp_path / "out"), str(tmp_path))
+    assert np.array_equal(parsed(tmp_path / "out", "train", "image")[0], images[:20])
+
+
+def many_sources(directory: Path, count: int) -> dict[str, tuple[str, Options]]:
+    """Name -> source of about 3 KB times `count`, a format each."""
+    images = RANDOM.integers(0, 256, (count, 32, 32, 3), np.uint8)
+    labels = np.arange(count) % 10
+    directory.mkdir()
+    write_cifar10_binary(directory / "cifar", images, labels)
+    (directory / "svhn").mkdir()
+    (directory / "idx").mkdir()
+    for split, prefix in (("train", "train"), ("test", "t10k")):
+        mat = {"X": images.transpose(1, 2, 3, 0), "y": labels[:, np.newaxis] + 1}
+        scipy.io.savemat(directory / "svhn" / f"{split}_32x32.mat", mat, do_compression=True)
+        pixels = images.reshape(count, 48, 64)
+        write_idx(directory / "idx" / f"{prefix}-images-idx3-ubyte.gz", pixels, compress=True)
+        write_idx(directory / "idx" / f"{prefix}-labels-idx1-ubyte", labels)
+    np.savez(directory / "table.npz", x=images, y=labels)
+    numbers = [",".join(map(str, row)) for row in images[:, :16, :16, 0].reshape(count, -1)]
+    header = ",".join(f"x{i}" for i in range(256))
+    (directory / "table.csv").write_text("\n".join([header, *numbers]) + "\n")
+    names = {f"{i % 10}/{i}.png": png(32, 32) for i in range(count)}
+    write_folder(directory / "folder", names)
+    return {
+        "cifar10": (str(directory / "cifar"), Options()),
+        "svhn": (str(directory / "svhn"), Options()),
+        "idx": (str(directory / "idx"), Options()),
+        "npz:x": (str(directory / "table.npz"), Options(label="y")),
+        "csv:x": (str(directory / "table.csv"), Options()),
+        "folder:x": (str(directory / "folder"), Options()),
+    }
+
+
+@pytest.mark.parametrize("cuts", [(0, 1, 23, 24), (17,)])
+def test_any_part_of_a_split_can_be_read_alone(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    for name, (path, options) in many_sources(tmp_path / "sources", 60).items():
+        source = open_source(name, path, options)
+        for split in source.splits.values():
+            whole = list(split.examples(0, split.num_examples))
+            assert len(whole) == split.num_examples
+            bounds = [*(cut for cut in cuts if cut < len(whole)), len(whole)]
+            parts = [list(split.examples(a, b)) for a, b in itertools.pairwise([0, *bounds])]
+            assert [example for part in parts for example in part] == whole, name
+
+
+WRITES = """
+import json, sys
+from data import prepare
+
+source, out = json.loads(sys.argv[1])
+prepare._SHARD_BYTES = 30_000
+for num_processes in (2, 1):
+    prepare.prepare("svhn", f"{out}-{num_processes}", source, num_processes=num_processes)
+    assert num_processes == 1 or "tensorflow" not in sys.modules, "this process has written"
+"""
+
+
+def test_result_is_the_same_bytes_whatever_the_number_of_processes(tmp_path: Path) -> None:
+    source, _ = many_sources(tmp_path / "sources", 60)["svhn"]
+    done = run_python(WRITES, [source, str(tmp_path / "out")])
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "out-1").glob("*train.tfrecord-*"))) > 3
+    assert digest(tmp_path / "out-1") == digest(tmp_path / "out-2")
+
+
+FAILS = """
+import json, os, signal, sys
+from data import records
+
+out, how = json.loads(sys.argv[1])
+
+def examples(first, last):
+    while True:
+        yield b"y" * 100
+        if first and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if first:
+            raise records.DataError("damaged")
+
+try:
+    records.write_split(examples, out, "toy", "train", 2, 10**9, num_processes=2)
+except (records.DataError, OSError) as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("how", "said"), [("raises", "damaged"), ("killed", "exit code -9")])
+def test_failure_in_one_process_ends_all_and_leaves_nothing(
+    tmp_path: Path, how: str, said: str
+) -> None:
+    done = run_python(FAILS, [str(tmp_path), how])
+    assert said in done.stdout, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_python(program: str, argument: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, json.dumps(argument)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+MEASURES = """
+import json, re, sys
+from pathlib import Path
+
+from data.prepare import prepare
+from data.sources import Options
+
+status = Path("/proc/self/status")
+for name, options, small, large in json.loads(sys.argv[1]):
+    prepare(name, small[1], small[0], Options(**options), num_processes=1)
+    before = int(re.search(r"VmRSS:\\s+(\\d+) kB", status.read_text())[1])
+    Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
+    prepare(name, large[1], large[0], Options(**options), num_processes=1)
+    peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", status.read_text())[1])
+    print(name, peak - before >> 10)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_memory_does_not_grow_with_the_number_of_examples(tmp_path: Path) -> None:
+    small = many_sources(tmp_path / "small", 300)
+    large = many_sources(tmp_path / "large", 5_000)
+    jobs = []
+    for name, (source, options) in large.items():
+        pairs = [(small[name][0], str(tmp_path / f"{name}-1")), (source, str(tmp_path / name))]
+        jobs.append([name, options.given(), *pairs])
+    done = run_python(MEASURES, jobs)
+    assert done.returncode == 0, done.stderr
+    more_mib = dict(line.split() for line in done.stdout.splitlines())
+    assert more_mib.keys() == large.keys()
+    for name, more in more_mib.items():
+        written = sum(path.stat().st_size for path in (tmp_path / name).iterdir()) >> 20
+        print(f"{name}: {written} MiB written, {more} MiB more memory")
+        assert written > 12, "there was something to hold"
+        assert int(more) < 8, f"{name}: {written} MiB were written"
