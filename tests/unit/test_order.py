@@ -195,6 +195,28 @@ def test_epochs_and_seeds_differ_and_lanes_are_well_mixed() -> None:
     assert abs(np.corrcoef(np.arange(2000), first)[0, 1]) < 0.1
 
 
+@given(order=orders(), first_batch=st.integers(0, 10**6), num_replicas=st.integers(1, 4))
+def test_seed_of_an_example_is_the_one_the_definition_says_on_any_replica(
+    order: Order, first_batch: int, num_replicas: int
+) -> None:
+    num_replicas = min(num_replicas, order.lanes)
+    key = mix(mix(3) ^ order.seed)
+    expected = [
+        [[(drawn := mix(key ^ int(p))) >> 32, drawn & 0xFFFFFFFF] for p in batch]
+        for batch in order.positions(first_batch, 2)
+    ]
+    shares = [share(order.lanes, replica, num_replicas) for replica in range(num_replicas)]
+    seeds = np.concatenate([order.seeds(first_batch, 2, lanes) for lanes in shares], 1)
+    assert seeds.dtype == np.int32
+    assert seeds.view(np.uint32).tolist() == expected
+
+
+def test_a_record_has_another_seed_in_another_epoch_and_no_two_examples_share_one() -> None:
+    order = Order((1000,), 8, 10, 5, 3, seed=7, shuffle=True)
+    seeds = {tuple(pair) for pair in order.seeds(0, 500).reshape(-1, 2).tolist()}
+    assert len(seeds) == 5000, "five epochs of 1,000 examples"
+
+
 def test_without_shuffling_each_lane_is_in_file_order() -> None:
     order = Order((7, 5), 4, 4, 2, 2, seed=3, shuffle=False)
     assert flat(order, 0, 3).tolist() == [0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11]
