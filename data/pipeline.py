@@ -214,13 +214,18 @@ class Reader:
         return (*outputs, extras["weights"]) if "weights" in extras else outputs
 
     def _read_pieces(self, ticket: dict[str, tf.Tensor]) -> tf.Tensor:
-        return _read_pieces(
+        records = _read_pieces(
             tf.gather(self._paths, ticket["shards"]),
             ticket["byte_offsets"],
             ticket["skip"],
             ticket["take"],
             self._buffer_bytes,
         )
+        # A dataset ends with its file, wherever that is.
+        whole = tf.equal(tf.size(records, tf.int64), tf.reduce_sum(ticket["take"]))
+        message = f"A file of split {self.split.name} is shorter than when its index was built."
+        with tf.control_dependencies([tf.debugging.Assert(whole, [message])]):
+            return tf.identity(records)
 
     def _plan(self, first_batch: int, num_batches: int, lanes: range | None) -> Ticket:
         reads = self.order.reads(first_batch, num_batches, lanes, self._read_through)
