@@ -22,8 +22,10 @@ Where the records come from, and what is parsed at once:
 | tickets | any | TensorFlow, the ticket's pieces | the ticket |
 """
 
+import atexit
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import os
@@ -419,6 +421,7 @@ class Reader:
         self, groups: tf.data.Dataset, parse: Callable[..., tuple[Any, ...]]
     ) -> tf.data.Dataset:
         """One element a batch: inputs, labels, and the weights of those that have them."""
+        _collect_iterators_at_exit()
         options = tf.data.Options()
         options.deterministic = True
         options.autotune.enabled = False
@@ -492,6 +495,16 @@ def _records(window: Window | None, numbers: Int64s) -> npt.NDArray[np.object_]:
     records = np.empty(numbers.size, object)
     records[:] = window.records(numbers.reshape(-1))
     return records.reshape(numbers.shape)
+
+
+@functools.cache
+def _collect_iterators_at_exit() -> None:
+    """Has iterators that nothing refers to any more deleted while Python still runs.
+
+    A tf.function and the iterator that it takes from are such a cycle. Deleting an iterator waits
+    for the call of its generator; once Python has begun to end, that call never returns.
+    """
+    atexit.register(gc.collect)
 
 
 def _num_cores() -> int:
