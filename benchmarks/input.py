@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -62,6 +61,11 @@ class Data:
     def split(self) -> Split:
         """Its shards."""
         return open_split(self.directory, "train")
+
+    @property
+    def epoch_batches(self) -> int:
+        """Batches that hold every record at least once."""
+        return -(-self.split.num_examples // self.batch_size)
 
     @functools.cached_property
     def paths(self) -> list[str]:
@@ -180,14 +184,17 @@ LARGE = {
 
 
 class Drain:
-    """Takes batches in a graph, as training does, and says how many examples a second came."""
+    """Takes batches in a graph, as training does, and says how many examples a second came.
 
-    def __init__(self, dataset: tf.data.Dataset, batch_size: int) -> None:
-        iterator = iter(dataset)
-        self._batch_size = batch_size
+    Each round has an iterator of its own: one that waits for its turn would go on reading ahead,
+    at the cost of the others.
+    """
 
-        @tf.function
-        def take(num_batches: tf.Tensor) -> tf.Tensor:
+    def __init__(self, dataset: tf.data.Dataset, batch_size: int, epoch_batches: int) -> None:
+        self._dataset, self._batch_size = dataset, batch_size
+
+        @tf.function(reduce_retracing=True)
+        def take(iterator: Any, num_batches: tf.Tensor) -> tf.Tensor:
             total = 0.0
             for _ in tf.range(num_batches):
                 images, _ = next(iterator)
@@ -195,26 +202,31 @@ class Drain:
             return total
 
         self._take = take
-        # The first calls trace, start threads, fill buffers.
-        self._timed(2)
-        self._num_batches = max(2, int(_ROUND_SECS / self._timed(8) * 8))
+        iterator = iter(dataset)
+        # An epoch: the first calls trace, and what is kept is kept then.
+        self._timed(iterator, 8)
+        secs = self._timed(iterator, epoch_batches)
+        self._num_batches = max(8, int(_ROUND_SECS / secs * epoch_batches))
 
     def rate(self) -> float:
         """Examples a second of one round."""
-        return self._num_batches * self._batch_size / self._timed(self._num_batches)
+        iterator = iter(self._dataset)
+        self._timed(iterator, max(4, self._num_batches // 8))
+        return self._num_batches * self._batch_size / self._timed(iterator, self._num_batches)
 
-    def _timed(self, num_batches: int) -> float:
+    def _timed(self, iterator: Any, num_batches: int) -> float:
         started = time.perf_counter()
-        self._take(tf.constant(num_batches)).numpy()
+        self._take(iterator, tf.constant(num_batches)).numpy()
         return time.perf_counter() - started
 
 
 def bare_rate(data: Data) -> float:
     """Records a second of reading the same bytes from end to end, and doing nothing with them."""
     started = time.perf_counter()
+    block = bytearray(1 << 20)
     for path in data.paths:
-        with tf.io.gfile.GFile(path, "rb") as file:
-            while file.read(1 << 20):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(block):
                 pass
     return data.split.num_examples / (time.perf_counter() - started)
 
@@ -223,9 +235,10 @@ def rates(
     data: Data, pipelines: Mapping[str, Callable[[Data], tf.data.Dataset]]
 ) -> dict[str, list[float]]:
     """Examples a second of each pipeline in each round."""
-    turns = {name: Drain(make(data), data.batch_size).rate for name, make in pipelines.items()} | {
-        "bare sequential read": functools.partial(bare_rate, data)
-    }
+    turns = {
+        name: Drain(make(data), data.batch_size, data.epoch_batches).rate
+        for name, make in pipelines.items()
+    } | {"bare sequential read": functools.partial(bare_rate, data)}
     measured: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(_ROUNDS.value):
         for name, turn in turns.items():
@@ -245,10 +258,15 @@ def measure_memory(kind: str, pipeline: str, directory: str) -> None:
     """In the child: drains, and prints its largest resident set."""
     data, pipelines = (small(directory), SMALL) if kind == "small" else (large(directory), LARGE)
     make = {**pipelines, "nothing": nothing_read}[pipeline]
-    drain = Drain(make(data), data.batch_size)
-    for _ in range(3):
-        drain.rate()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+    drain = Drain(make(data), data.batch_size, data.epoch_batches)
+    drain.rate()
+    # Not getrusage's: what a process inherits counts there.
+    (peak,) = [
+        line.split()[1]
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    ]
+    print(int(peak) << 10)
 
 
 def print_rates(

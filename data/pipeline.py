@@ -454,10 +454,11 @@ class Reader:
         )
         reader = dataclasses.replace(self, order=order, augment=None, cache_bytes=0)
         parts = [parsed for *parsed, _ in reader.evaluation_batches(range(1))]
+        filled_up = len(parts) * _GROUP_EXAMPLES - self.split.num_examples
         with tf.device("CPU:0"):
-            return tf.nest.map_structure(
-                lambda *parts: tf.concat(parts, 0)[: self.split.num_examples], *parts
-            )
+            # The last part alone: a slice of the whole would be another copy.
+            parts[-1] = tf.nest.map_structure(lambda t: t[: _GROUP_EXAMPLES - filled_up], parts[-1])
+            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *parts)
 
     def _share_examples(self, lanes: range | None) -> int:
         rows = self.order.batch_size // self.order.lanes

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -279,6 +281,26 @@ def test_examples_are_kept_only_where_they_fit(split: records.Split, tmp_path: P
                 list(itertools.islice(batches, 200))
         else:
             assert len(list(itertools.islice(batches, 200))) == 200
+
+
+def test_process_that_ends_in_the_midst_of_reading_does_end(tmp_path: Path) -> None:
+    # The tf.function and the iterator it takes from are a cycle, as in an executor.
+    code = f"""
+import tensorflow as tf
+from data import records
+from tests.unit.test_pipeline import NUM_LANES, make_reader
+
+def main():
+    examples = [b"%06d" % i + bytes(2000) for i in range(3000)]
+    split = records.write_shards(examples, {str(tmp_path)!r}, "toy", "train", 1, 3000)
+    batches = iter(make_reader(split).batches(0, range(NUM_LANES)))
+    take = tf.function(lambda: next(batches)[1])
+    for _ in range(50):
+        take()
+
+main()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_order_over_other_data_is_refused(split: records.Split) -> None:
