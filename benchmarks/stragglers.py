@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from benchmarks.table import header, run
+from benchmarks.table import machine, run
 
 _DATA_DIR = flags.DEFINE_string("data_dir", "datasets/digits", "TFRecord files of the digits.")
 _DELAY_MS = flags.DEFINE_integer(
@@ -28,7 +28,7 @@ _NUM_WORKERS = 3
 
 def main(argv: Sequence[str]) -> None:
     """Prints the table."""
-    print(header())
+    print(f"{machine()}:\n")
     print("| gradients a step | slow worker | steps/s | loss | accuracy | dropped, by worker |")
     print("| --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as name:

@@ -31,9 +31,15 @@ _STRATEGIES = (
 )
 
 
-def header() -> str:
-    """The machine and the date, in front of a table."""
-    return f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}:\n"
+def machine() -> str:
+    """What a figure was measured on, and when."""
+    return f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}"
+
+
+def prepare_mnist(source: str, out: Path) -> None:
+    """Writes the IDX files in `source` to `out`, as users do."""
+    prepare = [sys.executable, "-m", "data.prepare", "mnist", f"--source={source}", f"--out={out}"]
+    subprocess.run(prepare, check=True, capture_output=True)
 
 
 def run(argv: Sequence[str], model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -63,7 +69,7 @@ def rows(data_flags: Sequence[str], directory: Path) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> None:
     """Prints the table."""
-    print(header())
+    print(f"{machine()}:\n")
     print("| `python -m trainer` | steps | test accuracy | seconds | steps/s |")
     print("| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as name:
@@ -72,9 +78,7 @@ def main(argv: Sequence[str]) -> None:
             print(row, flush=True)
         if _MNIST_SOURCE.value:
             data = directory / "mnist"
-            prepare = [sys.executable, "-m", "data.prepare", "mnist", f"--out={data}"]
-            prepare.append(f"--source={_MNIST_SOURCE.value}")
-            subprocess.run(prepare, check=True, capture_output=True)
+            prepare_mnist(_MNIST_SOURCE.value, data)
             config = ("--config=configs/mnist_replica.py", f"--data_dir={data}")
             for row in rows(config, directory / "mnist-runs"):
                 print(row, flush=True)

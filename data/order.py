@@ -39,10 +39,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 
-_CHUNKS, _ROWS = 1, 2  # First word of a key: what is permuted.
+# First word of a key: what is permuted, or drawn.
+_CHUNKS, _ROWS, _EXAMPLES = 1, 2, 3
 _EPOCHS_KEPT = 3
 
 
@@ -183,6 +185,17 @@ class Order:
             here = epoch == e
             records[here] = self._epoch_records(e, positions[here])
         return records
+
+    def seeds(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Int32s:
+        """A seed for each of the examples of some batches: int32 [num_batches, n, 2].
+
+        A function of (seed, position) alone: the same on any topology, and another one for the same
+        record in another epoch. They suit `tf.random.stateless_uniform` and its like.
+        """
+        positions = self.positions(first_batch, num_batches, lanes)
+        hashes = _mix(_hash(_EXAMPLES, self.seed) ^ _words(positions))
+        words = np.stack([hashes >> np.uint64(32), hashes & np.uint64(0xFFFFFFFF)], axis=-1)
+        return words.astype(np.uint32).view(np.int32)
 
     def reads(
         self,

@@ -258,7 +258,8 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         def compute(ticket: Any, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             *where, slot, attempt = tf.unstack(numbers)
             records = _kept_or_read(source, ticket, where, run_id)
-            batch = source.parse(records)
+            extras = {"seeds": ticket["seeds"][where[0]]} if "seeds" in ticket else {}
+            batch = source.parse_records(records, extras)
             # The step before the variables: apply writes it after them, so what is computed on
             # variables of two steps is tagged with the older one, and dropped.
             step = tf.cast(read_now(learner.step), tf.int64)

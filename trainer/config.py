@@ -11,9 +11,15 @@ A config file is a user's whole plug-in. It defines
 | `build_model(config)` | yes | returns a built keras.Model; labels and outputs go to `loss` |
 | `build_optimizer(config)` | no | returns a keras.Optimizer; else `config.optimizer` by name |
 | `parse(serialized)` | no | string [B] -> (inputs, labels); else made from dataset_info.json |
+| `augment(inputs, labels, seeds)` | no | -> (inputs, labels) of training; seeds int32 [B, 2] |
 | `loss(labels, outputs)` | no | -> [B]; else softmax cross entropy of integer labels and logits |
 | `metrics` | no | {name: function(labels, outputs) -> [B]}; else accuracy |
 | `build_hooks(config, model_dir)` | no | returns a list of trainer.hooks.Hook, for the chief |
+
+`parse` and `augment` treat examples one by one, whatever B is: several batches may go through them
+at once, or a share of one. Random numbers come from an example's seed, as in
+`tf.random.stateless_uniform`: it is made of `config.seed` and the example's place in the endless
+order, so an example is augmented in another way each epoch, and in the same way on any topology.
 
 It is executed when the command line is read, so it should import TensorFlow and Keras inside its
 functions, and must not make a tensor: multiworker has to be set up before the first one.
@@ -54,6 +60,9 @@ class DataConfig:
             at once. More mixes better and needs more memory.
         on_corrupt: "fail" ends the run at damaged data; "skip" verifies every record when the data
             is opened, and leaves out and counts those that cannot be read.
+        cache_bytes: Parsed training examples are kept in memory, by each process that reads
+            batches of its own, if all of them together are no larger than this; 0 never keeps
+            them. Under ps workers read tickets, and keep none.
     """
 
     train_split: str = "train"
@@ -62,6 +71,7 @@ class DataConfig:
     lanes: int = 0
     window_batches: int = 16
     on_corrupt: str = FAIL
+    cache_bytes: int = 256 << 20
 
 
 @dataclass
@@ -122,6 +132,7 @@ class Recipe:
     build_model: Callable[[Any], Any]
     build_optimizer: Callable[[Any], Any] | None
     parse: Callable[[Any], Any] | None
+    augment: Callable[[Any, Any, Any], Any] | None
     loss: Callable[[Any, Any], Any] | None
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None
     build_hooks: Callable[[Any, str], Iterable[Any]] | None
@@ -150,6 +161,7 @@ def load_recipe(path: str, config: Config | None = None) -> Recipe:
         build_model=module.build_model,
         build_optimizer=getattr(module, "build_optimizer", None),
         parse=getattr(module, "parse", None),
+        augment=getattr(module, "augment", None),
         loss=getattr(module, "loss", None),
         metrics=getattr(module, "metrics", None),
         build_hooks=getattr(module, "build_hooks", None),
@@ -177,6 +189,7 @@ def check(config: Config) -> None:
         "seed": 0,
         "data.lanes": 0,
         "data.window_batches": 1,
+        "data.cache_bytes": 0,
     }
     values = flatten(config)
     for name, default in flatten(Config()).items():

@@ -7,6 +7,7 @@ train(...)
 """
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,7 +76,14 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
         shuffle=False,
     )
     return Inputs(
-        Reader(train_split, train_order, parse, num_threads),
+        Reader(
+            train_split,
+            train_order,
+            parse,
+            num_threads,
+            augment=recipe.augment,
+            cache_bytes=config.data.cache_bytes,
+        ),
         Reader(eval_split, eval_order, parse, num_threads),
     )
 
@@ -121,8 +129,10 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
 
     Raises:
         DataError: it cannot be read or parsed, labels are out of range, or shapes do not fit.
-        ConfigError: the loss or a metric fails, or does not return one value an example.
+        ConfigError: `augment` fails or returns another number of examples; the loss or a metric
+            fails, or does not return one value an example.
     """
+    _check_augment(inputs, recipe)
     for reader in (inputs.train, inputs.evaluation):
         where = f"The first batch of split {reader.split.name!r}"
         with data_errors_explained(inputs):
@@ -197,6 +207,35 @@ def _warn_of_damage(split: Split) -> None:
             f"{split.num_skipped:,}",
             f"{split.num_skipped + split.num_examples:,}",
             split.damages[0],
+        )
+
+
+def _check_augment(inputs: Inputs, recipe: Recipe) -> None:
+    reader = inputs.train
+    if reader.augment is None:
+        return
+    plain = dataclasses.replace(reader, augment=None)
+    with data_errors_explained(inputs):
+        batch = batch_at(plain, 0)
+    if len(batch) != 2:
+        return  # `parse` is at fault, and is told so.
+    seeds = tf.constant(reader.order.seeds(0, 1)[0])
+    # As it is used: in a graph, for any number of examples.
+    specs = tf.nest.map_structure(
+        lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), (*batch, seeds)
+    )
+    what = f"augment(inputs, labels, seeds) of {recipe.path}"
+    try:
+        returned = tf.function(reader.augment, input_signature=specs)(*batch, seeds)
+    except Exception as error:  # A user's code, which may fail in any way.
+        raise ConfigError(f"{what} fails: {type(error).__name__}: {first_line(error)}") from error
+    num_examples = reader.order.batch_size
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    shapes = [getattr(value, "shape", None) for value in tf.nest.flatten(returned)]
+    if not is_pair or any(not shape or shape[0] != num_examples for shape in shapes):
+        raise ConfigError(
+            f"{what} must return (inputs, labels) of as many examples as it gets, {num_examples} "
+            f"here. Received: shapes {', '.join(map(str, shapes))}."
         )
 
 

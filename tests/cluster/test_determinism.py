@@ -49,6 +49,22 @@ def test_synchronous_topologies_end_in_the_same_weights(
         )
 
 
+def test_augmented_examples_are_the_same_on_any_topology(digits: Path, tmp_path: Path) -> None:
+    # 60 batches of 48 are two epochs: the cache, the seeds and the tickets of both are used.
+    flags = (f"--data_dir={digits}", "--train_steps=60")
+    augmented = ("--config=tests/cluster/configs/augmented.py", *flags)
+    alone, *shared = [train(t, tmp_path / str(t), *augmented) for t in SYNCHRONOUS]
+    uncached = train(
+        SYNCHRONOUS[0], tmp_path / "uncached", *augmented, "--config.data.cache_bytes=0"
+    )
+    sgd = ("--config.optimizer=sgd", "--learning_rate=0.1")
+    plain = ("--config=tests/cluster/configs/linear.py", *sgd, *flags)
+    unaugmented = train(SYNCHRONOUS[0], tmp_path / "plain", *plain)
+    assert largest_difference(alone.weights(), unaugmented.weights()) > 1e-2
+    for run in (*shared, uncached):
+        assert largest_difference(alone.weights(), run.weights()) < 1e-5
+
+
 @pytest.fixture(scope="module", params=RESUMED, ids=str)
 def topology(request: pytest.FixtureRequest) -> Topology:
     topology: Topology = request.param

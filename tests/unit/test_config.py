@@ -30,6 +30,7 @@ class Mine(Config):
 def get_config(): return Mine(batch_size=7)
 def build_model(config): return config.width
 def parse(serialized): return serialized
+def augment(inputs, labels, seeds): return inputs, labels
 def loss(labels, outputs): return outputs
 def build_optimizer(config): return "optimizer"
 def build_hooks(config, model_dir): return [model_dir]
@@ -49,6 +50,8 @@ def test_recipe_has_all_that_its_file_defines(tmp_path: Path) -> None:
     assert recipe.build_model(recipe.config) == 5
     assert recipe.parse
     assert recipe.parse("x") == "x"
+    assert recipe.augment
+    assert recipe.augment(1, 2, 3) == (1, 2)
     assert recipe.loss
     assert recipe.loss(1, 2) == 2
     assert recipe.metrics

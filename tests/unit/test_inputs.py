@@ -27,7 +27,7 @@ def squares(labels: Tensor, outputs: Tensor) -> Tensor:
 
 def make_recipe(**parts: Any) -> Recipe:
     config = Config(batch_size=BATCH, best_metric="loss")
-    recipe = Recipe("mine.py", config, build_model, None, None, None, None, None)
+    recipe = Recipe("mine.py", config, build_model, None, None, None, None, None, None)
     return dataclasses.replace(recipe, **parts)
 
 
@@ -60,6 +60,24 @@ def test_wrong_shape_of_a_loss_or_metric_is_refused_with_a_remedy(
         check(tmp_path, loss=function)
     with pytest.raises(ConfigError, match=r"metrics\['mine'\]\(.*\) of mine.py returned " + end):
         check(tmp_path, loss=squares, metrics={"mine": function})
+
+
+@pytest.mark.parametrize(
+    ("augment", "said"),
+    [
+        (lambda x, y, seeds: x, "must return .* of as many examples as it gets, 8 here"),
+        (lambda x, y, seeds: (x[:3], y), r"must return .* 8 here.*\(3, 3\), \(8,\)"),
+        (lambda x, y, seeds: (x + tf.zeros([5]), y), "fails: ValueError"),
+        (lambda x, y: (x, y), "fails: TypeError"),
+    ],
+    ids=["no labels", "fewer", "raises", "no seeds"],
+)
+def test_wrong_augmentation_is_refused(tmp_path: Path, augment: Any, said: str) -> None:
+    reader = make_reader(write_split(tmp_path))
+    inputs = Inputs(dataclasses.replace(reader, augment=augment), reader)
+    recipe = make_recipe()
+    with pytest.raises(ConfigError, match=r"augment\(inputs, labels, seeds\) of mine.py " + said):
+        check_batches(inputs, build_learner(recipe), recipe)
 
 
 def test_loss_that_fails_is_named(tmp_path: Path) -> None:

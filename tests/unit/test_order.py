@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import mixing
 from data.order import Order, default_lanes, share
+from data.records import chunk_examples_for
+from trainer.config import DataConfig
 
 
 @st.composite
@@ -193,6 +196,79 @@ def test_epochs_and_seeds_differ_and_lanes_are_well_mixed() -> None:
     assert min(chunks_in_a_batch) > 25, "a batch must not be a few chunks"
     # In a fair shuffle a record's place says nothing about the record.
     assert abs(np.corrcoef(np.arange(2000), first)[0, 1]) < 0.1
+
+
+@given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=4), data=st.data())
+def test_two_epochs_and_two_seeds_have_different_orders(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    # 24 chunks at least: that two permutations of them are equal by chance is not to be expected.
+    chunk_examples = data.draw(st.integers(1, 16))
+    lengths = [*lengths, 24 * chunk_examples]
+    lanes = data.draw(st.integers(1, 8))
+    batch_size = lanes * data.draw(st.integers(1, 4))
+    window_batches = data.draw(st.integers(1, 8))
+    seed = data.draw(st.integers(0, 2**32 - 2))
+    order = Order(
+        tuple(lengths), chunk_examples, batch_size, lanes, window_batches, seed, shuffle=True
+    )
+    n = order.num_examples
+    both = flat(order, 0, -(-2 * n // batch_size))
+    first, second = both[:n], both[n : 2 * n]
+    other = flat(dataclasses.replace(order, seed=seed + 1), 0, -(-n // batch_size))[:n]
+    for a, b in itertools.combinations((first, second, other), 2):
+        assert sorted(a) == sorted(b) == list(range(n))
+        assert not np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("batch_size", [32, 100, 256])
+@pytest.mark.parametrize("record_bytes", [100, 838, 100_000])
+def test_default_settings_mix_nearly_as_a_uniform_shuffle(
+    batch_size: int, record_bytes: int
+) -> None:
+    num_examples = 60_000
+    order = Order(
+        (num_examples,),
+        chunk_examples_for(num_examples, num_examples * record_bytes),
+        batch_size,
+        default_lanes(batch_size),
+        DataConfig().window_batches,
+        seed=1,
+        shuffle=True,
+    )
+    ours = mixing.measure(order.records(0, num_examples // batch_size))
+    fair = mixing.measure(mixing.uniform(num_examples, batch_size))
+    in_file_order = dataclasses.replace(order, lanes=1, shuffle=False)
+    sorted_ = mixing.measure(in_file_order.records(0, num_examples // batch_size))
+    assert sorted_.rank_correlation > 0.99
+    assert sorted_.neighbours_in_a_batch > 0.96
+    assert abs(fair.rank_correlation) < 0.02
+    # Chunks are permuted, so there are only as many draws as chunks.
+    assert abs(ours.rank_correlation) < 0.08
+    # A lane gives a batch some rows of one window, where records of one chunk are neighbours.
+    assert ours.neighbours_in_a_batch < fair.neighbours_in_a_batch + 0.07
+
+
+@given(order=orders(), first_batch=st.integers(0, 10**6), num_replicas=st.integers(1, 4))
+def test_seed_of_an_example_is_the_one_the_definition_says_on_any_replica(
+    order: Order, first_batch: int, num_replicas: int
+) -> None:
+    num_replicas = min(num_replicas, order.lanes)
+    key = mix(mix(3) ^ order.seed)
+    expected = [
+        [[(drawn := mix(key ^ int(p))) >> 32, drawn & 0xFFFFFFFF] for p in batch]
+        for batch in order.positions(first_batch, 2)
+    ]
+    shares = [share(order.lanes, replica, num_replicas) for replica in range(num_replicas)]
+    seeds = np.concatenate([order.seeds(first_batch, 2, lanes) for lanes in shares], 1)
+    assert seeds.dtype == np.int32
+    assert seeds.view(np.uint32).tolist() == expected
+
+
+def test_a_record_has_another_seed_in_another_epoch_and_no_two_examples_share_one() -> None:
+    order = Order((1000,), 8, 10, 5, 3, seed=7, shuffle=True)
+    seeds = {tuple(pair) for pair in order.seeds(0, 500).reshape(-1, 2).tolist()}
+    assert len(seeds) == 5000, "five epochs of 1,000 examples"
 
 
 def test_without_shuffling_each_lane_is_in_file_order() -> None:

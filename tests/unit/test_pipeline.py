@@ -1,6 +1,9 @@
 """Batches from disk are the batches of the order, by every way in."""
 
 import dataclasses
+import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +40,17 @@ def make_reader(split: records.Split, shuffle: bool = True, batch: int = 50) -> 
         split.shard_lengths, split.chunk_examples, batch, NUM_LANES, 8, seed=3, shuffle=shuffle
     )
     return pipeline.Reader(split, the_order, parse, num_threads=2)
+
+
+def copy_split(split: records.Split, directory: Path) -> records.Split:
+    """A copy whose files may be spoilt."""
+    directory.mkdir(exist_ok=True)
+    shards = []
+    for shard in split.shards:
+        path = directory / Path(shard.path).name
+        path.write_bytes(Path(shard.path).read_bytes())
+        shards.append(dataclasses.replace(shard, path=str(path)))
+    return dataclasses.replace(split, shards=tuple(shards))
 
 
 def numbers(dataset: tf.data.Dataset) -> Iterator[np.ndarray]:
@@ -173,12 +187,8 @@ def test_a_ticket_function_can_be_sent_to_another_process(split: records.Split) 
 def test_damaged_record_stops_reading_and_is_then_found(
     split: records.Split, tmp_path: Path
 ) -> None:
-    shards = []
-    for shard in split.shards:
-        path = tmp_path / Path(shard.path).name
-        path.write_bytes(Path(shard.path).read_bytes())
-        shards.append(dataclasses.replace(shard, path=str(path)))
-    copy = dataclasses.replace(split, shards=tuple(shards))
+    copy = copy_split(split, tmp_path)
+    shards = copy.shards
     content = bytearray(Path(shards[1].path).read_bytes())
     offset = int(shards[1].offsets[100])
     content[offset + 12] ^= 1
@@ -187,6 +197,110 @@ def test_damaged_record_stops_reading_and_is_then_found(
         list(numbers(make_reader(copy).batches(0, range(NUM_LANES), 61)))
     [damage] = records.verify(copy)
     assert (damage.path, damage.offset) == (shards[1].path, offset)
+
+
+def test_damage_at_the_end_of_a_file_or_in_a_length_is_found_too(
+    split: records.Split, tmp_path: Path
+) -> None:
+    for number, position in enumerate((-1, -800)):  # A CRC's last byte; some record's middle.
+        copied = copy_split(split, tmp_path / str(number))
+        content = bytearray(Path(copied.shards[2].path).read_bytes())
+        content[position] ^= 1
+        Path(copied.shards[2].path).write_bytes(content)
+        with pytest.raises(tf.errors.DataLossError):
+            list(numbers(make_reader(copied).batches(0, range(NUM_LANES), 61)))
+    copied = copy_split(split, tmp_path / "length")
+    content = bytearray(Path(copied.shards[0].path).read_bytes())
+    content[int(copied.shards[0].offsets[5])] ^= 1
+    Path(copied.shards[0].path).write_bytes(content)
+    with pytest.raises(tf.errors.DataLossError):
+        list(numbers(make_reader(copied).batches(0, range(NUM_LANES), 61)))
+
+
+def test_file_that_is_cut_short_or_gone_is_an_error_of_tensorflow(
+    split: records.Split, tmp_path: Path
+) -> None:
+    copied = copy_split(split, tmp_path)
+    path = Path(copied.shards[1].path)
+    path.write_bytes(path.read_bytes()[:-100_000])
+    with pytest.raises(
+        (tf.errors.DataLossError, tf.errors.InvalidArgumentError), match=r"truncated|is shorter"
+    ):
+        list(numbers(make_reader(copied).batches(0, range(NUM_LANES), 61)))
+    path.unlink()
+    with pytest.raises(tf.errors.NotFoundError):
+        list(numbers(make_reader(copied).batches(0, range(NUM_LANES), 61)))
+
+
+def test_records_of_one_length_are_cut_as_those_of_many_are(tmp_path: Path) -> None:
+    examples = [f"{i:06d}".encode() + bytes(50) for i in range(2000)]
+    reader = make_reader(records.write_shards(examples, str(tmp_path), "even", "train", 3, 2000))
+    read = list(numbers(reader.batches(7, range(NUM_LANES), 60)))
+    assert np.array_equal(read, reader.order.records(7, 60))
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 30], ids=["read", "kept"])
+def test_files_of_another_file_system_are_read_too(split: records.Split, cache_bytes: int) -> None:
+    directory = f"ram://{cache_bytes}"
+    tf.io.gfile.makedirs(directory)
+    for shard in split.shards:
+        tf.io.gfile.copy(shard.path, f"{directory}/{Path(shard.path).name}", overwrite=True)
+    remote = records.open_split(directory, "train")
+    assert all(shard.path.startswith("ram://") for shard in remote.shards)
+    reader = dataclasses.replace(make_reader(remote), cache_bytes=cache_bytes)
+    read = list(numbers(reader.batches(3, range(4)).take(90)))
+    assert np.array_equal(read, make_reader(split).order.records(3, 90, range(4)))
+    reader = make_reader(remote, shuffle=False)
+    labels = [y for _, y, w in reader.evaluation_batches(range(NUM_LANES)) for y in y[w > 0]]
+    assert sorted(map(int, labels)) == list(range(NUM_EXAMPLES))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_kept_examples_come_in_the_same_batches_from_anywhere(
+    reader: pipeline.Reader, num_replicas: int
+) -> None:
+    # An example is a float32 and an int64.
+    keeping = dataclasses.replace(reader, cache_bytes=NUM_EXAMPLES * 12)
+    for replica in range(num_replicas):
+        lanes = order.share(NUM_LANES, replica, num_replicas)
+        for first_batch in (0, 59, 1234):
+            kept = list(numbers(keeping.batches(first_batch, lanes).take(70)))
+            assert np.array_equal(kept, reader.order.records(first_batch, 70, lanes))
+
+
+def test_examples_are_kept_only_where_they_fit(split: records.Split, tmp_path: Path) -> None:
+    for cache_bytes, is_read_again in ((NUM_EXAMPLES * 12, False), (NUM_EXAMPLES * 12 - 1, True)):
+        copied = copy_split(split, tmp_path / str(cache_bytes))
+        reader = dataclasses.replace(make_reader(copied), cache_bytes=cache_bytes)
+        batches = numbers(reader.batches(0, range(NUM_LANES)))
+        next(batches)
+        for shard in copied.shards:
+            Path(shard.path).unlink()
+        if is_read_again:
+            with pytest.raises(tf.errors.NotFoundError):
+                list(itertools.islice(batches, 200))
+        else:
+            assert len(list(itertools.islice(batches, 200))) == 200
+
+
+def test_process_that_ends_in_the_midst_of_reading_does_end(tmp_path: Path) -> None:
+    # The tf.function and the iterator it takes from are a cycle, as in an executor.
+    code = f"""
+import tensorflow as tf
+from data import records
+from tests.unit.test_pipeline import NUM_LANES, make_reader
+
+def main():
+    examples = [b"%06d" % i + bytes(2000) for i in range(3000)]
+    split = records.write_shards(examples, {str(tmp_path)!r}, "toy", "train", 1, 3000)
+    batches = iter(make_reader(split).batches(0, range(NUM_LANES)))
+    take = tf.function(lambda: next(batches)[1])
+    for _ in range(50):
+        take()
+
+main()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_order_over_other_data_is_refused(split: records.Split) -> None:

@@ -1,0 +1,428 @@
+"""`python -m benchmarks.input`: how fast, how large and how well mixed the input is.
+
+    python -m benchmarks.input                                              # about 5 minutes
+    python -m benchmarks.input --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
+
+Prints Markdown. Every pipeline gives the same batches of float32 images and int64 labels, for ever,
+shuffled, and is drained by the same loop in a graph. In each round each pipeline has its turn; a
+figure is the median of all rounds, with the smallest and the largest. Without IDX files, images of
+MNIST's size are drawn at random. ImageNet-sized records are JPEGs of about 100 KB.
+
+Memory is measured in a process of its own for each pipeline: its largest resident set, less that of
+a process which does the same with examples that are not read.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+
+from benchmarks import mixing
+from benchmarks.table import machine, prepare_mnist
+from data.features import default_parse, read_features
+from data.order import Order, default_lanes
+from data.pipeline import Reader
+from data.records import Split, open_split, write_shards
+from trainer.config import DataConfig
+
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds that each pipeline takes part in.")
+_MEASURE = flags.DEFINE_string("measure_memory", None, "PIPELINE of the data in --data_dir: JSON.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Data that this program has written.")
+
+_ROUND_SECS = 1.0
+_SHUFFLE_BUFFER = 10_000
+_TINY_RECORDS = 1_000_000
+_AUTOTUNE = tf.data.AUTOTUNE
+
+Parse = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """A directory with a split "train", and the batches and shuffle buffer that suit it."""
+
+    directory: str
+    batch_size: int
+    shuffle_buffer: int
+
+    @functools.cached_property
+    def split(self) -> Split:
+        """Its shards."""
+        return open_split(self.directory, "train")
+
+    @property
+    def epoch_batches(self) -> int:
+        """Batches that hold every record at least once."""
+        return -(-self.split.num_examples // self.batch_size)
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """Its files."""
+        return [shard.path for shard in self.split.shards]
+
+    @functools.cached_property
+    def parse(self) -> Parse:
+        """The parse function that all pipelines share, but tensorflow-datasets' own."""
+        return default_parse(read_features(self.directory))
+
+    def order(self, seed: int = 0) -> Order:
+        """The order of a config with no settings of its own."""
+        return Order(
+            self.split.shard_lengths,
+            self.split.chunk_examples,
+            self.batch_size,
+            default_lanes(self.batch_size),
+            DataConfig().window_batches,
+            seed,
+            shuffle=True,
+        )
+
+
+def small(directory: str) -> Data:
+    """MNIST-sized records."""
+    return Data(directory, batch_size=100, shuffle_buffer=_SHUFFLE_BUFFER)
+
+
+def large(directory: str) -> Data:
+    """ImageNet-sized records: a buffer of 10,000 would be a gigabyte."""
+    return Data(directory, batch_size=32, shuffle_buffer=256)
+
+
+def ours(data: Data, cache_bytes: int = 0) -> tf.data.Dataset:
+    """This program's pipeline; 0 bytes keep nothing."""
+    order = data.order()
+    reader = Reader(data.split, order, data.parse, cache_bytes=cache_bytes)
+    return reader.batches(0, range(order.lanes))
+
+
+def ours_kept(data: Data) -> tf.data.Dataset:
+    """With all parsed examples kept in memory."""
+    return ours(data, cache_bytes=1 << 40)
+
+
+def classic(data: Data) -> tf.data.Dataset:
+    """The pipeline of most programs."""
+    records = tf.data.TFRecordDataset(data.paths).shuffle(data.shuffle_buffer).repeat()
+    return records.batch(data.batch_size, drop_remainder=True).map(data.parse).prefetch(2)
+
+
+def classic_tuned(data: Data) -> tf.data.Dataset:
+    """Parsing in parallel, and all numbers left to tf.data."""
+    records = tf.data.TFRecordDataset(data.paths).shuffle(data.shuffle_buffer).repeat()
+    batches = records.batch(data.batch_size, drop_remainder=True)
+    return batches.map(data.parse, num_parallel_calls=_AUTOTUNE).prefetch(_AUTOTUNE)
+
+
+def classic_by_example(data: Data) -> tf.data.Dataset:
+    """Examples decoded one by one in parallel, as programs for ImageNet do."""
+
+    def parse_one(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        images, labels = data.parse(record[tf.newaxis])
+        return images[0], labels[0]
+
+    records = tf.data.TFRecordDataset(data.paths).shuffle(data.shuffle_buffer).repeat()
+    examples = records.map(parse_one, num_parallel_calls=_AUTOTUNE)
+    return examples.batch(data.batch_size, drop_remainder=True).prefetch(_AUTOTUNE)
+
+
+def classic_kept(data: Data) -> tf.data.Dataset:
+    """`.cache()` of parsed examples, the place where it helps most."""
+    parsed = tf.data.TFRecordDataset(data.paths).batch(1000).map(data.parse, _AUTOTUNE)
+    examples = parsed.unbatch().cache().shuffle(data.shuffle_buffer).repeat()
+    return examples.batch(data.batch_size, drop_remainder=True).prefetch(_AUTOTUNE)
+
+
+def tfds_reader(data: Data) -> tf.data.Dataset:
+    """tensorflow-datasets, with its decoders."""
+    import tensorflow_datasets as tfds
+
+    builder = tfds.builder_from_directory(data.directory)
+    examples = builder.as_dataset(split="train", shuffle_files=True)
+
+    def finish(example: Mapping[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.cast(example["image"], tf.float32) / 255.0, example["label"]
+
+    batches = examples.shuffle(data.shuffle_buffer).repeat().batch(data.batch_size, True)
+    return batches.map(finish, num_parallel_calls=_AUTOTUNE).prefetch(_AUTOTUNE)
+
+
+def nothing_read(data: Data) -> tf.data.Dataset:
+    """One batch again and again: what the loop itself takes."""
+    records = tf.data.TFRecordDataset(data.paths).take(data.batch_size)
+    batch = next(iter(records.batch(data.batch_size).map(data.parse)))
+    return tf.data.Dataset.from_tensors(batch).repeat()
+
+
+SMALL: Mapping[str, Callable[[Data], tf.data.Dataset]] = {
+    "this pipeline": ours,
+    "this pipeline, examples kept": ours_kept,
+    "classic": classic,
+    "classic, tuned": classic_tuned,
+    "classic, parsed examples in .cache()": classic_kept,
+    "tensorflow-datasets": tfds_reader,
+    "nothing read: the loop alone": nothing_read,
+}
+LARGE = {
+    "this pipeline": ours,
+    "classic": classic,
+    "classic, tuned": classic_tuned,
+    "classic, decoded one by one in parallel": classic_by_example,
+    "tensorflow-datasets": tfds_reader,
+}
+
+
+class Drain:
+    """Takes batches in a graph, as training does, and says how many examples a second came.
+
+    Each round has an iterator of its own: one that waits for its turn would go on reading ahead,
+    at the cost of the others.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, batch_size: int, epoch_batches: int) -> None:
+        self._dataset, self._batch_size = dataset, batch_size
+
+        @tf.function(reduce_retracing=True)
+        def take(iterator: Any, num_batches: tf.Tensor) -> tf.Tensor:
+            total = 0.0
+            for _ in tf.range(num_batches):
+                images, _ = next(iterator)
+                total += images[0, 0, 0, 0]
+            return total
+
+        self._take = take
+        iterator = iter(dataset)
+        # An epoch: the first calls trace, and what is kept is kept then.
+        self._timed(iterator, 8)
+        secs = self._timed(iterator, epoch_batches)
+        self._num_batches = max(8, int(_ROUND_SECS / secs * epoch_batches))
+
+    def rate(self) -> float:
+        """Examples a second of one round."""
+        iterator = iter(self._dataset)
+        self._timed(iterator, max(4, self._num_batches // 8))
+        return self._num_batches * self._batch_size / self._timed(iterator, self._num_batches)
+
+    def _timed(self, iterator: Any, num_batches: int) -> float:
+        started = time.perf_counter()
+        self._take(iterator, tf.constant(num_batches)).numpy()
+        return time.perf_counter() - started
+
+
+def bare_rate(data: Data) -> float:
+    """Records a second of reading the same bytes from end to end, and doing nothing with them."""
+    started = time.perf_counter()
+    block = bytearray(1 << 20)
+    for path in data.paths:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+    return data.split.num_examples / (time.perf_counter() - started)
+
+
+def rates(
+    data: Data, pipelines: Mapping[str, Callable[[Data], tf.data.Dataset]]
+) -> dict[str, list[float]]:
+    """Examples a second of each pipeline in each round."""
+    turns = {
+        name: Drain(make(data), data.batch_size, data.epoch_batches).rate
+        for name, make in pipelines.items()
+    } | {"bare sequential read": functools.partial(bare_rate, data)}
+    measured: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(_ROUNDS.value):
+        for name, turn in turns.items():
+            measured[name].append(turn())
+    return measured
+
+
+def memory_bytes(data: Data, kind: str, pipeline: str) -> int:
+    """The largest resident set of a process that drains `pipeline` alone."""
+    argv = [sys.executable, "-m", "benchmarks.input", f"--data_dir={data.directory}"]
+    argv.append(f"--measure_memory={kind}:{pipeline}")
+    child = subprocess.run(argv, check=True, capture_output=True, text=True)
+    return int(json.loads(child.stdout.splitlines()[-1]))
+
+
+def measure_memory(kind: str, pipeline: str, directory: str) -> None:
+    """In the child: drains, and prints its largest resident set."""
+    data, pipelines = (small(directory), SMALL) if kind == "small" else (large(directory), LARGE)
+    make = {**pipelines, "nothing": nothing_read}[pipeline]
+    drain = Drain(make(data), data.batch_size, data.epoch_batches)
+    drain.rate()
+    # Not getrusage's: what a process inherits counts there.
+    (peak,) = [
+        line.split()[1]
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    ]
+    print(int(peak) << 10)
+
+
+def print_rates(
+    title: str, kind: str, data: Data, pipelines: Mapping[str, Callable[[Data], tf.data.Dataset]]
+) -> None:
+    """A table of rates and memory."""
+    measured = rates(data, pipelines)
+    baseline = statistics.median(measured["classic"])
+    without = memory_bytes(data, kind, "nothing")
+    print(f"\n{title}: {data.split.num_examples:,} records of {data.split.mean_record_bytes:,} ")
+    print(f"bytes, batches of {data.batch_size}\n")
+    print("| pipeline | examples/s, median (smallest to largest) | of classic | memory, MB |")
+    print("| --- | --- | --- | --- |")
+    for name, of_rounds in measured.items():
+        median = statistics.median(of_rounds)
+        memory = ""
+        if name in pipelines and pipelines[name] is not nothing_read:
+            memory = f"{(memory_bytes(data, kind, name) - without) / 1e6:,.0f}"
+        print(
+            f"| {name} | {median:,.0f} ({min(of_rounds):,.0f} to {max(of_rounds):,.0f}) | "
+            f"{median / baseline:.2f} | {memory} |",
+            flush=True,
+        )
+
+
+def print_mixing(data: Data) -> None:
+    """A table of the order's statistics."""
+    num_examples, batch_size = data.split.num_examples, data.batch_size
+    whole = num_examples // batch_size
+    print(f"\nOrder: {num_examples:,} records, batches of {batch_size}\n")
+    print("| order | rank correlation | neighbours of the file in one batch |")
+    print("| --- | --- | --- |")
+    for name, batches in (
+        ("this pipeline", data.order().records(0, whole)),
+        ("uniform shuffle", mixing.uniform(num_examples, batch_size)),
+    ):
+        of = mixing.measure(batches)
+        print(f"| {name} | {of.rank_correlation:+.4f} | {of.neighbours_in_a_batch:.4f} |")
+
+
+def print_start(directory: Path) -> None:
+    """A table of what a start takes, on a million tiny records."""
+    examples = (b"%08d" % i for i in range(_TINY_RECORDS))
+    split = write_shards(examples, str(directory), "tiny", "train", 1, _TINY_RECORDS)
+    data = Data(str(directory), batch_size=100, shuffle_buffer=0)
+    built, opened = [], []
+    for _ in range(_ROUNDS.value):
+        (directory / "train.index.npz").unlink()
+        built.append(_secs(lambda: open_split(data.directory, "train")))
+        opened.append(_secs(lambda: open_split(data.directory, "train")))
+
+    def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        numbers = tf.strings.to_number(serialized, tf.int64)
+        return numbers, numbers
+
+    def first_batch(position: int) -> None:
+        order = dataclasses.replace(data.order())  # Another one remembers no epoch.
+        reader = Reader(split, order, parse)
+        next(iter(reader.batches(position // order.batch_size, range(order.lanes))))
+
+    positions = (0, 10 * _TINY_RECORDS)
+    first: dict[int, list[float]] = {position: [] for position in positions}
+    for _ in range(1 + _ROUNDS.value):
+        for position in positions:
+            first[position].append(_secs(lambda position=position: first_batch(position)))  # type: ignore[misc]
+    print(f"\nStart: {_TINY_RECORDS:,} records of {split.mean_record_bytes} bytes\n")
+    print("| what | seconds, median (smallest to largest) |\n| --- | --- |")
+    rows = {"index built": built, "index opened": opened}
+    for position in positions:
+        rows[f"first batch from position {position:,}"] = first[position][1:]
+    for name, secs in rows.items():
+        print(f"| {name} | {statistics.median(secs):.3f} ({min(secs):.3f} to {max(secs):.3f}) |")
+
+
+def _secs(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def write_idx(directory: Path) -> None:
+    """Files like MNIST's, of random bytes."""
+    directory.mkdir()
+    random = np.random.default_rng(0)
+    for prefix, number in (("train", 60_000), ("t10k", 1_000)):
+        for name, shape, top in (
+            ("images-idx3", (number, 28, 28), 256),
+            ("labels-idx1", (number,), 10),
+        ):
+            header = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
+            content = header + random.integers(0, top, shape, np.uint8).tobytes()
+            (directory / f"{prefix}-{name}-ubyte").write_bytes(content)
+
+
+def write_jpegs(directory: Path, num_examples: int = 320) -> None:
+    """Smooth random images as JPEGs of about 100 KB, in the format of tensorflow-datasets."""
+    import tensorflow_datasets as tfds
+
+    height, width = 384, 512
+    features = tfds.features.FeaturesDict(
+        {
+            "image": tfds.features.Image(shape=(height, width, 3), encoding_format="jpeg"),
+            "label": tfds.features.ClassLabel(num_classes=10),
+        }
+    )
+
+    def examples() -> Iterator[bytes]:
+        random = np.random.default_rng(0)
+        for i in range(num_examples):
+            coarse = random.uniform(0, 255, (height // 4, width // 4, 3))
+            pixels = tf.cast(tf.image.resize(coarse, (height, width), "bicubic"), tf.uint8)
+            image = tf.io.encode_jpeg(pixels, quality=90).numpy()
+            yield features.serialize_example({"image": image, "label": i % 10})
+
+    split = write_shards(examples(), str(directory), "jpegs", "train", 4, num_examples)
+    template = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
+    info = tfds.core.SplitInfo(
+        name="train",
+        shard_lengths=list(split.shard_lengths),
+        num_bytes=sum(shard.num_bytes for shard in split.shards),
+        filename_template=tfds.core.ShardedFileTemplate(
+            dataset_name="jpegs", template=template, data_dir=str(directory),
+            split="train", filetype_suffix="tfrecord",
+        ),
+    )  # fmt: skip
+    tfds.folder_dataset.write_metadata(
+        data_dir=str(directory), features=features, split_infos=[info]
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the tables."""
+    del argv
+    if _MEASURE.value:
+        kind, _, pipeline = _MEASURE.value.partition(":")
+        measure_memory(kind, pipeline, _DATA_DIR.value)
+        return
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("tensorflow", "tensorflow-datasets", "numpy", "google-crc32c")
+    )
+    print(f"{machine()}; {versions}; {_ROUNDS.value} rounds")
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        source = flags.FLAGS.mnist_source
+        if not source:
+            source = str(directory / "idx")
+            write_idx(Path(source))
+        prepare_mnist(source, directory / "small")
+        data = small(str(directory / "small"))
+        print_rates("Small records", "small", data, SMALL)
+        print_mixing(data)
+        write_jpegs(directory / "large")
+        print_rates("Large records", "large", large(str(directory / "large")), LARGE)
+        print_start(directory / "tiny")
+
+
+if __name__ == "__main__":
+    app.run(main)

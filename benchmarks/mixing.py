@@ -1,0 +1,48 @@
+"""How well an order mixes, against a true uniform shuffle.
+
+    epoch = order.records(0, num_batches)
+    print(measure(epoch), measure(uniform(num_examples, batch_size)))
+
+| statistic | says | uniform shuffle of N records in batches of B |
+| --- | --- | --- |
+| rank correlation | whether an epoch still goes through the file from start to end | 0 |
+| neighbours in a batch | how often two neighbours in the file share a batch | (B - 1) / (N - 1) |
+"""
+
+import dataclasses
+
+import numpy as np
+
+from data.order import Int64s
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing:
+    """The statistics of one epoch.
+
+    `rank_correlation`: of place in the epoch and place in the file (Spearman), -1 to 1.
+    `neighbours_in_a_batch`: the share of neighbours in the file that are in one batch, 0 to 1.
+    """
+
+    rank_correlation: float
+    neighbours_in_a_batch: float
+
+
+def measure(batches: Int64s) -> Mixing:
+    """Of an epoch's whole batches, int64 [number of batches, B], record numbers in file order."""
+    records = batches.reshape(-1)
+    batch_of = np.full(int(records.max()) + 1, -1)
+    batch_of[records] = np.repeat(np.arange(len(batches)), batches.shape[1])
+    read = (batch_of[1:] >= 0) & (batch_of[:-1] >= 0)
+    together = (batch_of[1:] == batch_of[:-1]) & read
+    return Mixing(
+        rank_correlation=float(np.corrcoef(np.arange(len(records)), records)[0, 1]),
+        neighbours_in_a_batch=float(together.sum() / read.sum()),
+    )
+
+
+def uniform(num_examples: int, batch_size: int) -> Int64s:
+    """The whole batches of an epoch in a true uniform order."""
+    shuffled = np.random.default_rng(0).permutation(num_examples)
+    whole = num_examples - num_examples % batch_size
+    return shuffled[:whole].reshape(-1, batch_size)

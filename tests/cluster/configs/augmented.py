@@ -1,0 +1,39 @@
+"""Softmax regression on digits that are mirrored and shifted at random, anew in each epoch."""
+
+from typing import TYPE_CHECKING
+
+from tests.cluster.configs import linear
+from trainer.config import Config
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+
+def get_config() -> Config:
+    config = linear.get_config()
+    config.optimizer = "sgd"
+    config.learning_rate = 0.1
+    return config
+
+
+def build_model(config: Config) -> "keras.Model":
+    return linear.build_model(config)
+
+
+def augment(
+    images: "tf.Tensor", labels: "tf.Tensor", seeds: "tf.Tensor"
+) -> "tuple[tf.Tensor, tf.Tensor]":
+    """Images [B, H, W, C], mirrored or not, and moved by one pixel at most in each direction."""
+    import tensorflow as tf
+
+    def one(drawn: "tuple[tf.Tensor, tf.Tensor]") -> "tf.Tensor":
+        image, seed = drawn
+        image = tf.image.stateless_random_flip_left_right(image, seed)
+        around = tf.pad(image, [[1, 1], [1, 1], [0, 0]])
+        # Another draw of the same example needs another seed, made from its own.
+        seed = tf.random.experimental.stateless_fold_in(seed, 1)
+        return tf.image.stateless_random_crop(around, image.shape, seed)
+
+    spec = tf.TensorSpec(images.shape[1:], images.dtype)
+    return tf.map_fn(one, (images, seeds), fn_output_signature=spec), labels

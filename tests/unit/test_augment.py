@@ -1,0 +1,101 @@
+"""Augmentation is a function of seed and position: the same on any topology, from anywhere."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from data.order import Order, share
+from data.pipeline import Reader
+from data.records import write_shards
+from tests.cluster.configs.augmented import augment
+
+NUM_EXAMPLES, BATCH, LANES = 300, 12, 12
+SIDE = 8
+
+
+def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    pixels = tf.reshape(tf.io.decode_raw(serialized, tf.uint8), [-1, SIDE, SIDE, 1])
+    return tf.cast(pixels, tf.float32), tf.cast(pixels[:, 0, 0, 0], tf.int64)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    random = np.random.default_rng(0)
+    images = random.integers(1, 256, [NUM_EXAMPLES, SIDE * SIDE], np.uint8)
+    directory = str(tmp_path_factory.mktemp("augment"))
+    examples = [image.tobytes() for image in images]
+    split = write_shards(examples, directory, "toy", "train", 2, NUM_EXAMPLES)
+    order = Order(split.shard_lengths, split.chunk_examples, BATCH, LANES, 4, seed=5, shuffle=True)
+    return Reader(split, order, parse, num_threads=2)
+
+
+@pytest.fixture
+def reader(plain: Reader) -> Reader:
+    return dataclasses.replace(plain, augment=augment)
+
+
+def images(reader: Reader, first_batch: int, num_batches: int, lanes: range) -> np.ndarray:
+    dataset = reader.batches(first_batch, lanes).take(num_batches)
+    return np.stack([inputs for inputs, _ in dataset.as_numpy_iterator()])
+
+
+def test_images_are_mirrored_and_shifted_and_labels_stay(plain: Reader, reader: Reader) -> None:
+    whole = range(LANES)
+    before, after = images(plain, 0, 25, whole), images(reader, 0, 25, whole)
+    changed = np.any(before != after, axis=(2, 3, 4))
+    assert 0.8 < np.mean(changed) < 1, "one in 18 is drawn to stay as it is"
+    mirrored = np.all(before[..., ::-1, :] == after, axis=(2, 3, 4))
+    assert 0 < np.mean(mirrored) < 0.2
+    labels = [y for _, y in reader.batches(0, whole, 25).as_numpy_iterator()]
+    assert np.array_equal(labels, [y for _, y in plain.batches(0, whole, 25).as_numpy_iterator()])
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_replicas_augment_their_slices_as_one_does(reader: Reader, num_replicas: int) -> None:
+    lanes = [share(LANES, replica, num_replicas) for replica in range(num_replicas)]
+    slices = [images(reader, 20, 10, of_replica) for of_replica in lanes]
+    assert np.array_equal(np.concatenate(slices, 1), images(reader, 20, 10, range(LANES)))
+
+
+def test_tickets_and_shares_of_them_are_augmented_as_batches_are(reader: Reader) -> None:
+    batches = images(reader, 7, 4, range(LANES))
+    parse_ticket = tf.function(reader.parse_ticket, input_signature=[reader.ticket_spec()])
+    assert np.array_equal(parse_ticket(reader.ticket(7, 4))[0], batches)
+    lanes = range(4, 8)
+    ticket = reader.ticket(7, 4, lanes)
+    records = reader.read_ticket({name: tf.constant(value) for name, value in ticket.items()})
+    inputs, _ = reader.parse_records(records[2], {"seeds": tf.constant(ticket["seeds"][2])})
+    assert np.array_equal(inputs, batches[2, 4:8])
+
+
+def test_starting_at_a_batch_augments_it_as_reading_up_to_it_does(reader: Reader) -> None:
+    whole = range(LANES)
+    assert np.array_equal(images(reader, 30, 5, whole), images(reader, 0, 35, whole)[30:])
+
+
+def test_kept_examples_are_augmented_anew(plain: Reader, reader: Reader) -> None:
+    keeping = dataclasses.replace(reader, cache_bytes=1 << 20)
+    whole = range(LANES)
+    assert np.array_equal(images(keeping, 3, 60, whole), images(reader, 3, 60, whole))
+
+
+def test_an_example_is_augmented_in_another_way_in_another_epoch(reader: Reader) -> None:
+    epoch = NUM_EXAMPLES // BATCH
+    records = reader.order.records(0, 2 * epoch).reshape(-1)
+    drawn = images(reader, 0, 2 * epoch, range(LANES)).reshape(-1, SIDE, SIDE)
+    by_record = [drawn[np.flatnonzero(records == record)] for record in range(NUM_EXAMPLES)]
+    assert all(len(both) == 2 for both in by_record)
+    same = np.mean([np.array_equal(*both) for both in by_record])
+    assert same < 0.15, "one in 18 by chance"
+
+
+def test_evaluation_does_not_augment(plain: Reader, reader: Reader) -> None:
+    lanes = range(LANES)
+    for ours, theirs in zip(
+        reader.evaluation_batches(lanes), plain.evaluation_batches(lanes), strict=True
+    ):
+        assert np.array_equal(ours[0], theirs[0])
+    spec = reader.ticket_spec(weights=True)
+    assert spec.keys() == plain.ticket_spec(weights=True).keys() == spec.keys() - {"seeds"}
