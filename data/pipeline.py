@@ -367,7 +367,7 @@ class Reader:
             reads.shards.tolist(), reads.chunks.tolist(), (last + 1).tolist(), strict=True
         ):
             path, offsets = shards[shard].path, shards[shard].offsets
-            stop = int(offsets[end]) if end < len(offsets) else shards[shard].num_bytes
+            stop = int(offsets[end]) if end < len(offsets) else shards[shard].end
             ranges.append(ByteRange(path, int(offsets[begin]), stop))
         # From places among the records taken to places among those held.
         shift = np.cumsum(held) - held + reads.skip - (np.cumsum(reads.take) - reads.take)

@@ -112,7 +112,7 @@ def test_held_port_answers_and_is_free_afterwards() -> None:
     (port,) = free_ports(1)
     with held(port):
         for _ in range(300):  # More than wait in a listener's queue.
-            socket.create_connection(("localhost", port), timeout=1).close()
+            socket.create_connection(("localhost", port), timeout=10).close()
     bind(port).close()
     assert identify(f"localhost:{port}") is None
 
