@@ -51,6 +51,7 @@ _GROUP_BYTES = 4 << 20  # So much of them, at most, before or after parsing.
 _PREFETCH_BYTES = 8 << 20
 _MIN_BUFFER_BYTES, _MAX_BUFFER_BYTES = 4 << 10, 1 << 20
 _MAX_THREADS = 8
+_ALIGN_BYTES = 64  # Of TensorFlow's tensors.
 
 
 def _read_pieces(
@@ -88,7 +89,7 @@ class Reader:
     example's seed alone, which `Order.seeds` makes. `num_threads` of this process read and parse;
     0: as many as this process may run on, at most 8. `cache_bytes`: `batches` without an end keep
     the parsed examples in memory if all of them are no larger; they are parsed before the first
-    batch, which needs twice that for a moment.
+    batch. tf.data makes a copy of them, so they take twice as much.
 
     Raises:
         DataError: the order was made for another split.
@@ -453,12 +454,22 @@ class Reader:
             self.order, batch_size=_GROUP_EXAMPLES, lanes=1, window_batches=1, shuffle=False
         )
         reader = dataclasses.replace(self, order=order, augment=None, cache_bytes=0)
-        parts = [parsed for *parsed, _ in reader.evaluation_batches(range(1))]
-        filled_up = len(parts) * _GROUP_EXAMPLES - self.split.num_examples
+        num_examples = self.split.num_examples
+        kept: Any = None
+        for first, batch in zip(
+            range(0, num_examples, _GROUP_EXAMPLES),
+            reader.evaluation_batches(range(1)),
+            strict=True,
+        ):
+            parsed, end = batch[:2], min(first + _GROUP_EXAMPLES, num_examples)
+            if kept is None:
+                kept = tf.nest.map_structure(
+                    lambda t: _aligned([num_examples, *t.shape[1:]], t.dtype.as_numpy_dtype), parsed
+                )
+            for values, of_all in zip(tf.nest.flatten(parsed), tf.nest.flatten(kept), strict=True):
+                of_all[first:end] = values.numpy()[: end - first]
         with tf.device("CPU:0"):
-            # The last part alone: a slice of the whole would be another copy.
-            parts[-1] = tf.nest.map_structure(lambda t: t[: _GROUP_EXAMPLES - filled_up], parts[-1])
-            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *parts)
+            return tf.nest.map_structure(_as_tensor, kept)
 
     def _share_examples(self, lanes: range | None) -> int:
         rows = self.order.batch_size // self.order.lanes
@@ -506,6 +517,22 @@ def _collect_iterators_at_exit() -> None:
     for the call of its generator; once Python has begun to end, that call never returns.
     """
     atexit.register(gc.collect)
+
+
+def _aligned(shape: list[int], dtype: Any) -> npt.NDArray[Any]:
+    """An array whose memory TensorFlow can use as a tensor's, so that there is no copy of it."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + _ALIGN_BYTES, np.uint8)
+    begin = -memory.ctypes.data % _ALIGN_BYTES
+    array: npt.NDArray[Any] = memory[begin : begin + num_bytes].view(dtype).reshape(shape)
+    return array
+
+
+def _as_tensor(array: npt.NDArray[Any]) -> tf.Tensor:
+    """A tensor in the memory of `array`, where its dtype is one that DLPack knows; else a copy."""
+    if array.dtype.kind in "iuf":
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return tf.convert_to_tensor(array)
 
 
 def _num_cores() -> int:
