@@ -16,7 +16,7 @@
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +25,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.order import Order
+from strategies.counts import Counts
 
 # (total, count) of each metric over the examples of some steps.
 Metrics = dict[str, tuple[float, float]]
@@ -212,13 +213,15 @@ class Executor(abc.ABC):
     def position(self) -> Position:
         """What no step has consumed when `run` has returned: what is saved, and resumed from."""
 
-    def counts(self) -> Mapping[str, Mapping[str, Any]]:
-        """What is counted where workers differ, since `start`: {"worker_steps": {"worker 0": 7}}.
+    def counts(self) -> Counts:
+        """What is counted where workers differ, in the whole run: {"worker_steps": {...}}.
 
-        Instead of a number there may be a histogram, {"value": number}. Empty where all do the
-        same.
+        Empty where all do the same.
         """
         return {}
+
+    def go_on_counting(self, counts: Counts) -> None:
+        """Counts on from what `counts` was when this run was saved; after `start`."""
 
     def request_stop(self) -> None:
         """Asks for a stop after the current `run`. Safe in a signal handler."""

@@ -407,6 +407,12 @@ def _parse_address(task: Task, given: object, source: _Source) -> str:
         )
     if any(character.isspace() for character in host):
         raise ClusterError(f"{where}: the host has a space in it. Write one host for each task.")
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ClusterError(
+            f"{where}, whose host is no name that could be looked up: {error}."
+        ) from None
     if not _is_index(port) or not 1 <= int(port) <= 65535:
         raise ClusterError(
             f'{where}: {port!r} is not a port. Use a number from 1 to 65535: "{host}:2222".'
@@ -462,6 +468,11 @@ def _check_strategy(
         raise ClusterError(
             f"A cluster has one chief, chief 0, but {source_names} {len(jobs['chief'])} "
             f"(index {', '.join(map(str, jobs['chief']))}). Make the others workers."
+        )
+    if len(jobs.get("evaluator", {})) > 1:
+        raise ClusterError(
+            f"A run has one evaluator, but {source_names} {len(jobs['evaluator'])}: they would "
+            "write the same files. Leave one."
         )
     if strategy == "mirrored" and ("ps" in jobs or sum(map(len, training.values())) != 1):
         raise ClusterError(

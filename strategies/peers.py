@@ -1,14 +1,15 @@
 """Other tasks, before and beside TensorFlow's own connections to them: who is there, who is not.
 
     check_own_address(cluster)
-    with held(port):                                # strategies/ports.py
-        wait_for_servers(cluster, unknown_host_secs=60)
+    wait_for_servers(cluster, unknown_host_secs=60)     # in the chief of parameter servers
+    wait_for_peers(cluster, unknown_host_secs=60)       # in a worker of multiworker
 
 TensorFlow waits for tasks without a word, holds the interpreter while it does, so that no signal is
 handled, and waits for ever for one that will not come: a host that does not exist, a port where
 something else listens. All of that is found out here.
 """
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -28,8 +29,10 @@ log = logging.getLogger(__name__)
 
 _POLL_SECS = 0.2
 _REPORT_SECS = 10.0
-# A TensorFlow server that accepts connections also answers; a slow machine may take a moment.
+# What accepts connections and answers with other words is no TensorFlow server. What says nothing
+# may be one, on a machine that is busy or has just begun.
 _STRANGER_SECS = 10.0
+_SILENT_SECS = 60.0
 _ANSWER_SECS = 2.0
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
@@ -68,14 +71,17 @@ def check_own_address(cluster: Cluster) -> None:
 
 
 def wait_for_servers(cluster: Cluster, unknown_host_secs: float) -> None:
-    """Returns once every worker and ps task of `cluster` has said that it is that task.
+    """Returns once every worker and ps task of `cluster` has just said that it is that task.
+
+    Meanwhile the chief answers those who watch for it.
 
     Raises:
         ClusterError: something else listens at an address, or another task, or the name of a host
-            is still unknown after `unknown_host_secs`.
+            is unknown for `unknown_host_secs`.
     """
     servers = [task for task in cluster.trainers if task.job in ("worker", "ps")]
     strange_since: dict[Task, float] = {}
+    patience_secs = {"stranger": _STRANGER_SECS, "silent": _SILENT_SECS}
 
     def is_there(task: Task) -> bool:
         address = cluster.address_of(task)
@@ -89,21 +95,26 @@ def wait_for_servers(cluster: Cluster, unknown_host_secs: float) -> None:
             )
         if answer is None:
             strange_since.pop(task, None)
-        elif time.monotonic() - strange_since.setdefault(task, time.monotonic()) > _STRANGER_SECS:
+        elif _secs_since(strange_since, task) > patience_secs[answer]:
             raise ClusterError(
                 f"{task} should serve at {address}, but what listens there is no TensorFlow "
                 "server. Correct the address, or end what uses the port and start the task."
             )
         return False
 
-    _wait(cluster, servers, is_there, unknown_host_secs)
+    # A task without a port of its own to hold is a worker that serves already.
+    port = port_of(cluster.address)
+    with contextlib.nullcontext() if cluster.is_server else held(port):
+        # Once more all of them: the first may have gone while the last was waited for.
+        while _wait(cluster, servers, is_there, unknown_host_secs):
+            pass
 
 
 def wait_for_peers(cluster: Cluster, unknown_host_secs: float) -> None:
     """Returns once every other task that trains answers; meanwhile this one answers them.
 
     Raises:
-        ClusterError: the name of a host is still unknown after `unknown_host_secs`.
+        ClusterError: the name of a host is unknown for `unknown_host_secs`.
     """
     peers = [task for task in cluster.trainers if task != cluster.task]
     with held(port_of(cluster.address)):
@@ -171,8 +182,10 @@ def own_host(towards: str) -> str:
     return f"[{own}]" if family == socket.AF_INET6 else own
 
 
-def identify(address: str) -> Task | Literal["stranger"] | None:
+def identify(address: str) -> Task | Literal["stranger", "silent"] | None:
     """Who serves at `address`: a task of TensorFlow, something else, or nobody.
+
+    "silent" is what takes connections and does not answer in time.
 
     Asks TensorFlow's own status call, whose answer has the names of the server's devices.
 
@@ -184,8 +197,9 @@ def identify(address: str) -> Task | Literal["stranger"] | None:
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             answer: bytes = channel.unary_unary(_GET_STATUS)(b"", timeout=_ANSWER_SECS)
-        except grpc.RpcError:
-            return "stranger"
+        except grpc.RpcError as error:
+            is_late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            return "silent" if is_late else "stranger"
     device = re.search(rb"/job:(\w+)/replica:0/task:(\d+)/", answer)
     return Task(device[1].decode(), int(device[2])) if device else "stranger"
 
@@ -209,10 +223,12 @@ def _wait(
     peers: Iterable[Task],
     is_there: Callable[[Task], bool],
     unknown_host_secs: float,
-) -> None:
+) -> bool:
+    """Returns once each of `peers` was there; whether any was not at the first look."""
     missing = list(peers)
-    started = time.monotonic()
-    next_report = started + _REPORT_SECS
+    unknown_since: dict[Task, float] = {}
+    next_report = time.monotonic() + _REPORT_SECS
+    waited = False
     while missing:
         still: list[Task] = []
         unknown: list[Task] = []
@@ -220,10 +236,11 @@ def _wait(
             try:
                 if not is_there(task):
                     still.append(task)
+                unknown_since.pop(task, None)
             except UnknownHostError as error:
                 still.append(task)
                 unknown.append(task)
-                if time.monotonic() - started > unknown_host_secs:
+                if _secs_since(unknown_since, task) > unknown_host_secs:
                     raise ClusterError(
                         f"The host of {task} ({cluster.address_of(task)}) is unknown here: "
                         f"{error}. Correct the name; or, where a scheduler makes names as "
@@ -231,6 +248,7 @@ def _wait(
                         f"--unknown_host_secs={unknown_host_secs:g}."
                     ) from None
         missing = still
+        waited = waited or bool(missing)
         if missing and time.monotonic() > next_report:
             next_report += _REPORT_SECS
             listed = (
@@ -240,13 +258,20 @@ def _wait(
             log.info("waiting for %s", ", ".join(listed))
         if missing:
             time.sleep(_POLL_SECS)
+    return waited
+
+
+def _secs_since(times: dict[Task, float], task: Task) -> float:
+    """Seconds since the first call for `task`, or since it was taken out of `times`."""
+    now = time.monotonic()
+    return now - times.setdefault(task, now)
 
 
 def _answers(address: str) -> bool:
     try:
         socket.create_connection((host_of(address), port_of(address)), timeout=1).close()
-    except socket.gaierror as error:
-        raise UnknownHostError(error.strerror) from None
+    except (socket.gaierror, UnicodeError) as error:
+        raise UnknownHostError(getattr(error, "strerror", str(error))) from None
     except OSError:
         return False
     return True

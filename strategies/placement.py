@@ -12,6 +12,7 @@ their variable, so a variable counts with them.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -36,12 +37,14 @@ class Group:
         shape: Of the first.
         num_bytes: Of all.
         num_variables: All of them.
+        staged_bytes: Of a gradient of the first; 0 if it is not trained.
     """
 
     name: str
     shape: tuple[int, ...]
     num_bytes: int
     num_variables: int = 1
+    staged_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def record(make: Callable[[], Made]) -> tuple[Made, list[Group]]:
         group = group_of.get(id(kwargs.get("colocate_with")))
         if group is None:
             group = Group(variable.name, tuple(variable.shape), num_bytes)
+            group.staged_bytes = num_bytes if variable.trainable else 0
             groups.append(group)
         else:
             group.num_bytes += num_bytes
@@ -100,8 +104,15 @@ def record(make: Callable[[], Made]) -> tuple[Made, list[Group]]:
         return make(), groups
 
 
-def place(groups: Sequence[Group], num_ps: int) -> Placement:
-    """The largest group first, each on the ps that holds the fewest bytes so far."""
+def place(groups: Sequence[Group], num_ps: int, *, num_staged: int = 0) -> Placement:
+    """The largest group first, each on the ps that holds the fewest bytes so far.
+
+    Synchronous steps keep `num_staged` gradients of each variable beside it.
+    """
+    groups = [
+        dataclasses.replace(group, num_bytes=group.num_bytes + num_staged * group.staged_bytes)
+        for group in groups
+    ]
     loads = [0] * num_ps
     chosen = [0] * len(groups)
     for index in sorted(range(len(groups)), key=lambda i: -groups[i].num_bytes):

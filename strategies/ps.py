@@ -12,7 +12,7 @@ import collections
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -31,13 +31,16 @@ from strategies.base import (
     to_metrics,
 )
 from strategies.cluster import Cluster
-from strategies.peers import wait_for_servers
+from strategies.counts import Counts, added, with_shares
+from strategies.peers import identify, wait_for_servers
 from strategies.placement import place, placed, record
 from strategies.ports import free_ports
 from strategies.ps_server import end_server
 
 # Steps in one closure, at most. A closure costs about 2 ms on top of its steps.
 _STEPS_PER_CLOSURE = 16
+
+_LEASE_SECS = 0.5
 
 # In place of a gradient's staleness, if it was too old.
 _DROPPED = -1
@@ -66,6 +69,7 @@ class ParameterServerExecutor(Executor):
         self._staleness: dict[str, collections.Counter[int]] = collections.defaultdict(
             collections.Counter
         )
+        self._counts_before: Counts = {}
         # Until the process ends: destructors of closures would call servers that have ended.
         _KEPT.append(self)
         self.io_device = "/job:chief/replica:0/task:0/device:CPU:0"
@@ -81,7 +85,7 @@ class ParameterServerExecutor(Executor):
         Raises:
             ClusterError: what is at an address is no such task, or the name of a host is still
                 unknown after `unknown_host_secs`.
-            PeerLostError: a task came up and went away again.
+            PeerLostError: a task came up and went away again, or serves another chief.
         """
         wait_for_servers(cluster, unknown_host_secs)
         coordinator = cluster
@@ -94,12 +98,13 @@ class ParameterServerExecutor(Executor):
             strategy = tf.distribute.ParameterServerStrategy(resolver)
         except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
             raise PeerLostError("A task went away while all connected", error) from error
+        _take_lease(coordinator)
         return cls(strategy, cluster, **options)
 
     def build(self, make: Callable[[], Made]) -> Made:
         """See Executor. Called twice: sizes must be known before the first variable is placed."""
         _, groups = record(make)
-        self._placement = place(groups, self._cluster.num("ps"))
+        self._placement = place(groups, self._cluster.num("ps"), num_staged=self._num_staged)
         with self.strategy.scope(), placed(self._placement):
             return make()
 
@@ -118,50 +123,56 @@ class ParameterServerExecutor(Executor):
         return 1
 
     @property
+    def _num_staged(self) -> int:
+        """Gradients of each variable that are kept beside it."""
+        return 0
+
+    @property
     def position(self) -> Position:
         """The next batch to hand out; all before it are consumed when `run` has returned."""
         return Position(self._next_batch)
 
-    def counts(self) -> Mapping[str, Mapping[str, Any]]:
+    def counts(self) -> Counts:
         """See Executor.
 
-        `worker_steps` were applied, and counted where the variables are. `worker_repeated` of them
-        by a worker that was lost before it had said so: their batches were handed out again. (One
-        that is lost between a step and its count leaves a step that is nobody's.)
-        `worker_dropped` were older than max_staleness. `staleness` is of the gradients in finished
-        tickets. `batches` sums up: applied are finished and repeated ones.
+        | name | of each worker |
+        | --- | --- |
+        | worker_steps | gradients that became part of a step |
+        | worker_examples | the examples that these covered |
+        | worker_share | its part of all worker_steps |
+        | worker_dropped | gradients that were too old |
+        | worker_repeated | gradients whose examples were handed out again all the same |
+        """
+        return with_shares(added(self._counts_before, self._counts_since_start()))
+
+    def go_on_counting(self, counts: Counts) -> None:
+        """See Executor."""
+        self._counts_before = counts
+
+    def _counts_since_start(self) -> Counts:
+        """What this process has seen.
+
+        `worker_steps` are counted where the variables are. They were repeated if the worker was
+        lost before it had said so. (One that is lost between a step and its count leaves a step
+        that is nobody's.) `staleness` is of the gradients in finished tickets; `batches` sums up:
+        applied are finished and repeated ones.
         """
         applied = dict(zip(self._workers(), self._worker_applied.numpy().tolist(), strict=True))
-        repeated = {name: steps - self._worker_finished[name] for name, steps in applied.items()}
         finished = sum(self._worker_finished.values())
         batch_size = self._source.order.batch_size
-        examples = {name: steps * batch_size for name, steps in applied.items()}
         return {
-            **self._work_done(applied, examples, repeated),
-            "staleness": {
-                name: dict(sorted(self._staleness[name].items())) for name in self._workers()
+            "worker_steps": applied,
+            "worker_examples": {name: steps * batch_size for name, steps in applied.items()},
+            "worker_dropped": {name: self._worker_dropped[name] for name in applied},
+            "worker_repeated": {
+                name: steps - self._worker_finished[name] for name, steps in applied.items()
             },
+            "staleness": {name: dict(sorted(self._staleness[name].items())) for name in applied},
             "batches": {
                 "handed_out": self._next_batch - self._first_batch,
                 "finished": finished,
                 "repeated": int(self._learner.step.numpy()) - self._first_step - finished,
             },
-        }
-
-    def _work_done(
-        self, steps: Mapping[str, int], examples: Mapping[str, int], repeated: Mapping[str, int]
-    ) -> Mapping[str, Mapping[str, Any]]:
-        """What workers did: gradients that became part of a step, and what came of the others.
-
-        `worker_share` is each worker's part of all of them: even shares are a cluster in balance.
-        """
-        total = max(1, sum(steps.values()))
-        return {
-            "worker_steps": dict(steps),
-            "worker_examples": dict(examples),
-            "worker_share": {name: round(n / total, 4) for name, n in steps.items()},
-            "worker_dropped": {name: self._worker_dropped[name] for name in steps},
-            "worker_repeated": dict(repeated),
         }
 
     def _workers(self) -> list[str]:
@@ -171,6 +182,10 @@ class ParameterServerExecutor(Executor):
         """See Executor."""
         refuse_open_shares(position, source.order)
         self._set_up(learner, source, evaluation, position.next_batch)
+        with self.strategy.scope(), self.strategy.extended.colocate_vars_with(learner.step):
+            self._worker_applied = tf.Variable(
+                tf.zeros([self.num_replicas], tf.int64), trainable=False
+            )
         self._train_unrolled, self._train_looped = self._make_train_closures()
 
     def _set_up(self, learner: Learner, source: Any, evaluation: Any, first_batch: int) -> None:
@@ -180,10 +195,6 @@ class ParameterServerExecutor(Executor):
         self._evaluation = evaluation
         self._first_batch = self._next_batch = first_batch
         self._first_step = int(learner.step.numpy())
-        with self.strategy.scope(), self.strategy.extended.colocate_vars_with(learner.step):
-            self._worker_applied = tf.Variable(
-                tf.zeros([self.num_replicas], tf.int64), trainable=False
-            )
         per_worker = -(-evaluation.num_evaluation_batches // self.num_replicas)
         self._evaluation_ticket_batches = min(per_worker, _STEPS_PER_CLOSURE)
         self._evaluate_closure = self._make_evaluate_closure(self._evaluation_ticket_batches)
@@ -266,27 +277,30 @@ class ParameterServerExecutor(Executor):
         @tf.function(input_signature=[source.ticket_spec(_STEPS_PER_CLOSURE)])
         def unrolled(ticket: Any) -> tuple[Tensor, Tensor, Tensor]:
             batches = _unstack(source.parse_ticket(ticket), _STEPS_PER_CLOSURE)
-            steps = [step(batch) for batch in batches]
+            worker = this_worker()
+            steps = [step(batch, worker) for batch in batches]
             sums, ages = zip(*steps, strict=True)
-            return tf.add_n(sums), this_worker(), tf.stack(ages)
+            return tf.add_n(sums), worker, tf.stack(ages)
 
         @tf.function(input_signature=[source.ticket_spec()])
         def looped(ticket: Any) -> tuple[Tensor, Tensor, Tensor]:
+            # Here, and not in the loop: in inner graphs it cannot be had.
+            worker = this_worker()
             stacked = source.parse_ticket(ticket)
             num_steps = tf.shape(ticket["gather"])[0]
             sums = tf.zeros([len(learner.metric_names), 2], tf.float64)
             ages = tf.TensorArray(tf.int64, size=num_steps)
             for i in tf.range(num_steps):
                 batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
-                more, age = step(batch)
+                more, age = step(batch, worker)
                 sums += more
                 ages = ages.write(i, age)
-            return sums, this_worker(), ages.stack()
+            return sums, worker, ages.stack()
 
         return unrolled, looped
 
-    def _free_step(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """One step of a worker: its metrics, and its staleness or _DROPPED, int64.
+    def _free_step(self, batch: Any, worker: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of `worker`, by its index: its metrics, and its staleness or _DROPPED, int64.
 
         Staleness is what the counter says at the application, less what it said before the
         variables were read: steps of others that this gradient does not know of.
@@ -295,9 +309,9 @@ class ParameterServerExecutor(Executor):
         before = read_now(learner.step)
         with tf.control_dependencies([before]):
             gradients, sums = strategy.run(learner.gradients, args=(batch,))
-        return sums, tf.cast(self._apply_and_count(gradients) - 1 - before, tf.int64)
+        return sums, tf.cast(self._apply_and_count(gradients, worker) - 1 - before, tf.int64)
 
-    def _bounded_step(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def _bounded_step(self, batch: Any, worker: Tensor) -> tuple[Tensor, Tensor]:
         """`_free_step`, unless the gradient is too old; in cross-replica context.
 
         Steps that others apply between the look at the counter and the application are not seen,
@@ -312,14 +326,13 @@ class ParameterServerExecutor(Executor):
         if age > self._max_staleness:
             sums, age = tf.zeros_like(sums), tf.constant(_DROPPED, age.dtype)
         else:
-            age = self._apply_and_count(gradients) - 1 - before
+            age = self._apply_and_count(gradients, worker) - 1 - before
         return sums, tf.cast(age, tf.int64)
 
-    def _apply_and_count(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Applies `gradients`, and counts them as this worker's; returns the step after that."""
+    def _apply_and_count(self, gradients: Sequence[Tensor], worker: Tensor) -> Tensor:
+        """Applies `gradients`, and counts them as those of `worker`; returns the step after."""
         step = self.strategy.run(self._learner.apply, args=(gradients,))
         with tf.control_dependencies([step]):
-            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             self._worker_applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
         return step
 
@@ -332,6 +345,39 @@ class ParameterServerExecutor(Executor):
             return tf.add_n([strategy.run(learner.evaluate, args=(batch,)) for batch in batches])
 
         return evaluate
+
+
+def _take_lease(coordinator: Cluster) -> None:
+    """Returns if these servers are this chief's alone; they would serve two, and stop both.
+
+    Raises:
+        PeerLostError: another chief, who still answers, holds them.
+    """
+    device = "/job:ps/replica:0/task:0/device:CPU:0"
+    key = tf.constant([0], tf.int64)
+    with tf.device(device):
+        table = tf.raw_ops.MutableHashTableV2(
+            key_dtype=tf.int64, value_dtype=tf.string, shared_name="chief of these servers"
+        )
+
+        def holder() -> str:
+            found = tf.raw_ops.LookupTableFindV2(
+                table_handle=table, keys=key, default_value=tf.constant("")
+            )
+            return str(found.numpy()[0].decode())
+
+        former = holder()
+        if former in ("", coordinator.address) or identify(former) != coordinator.task:
+            tf.raw_ops.LookupTableInsertV2(
+                table_handle=table, keys=key, values=tf.constant([coordinator.address])
+            )
+            time.sleep(_LEASE_SECS)  # Another that comes at the same moment writes after this one.
+            former = holder()
+    if former != coordinator.address:
+        raise PeerLostError(
+            "The servers serve another chief",
+            RuntimeError(f"it is at {former}. Start this one when that one is done"),
+        )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from strategies.cluster import Cluster, Task
+from strategies.cluster import Cluster, ClusterError, Task
 from strategies.peers import watch_chief
 
 log = logging.getLogger(__name__)
@@ -22,14 +22,22 @@ _KEPT: list[Any] = []
 
 
 def start_server(cluster: Cluster) -> Any:
-    """Serves as this task from now on, on threads of TensorFlow's; returns the tf Server."""
-    server = tf.distribute.Server(
-        # The chief brings its own address along when it connects.
-        tf.train.ClusterSpec({task.job: dict(cluster.jobs[task.job]) for task in cluster.trainers}),
-        job_name=cluster.task.job,
-        task_index=cluster.task.index,
-        protocol="grpc",
-    )
+    """Serves as this task from now on, on threads of TensorFlow's; returns the tf Server.
+
+    Raises:
+        ClusterError: the port was taken since `check_own_address` looked at it.
+    """
+    # The chief brings its own address along when it connects.
+    jobs = {task.job: dict(cluster.jobs[task.job]) for task in cluster.trainers}
+    try:
+        server = tf.distribute.Server(
+            tf.train.ClusterSpec(jobs),
+            job_name=cluster.task.job,
+            task_index=cluster.task.index,
+            protocol="grpc",
+        )
+    except tf.errors.OpError as error:
+        raise ClusterError(f"{cluster.task} cannot serve at {cluster.address}: {error}") from error
     _KEPT.append(server)
     log.info("%s serves at %s", cluster.task, cluster.address)
     return server

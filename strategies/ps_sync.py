@@ -27,7 +27,7 @@ import concurrent.futures
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ from strategies.base import (
     to_metrics,
 )
 from strategies.cluster import Cluster
+from strategies.counts import Counts
 from strategies.ps import ParameterServerExecutor, losses_explained
 
 
@@ -107,16 +108,26 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         shares = [(item.batch, item.first_lane, item.last_lane) for item in sorted(items)]
         return Position(self._next_batch, tuple(shares))
 
-    def counts(self) -> Mapping[str, Mapping[str, Any]]:
-        """See Executor. `worker_steps` are gradients that became part of a step.
+    @property
+    def _num_staged(self) -> int:
+        return self._num_slots
 
-        `worker_repeated` were computed on the right variables, but written over before they could
-        be summed.
+    def _counts_since_start(self) -> Counts:
+        """What this process has seen.
+
+        Gradients were repeated if they were computed on the right variables, but written over
+        before they could be summed.
         """
-        steps = {name: self._worker_finished[name] for name in self._workers()}
-        repeated = {name: self._worker_repeated[name] for name in self._workers()}
-        examples = {name: self._worker_examples[name] for name in self._workers()}
-        return self._work_done(steps, examples, repeated)
+        counters = {
+            "worker_steps": self._worker_finished,
+            "worker_examples": self._worker_examples,
+            "worker_dropped": self._worker_dropped,
+            "worker_repeated": self._worker_repeated,
+        }
+        return {
+            name: {worker: counter[worker] for worker in self._workers()}
+            for name, counter in counters.items()
+        }
 
     def start(
         self,

@@ -105,7 +105,7 @@ def _run(recipe: Recipe, cluster: Cluster | None) -> int:
         return 0
     if flags.CHECK.value:
         num_ps = cluster.num("ps") if cluster else 0
-        return _check(recipe, model_dir, len(cluster.trainers) if cluster else 1, num_ps)
+        return _check(recipe, model_dir, _num_workers(cluster), num_ps)
     from trainer import run
 
     plan = Plan(
@@ -128,6 +128,13 @@ def _run(recipe: Recipe, cluster: Cluster | None) -> int:
         return run.run_task(plan, signals)
 
 
+def _num_workers(cluster: Cluster | None) -> int:
+    """The tasks that compute gradients."""
+    if cluster is None:
+        return 1
+    return cluster.num("worker") if cluster.num("ps") else len(cluster.trainers)
+
+
 def _check(recipe: Recipe, model_dir: str, num_workers: int, num_ps: int) -> int:
     """--check: all that can be known before anything starts."""
     from trainer import preflight
@@ -135,7 +142,8 @@ def _check(recipe: Recipe, model_dir: str, num_workers: int, num_ps: int) -> int
     preflight.hide_gpus()
     if flags.STRATEGY.value != "ps":
         check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
-    print(preflight.preflight(recipe, model_dir).describe(num_ps))
+    num_staged = num_workers if flags.SYNC_REPLICAS.value else 0
+    print(preflight.preflight(recipe, model_dir).describe(num_ps, num_staged))
     return 0
 
 

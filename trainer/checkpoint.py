@@ -2,7 +2,7 @@
 
     checkpointer = Checkpointer("model_dir/checkpoints", learner, identity, keep=3)
     saved = checkpointer.restore()                      # the newest whole one, or None
-    checkpointer.save(step, position)                   # the chief alone
+    checkpointer.save(step, position, counts)           # the chief alone
 
 A checkpoint is a directory, `step-00001000`, with TensorFlow's files and `checkpoint.json`, written
 last: a directory without it was never finished, and one whose files have other sizes than it says
@@ -15,12 +15,13 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
 from strategies.base import Position
+from strategies.counts import Counts
 from trainer.exits import first_line
 from trainer.learner import Learner
 
@@ -35,10 +36,14 @@ class ModelDirError(ValueError):
 
 @dataclass(frozen=True)
 class Saved:
-    """Where a checkpoint stands: steps applied, and what of the data was not yet consumed."""
+    """Where a checkpoint stands: steps applied, and what of the data was not yet consumed.
+
+    `counts` are what Executor.counts said; JSON has made strings of its keys.
+    """
 
     step: int
     position: Position
+    counts: Counts = field(default_factory=dict)
 
 
 class Checkpointer:
@@ -76,14 +81,14 @@ class Checkpointer:
         self._resumed_step = 0
         self._options = tf.train.CheckpointOptions(experimental_io_device=io_device)
 
-    def save(self, step: int, position: Position) -> None:
+    def save(self, step: int, position: Position, counts: Counts) -> None:
         """Writes a checkpoint of `step`, then removes those that are too many or of no use.
 
         Of no use are those that are not whole, and those that `restore` passed over: newer than
         where this process began, but not its own.
         """
         just_written = f"step-{step:08d}"
-        self._write(just_written, step, position, {})
+        self._write(just_written, step, position, {"counts": counts})
         useful = []
         for name in self._names("step-"):
             passed_over = _step(name) > self._resumed_step and name not in self._known
@@ -125,12 +130,22 @@ class Checkpointer:
         self._refuse_if_any(broken)
         return None
 
-    def newest_step(self) -> int | None:
-        """The step of the newest whole checkpoint, whatever it is of; None without one."""
+    def newest(self) -> Saved | None:
+        """Where the newest checkpoint stands whose files have their sizes; None without one."""
         for name in reversed(self._names("step-")):
-            if _read_mark(f"{self._directory}/{name}") is not None:
-                return _step(name)
+            if mark := _read_mark(f"{self._directory}/{name}"):
+                return mark.saved
         return None
+
+    def restore_step(self, step: int) -> bool:
+        """Restores the checkpoint of `step`; False, with the reason in the log, if it is broken.
+
+        Raises:
+            ModelDirError: as `restore`.
+        """
+        name = f"step-{step:08d}"
+        mark = _read_mark(f"{self._directory}/{name}")
+        return mark is not None and self._read(name, mark)
 
     def restore(self) -> Saved | None:
         """Restores the newest whole checkpoint; None if none was ever finished.
@@ -150,33 +165,39 @@ class Checkpointer:
                 log.warning("%s is not whole; using what is before it.", path)
                 broken += _if_marked(path)
                 continue
-            self._check_identity(path, mark.identity)
-            try:
-                status = self._checkpoint.read(f"{path}/variables", options=self._options)
-            except tf.errors.UnavailableError:
-                # Says nothing about the files.
-                raise
-            except (tf.errors.OpError, ValueError) as error:
-                log.warning("%s cannot be read (%s); using what is before it.", path, error)
-                broken.append(path)
-                continue
-            try:
-                status.assert_consumed()
-            except AssertionError as error:
-                # Or TensorFlow would report it once more when the run ends.
-                status.expect_partial()
-                raise ModelDirError(
-                    f"{path} has variables of the same shapes, but of a model or optimizer put "
-                    f"together in another way: {first_line(error)}. Give another --model_dir, or "
-                    "the former model and optimizer."
-                ) from error
-            self._known.add(name)
-            self._resumed_step = mark.saved.step
-            return mark.saved
+            if self._read(name, mark):
+                self._resumed_step = mark.saved.step
+                return mark.saved
+            broken.append(path)
         self._refuse_if_any(broken)
         return None
 
-    def _write(self, name: str, step: int, position: Position, more: Mapping[str, float]) -> None:
+    def _read(self, name: str, mark: "_Mark") -> bool:
+        """Restores a checkpoint whose files have their sizes; False if they cannot be read."""
+        path = f"{self._directory}/{name}"
+        self._check_identity(path, mark.identity)
+        try:
+            status = self._checkpoint.read(f"{path}/variables", options=self._options)
+        except tf.errors.UnavailableError:
+            # Says nothing about the files.
+            raise
+        except (tf.errors.OpError, ValueError) as error:
+            log.warning("%s cannot be read: %s", path, error)
+            return False
+        try:
+            status.assert_consumed()
+        except AssertionError as error:
+            # Or TensorFlow would report it once more when the run ends.
+            status.expect_partial()
+            raise ModelDirError(
+                f"{path} has variables of the same shapes, but of a model or optimizer put "
+                f"together in another way: {first_line(error)}. Give another --model_dir, or "
+                "the former model and optimizer."
+            ) from error
+        self._known.add(name)
+        return True
+
+    def _write(self, name: str, step: int, position: Position, more: Mapping[str, Any]) -> None:
         path = f"{self._directory}/{name}"
         if name in self._known and _read_mark(path) is not None:
             return
@@ -269,12 +290,13 @@ def _read_mark(path: str) -> _Mark | None:
         step, next_batch = int(mark["step"]), int(mark["next_batch"])
         shares = tuple((int(b), int(first), int(last)) for b, first, last in mark["open_shares"])
         identity, files = dict(mark["identity"]), dict(mark["files"])
-        score = float(mark.get("score", -math.inf))
+        counts, score = dict(mark.get("counts", {})), float(mark.get("score", -math.inf))
         whole = all(_num_bytes(f"{path}/{name}") == size for name, size in files.items())
     # KeyError: lacks a part; TypeError: it, or a part of it, is of another kind.
     except (tf.errors.OpError, ValueError, KeyError, TypeError):
         return None
-    return _Mark(Saved(step, Position(next_batch, shares)), identity, score) if whole else None
+    saved = Saved(step, Position(next_batch, shares), counts)
+    return _Mark(saved, identity, score) if whole else None
 
 
 def _if_marked(path: str) -> list[str]:

@@ -20,7 +20,7 @@ from strategies.base import Position
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from strategies.peers import watch_chief
 from trainer.build import build_checkpointer, build_json_lines, build_learner
-from trainer.checkpoint import Checkpointer, ModelDirError, Saved
+from trainer.checkpoint import ModelDirError, Saved
 from trainer.config import Config
 from trainer.exits import EXIT_DONE, EXIT_RESTART
 from trainer.hooks import Evaluate
@@ -61,7 +61,7 @@ def follow(plan: Plan, signals: StopSignals) -> int:
     checkpointer = build_checkpointer(plan.recipe, plan.model_dir, inputs, learner)
     console = Console(config.train_steps)
     json_lines = build_json_lines(f"{directory}/metrics.jsonl", plan.recipe, inputs)
-    saved = Saved(0, Position())
+    tried, evaluated = Saved(-1, Position()), -1
     evaluate = Evaluate(
         executor,
         learner,
@@ -70,48 +70,34 @@ def follow(plan: Plan, signals: StopSignals) -> int:
         last_step=config.train_steps,
         best_metric=config.best_metric,
         checkpointer=checkpointer,
-        position=lambda: saved.position,
+        position=lambda: tried.position,
     )
     console.say(f"{plan.cluster.task}: evaluates the checkpoints of {plan.model_dir}")
     while not stop.is_set():
         # Before the look at the checkpoints: a run that is done has saved its last one before.
         result = finished_result(plan.model_dir, config)
-        newest = checkpointer.newest_step()
-        if newest is not None and newest != saved.step:
-            restored = _restore(checkpointer)
-            if restored is not None:
-                saved = restored
+        newest = checkpointer.newest()
+        if newest is not None and newest.step != tried.step:
+            tried = newest
+            # Else it is broken; or the chief has removed it, and there is a newer one.
+            if checkpointer.restore_step(tried.step):
                 # What is evaluated again replaces what a former evaluator said of it.
-                json_lines.begin(saved.step - 1)
-                evaluate.act(saved.step)
+                json_lines.begin(tried.step - 1)
+                evaluate.act(tried.step)
+                evaluated = tried.step
         elif result is None:
             stop.wait(_POLL_SECS)
-        elif result["step"] == saved.step:
-            _write_result(directory, saved.step, evaluate.latest)
-            console.say(f"done: step {saved.step:,} was the last; {directory}/result.json")
+        elif result["step"] == evaluated:
+            _write_result(directory, evaluated, evaluate.latest)
+            console.say(f"done: step {evaluated:,} was the last; {directory}/result.json")
             return EXIT_DONE
         else:
             raise ModelDirError(
-                f"The run in {plan.model_dir} is done with step {result['step']}, but its newest "
-                f"whole checkpoint is of step {saved.step}. The evaluator must see the same "
-                "directory as the chief."
+                f"The run in {plan.model_dir} is done with step {result['step']}, but the newest "
+                f"checkpoint that could be read is of step {max(evaluated, 0)}. The evaluator must "
+                "see the same directory as the chief, and its last checkpoint must be whole."
             )
     return EXIT_RESTART
-
-
-def _restore(checkpointer: Checkpointer) -> Saved | None:
-    """The newest checkpoint; None if the chief has put others in its place meanwhile.
-
-    Raises:
-        ModelDirError: it cannot be used.
-    """
-    newest = checkpointer.newest_step()
-    try:
-        return checkpointer.restore()
-    except ModelDirError:
-        if checkpointer.newest_step() == newest:
-            raise
-        return None
 
 
 def _end_unless_done(message: str, model_dir: str, config: Config) -> None:

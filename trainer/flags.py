@@ -119,7 +119,7 @@ MAX_STALENESS = flags.DEFINE_integer(
     "steps than this were applied since it read the variables.",
     lower_bound=0,
 )
-_SYNC_REPLICAS = flags.DEFINE_boolean(
+SYNC_REPLICAS = flags.DEFINE_boolean(
     "sync_replicas", False, "ps: a step sums gradients computed on the same variables."
 )
 _REPLICAS_TO_AGGREGATE = flags.DEFINE_integer(
@@ -360,7 +360,7 @@ def _check_role_flags(cluster: Cluster) -> None:
             "--keep_serving waits for the next chief however long it takes, so "
             f"--chief_timeout_secs={CHIEF_TIMEOUT_SECS.value:g} would be ignored. Leave one out."
         )
-    if CHECK.value and (cluster.is_server and not cluster.is_chief):
+    if CHECK.value and serves(cluster):
         raise ConfigError(
             f"--check looks at what is trained, which {task} is told by the chief. Check it in the "
             f"command of {cluster.chief}."
@@ -384,12 +384,12 @@ def num_to_aggregate(recipe: Recipe, num_workers: int) -> int:
         ConfigError: it cannot be what flags say.
     """
     wanted = _REPLICAS_TO_AGGREGATE.value
-    if _SYNC_REPLICAS.value and MAX_STALENESS.value is not None:
+    if SYNC_REPLICAS.value and MAX_STALENESS.value is not None:
         raise ConfigError(
             f"--max_staleness={MAX_STALENESS.value} is for asynchronous steps; with "
             "--sync_replicas every applied gradient has staleness 0. Leave one of the two out."
         )
-    if not _SYNC_REPLICAS.value:
+    if not SYNC_REPLICAS.value:
         if wanted is not None:
             raise ConfigError(
                 f"--replicas_to_aggregate={wanted} needs --sync_replicas: asynchronous steps "

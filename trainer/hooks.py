@@ -299,7 +299,7 @@ class SaveCheckpoint(PeriodicHook):
     def act(self, step: int) -> None:
         """Saves."""
         require_finite(self._learner, step)
-        self._checkpointer.save(step, self._executor.position)
+        self._checkpointer.save(step, self._executor.position, self._executor.counts())
 
     def end(self, step: int) -> None:
         """Saves what was not saved yet."""

@@ -3,19 +3,21 @@
     exit_code = keep_serving(cluster.task, command)
 
 The server is a process of its own. The chief ends it when its job is done, as it ends any other,
-and here it is started anew: nothing of a job is left in the memory of the next one.
+and here it is started anew: nothing of a job that has ended is left in the memory of the next one.
+(A chief that was killed leaves its server to the next chief, which ends it in its turn.)
 """
 
+import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 
 from strategies.cluster import Task
-from trainer.exits import EXIT_BUG, EXIT_USAGE
+from trainer.exits import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.lifeline import Lifeline
 
-# Between two starts of a server that fails.
+# Between two starts of a server, which may fail at once.
 _PAUSE_SECS = 1.0
 
 
@@ -24,14 +26,22 @@ def keep_serving(task: Task, command: Sequence[str]) -> int:
 
     Returns the exit code of a server that would only fail again: bad usage, or a bug.
     """
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _end)
     while True:
         with Lifeline() as lifeline:
             code = lifeline.start(command).wait()
         if code in (EXIT_USAGE, EXIT_BUG):
             return code
+        time.sleep(_PAUSE_SECS)
         if code:
             why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-            time.sleep(_PAUSE_SECS)
         else:
             why = "done with a job"
         print(f"{task}: {why}; serving the next", file=sys.stderr, flush=True)
+
+
+def _end(signum: int, frame: object) -> None:
+    # The end of the lifeline ends the server, too.
+    os.write(2, f"{signal.Signals(signum).name}: ending, and the server with me.\n".encode())
+    os._exit(EXIT_RESTART)

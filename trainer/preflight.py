@@ -1,7 +1,7 @@
 """What can be known before anything starts: `--check`, and what a launcher looks at first.
 
 hide_gpus()
-print(preflight(recipe, model_dir).describe(num_ps=1))
+print(preflight(recipe, model_dir).describe(num_ps=1, num_staged=0))
 """
 
 import json
@@ -31,8 +31,11 @@ class Findings:
     groups: Sequence[Group]
     saved: Saved | None
 
-    def describe(self, num_ps: int) -> str:
-        """Lines for people, with the placement on `num_ps` parameter servers if there are any."""
+    def describe(self, num_ps: int, num_staged: int) -> str:
+        """Lines for people, with the placement on `num_ps` parameter servers if there are any.
+
+        `num_staged`: gradients of each variable that are kept there, as synchronous steps do.
+        """
         config = self.recipe.config
         num_bytes = sum(group.num_bytes for group in self.groups)
         lines = [
@@ -43,7 +46,7 @@ class Findings:
             f"{num_bytes:,} bytes of variables, optimizer slots included",
         ]
         if num_ps:
-            lines.append(place(self.groups, num_ps).table())
+            lines.append(place(self.groups, num_ps, num_staged=num_staged).table())
         step = self.saved.step if self.saved else 0
         lines.append(f"steps {step + 1:,} to {config.train_steps:,} would be trained")
         return "\n".join(lines)

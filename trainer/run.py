@@ -76,12 +76,13 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
             mistake.
         NonFiniteLossError: training diverged.
     """
-    if plan.evaluates_alone:
-        _configure_tensorflow(plan)
-        return follow(plan, signals)
     if plan.cluster is not None:
         check_own_address(plan.cluster)
     _configure_tensorflow(plan)
+    if plan.cluster is not None and plan.evaluates_alone:
+        # So that a second evaluator of this machine is told of the first.
+        with held(port_of(plan.cluster.address)):
+            return follow(plan, signals)
     num_gpus = use_gpus(plan.num_gpus)
     if plan.cluster is not None and plan.serves:
         serve(plan.cluster, plan.chief_timeout_secs, _end_without_chief)
@@ -144,6 +145,7 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
         _remove_result(plan)
     position = saved.position if saved else Position()
     executor.start(learner, inputs.train, inputs.evaluation, position)
+    executor.go_on_counting(saved.counts if saved else {})
     console = Console(config.train_steps) if plan.is_chief else None
     if console:
         _say_start(console, plan, inputs, executor, learner, saved.step if saved else 0)

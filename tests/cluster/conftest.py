@@ -4,8 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
-from tests.cluster.runs import ROOT
+from data.records import write_shards
+from tests.cluster.runs import NUM_NUMBERED, ROOT
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +18,29 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("datasets") / "digits"
     prepare("digits", str(directory))
     return directory
+
+
+@pytest.fixture(scope="session")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NUM_NUMBERED records that hold their own number."""
+    directory = tmp_path_factory.mktemp("numbered")
+    for split in ("train", "test"):
+        write_shards(
+            (_example(i) for i in range(NUM_NUMBERED)),
+            str(directory),
+            "numbered",
+            split,
+            num_shards=2,
+            num_examples=NUM_NUMBERED,
+        )
+    return directory
+
+
+def _example(number: int) -> bytes:
+    feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
+    features = tf.train.Features(feature={"number": feature})
+    serialized: bytes = tf.train.Example(features=features).SerializeToString()
+    return serialized
 
 
 @pytest.fixture(scope="session")

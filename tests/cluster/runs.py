@@ -36,6 +36,8 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 # Below pytest's own limit, which ends the whole session.
 TIMEOUT_SECS = 100.0
 
+NUM_NUMBERED = 800
+
 _MARK = "TRAINER_TEST_PROCESS"
 
 

@@ -1,10 +1,13 @@
 """Asynchronous parameter servers: what only they could get wrong."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.cluster.runs import TOPOLOGIES, train
+from tests.cluster.runs import TOPOLOGIES, Run, Topology, train
 
 PS = TOPOLOGIES["ps-2+1"]
 
@@ -26,3 +29,55 @@ def test_every_applied_update_is_counted_and_no_other(digits: Path, tmp_path: Pa
     reports = run.metrics("train")
     assert [report["step"] for report in reports] == list(range(100, 1001, 100))
     assert reports[-1]["worker_steps"] == worker_steps
+
+
+def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
+    digits: Path, tmp_path: Path
+) -> None:
+    """Worker 0 is slower than the others, so its gradients are older."""
+    counting = ("--config=tests/cluster/configs/counting.py", "--config.delay_ms=20")
+    flags = (*counting, f"--data_dir={digits}", "--train_steps=200")
+    topology = Topology("ps-3+1", "ps", ("--workers=3", "--ps=1", "--num_threads=1"))
+    any_age = train(topology, tmp_path / "any", *flags)
+    assert oldest(any_age) > 3, "worker 0 was not slow"
+
+    bounded = train(topology, tmp_path / "bounded", *flags, "--max_staleness=1")
+
+    result = bounded.result
+    (weight,) = bounded.weights().values()
+    assert result["worker_dropped"]["worker 0"] > 0
+    assert weight == result["step"] == sum(result["worker_steps"].values()) == 200
+    assert result["batches"] == {"handed_out": 200, "finished": 200, "repeated": 0}
+    # The bound, and what the two others may apply between the look and the application.
+    assert oldest(bounded) <= 1 + 2
+
+
+def oldest(run: Run) -> int:
+    return max(int(age) for ages in run.result["staleness"].values() for age in ages)
+
+
+def test_staleness_is_a_histogram_of_each_worker_in_tensorboard(
+    digits: Path, tmp_path: Path
+) -> None:
+    flags = ("--config=tests/cluster/configs/counting.py", f"--data_dir={digits}")
+    train(PS, tmp_path, *flags, "--train_steps=100")
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "train"), {"tensors": 0}).Reload()
+    assert {"staleness/worker 0", "staleness/worker 1"} <= set(events.Tags()["tensors"])
+
+
+def test_variables_and_their_slots_are_where_the_table_says(digits: Path, tmp_path: Path) -> None:
+    run = train(
+        Topology("ps-1+2", "ps", ("--workers=1", "--ps=2", "--num_threads=1")),
+        tmp_path,
+        "--config=tests/cluster/configs/placed.py",
+        f"--data_dir={digits}",
+        "--train_steps=10",
+    )
+    devices = json.loads((tmp_path / "devices.json").read_text())
+    num_bytes = {task: sum(size for _, size in made) for task, made in devices.items()}
+    table = dict(re.findall(r"^ps (\d): ([\d,]+) bytes", run.stdout, re.MULTILINE))
+    assert {task: f"{size:,}" for task, size in num_bytes.items()} == table
+    # The largest variable is alone with its slots; the others are on the other ps.
+    (alone,) = (made for made in devices.values() if any("large" in name for name, _ in made))
+    assert len(alone) == 3
+    assert all("large" in name for name, _ in alone)

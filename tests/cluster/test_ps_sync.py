@@ -6,40 +6,13 @@ That they end in the weights of mirrored, and resume bit for bit, is test_determ
 import json
 from pathlib import Path
 
-import pytest
-import tensorflow as tf
-
 from data.order import Order, default_lanes
-from data.records import open_split, write_shards
+from data.records import open_split
 from tests.cluster.runs import Run, Topology, train
 
-NUM_EXAMPLES = 800
 THREE_WORKERS = ("--workers=3", "--ps=1", "--num_threads=1", "--sync_replicas")
 BACKUP = Topology("ps-sync-2-of-3", "ps", (*THREE_WORKERS, "--replicas_to_aggregate=2"))
 NO_BACKUP = Topology("ps-sync-3-of-3", "ps", THREE_WORKERS)
-
-
-@pytest.fixture(scope="module")
-def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Records that hold their own number."""
-    directory = tmp_path_factory.mktemp("numbered")
-    for split in ("train", "test"):
-        write_shards(
-            (_example(i) for i in range(NUM_EXAMPLES)),
-            str(directory),
-            "numbered",
-            split,
-            num_shards=2,
-            num_examples=NUM_EXAMPLES,
-        )
-    return directory
-
-
-def _example(number: int) -> bytes:
-    feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
-    features = tf.train.Features(feature={"number": feature})
-    serialized: bytes = tf.train.Example(features=features).SerializeToString()
-    return serialized
 
 
 def train_numbered(topology: Topology, numbered: Path, model_dir: Path, *flags: str) -> Run:

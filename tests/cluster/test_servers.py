@@ -1,11 +1,15 @@
 """Servers of a chief: how they are told who they are, how they wait for it, and how they end."""
 
+import contextlib
 import itertools
 import json
 import os
 import signal
+import socket
+import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +17,15 @@ import pytest
 
 from strategies.cluster import Cluster, Task, local_cluster
 from strategies.ports import free_ports
-from tests.cluster.runs import Process, assert_nothing_left, assert_one_error, by_hand
+from tests.cluster.runs import (
+    TOPOLOGIES,
+    Process,
+    Run,
+    assert_nothing_left,
+    assert_one_error,
+    by_hand,
+    train,
+)
 
 LINEAR = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train_steps=60")
 CHIEF, WORKER_0, WORKER_1, PS = (
@@ -49,7 +61,8 @@ def test_three_terminals_in_any_order(order: Sequence[Task], digits: Path, tmp_p
             terminals.append(stack.enter_context(Process(flags, tmp_path)))
             if task != order[-1]:
                 time.sleep(0.5)
-        runs = dict(zip(order, [terminal.wait_alone() for terminal in terminals], strict=True))
+        terminals[order.index(WORKER_0)].wait_alone()
+        runs = dict(zip(order, [terminal.wait_alone(5.0) for terminal in terminals], strict=True))
         outputs = "\n".join(terminal.output() for terminal in terminals)
         assert {run.exit_code for run in runs.values()} == {0}, outputs
         assert not any(terminal.family() for terminal in terminals)
@@ -103,25 +116,77 @@ def test_servers_that_keep_serving_take_one_job_after_another(digits: Path, tmp_
             process.wait_for_family_to_end()
 
 
-def test_chief_that_finds_something_else_in_a_servers_place_says_so(
+def test_server_waits_as_long_as_the_chief_is_there_though_a_worker_is_late(
     digits: Path, tmp_path: Path
 ) -> None:
-    """The worker's address is the ps's: another task; and a web server's: no task at all."""
-    (port,) = free_ports(1)
-    cluster = Cluster(
-        {
-            "chief": {0: f"localhost:{port}"},
-            "worker": {0: "nobody.invalid:1"},
-            "ps": {0: f"localhost:{free_ports(1)[0]}"},
-        },
-        CHIEF,
-    )
+    cluster = local_cluster("ps", 2, 1)
+    with by_hand(
+        cluster, tmp_path, *LINEAR, f"--data_dir={digits}", "--chief_timeout_secs=4"
+    ) as tasks:
+        # Started in the order in which they take longest to be there.
+        tasks.start(CHIEF, PS, WORKER_0)
+        with pytest.raises(subprocess.TimeoutExpired):
+            tasks["ps 0"].popen.wait(12.0)
+        tasks.start(WORKER_1)
+        tasks.wait()
+
+
+@contextlib.contextmanager
+def something_else() -> Iterator[str]:
+    """An address where connections are taken and hung up."""
+    with socket.create_server(("localhost", 0)) as server:
+
+        def take() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=take, daemon=True).start()
+        yield f"localhost:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def run_chief(jobs: dict[str, str], digits: Path, model_dir: Path) -> Run:
+    """A chief alone, with the given addresses of worker 0 and ps 0."""
+    addresses = {"chief": f"localhost:{free_ports(1)[0]}", **jobs}
+    cluster = Cluster({job: {0: address} for job, address in addresses.items()}, CHIEF)
     flags = (*LINEAR, f"--data_dir={digits}", "--strategy=ps", "--unknown_host_secs=1")
     env = {"TF_CONFIG": cluster.tf_config()}
-    with Process((*flags, f"--model_dir={tmp_path}"), tmp_path, env=env) as process:
-        run = process.wait()
+    with Process((*flags, f"--model_dir={model_dir}"), model_dir, env=env) as process:
+        return process.wait()
+
+
+def test_unknown_host_is_refused(digits: Path, tmp_path: Path) -> None:
+    jobs = {"worker": "nobody.invalid:1", "ps": f"localhost:{free_ports(1)[0]}"}
+    run = run_chief(jobs, digits, tmp_path)
     assert_one_error(run, "worker 0", "nobody.invalid", "unknown", "--unknown_host_secs=1")
     assert not (tmp_path / "config.json").exists()
+
+
+def test_ps_that_is_no_ps_is_refused(digits: Path, tmp_path: Path) -> None:
+    with something_else() as address:
+        run = run_chief(
+            {"worker": f"localhost:{free_ports(1)[0]}", "ps": address}, digits, tmp_path
+        )
+    assert_one_error(run, "ps 0", address, "no TensorFlow server")
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_second_chief_of_the_same_servers_is_told_to_wait(digits: Path, tmp_path: Path) -> None:
+    cluster = local_cluster("ps", 1, 1)
+    slow = ("--config=tests/cluster/configs/slow.py", "--num_threads=1", f"--data_dir={digits}")
+    with by_hand(cluster, tmp_path / "first", *slow) as tasks:
+        tasks.start_all()
+        tasks["chief 0"].wait_for_step(20)
+        other = cluster.with_chief(f"localhost:{free_ports(1)[0]}")
+        second = tmp_path / "second"
+        flags = ("--strategy=ps", *slow, f"--model_dir={second}")
+        with Process(flags, second, env={"TF_CONFIG": other.tf_config()}) as process:
+            run = process.wait_alone()
+        assert run.exit_code == 75
+        assert cluster.jobs["chief"][0] in run.stderr
+        runs = tasks.wait()
+    assert runs["chief 0"].result["step"] >= 300
 
 
 def test_second_process_of_one_identity_is_refused(digits: Path, tmp_path: Path) -> None:
@@ -144,13 +209,23 @@ def test_evaluator_follows_the_checkpoints_and_evaluates_the_last(
     digits: Path, tmp_path: Path
 ) -> None:
     trained = local_cluster("ps", 1, 1)
-    jobs = {**trained.jobs, "evaluator": {0: "localhost:1"}}
+    jobs = {**trained.jobs, "evaluator": {0: f"localhost:{free_ports(1)[0]}"}}
     cluster = Cluster(jobs, CHIEF)
-    slow = ("--config=tests/cluster/configs/slow.py", "--num_threads=1", "--train_steps=200")
-    flags = (*slow, f"--data_dir={digits}", "--config.checkpoint_every_steps=20")
-    with by_hand(cluster, tmp_path, *flags) as tasks:
+    hold_dir = tmp_path / "hold"
+    hold_dir.mkdir()
+    (hold_dir / "pause").touch()
+    counting = ("--config=tests/cluster/configs/counting.py", f"--config.hold_dir={hold_dir}")
+    flags = (*counting, "--num_threads=1", "--config.steps_per_call=5")
+    model_dir = tmp_path / "run"
+    followed = model_dir / "evaluator" / "metrics.jsonl"
+    with by_hand(
+        cluster, model_dir, *flags, f"--data_dir={digits}", "--config.checkpoint_every_steps=20"
+    ) as tasks:
         tasks.start_all()
+        tasks["chief 0"].wait_until(followed.exists, "a report of the evaluator")
+        (hold_dir / "pause").unlink()
         runs = tasks.wait()
+    tmp_path = model_dir
     assert "eval " not in runs["chief 0"].stdout
     assert runs["chief 0"].metrics("eval") == []
     assert runs["chief 0"].result["eval"] == {}
@@ -161,9 +236,25 @@ def test_evaluator_follows_the_checkpoints_and_evaluates_the_last(
     assert all(report["split"] == "eval" and report["examples"] == 360 for report in reports)
     result = json.loads((tmp_path / "evaluator" / "result.json").read_text())
     assert result["step"] == reports[-1]["step"]
-    assert result["eval"]["accuracy"] == reports[-1]["accuracy"]
+    assert result["eval"]["loss"] == reports[-1]["loss"] == -result["step"], "minus the weight"
     assert list((tmp_path / "tensorboard" / "eval").iterdir())
     best = min(reports, key=lambda report: report["loss"])
     assert f"best-{best['step']:08d}" in runs["chief 0"].checkpoints()
     assert os.listdir(tmp_path / "checkpoints")
     assert_nothing_left(tmp_path)
+
+
+def test_evaluator_says_that_the_last_checkpoint_cannot_be_read(
+    digits: Path, tmp_path: Path
+) -> None:
+    flags = (*LINEAR, f"--data_dir={digits}")
+    run = train(TOPOLOGIES["ps-2+1"], tmp_path, *flags, "--config.checkpoint_every_steps=20")
+    newest = max(path for path in (tmp_path / "checkpoints").glob("step-*"))
+    for data in newest.glob("variables.data*"):
+        data.write_bytes(bytes(byte ^ 255 for byte in data.read_bytes()))
+    jobs = {**local_cluster("ps", 1, 1).jobs, "evaluator": {0: f"localhost:{free_ports(1)[0]}"}}
+    env = {"TF_CONFIG": Cluster(jobs, Task("evaluator", 0)).tf_config()}
+    argv = ("--strategy=ps", *flags, f"--model_dir={tmp_path}")
+    with Process(argv, tmp_path, env=env) as process:
+        evaluator = process.wait_alone()
+    assert_one_error(evaluator, str(run.result["step"]), "could be read", "whole")

@@ -61,7 +61,7 @@ def trained(
     states: dict[int, object] = {}
     for step in steps:
         toy.executor.run(step - toy.step)
-        toy.checkpointer.save(step, toy.executor.position)
+        toy.checkpointer.save(step, toy.executor.position, {})
         states[step] = toy.state()
     return states
 
@@ -115,7 +115,7 @@ def test_only_the_newest_are_kept_and_the_best(split: Split, tmp_path: Path) -> 
     toy.start()
     for step, score in ((1, 0.5), (2, 0.9), (3, 0.7), (4, float("nan"))):
         toy.executor.run(1)
-        toy.checkpointer.save(step, toy.executor.position)
+        toy.checkpointer.save(step, toy.executor.position, {})
         toy.checkpointer.save_best(step, toy.executor.position, score)
     assert toy.checkpoints() == ["best-00000002", "step-00000003", "step-00000004"]
 
@@ -132,7 +132,7 @@ def resumed(split: Split, model_dir: Path, step: int, keep: int = 2) -> Toy:
 
 def save_after(toy: Toy, num_steps: int) -> None:
     toy.executor.run(num_steps)
-    toy.checkpointer.save(toy.step, toy.executor.position)
+    toy.checkpointer.save(toy.step, toy.executor.position, {})
 
 
 def remove_mark(path: Path) -> None:
@@ -325,7 +325,7 @@ def test_model_of_the_same_variables_put_together_in_another_way_is_refused(
 
     toy = Toy(split, tmp_path)
     rebuild(toy, flat)
-    toy.checkpointer.save(0, Position())
+    toy.checkpointer.save(0, Position(), {})
     rebuild(toy, lambda: sequential(flat()))
     with pytest.raises(ModelDirError, match="put together in another way"):
         toy.checkpointer.restore()

@@ -213,6 +213,7 @@ def test_malformed_job_is_explained(cluster: object, substance: tuple[str, ...])
         ("mirrored", {"worker": WORKERS}, ("one process", "worker (2)", "--strategy=multiworker")),
         ("mirrored", PS_CLUSTER, ("one process", "--strategy=ps")),
         ("mirrored", {"ps": ["a:1"]}, ("one process", "ps (1)")),
+        ("ps", PS_CLUSTER | {"evaluator": ["e:1", "f:1"]}, ("one evaluator", "2")),
         ("mirrored", {"evaluator": ["a:1"]}, ("one process", "evaluator (1)")),
     ],
 )
@@ -286,7 +287,7 @@ ADDRESSES = st.builds(
 def clusters(draw: st.DrawFn) -> tuple[Cluster, str]:
     strategy = draw(st.sampled_from(["multiworker", "ps"]))
     num_workers = draw(st.integers(1, 12))
-    sizes = {"chief": 1, "worker": num_workers, "evaluator": draw(st.integers(0, 2))}
+    sizes = {"chief": 1, "worker": num_workers, "evaluator": draw(st.integers(0, 1))}
     if strategy == "ps":
         sizes["ps"] = draw(st.integers(1, 3))
     elif draw(st.booleans()):

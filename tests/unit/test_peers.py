@@ -12,6 +12,7 @@ import pytest
 from strategies.cluster import Cluster, ClusterError, Task
 from strategies.peers import (
     UnknownHostError,
+    _wait,
     check_own_address,
     identify,
     own_host,
@@ -103,6 +104,22 @@ def test_unknown_host_is_waited_for_and_then_refused(servers: Cluster) -> None:
     assert time.monotonic() - started > 0.5
 
 
+def test_host_that_is_unknown_for_a_moment_is_forgiven(servers: Cluster) -> None:
+    """The resolver fails at the first look, and again after it may have failed for too long."""
+    started = time.monotonic()
+    failed: list[float] = []
+
+    def is_there(task: Task) -> bool:
+        elapsed = time.monotonic() - started
+        if not failed or (elapsed > 1.0 and len(failed) < 2):
+            failed.append(elapsed)
+            raise UnknownHostError("try again")
+        return len(failed) == 2
+
+    _wait(servers, [Task("worker", 0)], is_there, unknown_host_secs=0.9)
+    assert failed[1] - failed[0] > 0.9
+
+
 def test_two_processes_of_one_identity_are_refused(servers: Cluster) -> None:
     with pytest.raises(ClusterError, match="Another process is ps 0 already"):
         check_own_address(servers.for_task(Task("ps", 0)))
@@ -120,13 +137,17 @@ def test_held_port_answers_and_is_free_afterwards() -> None:
 def test_peers_meet() -> None:
     ports = free_ports(2)
     jobs = {"worker": {i: f"localhost:{port}" for i, port in enumerate(ports)}}
-    views = [Cluster(jobs, Task("worker", i)) for i in range(2)]
-    other = threading.Thread(target=wait_for_peers, args=(views[1], 1.0))
+    both_have_met = threading.Barrier(2, timeout=20)
+
+    def meet(index: int) -> None:
+        wait_for_peers(Cluster(jobs, Task("worker", index)), 1.0)
+        with held(ports[index]):  # As TensorFlow's server does once its task has gone on.
+            both_have_met.wait()
+
+    other = threading.Thread(target=meet, args=(1,))
     other.start()
-    wait_for_peers(views[0], 1.0)
-    with held(ports[0]):  # As TensorFlow's server does once its task has gone on.
-        other.join(timeout=10)
-    assert not other.is_alive()
+    meet(0)
+    other.join()
 
 
 def test_watcher_reports_a_chief_that_is_gone_and_not_one_that_is_there() -> None:

@@ -1,4 +1,4 @@
-"""Where variables go: by bytes, with their slots, as the strategy then really makes them."""
+"""Where variables should go: by bytes, with their slots. That they do is in tests/cluster."""
 
 import itertools
 
@@ -33,6 +33,15 @@ def test_variable_counts_with_its_slots() -> None:
 def test_recording_makes_the_same_groups_each_time() -> None:
     shapes = [[(g.shape, g.num_bytes) for g in record(make_learner)[1]] for _ in range(2)]
     assert shapes[0] == shapes[1]
+
+
+def test_gradients_of_synchronous_steps_count_where_their_variable_is() -> None:
+    _, groups = record(make_learner)
+    plain, staged = place(groups, 2), place(groups, 2, num_staged=3)
+    kernel = next(i for i, group in enumerate(groups) if group.shape == (6, 5))
+    assert staged.groups[kernel].num_bytes == (3 + 3) * 6 * 5 * 4
+    untrained = next(i for i, group in enumerate(groups) if not group.staged_bytes)
+    assert staged.groups[untrained].num_bytes == plain.groups[untrained].num_bytes
 
 
 def test_largest_comes_first_and_goes_where_there_is_least() -> None:

@@ -1,0 +1,95 @@
+"""Runs that are killed at a random moment, and runs that go on with another number of workers.
+
+`TRAINER_KILLS` says at how many moments a run is killed; the seed is in the test's name.
+"""
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.runs import (
+    NUM_NUMBERED,
+    TOPOLOGIES,
+    Run,
+    Topology,
+    largest_difference,
+    start,
+    train,
+)
+
+KILLED = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-sync-3+1")]
+KILLS = int(os.environ.get("TRAINER_KILLS", "1"))
+NUMBERED = "--config=tests/cluster/configs/straggler.py"
+
+
+@pytest.fixture(scope="module", params=KILLED, ids=str)
+def topology(request: pytest.FixtureRequest) -> Topology:
+    topology: Topology = request.param
+    return topology
+
+
+@pytest.fixture(scope="module")
+def flags(digits: Path) -> tuple[str, ...]:
+    # Without dropout: workers of synchronous parameter servers race for its seed.
+    slow = ("--config=tests/cluster/configs/slow.py", "--config.dropout_rate=0")
+    return (*slow, f"--data_dir={digits}", "--config.checkpoint_every_steps=30")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    topology: Topology, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    model_dir = tmp_path_factory.mktemp(f"undisturbed-{topology}") / "run"
+    return train(topology, model_dir, *flags, "--config.pause_secs=0")
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_run_killed_at_a_random_moment_ends_bit_for_bit_as_one_that_was_not(
+    seed: int, topology: Topology, flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
+) -> None:
+    chance = random.Random(f"{topology} {seed}")
+    with start(topology, tmp_path, *flags) as process:
+        process.wait_for_step(chance.randrange(20, 240))
+        time.sleep(chance.uniform(0, 0.3))  # Anywhere between two reports, or in a save.
+        assert process.popen.poll() is None, "was too late to be killed"
+        process.send(signal.SIGKILL)
+        assert process.wait_alone().exit_code == -signal.SIGKILL
+        process.wait_for_family_to_end()
+
+    run = train(topology, tmp_path, *flags, "--config.pause_secs=0")
+
+    assert run.result["step"] == 300
+    ours, theirs = run.variables(), undisturbed.variables()
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if ours[key].tobytes() != theirs[key].tobytes()] == []
+    steps = [report["step"] for report in run.metrics("train")]
+    assert steps == sorted(set(steps))
+
+
+def test_epoch_begun_by_two_workers_is_finished_by_any_number(
+    numbered: Path, tmp_path: Path
+) -> None:
+    num_batches = NUM_NUMBERED // 32
+    flags = (NUMBERED, f"--data_dir={numbered}", f"--config.log_every_steps={num_batches}")
+    alone = train(
+        TOPOLOGIES["mirrored-1"], tmp_path / "alone", *flags, f"--train_steps={num_batches}"
+    )
+    half = train(TOPOLOGIES["multiworker-2"], tmp_path / "half", *flags, "--train_steps=12")
+    (report,) = half.metrics("train")
+    sum_of_half = round(report["number"] * 12 * 32)
+    assert largest_difference(alone.weights(), half.weights()) > 1e-3
+
+    for num_workers in (1, 3, 4):
+        model_dir = tmp_path / str(num_workers)
+        shutil.copytree(tmp_path / "half", model_dir)
+        resized = Topology("", "multiworker", (f"--workers={num_workers}", "--num_threads=1"))
+        whole = train(resized, model_dir, *flags, f"--train_steps={num_batches}")
+        sum_of_rest = round(whole.metrics("train")[-1]["number"] * (num_batches - 12) * 32)
+        assert sum_of_half + sum_of_rest == sum(range(NUM_NUMBERED)), "not each example once"
+        # The same batches, or the weights would be others.
+        assert largest_difference(alone.weights(), whole.weights()) < 1e-5
