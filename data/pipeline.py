@@ -323,9 +323,9 @@ class Reader:
         most = self._group_batches(lanes)
         windows = Windows()
         for first, num_batches in self._runs(first_batch, stop):
-            ranges, numbers = self._byte_ranges(first, num_batches, lanes)
+            ranges, num_records, numbers = self._byte_ranges(first, num_batches, lanes)
             try:
-                window = windows.read(ranges)
+                window = windows.read(ranges, num_records)
             except (DamagedError, OSError):
                 window = None
             # Groups of one size, so that all threads that parse have as much to do.
@@ -353,8 +353,8 @@ class Reader:
 
     def _byte_ranges(
         self, first_batch: int, num_batches: int, lanes: range
-    ) -> tuple[list[ByteRange], Int64s]:
-        """Whole chunks with the records of some batches, and which of their records those are.
+    ) -> tuple[list[ByteRange], int, Int64s]:
+        """Whole chunks with the records of some batches, how many they hold, and which those are.
 
         The numbers, int64 [num_batches, n], count the records of all ranges from 0.
         """
@@ -372,7 +372,8 @@ class Reader:
             ranges.append(ByteRange(path, int(offsets[begin]), stop))
         # From places among the records taken to places among those held.
         shift = np.cumsum(held) - held + reads.skip - (np.cumsum(reads.take) - reads.take)
-        return ranges, reads.gather + np.repeat(shift, reads.take)[reads.gather]
+        numbers = reads.gather + np.repeat(shift, reads.take)[reads.gather]
+        return ranges, int(held.sum()), numbers
 
     def _read_by_tensorflow(self, tickets: tf.data.Dataset, lanes: range) -> tf.data.Dataset:
         """From tickets, groups of batches: string [k, n], and what they have beside."""
@@ -450,18 +451,20 @@ class Reader:
     @functools.cached_property
     def _parsed_split(self) -> Any:
         """All examples parsed, as (inputs, labels), by their record numbers."""
+        example_bytes = max(int(self._example_bytes), self.split.mean_record_bytes, 1)
+        size = max(1, min(_GROUP_EXAMPLES, _GROUP_BYTES // example_bytes))
         order = dataclasses.replace(
-            self.order, batch_size=_GROUP_EXAMPLES, lanes=1, window_batches=1, shuffle=False
+            self.order, batch_size=size, lanes=1, window_batches=1, shuffle=False
         )
         reader = dataclasses.replace(self, order=order, augment=None, cache_bytes=0)
         num_examples = self.split.num_examples
         kept: Any = None
         for first, batch in zip(
-            range(0, num_examples, _GROUP_EXAMPLES),
+            range(0, num_examples, size),
             reader.evaluation_batches(range(1)),
             strict=True,
         ):
-            parsed, end = batch[:2], min(first + _GROUP_EXAMPLES, num_examples)
+            parsed, end = batch[:2], min(first + size, num_examples)
             if kept is None:
                 kept = tf.nest.map_structure(
                     lambda t: _aligned([num_examples, *t.shape[1:]], t.dtype.as_numpy_dtype), parsed

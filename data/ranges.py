@@ -18,7 +18,7 @@ import google_crc32c
 import numpy as np
 
 from data.order import Int64s
-from data.records import FOOTER_BYTES, HEADER_BYTES
+from data.records import FOOTER_BYTES, HEADER_BYTES, first_bad_header
 
 _FRAME_BYTES = HEADER_BYTES + FOOTER_BYTES
 _MASK = np.uint32(0xA282EAD8)
@@ -47,11 +47,12 @@ class Windows:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def read(self, ranges: Sequence[ByteRange]) -> "Window":
+    def read(self, ranges: Sequence[ByteRange], num_records: int) -> "Window":
         """All of `ranges`, until the next call; those of one file stand together.
 
         Raises:
-            DamagedError: a range does not end where a record ends, or its file does before.
+            DamagedError: a range does not end where a record ends, or its file does before, or they
+                do not hold `num_records`.
             OSError: a file cannot be read.
         """
         range_bytes = [part.end - part.begin for part in ranges]
@@ -65,7 +66,10 @@ class Windows:
                 for part in of_file:
                     _pread(file.fileno(), left[: part.end - part.begin], part.begin)
                     left = left[part.end - part.begin :]
-        return Window(content, *_cuts(content, range_bytes))
+        window = Window(content, *_cuts(content, range_bytes))
+        if len(window.starts) != num_records:
+            raise DamagedError
+        return window
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,12 +86,12 @@ class Window:
     def records(self, numbers: Int64s) -> list[bytes]:
         """The records at `numbers` [n], counted from 0 through all ranges.
 
-        Lengths are not checked by their own CRC: with a wrong one that of the data does not fit.
-
         Raises:
-            DamagedError: one does not fit its CRC.
+            DamagedError: one does not fit its CRC, or its length does not.
         """
         starts, ends, content = self.starts[numbers], self.ends[numbers], self.content
+        if first_bad_header(content, starts - HEADER_BYTES) is not None:
+            raise DamagedError
         cuts = zip(starts.tolist(), ends.tolist(), strict=True)
         records = [bytes(content[start:end]) for start, end in cuts]
         crcs = np.fromiter(map(google_crc32c.value, records), np.uint32, len(records))

@@ -589,7 +589,7 @@ def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s
             append(at)
             at += length_at(block, at)[0] + (HEADER_BYTES + FOOTER_BYTES)
         here = np.frombuffer(starts, np.int64)
-        bad = _first_bad_header(block, here)
+        bad = first_bad_header(block, here)
         if bad is None and (len(here) == 0 or block_begin + at > end):
             # The header, or the record it announces, is cut off by the end of the file.
             bad = max(0, len(here) - 1)
@@ -608,7 +608,7 @@ def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s
     return np.concatenate(walked) if walked else np.zeros(0, np.int64)
 
 
-def _first_bad_header(block: bytes, starts: Int64s) -> int | None:
+def first_bad_header(block: bytes | memoryview, starts: Int64s) -> int | None:
     """The first of `starts` whose 8 bytes of length do not fit the 4 bytes of CRC after them."""
     data = np.frombuffer(block, np.uint8)
     headers = data[starts[:, None] + np.arange(HEADER_BYTES)]
@@ -791,8 +791,12 @@ def _check_lengths(data_dir: str, split: Split) -> None:
 
 
 _NUMBERED = re.compile(r"(\d+)-of-(\d+)")
-_ANY_SHARD = re.compile(
-    r"(?:.*-)?(?P<split>[^-.]+)\.tfrecords?(?:[-.].*)?|(?P<bare>.+?)-\d+-of-\d+"
+# In this order: what follows the first would match the names before it, with another split.
+_SPLIT_OF = (
+    re.compile(r"(?:.*-)?(?P<split>[^-.]+)\.tfrecords?-\d+-of-\d+(?:\.gz)?"),
+    re.compile(r"(?P<split>[^.]+?)[-.]\d+-of-\d+(?:\.tfrecords?)?(?:\.gz)?"),
+    re.compile(r"(?P<split>[^.]+?)[-_.]?\d+\.tfrecords?(?:\.gz)?"),
+    re.compile(r"(?:.*-)?(?P<split>[^-.]+)\.tfrecords?(?:\.gz)?"),
 )
 
 
@@ -863,9 +867,13 @@ def _nothing_found(data_dir: str, split: str, names: list[str]) -> str:
 
 
 def _split_names(names: list[str]) -> set[str]:
-    return {
-        match["split"] or match["bare"] for name in names if (match := _ANY_SHARD.fullmatch(name))
-    }
+    return {split for name in names if (split := _split_of(name))}
+
+
+def _split_of(name: str) -> str | None:
+    """The split that a file is of, by its name; None if that is no shard's."""
+    matches = (pattern.fullmatch(name) for pattern in _SPLIT_OF)
+    return next((match["split"] for match in matches if match), None)
 
 
 def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:
@@ -875,7 +883,7 @@ def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:
     found = []
     for name in names:
         for root, dirs, files in os.walk(os.path.join(data_dir, name)):
-            if any(_ANY_SHARD.fullmatch(file) for file in files):
+            if any(_split_of(file) for file in files):
                 found.append(root)
             if root != os.path.join(data_dir, name):
                 dirs.clear()

@@ -50,7 +50,8 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
     if config.dataset == "digits" and not config.data_dir and not tf.io.gfile.exists(directory):
         from data.prepare import prepare  # It imports tensorflow_datasets.
 
-        prepare("digits", directory)
+        with _file_errors_explained(directory):
+            prepare("digits", directory)
     train_split = open_split(directory, config.data.train_split, config.data.on_corrupt)
     eval_split = open_split(directory, config.data.eval_split, config.data.on_corrupt)
     for split in (train_split, eval_split):
@@ -112,7 +113,8 @@ def prepare_inputs(recipe: Recipe) -> list[str]:
     if not config.data_dir and not tf.io.gfile.exists(directory):
         from data.prepare import prepare
 
-        prepare(config.dataset, directory)
+        with _file_errors_explained(directory):
+            prepare(config.dataset, directory)
     inputs = open_inputs(recipe)
     lines = [f"{directory} is ready:"]
     for split in (inputs.train.split, inputs.evaluation.split):
@@ -197,6 +199,17 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
         # The first paragraphs are the trace of the graph.
         reason = error.message.strip().split("\n\n")[-1].splitlines()[0]
         raise DataError(f"The data does not suit the model or its features: {reason}") from error
+
+
+@contextlib.contextmanager
+def _file_errors_explained(directory: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"The data cannot be prepared in {directory}: {error}. Make room there, or give a "
+            "directory that can be written with --data_dir, and prepare it with data.prepare."
+        ) from error
 
 
 def _warn_of_damage(split: Split) -> None:

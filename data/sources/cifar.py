@@ -230,14 +230,39 @@ def load_pickle(path: str) -> dict[bytes, object]:
             "archive again."
         )
     # Python 3 writes the keys as str.
-    return {k.encode() if isinstance(k, str) else k: value for k, value in loaded.items()}
+    return {
+        key.encode() if isinstance(key, str) else key: (
+            value.value if isinstance(value, _Array) else value
+        )
+        for key, value in loaded.items()
+    }
 
 
-def _reconstruct(subtype: type, shape: tuple[int, ...], dtype: object) -> npt.NDArray[np.uint8]:
-    """What numpy calls to make the array whose state comes next."""
-    if subtype is not np.ndarray:
-        raise pickle.UnpicklingError(f"an array of {subtype}")
-    return np.ndarray(shape, np.uint8)
+class _Dtype:
+    """Stands for numpy's dtype of bytes: numpy's own can be told by a pickle to hold pointers."""
+
+    def __init__(self, name: object, *_: object) -> None:
+        if name not in ("u1", b"u1", "uint8", b"uint8"):
+            raise pickle.UnpicklingError(f"an array of {name!r}")
+
+    def __setstate__(self, state: object) -> None:
+        pass  # Byte order and the like, which bytes do not have.
+
+
+class _Array:
+    """Stands for a numpy array while its pickle is loaded; `value` is the array."""
+
+    value: npt.NDArray[np.uint8]
+
+    def __init__(self, *_: object) -> None:
+        pass  # What comes first is an empty array, always.
+
+    def __setstate__(self, state: tuple[object, tuple[int, ...], _Dtype, bool, bytes]) -> None:
+        _, shape, dtype, is_fortran, content = state
+        if not isinstance(dtype, _Dtype) or not isinstance(content, bytes):
+            raise pickle.UnpicklingError("an array of objects")
+        flat = np.frombuffer(content, np.uint8)
+        self.value = flat.reshape(shape, order="F" if is_fortran else "C")
 
 
 def _bytes_of(string: str, encoding: str) -> bytes:
@@ -246,13 +271,13 @@ def _bytes_of(string: str, encoding: str) -> bytes:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads built-in containers, bytes and numpy arrays; everything else is refused."""
+    """Loads built-in containers, bytes and arrays of bytes; everything else is refused."""
 
     _ALLOWED: Mapping[tuple[str, str], object] = {
-        ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-        ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
+        ("numpy.core.multiarray", "_reconstruct"): _Array,
+        ("numpy._core.multiarray", "_reconstruct"): _Array,
+        ("numpy", "ndarray"): None,  # An argument alone, and not called.
+        ("numpy", "dtype"): _Dtype,
         ("_codecs", "encode"): _bytes_of,
     }
 

@@ -19,6 +19,7 @@ from data.sources.examples import Classes, Node, Value, scalar, text
 from data.sources.tables import Row, Table, check_label, classes_of, split_files, table_source
 
 _INTEGER = re.compile(r"[+-]?\d+")
+_MOST_FLOAT32 = 3.4028234663852886e38
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _KINDS = ("integer", "number", "text")
 
@@ -127,13 +128,14 @@ class _Types:
 def _kind(value: str) -> str:
     if _INTEGER.fullmatch(value) and -(2**63) <= int(value) < 2**63:
         return "integer"
-    if _NUMBER.fullmatch(value):
+    # Beyond what a float32 holds it would become infinite.
+    if _NUMBER.fullmatch(value) and abs(float(value)) <= _MOST_FLOAT32:
         return "number"
     return "text" if value else "empty"
 
 
 def _header(path: str) -> list[str]:
-    columns = next(_raw_lines(path), (0, []))[1]
+    columns = [column.strip() for column in next(_raw_lines(path), (0, []))[1]]
     twice = {column for column in columns if columns.count(column) > 1}
     if not columns or twice or "" in columns:
         raise DataError(

@@ -109,7 +109,7 @@ def _examples(images: Sequence[_Image], first: int, last: int) -> Iterator[bytes
         with open(item.path, "rb") as file:
             content = file.read()
         if content.startswith(_PNG):
-            is_whole = content.endswith(_PNG_END)
+            is_whole = _PNG_END in content
         else:
             # Behind the head, because a preview in it is an image too, with an end of its own.
             with open(item.path, "rb") as file:

@@ -33,6 +33,15 @@ def source(directory: str | None) -> Source:
             for example in _records_of(path):
                 counts[-1] += 1
                 num_bytes += len(example)
+        announced = records.shard_lengths_announced(directory, split)
+        for path, count in zip(paths, counts, strict=True):
+            if not count:
+                raise DataError(f"{path} has no record: copy it again, or remove it on purpose.")
+        if announced is not None and announced != counts:
+            raise DataError(
+                f"The shards of {split!r} in {directory} hold {counts} records, but its "
+                f"dataset_info.json says {announced}: some were cut short. Copy them again."
+            )
         splits[split] = SourceSplit(sum(counts), num_bytes, copied(paths, counts))
     first = os.path.basename(records.shard_paths(directory, names[0])[0])
     return Source(name_of_shards(first, names[0]), splits, metadata_files(directory))

@@ -209,12 +209,13 @@ def test_damage_at_the_end_of_a_file_or_in_a_length_is_found_too(
         Path(copied.shards[2].path).write_bytes(content)
         with pytest.raises(tf.errors.DataLossError):
             list(numbers(make_reader(copied).batches(0, range(NUM_LANES), 61)))
-    copied = copy_split(split, tmp_path / "length")
-    content = bytearray(Path(copied.shards[0].path).read_bytes())
-    content[int(copied.shards[0].offsets[5])] ^= 1
-    Path(copied.shards[0].path).write_bytes(content)
-    with pytest.raises(tf.errors.DataLossError):
-        list(numbers(make_reader(copied).batches(0, range(NUM_LANES), 61)))
+    for byte in (0, 8):  # A length; and the CRC of one.
+        copied = copy_split(split, tmp_path / f"length-{byte}")
+        content = bytearray(Path(copied.shards[0].path).read_bytes())
+        content[int(copied.shards[0].offsets[5]) + byte] ^= 1
+        Path(copied.shards[0].path).write_bytes(content)
+        with pytest.raises(tf.errors.DataLossError):
+            list(numbers(make_reader(copied).batches(0, range(NUM_LANES), 61)))
 
 
 def test_file_that_is_cut_short_or_gone_is_an_error_of_tensorflow(

@@ -262,6 +262,20 @@ def test_wrong_command_lines_end_with_2_and_a_hint(
     assert "Traceback" not in done.stderr
 
 
+def test_shards_that_lack_records_are_not_rewritten(tmp_path: Path) -> None:
+    prepare("digits", str(tmp_path / "whole"))
+    (shard,) = (tmp_path / "whole").glob("*test*tfrecord*")
+    content = shard.read_bytes()
+    (length,) = struct.unpack_from("<Q", content)
+    shard.write_bytes(content[length + 16 :])  # Without its first record.
+    with pytest.raises(DataError, match=r"'test' .* hold \[359\] .* says \[360\]"):
+        prepare("rewrite", str(tmp_path / "out"), str(tmp_path / "whole"))
+    shard.write_bytes(b"")
+    with pytest.raises(DataError, match="no record"):
+        prepare("rewrite", str(tmp_path / "out"), str(tmp_path / "whole"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_gzip_shards_are_rewritten_by_the_command_that_the_refusal_names(
     tmp_path: Path, idx_files: Path
 ) -> None:

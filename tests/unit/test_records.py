@@ -316,3 +316,24 @@ def test_writing_fewer_or_more_examples_than_announced_leaves_nothing(tmp_path: 
         assert list(tmp_path.iterdir()) == []
     with pytest.raises(records.DataError, match="no examples"):
         records.write_shards([], str(tmp_path), "toy", "train", 2, 0)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "toy-{}.tfrecord-{:05}-of-{:05}",
+        "{}-{:05}-of-{:05}",
+        "{}-{:05}-of-{:05}.tfrecord",
+        "{}-{}.tfrecord",
+        "{}_{}.tfrecord",
+    ],
+)
+def test_splits_are_known_by_all_names_that_shards_may_have(tmp_path: Path, pattern: str) -> None:
+    write(tmp_path / "written", [b"x"] * 6)
+    written = sorted((tmp_path / "written").glob("*tfrecord*"))
+    for split in ("train", "test"):
+        for i, path in enumerate(written):
+            (tmp_path / pattern.format(split, i, len(written))).write_bytes(path.read_bytes())
+    assert records.splits_in(str(tmp_path)) == ["test", "train"]
+    for split in ("train", "test"):
+        assert records.open_split(str(tmp_path), split).num_examples == 6

@@ -22,6 +22,7 @@ from data import features, records
 from data.prepare import open_source, prepare
 from data.records import DataError
 from data.sources import Options
+from data.sources.cifar import load_pickle
 from tests.unit.test_prepare import ROOT, digest, run, write_idx
 
 RANDOM = np.random.default_rng(0)
@@ -198,6 +199,18 @@ def test_pickle_that_would_run_a_program_is_refused_and_runs_nothing(tmp_path: P
     with pytest.raises(DataError, match=r"data_batch_3 .*system, which is not loaded"):
         prepare("cifar10", str(tmp_path / "out"), str(tmp_path / "py"))
     assert not mark.exists()
+
+
+def test_pickle_cannot_make_arrays_of_anything_but_bytes(tmp_path: Path) -> None:
+    """An array of objects whose bytes are addresses would be read, and end the process."""
+    for array in (np.array([object], object), np.zeros(3, np.int64)):
+        path = tmp_path / "batch"
+        path.write_bytes(pickle.dumps({b"data": array}, protocol=2))
+        with pytest.raises(DataError, match="array of"):
+            load_pickle(str(path))
+    fortran = np.asfortranarray(RANDOM.integers(0, 256, (3, 4), np.uint8))
+    path.write_bytes(pickle.dumps({b"data": fortran}, protocol=2))
+    assert np.array_equal(load_pickle(str(path))[b"data"], fortran)  # type: ignore[arg-type]
 
 
 def test_svhn_is_prepared_as_scipy_reads_it(tmp_path: Path) -> None:
