@@ -327,13 +327,17 @@ def test_signal_makes_every_worker_save_and_end(
         note("running")
         time.sleep(60)
     """)
-    handler = signal.getsignal(signum)
-    with when_noted(tmp_path, "running", 2, partial(os.kill, os.getpid(), signum)):
-        report = launch(local_cluster("multiworker", 2, 0), tmp_path, command)
+    # Not as these tests were started: under nohup, SIGHUP is ignored.
+    former = signal.signal(signum, signal.default_int_handler)
+    try:
+        with when_noted(tmp_path, "running", 2, partial(os.kill, os.getpid(), signum)):
+            report = launch(local_cluster("multiworker", 2, 0), tmp_path, command)
+        assert signal.getsignal(signum) is signal.default_int_handler
+    finally:
+        signal.signal(signum, former)
     assert set(notes(tmp_path, "saved")) == {"worker-0", "worker-1"}
     assert by_task(report) == {"worker 0": 75, "worker 1": 75}
     assert report.exit_code == 75
-    assert signal.getsignal(signum) is handler
 
 
 def test_closed_terminal_does_not_end_a_run_under_nohup(
