@@ -366,17 +366,17 @@ def _take_lease(coordinator: Cluster) -> None:
             )
             return str(found.numpy()[0].decode())
 
-        former = holder()
-        if former in ("", coordinator.address) or identify(former) != coordinator.task:
+        chief = holder()
+        if chief in ("", coordinator.address) or identify(chief) != coordinator.task:
             tf.raw_ops.LookupTableInsertV2(
                 table_handle=table, keys=key, values=tf.constant([coordinator.address])
             )
             time.sleep(_LEASE_SECS)  # Another that comes at the same moment writes after this one.
-            former = holder()
-    if former != coordinator.address:
+            chief = holder()
+    if chief != coordinator.address:
         raise PeerLostError(
             "The servers serve another chief",
-            RuntimeError(f"it is at {former}. Start this one when that one is done"),
+            RuntimeError(f"it is at {chief}. Start this one when that one is done"),
         )
 
 

@@ -59,7 +59,8 @@ CHECK = flags.DEFINE_boolean(
     "check",
     False,
     "Check flags, config, data, model and checkpoints, say what would be trained and where its "
-    "variables would be, and end. Nothing is started or written.",
+    "variables would be, and end. Starts nothing, and writes nothing but data that is to be "
+    "prepared or indexed anyway.",
 )
 DOWNLOAD_ONLY = flags.DEFINE_boolean(
     "download_only",
