@@ -32,9 +32,10 @@ from absl import app, flags
 from benchmarks import mixing
 from benchmarks.table import machine, prepare_mnist
 from data.features import default_parse, read_features
-from data.order import Order, default_lanes
+from data.order import Order
 from data.pipeline import Reader
-from data.records import Split, open_split, write_shards
+from data.records import Split, open_split
+from data.writing import write_shards
 from trainer.config import DataConfig
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds that each pipeline takes part in.")
@@ -83,7 +84,7 @@ class Data:
             self.split.shard_lengths,
             self.split.chunk_examples,
             self.batch_size,
-            default_lanes(self.batch_size),
+            self.batch_size,
             DataConfig().window_batches,
             seed,
             shuffle=True,
@@ -297,14 +298,17 @@ def print_mixing(data: Data) -> None:
     num_examples, batch_size = data.split.num_examples, data.batch_size
     whole = num_examples // batch_size
     print(f"\nOrder: {num_examples:,} records, batches of {batch_size}\n")
-    print("| order | rank correlation | neighbours of the file in one batch |")
-    print("| --- | --- | --- |")
+    print("| order | rank correlation | neighbours of the file in one batch | near another |")
+    print("| --- | --- | --- | --- |")
     for name, batches in (
         ("this pipeline", data.order().records(0, whole)),
         ("uniform shuffle", mixing.uniform(num_examples, batch_size)),
     ):
         of = mixing.measure(batches)
-        print(f"| {name} | {of.rank_correlation:+.4f} | {of.neighbours_in_a_batch:.4f} |")
+        print(
+            f"| {name} | {of.rank_correlation:+.4f} | {of.neighbours_in_a_batch:.4f} | "
+            f"{of.near_another:.3f} |"
+        )
 
 
 def print_start(directory: Path) -> None:

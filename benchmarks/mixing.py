@@ -7,6 +7,7 @@
 | --- | --- | --- |
 | rank correlation | whether an epoch still goes through the file from start to end | 0 |
 | neighbours in a batch | how often two neighbours in the file share a batch | (B - 1) / (N - 1) |
+| near another | how many of a batch have another of it within 32 places | about 64 (B - 1) / N |
 """
 
 import dataclasses
@@ -15,6 +16,8 @@ import numpy as np
 
 from data.order import Int64s
 
+_NEAR = 32
+
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
@@ -22,10 +25,12 @@ class Mixing:
 
     `rank_correlation`: of place in the epoch and place in the file (Spearman), -1 to 1.
     `neighbours_in_a_batch`: the share of neighbours in the file that are in one batch, 0 to 1.
+    `near_another`: the share of a batch that has another of it less than 32 places away, 0 to 1.
     """
 
     rank_correlation: float
     neighbours_in_a_batch: float
+    near_another: float
 
 
 def measure(batches: Int64s) -> Mixing:
@@ -35,9 +40,11 @@ def measure(batches: Int64s) -> Mixing:
     batch_of[records] = np.repeat(np.arange(len(batches)), batches.shape[1])
     read = (batch_of[1:] >= 0) & (batch_of[:-1] >= 0)
     together = (batch_of[1:] == batch_of[:-1]) & read
+    gaps = np.diff(np.sort(batches, axis=1), prepend=-_NEAR, append=np.iinfo(np.int64).max)
     return Mixing(
         rank_correlation=float(np.corrcoef(np.arange(len(records)), records)[0, 1]),
         neighbours_in_a_batch=float(together.sum() / read.sum()),
+        near_another=float(np.mean(np.minimum(gaps[:, 1:], gaps[:, :-1]) < _NEAR)),
     )
 
 

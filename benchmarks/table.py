@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import app, flags
 
-_MNIST_SOURCE = flags.DEFINE_string("mnist_source", None, "IDX files of MNIST; none: without it.")
+MNIST_SOURCE = flags.DEFINE_string("mnist_source", None, "IDX files of MNIST; none: without it.")
 
 _STRATEGIES = (
     ("--strategy=mirrored",),
@@ -76,9 +76,9 @@ def main(argv: Sequence[str]) -> None:
         directory = Path(name)
         for row in rows((), directory / "digits"):
             print(row, flush=True)
-        if _MNIST_SOURCE.value:
+        if MNIST_SOURCE.value:
             data = directory / "mnist"
-            prepare_mnist(_MNIST_SOURCE.value, data)
+            prepare_mnist(MNIST_SOURCE.value, data)
             config = ("--config=configs/mnist_replica.py", f"--data_dir={data}")
             for row in rows(config, directory / "mnist-runs"):
                 print(row, flush=True)

@@ -23,8 +23,11 @@ from typing import BinaryIO, TypeVar
 
 import numpy as np
 
-from data import records
-from data.records import BadRecord, Damage, DataError, Int64s, Shard, Split
+from data import files, frames, names, records
+from data.crc import Int64s
+from data.files import DataError
+from data.frames import BadRecord, Damage
+from data.records import Shard, Split
 
 FAIL, SKIP = "fail", "skip"
 
@@ -101,12 +104,14 @@ def open_good(data_dir: str, split: str) -> Split:
     for report in reports:
         for run in report.runs:
             assert report.num_bytes is not None
+            starts = _starts(report.path, run)
             shards.append(
                 Shard(
                     report.path,
                     report.num_bytes,
                     run.num_records,
-                    np.ascontiguousarray(_starts(report.path, run)[::chunk_examples]),
+                    np.ascontiguousarray(starts[::chunk_examples]),
+                    records.frame_bytes_of(starts, run.end),
                     run.first_record,
                     run.end,
                 )
@@ -116,8 +121,8 @@ def open_good(data_dir: str, split: str) -> Split:
 
 def _starts(path: str, run: Run) -> Int64s:
     try:
-        with records.open_file(path) as file:
-            return records.walk(file, path, run.begin, run.end, run.first_record)
+        with files.open_file(path) as file:
+            return frames.walk(file, path, run.begin, run.end, run.first_record)
     except BadRecord as error:
         raise DataError(f"{error.damage}: it was changed meanwhile.") from None
 
@@ -147,8 +152,8 @@ def examine(data_dir: str, split: str) -> list[ShardReport]:
     Raises:
         DataError: there is no such split, or it is compressed.
     """
-    paths = records.shard_paths(data_dir, split, missing_too=True)
-    announced = records.shard_lengths_announced(data_dir, split)
+    paths = names.shard_paths(data_dir, split, missing_too=True)
+    announced = names.shard_lengths_announced(data_dir, split)
     index = records.load_index(records.index_path(data_dir, split))
     by_name = dict(zip(index.names, range(len(index.names)), strict=True)) if index else {}
     reports = []
@@ -170,9 +175,9 @@ def _examine_shard(
     path: str, chunks: list[tuple[int, int]], num_expected: int | None
 ) -> ShardReport:
     """`chunks`: record number and byte offset of some records, from before any damage."""
-    if not records.exists(path):
+    if not files.exists(path):
         return ShardReport(path, None, (), (Damage(path, 0, 0, "it is missing", num_expected),))
-    size = records.num_bytes_of(path)
+    size = files.num_bytes_of(path)
     if size == 0:
         return ShardReport(path, 0, (), (Damage(path, 0, 0, "it is empty", num_expected),))
     walked, damages = _walk_over(path, size, chunks, num_expected)
@@ -183,7 +188,7 @@ def _examine_shard(
     runs: list[Run] = []
     for first_record, starts, end in walked:
         numbers = first_record + np.arange(len(starts))
-        bad = records.content_damage(path, starts, numbers)
+        bad = frames.content_damage(path, starts, numbers)
         damages += bad
         runs += _runs_between(first_record, starts, end, [damage.record for damage in bad])
     damages.sort(key=lambda damage: damage.record)
@@ -197,14 +202,14 @@ def _walk_over(
     walked: list[tuple[int, Int64s, int]] = []
     damages: list[Damage] = []
     record, begin = 0, 0
-    with records.open_file(path) as file:
+    with files.open_file(path) as file:
         while begin < size:
             try:
-                starts = records.walk(file, path, begin, size, record)
+                starts = frames.walk(file, path, begin, size, record)
             except BadRecord as error:
                 bad = error.damage
                 if bad.record == 0:
-                    records.refuse_gzip(path)
+                    frames.refuse_gzip(path)
                 if len(error.before):
                     walked.append((record, error.before, bad.offset))
             else:
@@ -229,7 +234,7 @@ def _walk_over(
 def _is_header(file: BinaryIO, path: str, begin: int, size: int, record: int) -> bool:
     """Whether a record begins there, by the CRC of its length."""
     try:
-        records.walk(file, path, begin, size, record)
+        frames.walk(file, path, begin, size, record)
     except BadRecord as error:
         return error.damage.offset > begin
     return True
@@ -247,7 +252,7 @@ def _runs_between(first_record: int, starts: Int64s, end: int, bad: list[int]) -
 
 def _kept_or_examined(data_dir: str, split: str) -> list[ShardReport]:
     """`examine`, or what it found before in the same files."""
-    path = records.join(data_dir, f"{split}.damage.json")
+    path = files.join(data_dir, f"{split}.damage.json")
     key = _key(data_dir, split)
     kept = _load(path, key, data_dir)
     if kept is not None:
@@ -256,8 +261,10 @@ def _kept_or_examined(data_dir: str, split: str) -> list[ShardReport]:
     reports = examine(data_dir, split)
     if not any(report.damages for report in reports):
         _remove_foreign_index(data_dir, split, reports)
+        records.open_split(data_dir, split)  # Makes the index, whose stamp is kept too.
     document = {
         **key,
+        "index": _index_stamp(data_dir, split),
         "shards": [
             {
                 "name": os.path.basename(report.path),
@@ -272,7 +279,7 @@ def _kept_or_examined(data_dir: str, split: str) -> list[ShardReport]:
         ],
     }
     try:
-        records.replace_file(path, (json.dumps(document, indent=1) + "\n").encode())
+        files.replace_file(path, (json.dumps(document, indent=1) + "\n").encode())
     except OSError as error:
         _log.warning(
             "What is damaged in %s was not kept (%s): every process that opens it verifies all "
@@ -294,32 +301,37 @@ def _remove_foreign_index(data_dir: str, split: str, reports: list[ShardReport])
         found = _starts(report.path, run)[:: index.chunk_examples]
         if num_bytes != report.num_bytes or not np.array_equal(found, offsets):
             _log.warning("%s does not fit %s, which is whole: removed.", path, report.path)
-            records.remove_file(path)
+            files.remove_file(path)
             return
 
 
 def _key(data_dir: str, split: str) -> dict[str, object]:
     """What must be the same for what was found to be still true."""
-    paths = records.shard_paths(data_dir, split, missing_too=True)
+    paths = names.shard_paths(data_dir, split, missing_too=True)
     return {
         "version": _VERSION,
-        "files": [[os.path.basename(path), *records.stamp(path)] for path in paths],
-        "announced": records.shard_lengths_announced(data_dir, split),
+        "files": [[os.path.basename(path), *files.stamp(path)] for path in paths],
+        "announced": names.shard_lengths_announced(data_dir, split),
+        # Behind a damaged length it is what leads to the next record.
+        "index": _index_stamp(data_dir, split),
     }
+
+
+def _index_stamp(data_dir: str, split: str) -> list[int]:
+    return list(files.stamp(records.index_path(data_dir, split)))
 
 
 def _load(path: str, key: dict[str, object], data_dir: str) -> list[ShardReport] | None:
     """The kept reports, or None where there are none for these files."""
-    if not records.exists(path):
+    if not files.exists(path):
         return None
     try:
-        with records.open_file(path) as file:
-            document = json.loads(file.read())
+        document = json.loads(files.read_text(path))
         if {name: document.get(name) for name in key} != key:
             return None
         reports = []
         for shard in document["shards"]:
-            shard_path = records.join(data_dir, shard["name"])
+            shard_path = files.join(data_dir, shard["name"])
             runs = tuple(Run(*run) for run in shard["runs"])
             damages = tuple(Damage(path=shard_path, **damage) for damage in shard["damages"])
             reports.append(ShardReport(shard_path, shard["num_bytes"], runs, damages))

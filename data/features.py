@@ -15,7 +15,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from data.records import DataError
+from data import files
+from data.files import DataError
+from data.layout import Column
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -89,16 +91,51 @@ class Features(Mapping[str, Feature]):
         """
         import tensorflow as tf
 
-        chosen = [self._features[name] for name in (self if names is None else names)]
-        spec = {feature.name: _on_disk(feature, self.source) for feature in chosen}
-        raw = tf.io.parse_example(serialized, spec)
-        num_examples = tf.shape(serialized)[0]
-        parsed = {}
-        for feature in chosen:
-            value = _decode(feature, raw[feature.name], num_examples)
-            value.set_shape([serialized.shape[0], *feature.shape])
-            parsed[feature.name] = value
-        return parsed
+        columns = self.columns(self if names is None else names)
+        spec = {name: column.on_disk() for name, column in columns.items()}
+        return self.decode(tf.io.parse_example(serialized, spec))
+
+    def columns(self, names: Iterable[str]) -> dict[str, Column]:
+        """How those features lie in a record.
+
+        Raises:
+            DataError: one is of a type that this does not decode, or varies in shape.
+        """
+        return {name: _column(self._features[name], self.source) for name in names}
+
+    def decode(self, raw: "Mapping[str, tf.Tensor]") -> "dict[str, tf.Tensor]":
+        """Features as they lie in records -> one tensor [n, ...] each, of the feature's dtype.
+
+        Bytes are string [n], or uint8 [n, number of bytes].
+        """
+        decoded = {}
+        for name, value in raw.items():
+            decoded[name] = _decode(self._features[name], value)
+            decoded[name].set_shape([value.shape[0], *self._features[name].shape])
+        return decoded
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExampleParse:
+    """A parse function in two steps: string [n] -> (inputs [n, ...], labels [n, ...]).
+
+        parse = ExampleParse({"x": Column("float", (4,)), "label": Column("int64")}, finish)
+
+    The first takes `columns` out of the records; the second, `finish`, makes the outputs of them.
+    It gets a tensor for each column, as tf.io.parse_example returns it. Where the records are of
+    one layout (`data.layout`), slices can take the first step's place: then a column whose
+    `num_bytes` is given comes as uint8 [n, num_bytes], and not as string [n].
+    """
+
+    columns: Mapping[str, Column]
+    finish: "Callable[[Mapping[str, tf.Tensor]], tuple[tf.Tensor, tf.Tensor]]"
+
+    def __call__(self, serialized: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
+        """Both steps."""
+        import tensorflow as tf
+
+        spec = {name: column.on_disk() for name, column in self.columns.items()}
+        return self.finish(tf.io.parse_example(serialized, spec))
 
 
 def read_features(data_dir: str) -> Features:
@@ -110,7 +147,7 @@ def read_features(data_dir: str) -> Features:
     """
     path = f"{os.fspath(data_dir).rstrip('/')}/features.json"
     try:
-        text = _read_text(path)
+        text = files.read_text(path)
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist, so what a record holds is not known. {_PARSE_HINT} "
@@ -126,7 +163,7 @@ def read_features(data_dir: str) -> Features:
         ) from None
 
 
-def default_parse(features: Features) -> "Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]":
+def default_parse(features: Features) -> ExampleParse:
     """A parse function for classification: string [n] -> (float32 [n, ...], int64 [n]).
 
     The label is the one ClassLabel, or that called "label". The input is the one image or tensor;
@@ -151,23 +188,19 @@ def default_parse(features: Features) -> "Callable[[tf.Tensor], tuple[tf.Tensor,
         )
     (label_name,) = labels
     names = inputs or numbers
-    for name in (*names, label_name):
-        _on_disk(features[name], features.source)
 
-    def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        example = features.parse_example(serialized, (*names, label_name))
+    def finish(raw: Mapping[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        example = features.decode(raw)
         columns = [tf.cast(example[name], tf.float32) for name in names]
         values = columns[0] if inputs else tf.stack(columns, axis=1)
         if inputs and features[inputs[0]].dtype == "uint8":
             values = values / 255.0
         return values, tf.cast(example[label_name], tf.int64)
 
-    return parse
+    return ExampleParse(features.columns((*names, label_name)), finish)
 
 
-def image_raw_parse(
-    shape: tuple[int, int, int],
-) -> "Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]":
+def image_raw_parse(shape: tuple[int, int, int]) -> ExampleParse:
     """A parse function for records of TensorFlow 1's MNIST programs (convert_to_records.py).
 
         parse = image_raw_parse((28, 28, 1))    # a line of a config file
@@ -178,31 +211,31 @@ def image_raw_parse(
     (InvalidArgumentError). Nothing is imported or computed before records come.
     """
     num_pixels = math.prod(shape)
+    columns = {
+        "image_raw": Column("bytes", num_bytes=num_pixels),
+        "pixels": Column("int64", default=num_pixels),
+        "label": Column("int64"),
+    }
 
-    def parse(serialized: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
+    def finish(raw: "Mapping[str, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
         import tensorflow as tf
 
-        raw = tf.io.parse_example(
-            serialized,
-            {
-                "image_raw": tf.io.FixedLenFeature([], tf.string),
-                "pixels": tf.io.FixedLenFeature([], tf.int64, default_value=num_pixels),
-                "label": tf.io.FixedLenFeature([], tf.int64),
-            },
-        )
-        num_bytes = tf.strings.length(raw["image_raw"])
+        pixels, num_bytes = raw["image_raw"], tf.constant([num_pixels])
+        if pixels.dtype == tf.string:
+            num_bytes = tf.strings.length(pixels)
         fits = (num_bytes == num_pixels) & (raw["pixels"] == num_pixels)
         message = f"An image_raw or its pixels is not {num_pixels}, the bytes of shape {shape}:"
         check = tf.debugging.Assert(
             tf.reduce_all(fits), [message, num_bytes, raw["pixels"]], summarize=16
         )
         with tf.control_dependencies([check]):
-            flat = tf.io.decode_raw(raw["image_raw"], tf.uint8, fixed_length=num_pixels)
-        images = tf.reshape(flat, tf.concat([tf.shape(serialized), shape], 0))
-        images.set_shape([serialized.shape[0], *shape])
+            if pixels.dtype == tf.string:
+                pixels = tf.io.decode_raw(pixels, tf.uint8, fixed_length=num_pixels)
+            images = tf.reshape(pixels, tf.concat([tf.shape(raw["label"]), shape], 0))
+        images.set_shape([raw["label"].shape[0], *shape])
         return tf.cast(images, tf.float32) / 255.0, raw["label"]
 
-    return parse
+    return ExampleParse(columns, finish)
 
 
 # What follows reads JSON, which has no type: `Any` stays within these functions.
@@ -239,16 +272,21 @@ def _feature(name: str, node: Mapping[str, Any]) -> Feature:
 
 _AS_INT64 = ("bool", "uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 _AS_FLOAT = ("float16", "bfloat16", "float32", "float64")
+# Of those whose bytes are their value, which a bool's are not.
+_ITEM_BYTES = {
+    **dict.fromkeys(("uint8", "int8"), 1),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32"), 4),
+    **dict.fromkeys(("int64", "float64"), 8),
+}
 
 
-def _on_disk(feature: Feature, source: str) -> "tf.io.FixedLenFeature":
+def _column(feature: Feature, source: str) -> Column:
     """How the feature lies in a tf.train.Example.
 
     Raises:
         DataError: in no way this module decodes.
     """
-    import tensorflow as tf
-
     if feature.kind == "unsupported":
         raise DataError(
             f"Feature {feature.name!r} in {source} is a {feature.type_name}, which is not decoded "
@@ -264,21 +302,26 @@ def _on_disk(feature: Feature, source: str) -> "tf.io.FixedLenFeature":
             f"Feature {feature.name!r} in {source} is an image of {feature.dtype}; decoded here "
             f"are uint8 and uint16. {_PARSE_HINT}"
         )
-    if feature.kind in ("image", "text") or feature.encoding in ("bytes", "zlib"):
-        return tf.io.FixedLenFeature([], tf.string)
+    shape = tuple(size for size in feature.shape if size is not None)
+    if feature.kind in ("image", "text") or feature.encoding == "zlib":
+        return Column("bytes")
+    if feature.encoding == "bytes":
+        item_bytes = _ITEM_BYTES.get(feature.dtype)
+        return Column("bytes", num_bytes=item_bytes and item_bytes * math.prod(shape))
     if feature.dtype in _AS_INT64:
-        return tf.io.FixedLenFeature(feature.shape, tf.int64)
+        return Column("int64", shape)
     if feature.dtype in _AS_FLOAT:
-        return tf.io.FixedLenFeature(feature.shape, tf.float32)
+        return Column("float", shape)
     if feature.dtype in ("string", "object"):
-        return tf.io.FixedLenFeature(feature.shape, tf.string)
+        return Column("bytes", shape)
     raise DataError(
         f"Feature {feature.name!r} in {source} has dtype {feature.dtype!r}, which is not decoded "
         f"here. {_PARSE_HINT}"
     )
 
 
-def _decode(feature: Feature, raw: "tf.Tensor", num_examples: "tf.Tensor") -> "tf.Tensor":
+def _decode(feature: Feature, raw: "tf.Tensor") -> "tf.Tensor":
+    """`raw`: the values in a record, [n, ...]; bytes as string [n], or uint8 [n, num_bytes]."""
     import tensorflow as tf
 
     if feature.kind == "label":
@@ -312,21 +355,12 @@ def _decode(feature: Feature, raw: "tf.Tensor", num_examples: "tf.Tensor") -> "t
     dtype = tf.as_dtype(feature.dtype)
     if feature.encoding == "none":
         return raw if raw.dtype == dtype else tf.cast(raw, dtype)
-    if feature.encoding == "zlib":
-        raw = tf.io.decode_compressed(raw, compression_type="ZLIB")
-    flat = tf.io.decode_raw(raw, dtype)
+    if raw.dtype == tf.uint8:
+        rows = raw if dtype.size == 1 else tf.reshape(raw, [tf.shape(raw)[0], -1, dtype.size])
+        flat = tf.bitcast(rows, dtype)
+    else:
+        if feature.encoding == "zlib":
+            raw = tf.io.decode_compressed(raw, compression_type="ZLIB")
+        flat = tf.io.decode_raw(raw, dtype)
     # With the number of examples given, a record of another size cannot be taken for two.
-    return tf.reshape(flat, tf.concat([num_examples[tf.newaxis], list(feature.shape)], 0))
-
-
-def _read_text(path: str) -> str:
-    if "://" not in path:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    import tensorflow as tf
-
-    try:
-        with tf.io.gfile.GFile(path) as remote:
-            return str(remote.read())
-    except tf.errors.NotFoundError:
-        raise FileNotFoundError(path) from None
+    return tf.reshape(flat, tf.concat([tf.shape(raw)[:1], list(feature.shape)], 0))

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags
 
-from data import damage, prepare, records
+from data import damage, files, frames, names, prepare, records
 from data.damage import Run, ShardReport
 from data.features import Feature, Features, read_features
+from data.files import DataError
 from data.flags import parse_flags
-from data.records import DataError, Split
+from data.records import Split
 from data.sources import Source, SourceSplit, pieces
 from data.sources.rewrite import metadata_files, name_of_shards
 
@@ -69,7 +70,7 @@ def describe(data_dir: str, splits: Sequence[str], num_examples: int) -> Iterato
         for shard in split.shards:
             size = f"{shard.num_records:,} examples, {shard.num_bytes:,} bytes"
             yield f"  {os.path.basename(shard.path)}: {size}"
-        for label in _labels(features, split):
+        for label in _labels(features):
             yield from _counts(data_dir, split, label)
         for number, record in enumerate(itertools.islice(_records(split), num_examples)):
             yield f"  example {number}: {_shown(record)}"
@@ -95,8 +96,8 @@ def repair(data_dir: str, splits: Sequence[str], out: str) -> list[str]:
     Raises:
         DataError: `out` is not empty, or no record can be read.
     """
-    out = os.path.abspath(out)
-    if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
+    out = files.absolute(out)
+    if files.exists(out) and (not files.is_dir(out) or files.names_in(out)):
         raise DataError(f"--repair={out} is there already, and a new directory is needed.")
     reports = {name: damage.examine(data_dir, name) for name in splits}
     lines = []
@@ -124,7 +125,7 @@ def image_grid(data_dir: str, split_name: str) -> bytes:
     """The first images of a split side by side, as a PNG file.
 
     Raises:
-        DataError: there is no features.json, or it has no image.
+        DataError: there is no features.json, it has no image, or a record has none.
     """
     import tensorflow as tf
 
@@ -133,10 +134,15 @@ def image_grid(data_dir: str, split_name: str) -> bytes:
     if name is None:
         raise DataError(f"{features.source} has no image, so --grid has nothing to show.")
     images = []
-    for record in itertools.islice(
-        _records(records.open_split(data_dir, split_name)), _GRID_IMAGES
-    ):
-        images.append(_image(features, features[name], record))
+    first = itertools.islice(_records(records.open_split(data_dir, split_name)), _GRID_IMAGES)
+    for number, record in enumerate(first):
+        try:
+            images.append(_image(features, features[name], record))
+        except tf.errors.InvalidArgumentError as error:
+            raise DataError(
+                f"Record {number} of split {split_name!r} in {data_dir} has no {name} that can be "
+                f"decoded: {error.message.splitlines()[0]}"
+            ) from None
     sizes = {tuple(image.shape[:2]) for image in images}
     if len(sizes) > 1:
         images = [
@@ -154,7 +160,7 @@ def image_grid(data_dir: str, split_name: str) -> bytes:
 
 
 def _features(data_dir: str) -> Features | None:
-    if not records.exists(records.join(data_dir, "features.json")):
+    if not files.exists(files.join(data_dir, "features.json")):
         return None
     return read_features(data_dir)
 
@@ -166,43 +172,48 @@ def _described(feature: Feature) -> str:
     return f"{feature.name}: {feature.type_name} {feature.dtype} [{shape}]"
 
 
-def _labels(features: Features | None, split: Split) -> list[str]:
-    """Names of the labels; without features.json, what is called "label" and is an integer."""
+def _labels(features: Features | None) -> list[str]:
+    """Names of the labels; without features.json, what may be one."""
     if features is not None:
         return [name for name in features if features[name].kind == "label"]
-    import tensorflow as tf
-
-    feature = tf.train.Example.FromString(next(_records(split))).features.feature
-    return ["label"] if len(feature["label"].int64_list.value) == 1 else []
+    return ["label"]
 
 
 def _counts(data_dir: str, split: Split, label: str) -> Iterator[str]:
-    """How often each class occurs, over all records."""
+    """How often each class occurs, over all records; nothing where none has the label."""
     import tensorflow as tf
 
     counts: dict[int, int] = {}
-    spec = {label: tf.io.FixedLenFeature([], tf.int64)}
+    num_without = 0
+    spec = {label: tf.io.RaggedFeature(tf.int64)}
     dataset = tf.data.TFRecordDataset([shard.path for shard in split.shards]).batch(_BATCH)
     classes_of = dataset.map(lambda serialized: tf.io.parse_example(serialized, spec)[label])
-    for batch in damage.readable(classes_of):
-        classes, _, times = tf.unique_with_counts(batch)
-        for number, count in zip(classes.numpy().tolist(), times.numpy().tolist(), strict=True):
-            counts[number] = counts.get(number, 0) + count
-    names = _class_names(data_dir, label)
+    try:
+        for batch in damage.readable(classes_of):
+            classes, _, times = tf.unique_with_counts(batch.values)
+            for number, count in zip(classes.numpy().tolist(), times.numpy().tolist(), strict=True):
+                counts[number] = counts.get(number, 0) + count
+            num_without += int(tf.math.count_nonzero(batch.row_lengths() == 0))
+    except tf.errors.InvalidArgumentError:
+        yield f"  {label}  not counted: some record has none that is an integer"
+        return
+    if not counts:
+        return
+    class_names = _class_names(data_dir, label)
     shown = [
-        f"{names[number] if 0 <= number < len(names) else number}: {counts[number]:,}"
+        f"{class_names[number] if 0 <= number < len(class_names) else number}: {counts[number]:,}"
         for number in sorted(counts)[:_MOST_LABELS]
     ]
     more = f", and {len(counts) - _MOST_LABELS} more" if len(counts) > _MOST_LABELS else ""
-    yield f"  {label}  {'  '.join(shown)}{more}"
+    without = f"  without: {num_without:,}" if num_without else ""
+    yield f"  {label}  {'  '.join(shown)}{more}{without}"
 
 
 def _class_names(data_dir: str, label: str) -> list[str]:
-    path = records.join(data_dir, f"{label}.labels.txt")
-    if not records.exists(path):
+    path = files.join(data_dir, f"{label}.labels.txt")
+    if not files.exists(path):
         return []
-    with records.open_file(path) as file:
-        return file.read().decode().splitlines()
+    return files.read_text(path).splitlines()
 
 
 def _records(split: Split) -> Iterator[bytes]:
@@ -215,9 +226,14 @@ def _records(split: Split) -> Iterator[bytes]:
 def _shown(record: bytes) -> str:
     """The values of an example, long ones by their size."""
     import tensorflow as tf
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # No stubs.
 
+    try:
+        example = tf.train.Example.FromString(record)
+    except DecodeError:
+        return f"{_shown_bytes(record)}, no tf.train.Example"
     shown = []
-    for name, feature in sorted(tf.train.Example.FromString(record).features.feature.items()):
+    for name, feature in sorted(example.features.feature.items()):
         kind = feature.WhichOneof("kind")
         values = list(getattr(feature, kind).value) if kind else []
         if kind == "bytes_list":
@@ -252,7 +268,7 @@ def _image(features: Features, feature: Feature, record: bytes) -> "tf.Tensor":
     return tf.io.decode_image(encoded, channels=feature.shape[-1] or 3, expand_animations=False)
 
 
-def _also_lost(found: records.Damage) -> str:
+def _also_lost(found: frames.Damage) -> str:
     if found.num_records is None:
         return "; an unknown number of records is lost"
     return f"; {found.num_records:,} records are lost" if found.num_records > 1 else ""
@@ -271,7 +287,7 @@ def _reader_of(runs: Sequence[tuple[str, Run]]) -> Callable[[int, int], Iterator
     def examples(first: int, last: int) -> Iterator[bytes]:
         for number, low, high in pieces((run.num_records for _, run in runs), first, last):
             path, run = runs[number]
-            dataset = records.records_from(path, run.begin).skip(low).take(high - low)
+            dataset = frames.records_from(path, run.begin).skip(low).take(high - low)
             yield from damage.readable(dataset.as_numpy_iterator())
 
     return examples
@@ -297,7 +313,7 @@ def _main(argv: Sequence[str]) -> int:
 
 def _run(data_dir: str) -> int:
     values = flags.FLAGS
-    found = records.splits_in(data_dir)
+    found = names.splits_in(data_dir)
     splits = [values.split] if values.split else found
     if not splits:
         raise DataError(f"{data_dir} holds no TFRecord shards.")
@@ -314,8 +330,7 @@ def _run(data_dir: str) -> int:
         print(line)
     if values.grid:
         picture = image_grid(data_dir, "train" if "train" in splits else splits[0])
-        with open(values.grid, "wb") as file:
-            file.write(picture)
+        files.replace_file(values.grid, picture)
         print(f"{values.grid}: the first {_GRID_IMAGES} images or fewer")
     return 0
 

@@ -7,9 +7,9 @@
 The definition, which no part of the program may bend:
 
 * Position p is epoch * N + offset, over N records. Batch s is positions [s*B, (s+1)*B).
-* There are V lanes; V divides B; the lane of p is p mod V. So every batch takes exactly B/V records
-  from each lane, across the ends of epochs too. Lane v's length in epoch e is the number of
-  positions p in [e*N, (e+1)*N) with p mod V == v.
+* There are V lanes; V divides B, and is B if nothing else is asked for; the lane of p is p mod V.
+  So every batch takes exactly B/V records from each lane, across the ends of epochs too. Lane v's
+  length in epoch e is the number of positions p in [e*N, (e+1)*N) with p mod V == v.
 * The records, shards one after the other, are cut into chunks of c consecutive records of one shard
   (a shard's last may be shorter). Epoch e permutes the chunks with (seed, e): a sequence of N
   records. It is cut into V contiguous lanes of the lengths above, in order v = 0..V-1; lane v
@@ -24,6 +24,10 @@ The definition, which no part of the program may bend:
 * Examples of a batch stand lane by lane, then row by row. Replica r of R has the lanes
   [r*V//R, (r+1)*V//R), so its share is a contiguous slice of the batch, for any R.
 
+With V = B each example of a batch comes from another part of the epoch's sequence: records that are
+neighbours on disk meet in a batch more seldom than in a uniform shuffle. With fewer lanes the B/V
+records that a batch takes from one window of a lane are often of one chunk.
+
 Permutations are a stable sort by a hash, not numpy's Generator, whose streams may change between
 versions. The hash folds the words of the key with the finaliser of SplitMix64 (Steele, Lea, Flood:
 "Fast splittable pseudorandom number generators", OOPSLA 2014; constants as in Vigna's
@@ -32,7 +36,6 @@ splitmix64.c).
 
 import collections
 import dataclasses
-import math
 import threading
 from collections.abc import Iterator
 
@@ -46,17 +49,6 @@ Uint64s = npt.NDArray[np.uint64]
 # First word of a key: what is permuted, or drawn.
 _CHUNKS, _ROWS, _EXAMPLES = 1, 2, 3
 _EPOCHS_KEPT = 3
-
-
-def default_lanes(batch_size: int) -> int:
-    """V for a batch: all of a small batch, else a divisor in 16..64 that 8, 4 or 2 replicas share.
-
-    A batch size without such a divisor (a prime, say) gets one lane for each example.
-    """
-    if batch_size <= 32:
-        return batch_size
-    divisors = [d for d in range(16, 65) if batch_size % d == 0]
-    return max(divisors, key=lambda d: (math.gcd(d, 8), d), default=batch_size)
 
 
 def share(lanes: int, replica: int, num_replicas: int) -> range:
@@ -148,7 +140,7 @@ class Order:
             raise ValueError(
                 f"lanes must divide batch_size, so that each batch takes equally from each lane, "
                 f"Received: lanes={self.lanes}, batch_size={self.batch_size}. "
-                f"Set --config.data.lanes={default_lanes(self.batch_size)}, or another divisor."
+                f"Set --config.data.lanes={self.batch_size}, or another divisor."
             )
         if self.window_batches < 1:
             raise ValueError(
@@ -193,7 +185,7 @@ class Order:
         record in another epoch. They suit `tf.random.stateless_uniform` and its like.
         """
         positions = self.positions(first_batch, num_batches, lanes)
-        hashes = _mix(_hash(_EXAMPLES, self.seed) ^ _words(positions))
+        hashes = _mix(hash_words(_EXAMPLES, self.seed) ^ _words(positions))
         words = np.stack([hashes >> np.uint64(32), hashes & np.uint64(0xFFFFFFFF)], axis=-1)
         return words.astype(np.uint32).view(np.int32)
 
@@ -280,7 +272,7 @@ class Order:
         # No lane is longer than this, so small data sets do not pay for a large window.
         width = min(window_rows, -(-self.num_examples // self.lanes))
         rows = np.arange(width)
-        key = _hash(_ROWS, self.seed, epoch)
+        key = hash_words(_ROWS, self.seed, epoch)
         hashes = _mix(
             _mix(_mix(key ^ _words(lanes))[:, None] ^ _words(windows))[:, :, None] ^ _words(rows)
         )
@@ -310,7 +302,7 @@ class Order:
         records = _begins(lengths)[shard] + in_shard
         size = np.minimum(self.chunk_examples, lengths[shard] - in_shard)
         if self.shuffle:
-            hashes = _mix(_hash(_CHUNKS, self.seed, epoch) ^ _words(np.arange(len(shard))))
+            hashes = _mix(hash_words(_CHUNKS, self.seed, epoch) ^ _words(np.arange(len(shard))))
             permutation = np.argsort(hashes, kind="stable")
             records, size = records[permutation], size[permutation]
         # Positions p < x with p mod V == v: (x + V - 1 - v) // V. Python's integers, since x grows
@@ -341,8 +333,8 @@ def _mix(z: Uint64s) -> Uint64s:
     return z ^ (z >> np.uint64(31))
 
 
-def _hash(*words: int) -> Uint64s:
-    """The key of some words, uint64 [1]: arrays wrap around in silence, numpy's scalars warn."""
+def hash_words(*words: int) -> Uint64s:
+    """A key made of some words, uint64 [1]: arrays wrap around in silence, numpy's scalars warn."""
     key = np.zeros(1, np.uint64)
     for word in words:
         key = _mix(key ^ np.uint64(word % 2**64))

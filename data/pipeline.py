@@ -36,9 +36,13 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from data.crc import FOOTER_BYTES, FRAME_BYTES, HEADER_BYTES
+from data.features import ExampleParse
+from data.files import DataError, is_url
+from data.layout import Layout, find_layout
 from data.order import Int64s, Order
-from data.ranges import ByteRange, DamagedError, Window, Windows
-from data.records import DataError, Split
+from data.ranges import Buffers, ByteRanges, DamagedError, Window, Windows, aligned
+from data.records import Split
 
 Ticket = dict[str, npt.NDArray[np.generic]]
 Parse = Callable[[tf.Tensor], tuple[Any, Any]]
@@ -51,7 +55,6 @@ _GROUP_BYTES = 4 << 20  # So much of them, at most, before or after parsing.
 _PREFETCH_BYTES = 8 << 20
 _MIN_BUFFER_BYTES, _MAX_BUFFER_BYTES = 4 << 10, 1 << 20
 _MAX_THREADS = 8
-_ALIGN_BYTES = 64  # Of TensorFlow's tensors.
 
 
 def _read_pieces(
@@ -89,7 +92,9 @@ class Reader:
     example's seed alone, which `Order.seeds` makes. `num_threads` of this process read and parse;
     0: as many as this process may run on, at most 8. `cache_bytes`: `batches` without an end keep
     the parsed examples in memory if all of them are no larger; they are parsed before the first
-    batch. tf.data makes a copy of them, so they take twice as much.
+    batch. tf.data makes a copy of them, so they take twice as much. `prefetch_batches` of each
+    dataset are ready before they are asked for; 0 chooses. `gives_seeds`: training batches end with
+    these seeds, whatever `augment` did with them.
 
     Raises:
         DataError: the order was made for another split.
@@ -101,6 +106,8 @@ class Reader:
     num_threads: int = 0
     augment: Augment | None = None
     cache_bytes: int = 0
+    prefetch_batches: int = 0
+    gives_seeds: bool = False
 
     def __post_init__(self) -> None:
         """Check that order and split belong together."""
@@ -124,8 +131,9 @@ class Reader:
     ) -> tf.data.Dataset:
         """Batches first_batch, first_batch + 1, ... as (inputs [n, ...], labels [n, ...]).
 
-        n = len(lanes) * B / V, and static. Endless unless `num_batches` is given. The same elements
-        in the same order, whatever the number of threads and wherever reading begins.
+        With `gives_seeds`, seeds int32 [n, 2] follow. n = len(lanes) * B / V, and static. Endless
+        unless `num_batches` is given. The same elements in the same order, whatever the number of
+        threads and wherever reading begins.
         """
         example_bytes, num_examples = self._example_bytes, self.split.num_examples
         if num_batches is None and example_bytes * num_examples <= self.cache_bytes:
@@ -145,8 +153,8 @@ class Reader:
         """The plan of some batches, as arrays to hand to `read_ticket` or `parse_ticket`.
 
         Of m pieces: "shards", "byte_offsets", "skip", "take" int64 [m]; m varies from ticket to
-        ticket. "gather" int64 [num_batches, n]. With an `augment`, "seeds" int32
-        [num_batches, n, 2].
+        ticket. "gather" int64 [num_batches, n]. With an `augment`, or if it `gives_seeds`, "seeds"
+        int32 [num_batches, n, 2].
         """
         # Within a window chunks are read once; where a ticket is cut is the caller's choice, and
         # Order.windows the best one.
@@ -190,31 +198,40 @@ class Reader:
     def parse_ticket(self, ticket: dict[str, tf.Tensor]) -> tuple[Any, ...]:
         """The batches of a ticket, stacked: inputs and labels, each [num_batches, n, ...].
 
-        With "weights" in the ticket, they follow. A graph without py_function.
+        With "weights" in the ticket, they follow, or "seeds" if it `gives_seeds`. A graph without
+        py_function.
         """
         return self.parse_records(self.read_ticket(ticket), ticket)
 
     def parse_records(self, serialized: tf.Tensor, extras: dict[str, tf.Tensor]) -> tuple[Any, ...]:
-        """Parses what was read; augments it with the "seeds" in `extras`, passes "weights" on.
+        """Parses what was read; augments it with the "seeds" in `extras`; passes extras on.
 
-        `serialized`: string [..., n]. Inputs, labels and weights are shaped so too: [..., n, ...].
+        `serialized`: string [..., n]. All that is returned is shaped so too: [..., n, ...].
         """
-        return self._finish(self.parse(tf.reshape(serialized, [-1])), serialized, extras)
+        parsed = self.parse(tf.reshape(serialized, [-1]))
+        return self._finish(parsed, tf.shape(serialized), serialized.shape, extras)
 
     def _finish(
-        self, parsed: tuple[Any, Any], batches: tf.Tensor, extras: dict[str, tf.Tensor]
+        self,
+        parsed: tuple[Any, Any],
+        leading: tf.Tensor,
+        static: tf.TensorShape,
+        extras: dict[str, tf.Tensor],
     ) -> tuple[Any, ...]:
-        """What was parsed, augmented, and in the shape of `batches`; with the weights."""
+        """What was parsed, augmented, in the shape of batches, `leading`; with weights or seeds.
+
+        `static`: what is known of that shape when the graph is made.
+        """
         if self.augment is not None and "seeds" in extras:
             parsed = self.augment(*parsed, tf.reshape(extras["seeds"], [-1, 2]))
-        leading = tf.shape(batches)
 
         def stacked(value: tf.Tensor) -> tf.Tensor:
             folded = tf.reshape(value, tf.concat([leading, tf.shape(value)[1:]], 0))
-            return tf.ensure_shape(folded, batches.shape.concatenate(value.shape[1:]))
+            return tf.ensure_shape(folded, static.concatenate(value.shape[1:]))
 
         outputs = tf.nest.map_structure(stacked, tuple(parsed))
-        return (*outputs, extras["weights"]) if "weights" in extras else outputs
+        passed = ["weights", "seeds"] if self.gives_seeds else ["weights"]
+        return (*outputs, *(extras[name] for name in passed if name in extras))
 
     def _read_pieces(self, ticket: dict[str, tf.Tensor]) -> tf.Tensor:
         records = _read_pieces(
@@ -232,23 +249,33 @@ class Reader:
 
     def _plan(self, first_batch: int, num_batches: int, lanes: range | None) -> Ticket:
         reads = self.order.reads(first_batch, num_batches, lanes, self._read_through)
-        offsets, begins = self._chunk_offsets
+        byte_offsets, skip = self._seek(reads.shards, reads.chunks, reads.skip)
         return {
             "shards": reads.shards,
-            "byte_offsets": offsets[begins[reads.shards] + reads.chunks],
-            "skip": reads.skip,
+            "byte_offsets": byte_offsets,
+            "skip": skip,
             "take": reads.take,
             "gather": reads.gather,
         }
 
+    def _seek(self, shards: Int64s, chunks: Int64s, skip: Int64s) -> tuple[Int64s, Int64s]:
+        """The byte nearest before the records `skip` behind the chunks', and how many to skip.
+
+        Where all records of a shard are of one length, that is where they begin.
+        """
+        offsets, begins = self._chunk_offsets
+        frame_bytes = self._frame_bytes[shards]
+        at_chunk = offsets[begins[shards] + chunks]
+        return at_chunk + skip * frame_bytes, np.where(frame_bytes > 0, 0, skip)
+
     def _extras(
         self, first_batch: int, num_batches: int, lanes: range | None, *, weights: bool = False
     ) -> Ticket:
-        """What batches have beside their records: weights in evaluation, else seeds to augment."""
+        """What batches have beside their records: weights in evaluation, else seeds if needed."""
         if weights:
             positions = self.order.positions(first_batch, num_batches, lanes)
             return {"weights": (positions < self.split.num_examples).astype(np.float32)}
-        if self.augment is None:
+        if self.augment is None and not self.gives_seeds:
             return {}
         return {"seeds": self.order.seeds(first_batch, num_batches, lanes)}
 
@@ -276,7 +303,7 @@ class Reader:
         """One element a batch, its records read and parsed now."""
         spec = self.ticket_spec(lanes=lanes, weights=weights)
         extras = functools.partial(self._extras, lanes=lanes, weights=weights)
-        if any("://" in path for path in self._paths):
+        if any(is_url(path) for path in self._paths):
             tickets = tf.data.Dataset.from_generator(
                 lambda: (
                     {**self._plan(*run, lanes), **extras(*run)}
@@ -285,16 +312,18 @@ class Reader:
                 output_signature=spec,
             )
             return self._batched(self._read_by_tensorflow(tickets, lanes), self.parse_records)
+        spec["serialized"] = tf.TensorSpec(spec["gather"].shape, tf.string)
+        spec["unread"] = tf.TensorSpec([4, None], tf.int64)
+        if (layout := self._layout) is not None:
+            frame_bytes = len(layout.template) + FRAME_BYTES
+            spec["frames"] = tf.TensorSpec([*spec["gather"].shape, frame_bytes], tf.uint8)
+        of_batches = {"seeds", "weights", "serialized", "unread", "frames"}
         groups = tf.data.Dataset.from_generator(
             lambda: self._read_here(first_batch, stop, lanes, extras),
-            output_signature={
-                **{name: spec[name] for name in spec.keys() & {"seeds", "weights"}},
-                "serialized": tf.TensorSpec(spec["gather"].shape, tf.string),
-                "unread": tf.TensorSpec([4, None], tf.int64),
-            },
+            output_signature={name: spec[name] for name in spec.keys() & of_batches},
         )
 
-        def parse(group: dict[str, tf.Tensor]) -> tuple[Any, ...]:
+        def parse_read(group: dict[str, tf.Tensor]) -> tuple[Any, ...]:
             read, unread = group["serialized"], group["unread"]
 
             def read_unread() -> tf.Tensor:
@@ -305,7 +334,46 @@ class Reader:
             serialized = tf.cond(tf.size(unread) > 0, read_unread, lambda: read)
             return self.parse_records(tf.ensure_shape(serialized, read.shape), group)
 
+        def parse(group: dict[str, tf.Tensor]) -> tuple[Any, ...]:
+            if layout is None:
+                return parse_read(group)
+            frames = group["frames"]
+            outputs: tuple[Any, ...] = tf.cond(
+                tf.size(frames) > 0,
+                lambda: self._slice_frames(layout, frames, group),
+                lambda: parse_read(group),
+            )
+            return outputs
+
         return self._batched(groups.prefetch(2), parse)
+
+    def _slice_frames(
+        self, layout: Layout, frames: tf.Tensor, extras: dict[str, tf.Tensor]
+    ) -> tuple[Any, ...]:
+        """`parse_records`, of records of one layout with their framing: uint8 [k, n, bytes]."""
+        assert isinstance(self.parse, ExampleParse)
+        rows = tf.reshape(frames, [-1, frames.shape[-1]])
+        parsed = self.parse.finish(layout.slice(rows, begin=HEADER_BYTES))
+        return self._finish(parsed, tf.shape(frames)[:2], frames.shape[:2], extras)
+
+    @functools.cached_property
+    def _layout(self) -> Layout | None:
+        """The layout of the first record, if `parse` can do with slices."""
+        if not isinstance(self.parse, ExampleParse):
+            return None
+        shard = self.split.shards[0]
+        first_chunk = ByteRanges(
+            self._paths,
+            np.zeros(1, np.int64),
+            shard.offsets[:1],
+            self._chunk_ends[:1],
+            min(self.split.chunk_examples, shard.num_records),
+        )
+        try:
+            (record,) = Windows().read(first_chunk).records(np.zeros(1, np.int64))
+        except (DamagedError, OSError):
+            return None  # Reading it will say why.
+        return find_layout(record, self.parse.columns)
 
     def _read_here(
         self,
@@ -314,18 +382,19 @@ class Reader:
         lanes: range,
         extras: Callable[[int, int], Ticket],
     ) -> Iterator[Ticket]:
-        """Groups of k batches: "serialized", string [k, n], and "unread", int64 [4, 0].
+        """Groups of k batches, in one of three forms; the others are empty.
 
-        Those that cannot be read or verified are "unread", int64 [4, k * n], a ticket's piece for
-        each, and "serialized" is empty: TensorFlow's own reader then raises the error that names
-        the fault.
+        "frames": uint8 [k, n, bytes], records of the layout with their framing. "serialized":
+        string [k, n], any records. "unread": int64 [4, k * n], a ticket's piece for each record,
+        where some cannot be read or verified: TensorFlow's own reader then raises the error that
+        names the fault.
         """
         most = self._group_batches(lanes)
-        windows = Windows()
+        windows, buffers = Windows(), Buffers()
         for first, num_batches in self._runs(first_batch, stop):
-            ranges, num_records, numbers = self._byte_ranges(first, num_batches, lanes)
+            ranges, numbers = self._byte_ranges(first, num_batches, lanes)
             try:
-                window = windows.read(ranges, num_records)
+                window: Window | None = windows.read(ranges)
             except (DamagedError, OSError):
                 window = None
             # Groups of one size, so that all threads that parse have as much to do.
@@ -333,11 +402,22 @@ class Reader:
             cuts = [i * num_batches // num_groups for i in range(num_groups + 1)]
             for begin, end in itertools.pairwise(cuts):
                 batches = (first + begin, end - begin)
-                try:
-                    read, unread = _records(window, numbers[begin:end]), np.zeros((4, 0), np.int64)
-                except DamagedError:
-                    read, unread = numbers[:0].astype(object), self._one_by_one(*batches, lanes)
-                yield {"serialized": read, "unread": unread, **extras(*batches)}
+                group = _group(window, numbers[begin:end], self._layout, buffers)
+                if group is None:
+                    group = {"unread": self._one_by_one(*batches, lanes)}
+                yield {**self._no_records(lanes), **group, **extras(*batches)}
+
+    def _no_records(self, lanes: range) -> Ticket:
+        """What a group of `_read_here` has in place of the forms that it is not in."""
+        num_examples = self._share_examples(lanes)
+        empty: Ticket = {
+            "serialized": np.empty((0, num_examples), object),
+            "unread": np.empty((4, 0), np.int64),
+        }
+        if self._layout is not None:
+            frame_bytes = len(self._layout.template) + FRAME_BYTES
+            empty["frames"] = np.empty((0, num_examples, frame_bytes), np.uint8)
+        return empty
 
     def _one_by_one(self, first_batch: int, num_batches: int, lanes: range) -> Int64s:
         """A ticket's piece for each record of some batches: int64 [4, num_batches * n]."""
@@ -346,34 +426,36 @@ class Reader:
         begins = np.cumsum(lengths) - lengths
         shards = np.searchsorted(begins, records, side="right") - 1
         chunks, skip = np.divmod(records - begins[shards], self.split.chunk_examples)
-        offsets, first_chunks = self._chunk_offsets
-        return np.stack(
-            [shards, offsets[first_chunks[shards] + chunks], skip, np.ones_like(records)]
-        )
+        return np.stack([shards, *self._seek(shards, chunks, skip), np.ones_like(records)])
 
     def _byte_ranges(
         self, first_batch: int, num_batches: int, lanes: range
-    ) -> tuple[list[ByteRange], int, Int64s]:
-        """Whole chunks with the records of some batches, how many they hold, and which those are.
+    ) -> tuple[ByteRanges, Int64s]:
+        """Where the records of some batches lie, and which of those in there are the batches'.
 
-        The numbers, int64 [num_batches, n], count the records of all ranges from 0.
+        Of records of many lengths, whole chunks. The numbers, int64 [num_batches, n], count the
+        records of all ranges from 0.
         """
         reads = self.order.reads(first_batch, num_batches, lanes, self._read_through)
-        chunk_examples, shards = self.split.chunk_examples, self.split.shards
+        chunk_examples = self.split.chunk_examples
+        frame_bytes = self._frame_bytes[reads.shards]
+        begins, skip = self._seek(reads.shards, reads.chunks, reads.skip)
+        # Up to the end of the chunk that the last record is in, or of that record.
         last = reads.chunks + (reads.skip + reads.take - 1) // chunk_examples
         lengths = np.array(self.split.shard_lengths)[reads.shards]
-        held = np.minimum((last + 1) * chunk_examples, lengths) - reads.chunks * chunk_examples
-        ranges = []
-        for shard, begin, end in zip(
-            reads.shards.tolist(), reads.chunks.tolist(), (last + 1).tolist(), strict=True
-        ):
-            path, offsets = shards[shard].path, shards[shard].offsets
-            stop = int(offsets[end]) if end < len(offsets) else shards[shard].end
-            ranges.append(ByteRange(path, int(offsets[begin]), stop))
+        in_chunks = np.minimum((last + 1) * chunk_examples, lengths) - reads.chunks * chunk_examples
+        held = np.where(frame_bytes > 0, reads.take, in_chunks)
+        chunk_ends, first_chunks = self._chunk_ends, self._chunk_offsets[1]
+        ends = np.where(
+            frame_bytes > 0,
+            begins + reads.take * frame_bytes,
+            chunk_ends[first_chunks[reads.shards] + last],
+        )
+        ranges = ByteRanges(self._paths, reads.shards, begins, ends, int(held.sum()))
         # From places among the records taken to places among those held.
-        shift = np.cumsum(held) - held + reads.skip - (np.cumsum(reads.take) - reads.take)
+        shift = np.cumsum(held) - held + skip - (np.cumsum(reads.take) - reads.take)
         numbers = reads.gather + np.repeat(shift, reads.take)[reads.gather]
-        return ranges, int(held.sum()), numbers
+        return ranges, numbers
 
     def _read_by_tensorflow(self, tickets: tf.data.Dataset, lanes: range) -> tf.data.Dataset:
         """From tickets, groups of batches: string [k, n], and what they have beside."""
@@ -414,7 +496,7 @@ class Reader:
         def pick(group: dict[str, tf.Tensor]) -> tuple[Any, ...]:
             rows = tf.reshape(group["gather"], [-1])
             parsed = tf.nest.map_structure(lambda values: tf.gather(values, rows), parsed_split)
-            return self._finish(parsed, group["gather"], group)
+            return self._finish(parsed, tf.shape(group["gather"]), group["gather"].shape, group)
 
         plans = tf.data.Dataset.from_generator(groups, output_signature=spec)
         return self._batched(plans.prefetch(2), pick)
@@ -422,7 +504,7 @@ class Reader:
     def _batched(
         self, groups: tf.data.Dataset, parse: Callable[..., tuple[Any, ...]]
     ) -> tf.data.Dataset:
-        """One element a batch: inputs, labels, and the weights of those that have them."""
+        """One element a batch: inputs, labels, and the weights or seeds of those that have them."""
         _collect_iterators_at_exit()
         options = tf.data.Options()
         options.deterministic = True
@@ -430,11 +512,13 @@ class Reader:
         options.threading.private_threadpool_size = self._threads
         parsed = groups.map(parse, num_parallel_calls=self._threads)
         batches = parsed.flat_map(lambda *stacked: tf.data.Dataset.from_tensor_slices(stacked))
-        batch_bytes = sum(
-            _num_bytes(spec.shape, spec.dtype) for spec in tf.nest.flatten(batches.element_spec)
-        )
-        num_ahead = min(2 * self._threads, max(2, int(_PREFETCH_BYTES // batch_bytes)))
+        num_ahead = self.prefetch_batches or self._batches_ahead(batches.element_spec)
         return batches.prefetch(num_ahead).with_options(options)
+
+    def _batches_ahead(self, specs: Any) -> int:
+        """Batches ready before they are asked for, where that is left to this program."""
+        batch_bytes = sum(_num_bytes(spec.shape, spec.dtype) for spec in tf.nest.flatten(specs))
+        return min(2 * self._threads, max(2, int(_PREFETCH_BYTES // batch_bytes)))
 
     @property
     def _threads(self) -> int:
@@ -467,7 +551,7 @@ class Reader:
             parsed, end = batch[:2], min(first + size, num_examples)
             if kept is None:
                 kept = tf.nest.map_structure(
-                    lambda t: _aligned([num_examples, *t.shape[1:]], t.dtype.as_numpy_dtype), parsed
+                    lambda t: _array([num_examples, *t.shape[1:]], t.dtype.as_numpy_dtype), parsed
                 )
             for values, of_all in zip(tf.nest.flatten(parsed), tf.nest.flatten(kept), strict=True):
                 of_all[first:end] = values.numpy()[: end - first]
@@ -487,7 +571,7 @@ class Reader:
     def _read_through(self) -> int:
         return _READ_THROUGH_BYTES // self.split.mean_record_bytes
 
-    @property
+    @functools.cached_property
     def _paths(self) -> list[str]:
         return [shard.path for shard in self.split.shards]
 
@@ -498,18 +582,40 @@ class Reader:
         offsets = np.concatenate([shard.offsets for shard in self.split.shards])
         return offsets, np.cumsum(counts) - counts
 
+    @functools.cached_property
+    def _chunk_ends(self) -> Int64s:
+        """Where each chunk of all shards ends."""
+        return np.concatenate(
+            [np.append(shard.offsets[1:], shard.end) for shard in self.split.shards]
+        )
 
-def _records(window: Window | None, numbers: Int64s) -> npt.NDArray[np.object_]:
-    """Records of a window, shaped as `numbers`.
+    @functools.cached_property
+    def _frame_bytes(self) -> Int64s:
+        """Bytes of each record of a shard, or 0."""
+        return np.array([shard.frame_bytes for shard in self.split.shards])
 
-    Raises:
-        DamagedError: there is no window, or a record is damaged.
+
+def _group(
+    window: Window | None, numbers: Int64s, layout: Layout | None, buffers: Buffers
+) -> Ticket | None:
+    """Records of a window, shaped as `numbers` [k, n]: "frames" if possible, else "serialized".
+
+    None if there is no window, or a record is damaged.
     """
     if window is None:
-        raise DamagedError
+        return None
+    wanted = numbers.reshape(-1)
+    if layout is not None:
+        frames = buffers.array((*numbers.shape, len(layout.template) + FRAME_BYTES))
+        rows = frames.reshape(numbers.size, -1)
+        if window.frames(wanted, rows) and layout.fits(rows[:, HEADER_BYTES:-FOOTER_BYTES]):
+            return {"frames": frames}
     records = np.empty(numbers.size, object)
-    records[:] = window.records(numbers.reshape(-1))
-    return records.reshape(numbers.shape)
+    try:
+        records[:] = window.records(wanted)
+    except DamagedError:
+        return None
+    return {"serialized": records.reshape(numbers.shape)}
 
 
 @functools.cache
@@ -522,13 +628,9 @@ def _collect_iterators_at_exit() -> None:
     atexit.register(gc.collect)
 
 
-def _aligned(shape: list[int], dtype: Any) -> npt.NDArray[Any]:
-    """An array whose memory TensorFlow can use as a tensor's, so that there is no copy of it."""
-    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(num_bytes + _ALIGN_BYTES, np.uint8)
-    begin = -memory.ctypes.data % _ALIGN_BYTES
-    array: npt.NDArray[Any] = memory[begin : begin + num_bytes].view(dtype).reshape(shape)
-    return array
+def _array(shape: list[int], dtype: Any) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = aligned(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype)
+    return array.reshape(shape)
 
 
 def _as_tensor(array: npt.NDArray[Any]) -> tf.Tensor:

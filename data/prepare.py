@@ -9,10 +9,11 @@
     python -m data.prepare tfds:cifar10
     python -m data.prepare rewrite --source=DIR --out=OTHER_DIR
 
-Written to datasets/NAME (--out=DIR changes that): shards with their index, and the metadata with
-which `tfds.builder_from_directory` reads them too. Equal sources give equal bytes. A directory that
-has its name is whole: everything is written beside it first, then renamed. Who comes second, in the
-same moment or later, finds it done.
+Written to datasets/NAME (--out=DIR changes that; it may be a URL): shards with their index, and the
+metadata with which `tfds.builder_from_directory` reads them too. Equal sources give equal bytes. A
+directory that has its name is whole: everything is written beside it first, then renamed; at a URL
+it is whole when it has its dataset_info.json. Who comes second, in the same moment or later, finds
+it done.
 
 Examples are read as they are written, so memory does not grow with their number, but for 8 bytes
 of each that go to the index, the paths of a folder's images and the labels of IDX and SVHN.
@@ -30,9 +31,10 @@ from typing import IO
 
 from absl import app, flags
 
-from data import records
+from data import files, writing
+from data.crc import FRAME_BYTES
+from data.files import DataError
 from data.flags import parse_flags
-from data.records import DataError
 from data.sources import (
     LAYOUTS,
     TEST_FRACTION,
@@ -54,9 +56,6 @@ _SHARD_BYTES = 128 << 20
 _REPORT_EXAMPLES = 100_000
 _REFRESH_EXAMPLES = 256
 _MAX_PROCESSES = 8
-# 2 GB. Each process imports TensorFlow for each split, in which time one process that has it writes
-# about 0.4 GB of small records.
-_SHARDS_A_PROCESS = 16
 
 _IMAGES, _SPLITTING = ("layout",), ("test_fraction", "seed")
 # Known names, and kinds for KIND:NAME, each with the options that mean something there.
@@ -83,16 +82,16 @@ def prepare(
     """Make sure that `out` holds the data set `name`, whole; writes it only if it is not there.
 
     May be called by several processes at once, on several hosts that share a file system with
-    locks: one writes, the others wait. Progress goes to stderr. The files are the same whatever
-    `num_processes` write them; 0 is one for each core, at most 8, of a data set so large that it is
-    worth their start.
+    locks: one writes, the others wait. A URL has no locks: there one process must do it. Progress
+    goes to stderr. The files are the same whatever `num_processes` write them; 0 is one for each
+    core, at most 8, and no more than there are shards (128 MB each).
 
     Raises:
         DataError: the name or the source is wrong, or `out` holds something else.
     """
     options = options or Options()
     _check_options(name, options)
-    out = os.path.abspath(out)
+    out = files.absolute(out)
     if _is_prepared(name, out):
         unlike = ", whatever its options were" if options.given() else ""
         _say(f"{out} already holds {name}{unlike}: nothing to do. Remove it to write it again.")
@@ -115,10 +114,22 @@ def write_new(
 ) -> None:
     """Write a source to `out`, at once or not at all; `is_done` tells if another process has.
 
+    At a URL a directory cannot be renamed at once: what makes it a data set, dataset_info.json, is
+    written last.
+
     Raises:
         DataError: from `make_source`, `is_done`, or reading the source.
     """
-    out = os.path.abspath(out)
+    out = files.absolute(out)
+    if files.is_url(out):
+        source = make_source()
+        try:
+            _write(source, out, num_processes)
+        except BaseException:
+            files.remove_tree(out)
+            raise
+        _say(f"{out} holds {what}.")
+        return
     parent, base = os.path.split(out)
     os.makedirs(parent, exist_ok=True)
     with _lock(os.path.join(parent, f".{base}.lock"), f"{what} in {out}"):
@@ -208,12 +219,11 @@ def _is_prepared(name: str, out: str) -> bool:
         DataError: it is something else, which must not be overwritten.
     """
     try:
-        with open(os.path.join(out, "dataset_info.json"), encoding="utf-8") as file:
-            info = json.load(file)
+        info = json.loads(files.read_text(files.join(out, "dataset_info.json")))
     except NotADirectoryError:
         raise DataError(f"{out} is a file. Give another --out, or remove it.") from None
     except FileNotFoundError:
-        if os.path.isdir(out) and os.listdir(out):
+        if files.is_dir(out) and files.names_in(out):
             raise DataError(
                 f"{out} is not empty, and holds no data set that this program wrote. Give another "
                 f"directory (--out=DIR), or remove it: rm -r {out}"
@@ -235,14 +245,14 @@ def _is_prepared(name: str, out: str) -> bool:
 
 
 def _write(source: Source, out: str, num_processes: int) -> None:
-    """Shards, indexes and metadata of every split, into a directory that is not there yet."""
-    os.makedirs(out)
+    """Shards, indexes and metadata of every split, into a directory that has nothing yet."""
+    files.make_dirs(out)
     split_infos = []
     num_processes = num_processes or _num_processes(source)
     for split_name, split in sorted(source.splits.items()):
         num_shards = _num_shards(split)
         with _reported(split_name, split.num_examples) as report:
-            written = records.write_split(
+            written = writing.write_split(
                 split.examples,
                 out,
                 source.name,
@@ -252,8 +262,7 @@ def _write(source: Source, out: str, num_processes: int) -> None:
                 num_processes,
                 report,
             )
-        framing = records.HEADER_BYTES + records.FOOTER_BYTES
-        num_bytes = sum(s.num_bytes - framing * s.num_records for s in written.shards)
+        num_bytes = sum(s.num_bytes - FRAME_BYTES * s.num_records for s in written.shards)
         split_infos.append(
             {
                 "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
@@ -272,8 +281,7 @@ def _write(source: Source, out: str, num_processes: int) -> None:
         *source.files.items(),
         ("dataset_info.json", json.dumps(info, indent=2) + "\n"),
     ]:
-        with open(os.path.join(out, file_name), "w", encoding="utf-8") as file:
-            file.write(text)
+        files.replace_file(files.join(out, file_name), text.encode())
 
 
 @contextlib.contextmanager
@@ -310,11 +318,11 @@ def _num_shards(split: SourceSplit) -> int:
 
 
 def _num_processes(source: Source) -> int:
-    """As many as there are cores, but each has enough to write that its start is worth while."""
+    """As many as there are cores, but each writes a shard at least."""
     num_shards = max(map(_num_shards, source.splits.values()))
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, min(cores, _MAX_PROCESSES, num_shards // _SHARDS_A_PROCESS))
+    return max(1, min(cores, _MAX_PROCESSES, num_shards))
 
 
 @contextlib.contextmanager

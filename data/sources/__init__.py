@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from data.records import DataError
+from data.files import DataError
 
 SPLIT_NAMES = ("train", "test", "val", "valid", "validation", "extra")
 LAYOUTS = ("tfds", "image_raw")
@@ -98,6 +98,22 @@ def test_chooser(options: Options) -> Callable[[str], bool]:
         return int.from_bytes(digest.digest(), "big") < bound
 
     return is_test
+
+
+def check_chosen(options: Options, splits: Mapping[str, int], source: str) -> None:
+    """Returns if `test_chooser` has left examples in each of `splits`, name -> count.
+
+    Raises:
+        DataError: one is empty.
+    """
+    for split, count in splits.items():
+        if not count and (total := sum(splits.values())):
+            fraction = TEST_FRACTION if options.test_fraction is None else options.test_fraction
+            raise DataError(
+                f"--test_fraction={fraction} leaves split {split!r} without examples: {source} has "
+                f"{total}, of which each is chosen with that probability. Give another "
+                f"--test_fraction, or another --seed than {options.seed or 0}."
+            )
 
 
 def refuse_fraction(options: Options, why: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from data.records import DataError
+from data.files import DataError
 from data.sources import Options, Source, pieces, required
 from data.sources.examples import Classes, ImageSplit, labelled_images
 

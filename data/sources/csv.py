@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from data.records import DataError
+from data.files import DataError
 from data.sources import Options, Source, required
 from data.sources.examples import Classes, Node, Value, scalar, text
 from data.sources.tables import Row, Table, check_label, classes_of, split_files, table_source

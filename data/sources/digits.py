@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from data.records import DataError
+from data.files import DataError
 from data.sources import Options, Source
 from data.sources.examples import Classes, ImageSplit, labelled_images
 

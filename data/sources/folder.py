@@ -12,12 +12,13 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from data.records import DataError
+from data.files import DataError
 from data.sources import (
     SPLIT_NAMES,
     Options,
     Source,
     SourceSplit,
+    check_chosen,
     refuse_fraction,
     required,
     test_chooser,
@@ -89,6 +90,9 @@ def source(name: str, directory: str | None, options: Options) -> Source:
             sizes.add((height, width))
             channels.add(depth)
             num_bytes[split] += os.path.getsize(item.path) + 80
+    # Last, because a file that is no image is the greater trouble.
+    if "train" not in folders:
+        check_chosen(options, {split: len(items) for split, items in found.items()}, directory)
     height, width = sizes.pop() if len(sizes) == 1 else (-1, -1)
     # Where they differ all are decoded as RGB; grey with alpha too, which few models take.
     depth = channels.pop() if len(channels) == 1 and channels <= {1, 3, 4} else 3
@@ -182,7 +186,10 @@ def _head(path: str) -> tuple[str, int, int, int]:
 
 
 def _head_of_jpeg(file: BinaryIO, path: str) -> tuple[int, int, int]:
-    """Height, width and channels, leaving the file behind its frame header (ITU T.81, annex B)."""
+    """Height, width and channels as they are decoded; ITU T.81, annex B.
+
+    Leaves the file behind its frame header.
+    """
     file.seek(2)
     while True:
         marker = file.read(2)
@@ -194,5 +201,6 @@ def _head_of_jpeg(file: BinaryIO, path: str) -> tuple[int, int, int]:
         if marker[1] in _JPEG_FRAMES:
             frame = file.read(6).ljust(6, b"\0")
             _, height, width, channels = struct.unpack(">BHHB", frame)
-            return height, width, channels
+            # The four of CMYK are decoded to RGB.
+            return height, width, min(channels, 3)
         file.seek(struct.unpack(">H", length)[0] - 2, os.SEEK_CUR)

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO, cast
 
-from data.records import DataError
+from data.files import DataError
 from data.sources import Options, Source
 from data.sources.examples import Classes, ImageSplit, labelled_images
 

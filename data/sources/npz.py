@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from data.records import DataError
+from data.files import DataError
 from data.sources import SPLIT_NAMES, Options, Source, required
 from data.sources.examples import Classes, Node, Value, scalar, tensor, text
 from data.sources.tables import Row, Table, check_label, classes_of, split_files, table_source
@@ -220,8 +220,15 @@ def _table(columns: Mapping[str, _Column]) -> Table:
 
 def _label_values(columns: list[_Column]) -> Iterator[int | str]:
     for column in columns:
-        for value in column.values():
+        for row, value in enumerate(column.values()):
             if isinstance(value, bytes):
-                yield value.decode()
+                try:
+                    yield value.decode()
+                except UnicodeDecodeError:
+                    raise DataError(
+                        f"{column.path}: row {row} of {column.member.removesuffix('.npy')} is "
+                        f"{value!r}, which is not UTF-8, and a label that is a name must be. Save "
+                        "the column as np.char.decode(..., ENCODING) of it."
+                    ) from None
             elif isinstance(value, int):
                 yield value

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-from data import records
-from data.records import DataError
+from data import files, names
+from data.files import DataError
 from data.sources import Source, SourceSplit, pieces
 
 
@@ -21,19 +21,19 @@ def source(directory: str | None) -> Source:
             "rewrite needs the directory to read: "
             "python -m data.prepare rewrite --source=DIR --out=OTHER_DIR"
         )
-    names = records.splits_in(directory)
-    if not names:
+    found = names.splits_in(directory)
+    if not found:
         raise DataError(f"{directory} holds no TFRecord shards, so there is nothing to rewrite.")
     splits = {}
-    for split in names:
-        paths = records.shard_paths(directory, split)
+    for split in found:
+        paths = names.shard_paths(directory, split)
         counts, num_bytes = [], 0
         for path in paths:
             counts.append(0)
             for example in _records_of(path):
                 counts[-1] += 1
                 num_bytes += len(example)
-        announced = records.shard_lengths_announced(directory, split)
+        announced = names.shard_lengths_announced(directory, split)
         for path, count in zip(paths, counts, strict=True):
             if not count:
                 raise DataError(f"{path} has no record: copy it again, or remove it on purpose.")
@@ -43,8 +43,8 @@ def source(directory: str | None) -> Source:
                 f"dataset_info.json says {announced}: some were cut short. Copy them again."
             )
         splits[split] = SourceSplit(sum(counts), num_bytes, copied(paths, counts))
-    first = os.path.basename(records.shard_paths(directory, names[0])[0])
-    return Source(name_of_shards(first, names[0]), splits, metadata_files(directory))
+    first = os.path.basename(names.shard_paths(directory, found[0])[0])
+    return Source(name_of_shards(first, found[0]), splits, metadata_files(directory))
 
 
 def name_of_shards(file_name: str, split: str) -> str:
@@ -55,12 +55,11 @@ def name_of_shards(file_name: str, split: str) -> str:
 
 def metadata_files(directory: str) -> dict[str, str]:
     """features.json and the names of labels, where there are some."""
-    files = {}
-    for name in sorted(os.listdir(directory)):
-        if name == "features.json" or name.endswith(".labels.txt"):
-            with open(os.path.join(directory, name), encoding="utf-8") as file:
-                files[name] = file.read()
-    return files
+    return {
+        name: files.read_text(files.join(directory, name))
+        for name in sorted(files.names_in(directory))
+        if name == "features.json" or name.endswith(".labels.txt")
+    }
 
 
 def copied(paths: Sequence[str], counts: Sequence[int]) -> Callable[[int, int], Iterator[bytes]]:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data.records import DataError
+from data.files import DataError
 from data.sources import Options, Source, required
 from data.sources.examples import Classes, ImageSplit, labelled_images
 

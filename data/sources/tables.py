@@ -4,12 +4,13 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from data.records import DataError
+from data.files import DataError
 from data.sources import (
     SPLIT_NAMES,
     Options,
     Source,
     SourceSplit,
+    check_chosen,
     chosen_rows,
     refuse_fraction,
     test_chooser,
@@ -61,8 +62,10 @@ def table_source(
     if "" in tables:
         table, is_test = tables[""], test_chooser(options)
         num_test = sum(is_test(str(row)) for row in range(table.num_rows))
+        num_train = table.num_rows - num_test
+        check_chosen(options, {"train": num_train, "test": num_test}, name)
         splits = {
-            "train": split_of(table, lambda row: not is_test(str(row)), table.num_rows - num_test),
+            "train": split_of(table, lambda row: not is_test(str(row)), num_train),
             "test": split_of(table, lambda row: is_test(str(row)), num_test),
         }
     else:

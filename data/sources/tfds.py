@@ -7,7 +7,7 @@ import urllib.parse
 import urllib.request
 from typing import TYPE_CHECKING
 
-from data.records import DataError
+from data.files import DataError
 from data.sources import Source, SourceSplit
 from data.sources.rewrite import copied, metadata_files
 
