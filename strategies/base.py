@@ -61,16 +61,28 @@ class Position:
     Attributes:
         next_batch: The batches from here on.
         open_shares: And these of batches before it: (batch, first lane, last lane).
+        skipped: How many examples before it no step will consume, for each time that training
+            went back from a loss that was no number and on behind the examples that led there.
     """
 
     next_batch: int = 0
     open_shares: tuple[tuple[int, int, int], ...] = ()
+    skipped: tuple[int, ...] = ()
 
     def num_examples(self, order: Order) -> int:
         """Examples that steps have consumed."""
         open_lanes = sum(last + 1 - first for _, first, last in self.open_shares)
         rows = order.batch_size // order.lanes
-        return self.next_batch * order.batch_size - open_lanes * rows
+        return self.next_batch * order.batch_size - open_lanes * rows - sum(self.skipped)
+
+    def behind(self, end: "Position", order: Order) -> "Position":
+        """Where training that goes back to here goes on, if nothing up to `end` is to be consumed.
+
+        `end` is where the same training had come to: it has skipped what this has, and no more.
+        """
+        num_skipped = end.next_batch * order.batch_size - sum(self.skipped)
+        num_skipped -= self.num_examples(order)
+        return Position(end.next_batch, (), (*self.skipped, num_skipped))
 
 
 class PositionError(ValueError):
@@ -105,6 +117,21 @@ class Learner(Protocol):
         """Metrics of this replica's share, nothing changes. float64 [metrics, 2]."""
 
 
+class _Pace:
+    """How much to do at once, so that it takes about `_LOOK_SECS`; the same in all tasks."""
+
+    def __init__(self) -> None:
+        """Begins with one."""
+        self.size = 1
+
+    def adapt(self, size: int, seconds: float) -> None:
+        """What `size` took. By doubling: the first time includes tracing, and says little."""
+        if seconds < _LOOK_SECS / 2 and size == self.size:
+            self.size *= 2
+        elif seconds > _LOOK_SECS:
+            self.size = max(1, size // 2)
+
+
 class Executor(abc.ABC):
     """Runs a learner's steps on one strategy's devices.
 
@@ -115,6 +142,7 @@ class Executor(abc.ABC):
         strategy: The tf.distribute.Strategy.
         is_chief: Whether this task is the one that writes.
         io_device: The device whose file system holds the checkpoints; None is the local one.
+        on_progress: Called after each part of `run` and `evaluate`, which take about a second.
     """
 
     strategy: Any
@@ -123,9 +151,11 @@ class Executor(abc.ABC):
 
     def __init__(self) -> None:
         """Nothing has asked for a stop."""
+        self.on_progress: Callable[[], None] = lambda: None
         self._stop_requested = False
         self._stopping = False
-        self._pace = 1
+        self._pace = _Pace()
+        self._evaluation_pace = _Pace()
 
     @property
     @abc.abstractmethod
@@ -160,6 +190,27 @@ class Executor(abc.ABC):
             PositionError: `position` has open shares, which this executor would leave out.
         """
 
+    def go_back(self, restore: Callable[[], tuple[Position, Counts]]) -> None:
+        """Calls `restore`, which sets the variables back, and goes on from where that says.
+
+        Meanwhile nobody computes with them. Between two calls of `run`; all tasks call it together.
+        """
+        self._settle()
+        position, counts = restore()
+        self._seek(position)
+        self.go_on_counting(counts)
+
+    def _settle(self) -> None:
+        """Returns when nothing is in flight, also of what is no step yet."""
+
+    @abc.abstractmethod
+    def _seek(self, position: Position) -> None:
+        """The next step takes what is at `position`, and what is counted begins at 0.
+
+        Raises:
+            PositionError: as `start`.
+        """
+
     def run(self, num_steps: int) -> Metrics:
         """Runs `num_steps` steps, or a few more where they are asynchronous, and waits for all.
 
@@ -172,16 +223,13 @@ class Executor(abc.ABC):
         """
         metrics: Metrics = {}
         while num_steps > 0 and not self._stopping:
-            size = min(num_steps, self._pace)
+            size = min(num_steps, self._pace.size)
             with _data_faults_marked():
                 more, seconds = self._run(size)
             metrics = add(metrics, more)
             num_steps -= size
-            # By doubling: the first steps include tracing, and say little about the next.
-            if seconds < _LOOK_SECS / 2 and size == self._pace:
-                self._pace *= 2
-            elif seconds > _LOOK_SECS:
-                self._pace = max(1, size // 2)
+            self._pace.adapt(size, seconds)
+            self.on_progress()
         return metrics
 
     @abc.abstractmethod
@@ -191,18 +239,47 @@ class Executor(abc.ABC):
         All tasks that run the loop return the same seconds: they decide what comes next.
         """
 
-    def evaluate(self) -> Metrics:
+    def evaluate(self, *, whole: bool = True) -> Metrics:
         """Metrics over each example of the evaluation Reader, exactly once.
+
+        Unless it must be `whole`, empty if there is a wish to stop meanwhile.
 
         Raises:
             PeerLostError, DataFaultError: as `run`.
         """
-        with _data_faults_marked():
-            return self._evaluate()
+        metrics: Metrics = {}
+        first, end = 0, self._num_evaluation_batches
+        while first < end:
+            size = self._evaluation_pace.size
+            # A multiple of the unit; what is past the end counts nothing.
+            num_batches = min(size, -(-(end - first) // self._evaluation_unit))
+            num_batches *= self._evaluation_unit
+            with _data_faults_marked():
+                metrics, seconds = self._evaluate(first, num_batches)
+            first += num_batches
+            self._evaluation_pace.adapt(num_batches // self._evaluation_unit, seconds)
+            self.on_progress()
+            if self._stopping and not whole:
+                return {}
+        return metrics
+
+    @property
+    @abc.abstractmethod
+    def _num_evaluation_batches(self) -> int:
+        """Batches of the evaluation Reader."""
+
+    @property
+    def _evaluation_unit(self) -> int:
+        """How many batches are evaluated at least at once."""
+        return 1
 
     @abc.abstractmethod
-    def _evaluate(self) -> Metrics:
-        """What `evaluate` promises; TensorFlow's errors may pass."""
+    def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
+        """Metrics of all batches up to these; sets `_stopping`, returns seconds, as `_run` does.
+
+        Called in the order of the batches, from 0. `num_batches` is a multiple of
+        `_evaluation_unit`. Where an evaluation is cut must make no difference, in any bit.
+        """
 
     def everyones(self, number: int) -> list[int]:
         """The `number` of each task that runs the loop, the chief's first; all call it together."""
@@ -223,6 +300,13 @@ class Executor(abc.ABC):
     def go_on_counting(self, counts: Counts) -> None:
         """Counts on from what `counts` was when this run was saved; after `start`."""
 
+    def watch_peers(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
+        """From now on, looks after the other tasks; one that is silent for so long is lost.
+
+        Where the run cannot go on without it, `on_lost` is called with a message, on another
+        thread. A task that ends is found by TensorFlow; this is for those that stand still.
+        """
+
     def request_stop(self) -> None:
         """Asks for a stop after the current `run`. Safe in a signal handler."""
         self._stop_requested = True
@@ -232,8 +316,8 @@ class Executor(abc.ABC):
         """Whether a task was asked to stop. All tasks that run the loop agree after each `run`."""
         return self._stopping
 
-    def close(self) -> None:
-        """Ends the run everywhere: a barrier, so nobody leaves first, and servers end with 0."""
+    def close(self, exit_code: int = 0) -> None:
+        """Ends the run everywhere, so that nobody leaves first; servers end with `exit_code`."""
 
     def close_after_error(self, *, lost: bool) -> None:
         """Ends this task's part without waiting for others, who may be gone.

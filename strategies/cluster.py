@@ -17,7 +17,7 @@ flags: `--ps_hosts=a:2222 --worker_hosts=b:2222,c:2222 --job_name=worker --task_
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -234,16 +234,21 @@ def parse_hosts(
     return Cluster(jobs, task)
 
 
-def local_cluster(strategy: str, num_workers: int, num_ps: int) -> Cluster:
+def local_cluster(
+    strategy: str,
+    num_workers: int,
+    num_ps: int,
+    choose_ports: Callable[[int], list[int]] = free_ports,
+) -> Cluster:
     """A cluster on this machine, on ports that are free now, seen from its chief.
 
-    multiworker has `num_workers` workers; ps has a chief beside them and `num_ps` ps tasks. The
-    ports are free when this returns, and are not reserved: start the tasks at once.
+    mirrored and multiworker have `num_workers` workers; ps has a chief beside them and `num_ps` ps
+    tasks. The ports are free when this returns, and are not reserved: start the tasks at once.
+    `choose_ports` finds them, where it is not this process that must see them free.
 
     Raises:
         ClusterError: fewer than one worker, or fewer than one ps under ps.
     """
-    assert strategy in ("multiworker", "ps"), f"{strategy} has no cluster"
     if num_workers < 1:
         raise ClusterError(
             f"--strategy={strategy} needs at least one worker. Received: --workers={num_workers}. "
@@ -259,7 +264,7 @@ def local_cluster(strategy: str, num_workers: int, num_ps: int) -> Cluster:
     if strategy == "ps":
         sizes = {"chief": 1, "worker": num_workers, "ps": num_ps}
     try:
-        ports = iter(free_ports(sum(sizes.values())))
+        ports = iter(choose_ports(sum(sizes.values())))
     except OSError as error:
         raise ClusterError(f"{error}. End what listens on them, or use fewer tasks.") from None
     jobs = {job: {i: f"localhost:{next(ports)}" for i in range(n)} for job, n in sizes.items()}

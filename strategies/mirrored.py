@@ -7,6 +7,7 @@ process's share of the batch once and cuts it into its replicas' slices, so a ba
 examples whatever the number of replicas.
 """
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -85,7 +86,7 @@ class MirroredExecutor(Executor):
         super().__init__()
         self.strategy = strategy
         self._local_replicas = self._replicas_of_this_process()
-        self._seconds = 0.0
+        self._seconds = {"run": 0.0, "evaluate": 0.0}
 
     @classmethod
     def on(cls, devices: Sequence[str]) -> "MirroredExecutor":
@@ -100,22 +101,20 @@ class MirroredExecutor(Executor):
     @property
     def position(self) -> Position:
         """One batch a step, from wherever this process began."""
-        return Position(self._first_batch + int(self._learner.step.numpy()) - self._first_step)
+        num_steps = int(self._learner.step.numpy()) - self._first_step
+        return dataclasses.replace(self._first, next_batch=self._first.next_batch + num_steps)
 
     def start(self, learner: Learner, source: Any, evaluation: Any, position: Position) -> None:
         """See Executor."""
-        refuse_open_shares(position, source.order)
         self._learner = learner
-        self._first_batch = position.next_batch
-        self._first_step = int(learner.step.numpy())
-        lanes = self._lanes(source)
-        self._batches = iter(source.batches(position.next_batch, lanes))
+        self._source = source
+        self._seek(position)
         train_cuts = self._cuts(source)
 
         @tf.function(reduce_retracing=True)
-        def run(num_steps: Tensor, say: Tensor) -> tuple[Tensor, Tensor]:
+        def run(batches: Any, num_steps: Tensor, say: Tensor) -> tuple[Tensor, Tensor]:
             def step(sums: Tensor) -> Tensor:
-                batch = self._split(next(self._batches), train_cuts)
+                batch = self._split(next(batches), train_cuts)
                 return self.strategy.run(lambda s, b: s + learner.update(b), args=(sums, batch))
 
             sums = self.strategy.run(self._zeros)
@@ -126,38 +125,74 @@ class MirroredExecutor(Executor):
         self._run_in_graph = run
         self.start_evaluation(learner, evaluation)
 
+    def _seek(self, position: Position) -> None:
+        """See Executor."""
+        refuse_open_shares(position, self._source.order)
+        self._first = position
+        self._first_step = int(self._learner.step.numpy())
+        lanes = self._lanes(self._source)
+        self._batches = iter(self._source.batches(position.next_batch, lanes))
+
     def start_evaluation(self, learner: Learner, evaluation: Any) -> None:
         """Prepares `evaluate` of `learner` on `evaluation`; a part of `start`, or all of it."""
         self._learner = learner
-        self._evaluation = evaluation.evaluation_batches(self._lanes(evaluation))
-        self._num_evaluation_batches = evaluation.num_evaluation_batches
+        self._evaluation = evaluation
+        self._evaluation_dataset = evaluation.evaluation_batches(self._lanes(evaluation))
         evaluation_cuts = self._cuts(evaluation)
 
-        @tf.function
-        def evaluate(batches: Any) -> tuple[Tensor, Tensor]:
-            sums = self.strategy.run(self._zeros)
-            for _ in tf.range(self._num_evaluation_batches):
+        @tf.function(reduce_retracing=True)
+        def evaluate(
+            batches: Any, num_batches: Tensor, sums: Tensor, say: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            for _ in tf.range(num_batches):
                 batch = self._split(next(batches), evaluation_cuts)
                 sums = self.strategy.run(lambda s, b: s + learner.evaluate(b), args=(sums, batch))
-            return self._reduce(sums, tf.zeros([0], tf.float64))
+            return *self._reduce(sums, say), sums
 
         self._evaluate_in_graph = evaluate
+        self._no_sums_in_graph = tf.function(lambda: self.strategy.run(self._zeros))
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         """See Executor. Exactly `num_steps`."""
         started = time.monotonic()
-        say = tf.constant([self._stop_requested, self._seconds], tf.float64)
-        sums, said = self._run_in_graph(tf.constant(num_steps, tf.int64), say)
+        sums, said = self._run_in_graph(
+            self._batches, tf.constant(num_steps, tf.int64), self._say("run")
+        )
+        seconds = self._heard("run", said, started)
+        return to_metrics(self._learner.metric_names, sums.numpy()), seconds
+
+    @property
+    def _num_evaluation_batches(self) -> int:
+        return int(self._evaluation.num_evaluation_batches)
+
+    def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
+        """See Executor. Every task calls it at the same step."""
+        started = time.monotonic()
+        if first_batch == 0:
+            self._evaluation_batches = iter(self._evaluation_dataset)
+            self._evaluation_sums = self._no_sums_in_graph()
+        total, said, self._evaluation_sums = self._evaluate_in_graph(
+            self._evaluation_batches,
+            tf.constant(num_batches, tf.int64),
+            self._evaluation_sums,
+            self._say("evaluate"),
+        )
+        seconds = self._heard("evaluate", said, started)
+        return to_metrics(self._learner.metric_names, total.numpy()), seconds
+
+    def _say(self, call: str) -> Tensor:
+        """What this process adds to a sum over all: a wish to stop, and what `call` last took."""
+        return tf.constant([self._stop_requested, self._seconds[call]], tf.float64)
+
+    def _heard(self, call: str, said: Tensor, started: float) -> float:
+        """Takes the sum of what all say; returns the mean of their seconds.
+
+        They are those of the call before: this one's reduction was over when its own were known.
+        """
         num_stops, seconds = said.numpy()
         self._stopping = bool(num_stops > 0)
-        # Of the call before: this one's reduction was over when its own time was known.
-        self._seconds = time.monotonic() - started
-        return to_metrics(self._learner.metric_names, sums.numpy()), seconds / self.num_replicas
-
-    def _evaluate(self) -> Metrics:
-        """See Executor. Every task calls it at the same step."""
-        sums, _ = self._evaluate_in_graph(iter(self._evaluation))
-        return to_metrics(self._learner.metric_names, sums.numpy())
+        self._seconds[call] = time.monotonic() - started
+        return float(seconds) / self.num_replicas
 
     def _replicas_of_this_process(self) -> range:
         return range(self.num_replicas)

@@ -8,6 +8,7 @@ the gradients is what keeps them in step. On CPUs the collectives are TensorFlow
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +16,7 @@ import tensorflow as tf
 from strategies.base import Metrics, PeerLostError
 from strategies.cluster import Cluster
 from strategies.mirrored import MirroredExecutor
-from strategies.peers import wait_for_peers
+from strategies.peers import wait_for_peers, watch_peers
 
 # What TensorFlow raises when a peer of a collective is gone or has given up.
 _LOST = (
@@ -74,15 +75,14 @@ class MultiWorkerExecutor(MirroredExecutor):
 
     def run(self, num_steps: int) -> Metrics:
         """See Executor. As many steps as the chief asks for: it has more hooks than the others."""
-        try:
-            num_steps = self.everyones(num_steps)[0]
-        except _LOST as error:
-            raise PeerLostError("A worker was lost between steps", error) from error
-        return super().run(num_steps)
+        return super().run(self.everyones(num_steps)[0])
 
     def everyones(self, number: int) -> list[int]:
         """See Executor."""
-        numbers: list[int] = self._everyones(tf.constant(number, tf.int64)).numpy().tolist()
+        try:
+            numbers: list[int] = self._everyones(tf.constant(number, tf.int64)).numpy().tolist()
+        except _LOST as error:
+            raise PeerLostError("A worker was lost between steps", error) from error
         return numbers
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
@@ -92,13 +92,20 @@ class MultiWorkerExecutor(MirroredExecutor):
         except _LOST as error:
             raise PeerLostError("A worker was lost during a step", error) from error
 
-    def _evaluate(self) -> Metrics:
+    def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
         try:
-            return super()._evaluate()
+            return super()._evaluate(first_batch, num_batches)
         except _LOST as error:
             raise PeerLostError("A worker was lost in evaluation", error) from error
 
-    def close(self) -> None:
+    def watch_peers(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
+        """See Executor. Nobody can go on without all others."""
+        others = [task for task in self._cluster.trainers if task != self._cluster.task]
+        watch_peers(
+            self._cluster, others, timeout_secs, lambda task: on_lost(f"{task} does not answer")
+        )
+
+    def close(self, exit_code: int = 0) -> None:
         """Waits for all: the coordination service ends those whom a worker leaves behind."""
         self._barrier()
 

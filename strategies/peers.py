@@ -1,8 +1,10 @@
 """Other tasks, before and beside TensorFlow's own connections to them: who is there, who is not.
 
+    check_private(cluster)
     check_own_address(cluster)
     wait_for_servers(cluster, unknown_host_secs=60)     # in the chief of parameter servers
     wait_for_peers(cluster, unknown_host_secs=60)       # in a worker of multiworker
+    watch_peers(cluster, tasks, 150, on_silent)         # while they train
 
 TensorFlow waits for tasks without a word, holds the interpreter while it does, so that no signal is
 handled, and waits for ever for one that will not come: a host that does not exist, a port where
@@ -13,12 +15,14 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import os
 import re
 import socket
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import grpc
 
@@ -34,12 +38,18 @@ _REPORT_SECS = 10.0
 _STRANGER_SECS = 10.0
 _SILENT_SECS = 60.0
 _ANSWER_SECS = 2.0
+# Between two looks at a task that trains, at most.
+_WATCH_SECS = 10.0
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
 
 
 class UnknownHostError(OSError):
     """The name of a host that cannot be resolved, now."""
+
+
+class SilentPeerError(RuntimeError):
+    """What is at the address of a task takes connections and says nothing."""
 
 
 def check_own_address(cluster: Cluster) -> None:
@@ -70,6 +80,24 @@ def check_own_address(cluster: Cluster) -> None:
     _refuse_twin(cluster)
 
 
+def check_private(cluster: Cluster) -> None:
+    """Returns if the address at which this task serves is none of the public internet.
+
+    Raises:
+        ClusterError: it is one.
+    """
+    with contextlib.suppress(OSError, UnicodeError):  # Who cannot resolve it says so later.
+        found = socket.getaddrinfo(host_of(cluster.address), port_of(cluster.address))
+        for *_, (host, *_) in found:
+            if ipaddress.ip_address(str(host).partition("%")[0]).is_global:
+                raise ClusterError(
+                    f"{cluster.task} should serve at {cluster.address}, which is {host}, an "
+                    "address of the public internet. Whoever reaches a server of TensorFlow can "
+                    "run anything as your user. Use addresses of a private network; or, if a "
+                    "firewall lets nobody else in, add --allow_public_address."
+                )
+
+
 def wait_for_servers(cluster: Cluster, unknown_host_secs: float) -> None:
     """Returns once every worker and ps task of `cluster` has just said that it is that task.
 
@@ -78,6 +106,7 @@ def wait_for_servers(cluster: Cluster, unknown_host_secs: float) -> None:
     Raises:
         ClusterError: something else listens at an address, or another task, or the name of a host
             is unknown for `unknown_host_secs`.
+        SilentPeerError: what listens at an address does not answer.
     """
     servers = [task for task in cluster.trainers if task.job in ("worker", "ps")]
     strange_since: dict[Task, float] = {}
@@ -95,7 +124,14 @@ def wait_for_servers(cluster: Cluster, unknown_host_secs: float) -> None:
             )
         if answer is None:
             strange_since.pop(task, None)
-        elif _secs_since(strange_since, task) > patience_secs[answer]:
+        elif _secs_since(strange_since, task) <= patience_secs[answer]:
+            pass
+        elif answer == "silent":
+            raise SilentPeerError(
+                f"{task} should serve at {address}, but what listens there has said nothing for "
+                f"{_SILENT_SECS:.0f} s. It is stopped, or it is no TensorFlow server."
+            )
+        else:
             raise ClusterError(
                 f"{task} should serve at {address}, but what listens there is no TensorFlow "
                 "server. Correct the address, or end what uses the port and start the task."
@@ -145,6 +181,86 @@ def watch_chief(cluster: Cluster, timeout_secs: float, on_gone: Callable[[str], 
             time.sleep(min(10.0, timeout_secs / 10))
 
     threading.Thread(target=watch, name="watch chief", daemon=True).start()
+
+
+def watch_peers(
+    cluster: Cluster,
+    tasks: Sequence[Task],
+    timeout_secs: float,
+    on_silent: Callable[[Task], None],
+) -> None:
+    """Calls `on_silent` when one of `tasks` has not answered for `timeout_secs`; returns at once.
+
+    On another thread, and again at each look until the task answers: its process is stopped, or its
+    host cut off. TensorFlow itself would wait for it for ever. Half way there is a warning.
+    """
+    look_secs = min(_WATCH_SECS, timeout_secs / 10)
+
+    def watch(task: Task) -> None:
+        address = cluster.address_of(task)
+        last_seen = time.monotonic()
+        has_warned = is_lost = False
+        while True:
+            with contextlib.suppress(UnknownHostError):
+                if identify(address) not in ("silent", None):
+                    last_seen = time.monotonic()
+            silent_secs = time.monotonic() - last_seen
+            message = f"{task} ({address}) has not answered for {silent_secs:.0f} s"
+            if silent_secs >= timeout_secs:
+                if not is_lost:
+                    log.warning("%s: it passes for lost.", message)
+                has_warned = is_lost = True
+                on_silent(task)
+            elif silent_secs >= timeout_secs / 2 and not has_warned:
+                log.warning("%s; at %.0f s it passes for lost.", message, timeout_secs)
+                has_warned = True
+            elif has_warned and silent_secs < timeout_secs / 2:
+                log.warning("%s answers again.", task)
+                has_warned = is_lost = False
+            time.sleep(look_secs)
+
+    for task in tasks:
+        threading.Thread(target=watch, args=[task], name=f"watch {task}", daemon=True).start()
+
+
+def cut_connections(address: str) -> int:
+    """Cuts this process's connections to `address`; returns how many there were.
+
+    What waits for an answer over one of them fails with UnavailableError. That is what a keepalive
+    of gRPC would do to a peer that is silent; TensorFlow has no setting for it.
+
+    Raises:
+        UnknownHostError: the name of the host cannot be resolved.
+    """
+    try:
+        found = socket.getaddrinfo(host_of(address), port_of(address), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise UnknownHostError(error.strerror) from None
+    ends = {_without_mapping(sockaddr) for *_, sockaddr in found}
+    num_cut = 0
+    for fd in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # It was closed meanwhile, or is no connection.
+            if not stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(fd))) as connection:
+                if _without_mapping(connection.getpeername()) in ends:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    num_cut += 1
+    return num_cut
+
+
+def _without_mapping(end: Any) -> tuple[str, int]:
+    """Host and port of a socket's address; an IPv4 host that is written as IPv6 as itself.
+
+    Raises:
+        OSError: it is no internet address.
+    """
+    if isinstance(end, str):
+        raise OSError(f"no internet address: {end!r}")
+    host, port, *_ = end
+    address = ipaddress.ip_address(str(host).partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address), int(port)
 
 
 def port_of(address: str) -> int:

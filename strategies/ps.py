@@ -10,9 +10,10 @@ is handed out again (at least once); the others go on meanwhile.
 
 import collections
 import contextlib
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -30,12 +31,21 @@ from strategies.base import (
     refuse_open_shares,
     to_metrics,
 )
-from strategies.cluster import Cluster
+from strategies.cluster import Cluster, Task
 from strategies.counts import Counts, added, with_shares
-from strategies.peers import identify, wait_for_servers
+from strategies.peers import (
+    SilentPeerError,
+    UnknownHostError,
+    cut_connections,
+    identify,
+    wait_for_servers,
+    watch_peers,
+)
 from strategies.placement import place, placed, record
 from strategies.ports import free_ports
-from strategies.ps_server import end_server
+from strategies.ps_server import check_versions, end_servers, listen_for_stop
+
+log = logging.getLogger(__name__)
 
 # Steps in one closure, at most. A closure costs about 2 ms on top of its steps.
 _STEPS_PER_CLOSURE = 16
@@ -75,19 +85,30 @@ class ParameterServerExecutor(Executor):
         self.io_device = "/job:chief/replica:0/task:0/device:CPU:0"
 
     @classmethod
-    def connect(cls, cluster: Cluster, unknown_host_secs: float, **options: Any) -> Self:
+    def connect(
+        cls,
+        cluster: Cluster,
+        unknown_host_secs: float,
+        versions: Mapping[str, str],
+        **options: Any,
+    ) -> Self:
         """Connects to all worker and ps tasks, however long they take to start.
 
         Where no chief is named, this is worker 0, which serves already; the coordinator beside it
-        gets an address of its own, which the others learn when it connects. `options` are the
-        executor's own.
+        gets an address of its own, which the others learn when it connects. `versions` are what
+        this task runs; `options` are the executor's own.
 
         Raises:
-            ClusterError: what is at an address is no such task, or the name of a host is still
-                unknown after `unknown_host_secs`.
+            ClusterError: what is at an address is no such task, or runs other versions, or the name
+                of a host is still unknown after `unknown_host_secs`.
             PeerLostError: a task came up and went away again, or serves another chief.
         """
-        wait_for_servers(cluster, unknown_host_secs)
+        try:
+            wait_for_servers(cluster, unknown_host_secs)
+        except SilentPeerError as error:
+            raise PeerLostError("A task does not answer", error) from error
+        with losses_explained():
+            check_versions(cluster, _others(cluster), versions)
         coordinator = cluster
         if cluster.task.job != "chief":
             host = cluster.address.rpartition(":")[0]
@@ -99,7 +120,10 @@ class ParameterServerExecutor(Executor):
         except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
             raise PeerLostError("A task went away while all connected", error) from error
         _take_lease(coordinator)
-        return cls(strategy, cluster, **options)
+        executor = cls(strategy, cluster, **options)
+        with losses_explained():
+            listen_for_stop(cluster, executor._stop_for)
+        return executor
 
     def build(self, make: Callable[[], Made]) -> Made:
         """See Executor. Called twice: sizes must be known before the first variable is placed."""
@@ -130,7 +154,7 @@ class ParameterServerExecutor(Executor):
     @property
     def position(self) -> Position:
         """The next batch to hand out; all before it are consumed when `run` has returned."""
-        return Position(self._next_batch)
+        return Position(self._next_batch, (), self._skipped)
 
     def counts(self) -> Counts:
         """See Executor.
@@ -180,21 +204,33 @@ class ParameterServerExecutor(Executor):
 
     def start(self, learner: Learner, source: Any, evaluation: Any, position: Position) -> None:
         """See Executor."""
-        refuse_open_shares(position, source.order)
-        self._set_up(learner, source, evaluation, position.next_batch)
+        self._set_up(learner, source, evaluation)
         with self.strategy.scope(), self.strategy.extended.colocate_vars_with(learner.step):
             self._worker_applied = tf.Variable(
                 tf.zeros([self.num_replicas], tf.int64), trainable=False
             )
         self._train_unrolled, self._train_looped = self._make_train_closures()
+        self._seek(position)
 
-    def _set_up(self, learner: Learner, source: Any, evaluation: Any, first_batch: int) -> None:
+    def _seek(self, position: Position) -> None:
+        """See Executor."""
+        refuse_open_shares(position, self._source.order)
+        self._begin_at(position)
+        self._worker_applied.assign(tf.zeros_like(self._worker_applied))
+
+    def _begin_at(self, position: Position) -> None:
+        """What is counted on the chief begins at 0, and the first batch is that of `position`."""
+        self._first_batch = self._next_batch = position.next_batch
+        self._skipped = position.skipped
+        self._first_step = int(self._learner.step.numpy())
+        for counted in (self._worker_finished, self._worker_dropped, self._staleness):
+            counted.clear()
+
+    def _set_up(self, learner: Learner, source: Any, evaluation: Any) -> None:
         """What training has in common however gradients are combined."""
         self._learner = learner
         self._source = source
         self._evaluation = evaluation
-        self._first_batch = self._next_batch = first_batch
-        self._first_step = int(learner.step.numpy())
         per_worker = -(-evaluation.num_evaluation_batches // self.num_replicas)
         self._evaluation_ticket_batches = min(per_worker, _STEPS_PER_CLOSURE)
         self._evaluate_closure = self._make_evaluate_closure(self._evaluation_ticket_batches)
@@ -232,33 +268,73 @@ class ParameterServerExecutor(Executor):
                 self._worker_finished[worker] += int(number)
                 self._staleness[worker][int(age)] += int(number)
 
-    def _evaluate(self) -> Metrics:
+    @property
+    def _num_evaluation_batches(self) -> int:
+        return int(self._evaluation.num_evaluation_batches)
+
+    @property
+    def _evaluation_unit(self) -> int:
+        """A ticket for each worker."""
+        return int(self._evaluation_ticket_batches * self.num_replicas)
+
+    def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
         """See Executor. Spread over the workers."""
+        started = time.monotonic()
         size = self._evaluation_ticket_batches
+        end = min(first_batch + num_batches, self._num_evaluation_batches)
         closures = [
-            self._coordinator.schedule(
-                self._evaluate_closure, args=(self._evaluation.evaluation_ticket(first, size),)
-            )
-            for first in range(0, self._evaluation.num_evaluation_batches, size)
+            self._schedule(self._evaluate_closure, self._evaluation.evaluation_ticket(first, size))
+            for first in range(first_batch, end, size)
         ]
         self._join()
-        sums = sum(closure.fetch() for closure in closures)
-        return to_metrics(self._learner.metric_names, sums)
+        if first_batch == 0:
+            self._evaluation_sums = np.zeros([len(self._learner.metric_names), 2])
+        for closure in closures:
+            self._evaluation_sums += closure.fetch()
+        self._stopping = self._stop_requested
+        metrics = to_metrics(self._learner.metric_names, self._evaluation_sums)
+        return metrics, time.monotonic() - started
+
+    def watch_peers(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
+        """See Executor. The others go on without a worker, until it answers again."""
+
+        def on_silent(task: Task) -> None:
+            if task.job == "ps":
+                on_lost(f"{task} does not answer")
+            # What it has in hand is then handed out again.
+            with contextlib.suppress(UnknownHostError):
+                cut_connections(self._cluster.address_of(task))
+
+        watch_peers(self._cluster, _others(self._cluster), timeout_secs, on_silent)
 
     def close_after_error(self, *, lost: bool) -> None:
         """See Executor."""
         if not lost:
             self.close()
 
-    def close(self) -> None:
-        """Ends every worker and ps task, with exit code 0."""
-        for task in self._cluster.trainers:
-            if task != self._cluster.task:
-                end_server(task)
+    def close(self, exit_code: int = 0) -> None:
+        """Ends every worker and ps task with `exit_code`."""
+        for task in end_servers(self._cluster, _others(self._cluster), exit_code):
+            log.warning("%s does not answer: it was not told that the run is over.", task)
+
+    def _stop_for(self, task: str) -> None:
+        log.warning("%s was asked to end: stopping after the steps under way.", task)
+        self.request_stop()
 
     def _schedule_steps(self, first_batch: int, size: int) -> Any:
         train = self._train_unrolled if size == _STEPS_PER_CLOSURE else self._train_looped
-        return self._coordinator.schedule(train, args=(self._source.ticket(first_batch, size),))
+        return self._schedule(train, self._source.ticket(first_batch, size))
+
+    def _schedule(self, closure: Any, ticket: Any) -> Any:
+        """Hands `closure` to the next idle worker, with `ticket`.
+
+        The coordinator would make tensors of arrays on the worker's device, and that holds Python's
+        lock: while the worker does not answer, no thread of this process would run.
+        """
+        with tf.device(self.io_device):
+            return self._coordinator.schedule(
+                closure, args=(tf.nest.map_structure(tf.constant, ticket),)
+            )
 
     def _join(self) -> None:
         with losses_explained():
@@ -347,6 +423,10 @@ class ParameterServerExecutor(Executor):
         return evaluate
 
 
+def _others(cluster: Cluster) -> list[Task]:
+    return [task for task in cluster.trainers if task != cluster.task]
+
+
 def _take_lease(coordinator: Cluster) -> None:
     """Returns if these servers are this chief's alone; they would serve two, and stop both.
 
@@ -389,7 +469,11 @@ def losses_explained() -> Iterator[None]:
     """
     try:
         yield
-    except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+    except (
+        tf.errors.UnavailableError,
+        tf.errors.AbortedError,
+        tf.errors.DeadlineExceededError,  # Of a message.
+    ) as error:
         raise PeerLostError("A parameter server was lost", error) from error
 
 

@@ -106,7 +106,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         items = [*self._returned, *self._waiting]
         items += (attempt.share for attempt in self._in_flight.values())
         shares = [(item.batch, item.first_lane, item.last_lane) for item in sorted(items)]
-        return Position(self._next_batch, tuple(shares))
+        return Position(self._next_batch, tuple(shares), self._skipped)
 
     @property
     def _num_staged(self) -> int:
@@ -137,16 +137,10 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         position: Position,
     ) -> None:
         """See Executor."""
-        self._set_up(learner, source, evaluation, position.next_batch)
+        self._set_up(learner, source, evaluation)
         lanes = source.order.lanes
         self._lanes = [share(lanes, i, self._num_shares) for i in range(self._num_shares)]
-        if any(
-            range(first, last + 1) not in self._lanes for _, first, last in position.open_shares
-        ):
-            refuse_open_shares(position, source.order)
-        self._waiting = collections.deque[Share]()
-        self._returned = collections.deque(Share(*item) for item in position.open_shares)
-        self._current_step = int(learner.step.numpy())
+        self._seek(position)
         self._tickets: dict[range, tuple[int, int, Any]] = {}
         with self.strategy.scope():
             self._staging = [self._stage_for(variable) for variable in learner.variables]
@@ -154,6 +148,26 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         sizes = {len(lanes) for lanes in self._lanes}
         self._compute = {size: self._make_compute(size) for size in sizes}
         self._apply = self._make_apply()
+
+    def _settle(self) -> None:
+        """See Executor. What comes after the step counter was set back would pass for timely."""
+        with losses_explained():
+            for future in concurrent.futures.as_completed(self._in_flight):
+                future.result()
+        self._in_flight.clear()
+
+    def _seek(self, position: Position) -> None:
+        """See Executor."""
+        if any(
+            range(first, last + 1) not in self._lanes for _, first, last in position.open_shares
+        ):
+            refuse_open_shares(position, self._source.order)
+        self._begin_at(position)
+        for counted in (self._worker_examples, self._worker_repeated):
+            counted.clear()
+        self._waiting = collections.deque[Share]()
+        self._returned = collections.deque(Share(*item) for item in position.open_shares)
+        self._current_step = self._first_step
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         """See Executor. Exactly `num_steps`."""

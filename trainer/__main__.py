@@ -9,10 +9,11 @@
 | --- | --- |
 | 0 | done |
 | 2 | bad usage, config or data; one message says what to type |
-| 75 | a peer was lost or this task was asked to stop: state is saved, start it again |
+| 75 | a peer was lost, this task was asked to stop, or a disk was full: start it again |
 | 1 | a bug, or training diverged |
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -27,15 +28,20 @@ from typing import NoReturn
 import absl.flags
 from absl import app
 
+from data.files import is_url
 from strategies.cluster import Cluster, ClusterError, local_cluster
 from trainer import flags
-from trainer.config import ConfigError, Recipe, check_replicas
+from trainer.config import ConfigError, Recipe, check_replicas, data_dir
 from trainer.exits import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
+from trainer.heartbeat import send_heartbeats
+from trainer.isolation import IsolationError, Namespace, open_namespace
 from trainer.keep_serving import keep_serving
 from trainer.launch import LocalCluster
 from trainer.lifeline import watch_lifeline
 from trainer.plan import Plan
+from trainer.restarts import Restarts, progress_of
 from trainer.signals import StopSignals
+from trainer.start import import_tensorflow, set_environment
 
 # For --help, which shows the flags of the main module.
 absl.flags.adopt_module_key_flags(flags)
@@ -44,6 +50,7 @@ absl.flags.adopt_module_key_flags(flags)
 def main(argv: Sequence[str]) -> int:
     """Runs one task, or a whole cluster on this machine; returns the exit code."""
     is_launched = watch_lifeline()
+    send_heartbeats()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", force=True)
     # TensorFlow sets its loggers' levels when it is imported, so this is for the handler to do.
     logging.getLogger().handlers[0].addFilter(
@@ -53,45 +60,86 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"Unexpected arguments: {' '.join(argv[1:])}. Options start with --.")
     recipe = flags.read_recipe()
     cluster = flags.read_cluster(is_launched=is_launched)
-    _set_environment()
+    set_environment()
     if flags.DOWNLOAD_ONLY.value:
         return _prepare_only(recipe)
-    if cluster is None and flags.STRATEGY.value != "mirrored":
+    # A single process is started by another one only if that is to look after it.
+    is_one = flags.STRATEGY.value == "mirrored" and not flags.MAX_RESTARTS.present
+    if cluster is None and not is_one and not is_launched:
         return _launch(recipe)
     if cluster is not None and flags.KEEP_SERVING.value and not is_launched:
         return keep_serving(cluster.task, [sys.executable, "-m", "trainer", *sys.argv[1:]])
     return _run(recipe, cluster)
 
 
-def _set_environment() -> None:
-    """What TensorFlow reads when it is imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    # Otherwise a call to a task that is not up yet fails instead of waiting for it.
-    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
-
-
 def _launch(recipe: Recipe) -> int:
     """A cluster on this machine: everything is checked here, before its tasks are started."""
-    cluster = local_cluster(flags.STRATEGY.value, flags.WORKERS.value, flags.PS.value)
+    strategy, num_ps = flags.STRATEGY.value, flags.PS.value
+    num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
+    cluster = local_cluster(strategy, num_workers, num_ps)
     model_dir = _model_dir(recipe)
-    if flags.STRATEGY.value == "multiworker":
-        check_replicas(recipe.config, flags.WORKERS.value)
+    if strategy == "ps":
+        flags.num_to_aggregate(recipe, num_workers)
     else:
-        flags.num_to_aggregate(recipe, flags.WORKERS.value)
+        check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
     if _say_if_finished(recipe, model_dir):
         return 0
     from trainer import preflight
 
     if flags.CHECK.value:
-        num_ps = flags.PS.value if flags.STRATEGY.value == "ps" else 0
-        return _check(recipe, model_dir, flags.WORKERS.value, num_ps)
+        return _check(recipe, model_dir, num_workers, num_ps if strategy == "ps" else 0)
     preflight.hide_gpus()
     preflight.preflight(recipe, model_dir)
     preflight.check_model_dir(model_dir)
-    num_threads = flags.NUM_THREADS.value or max(1, (os.cpu_count() or 1) // flags.WORKERS.value)
-    argv = [*sys.argv[1:], f"--num_threads={num_threads}"]
-    return LocalCluster(cluster, argv, Path(model_dir)).run().exit_code
+    argv = sys.argv[1:]
+    if strategy != "mirrored":
+        num_threads = flags.NUM_THREADS.value or max(1, (os.cpu_count() or 1) // num_workers)
+        argv = [*argv, f"--num_threads={num_threads}"]
+    with contextlib.ExitStack() as stack:
+        namespace = _namespace(recipe, model_dir) if strategy != "mirrored" else None
+        if namespace:
+            stack.enter_context(namespace)
+            cluster = local_cluster(strategy, num_workers, num_ps, namespace.free_ports)
+        restarts = Restarts(flags.MAX_RESTARTS.value, lambda: progress_of(model_dir))
+        launched = LocalCluster(
+            cluster,
+            argv,
+            model_dir,
+            restarts=restarts,
+            namespace=namespace,
+            grace_secs=flags.GRACE_SECS.value,
+        )
+        return launched.run().exit_code
+
+
+def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
+    """Where the tasks run by themselves, if --isolate wants it and it can be; says which."""
+    urls = [path for path in (model_dir, data_dir(recipe.config)) if is_url(path)]
+    if flags.ISOLATE.value == "off":
+        why_not = "--isolate=off"
+    elif flags.ISOLATE.value == "auto" and urls:
+        why_not = f"{urls[0]} is reached over the network"
+    else:
+        try:
+            namespace = open_namespace()
+        except IsolationError as error:
+            why_not = str(error)
+        else:
+            print(
+                "isolated: the tasks have a network namespace of their own, and are out of reach.",
+                file=sys.stderr,
+            )
+            return namespace
+    if flags.ISOLATE.value == "on":
+        raise ConfigError(
+            f"--isolate=on, but a network namespace cannot be made: {why_not}. Use --isolate=auto, "
+            "and let nobody else reach this machine's ports."
+        )
+    print(
+        f"not isolated ({why_not}): whoever reaches this machine's ports can run code in tasks.",
+        file=sys.stderr,
+    )
+    return None
 
 
 def _run(recipe: Recipe, cluster: Cluster | None) -> int:
@@ -106,6 +154,7 @@ def _run(recipe: Recipe, cluster: Cluster | None) -> int:
     if flags.CHECK.value:
         num_ps = cluster.num("ps") if cluster else 0
         return _check(recipe, model_dir, _num_workers(cluster), num_ps)
+    import_tensorflow()
     from trainer import run
 
     plan = Plan(
@@ -122,6 +171,8 @@ def _run(recipe: Recipe, cluster: Cluster | None) -> int:
         max_staleness=flags.MAX_STALENESS.value,
         serves=serves,
         chief_timeout_secs=None if flags.KEEP_SERVING.value else flags.CHIEF_TIMEOUT_SECS.value,
+        grace_secs=flags.GRACE_SECS.value,
+        stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
         unknown_host_secs=flags.UNKNOWN_HOST_SECS.value,
     )
     with StopSignals() as signals:
@@ -149,6 +200,7 @@ def _check(recipe: Recipe, model_dir: str, num_workers: int, num_ps: int) -> int
 
 def _prepare_only(recipe: Recipe) -> int:
     """--download_only: prepares and opens the data; starts and makes nothing else."""
+    import_tensorflow()
     from trainer.inputs import prepare_inputs
 
     for line in prepare_inputs(recipe):
@@ -164,6 +216,7 @@ def _model_dir(recipe: Recipe) -> str:
 
 
 def _say_if_finished(recipe: Recipe, model_dir: str) -> bool:
+    import_tensorflow()
     from trainer import preflight
 
     result = preflight.finished_result(model_dir, recipe.config)
@@ -185,8 +238,9 @@ def _say_usage_error(message: str) -> int:
 
 def _main(argv: Sequence[str]) -> NoReturn:
     exit_code = _exit_code_of(argv)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # A file on a full disk: the exit code says more.
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Not sys.exit: TensorFlow's destructors would call peers that have ended, and may hang.
     os._exit(exit_code)
 

@@ -7,43 +7,118 @@
 | hooks | anywhere | by role: writers, checkpoints and export are the chief's |
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
 from strategies.base import Executor
+from trainer import config as config_lib
 from trainer import hooks as hooks_lib
 from trainer import learner as learner_lib
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config, ConfigError, Recipe
 from trainer.inputs import Inputs, batch_at, records_skipped
-from trainer.learner import Learner
-from trainer.writers import Console, JsonLines, TensorBoard
+from trainer.learner import Learner, PerExample
+from trainer.optimizers import optimizer_named, supported_optimizers
+from trainer.options import Options, ScheduleConfig, matching
+from trainer.schedules import rate_factor
+from trainer.warm_start import warm_start
+from trainer.writers import Console, JsonLines, Lossy, TensorBoard
+
+# Options that only Learner's own gradients heed.
+_IN_GRADIENTS = ("micro_batches", "penalty.l1", "penalty.l2", "jit_compile")
 
 
 def build_learner(recipe: Recipe) -> Learner:
     """The model and optimizer of `recipe`, with the same initial weights wherever it is called."""
     config = recipe.config
     keras.utils.set_random_seed(config.seed)
-    model = recipe.build_model(config)
+    model = build_model(recipe)
     if not isinstance(model, keras.Model) or not model.built:
         raise ConfigError(
             f"build_model() of {recipe.path} must return a built keras.Model, but returned "
             f"{type(model).__name__}. Give it a keras.Input."
         )
-    if recipe.build_optimizer is not None:
-        optimizer = recipe.build_optimizer(config)
-    else:
-        optimizer = _optimizer(config)
-    loss = recipe.loss or learner_lib.sparse_categorical_crossentropy
+    # Before what begins as the weights do: averages, and the state of some optimizers.
+    origin = warm_start(model, config.warm_start) if config.warm_start.path else ""
+    if config.freeze:
+        _freeze(model, config.freeze)
+    optimizer, weight_decay = _optimizer(recipe)
+    loss = _loss(recipe)
     metrics = {"accuracy": learner_lib.accuracy} if recipe.metrics is None else recipe.metrics
     if config.best_metric not in ("loss", *metrics):
         raise ConfigError(
             f"config.best_metric={config.best_metric!r} is none of the metrics: "
             f"{', '.join(('loss', *metrics))}."
         )
-    return Learner(model, optimizer, loss, metrics, batch_size=config.batch_size)
+    options = Options(
+        clip=config.clip,
+        penalty=config.penalty,
+        weight_decay=dataclasses.replace(config.weight_decay, rate=weight_decay),
+        ema=config.ema,
+        loss_scale=config.loss_scale,
+        micro_batches=config.micro_batches,
+        jit_compile=config.jit_compile,
+    )
+    factor = None
+    if config.schedule != ScheduleConfig():
+        factor = rate_factor(
+            config.schedule, train_steps=config.train_steps, batch_size=config.batch_size
+        )
+    parts = {
+        "model": model,
+        "optimizer": optimizer,
+        "loss": loss,
+        "metrics": metrics,
+        "batch_size": config.batch_size,
+        "rate_factor": factor,
+        "options": options,
+        "origin": origin,
+    }
+    if recipe.build_learner is None:
+        return Learner(**parts)
+    return _checked(recipe.build_learner(config, **parts), recipe)
+
+
+def _checked(learner: object, recipe: Recipe) -> Learner:
+    """`learner` if it heeds what the config says."""
+    if not isinstance(learner, Learner):
+        raise ConfigError(
+            f"build_learner() of {recipe.path} must return a trainer.learner.Learner, but returned "
+            f"{type(learner).__name__}. Derive a class from it; see configs/custom_step.py."
+        )
+    values, defaults = config_lib.flatten(recipe.config), config_lib.flatten(Config())
+    ignored = [name for name in _IN_GRADIENTS if values[name] != defaults[name]]
+    if ignored and type(learner).gradients is not Learner.gradients:
+        name = ignored[0]
+        raise ConfigError(
+            f"config.{name}={values[name]} is for Learner.gradients, in whose place {recipe.path} "
+            f"has one of its own. Do it there, or leave {name} out."
+        )
+    if learner.loss_scale and type(learner).gradients is not Learner.gradients:
+        raise ConfigError(
+            f"The model of {recipe.path} computes in float16, where Learner.gradients scales the "
+            "loss, but the file has a `gradients` of its own. Type "
+            "--config.precision=mixed_bfloat16, which needs no scale."
+        )
+    return learner
+
+
+def build_model(recipe: Recipe) -> Any:
+    """The model of `recipe`, in the precision that its config names.
+
+    float32 leaves Keras' policy as it is: a file may set one.
+    """
+    if recipe.config.precision == "float32":
+        return recipe.build_model(recipe.config)
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(recipe.config.precision)
+    try:
+        return recipe.build_model(recipe.config)
+    finally:
+        keras.config.set_dtype_policy(policy)
 
 
 def build_checkpointer(
@@ -101,13 +176,17 @@ def build_hooks(
     config = recipe.config
     last = config.train_steps
     writers: list[hooks_lib.Writer] = []
-    hooks: list[hooks_lib.Hook] = [hooks_lib.StopOnNonFinite()]
+    hooks: list[hooks_lib.Hook] = [hooks_lib.StopOnNonFinite(learner.loss_scale)]
     if console:
-        json_lines = build_json_lines(f"{model_dir}/metrics.jsonl", recipe, inputs)
+        path = f"{model_dir}/metrics.jsonl"
+        lines = build_json_lines(path, recipe, inputs)
+        json_lines = Lossy(lines, path)
         tensorboard = TensorBoard(f"{model_dir}/tensorboard")
-        writers = [console, json_lines, tensorboard]
+        lossy_tensorboard = Lossy(tensorboard, f"{model_dir}/tensorboard")
+        writers = [console, json_lines, lossy_tensorboard]
         hooks += [
             json_lines,
+            lossy_tensorboard,
             console,
             hooks_lib.Report(
                 executor,
@@ -131,13 +210,23 @@ def build_hooks(
             position=lambda: executor.position,
         )
         hooks.append(evaluate)
+    early_stop = None
+    if evaluate and config.early_stopping.patience:
+        early_stop = hooks_lib.EarlyStop(
+            executor,
+            evaluate,
+            config.early_stopping,
+            config.best_metric,
+            history=lines.read if console else lambda: [],
+        )
+        hooks.append(early_stop)
     if console:
         if config.histogram_every_steps:
             hooks.append(
                 hooks_lib.Histograms(
                     learner,
                     lambda: batch_at(inputs.train, executor.position.next_batch),
-                    tensorboard.writer("train"),
+                    lambda step: tensorboard.writing("train", step),
                     every_steps=config.histogram_every_steps,
                 )
             )
@@ -151,33 +240,86 @@ def build_hooks(
             )
         if recipe.build_hooks is not None:
             hooks += recipe.build_hooks(config, model_dir)
-        hooks.append(
-            hooks_lib.SaveCheckpoint(
-                executor,
-                learner,
-                checkpointer,
-                every_steps=config.checkpoint_every_steps,
-                last_step=last,
-            )
+    hooks.append(
+        hooks_lib.SaveCheckpoint(
+            executor,
+            learner,
+            checkpointer if console else None,
+            every_steps=config.checkpoint_every_steps,
+            last_step=last,
         )
-        if config.export:
-            hooks.append(
-                hooks_lib.Export(
-                    learner,
-                    lambda: recipe.build_model(config),
-                    f"{model_dir}/export",
-                    last_step=last,
-                )
-            )
+    )
+    if console and config.export:
+        export = hooks_lib.Export(
+            learner,
+            lambda: build_model(recipe),
+            f"{model_dir}/export",
+            last_step=last,
+        )
+        hooks.append(export)
+        if early_stop:
+            early_stop.on_stop(export.end_at)
     return hooks, evaluate
 
 
-def _optimizer(config: Config) -> keras.Optimizer:
-    supported = learner_lib.supported_optimizers()
+def _freeze(model: keras.Model, pattern: str) -> None:
+    """Layers in whose path `pattern` is found are not trained."""
+    # Not `model.layers`: those are not the layers of its layers. Of these, those with weights.
+    layers = [layer for layer in model._flatten_layers(include_self=False) if layer.weights]
+    found = matching("freeze", pattern, [layer.path for layer in layers])
+    for layer, is_frozen in zip(layers, found, strict=True):
+        if is_frozen:
+            layer.trainable = False
+    if not model.trainable_variables:
+        raise ConfigError(
+            f"config.freeze={pattern!r} is found in every layer, so that nothing would be trained. "
+            "Give a pattern that leaves one."
+        )
+
+
+def _loss(recipe: Recipe) -> PerExample:
+    smoothing = recipe.config.label_smoothing
+    if recipe.loss is None:
+        return learner_lib.smoothed_crossentropy(smoothing)
+    if smoothing:
+        raise ConfigError(
+            f"config.label_smoothing={smoothing} is for the default loss, but {recipe.path} has "
+            "one of its own. Smooth the labels in it, or leave label_smoothing out."
+        )
+    return recipe.loss
+
+
+def _optimizer(recipe: Recipe) -> tuple[keras.Optimizer, float]:
+    """The optimizer, and the rate of the weight decay that goes with it."""
+    config = recipe.config
+    rate = config.weight_decay.rate
+    if recipe.build_optimizer is not None:
+        optimizer = recipe.build_optimizer(config)
+        schedules = keras.optimizers.schedules.LearningRateSchedule
+        own_schedule = isinstance(getattr(optimizer, "_learning_rate", None), schedules)
+        if own_schedule and config.schedule != ScheduleConfig():
+            raise ConfigError(
+                f"build_optimizer() of {recipe.path} gives its optimizer a schedule of its own, "
+                f"and config.schedule is another: {config.schedule}. Give the optimizer "
+                "config.learning_rate, or leave config.schedule out."
+            )
+        _check_exclusions(config, rate)
+        return optimizer, rate
+    supported = supported_optimizers()
     if config.optimizer.lower() not in supported:
         raise ConfigError(
             f"config.optimizer={config.optimizer!r} is none of the optimizers that a name alone "
             f"can choose: {', '.join(sorted(supported))}. Use one of them, or define "
             "build_optimizer(config) in the config file."
         )
-    return supported[config.optimizer.lower()](learning_rate=config.learning_rate)
+    optimizer, rate = optimizer_named(config.optimizer.lower(), config.learning_rate, rate)
+    _check_exclusions(config, rate)
+    return optimizer, rate
+
+
+def _check_exclusions(config: Config, rate: float) -> None:
+    if config.weight_decay.exclude and not rate:
+        raise ConfigError(
+            f"config.weight_decay.exclude={config.weight_decay.exclude!r} means nothing where "
+            "nothing decays. Type --config.weight_decay.rate=0.01, for example, or leave it out."
+        )

@@ -14,6 +14,7 @@ A config file is a user's whole plug-in. It defines
 | `augment(inputs, labels, seeds)` | no | -> (inputs, labels) of training; seeds int32 [B, 2] |
 | `loss(labels, outputs)` | no | -> [B]; else softmax cross entropy of integer labels and logits |
 | `metrics` | no | {name: function(labels, outputs) -> [B]}; else accuracy |
+| `build_learner(config, **parts)` | no | returns a Learner; `parts` are its arguments, built |
 | `build_hooks(config, model_dir)` | no | returns a list of trainer.hooks.Hook, for the chief |
 
 `parse` and `augment` treat examples one by one, whatever B is: several batches may go through them
@@ -21,8 +22,13 @@ at once, or a share of one. Random numbers come from an example's seed, as in
 `tf.random.stateless_uniform`: it is made of `config.seed` and the example's place in the endless
 order, so an example is augmented in another way each epoch, and in the same way on any topology.
 
+`build_learner` is for a step of another kind: several losses, several optimizers. `parts` are what
+trainer.learner.Learner takes, made of the config and the other functions; its class says what one
+that is derived from it may override. See `configs/custom_step.py`.
+
 It is executed when the command line is read, so it should import TensorFlow and Keras inside its
-functions, and must not make a tensor: multiworker has to be set up before the first one.
+functions where it can, and must not make a tensor: multiworker has to be set up before the first
+one.
 """
 
 import dataclasses
@@ -37,13 +43,20 @@ from types import ModuleType
 from typing import Any
 
 from data.damage import FAIL, SKIP
-from data.order import default_lanes
+from trainer.options import (
+    ClipConfig,
+    EarlyStoppingConfig,
+    EmaConfig,
+    LossScaleConfig,
+    PenaltyConfig,
+    ScheduleConfig,
+    WarmStartConfig,
+    WeightDecayConfig,
+    check_options,
+)
+from trainer.options import ConfigError as ConfigError  # Where everybody looks for it.
 
 log = logging.getLogger(__name__)
-
-
-class ConfigError(ValueError):
-    """A user's mistake in a config; the message says what to type. Exit code 2."""
 
 
 @dataclass
@@ -55,23 +68,28 @@ class DataConfig:
         eval_split: The split evaluated.
         shuffle: A new order every epoch, a function of (seed, epoch); otherwise the order on disk.
         lanes: Parallel reading orders; must divide batch_size, and is the most replicas possible.
-            0 chooses a divisor of batch_size, at most 64.
+            0 is batch_size, which mixes best.
         window_batches: Records are shuffled inside windows of this many batches, and what is read
             at once. More mixes better and needs more memory.
+        prefetch_batches: Batches that are ready before they are asked for, at most, for each
+            replica; 0 chooses: about 8 MB, at least 2 and no more than 2 for each thread. Under ps
+            workers read tickets, and nothing ahead.
         on_corrupt: "fail" ends the run at damaged data; "skip" verifies every record when the data
             is opened, and leaves out and counts those that cannot be read.
         cache_bytes: Parsed training examples are kept in memory, by each process that reads
-            batches of its own, if all of them together are no larger than this; 0 never keeps
-            them. Under ps workers read tickets, and keep none.
+            batches of its own, if all of them together are no larger than this, which takes about
+            twice that; 0 never keeps them. Worth it where parsing is slow, as of PNG and JPEG.
+            Under ps workers read tickets, and keep none.
     """
 
     train_split: str = "train"
     eval_split: str = "test"
     shuffle: bool = True
     lanes: int = 0
-    window_batches: int = 16
+    window_batches: int = 32
+    prefetch_batches: int = 0
     on_corrupt: str = FAIL
-    cache_bytes: int = 256 << 20
+    cache_bytes: int = 0
 
 
 @dataclass
@@ -81,24 +99,39 @@ class Config:
     Attributes:
         dataset: A name that `python -m data.prepare` knows; says where data_dir is by default.
         data_dir: Directory with TFRecord files; empty means datasets/<dataset>.
-        seed: Of the initial weights and of the order of the examples.
+        seed: Of the initial weights, the order of the examples, and what random layers draw.
         batch_size: Examples a step consumes, over all replicas. Under asynchronous ps each
             worker's gradient is a step, and covers batch_size examples.
         eval_batch_size: Examples evaluated at a time; 0 means batch_size.
         optimizer: A name in keras.optimizers, where the file has no build_optimizer.
-        learning_rate: Given to that optimizer.
+        learning_rate: Given to that optimizer; `schedule` multiplies it.
         train_steps: The step at which training ends.
         steps_per_call: Steps between two looks at hooks and signals, at most; all in one graph.
         log_every_steps: Progress, metrics.jsonl and TensorBoard scalars.
         eval_every_steps: Evaluation; 0 evaluates at the end only.
         checkpoint_every_steps: Checkpoints; 0 saves at the end only.
         keep_checkpoints: The newest ones kept, besides the best.
+        recover_from_nan: How many times in a run a loss that is no number does not end it:
+            training goes back to the last checkpoint, and on behind the examples that followed it.
         best_metric: The evaluation metric whose best checkpoint is kept; the lower the better for
             `loss`, the higher for others.
         histogram_every_steps: TensorBoard histograms of variables and gradients; 0 is never.
         profile_first_step: Where the profiler starts; 0 is never.
         profile_num_steps: For how many steps it runs.
         export: Whether to write export/model.keras and export/saved_model at the end.
+        micro_batches: Each replica computes its share of a batch in so many parts, one after
+            another, and adds their gradients up: the same step in less memory. Layers that look at
+            other examples, as BatchNormalization, see one part at a time.
+        precision: The dtype policy in which Keras makes layers that are given none: float32,
+            mixed_float16 (with a scaled loss) or mixed_bfloat16. Variables are float32 in all.
+        jit_compile: XLA compiles what a replica computes. The first steps take longer.
+        label_smoothing: The part of each label's probability that goes to all classes alike
+            (Szegedy et al., "Rethinking the Inception Architecture", 2016), in training and
+            evaluation; where the file has no loss of its own.
+        freeze: Pattern of the paths of layers that are not trained, as "conv"; empty trains all. A
+            frozen BatchNormalization does not move its statistics either.
+        schedule, clip, penalty, weight_decay, ema, loss_scale, early_stopping, warm_start: See
+            trainer/options.py.
         data: How examples are read and ordered.
     """
 
@@ -115,11 +148,25 @@ class Config:
     eval_every_steps: int = 0
     checkpoint_every_steps: int = 1000
     keep_checkpoints: int = 3
+    recover_from_nan: int = 0
     best_metric: str = "loss"
     histogram_every_steps: int = 0
     profile_first_step: int = 0
     profile_num_steps: int = 10
     export: bool = True
+    micro_batches: int = 1
+    precision: str = "float32"
+    jit_compile: bool = False
+    label_smoothing: float = 0.0
+    freeze: str = ""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    weight_decay: WeightDecayConfig = field(default_factory=WeightDecayConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
 
@@ -136,6 +183,7 @@ class Recipe:
     loss: Callable[[Any, Any], Any] | None
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None
     build_hooks: Callable[[Any, str], Iterable[Any]] | None
+    build_learner: Callable[..., Any] | None = None
 
 
 def load_recipe(path: str, config: Config | None = None) -> Recipe:
@@ -165,6 +213,7 @@ def load_recipe(path: str, config: Config | None = None) -> Recipe:
         loss=getattr(module, "loss", None),
         metrics=getattr(module, "metrics", None),
         build_hooks=getattr(module, "build_hooks", None),
+        build_learner=getattr(module, "build_learner", None),
     )
 
 
@@ -183,12 +232,20 @@ def check(config: Config) -> None:
         "eval_every_steps": 0,
         "checkpoint_every_steps": 0,
         "keep_checkpoints": 1,
+        "recover_from_nan": 0,
         "histogram_every_steps": 0,
         "profile_first_step": 0,
         "profile_num_steps": 1,
         "seed": 0,
+        "micro_batches": 1,
+        "loss_scale.growth_steps": 1,
+        "early_stopping.patience": 0,
+        "schedule.warmup_steps": 0,
+        "schedule.decay_steps": 0,
+        "schedule.base_batch_size": 0,
         "data.lanes": 0,
         "data.window_batches": 1,
+        "data.prefetch_batches": 0,
         "data.cache_bytes": 0,
     }
     values = flatten(config)
@@ -213,6 +270,13 @@ def check(config: Config) -> None:
             "config.learning_rate must be above 0. Received: "
             f"learning_rate={config.learning_rate}. Type --learning_rate=0.001, for example."
         )
+    if config.recover_from_nan and not config.checkpoint_every_steps:
+        raise ConfigError(
+            f"config.recover_from_nan={config.recover_from_nan} needs checkpoints to go back to, "
+            "but config.checkpoint_every_steps=0 saves at the end only. Type "
+            "--config.checkpoint_every_steps=100, for example."
+        )
+    check_options(config)
     if config.data.on_corrupt not in (FAIL, SKIP):
         raise ConfigError(
             f"config.data.on_corrupt must be {FAIL} or {SKIP}. Received: "
@@ -259,18 +323,19 @@ def check_replicas(config: Config, num_replicas: int) -> None:
                 f"{name}={size} is smaller than the {num_replicas} replicas that share a batch. "
                 f"Use --{name}={num_replicas} or more, or fewer replicas."
             )
-    if (eval_lanes := default_lanes(config.eval_batch_size or config.batch_size)) < num_replicas:
-        raise ConfigError(
-            f"{num_replicas} replicas need at least as many lanes to evaluate, but an evaluation "
-            f"batch has {eval_lanes}. Choose a --config.eval_batch_size of at most 32 or with a "
-            f"divisor from {num_replicas} to 64."
-        )
     lanes = num_lanes(config)
     if lanes < num_replicas:
         raise ConfigError(
             f"{num_replicas} replicas need at least as many lanes, but there are {lanes}. Set "
             f"--config.data.lanes to a divisor of batch_size={config.batch_size} from "
             f"{num_replicas} up: {config.batch_size}, for example."
+        )
+    smallest = lanes // num_replicas * (config.batch_size // lanes)
+    if config.micro_batches > smallest:
+        raise ConfigError(
+            f"config.micro_batches={config.micro_batches} cuts a replica's share into more parts "
+            f"than the {smallest} examples it may have: batch_size={config.batch_size} on "
+            f"{num_replicas} replica(s). Type --config.micro_batches={smallest}, or less."
         )
     if lanes % num_replicas:
         log.warning(
@@ -282,7 +347,7 @@ def check_replicas(config: Config, num_replicas: int) -> None:
 
 def num_lanes(config: Config) -> int:
     """The parallel reading orders of `config`, given or chosen."""
-    return config.data.lanes or default_lanes(config.batch_size)
+    return config.data.lanes or config.batch_size
 
 
 def data_dir(config: Config) -> str:

@@ -28,7 +28,7 @@ from trainer.inputs import check_batches, open_inputs
 from trainer.plan import Plan
 from trainer.preflight import check_model_dir, finished_result
 from trainer.signals import StopSignals
-from trainer.writers import Console, TensorBoard, write_json
+from trainer.writers import Console, Lossy, TensorBoard, write_json
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def follow(plan: Plan, signals: StopSignals) -> int:
     directory = f"{plan.model_dir}/evaluator"
     check_model_dir(directory)
     stop = threading.Event()
-    signals.on_stop(stop.set)
+    signals.on_stop(stop.set, plan.grace_secs)
     assert plan.cluster is not None, "an evaluator is a task of a cluster"
     if plan.chief_timeout_secs is not None:
         watch_chief(
@@ -60,12 +60,14 @@ def follow(plan: Plan, signals: StopSignals) -> int:
     executor.start_evaluation(learner, inputs.evaluation)
     checkpointer = build_checkpointer(plan.recipe, plan.model_dir, inputs, learner)
     console = Console(config.train_steps)
-    json_lines = build_json_lines(f"{directory}/metrics.jsonl", plan.recipe, inputs)
+    path = f"{directory}/metrics.jsonl"
+    json_lines = Lossy(build_json_lines(path, plan.recipe, inputs), path)
+    tensorboard = f"{plan.model_dir}/tensorboard"
     tried, evaluated = Saved(-1, Position()), -1
     evaluate = Evaluate(
         executor,
         learner,
-        [console, json_lines, TensorBoard(f"{plan.model_dir}/tensorboard")],
+        [console, json_lines, Lossy(TensorBoard(tensorboard), tensorboard)],
         every_steps=0,
         last_step=config.train_steps,
         best_metric=config.best_metric,
@@ -88,6 +90,7 @@ def follow(plan: Plan, signals: StopSignals) -> int:
         elif result is None:
             stop.wait(_POLL_SECS)
         elif result["step"] == evaluated:
+            checkpointer.wait()
             _write_result(directory, evaluated, evaluate.latest)
             console.say(f"done: step {evaluated:,} was the last; {directory}/result.json")
             return EXIT_DONE
@@ -97,6 +100,7 @@ def follow(plan: Plan, signals: StopSignals) -> int:
                 f"checkpoint that could be read is of step {max(evaluated, 0)}. The evaluator must "
                 "see the same directory as the chief, and its last checkpoint must be whole."
             )
+    checkpointer.wait()
     return EXIT_RESTART
 
 

@@ -7,7 +7,8 @@ EXIT_DONE = 0
 EXIT_BUG = 1
 # Bad usage, config or data: starting again would end in the same way.
 EXIT_USAGE = 2
-# A peer was lost, or this task was asked to stop: what was saved is whole, start it again.
+# A peer was lost, this task was asked to stop, or a disk did not take the last state: what was
+# saved is whole, start it again.
 EXIT_RESTART = 75
 
 _STYLE = re.compile("\x1b\\[[0-9;]*m")

@@ -70,6 +70,22 @@ DOWNLOAD_ONLY = flags.DEFINE_boolean(
 )
 WORKERS = flags.DEFINE_integer("workers", 2, "Workers of a cluster on this machine.")
 PS = flags.DEFINE_integer("ps", 1, "Parameter servers of a cluster on this machine.")
+MAX_RESTARTS = flags.DEFINE_integer(
+    "max_restarts",
+    3,
+    "How often tasks of a cluster on this machine that died are started again within 10 minutes "
+    "that bring neither a new checkpoint nor a later step; 0 is never. mirrored: only if given, "
+    "the one process is supervised too.",
+    lower_bound=0,
+)
+ISOLATE = flags.DEFINE_enum(
+    "isolate",
+    "auto",
+    ("auto", "on", "off"),
+    "Whether a cluster on this machine runs in a network namespace of its own, where nothing "
+    "outside reaches its ports and it reaches nothing outside. auto: where the kernel lets it, and "
+    "--model_dir and --data_dir are no URLs.",
+)
 _JOB_NAME = flags.DEFINE_string(
     "job_name",
     None,
@@ -105,6 +121,27 @@ CHIEF_TIMEOUT_SECS = flags.DEFINE_float(
     "Worker and ps tasks, and an evaluator, end with 75 when the chief has not answered for this "
     "long: while it is still to come, or when it is gone.",
     lower_bound=1.0,
+)
+ALLOW_PUBLIC_ADDRESS = flags.DEFINE_boolean(
+    "allow_public_address",
+    False,
+    "Serve at an address of the public internet. TensorFlow's servers let everybody in: only where "
+    "a firewall does not.",
+)
+GRACE_SECS = flags.DEFINE_float(
+    "grace_secs",
+    30.0,
+    "A task that is asked to stop (SIGTERM, Ctrl-C) stops the run, its state saved; one that has "
+    "not ended after this long ends at once, and the run goes on from the checkpoint before.",
+    lower_bound=0.0,
+)
+STALL_TIMEOUT_SECS = flags.DEFINE_float(
+    "stall_timeout_secs",
+    300.0,
+    "A task that trains and does not move for so long writes where it stands to its log, and ends "
+    "with 75; before its first steps it has four times as long. Another task that does not answer "
+    "for half of it passes for lost. 0 waits for ever.",
+    lower_bound=0.0,
 )
 UNKNOWN_HOST_SECS = flags.DEFINE_float(
     "unknown_host_secs",
@@ -147,10 +184,12 @@ LOG_DEVICE_PLACEMENT = flags.DEFINE_boolean(
 )
 # Flags that mean nothing under other strategies, and are refused there.
 _ONLY_FOR = {
+    "allow_public_address": ("multiworker", "ps"),
     "chief_hosts": ("ps",),
     "chief_timeout_secs": ("multiworker", "ps"),
     "communication": ("multiworker",),
     "existing_servers": ("ps",),
+    "isolate": ("multiworker", "ps"),
     "job_name": ("multiworker", "ps"),
     "keep_serving": ("ps",),
     "max_staleness": ("ps",),
@@ -165,9 +204,14 @@ _ONLY_FOR = {
     "worker_hosts": ("multiworker", "ps"),
     "workers": ("multiworker", "ps"),
 }
-_OF_LOCAL_CLUSTERS = ("ps", "workers")
+_OF_LOCAL_CLUSTERS = ("isolate", "max_restarts", "ps", "workers")
 _OF_HOSTS = ("job_name", "task_index", "task_id", "existing_servers")
-_OF_DESCRIBED_CLUSTERS = ("keep_serving", "chief_timeout_secs", "unknown_host_secs")
+_OF_DESCRIBED_CLUSTERS = (
+    "allow_public_address",
+    "keep_serving",
+    "chief_timeout_secs",
+    "unknown_host_secs",
+)
 # The config fields that people change most.
 _SHORTCUTS = {
     "batch_size": flags.DEFINE_integer("batch_size", None, "Short for --config.batch_size."),
@@ -346,6 +390,10 @@ def _check_flags(cluster: Cluster | None, is_launched: bool) -> None:
         )
     if cluster is not None:
         _check_role_flags(cluster)
+        if not ALLOW_PUBLIC_ADDRESS.value:
+            from strategies.peers import check_private
+
+            check_private(cluster)
     for name in ("replicas", "num_threads", "num_gpus"):
         if (FLAGS[name].value or 0) < 0:
             raise ConfigError(f"--{name} must be at least 0. Received: {FLAGS[name].value}.")

@@ -2,6 +2,7 @@
 
 inputs = open_inputs(recipe)
 check_batches(inputs, learner, recipe)
+inputs = with_seeds(inputs, learner)
 with data_errors_explained(inputs):
 train(...)
 """
@@ -18,9 +19,10 @@ import tensorflow as tf
 
 from data.damage import SKIP, open_split
 from data.features import default_parse, read_features
-from data.order import Order, default_lanes
+from data.files import DataError
+from data.order import Order
 from data.pipeline import Reader
-from data.records import DataError, Split, verify
+from data.records import Split, changed_files, verify
 from trainer.config import ConfigError, Recipe, data_dir, num_lanes
 from trainer.exits import first_line
 from trainer.learner import Learner, PerExample
@@ -71,7 +73,7 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
         shard_lengths=eval_split.shard_lengths,
         chunk_examples=eval_split.chunk_examples,
         batch_size=eval_batch_size,
-        lanes=default_lanes(eval_batch_size),
+        lanes=eval_batch_size,
         window_batches=config.data.window_batches,
         seed=0,
         shuffle=False,
@@ -84,8 +86,15 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
             num_threads,
             augment=recipe.augment,
             cache_bytes=config.data.cache_bytes,
+            prefetch_batches=config.data.prefetch_batches,
         ),
-        Reader(eval_split, eval_order, parse, num_threads),
+        Reader(
+            eval_split,
+            eval_order,
+            parse,
+            num_threads,
+            prefetch_batches=config.data.prefetch_batches,
+        ),
     )
 
 
@@ -170,6 +179,12 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
             _check_shape(where, f"{what}(labels, outputs) of {recipe.path}", shape, num_examples)
 
 
+def with_seeds(inputs: Inputs, learner: Learner) -> Inputs:
+    """`inputs` whose training batches bring the seeds of their examples if `learner` needs them."""
+    train = dataclasses.replace(inputs.train, gives_seeds=learner.needs_seeds)
+    return dataclasses.replace(inputs, train=train)
+
+
 def batch_at(reader: Reader, batch: int) -> Any:
     """Batch `batch` whole, read by this task alone."""
     lanes = range(reader.order.lanes)
@@ -196,6 +211,13 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
     except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError) as error:
         raise DataError(f"A file of the data cannot be read any more: {error.message}") from error
     except tf.errors.InvalidArgumentError as error:
+        readers = (inputs.train, inputs.evaluation)
+        if changed := [d for reader in readers for d in changed_files(reader.split)]:
+            listed = "\n  ".join(map(str, changed[:10]))
+            raise DataError(
+                f"Files were changed while they were read:\n  {listed}\nPut them back as they were "
+                "and start again; or, if they are as they should be, remove SPLIT.index.npz."
+            ) from error
         # The first paragraphs are the trace of the graph.
         reason = error.message.strip().split("\n\n")[-1].splitlines()[0]
         raise DataError(f"The data does not suit the model or its features: {reason}") from error

@@ -9,6 +9,7 @@ and here it is started anew: nothing of a job that has ended is left in the memo
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,13 +25,30 @@ _PAUSE_SECS = 1.0
 def keep_serving(task: Task, command: Sequence[str]) -> int:
     """Runs `command`, a server of `task`, again and again, until a signal ends this process.
 
-    Returns the exit code of a server that would only fail again: bad usage, or a bug.
+    Returns 75 then; or the exit code of a server that would only fail again: bad usage, or a bug.
+    The first signal is passed on: the server lets its chief save first. The second ends at once.
     """
+    signals: list[int] = []
+    server: subprocess.Popen[bytes] | None = None
+
+    def on_signal(signum: int, frame: object) -> None:
+        signals.append(signum)
+        if server is None or len(signals) > 1:
+            # The end of the lifeline ends the server, too.
+            name = signal.Signals(signum).name
+            os.write(2, f"{name}: ending, and the server with me.\n".encode())
+            os._exit(EXIT_RESTART)
+        server.send_signal(signum)
+
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _end)
+        signal.signal(signum, on_signal)
     while True:
         with Lifeline() as lifeline:
-            code = lifeline.start(command).wait()
+            server = lifeline.start(command)
+            code = server.wait()
+            server = None
+        if signals:
+            return EXIT_RESTART
         if code in (EXIT_USAGE, EXIT_BUG):
             return code
         time.sleep(_PAUSE_SECS)
@@ -39,9 +57,3 @@ def keep_serving(task: Task, command: Sequence[str]) -> int:
         else:
             why = "done with a job"
         print(f"{task}: {why}; serving the next", file=sys.stderr, flush=True)
-
-
-def _end(signum: int, frame: object) -> None:
-    # The end of the lifeline ends the server, too.
-    os.write(2, f"{signal.Signals(signum).name}: ending, and the server with me.\n".encode())
-    os._exit(EXIT_RESTART)

@@ -10,58 +10,45 @@ both. The gradient of a step is that of
 
 so replicas may have uneven shares, and the sum over replicas is the gradient of one big batch. A
 share of n examples brings n / batch_size of the regularisation penalty, so that the shares bring it
-once, however many they are.
+once, however many they are. What follows has one order under every strategy: the sum over replicas;
+whether all of it is finite, in float16; clipping; the learning rate of this step; and for each
+variable its decay, the optimizer's change, its constraint, its average.
 """
 
+import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from strategies.base import read_now
+from trainer.averages import Averages
+from trainer.loss_scale import LossScale, all_finite, unscaled
+from trainer.optimizers import OptimizerError, check_optimizer
+from trainer.options import ConfigError, Options, matching
+from trainer.random_layers import bind, drawing
 
 Tensor = Any
 # outputs of the model and labels of B examples -> one float a example, [B].
 PerExample = Callable[[Tensor, Tensor], Tensor]
 
 
-class OptimizerError(ValueError):
-    """An optimizer, or a setting of it or of the model, that would train wrongly. Exit code 2."""
-
-
-# Keras applies these outside `update_step`, where they are wrong or fail under tf.distribute.
-_UNSUPPORTED = {
-    "clipnorm": None,
-    "global_clipnorm": None,
-    "clipvalue": None,
-    "weight_decay": None,
-    "use_ema": False,
-    "gradient_accumulation_steps": None,
-    "loss_scale_factor": None,
-}
-
-# What of an optimizer's class `Learner` calls, or `update_step` may call. A class that overrides
-# another method of Keras' Optimizer keeps a part of its maths where nobody calls it: Nadam in
-# `_backend_update_step`, Muon in `_apply_weight_decay`, MultiOptimizer in `apply`.
-_CALLED = {
-    "add_optimizer_variables",
-    "add_variable",
-    "add_variable_from_reference",
-    "assign",
-    "assign_add",
-    "assign_sub",
-    "build",
-    "from_config",
-    "get_config",
-    "update_step",
-}
-
-
 class Learner:
     """A model, an optimizer and what is measured, built in a strategy's scope.
+
+    A config file may derive its own (configs/custom_step.py). What it may override, and what for:
+
+    | method | for |
+    | --- | --- |
+    | `gradients` | several losses, a backward pass of one's own |
+    | `change_variable` | several optimizers, by the index of the variable |
+    | `build_optimizers`, `state` | the variables of others than `optimizer`, and saving them |
+    | `apply` | what happens before or after the change; `super().apply` counts the step |
+    | `evaluate` | metrics that are no mean over examples of one forward pass |
 
     - The loss of a training step includes the model's regularisation penalties; that of an
       evaluation does not.
@@ -72,9 +59,19 @@ class Learner:
       see one share at a time: with more or uneven shares they are an approximation.
     - A variable's constraint is applied after each update of it. Under asynchronous ps, what
       another worker adds between its read and its write is lost.
+    - What random layers draw depends on the examples, not on who computes them
+      (trainer/random_layers.py).
+    - In float16 the loss is scaled (trainer/loss_scale.py). A step whose gradient is not finite
+      changes no variable but the scale, and counts: its batch is consumed.
     - The gradient of an embedding travels as its rows, and is made dense where the variable is,
       because Keras' optimizers apply rows that occur twice in different ways. Each update costs
       time and memory of a whole table.
+
+    Attributes:
+        needs_seeds: Whether batches to train on must bring the seeds of their examples: the model
+            has random layers.
+        loss_scale: The scale of the loss where the model computes in float16, else None.
+        origin: Where the weights come from, if they were not initialised.
     """
 
     def __init__(
@@ -85,6 +82,9 @@ class Learner:
         metrics: Mapping[str, PerExample],
         *,
         batch_size: int,
+        rate_factor: Callable[[Tensor], Tensor] | None = None,
+        options: Options | None = None,
+        origin: str = "",
     ) -> None:
         """Builds the optimizer's variables, so call it inside the strategy's scope.
 
@@ -94,21 +94,44 @@ class Learner:
             loss: (labels, outputs) -> loss of each example, [B].
             metrics: Name -> (labels, outputs) -> value of each example, [B].
             batch_size: Examples of a step, over all replicas.
+            rate_factor: Steps done -> what the optimizer's learning rate is multiplied by.
+            options: What else a step does.
+            origin: Where the weights come from, in words, if they were not initialised.
 
         Raises:
-            OptimizerError: the optimizer has a setting that would be ignored, or the model
-                computes in float16.
+            OptimizerError: the optimizer has a setting that would be ignored, or the model has
+                float16 variables.
+            ConfigError: a pattern of `options` is found in no variable, or the model cannot be
+                compiled.
         """
         check_optimizer(optimizer)
-        check_precision(model)
         self.model = model
         self.optimizer = optimizer
+        self.origin = origin
         self._loss = loss
         self._metrics = dict(metrics)
-        self._batch_size = batch_size
-        self._variables = [variable.value for variable in model.trainable_variables]
-        self._constraints = [variable.constraint for variable in model.trainable_variables]
-        optimizer.build(model.trainable_variables)
+        self.batch_size = batch_size
+        self.needs_seeds = bind(model)
+        self._rate_factor = rate_factor
+        self._options = options = options or Options()
+        trained = model.trainable_variables
+        self._variables = [variable.value for variable in trained]
+        self._constraints = [variable.constraint for variable in trained]
+        paths = [variable.path for variable in trained]
+        self._penalised = [False] * len(trained)
+        if options.penalty.l1 or options.penalty.l2:
+            self._penalised = matching("penalty.variables", options.penalty.variables, paths)
+        self._decays = [options.weight_decay.rate > 0] * len(trained)
+        if options.weight_decay.exclude:
+            excluded = matching("weight_decay.exclude", options.weight_decay.exclude, paths)
+            self._decays = [not found for found in excluded]
+        self.build_optimizers()
+        self._averages = Averages(self._variables, options.ema) if options.ema.decay else None
+        self.loss_scale = LossScale(options.loss_scale) if _is_float16(model) else None
+        self._compiled = None
+        if options.jit_compile:
+            _check_can_be_compiled(model)
+            self._compiled = tf.function(self._compute, jit_compile=True)
 
     @property
     def metric_names(self) -> Sequence[str]:
@@ -133,13 +156,44 @@ class Learner:
     @property
     def learning_rate(self) -> float:
         """The rate that the next step will use."""
-        return float(tf.convert_to_tensor(self.optimizer.learning_rate).numpy())
+        return float(self._rate(tf.convert_to_tensor(self.step)).numpy())
+
+    @property
+    def state(self) -> Mapping[str, Sequence[Any]]:
+        """Variables that are neither the model's nor the optimizer's, in named lists."""
+        state = {}
+        if self._averages:
+            state["averages"] = self._averages.variables
+        if self.loss_scale:
+            state["loss_scale"] = self.loss_scale.variables
+        return state
+
+    def weights(self) -> list[npt.NDArray[Any]]:
+        """What `evaluate` evaluates: values of `model.variables`, averages where they are kept."""
+        averages = self._averages.variables if self._averages else self._variables
+        of_variable = {
+            id(variable): average
+            for variable, average in zip(self._variables, averages, strict=True)
+        }
+        return [
+            np.asarray(of_variable.get(id(v.value), v.value).numpy()) for v in self.model.variables
+        ]
+
+    def build_optimizers(self) -> None:
+        """Makes the optimizer's variables; while a Learner is made, in the strategy's scope."""
+        self.optimizer.build(self.model.trainable_variables)
+
+    def forward(self, inputs: Any, seeds: Tensor | None = None, *, training: bool) -> Any:
+        """The model's outputs; its random layers draw from `seeds`, of the examples."""
+        with drawing(seeds):
+            return self.model(inputs, training=training)
 
     def gradients(self, batch: Any, *, training: bool = True) -> tuple[list[Tensor], Tensor]:
         """This replica's part of the gradient, and the metrics of its share of the batch.
 
         Args:
-            batch: (inputs, labels) with this replica's share of the batch in front.
+            batch: (inputs, labels) with this replica's share of the batch in front; and the seeds
+                of its examples, int32 [B, 2], where it `needs_seeds`.
             training: Whether layers such as dropout behave as in training.
 
         Returns:
@@ -149,18 +203,79 @@ class Learner:
         Raises:
             ValueError: the loss or a metric does not return one value an example; while tracing.
         """
-        inputs, labels = batch
+        num_parts = self._options.micro_batches
+        if num_parts == 1:
+            return self._gradients(batch, training)
+        gradients, sums = self._gradients(_part(batch, 0, num_parts), training)
+        for i in range(1, num_parts):
+            part = _part(batch, i, num_parts)
+            # One after another: the memory that is saved is that of the activations.
+            with tf.control_dependencies([g for g in gradients if g is not None]):
+                part = tf.nest.map_structure(tf.identity, part)
+            more, more_sums = self._gradients(part, training)
+            gradients = [_plus(left, right) for left, right in zip(gradients, more, strict=True)]
+            sums += more_sums
+        return gradients, sums
+
+    def _gradients(self, batch: Any, training: bool) -> tuple[list[Tensor], Tensor]:
+        scale = self.loss_scale.read() if self.loss_scale else None
+        if self._compiled is None:
+            return self._differentiate(batch, training, self._variables, scale)
+        others = self.model.non_trainable_variables
+        values = [tf.convert_to_tensor(v.value) for v in (*self.model.trainable_variables, *others)]
+        gradients, sums, changed = self._compiled(batch, training, values, scale)
+        for index, value in changed.items():
+            others[int(index)].assign(value)
+        return gradients, sums
+
+    def _compute(
+        self, batch: Any, training: bool, values: Sequence[Tensor], scale: Tensor | None
+    ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+        """`_differentiate` at `values` of all variables, which stay; and new ones of others."""
+        trained, others = self.model.trainable_variables, self.model.non_trainable_variables
+        mapping = list(zip([*trained, *others], values, strict=True))
+        with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+            before = [scope.get_current_value(other) for other in others]
+            sources = [scope.get_current_value(variable) for variable in trained]
+            gradients, sums = self._differentiate(batch, training, sources, scale)
+            after = [scope.get_current_value(other) for other in others]
+        changed = {
+            str(index): new
+            for index, (old, new) in enumerate(zip(before, after, strict=True))
+            if new is not old
+        }
+        return gradients, sums, changed
+
+    def _differentiate(
+        self, batch: Any, training: bool, sources: Sequence[Tensor], scale: Tensor | None
+    ) -> tuple[list[Tensor], Tensor]:
+        """The gradient with respect to `sources`, which are what the model computes with."""
+        inputs, labels, *seeds = batch
         with tf.GradientTape() as tape:
-            outputs = self.model(inputs, training=training)
+            tape.watch(sources)
+            outputs = self.forward(inputs, *seeds, training=training)
             losses = self._losses(labels, outputs)
-            penalty = tf.zeros([])
+            penalty = self._penalty()
             for part in self.model.losses:
                 penalty += tf.cast(part, tf.float32)
             # A regulariser counts once a step, not once a share.
-            share = tf.cast(tf.size(losses), tf.float32) / self._batch_size
-            loss = tf.reduce_sum(losses) / self._batch_size + penalty * share
-        gradients = tape.gradient(loss, self._variables)
-        return gradients, self._measure(labels, outputs, losses + penalty, None)
+            share = tf.cast(tf.size(losses), tf.float32) / self.batch_size
+            loss = tf.reduce_sum(losses) / self.batch_size + penalty * share
+            scaled = loss if scale is None else loss * scale
+        gradients = tape.gradient(scaled, sources)
+        if scale is not None:
+            gradients = unscaled(gradients, scale)
+        return gradients, self.measure(labels, outputs, losses + penalty)
+
+    def _penalty(self) -> Tensor:
+        """The penalty of the options, a scalar."""
+        penalty = tf.zeros([])
+        for variable, is_meant in zip(self.model.trainable_variables, self._penalised, strict=True):
+            if is_meant:
+                weights = tf.cast(tf.convert_to_tensor(variable.value), tf.float32)
+                penalty += self._options.penalty.l1 * tf.reduce_sum(tf.abs(weights))
+                penalty += self._options.penalty.l2 * tf.reduce_sum(tf.square(weights))
+        return penalty
 
     def apply(self, gradients: Sequence[Tensor]) -> Tensor:
         """Changes the variables by `gradients`, already summed over replicas, and counts the step.
@@ -170,38 +285,75 @@ class Learner:
         the sum, and lose counts under parameter servers; `update_step` is Keras' public extension
         point for the maths alone.
         """
-        rate = tf.convert_to_tensor(self.optimizer.learning_rate)
-        changed = [
-            (variable, constraint, gradient)
-            for variable, constraint, gradient in zip(
-                self._variables, self._constraints, gradients, strict=True
-            )
-            if gradient is not None
-        ]
+        step = tf.convert_to_tensor(self.step)
+        rate = self._rate(step)
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        summed = [gradients[index] for index in present]
+        is_finite = all_finite(summed) if self.loss_scale else None
+        clipped = self._clip(present, summed)
 
-        def update(variable: Tensor, gradient: Tensor, constraint: Any) -> Tensor:
-            self.optimizer.update_step(_dense(gradient, variable), variable, rate)
+        def change(variable: Tensor, gradient: Tensor, index: int) -> Tensor:
+            if self._decays[index]:
+                decay = tf.cast(rate * self._options.weight_decay.rate, variable.dtype)
+                variable.assign_sub(decay * read_now(variable))
+            self.change_variable(index, variable, _dense(gradient, variable), rate)
+            # No `:=`: AutoGraph, which reads this, does not know it, and says so in every run.
+            constraint = self._constraints[index]
             if constraint is not None:
                 variable.assign(constraint(read_now(variable)))
+            if self._averages:
+                self._averages.update(index, variable, step)
             return read_now(variable)
 
-        def update_all(strategy: Any, *summed: Tensor) -> list[Tensor]:
-            return [
+        def update(variable: Tensor, gradient: Tensor, index: int) -> Tensor:
+            if is_finite is None:
+                return change(variable, gradient, index)
+            return tf.cond(
+                is_finite,
+                lambda: change(variable, gradient, index),
+                lambda: read_now(variable),
+            )
+
+        def update_all(strategy: Any, *changes: Tensor) -> list[Tensor]:
+            done = [
                 strategy.extended.update(
-                    variable,
-                    functools.partial(update, constraint=constraint),
+                    self._variables[index],
+                    functools.partial(update, index=index),
                     args=(gradient,),
                     group=False,
                 )
-                for (variable, constraint, _), gradient in zip(changed, summed, strict=True)
+                for index, gradient in zip(present, changes, strict=True)
             ]
+            return done + (self.loss_scale.adjust(strategy, is_finite) if self.loss_scale else [])
 
         context = tf.distribute.get_replica_context()
-        updated = context.merge_call(update_all, args=tuple(gradient for *_, gradient in changed))
+        updated = context.merge_call(update_all, args=tuple(clipped))
         # The count comes after what it counts: who has read it may read the variables.
         with tf.control_dependencies(tf.nest.flatten(updated)):
             # keras.Variable.assign_add reads, then writes: two workers would lose counts.
             return self.step.assign_add(1)
+
+    def change_variable(self, index: int, variable: Tensor, gradient: Tensor, rate: Tensor) -> None:
+        """What the optimizer does in a step to `self.variables[index]`, of which this is a copy."""
+        self.optimizer.update_step(gradient, variable, rate)
+
+    def _rate(self, step: Tensor) -> Tensor:
+        rate = tf.convert_to_tensor(self.optimizer.learning_rate)
+        return rate if self._rate_factor is None else rate * self._rate_factor(step)
+
+    def _clip(self, present: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`gradients` of the variables at the indices `present`, clipped as the options say."""
+        clip = self._options.clip
+        if not (clip.value or clip.norm or clip.global_norm):
+            return gradients
+        # Rows that occur twice are one row with their sum.
+        dense = [_dense(g, self._variables[i]) for i, g in zip(present, gradients, strict=True)]
+        if clip.value:
+            return [tf.clip_by_value(g, -clip.value, clip.value) for g in dense]
+        if clip.norm:
+            return [tf.clip_by_norm(g, clip.norm) for g in dense]
+        clipped, _ = tf.clip_by_global_norm(dense, clip.global_norm)
+        return list(clipped)
 
     def update(self, batch: Any) -> Tensor:
         """One step on this replica's share of a batch; its metrics, float64 [metrics, 2]."""
@@ -215,17 +367,32 @@ class Learner:
         A weight is 1 for an example that counts, 0 for one that only fills the batch up.
         """
         inputs, labels, weights = batch
-        outputs = self.model(inputs, training=False)
-        return self._measure(labels, outputs, self._losses(labels, outputs), weights)
+        with self._averaged():
+            outputs = self.model(inputs, training=False)
+        return self.measure(labels, outputs, self._losses(labels, outputs), weights)
+
+    @contextlib.contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """In it the model computes with the averages, if they are kept; nothing is assigned."""
+        if self._averages is None:
+            yield
+            return
+        variables = self.model.trainable_variables
+        values = [tf.convert_to_tensor(average) for average in self._averages.variables]
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+            yield
 
     def _losses(self, labels: Tensor, outputs: Tensor) -> Tensor:
         """The loss of each example, float32 [B]: a sum in float16 or bfloat16 loses most of it."""
         return tf.cast(_per_example("loss", self._loss(labels, outputs)), tf.float32)
 
-    def _measure(
-        self, labels: Tensor, outputs: Tensor, losses: Tensor, weights: Tensor | None
+    def measure(
+        self, labels: Tensor, outputs: Tensor, losses: Tensor, weights: Tensor | None = None
     ) -> Tensor:
-        """(total, count) of each metric, float64 [metrics, 2]: a float32 count stops at 2**24."""
+        """(total, count) of `losses`, [B], and of each metric: float64 [metrics, 2].
+
+        Examples of weight 0 do not count. A float32 count would stop at 2**24.
+        """
         values = [losses]
         for name, metric in self._metrics.items():
             values.append(_per_example(name, metric(labels, outputs)))
@@ -240,85 +407,31 @@ class Learner:
         return tf.stack([tf.stack([total, count]) for total in totals])
 
 
-def check_optimizer(optimizer: keras.Optimizer) -> None:
-    """Returns if `Learner.apply` does all that `optimizer` would have done.
+def _is_float16(model: keras.Model) -> bool:
+    """Whether a layer of `model` computes in float16, where small gradients become 0.
 
     Raises:
-        OptimizerError: it has a setting that would be ignored, or that fails under tf.distribute;
-            or its class does more than `update_step`.
-    """
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise OptimizerError(
-            "LossScaleOptimizer is not supported: under tf.distribute it looks for overflow on one "
-            "replica only. Return the inner optimizer from build_optimizer."
-        )
-    kind = type(optimizer)
-    if ignored := _ignored(optimizer):
-        name, value = ignored[0]
-        raise OptimizerError(
-            f"{kind.__name__}({name}={value!r}) is not supported: Keras applies {name} wrongly, or "
-            f"not at all, under tf.distribute. Leave {name} out of build_optimizer, or set it to "
-            f"{_UNSUPPORTED[name]} where that is not the default."
-        )
-    if overridden := _overridden(kind):
-        raise OptimizerError(
-            f"{kind.__name__} is not supported: a part of its maths is in "
-            f"{', '.join(overridden)}, but only update_step is called, once for each variable. "
-            f"Use one of {', '.join(sorted(supported_optimizers()))}; or, in build_optimizer, a "
-            "class that overrides only build and update_step."
-        )
-
-
-def _ignored(optimizer: keras.Optimizer) -> list[tuple[str, Any]]:
-    """Settings of `optimizer` that `update_step` does not know of: name and value."""
-    values = [(name, getattr(optimizer, name, off)) for name, off in _UNSUPPORTED.items()]
-    return [(name, value) for name, value in values if value != _UNSUPPORTED[name]]
-
-
-def _overridden(kind: type[keras.Optimizer]) -> list[str]:
-    """Methods of Keras' Optimizer that `kind` overrides and that nobody would call."""
-    base = keras.Optimizer
-    own = {name for c in kind.__mro__ if c not in base.__mro__ for name in vars(c)}
-    return sorted(
-        name
-        for name in own - _CALLED
-        if not name.startswith("__") and callable(getattr(base, name, None))
-    )
-
-
-@functools.cache
-def supported_optimizers() -> Mapping[str, type[keras.Optimizer]]:
-    """Keras' optimizers that `check_optimizer` accepts with their defaults, by lower-case name."""
-    # They do not work without an optimizer inside, and are refused anyway.
-    wrappers = (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
-    supported = {}
-    for value in vars(keras.optimizers).values():
-        if not isinstance(value, type) or not issubclass(value, keras.Optimizer):
-            continue
-        if value is keras.Optimizer or issubclass(value, wrappers):
-            continue
-        # Not value(): that makes variables, and on parameter servers they would stay.
-        defaults = inspect.signature(value).parameters
-        ignored = any(
-            name in defaults and defaults[name].default != off for name, off in _UNSUPPORTED.items()
-        )
-        if not _overridden(value) and not ignored:
-            supported[value.__name__.lower()] = value
-    return supported
-
-
-def check_precision(model: keras.Model) -> None:
-    """Returns if no layer of `model` computes in float16.
-
-    Raises:
-        OptimizerError: one does; its small gradients would become 0 without loss scaling.
+        OptimizerError: its variables are float16 too, so that its gradients are.
     """
     # Not `model.layers`: those are not the layers of its layers.
-    for layer in model._flatten_layers():
-        if layer.compute_dtype == "float16":
+    layers = model._flatten_layers()
+    for variable in model.trainable_variables:
+        if variable.dtype == "float16":
             raise OptimizerError(
-                f"Layer {layer.name!r} computes in float16, which needs loss scaling, and that is "
-                "not supported yet. Use keras.DTypePolicy('mixed_bfloat16') or 'float32'."
+                f"Variable {variable.path!r} is float16, which holds too little of a weight to "
+                "train it. Use the policy 'mixed_float16', whose variables are float32: "
+                "--config.precision=mixed_float16, or keras.DTypePolicy in build_model."
+            )
+    return any(layer.compute_dtype == "float16" for layer in layers)
+
+
+def _check_can_be_compiled(model: keras.Model) -> None:
+    for layer in model._flatten_layers():
+        if getattr(layer, "synchronized", False):
+            raise ConfigError(
+                f"config.jit_compile=True compiles a replica's gradient alone, but layer "
+                f"{layer.name!r} is synchronized=True: it meets other replicas in the middle of "
+                "it. Leave one of the two out."
             )
 
 
@@ -329,6 +442,27 @@ def _sum_over_replicas(gradients: Sequence[Tensor]) -> list[Tensor]:
     present = [gradient for gradient in gradients if gradient is not None]
     summed = iter(context.all_reduce("sum", present))
     return [None if gradient is None else next(summed) for gradient in gradients]
+
+
+def _part(batch: Any, index: int, num_parts: int) -> Any:
+    """Part `index` of the examples of `batch`, which may have any number of them."""
+
+    def slice_of(tensor: Tensor) -> Tensor:
+        size = tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
+        return tensor[index * size // num_parts : (index + 1) * size // num_parts]
+
+    return tf.nest.map_structure(slice_of, batch)
+
+
+def _plus(left: Tensor, right: Tensor) -> Tensor:
+    """The sum of two gradients of one variable, None where the loss does not depend on it."""
+    if left is None:
+        return right
+    if isinstance(left, tf.IndexedSlices):
+        values = tf.concat([left.values, right.values], axis=0)
+        indices = tf.concat([left.indices, right.indices], axis=0)
+        return tf.IndexedSlices(values, indices, left.dense_shape)
+    return left + right
 
 
 def _dense(gradient: Tensor, variable: Tensor) -> Tensor:
@@ -357,6 +491,19 @@ def sparse_categorical_crossentropy(labels: Tensor, logits: Tensor) -> Tensor:
     return tf.nn.sparse_softmax_cross_entropy_with_logits(
         labels=labels, logits=tf.cast(logits, tf.float32)
     )
+
+
+def smoothed_crossentropy(smoothing: float) -> PerExample:
+    """`sparse_categorical_crossentropy` of labels that give `smoothing` to all classes alike."""
+    if not smoothing:
+        return sparse_categorical_crossentropy
+
+    def crossentropy(labels: Tensor, logits: Tensor) -> Tensor:
+        of_labels = sparse_categorical_crossentropy(labels, logits)
+        of_all = -tf.reduce_mean(tf.nn.log_softmax(tf.cast(logits, tf.float32)), axis=-1)
+        return (1 - smoothing) * of_labels + smoothing * of_all
+
+    return crossentropy
 
 
 def accuracy(labels: Tensor, logits: Tensor) -> Tensor:

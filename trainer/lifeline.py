@@ -8,8 +8,11 @@ The starter holds the write end and never writes. However it ends, even by SIGKI
 and the task sees it.
 """
 
+import ctypes
 import os
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -18,6 +21,7 @@ from typing import Any, Self
 from trainer.exits import EXIT_RESTART
 
 _VARIABLE = "TRAINER_LIFELINE_FD"
+_PR_SET_PDEATHSIG = 1
 
 
 class Lifeline:
@@ -38,8 +42,12 @@ class Lifeline:
         os.close(self._write)
         os.close(self._read)
 
-    def start(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
-        """`command` as a process of its own, tied to this one; `options` are Popen's.
+    def start(
+        self, command: Sequence[str], fds: Sequence[int] = (), **options: Any
+    ) -> "subprocess.Popen[bytes]":
+        """`command` as a process of its own, tied to this one, with `fds` open too.
+
+        `options` are Popen's.
 
         Raises:
             OSError: it cannot be started.
@@ -51,7 +59,7 @@ class Lifeline:
             command,
             env=env,
             stdin=subprocess.DEVNULL,
-            pass_fds=[self._read],
+            pass_fds=[self._read, *fds],
             start_new_session=True,
             **options,
         )
@@ -60,14 +68,17 @@ class Lifeline:
 def watch_lifeline() -> bool:
     """Ties this task's life to its starter's; every task's main calls it first.
 
-    When the starter is gone this process ends at once with code 75: what it had saved is whole, and
-    the rest is repeated. Returns whether there is one; does nothing if there is none.
+    When the starter is gone this process ends at once, and all that it started with it: what it had
+    saved is whole, and the rest is repeated. Returns whether there is one; does nothing if there is
+    none.
     """
     lifeline = os.environ.pop(_VARIABLE, None)  # Popped: it is not for the task's own children.
     if lifeline is None:
         return False
     fd = int(lifeline)
     os.set_inheritable(fd, False)
+    if sys.platform == "linux":  # A process that is stopped sees no pipe: the kernel wakes it then.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def wait_for_end() -> None:
         try:
@@ -75,6 +86,8 @@ def watch_lifeline() -> bool:
             os.read(fd, 1)
             os.write(2, b"The launcher of this task is gone: ending.\n")
         finally:  # Where standard error went to the launcher, writing fails.
+            if os.getpgrp() == os.getpid():  # As Lifeline.start makes it.
+                os.killpg(0, signal.SIGKILL)
             os._exit(EXIT_RESTART)
 
     threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()

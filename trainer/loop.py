@@ -18,7 +18,7 @@ def train(
     steps: int,
     steps_per_call: int,
 ) -> int:
-    """Trains until `steps`, or until a task is asked to stop; returns the last step.
+    """Trains until `steps`, a hook is done or a task is asked to stop; returns the last step.
 
     Hooks are called in their order, at steps where no step is in flight. The counter is re-read
     after each call, never counted here: asynchronous steps may overshoot.
@@ -26,7 +26,7 @@ def train(
     step = int(learner.step.numpy())
     for hook in hooks:
         hook.begin(step)
-    while step < steps and not executor.stopping:
+    while step < steps and not executor.stopping and not any(hook.done for hook in hooks):
         stop = min(steps, step + steps_per_call, *(hook.next_step(step) for hook in hooks))
         metrics = executor.run(stop - step)
         step = int(learner.step.numpy())

@@ -24,6 +24,8 @@ class Plan:
         max_staleness: ps, asynchronous: steps after which a gradient is too old; None for never.
         serves: Whether this task does what a chief elsewhere says, and no more.
         chief_timeout_secs: How long this task waits for a chief that does not answer; None: ever.
+        grace_secs: How long this task has for saving once it is asked to stop.
+        stall_timeout_secs: How long this task may stand still; 0 for ever.
         unknown_host_secs: How long the name of another task's host may be unknown.
     """
 
@@ -40,6 +42,8 @@ class Plan:
     max_staleness: int | None = None
     serves: bool = False
     chief_timeout_secs: float | None = None
+    grace_secs: float = 30.0
+    stall_timeout_secs: float = 300.0
     unknown_host_secs: float = 0.0
 
     @property

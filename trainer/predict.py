@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ["KERAS_BACKEND"] = "tensorflow"
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
-    from data.records import DataError
+    from data.files import DataError
 
     try:
         for line in predict(_MODEL_DIR.value, _SPLIT.value, _DATA_DIR.value, _NUM_EXAMPLES.value):

@@ -4,6 +4,7 @@ hide_gpus()
 print(preflight(recipe, model_dir).describe(num_ps=1, num_staged=0))
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ from trainer.checkpoint import ModelDirError, Saved
 from trainer.config import Recipe
 from trainer.exits import EXIT_DONE, first_line
 from trainer.inputs import Inputs, check_batches, open_inputs
+
+# An empty file fits on a full disk.
+_PROBE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,20 @@ def preflight(recipe: Recipe, model_dir: str) -> Findings:
 
 
 def finished_result(model_dir: str, config: config_lib.Config) -> dict[str, Any] | None:
-    """The result of a complete run of at least `train_steps` in `model_dir`, if there is one."""
+    """The result of a complete run in `model_dir`, if there is one.
+
+    Of at least `train_steps`, or stopped early by the same rule.
+    """
     path = f"{model_dir}/result.json"
     if not tf.io.gfile.exists(path):
         return None
     with tf.io.gfile.GFile(path) as file:
         result: dict[str, Any] = json.loads(file.read())
-    done = result["exit_code"] == EXIT_DONE and result["step"] >= config.train_steps
-    return result if done else None
+    if result["exit_code"] != EXIT_DONE:
+        return None  # It may not even know its step.
+    rule = dataclasses.asdict(config.early_stopping)
+    complete = result["step"] >= config.train_steps or result.get("stopped_early_by") == rule
+    return result if complete else None
 
 
 def check_model_dir(model_dir: str) -> None:
@@ -94,10 +104,10 @@ def check_model_dir(model_dir: str) -> None:
     try:
         tf.io.gfile.makedirs(model_dir)
         with tf.io.gfile.GFile(probe, "w") as file:
-            file.write("")
+            file.write("." * _PROBE_BYTES)
         tf.io.gfile.remove(probe)
     except (tf.errors.OpError, OSError) as error:
         raise ModelDirError(
             f"--model_dir={model_dir} cannot be written: {first_line(error)}. "
-            "Give a directory that this user may write to."
+            "Give a directory that this user may write to, on a disk with room."
         ) from error

@@ -6,48 +6,55 @@ with StopSignals() as signals:
 """
 
 import contextlib
+import dataclasses
+import functools
 import json
 import logging
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from data.records import DataError
+from data.files import DataError
 from strategies.base import DataFaultError, Executor, PeerLostError, Position, PositionError
-from strategies.cluster import ClusterError
+from strategies.cluster import Cluster, ClusterError
 from strategies.mirrored import DeviceError, MirroredExecutor, replica_devices, use_gpus
 from strategies.multiworker import MultiWorkerExecutor
 from strategies.peers import check_own_address, port_of
 from strategies.placement import PlacementError
 from strategies.ports import held
 from strategies.ps import ParameterServerExecutor
-from strategies.ps_server import serve, start_server
+from strategies.ps_server import ask_chief_to_stop, serve, start_server
 from strategies.ps_sync import SynchronousParameterServerExecutor
 from trainer import config as config_lib
 from trainer.build import build_checkpointer, build_hooks, build_learner
-from trainer.checkpoint import Checkpointer, ModelDirError, Saved
+from trainer.checkpoint import Checkpointer, ModelDirError
 from trainer.config import ConfigError, check_replicas
 from trainer.evaluator import follow
 from trainer.exits import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE, first_line
-from trainer.hooks import Hook
+from trainer.fingerprint import as_number, fingerprint, versions
+from trainer.hooks import Export, Hook
 from trainer.inputs import (
     Inputs,
     check_batches,
     data_errors_explained,
     open_inputs,
     records_skipped,
+    with_seeds,
 )
-from trainer.learner import Learner, OptimizerError
-from trainer.loop import train
+from trainer.learner import Learner
+from trainer.optimizers import OptimizerError
 from trainer.plan import Plan
 from trainer.preflight import check_model_dir
+from trainer.resume import restore_together, train_recovering
 from trainer.signals import StopSignals
+from trainer.storage import STORAGE_ERRORS
+from trainer.watchdog import Watchdog
 from trainer.writers import Console, write_json
 
 log = logging.getLogger(__name__)
@@ -77,6 +84,12 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
         NonFiniteLossError: training diverged.
     """
     if plan.cluster is not None:
+        if plan.cluster.num("evaluator") and plan.recipe.config.early_stopping.patience:
+            raise ConfigError(
+                "config.early_stopping is for a run that evaluates, but TF_CONFIG names an "
+                "evaluator, and what it finds comes too late for those that train. Leave one of "
+                "the two out."
+            )
         check_own_address(plan.cluster)
     _configure_tensorflow(plan)
     if plan.cluster is not None and plan.evaluates_alone:
@@ -85,7 +98,15 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
             return follow(plan, signals)
     num_gpus = use_gpus(plan.num_gpus)
     if plan.cluster is not None and plan.serves:
-        serve(plan.cluster, plan.chief_timeout_secs, _end_without_chief)
+        cluster = plan.cluster
+        signals.on_stop(lambda: _leave(cluster), plan.grace_secs)
+        serve(
+            cluster,
+            plan.chief_timeout_secs,
+            versions=versions(),
+            on_gone=_end_without_chief,
+            on_end=lambda exit_code: os._exit(exit_code),
+        )
     with _answering(plan):
         # Before the first connection, so that a mistake in them costs nobody a wait.
         inputs = open_inputs(plan.recipe, plan.num_threads)
@@ -95,9 +116,21 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
     except PeerLostError as error:
         log.error("%s", error)
         return EXIT_RESTART
-    signals.on_stop(executor.request_stop)
+    signals.on_stop(executor.request_stop, plan.grace_secs)
+    # Peers first: who they are says more than that nothing moves.
+    finished: list[int] = []  # The exit code, when there is one.
+    on_stall = functools.partial(_end_stalled, plan, finished)
+    if plan.stall_timeout_secs:
+        executor.watch_peers(plan.stall_timeout_secs / 2, on_stall)
+    with Watchdog(plan.stall_timeout_secs, on_stall) as watchdog:
+        executor.on_progress = watchdog.moved
+        return _train_and_close(plan, inputs, executor, finished)
+
+
+def _train_and_close(plan: Plan, inputs: Inputs, executor: Executor, finished: list[int]) -> int:
     try:
         exit_code = _train(plan, inputs, executor)
+        finished.append(exit_code)
     except _LOST as error:
         log.error("%s. What was saved is whole: start me again.", first_line(error))
         executor.close_after_error(lost=True)
@@ -106,10 +139,28 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
         executor.close_after_error(lost=False)
         raise
     try:
-        executor.close()
+        executor.close(exit_code)
     except PeerLostError as error:
         log.warning("%s; all was done and saved before.", error)
     return exit_code
+
+
+def _leave(cluster: Cluster) -> None:
+    """A server was asked to end: the chief saves what it holds, and ends it."""
+    if not ask_chief_to_stop(cluster):
+        log.warning("no chief is there: ending.")
+        os._exit(EXIT_RESTART)
+    log.info("%s: the chief saves, and then ends all tasks.", cluster.task)
+
+
+def _end_stalled(plan: Plan, finished: list[int], message: str) -> None:
+    if finished:
+        log.warning("%s; all was done and saved before.", message)
+        os._exit(finished[0])
+    log.error("%s: ending. What was saved is whole: start me again.", message)
+    # The step is on devices that may not answer.
+    _write_result(plan, {"step": None, "exit_code": EXIT_RESTART, "why": message})
+    os._exit(EXIT_RESTART)
 
 
 def _end_without_chief(message: str) -> None:
@@ -133,12 +184,12 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     check_replicas(config, executor.replicas_a_step)
     learner = executor.build(lambda: build_learner(plan.recipe))
     check_batches(inputs, learner, plan.recipe)
+    inputs = with_seeds(inputs, learner)
     checkpointer = build_checkpointer(
         plan.recipe, plan.model_dir, inputs, learner, executor.io_device
     )
-    saved = _restore(checkpointer, learner)
-    has_evaluator = plan.cluster is not None and plan.cluster.num("evaluator") > 0
-    _check_agreement(executor, saved.step if saved else 0, has_evaluator=has_evaluator)
+    _check_agreement(plan, executor)
+    saved = restore_together(executor, checkpointer, learner)
     # From here on files of a former run are written over: all that can be refused has been.
     if plan.is_chief:
         _write_config(plan, inputs)
@@ -157,90 +208,116 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
         learner,
         checkpointer,
         console,
-        evaluates=not has_evaluator,
+        evaluates=not _has_evaluator(plan),
     )
+    if plan.is_chief and config.recover_from_nan and saved is None:
+        checkpointer.save(0, Position(), executor.counts())  # To go back to.
     try:
-        step = _train_explained(inputs, executor, learner, hooks, config)
+        step = _train_explained(inputs, executor, learner, checkpointer, hooks, config)
     except Exception as error:
-        _write_result(
-            plan,
-            {
-                "step": int(learner.step.numpy()) if not isinstance(error, _LOST) else None,
-                "seconds": round(time.monotonic() - started, 3),
-                "exit_code": _exit_code(error),
-                "why": first_line(error),
-            },
-        )
+        failed = {
+            "step": int(learner.step.numpy()) if not isinstance(error, _LOST) else None,
+            "seconds": round(time.monotonic() - started, 3),
+            "exit_code": _exit_code(error),
+            "why": first_line(error),
+        }
+        _write_result(plan, failed)  # If it can be: what the run died of says more.
         raise
     finally:
+        # A write that is under way is finished, whatever has happened.
+        checkpointer.wait()
         if console:
             console.stop()
-    complete = step >= config.train_steps
-    result = {
+    stopped_early = next((hook.done for hook in hooks if hook.done), "")
+    complete = step >= config.train_steps or bool(stopped_early)
+    failures = _failures(checkpointer, hooks, step) if plan.is_chief else []
+    result: dict[str, Any] = {
         "step": step,
         "examples": executor.position.num_examples(inputs.train.order),
         "eval": evaluate.latest if evaluate else {},
         "seconds": round(time.monotonic() - started, 3),
-        "exit_code": EXIT_DONE if complete else EXIT_RESTART,
-        "why": "done" if complete else "asked to stop",
+        "exit_code": EXIT_DONE if complete and not failures else EXIT_RESTART,
+        "why": "; ".join(failures) or ((stopped_early or "done") if complete else "asked to stop"),
     }
+    if stopped_early:
+        result["stopped_early_by"] = dataclasses.asdict(config.early_stopping)
     if (skipped := records_skipped(inputs, plan.recipe)) is not None:
         result["records_skipped"] = skipped
+    if skips := executor.position.skipped:
+        result |= {"nan_recoveries": len(skips), "examples_skipped": sum(skips)}
     result |= {name: dict(by_worker) for name, by_worker in executor.counts().items()}
-    _write_result(plan, result)
+    if failure := _write_result(plan, result):
+        failures.append(failure)
     if console:
         _say_end(console, plan, result)
-    return EXIT_DONE if complete else EXIT_RESTART
+    for failure in failures:
+        log.error("%s. Start me again when the disk has room: I go on from what is whole.", failure)
+    # The chief's alone can be others than 0; all end as it does.
+    num_failures = executor.everyones(len(failures))[0]
+    return EXIT_DONE if complete and not num_failures else EXIT_RESTART
+
+
+def _failures(checkpointer: Checkpointer, hooks: Sequence[Hook], step: int) -> list[str]:
+    """What a run must leave behind and could not write."""
+    failures = [] if checkpointer.has_saved(step) else [f"Step {step:,} could not be saved"]
+    return failures + [hook.failure for hook in hooks if isinstance(hook, Export) and hook.failure]
 
 
 def _train_explained(
     inputs: Inputs,
     executor: Executor,
     learner: Learner,
+    checkpointer: Checkpointer,
     hooks: list[Hook],
     config: config_lib.Config,
 ) -> int:
     try:
-        return train(
+        return train_recovering(
             executor,
             learner,
+            checkpointer,
             hooks,
+            order=inputs.train.order,
             steps=config.train_steps,
             steps_per_call=config.steps_per_call,
+            most_recoveries=config.recover_from_nan,
         )
     except DataFaultError as error:
         with data_errors_explained(inputs):
             raise error.__cause__ or error from None
 
 
-def _restore(checkpointer: Checkpointer, learner: Learner) -> Saved | None:
-    """Restores all but the learning rate: that is the command's, which may have changed."""
-    rate = learner.optimizer.learning_rate
-    given = learner.learning_rate
-    saved = checkpointer.restore()
-    if saved and isinstance(rate, keras.Variable):
-        rate.assign(given)
-    return saved
-
-
-def _check_agreement(executor: Executor, step: int, *, has_evaluator: bool) -> None:
-    """Returns if all tasks that run the loop have restored the same step, and evaluate or do not.
+def _check_agreement(plan: Plan, executor: Executor) -> None:
+    """Returns if all tasks that run the loop were started alike.
 
     Raises:
-        ModelDirError: they do not see the same checkpoints.
-        ClusterError: some know an evaluator, and others none.
+        ClusterError: they run other code, or were told other things; says which.
     """
-    if len(set(executor.everyones(int(has_evaluator)))) > 1:
+    ours = fingerprint(plan.recipe)
+    if _differs(executor, dict(ours)):
+        # The names first: they may differ too, and then those that both know are compared.
+        if _differs(executor, list(ours)):
+            ours = versions()
+        different = [name for name, value in ours.items() if _differs(executor, [name, value])]
+        listed = ", ".join(f"{name} ({ours[name]} here)" for name in different)
+        raise ClusterError(
+            f"The tasks of this run differ in {listed}. Give all of them the same command, config "
+            "file and code, and install the same versions."
+        )
+    if _differs(executor, _has_evaluator(plan)):
         raise ClusterError(
             "TF_CONFIG names an evaluator in some tasks and none in others, so that some would "
             "wait for the others to evaluate. Give all tasks the same cluster."
         )
-    steps = executor.everyones(step)
-    if len(set(steps)) > 1:
-        raise ModelDirError(
-            f"The tasks found checkpoints of different steps in --model_dir: {steps}, by replica. "
-            "It must be one directory that all of them see, on a shared file system."
-        )
+
+
+def _differs(executor: Executor, value: object) -> bool:
+    """Whether the tasks that run the loop have different values; all call it together."""
+    return len(set(executor.everyones(as_number(value)))) > 1
+
+
+def _has_evaluator(plan: Plan) -> bool:
+    return plan.cluster is not None and plan.cluster.num("evaluator") > 0
 
 
 def _connect(plan: Plan, num_gpus: int) -> Executor:
@@ -252,10 +329,11 @@ def _connect(plan: Plan, num_gpus: int) -> Executor:
         return SynchronousParameterServerExecutor.connect(
             plan.cluster,
             plan.unknown_host_secs,
+            versions(),
             replicas_to_aggregate=plan.replicas_to_aggregate,
         )
     return ParameterServerExecutor.connect(
-        plan.cluster, plan.unknown_host_secs, max_staleness=plan.max_staleness
+        plan.cluster, plan.unknown_host_secs, versions(), max_staleness=plan.max_staleness
     )
 
 
@@ -286,9 +364,14 @@ def _write_config(plan: Plan, inputs: Inputs) -> None:
     write_json(f"{plan.model_dir}/config.json", document)
 
 
-def _write_result(plan: Plan, result: Mapping[str, Any]) -> None:
+def _write_result(plan: Plan, result: Mapping[str, Any]) -> str:
+    """Why it could not be written, or empty. The chief's alone."""
     if plan.is_chief:
-        write_json(f"{plan.model_dir}/result.json", result)
+        try:
+            write_json(f"{plan.model_dir}/result.json", result)
+        except STORAGE_ERRORS as error:
+            return f"result.json could not be written: {first_line(error)}"
+    return ""
 
 
 def _remove_result(plan: Plan) -> None:
@@ -315,6 +398,8 @@ def _say_start(
         console.say(table)
     if step:
         console.say(f"going on from step {step:,}")
+    elif learner.origin:
+        console.say(learner.origin)
 
 
 def _say_end(console: Console, plan: Plan, result: Mapping[str, Any]) -> None:

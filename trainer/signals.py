@@ -2,7 +2,7 @@
 
     with StopSignals() as signals:
         executor = connect()                    # a signal here ends the process: nothing to save
-        signals.on_stop(executor.request_stop)  # from here on it asks
+        signals.on_stop(executor.request_stop, grace_secs=30)   # from here on it asks
 
 Python runs signal handlers between bytecodes of the main thread, so never while TensorFlow waits
 there for a peer. The interpreter's wake-up descriptor is written at once; a thread reads it.
@@ -30,10 +30,16 @@ class StopSignals:
     def __init__(self) -> None:
         """Handles nothing yet."""
         self._stop: Callable[[], None] | None = None
+        self._grace_secs = 0.0
+        self._overdue: threading.Timer | None = None
 
-    def on_stop(self, stop: Callable[[], None]) -> None:
-        """From now on the first signal calls `stop`, on another thread."""
+    def on_stop(self, stop: Callable[[], None], grace_secs: float) -> None:
+        """From now on the first signal calls `stop`, on another thread.
+
+        `grace_secs` later the process ends, whatever it does.
+        """
         self._stop = stop
+        self._grace_secs = grace_secs
         # Again: the coordination service of a multiworker cluster has taken SIGTERM for itself.
         self._take_over()
 
@@ -53,6 +59,8 @@ class StopSignals:
         trace: TracebackType | None,
     ) -> None:
         """Gives the signals back."""
+        if self._overdue is not None:
+            self._overdue.cancel()
         signal.set_wakeup_fd(self._former_fd)
         for number, handler in self._former.items():
             signal.signal(number, handler)
@@ -73,5 +81,16 @@ class StopSignals:
                 os._exit(EXIT_RESTART)
             log.warning("%s: stopping after the steps under way; again to end at once.", name)
             asked = True
-            self._stop()
+            self._overdue = threading.Timer(self._grace_secs, self._end_overdue, [name])
+            self._overdue.daemon = True
+            self._overdue.start()
+            threading.Thread(target=self._stop, name="stop", daemon=True).start()
         self._reader.close()
+
+    def _end_overdue(self, name: str) -> None:
+        log.warning(
+            "not done %g s after %s (--grace_secs): ending; what was saved before is whole.",
+            self._grace_secs,
+            name,
+        )
+        os._exit(EXIT_RESTART)

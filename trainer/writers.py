@@ -1,11 +1,14 @@
 """Writers: where reports go: a line on the console, metrics.jsonl, TensorBoard.
 
-All are the chief's. A report is a step, a split ("train" or "eval") and named values.
+All are the chief's. A report is a step, a split ("train" or "eval") and named values. A report that
+cannot be written, because a disk is full, does not end a run: see Lossy.
 """
 
+import contextlib
 import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,52 @@ import rich.progress
 import tensorflow as tf
 
 from strategies.base import Metrics
-from trainer.hooks import Hook
+from trainer.exits import first_line
+from trainer.hooks import Hook, Writer
+from trainer.storage import STORAGE_ERRORS
+
+log = logging.getLogger(__name__)
 
 _SHOWN_WORKERS = 8
+# Above that of every report; and in place of the step of a torn line.
+_ALL_STEPS = 2**62 - 1
+_NEVER_DONE = 2**62
+
+
+class Lossy(Hook):
+    """Goes on where a writer cannot write: says so once, and at the end how much is missing."""
+
+    def __init__(self, writer: Writer, where: str) -> None:
+        """`writer` may be a hook too; `where` it writes, for messages."""
+        self._writer = writer
+        self._where = where
+        self._num_lost = 0
+
+    def begin(self, step: int) -> None:
+        """The writer's own, if it has one."""
+        if isinstance(self._writer, Hook):
+            try:
+                self._writer.begin(step)
+            except STORAGE_ERRORS as error:
+                log.warning("%s cannot be written: %s", self._where, first_line(error))
+
+    def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        """Writes a report, or counts it as lost."""
+        try:
+            self._writer.write(step, split, values)
+        except STORAGE_ERRORS as error:
+            if not self._num_lost:
+                log.warning(
+                    "%s cannot be written: %s. Training goes on; later reports are tried again.",
+                    self._where,
+                    first_line(error),
+                )
+            self._num_lost += 1
+
+    def end(self, step: int) -> None:
+        """Says how many reports were lost, if any."""
+        if self._num_lost:
+            log.warning("%s lacks %d report(s).", self._where, self._num_lost)
 
 
 class JsonLines(Hook):
@@ -26,26 +72,46 @@ class JsonLines(Hook):
         """Appends to what a former run left; `always`: by split, what every line of it has."""
         self._path = path
         self._always = always or {}
+        # Lines that do not belong, or are torn, may follow those up to this step; None for no.
+        self._tidy_up_to: int | None = None
 
     def begin(self, step: int) -> None:
         """Drops reports of steps after `step`: they will be done again."""
+        self._tidy_up_to = step
+        self._tidy()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The reports so far, but for a torn one."""
         if not tf.io.gfile.exists(self._path):
-            return
+            return []
         with tf.io.gfile.GFile(self._path) as file:
-            text = file.read()
-        kept = "".join(f"{line}\n" for line in text.splitlines() if _step_of(line) <= step)
-        if kept != text:
-            with tf.io.gfile.GFile(f"{self._path}.tmp", "w") as file:
-                file.write(kept)
-            tf.io.gfile.rename(f"{self._path}.tmp", self._path, overwrite=True)
+            lines = file.read().splitlines()
+        return [json.loads(line) for line in lines if _step_of(line) != _NEVER_DONE]
 
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         """Appends a line."""
+        document = without_nan(
+            {"step": step, "split": split, **values, **self._always.get(split, {})}
+        )
+        line = json.dumps(document, allow_nan=False)
+        self._tidy()
+        # Until it is written: of a line that does not fit on the disk, a part may be.
+        self._tidy_up_to = _ALL_STEPS
         with tf.io.gfile.GFile(self._path, "a") as file:
-            document = without_nan(
-                {"step": step, "split": split, **values, **self._always.get(split, {})}
-            )
-            file.write(json.dumps(document, allow_nan=False) + "\n")
+            file.write(f"{line}\n")
+        self._tidy_up_to = None
+
+    def _tidy(self) -> None:
+        if self._tidy_up_to is not None and tf.io.gfile.exists(self._path):
+            with tf.io.gfile.GFile(self._path) as file:
+                text = file.read()
+            lines = (line for line in text.splitlines() if _step_of(line) <= self._tidy_up_to)
+            kept = "".join(f"{line}\n" for line in lines)
+            if kept != text:
+                with tf.io.gfile.GFile(f"{self._path}.tmp", "w") as file:
+                    file.write(kept)
+                tf.io.gfile.rename(f"{self._path}.tmp", self._path, overwrite=True)
+        self._tidy_up_to = None
 
 
 def write_json(path: str, document: Mapping[str, Any]) -> None:
@@ -70,15 +136,31 @@ class TensorBoard:
         self._directory = directory
         self._writers: dict[str, Any] = {}
 
-    def writer(self, split: str) -> Any:
-        """The tf.summary writer of `split`."""
-        if split not in self._writers:
-            self._writers[split] = tf.summary.create_file_writer(f"{self._directory}/{split}")
-        return self._writers[split]
+    @contextlib.contextmanager
+    def writing(self, split: str, step: int) -> Iterator[None]:
+        """While in it, tf.summary writes to `split`; on leaving it, all of that is written."""
+        try:
+            if split not in self._writers:
+                self._writers[split] = tf.summary.create_file_writer(f"{self._directory}/{split}")
+            with self._writers[split].as_default(step=step):
+                yield
+            self._writers[split].flush()
+        except STORAGE_ERRORS:
+            # Of a file with a torn record TensorBoard reads no more: what comes next needs another.
+            self._writers.pop(split, None)
+            self._remove_empty(split)
+            raise
+
+    def _remove_empty(self, split: str) -> None:
+        """Or each try to write to a full disk would leave a file."""
+        with contextlib.suppress(*STORAGE_ERRORS):
+            for path in tf.io.gfile.glob(f"{self._directory}/{split}/events*"):
+                if not tf.io.gfile.stat(path).length:
+                    tf.io.gfile.remove(path)
 
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         """Writes a scalar for each number."""
-        with self.writer(split).as_default(step=step):
+        with self.writing(split, step):
             for name, value in values.items():
                 if isinstance(value, Mapping):
                     for key, counted in value.items():
@@ -88,7 +170,6 @@ class TensorBoard:
                             tf.summary.scalar(f"{name}/{key}", counted)
                 else:
                     tf.summary.scalar(name, value)
-        self.writer(split).flush()
 
 
 class Console(Hook):
@@ -98,6 +179,7 @@ class Console(Hook):
         """Shows progress towards `last_step`."""
         self._console = rich.console.Console(highlight=False, soft_wrap=True)
         self._last_step = last_step
+        self._has_failed = False
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("step"),
             rich.progress.MofNCompleteColumn(),
@@ -123,11 +205,16 @@ class Console(Hook):
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Prints a line, above the bar if there is one."""
-        self._console.print(text, markup=False)
+        """Prints a line, above the bar if there is one; not if standard output takes none."""
+        try:
+            self._console.print(text, markup=False)
+        except OSError as error:  # It is a file on a full disk.
+            if not self._has_failed:
+                log.warning("The console cannot be written: %s. Training goes on.", error)
+            self._has_failed = True
 
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-        """One line: `step 400/1000  train  loss 0.123  accuracy 0.970  12,345 examples/s`."""
+        """One line: `step 400/1000  train  loss 0.123  12,345 examples/s  0.0081 s/batch`."""
         shown = ("learning_rate", "examples", "steps_per_sec", "seconds", "examples_per_sec")
         words = [f"step {step:,}/{self._last_step:,}", f"{split:5}"]
         words += [
@@ -136,9 +223,10 @@ class Console(Hook):
             if name not in shown and isinstance(value, float)
         ]
         if "examples_per_sec" in values:
+            secs_per_step = 1 / max(values["steps_per_sec"], 1e-9)
             words.append(f"{values['examples_per_sec']:,.0f} examples/s")
-            left = max(0, self._last_step - step) / max(values["steps_per_sec"], 1e-9)
-            words.append(f"{_clock(left)} left")
+            words.append(f"{secs_per_step:.2g} s/batch")
+            words.append(f"{_clock(max(0, self._last_step - step) * secs_per_step)} left")
         else:
             words.append(f"{values['examples']:,} examples")
         if "worker_share" in values:
@@ -148,7 +236,9 @@ class Console(Hook):
 
 def _values(histogram: Mapping[int, int]) -> np.ndarray:
     """A value for each count, at most 10,000 of them in the same proportions."""
-    values, counts = np.array(list(histogram)), np.array(list(histogram.values()))
+    # Typed, because of a worker that has done nothing yet.
+    values = np.array(list(histogram), np.int64)
+    counts = np.array(list(histogram.values()), np.int64)
     return np.repeat(values, -(-counts // max(1, counts.sum() // 10_000)))
 
 
@@ -173,4 +263,4 @@ def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return 2**62
+        return _NEVER_DONE

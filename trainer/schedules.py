@@ -1,0 +1,61 @@
+"""Schedules: the factor of the learning rate as a function of the step.
+
+    factor = rate_factor(config.schedule, train_steps=1000, batch_size=100)
+    factor(learner.step)        # float32, a scalar
+
+The decays are Keras' own. What they do not have is a warm-up that goes with each of them, and
+linear scaling. See trainer.options.ScheduleConfig for the formulas.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer.options import ScheduleConfig
+
+Tensor = Any
+
+
+def rate_factor(
+    schedule: ScheduleConfig, *, train_steps: int, batch_size: int
+) -> Callable[[Tensor], Tensor]:
+    """Steps done, an integer tensor -> what the learning rate of the next step is multiplied by."""
+    decay = _decay(schedule, schedule.decay_steps or train_steps)
+    scale = batch_size / schedule.base_batch_size if schedule.base_batch_size else 1.0
+
+    def factor(step: Tensor) -> Tensor:
+        value = tf.constant(scale, tf.float32)
+        if decay is not None:
+            value *= decay(step)
+        if schedule.warmup_steps:
+            risen = tf.cast(step + 1, tf.float32) / schedule.warmup_steps
+            start = schedule.warmup_start
+            value *= start + (1 - start) * tf.minimum(risen, 1.0)
+        return value
+
+    return factor
+
+
+def _decay(
+    schedule: ScheduleConfig, decay_steps: int
+) -> keras.optimizers.schedules.LearningRateSchedule | None:
+    """Keras' schedule of a rate that begins at 1."""
+    kinds = keras.optimizers.schedules
+    match schedule.kind:
+        case "exponential":
+            return kinds.ExponentialDecay(
+                1.0, decay_steps, schedule.decay_rate, staircase=schedule.staircase
+            )
+        case "step":
+            # Keras changes the rate after a step beyond the boundary: the boundary itself has the
+            # former rate.
+            boundaries = [boundary - 1 for boundary in schedule.boundaries]
+            values = [schedule.decay_rate**i for i in range(len(boundaries) + 1)]
+            return kinds.PiecewiseConstantDecay(boundaries, values)
+        case "cosine":
+            return kinds.CosineDecay(1.0, decay_steps, alpha=schedule.end_fraction)
+        case "polynomial":
+            return kinds.PolynomialDecay(1.0, decay_steps, schedule.end_fraction, schedule.power)
+    return None
