@@ -3,8 +3,10 @@
     python -m data.prepare mnist --source=DIRECTORY_WITH_THE_IDX_FILES
     python -m trainer --strategy=ps --config=configs/mnist_replica.py
 
-TensorFlow 1's distributed MNIST example trained this network between graph replicas. 3,000 steps
-take about 10 s on 2 cores and reach a test accuracy of about 0.96 (at least 0.955).
+TensorFlow 1's distributed MNIST example trained this network between graph replicas, and printed
+the validation cross entropy at the end: the `loss` of the last line, in nats an example. 3,000
+steps take about 10 s on 2 cores and reach a test accuracy of about 0.96 (at least 0.955);
+`--train_steps=20000` reaches 0.971 to 0.976 under each strategy (at least 0.97).
 """
 
 import dataclasses

@@ -1,0 +1,243 @@
+"""A step of one's own: two networks, two optimizers, two losses, on the same loop.
+
+    python -m trainer --strategy=mirrored --config=configs/custom_step.py
+
+A generative adversarial network (Goodfellow et al., 2014) learns to make handwritten digits of
+8 x 8 pixels. Both networks change in the same step, each for a loss of its own and by an optimizer
+of its own, the critic faster (Heusel et al., 2017). Here a config file brings all that it can:
+`parse`, `augment`, `build_model`, `loss`, `metrics`, `build_learner` and `build_hooks`. None of it
+knows the strategy. 4,000 steps take about 40 s on 2 cores that others use too; then the critic is
+right about 79% of digits it has not seen and of made ones, where 50% would be guessing.
+"""
+
+import csv
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from strategies.base import Metrics
+from trainer.config import Config
+from trainer.hooks import Hook, next_multiple
+from trainer.learner import Learner
+from trainer.metrics import means
+from trainer.optimizers import check_optimizer
+
+Tensor = Any
+
+NOISE = 16
+
+
+@dataclasses.dataclass
+class GanConfig(Config):
+    """Config with two fields more.
+
+    Attributes:
+        critic_rate_ratio: The critic's learning rate is so many times the generator's.
+        balance_every_steps: MODEL_DIR/balance.csv gets a line.
+    """
+
+    critic_rate_ratio: float = 2.0
+    balance_every_steps: int = 100
+
+
+def get_config() -> GanConfig:
+    """4,000 steps of 64 examples: 178 epochs."""
+    return GanConfig(
+        dataset="digits",
+        batch_size=64,
+        learning_rate=0.0005,
+        train_steps=4000,
+        log_every_steps=500,
+        eval_every_steps=1000,
+        checkpoint_every_steps=1000,
+    )
+
+
+def parse(serialized: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Records, string [n] -> {"image": float32 [n, 8, 8, 1], "noise": float32 [n, NOISE]}, labels.
+
+    An example's noise is made of its own bytes, so that all evaluations see the same.
+    """
+    features = {
+        "image": tf.io.FixedLenFeature([], tf.string),
+        "label": tf.io.FixedLenFeature([], tf.int64),
+    }
+    example = tf.io.parse_example(serialized, features)
+    pixels = tf.io.decode_raw(example["image"], tf.uint8, fixed_length=64)
+    images = tf.cast(tf.reshape(pixels, [-1, 8, 8, 1]), tf.float32) / 255
+    seeds = tf.strings.to_hash_bucket_fast(serialized, 2**31)[:, tf.newaxis] * [1, 0]
+    return {"image": images, "noise": noise_from(seeds)}, example["label"]
+
+
+def augment(
+    inputs: dict[str, Tensor], labels: Tensor, seeds: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """New noise for every step; a function of (config.seed, position), as all that is random."""
+    return {**inputs, "noise": noise_from(seeds)}, labels
+
+
+def noise_from(seeds: Tensor) -> Tensor:
+    """Seeds, integers [n, 2] -> standard normal numbers, float32 [n, NOISE]."""
+    return tf.map_fn(
+        lambda seed: tf.random.stateless_normal([NOISE], seed),
+        seeds,
+        fn_output_signature=tf.TensorSpec([NOISE], tf.float32),
+    )
+
+
+def build_model(config: GanConfig) -> keras.Model:
+    """Inputs as `parse` says -> {"made": [B, 8, 8, 1], "real_logit": [B], "made_logit": [B]}."""
+    from keras import layers
+
+    generator = keras.Sequential(
+        [
+            keras.Input((NOISE,)),
+            layers.Dense(128, activation="relu"),
+            layers.Dense(128, activation="relu"),
+            layers.Dense(64, activation="sigmoid"),
+            layers.Reshape((8, 8, 1)),
+        ],
+        name="generator",
+    )
+    critic = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Flatten(),
+            layers.Dense(128, activation="leaky_relu"),
+            layers.Dropout(0.3),
+            layers.Dense(64, activation="leaky_relu"),
+            layers.Dense(1),
+            layers.Reshape(()),
+        ],
+        name="critic",
+    )
+    inputs = {
+        "image": keras.Input((8, 8, 1), name="image"),
+        "noise": keras.Input((NOISE,), name="noise"),
+    }
+    made = generator(inputs["noise"])
+    outputs = {
+        "made": made,
+        "real_logit": critic(inputs["image"]),
+        "made_logit": critic(made),
+    }
+    return keras.Model(inputs, outputs)
+
+
+def loss(labels: Tensor, outputs: Mapping[str, Tensor]) -> Tensor:
+    """The critic's: cross entropy of telling real from made, [B]; 2 ln 2 = 1.386 if it cannot."""
+    return tf.nn.softplus(-outputs["real_logit"]) + tf.nn.softplus(outputs["made_logit"])
+
+
+def generator_loss(labels: Tensor, outputs: Mapping[str, Tensor]) -> Tensor:
+    """Cross entropy of passing what is made off as real, [B]."""
+    return tf.nn.softplus(-outputs["made_logit"])
+
+
+def told_apart(labels: Tensor, outputs: Mapping[str, Tensor]) -> Tensor:
+    """The fraction that the critic is right about, of the real and the made example each, [B]."""
+    right = (outputs["real_logit"] > 0, outputs["made_logit"] < 0)
+    return (tf.cast(right[0], tf.float32) + tf.cast(right[1], tf.float32)) / 2
+
+
+metrics = {"generator_loss": generator_loss, "told_apart": told_apart}
+
+
+class GanLearner(Learner):
+    """A step in which each of two networks follows the gradient of a loss of its own."""
+
+    def __init__(self, config: GanConfig, **parts: Any) -> None:
+        """`parts` are Learner's own arguments; their optimizer is the generator's."""
+        self._config = config
+        self.critic_optimizer = keras.optimizers.Adam(config.learning_rate, beta_1=0.5)
+        check_optimizer(self.critic_optimizer)
+        super().__init__(**parts)
+
+    def build_optimizers(self) -> None:
+        """See Learner: each optimizer has slots for the variables of its network alone."""
+        trained = self.model.trainable_variables
+        of_critic = {id(v) for v in self.model.get_layer("critic").trainable_variables}
+        self._is_critics = [id(variable) in of_critic for variable in trained]
+        self.optimizer.build([v for v in trained if id(v) not in of_critic])
+        self.critic_optimizer.build([v for v in trained if id(v) in of_critic])
+
+    @property
+    def state(self) -> Mapping[str, Sequence[Any]]:
+        """See Learner: checkpoints keep the second optimizer too."""
+        variables = [variable.value for variable in self.critic_optimizer.variables]
+        return {**super().state, "critic_optimizer": variables}
+
+    def gradients(self, batch: Any, *, training: bool = True) -> tuple[list[Tensor], Tensor]:
+        """See Learner: of the critic's loss for its variables, of the generator's for the rest."""
+        inputs, labels, *seeds = batch
+        with tf.GradientTape(persistent=True) as tape:
+            outputs = self.forward(inputs, *seeds, training=training)
+            losses = loss(labels, outputs)
+            # Of the batch, not of this share: the sum over replicas is one big batch's.
+            critic = tf.reduce_sum(losses) / self.batch_size
+            generator = tf.reduce_sum(generator_loss(labels, outputs)) / self.batch_size
+        gradients = [
+            tape.gradient(critic if is_critics else generator, variable)
+            for is_critics, variable in zip(self._is_critics, self.variables, strict=True)
+        ]
+        return gradients, self.measure(labels, outputs, losses)
+
+    def change_variable(self, index: int, variable: Tensor, gradient: Tensor, rate: Tensor) -> None:
+        """See Learner."""
+        if self._is_critics[index]:
+            ratio = self._config.critic_rate_ratio
+            self.critic_optimizer.update_step(gradient, variable, ratio * rate)
+        else:
+            self.optimizer.update_step(gradient, variable, rate)
+
+    def apply(self, gradients: Sequence[Tensor]) -> Tensor:
+        """See Learner: Adam counts its steps, and the first optimizer's counter is the loop's."""
+        step = super().apply(gradients)
+        with tf.control_dependencies([step]):
+            self.critic_optimizer.iterations.value.assign_add(1)
+        return step
+
+
+def build_optimizer(config: GanConfig) -> keras.Optimizer:
+    """The generator's."""
+    return keras.optimizers.Adam(config.learning_rate, beta_1=0.5)
+
+
+def build_learner(config: GanConfig, **parts: Any) -> Learner:
+    """What computes and applies a step."""
+    return GanLearner(config, **parts)
+
+
+class Balance(Hook):
+    """Writes who is winning to a file."""
+
+    def __init__(self, path: Path, every_steps: int) -> None:
+        """On the chief."""
+        self._path = path
+        self._every_steps = every_steps
+        self._due = 0
+
+    def begin(self, step: int) -> None:
+        """Goes on after what a former run wrote."""
+        self._due = self.next_step(step)
+
+    def next_step(self, step: int) -> int:
+        """The next multiple."""
+        return next_multiple(step, self._every_steps)
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        """Adds a line for the steps of the last call."""
+        if step >= self._due:
+            with self._path.open("a", newline="") as file:
+                found = means(metrics)
+                csv.writer(file).writerow([step, found["loss"], found["generator_loss"]])
+            self._due = self.next_step(step)
+
+
+def build_hooks(config: GanConfig, model_dir: str) -> Sequence[Hook]:
+    """On the chief, beside the hooks that every run has."""
+    return [Balance(Path(model_dir) / "balance.csv", config.balance_every_steps)]
