@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from data.records import write_shards
+from data.writing import write_shards
 from tests.cluster.runs import NUM_NUMBERED, ROOT
 
 

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import tensorflow as tf
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from strategies.cluster import Cluster, Task
 
@@ -138,7 +139,9 @@ class Process:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
+        under: tuple[str, ...] = (),
     ) -> None:
+        """`under` is a command that becomes the trainer, such as setpriv."""
         self.model_dir = model_dir
         self._mark = uuid.uuid4().hex
         here = {_MARK: self._mark} | ({} if cwd == ROOT else {"PYTHONPATH": str(ROOT)})
@@ -147,7 +150,7 @@ class Process:
             self._stdout = files.enter_context(tempfile.TemporaryFile("a+b"))
             self._stderr = files.enter_context(tempfile.TemporaryFile("a+b"))
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "trainer", *argv],
+                [*under, sys.executable, "-m", "trainer", *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=self._stdout,
                 stderr=self._stderr,
@@ -204,6 +207,10 @@ class Process:
         out, err = (_read(file).splitlines()[-40:] for file in (self._stdout, self._stderr))
         return "\n".join(["--- stdout", *out, "--- stderr", *err])
 
+    def warned(self, text: str) -> int:
+        """How often `text` stands in what came on standard error so far."""
+        return _read(self._stderr).count(text)
+
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Returns once `condition` holds; fails if the process ends, or nothing comes of it."""
         deadline = time.monotonic() + TIMEOUT_SECS
@@ -251,10 +258,18 @@ def train(topology: Topology, model_dir: Path, *flags: str, exit_code: int = 0) 
 
 
 @contextlib.contextmanager
-def by_hand(cluster: Cluster, model_dir: Path, *flags: str) -> Iterator["Tasks"]:
-    """A cluster whose tasks the test starts itself, one by one; leaving the context ends them."""
+def by_hand(
+    cluster: Cluster,
+    model_dir: Path,
+    *flags: str,
+    under: Mapping[Task, tuple[str, ...]] | None = None,
+) -> Iterator["Tasks"]:
+    """A cluster whose tasks the test starts itself, one by one; leaving the context ends them.
+
+    `under` are commands that become the trainer, of the tasks that need one.
+    """
     with contextlib.ExitStack() as stack:
-        tasks = Tasks(cluster, model_dir, flags, stack)
+        tasks = Tasks(cluster, model_dir, flags, under or {}, stack)
         yield tasks
         assert not any(process.family() for process in tasks.processes), "a process is left"
     assert_nothing_left(model_dir)
@@ -270,12 +285,14 @@ class Tasks:
         cluster: Cluster,
         model_dir: Path,
         flags: tuple[str, ...],
+        under: Mapping[Task, tuple[str, ...]],
         stack: contextlib.ExitStack,
     ) -> None:
         strategy = "ps" if cluster.num("ps") else "multiworker"
         self._flags = (f"--strategy={strategy}", f"--model_dir={model_dir}", *flags)
         self._cluster = cluster
         self._model_dir = model_dir
+        self._under = under
         self._stack = stack
         self._latest: dict[str, Process] = {}
         self.processes: list[Process] = []
@@ -287,7 +304,8 @@ class Tasks:
         """Starts `tasks`; one that was started before and has ended is started again."""
         for task in tasks:
             env = {"TF_CONFIG": self._cluster.for_task(task).tf_config()}
-            process = Process((*self._flags, *flags), self._model_dir, env=env)
+            under = self._under.get(task, ())
+            process = Process((*self._flags, *flags), self._model_dir, env=env, under=under)
             self._latest[str(task)] = self._stack.enter_context(process)
             self.processes.append(process)
 
@@ -336,6 +354,17 @@ def read_metrics(model_dir: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def histograms(model_dir: Path) -> dict[str, list[int]]:
+    """Steps of each histogram in TensorBoard's files of training."""
+    found: dict[str, list[int]] = {}
+    for path in (model_dir / "tensorboard" / "train").glob("events.out.tfevents.*"):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "histograms":
+                    found.setdefault(value.tag, []).append(event.step)
+    return found
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:

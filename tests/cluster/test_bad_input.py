@@ -136,6 +136,10 @@ CASES = {
     ),
     "config value of another type": Case("--config.batch_size=many", ("batch_size", "many")),
     "config value out of range": Case("--config.train_steps=0", ("train_steps", "at least 1")),
+    "boundaries that do not rise": Case(
+        "--config.schedule.kind=step --config.schedule.boundaries=(30,20)",
+        ("config.schedule.boundaries", "(30, 20)"),
+    ),
     "unknown way with corrupt records": Case(
         "--config.data.on_corrupt=ignore", ("on_corrupt", "fail or skip", "'ignore'")
     ),
@@ -197,6 +201,11 @@ CASES = {
     "--workers with TF_CONFIG": Case(
         f"{MULTI} --workers=2", ("--workers", "TF_CONFIG"), tf_config=cluster_of(WORKERS)
     ),
+    "--max_restarts with TF_CONFIG": Case(
+        f"{MULTI} --max_restarts=2", ("--max_restarts", "TF_CONFIG"), tf_config=cluster_of(WORKERS)
+    ),
+    "negative --max_restarts": Case(f"{MULTI} --max_restarts=-1", ("max_restarts", "-1")),
+    "--isolate for mirrored": Case("--isolate=on", ("--isolate=on", "multiworker or ps")),
     "more gradients than workers": Case(
         "--strategy=ps --sync_replicas --replicas_to_aggregate=3",
         ("--replicas_to_aggregate", "from 1 to the number of workers, 2", "3"),
@@ -247,6 +256,15 @@ CASES = {
         "",
         ("evaluator 0", "eval_every_steps"),
         tf_config=cluster_of({"worker": ["a:1"], "evaluator": ["b:1"]}, "evaluator"),
+    ),
+    "early stopping beside an evaluator": Case(
+        f"{MULTI} --config.early_stopping.patience=2 --config.eval_every_steps=10",
+        ("config.early_stopping", "evaluator"),
+        tf_config=cluster_of({"worker": ["a:1"], "evaluator": ["b:1"]}),
+    ),
+    "warm start from nothing": Case(
+        "--data_dir={digits} --config.warm_start.path={tmp}/nothing",
+        ("config.warm_start.path={tmp}/nothing", "checkpoints/step-*"),
     ),
     "--download_only with a model_dir": Case("--download_only", ("--model_dir={tmp}/run",)),
     "--download_only in a task": Case(

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from tests.cluster.runs import ONE_OF_EACH_STRATEGY, TOPOLOGIES, Topology, train
+from tests.cluster.runs import ONE_OF_EACH_STRATEGY, TOPOLOGIES, Topology, histograms, train
 
 RECIPE = '''
     """y = 3 x0 - 2 x1 + 1, found from records that no metadata describes."""
@@ -131,13 +130,8 @@ def test_histograms_and_profile_are_written(digits: Path, tmp_path: Path) -> Non
         "--config.profile_first_step=8",
         "--config.profile_num_steps=5",
     )
-    histograms: dict[str, list[int]] = {}
-    for path in (tmp_path / "tensorboard" / "train").glob("events.out.tfevents.*"):
-        for event in EventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                if value.metadata.plugin_data.plugin_name == "histograms":
-                    histograms.setdefault(value.tag, []).append(event.step)
-    assert {tag.partition("/")[0] for tag in histograms} == {"variables", "gradients"}
-    assert len(histograms) == 4
-    assert all(steps == [15, 30] for steps in histograms.values())
+    found = histograms(tmp_path)
+    assert {tag.partition("/")[0] for tag in found} == {"variables", "gradients"}
+    assert len(found) == 4
+    assert all(steps == [15, 30] for steps in found.values())
     assert list((tmp_path / "tensorboard" / "train" / "plugins" / "profile").rglob("*.xplane.pb"))

@@ -6,9 +6,10 @@ That they end in the weights of mirrored, and resume bit for bit, is test_determ
 import json
 from pathlib import Path
 
-from data.order import Order, default_lanes
+from data.order import Order
 from data.records import open_split
 from tests.cluster.runs import Run, Topology, train
+from trainer.config import DataConfig
 
 THREE_WORKERS = ("--workers=3", "--ps=1", "--num_threads=1", "--sync_replicas")
 BACKUP = Topology("ps-sync-2-of-3", "ps", (*THREE_WORKERS, "--replicas_to_aggregate=2"))
@@ -31,7 +32,13 @@ def sum_of_handed_out(run: Run, numbered: Path) -> tuple[int, int]:
     mark = json.loads((run.model_dir / "checkpoints" / name / "checkpoint.json").read_text())
     split = open_split(str(numbered), "train")
     order = Order(
-        split.shard_lengths, split.chunk_examples, 32, default_lanes(32), 16, seed=0, shuffle=True
+        split.shard_lengths,
+        split.chunk_examples,
+        batch_size=32,
+        lanes=32,
+        window_batches=DataConfig().window_batches,
+        seed=0,
+        shuffle=True,
     )
     open_sum = sum(
         int(order.records(batch, 1, range(first, last + 1)).sum())

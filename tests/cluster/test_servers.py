@@ -1,7 +1,6 @@
 """Servers of a chief: how they are told who they are, how they wait for it, and how they end."""
 
 import contextlib
-import itertools
 import json
 import signal
 import socket
@@ -40,9 +39,10 @@ def host_flags(num_workers: int) -> tuple[str, str]:
     return f"--ps_hosts={ps}", f"--worker_hosts={', '.join(workers)}"
 
 
+# Each is once the first, and once the last.
 @pytest.mark.parametrize(
     "order",
-    list(itertools.permutations([PS, WORKER_0, WORKER_1])),
+    [(PS, WORKER_0, WORKER_1), (WORKER_0, WORKER_1, PS), (WORKER_1, PS, WORKER_0)],
     ids=lambda order: ", ".join(map(str, order)),
 )
 def test_three_terminals_in_any_order(order: Sequence[Task], digits: Path, tmp_path: Path) -> None:

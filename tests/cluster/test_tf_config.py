@@ -66,6 +66,17 @@ def test_worker_that_waits_for_the_others_says_so_and_can_be_stopped(
     assert run.exit_code == 75
 
 
+def test_workers_that_were_told_different_things_are_refused(digits: Path, tmp_path: Path) -> None:
+    cluster = local_cluster("multiworker", 2, 0)
+    with by_hand(cluster, tmp_path, *FLAGS, f"--data_dir={digits}") as tasks:
+        tasks.start(Task("worker", 0))
+        tasks.start(Task("worker", 1), flags=("--learning_rate=0.5",))
+        runs = tasks.wait(2)
+    for name, rate in (("worker 0", "0.01"), ("worker 1", "0.5")):
+        assert_one_error(runs[name], f"config.learning_rate ({rate} here)", "the same command")
+    assert not (tmp_path / "config.json").exists()
+
+
 def test_workers_that_see_different_directories_are_refused(digits: Path, tmp_path: Path) -> None:
     cluster = local_cluster("multiworker", 2, 0)
 

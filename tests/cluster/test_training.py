@@ -54,7 +54,7 @@ def test_output_ends_with_the_result(run: Run) -> None:
 def test_config_json_says_what_was_trained_and_where(run: Run, topology: Topology) -> None:
     assert run.config["strategy"] == topology.strategy
     assert run.config["config"]["train_steps"] == 1000
-    assert run.config["config"]["data"]["window_batches"] == 16
+    assert run.config["config"]["data"]["window_batches"] == 32
     assert run.config["versions"]["tensorflow"] == tf.__version__
     assert (run.config["train_examples"], run.config["eval_examples"]) == (1437, 360)
     cluster = run.config["cluster"]
@@ -116,10 +116,15 @@ def read_scalars(directory: Path) -> dict[str, list[float]]:
     return scalars
 
 
-def test_exported_models_have_the_accuracy_of_the_result(run: Run, digits: Path) -> None:
-    paths = [shard.path for shard in open_split(str(digits), "test").shards]
+def examples_of(data_dir: Path) -> tuple[tf.Tensor, tf.Tensor]:
+    """All that a run on `data_dir` evaluates."""
+    paths = [shard.path for shard in open_split(str(data_dir), "test").shards]
     serialized = list(tf.data.TFRecordDataset(paths).as_numpy_iterator())
-    images, labels = default_parse(read_features(str(digits)))(tf.constant(serialized))
+    return default_parse(read_features(str(data_dir)))(tf.constant(serialized))
+
+
+def test_exported_models_have_the_accuracy_of_the_result(run: Run, digits: Path) -> None:
+    images, labels = examples_of(digits)
     assert len(labels) == 360
     whole = keras.models.load_model(run.model_dir / "export" / "model.keras")
     served = tf.saved_model.load(str(run.model_dir / "export" / "saved_model"))
@@ -133,7 +138,9 @@ def test_each_task_of_a_local_cluster_has_a_log(run: Run, topology: Topology) ->
     logs = {path.name for path in tasks.iterdir()} if tasks.exists() else set()
     assert logs == {f"{task}.log" for task in topology.tasks}
     if logs:
-        assert (tasks / f"{topology.tasks[0]}.log").read_text() == run.stdout
+        start, _, output = (tasks / f"{topology.tasks[0]}.log").read_text().partition("\n")
+        assert start.startswith(f"=== {topology.tasks[0].replace('-', ' ')}, start 1, process ")
+        assert output == run.stdout
 
 
 def test_finished_run_says_so_and_does_nothing(run: Run, topology: Topology, digits: Path) -> None:
@@ -188,3 +195,9 @@ def test_mnist_replica_reaches_its_accuracy(each: Topology, mnist: Path, tmp_pat
     assert run.result["step"] >= 3000
     assert run.result["eval"]["accuracy"] >= 0.955
     assert run.metrics("eval")[-1]["examples"] == 10_000
+    # What it says at the end is the cross entropy that the original program said.
+    images, labels = examples_of(mnist)
+    model = keras.models.load_model(run.model_dir / "export" / "model.keras")
+    crossentropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    found = float(crossentropy(labels, model(images)))
+    assert run.result["eval"]["loss"] == pytest.approx(found, rel=1e-4)

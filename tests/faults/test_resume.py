@@ -35,9 +35,8 @@ def topology(request: pytest.FixtureRequest) -> Topology:
 
 @pytest.fixture(scope="module")
 def flags(digits: Path) -> tuple[str, ...]:
-    # Without dropout: workers of synchronous parameter servers race for its seed.
-    slow = ("--config=tests/cluster/configs/slow.py", "--config.dropout_rate=0")
-    return (*slow, f"--data_dir={digits}", "--config.checkpoint_every_steps=30")
+    slow = "--config=tests/cluster/configs/slow.py"
+    return (slow, f"--data_dir={digits}", "--config.checkpoint_every_steps=30")
 
 
 @pytest.fixture(scope="module")

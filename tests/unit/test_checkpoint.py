@@ -3,18 +3,23 @@
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from data.records import Split
 from strategies.base import Position
-from tests.unit.toy import BATCH, CLASSES, Toy, write_split
-from trainer.checkpoint import Checkpointer, ModelDirError
+from strategies.mirrored import MirroredExecutor
+from tests.unit.toy import BATCH, CLASSES, Toy, file_size_limit, write_split
+from trainer.checkpoint import Checkpointer, ModelDirError, signed
 from trainer.learner import Learner, sparse_categorical_crossentropy
+from trainer.snapshot import Snapshot
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +68,7 @@ def trained(
         toy.executor.run(step - toy.step)
         toy.checkpointer.save(step, toy.executor.position, {})
         states[step] = toy.state()
+    toy.checkpointer.wait()
     return states
 
 
@@ -117,6 +123,7 @@ def test_only_the_newest_are_kept_and_the_best(split: Split, tmp_path: Path) -> 
         toy.executor.run(1)
         toy.checkpointer.save(step, toy.executor.position, {})
         toy.checkpointer.save_best(step, toy.executor.position, score)
+    toy.checkpointer.wait()
     assert toy.checkpoints() == ["best-00000002", "step-00000003", "step-00000004"]
 
 
@@ -133,6 +140,7 @@ def resumed(split: Split, model_dir: Path, step: int, keep: int = 2) -> Toy:
 def save_after(toy: Toy, num_steps: int) -> None:
     toy.executor.run(num_steps)
     toy.checkpointer.save(toy.step, toy.executor.position, {})
+    assert toy.checkpointer.has_saved(toy.step)
 
 
 def remove_mark(path: Path) -> None:
@@ -154,12 +162,39 @@ def garble(path: Path) -> None:
     index.write_bytes(bytes(len(index.read_bytes())))
 
 
+def flip_a_bit(path: Path, name: str) -> None:
+    """Of what TensorFlow would not look at, too."""
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+
+
+def flip_a_bit_of_the_index(path: Path) -> None:
+    flip_a_bit(path, "variables.index")
+
+
+def flip_a_bit_of_the_data(path: Path) -> None:
+    flip_a_bit(path, "variables.data-00000-of-00001")
+
+
+def raise_a_number_of_the_mark(path: Path) -> None:
+    mark = path / "checkpoint.json"
+    before = mark.read_text()
+    mark.write_text(before.replace('"next_batch": ', '"next_batch": 1'))
+    assert mark.read_text() != before
+
+
+def edit_mark(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """As another version of this program might have written it."""
+    mark = path / "checkpoint.json"
+    document = json.loads(mark.read_text())
+    edit(document)
+    mark.write_text(json.dumps(signed(document)))
+
+
 def mark_without(key: str) -> Callable[[Path], None]:
     def spoil(path: Path) -> None:
-        mark = path / "checkpoint.json"
-        document = json.loads(mark.read_text())
-        del document[key]
-        mark.write_text(json.dumps(document))
+        edit_mark(path, lambda document: document.pop(key))
 
     spoil.__name__ = f"mark_without_{key}"
     return spoil
@@ -170,20 +205,32 @@ def mark_is_a_list(path: Path) -> None:
 
 
 def mark_is_null_inside(path: Path) -> None:
-    mark = path / "checkpoint.json"
-    mark.write_text(json.dumps(dict.fromkeys(json.loads(mark.read_text()))))
+    edit_mark(path, lambda document: document.update(dict.fromkeys(document)))
 
 
 SPOILT_MARKS = [
     mark_is_a_list,
     mark_is_null_inside,
-    *map(mark_without, ("step", "next_batch", "open_shares", "files", "identity")),
+    *map(mark_without, ("step", "next_batch", "open_shares", "skipped", "files", "identity")),
 ]
 
 
-@pytest.mark.parametrize("spoil", [remove_mark, truncate, lose_a_file, garble, *SPOILT_MARKS])
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (remove_mark, "checkpoint.json is missing"),
+        (truncate, "variables.data-00000-of-00001 has 1,661 bytes instead of 1,662"),
+        (lose_a_file, "variables.index is missing"),
+        (garble, "variables.index has another checksum"),
+        (flip_a_bit_of_the_index, "variables.index has another checksum"),
+        (flip_a_bit_of_the_data, "variables.data-00000-of-00001 has another checksum"),
+        (raise_a_number_of_the_mark, "checkpoint.json has another checksum"),
+        *((spoil, "checkpoint.json is not one of this program") for spoil in SPOILT_MARKS),
+    ],
+)
 def test_broken_checkpoint_is_reported_and_the_one_before_it_used(
     spoil: Callable[[Path], None],
+    named: str,
     split: Split,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -193,7 +240,10 @@ def test_broken_checkpoint_is_reported_and_the_one_before_it_used(
     with caplog.at_level(logging.WARNING):
         assert_restores(split, tmp_path, 3, states[3])
     warnings = [r.message for r in caplog.records if r.name == "trainer.checkpoint"]
-    assert ["step-00000007" in warning for warning in warnings] == [True]
+    (warning,) = warnings
+    assert "step-00000007" in warning
+    assert named in warning
+    assert "\n" not in warning
 
 
 @pytest.mark.parametrize("spoil", [remove_mark, garble])
@@ -286,7 +336,6 @@ def test_checkpoint_of_another_model_optimizer_or_order_is_refused(
         "variables": Toy(split, tmp_path, width=4),
         "optimizer": Toy(split, tmp_path, optimizer=keras.optimizers.SGD(0.1)),
     }
-    mark = tmp_path / "checkpoints" / "step-00000003" / "checkpoint.json"
     for name, other in others.items():
         before = other.state()
         for refuse in (other.checkpointer.check, other.checkpointer.restore):
@@ -295,9 +344,8 @@ def test_checkpoint_of_another_model_optimizer_or_order_is_refused(
         for left, right in zip(before, other.state(), strict=True):
             np.testing.assert_array_equal(left, right)
 
-    document = json.loads(mark.read_text())
-    document["identity"]["batch_size"] = 16
-    mark.write_text(json.dumps(document))
+    path = tmp_path / "checkpoints" / "step-00000003"
+    edit_mark(path, lambda document: document["identity"].update(batch_size=16))
     with pytest.raises(ModelDirError, match="batch_size: 16 there, 8 here"):
         Toy(split, tmp_path).checkpointer.restore()
 
@@ -326,6 +374,7 @@ def test_model_of_the_same_variables_put_together_in_another_way_is_refused(
     toy = Toy(split, tmp_path)
     rebuild(toy, flat)
     toy.checkpointer.save(0, Position(), {})
+    toy.checkpointer.wait()
     rebuild(toy, lambda: sequential(flat()))
     with pytest.raises(ModelDirError, match="put together in another way"):
         toy.checkpointer.restore()
@@ -333,11 +382,10 @@ def test_model_of_the_same_variables_put_together_in_another_way_is_refused(
 
 def test_differences_are_named_in_one_order(split: Split, tmp_path: Path) -> None:
     trained(split, tmp_path, [3])
-    mark = tmp_path / "checkpoints" / "step-00000003" / "checkpoint.json"
-    document = json.loads(mark.read_text())
     names = [f"setting {letter}" for letter in "abcdefghij"]
-    document["identity"] |= dict.fromkeys(reversed(names), 1)
-    mark.write_text(json.dumps(document))
+    more = dict.fromkeys(reversed(names), 1)
+    path = tmp_path / "checkpoints" / "step-00000003"
+    edit_mark(path, lambda document: document["identity"].update(more))
     with pytest.raises(ModelDirError) as caught:
         Toy(split, tmp_path).checkpointer.check()
     lines = str(caught.value).splitlines()[1:-1]
@@ -348,3 +396,183 @@ def test_checkpoints_may_be_moved(split: Split, tmp_path: Path) -> None:
     states = trained(split, tmp_path / "here", [3])
     shutil.move(tmp_path / "here", tmp_path / "there")
     assert_restores(split, tmp_path / "there", 3, states[3])
+
+
+class NestedToy(Toy):
+    """With what Keras tracks in other ways: layers of layers, statistics, seeds, an embedding."""
+
+    def __init__(self, split: Split, model_dir: Path, devices: list[str]) -> None:
+        super().__init__(split, model_dir)
+        self.executor = MirroredExecutor.on(devices)
+        layers = keras.layers
+
+        def model() -> keras.Model:
+            inner = sequential(layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.5))
+            inputs = keras.Input((3,))
+            numbers = layers.Lambda(lambda x: keras.ops.cast(x > 0, "int32"))(inputs)
+            embedded = layers.Flatten()(layers.Embedding(2, 4)(numbers))
+            outputs = layers.Dense(CLASSES)(layers.Concatenate()([inner(inputs), embedded]))
+            return keras.Model(inputs, outputs)
+
+        rebuild(self, model)
+
+
+@pytest.mark.parametrize("devices", [["CPU:0"], ["CPU:0", "CPU:1"]], ids=len)
+def test_files_are_those_that_tensorflow_itself_would_have_written(
+    devices: list[str], split: Split, tmp_path: Path
+) -> None:
+    toy = NestedToy(split, tmp_path, devices)
+    toy.start()
+    save_after(toy, 3)
+    original = toy.checkpointer._checkpoint
+    original.write(str(tmp_path / "original"))
+    ours = tf.train.load_checkpoint(str(tmp_path / "checkpoints/step-00000003/variables"))
+    theirs = tf.train.load_checkpoint(str(tmp_path / "original"))
+    names = ours.get_variable_to_shape_map()
+    assert names == theirs.get_variable_to_shape_map()
+    assert len(names) > 20
+    # The graph of objects, by which TensorFlow finds out what is whose, is one of them.
+    assert [n for n in names if np.any(ours.get_tensor(n) != theirs.get_tensor(n))] == []
+    assert "_CHECKPOINTABLE_OBJECT_GRAPH" in names
+
+
+class Gate:
+    """Holds writes of the variables back until it is opened; how many have come and gone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        self.come, self.gone = threading.Semaphore(0), 0
+        write = Snapshot.write
+
+        def held(snapshot: Snapshot, *args: Any) -> None:
+            self.come.release()
+            assert self.is_open.wait(60)
+            write(snapshot, *args)
+            self.gone += 1
+
+        monkeypatch.setattr(Snapshot, "write", held)
+
+
+def test_training_goes_on_while_variables_are_written_and_does_not_reach_them(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    states = {}
+    for step in (2, 4):  # The first copy, and one over it.
+        gate = Gate(monkeypatch)
+        toy.executor.run(2)
+        states[step] = toy.state()
+        toy.checkpointer.save(step, toy.executor.position, {})
+        assert gate.come.acquire(timeout=60)
+        toy.executor.run(1)
+        toy.learner.model.variables[0].assign(np.zeros((3, 3)))
+        toy.learner.optimizer.iterations.assign(step)
+        assert not gate.gone, "was not written meanwhile"
+        gate.is_open.set()
+        toy.checkpointer.wait()
+        monkeypatch.undo()
+    for step in (4, 2):
+        other = Toy(split, tmp_path, seed=1)
+        assert other.checkpointer.restore_step(step)
+        for left, right in zip(states[step], other.state(), strict=True):
+            np.testing.assert_array_equal(left, right)
+
+
+def test_one_copy_is_written_at_a_time_and_serves_the_best_of_the_same_step(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    toy = Toy(split, tmp_path)
+    toy.start()
+    toy.executor.run(1)
+    toy.checkpointer.save_best(1, Position(1), 0.5)
+    toy.checkpointer.save(1, Position(1), {})
+    assert gate.come.acquire(timeout=60)
+    assert not gate.come.acquire(timeout=0.1), "two writes at a time"
+    toy.executor.run(1)
+    opened = threading.Timer(0.2, gate.is_open.set)
+    opened.start()
+    toy.checkpointer.save(2, Position(2), {})
+    assert gate.is_open.is_set()
+    assert gate.gone == 2, "variables were copied over while they were written"
+    toy.checkpointer.wait()
+    assert toy.checkpoints() == ["best-00000001", "step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("what", ["variables", "mark"])
+def test_save_that_fails_is_reported_cleaned_up_and_costs_no_other_checkpoint(
+    what: str, split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = Toy(split, tmp_path, keep=1)
+    if what == "mark":  # So long that the variables fit, and it does not.
+        identity = {"long": "x" * 20_000}
+        toy.checkpointer = Checkpointer(f"{tmp_path}/checkpoints", toy.learner, identity, keep=1)
+    toy.start()
+    save_after(toy, 1)
+    state = toy.state()
+    with file_size_limit(10_000 if what == "mark" else 500):
+        for step in (2, 3):
+            toy.executor.run(1)
+            toy.checkpointer.save(step, toy.executor.position, {})
+            toy.checkpointer.save_best(step, toy.executor.position, 0.5)
+            assert not toy.checkpointer.has_saved(step)
+    failures = [record.message for record in caplog.records]
+    files = [what if what == "variables" else "checkpoint.json" in line for line in failures]
+    assert len(files) == 4
+    assert all(files)
+    assert all("File too large" in line for line in failures)
+    assert all("the newest whole checkpoint is of step 1" in line for line in failures)
+    assert toy.checkpoints() == ["step-00000001"]
+    if what == "variables":
+        assert_restores(split, tmp_path, 1, state)
+    save_after(toy, 1)
+    assert toy.checkpoints() == ["step-00000004"]
+
+
+def test_checkpoint_that_cannot_be_removed_is_reported_and_the_new_one_counts(
+    split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Toy(split, tmp_path, keep=1)
+    toy.start()
+    save_after(toy, 1)
+
+    def refuse(path: str) -> None:
+        raise tf.errors.PermissionDeniedError(None, None, f"{path}; Read-only file system")
+
+    monkeypatch.setattr(tf.io.gfile, "rmtree", refuse)
+    save_after(toy, 1)
+    assert toy.checkpoints() == ["step-00000001", "step-00000002"]
+    assert ["Read-only file system" in record.message for record in caplog.records] == [True]
+
+
+def test_checkpoint_written_while_another_step_is_restored_is_finished_first(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    gate = Gate(monkeypatch)
+    toy.executor.run(3)
+    toy.checkpointer.save(3, toy.executor.position, {})
+    threading.Timer(0.2, gate.is_open.set).start()
+    saved = toy.checkpointer.restore()
+    assert saved is not None
+    assert saved.step == 3
+
+
+def test_later_checkpoints_that_not_all_tasks_can_read_are_passed_over_and_written_anew(
+    split: Split, tmp_path: Path
+) -> None:
+    trained(split, tmp_path, [3, 7])
+    toy = Toy(split, tmp_path)
+    for at_most, step in ((None, 7), (6, 3)):
+        saved = toy.checkpointer.restore(at_most)
+        assert saved is not None
+        assert saved.step == step
+    assert toy.checkpointer.restore(2) is None
+    toy.checkpointer.restore(6)
+    toy.start(Position(3))
+    mark = tmp_path / "checkpoints/step-00000007/checkpoint.json"
+    before = mark.stat().st_mtime_ns
+    save_after(toy, 4)
+    assert mark.stat().st_mtime_ns > before

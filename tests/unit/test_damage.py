@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data import damage, records
+from data import damage, records, writing
+from data.files import DataError
 from data.order import Order
 from data.pipeline import Reader
-from data.records import DataError
 from tests.unit.test_records import flip
 
 NUM_EXAMPLES = 6000
@@ -26,7 +26,7 @@ def examples() -> list[bytes]:
 
 @pytest.fixture
 def split(tmp_path: Path) -> records.Split:
-    written = records.write_shards(examples(), str(tmp_path), "toy", "train", 3, NUM_EXAMPLES)
+    written = writing.write_shards(examples(), str(tmp_path), "toy", "train", 3, NUM_EXAMPLES)
     assert written.chunk_examples == CHUNK
     return written
 
@@ -199,6 +199,20 @@ def test_verification_is_kept_until_a_file_changes(tmp_path: Path, split: record
     assert damage.open_good(str(tmp_path), "train").num_skipped == 1
 
 
+def test_index_that_is_put_back_leads_to_what_was_lost_without_it(
+    tmp_path: Path, split: records.Split
+) -> None:
+    describe(tmp_path)
+    index = (tmp_path / "train.index.npz").read_bytes()
+    without_index(tmp_path)
+    flip(shard(tmp_path, 1), 46 * 7)  # A length: what is behind it cannot be found.
+    assert damage.open_good(str(tmp_path), "train").num_skipped == 2000 - 7
+    (tmp_path / "train.index.npz").write_bytes(index)
+    found = damage.open_good(str(tmp_path), "train")
+    assert found.num_skipped == 3, "up to the next chunk of 5"
+    assert len(numbers_read(found)) == NUM_EXAMPLES - 3
+
+
 def test_other_damage_is_another_split(tmp_path: Path, split: records.Split) -> None:
     seen = set()
     for record in (7, 8, 1999):
@@ -209,7 +223,7 @@ def test_other_damage_is_another_split(tmp_path: Path, split: records.Split) -> 
 
 
 def test_nothing_left_is_refused(tmp_path: Path) -> None:
-    records.write_shards([b"x" * 30], str(tmp_path), "toy", "train", 1, 1)
+    writing.write_shards([b"x" * 30], str(tmp_path), "toy", "train", 1, 1)
     flip(str(tmp_path / "toy-train.tfrecord-00000-of-00001"), 20)
     with pytest.raises(DataError, match="No record of split 'train'"):
         damage.open_good(str(tmp_path), "train")

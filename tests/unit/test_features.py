@@ -10,7 +10,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from data.features import Features, default_parse, image_raw_parse, read_features
-from data.records import DataError
+from data.files import DataError
 
 
 def written(

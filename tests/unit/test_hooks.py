@@ -1,7 +1,9 @@
 """What hooks write, save and refuse, on a real model and a real executor."""
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,20 +11,26 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from tensorboard.compat.proto.event_pb2 import Event
 
 from data.records import Split
-from tests.unit.toy import NUM_EXAMPLES, Toy, write_split
+from tests.unit.toy import NUM_EXAMPLES, Toy, file_size_limit, write_split
 from trainer.hooks import (
+    EarlyStop,
     Evaluate,
     Export,
+    Histograms,
     Hook,
     NonFiniteLossError,
     Report,
     SaveCheckpoint,
     StopOnNonFinite,
 )
+from trainer.inputs import batch_at
 from trainer.loop import train
-from trainer.writers import JsonLines
+from trainer.options import EarlyStoppingConfig
+from trainer.writers import Console, JsonLines, Lossy, TensorBoard
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +102,7 @@ def test_evaluation_counts_each_example_once_and_keeps_the_best(
     assert all(values["examples"] == NUM_EXAMPLES for _, _, values in kept.reports)
     losses = {step: values["loss"] for step, _, values in kept.reports}
     best = min(losses, key=lambda step: losses[step])
+    toy.checkpointer.wait()
     assert toy.checkpoints() == [f"best-{best:08d}"]
     assert evaluate.latest["loss"] == losses[25]
 
@@ -125,6 +134,7 @@ def test_non_finite_loss_is_an_error_that_names_the_steps(split: Split, tmp_path
     with pytest.raises(NonFiniteLossError, match="steps 5 to 8"):
         run(toy, [StopOnNonFinite(), save], 100)
 
+    toy.checkpointer.wait()
     assert toy.checkpoints() == ["step-00000004"]
 
 
@@ -190,3 +200,246 @@ def test_evaluation_that_is_no_number_ends_the_run(split: Split, tmp_path: Path)
     with pytest.raises(NonFiniteLossError, match="evaluation loss at step 0 is nan"):
         evaluate.act(0)
     assert not kept.reports
+
+
+def test_last_save_that_fails_is_tried_once_more_and_is_waited_for(
+    split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=3, last_step=6)
+    run(toy, [save], 3)
+    with file_size_limit(500):
+        assert run(toy, [save], 6) == 6
+    assert not toy.checkpointer.has_saved(6)
+    assert toy.checkpoints() == ["step-00000003"]
+    tried = [r for r in caplog.records if "step-00000006 could not be written" in r.message]
+    assert len(tried) == 2
+    save.end(6)
+    assert toy.checkpointer.has_saved(6)
+
+
+def test_task_that_does_not_save_looks_at_the_variables_all_the_same(
+    split: Split, tmp_path: Path
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    save = SaveCheckpoint(toy.executor, toy.learner, None, every_steps=3, last_step=6)
+    assert run(toy, [save], 4) == 4
+    toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.inf))
+    with pytest.raises(NonFiniteLossError, match="no longer finite"):
+        run(toy, [save], 6)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_reports_that_do_not_fit_on_the_disk_are_counted_and_leave_no_torn_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = Lossy(JsonLines(str(path)), str(path))
+    long = {"loss": 0.5, "note": "x" * 100}
+    writer.begin(0)
+    writer.write(1, "train", long)
+    with file_size_limit(200):
+        for step in (2, 3):
+            writer.write(step, "train", long)
+        assert 150 < path.stat().st_size <= 200, "no line was torn"
+        assert not caplog.records[1:], "said more than once"
+    writer.write(4, "train", long)
+    writer.end(4)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 4]
+    first, last = (record.message for record in caplog.records)
+    assert "File too large" in first
+    assert f"{path} lacks 2 report(s)" in last
+
+
+def test_lines_of_steps_that_will_be_repeated_are_dropped_once_there_is_room_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{line}\n" for line in LINES))
+    writer = Lossy(JsonLines(str(path)), str(path))
+    with file_size_limit(10):
+        writer.begin(15)
+    assert path.read_text().count("\n") == len(LINES)
+    assert len(caplog.records) == 1
+    writer.write(16, "train", {})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 10, 16]
+
+
+def scalar_steps(directory: Path) -> list[int]:
+    """The steps of all events that TensorBoard can read; it reads a file up to a torn record."""
+    steps = []
+    for path in sorted(directory.glob("events*"), key=lambda path: path.stat().st_mtime_ns):
+        records = tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
+        with contextlib.suppress(tf.errors.DataLossError):
+            for record in records:
+                event = Event.FromString(record)
+                steps += [event.step] * bool(event.summary.value)
+    return sorted(set(steps))
+
+
+def test_tensorboard_shows_what_came_after_a_record_that_did_not_fit_on_the_disk(
+    split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = Toy(split, tmp_path)
+    board = TensorBoard(str(tmp_path))
+    writer = Lossy(board, str(tmp_path))
+    histograms = Histograms(
+        toy.learner,
+        lambda: batch_at(toy.reader, 0),
+        lambda step: board.writing("train", step),
+        every_steps=1,
+    )
+    writer.write(1, "train", {"loss": 1.0})
+    histograms.act(1)
+    (file,) = (tmp_path / "train").iterdir()
+    with file_size_limit(file.stat().st_size + 20):
+        writer.write(2, "train", {"loss": 1.0})
+    with file_size_limit(0):
+        histograms.act(2)
+    assert len([r for r in caplog.records if "File too large" in r.message]) == 2
+    writer.write(3, "train", {"loss": 1.0})
+    assert scalar_steps(tmp_path / "train") == [1, 3]
+    assert len(list((tmp_path / "train").iterdir())) == 2, "an empty file was left"
+
+
+def test_worker_that_has_done_nothing_yet_is_reported_too(tmp_path: Path) -> None:
+    TensorBoard(str(tmp_path)).write(
+        1, "train", {"staleness": {"worker 0": {0: 2}, "worker 1": {}}}
+    )
+    assert scalar_steps(tmp_path / "train") == [1]
+
+
+def test_export_that_does_not_fit_on_the_disk_is_a_failure_and_no_error(
+    split: Split, tmp_path: Path
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+
+    def build_model() -> keras.Model:
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+
+    export = Export(toy.learner, build_model, f"{tmp_path}/export", last_step=2)
+    with file_size_limit(500):
+        assert run(toy, [export], 2) == 2
+    assert "export could not be written: " in export.failure
+    assert "File too large" in export.failure
+
+
+def test_console_on_a_full_disk_is_reported_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        console = Console(10)
+        console.say("one")
+        console.say("two")
+        monkeypatch.undo()
+        assert ["No space left on device" in record.message for record in caplog.records] == [True]
+        # Or it would fail again when the file is closed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+def early_stopping_run(
+    split: Split, model_dir: Path, *, steps: int, patience: int = 3
+) -> tuple[Toy, list[tuple[int, str, Any]], EarlyStop]:
+    """A run that learns nothing, with as many steps as `steps`, or what is left of them."""
+    toy = Toy(split, model_dir, optimizer=keras.optimizers.SGD(1e-9))
+    saved = toy.checkpointer.restore()
+    toy.start(saved.position if saved else None)
+    kept = Kept()
+    json_lines = JsonLines(f"{model_dir}/metrics.jsonl")
+    evaluate = Evaluate(
+        toy.executor,
+        toy.learner,
+        [kept, json_lines],
+        every_steps=5,
+        last_step=100,
+        best_metric="loss",
+        checkpointer=None,
+        position=lambda: toy.executor.position,
+    )
+    options = EarlyStoppingConfig(patience=patience, min_delta=1e-3)
+    stop = EarlyStop(toy.executor, evaluate, options, "loss", history=json_lines.read)
+    export = Export(toy.learner, lambda: toy.learner.model, f"{model_dir}/export", last_step=100)
+    stop.on_stop(export.end_at)
+    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=0, last_step=100)
+    run(toy, [json_lines, evaluate, stop, save, export], steps)
+    return toy, kept.reports, stop
+
+
+def test_training_stops_when_evaluations_no_longer_improve_and_is_complete(
+    split: Split, tmp_path: Path
+) -> None:
+    toy, reports, stop = early_stopping_run(split, tmp_path, steps=100)
+    # The first is the best; then three are no better.
+    assert [step for step, _, _ in reports] == [5, 10, 15, 20]
+    assert toy.step == 20
+    assert stop.done == "no better loss in 3 evaluations: stopped early"
+    assert toy.checkpoints() == ["step-00000020"]
+    assert (tmp_path / "export" / "model.keras").exists()
+
+
+def test_resumed_run_stops_early_where_an_uninterrupted_one_does(
+    split: Split, tmp_path: Path
+) -> None:
+    first, _, stop = early_stopping_run(split, tmp_path, steps=12)
+    assert (first.step, stop.done) == (12, "")
+    assert not (tmp_path / "export").exists()
+    second, reports, stop = early_stopping_run(split, tmp_path, steps=100)
+    assert [step for step, _, _ in reports] == [15, 20]
+    assert second.step == 20
+    assert stop.done
+
+
+def test_improvement_begins_the_count_anew(split: Split, tmp_path: Path) -> None:
+    toy = Toy(split, tmp_path)
+    evaluate = Evaluate(
+        toy.executor,
+        toy.learner,
+        [],
+        every_steps=1,
+        last_step=100,
+        best_metric="accuracy",
+        checkpointer=None,
+        position=lambda: toy.executor.position,
+    )
+    options = EarlyStoppingConfig(patience=2, min_delta=0.05)
+    stop = EarlyStop(toy.executor, evaluate, options, "accuracy", history=lambda: [])
+    values = [0.1, 0.2, 0.2, 0.3, 0.34, math.nan]
+    done = []
+    for step, value in enumerate(values):
+        evaluate.latest, evaluate.latest_step = {"accuracy": value}, step
+        stop(step, {})
+        done.append(bool(stop.done))
+    assert done == [False, False, False, False, False, True]
+
+
+class Scale:
+    """What StopOnNonFinite looks at of a loss scale."""
+
+    num_skipped = 0
+    is_least = False
+
+
+def test_step_that_float16_skips_does_not_end_the_run_unless_all_are() -> None:
+    scale = Scale()
+    hook = StopOnNonFinite(scale)
+    hook.begin(0)
+    finite, spoilt = {"loss": (1.0, 8.0)}, {"loss": (math.nan, 8.0)}
+    scale.num_skipped = 1
+    hook(10, spoilt)
+    hook(20, finite)
+    with pytest.raises(NonFiniteLossError, match=r"loss became nan .* steps 21 to 30"):
+        hook(30, spoilt)
+
+    scale.num_skipped = 11
+    hook(40, spoilt)
+    scale.is_least = True
+    scale.num_skipped = 20
+    hook(50, spoilt)
+    scale.num_skipped = 30
+    with pytest.raises(NonFiniteLossError, match=r"steps 51 to 60 .* float16.*mixed_bfloat16"):
+        hook(60, finite)

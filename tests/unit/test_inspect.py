@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data import damage, inspect, records
+from data import damage, files, inspect, names, records, writing
 from data.prepare import prepare
 from data.sources import Options
+from data.sources.examples import Value, example_bytes
 from tests.unit.test_damage import FAULTS, examples, shard
 from tests.unit.test_prepare import ROOT, digest
 from tests.unit.test_records import contents
@@ -74,6 +75,51 @@ def test_records_without_features_are_described_as_they_are(tmp_path: Path) -> N
     assert "  label  0: " in said
 
 
+def test_records_that_are_no_examples_are_described_without_a_traceback(tmp_path: Path) -> None:
+    texts = [b"plain text %d" % i for i in range(9)]
+    writing.write_shards(texts, str(tmp_path), "toy", "train", 1, 9)
+    done = run(str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "  label  not counted: some record has none that is an integer" in done.stdout
+    assert "  example 0: 'plain text 0', no tf.train.Example" in done.stdout
+    prepare("digits", str(tmp_path / "digits"))
+    (tmp_path / "features.json").write_bytes((tmp_path / "digits/features.json").read_bytes())
+    done = run(str(tmp_path), f"--grid={tmp_path / 'grid.png'}")
+    assert done.returncode == 2
+    assert "Record 0 of split 'train'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_label_is_counted_where_only_some_records_have_one(tmp_path: Path) -> None:
+    some: list[dict[str, Value]] = [{"x": 1.5}, {"x": 2.5, "label": 3}, {"label": 3}, {"x": 0.5}]
+    serialized = [example_bytes(values) for values in some]
+    writing.write_shards(serialized, str(tmp_path), "toy", "train", 1, 4)
+    lines = list(inspect.describe(str(tmp_path), ["train"], num_examples=0))
+    assert "  label  3: 2  without: 2" in lines
+    writing.write_shards(serialized[:1], str(tmp_path), "toy", "none", 1, 1)
+    lines = list(inspect.describe(str(tmp_path), ["none"], num_examples=0))
+    assert not [line for line in lines if line.startswith("  label")]
+
+
+def test_good_copy_is_written_from_url_to_url(tmp_path: Path) -> None:
+    source, target = "ram://repair/damaged", "ram://repair/good"
+    writing.write_shards(examples(), source, "toy", "train", 3, 6000)
+    prepare("digits", str(tmp_path / "digits"))
+    path = names.shard_paths(source, "train")[1]
+    with tf.io.gfile.GFile(path, "rb") as file:
+        content = bytearray(file.read())
+    content[46 * 9 + 20] ^= 1
+    files.replace_file(path, bytes(content))
+    files.replace_file(f"{source}/features.json", b"{}")
+    lines = inspect.repair(source, ["train"], target)
+    assert lines[0] == "train: 5,999 records kept, 1 left out"
+    copied = contents(records.open_split(target, "train"))
+    assert copied == [*examples()[:2009], *examples()[2010:]]
+    assert files.read_text(f"{target}/features.json") == "{}"
+    with pytest.raises(files.DataError, match="is there already"):
+        inspect.repair(source, ["train"], target)
+
+
 def test_grid_has_the_first_images_in_their_order(digits: Path, tmp_path: Path) -> None:
     done = run(str(digits), f"--grid={tmp_path / 'grid.png'}")
     assert done.returncode == 0, done.stderr
@@ -96,7 +142,7 @@ def test_grid_of_images_of_many_sizes_and_of_none(tmp_path: Path) -> None:
     assert picture.shape == (96, 8 * 96, 3)
     (tmp_path / "a.csv").write_text("a,b\n" + "1,2\n" * 90)
     prepare("csv:a", str(tmp_path / "table"), str(tmp_path / "a.csv"))
-    with pytest.raises(records.DataError, match="has no image"):
+    with pytest.raises(files.DataError, match="has no image"):
         inspect.image_grid(str(tmp_path / "table"), "train")
 
 
@@ -114,7 +160,7 @@ def test_damage_is_named_and_a_good_copy_is_written_beside(
 ) -> None:
     damaged, lost, named = FAULTS[fault]
     source, out = tmp_path / "source", tmp_path / "good"
-    records.write_shards(examples(), str(source), "toy", "train", 3, 6000)
+    writing.write_shards(examples(), str(source), "toy", "train", 3, 6000)
     (source / "label.labels.txt").write_text("a\nb\n")
     damaged(source)
     before = digest(source)
@@ -135,7 +181,7 @@ def test_damage_is_named_and_a_good_copy_is_written_beside(
 
 
 def test_damage_ends_the_command_with_2_and_repair_with_0(tmp_path: Path) -> None:
-    records.write_shards(examples(), str(tmp_path / "a"), "toy", "train", 3, 6000)
+    writing.write_shards(examples(), str(tmp_path / "a"), "toy", "train", 3, 6000)
     FAULTS["flipped bit"][0](tmp_path / "a")
     verified = run(str(tmp_path / "a"), "--verify")
     assert verified.returncode == 2
@@ -147,7 +193,7 @@ def test_damage_ends_the_command_with_2_and_repair_with_0(tmp_path: Path) -> Non
 
 def test_what_cannot_be_counted_is_said_and_the_rest_is_kept(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    records.write_shards(examples(), str(source), "toy", "train", 3, 6000)
+    writing.write_shards(examples(), str(source), "toy", "train", 3, 6000)
     (source / "train.index.npz").unlink()
     FAULTS["flipped length"][0](source)
     said = inspect.repair(str(source), ["train"], str(tmp_path / "good"))

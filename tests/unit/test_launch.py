@@ -1,6 +1,8 @@
 """LocalCluster with small stand-in programs: real processes, signals and pipes, no TensorFlow."""
 
 import contextlib
+import itertools
+import json
 import os
 import signal
 import subprocess
@@ -16,14 +18,18 @@ import psutil
 import pytest
 
 from strategies.cluster import Cluster, Task, local_cluster
+from trainer.isolation import IsolationError, Namespace, open_namespace
 from trainer.launch import LaunchReport, LocalCluster
+from trainer.restarts import Restarts
 
 # What every stand-in starts with: who it is, a note that it runs, and the life line of real tasks.
 PREAMBLE = """
 import json, os, signal, sys, time
 from pathlib import Path
+from trainer.heartbeat import send_heartbeats
 from trainer.lifeline import watch_lifeline
 watch_lifeline()
+send_heartbeats()
 config = json.loads(os.environ["TF_CONFIG"])
 job, index = config["task"]["type"], config["task"]["index"]
 model_dir = Path(sys.argv[-1].removeprefix("--model_dir="))
@@ -37,6 +43,11 @@ def await_note(name):
 def save_and_end(signum, frame):
     note("saved")
     sys.exit(75)
+# How often this task has started, this time included.
+with open(model_dir / f"starts-{job}-{index}", "a+") as starts:
+    starts.write(".")
+    starts.seek(0)
+    start = len(starts.read())
 """
 WAIT_SECS = 20.0
 
@@ -84,11 +95,27 @@ def by_task(report: LaunchReport) -> dict[str, int]:
 
 
 def launch(
-    cluster: Cluster, model_dir: Path, command: Sequence[str], grace_secs: float = 5.0
+    cluster: Cluster,
+    model_dir: Path,
+    command: Sequence[str],
+    grace_secs: float = 5.0,
+    restarts: Restarts | None = None,
+    namespace: Namespace | None = None,
+    stall_timeout_secs: float = 0.0,
 ) -> LaunchReport:
     """Runs the cluster here, and proves of every run that no process outlives it."""
-    report = LocalCluster(cluster, [], model_dir, grace_secs=grace_secs, command=command).run()
-    assert len(report.tasks) == len(cluster.tasks())
+    report = LocalCluster(
+        cluster,
+        [],
+        model_dir,
+        restarts=restarts,
+        namespace=namespace,
+        grace_secs=grace_secs,
+        stall_timeout_secs=stall_timeout_secs,
+        command=command,
+    ).run()
+    num_starts = len(cluster.tasks()) + sum(len(restart.tasks) for restart in report.restarts)
+    assert len(report.tasks) == num_starts
     assert not any(psutil.pid_exists(end.pid) for end in report.tasks)
     assert not psutil.Process().children(recursive=True)
     return report
@@ -126,9 +153,11 @@ def test_all_tasks_end_with_zero_and_so_does_the_cluster(
     assert by_task(report) == {"chief 0": 0, "worker 0": 0, "worker 1": 0, "ps 0": 0}
     hello = f"['--flag=1'] {os.getcwd()}\n"
     logs = {path.name: path.read_text() for path in (tmp_path / "run" / "tasks").iterdir()}
-    assert logs == {
-        f"{task.job}-{task.index}.log": f"hello from {task} {hello}" for task in cluster.tasks()
-    }
+    assert logs.keys() == {f"{task.job}-{task.index}.log" for task in cluster.tasks()}
+    for end in report.tasks:
+        mark, line = logs[f"{end.task.job}-{end.task.index}.log"].splitlines()
+        assert mark.startswith(f"=== {end.task}, start 1, process {end.pid}, ")
+        assert f"{line}\n" == f"hello from {end.task} {hello}"
     assert capfd.readouterr() == (f"hello from chief 0 {hello}", "")
 
 
@@ -150,7 +179,10 @@ def test_logs_are_appended_to_and_bad_bytes_kept(
     cluster = local_cluster("multiworker", num_workers=1, num_ps=0)
     launch(cluster, tmp_path, command)
     launch(cluster, tmp_path, command)
-    assert (tmp_path / "tasks" / "worker-0.log").read_bytes() == b"\xff no line end" * 2
+    log = (tmp_path / "tasks" / "worker-0.log").read_bytes()
+    mark, line, second_mark, second_line = log.splitlines()
+    assert line == second_line == b"\xff no line end"
+    assert mark.split()[:3] == second_mark.split()[:3] == [b"===", b"worker", b"0,"]
 
 
 def test_first_failure_is_the_cause_and_not_the_peer_that_gave_up_first(
@@ -318,9 +350,26 @@ def test_task_still_running_after_the_chief_is_done_is_an_error(
     assert report.exit_code == 1
 
 
+@pytest.fixture(params=[False, True], ids=["", "isolated"])
+def namespace(request: pytest.FixtureRequest) -> Iterator[Namespace | None]:
+    """None, and a network namespace for the tasks where there can be one."""
+    if not request.param:
+        yield None
+        return
+    try:
+        namespace = open_namespace()
+    except IsolationError as error:
+        pytest.skip(f"no network namespace here: {error}")
+    with namespace:
+        yield namespace
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_makes_every_worker_save_and_end(
-    signum: signal.Signals, tmp_path: Path, program: Callable[[str], list[str]]
+    signum: signal.Signals,
+    namespace: Namespace | None,
+    tmp_path: Path,
+    program: Callable[[str], list[str]],
 ) -> None:
     command = program("""
         signal.signal(signal.SIGTERM, save_and_end)
@@ -331,7 +380,9 @@ def test_signal_makes_every_worker_save_and_end(
     former = signal.signal(signum, signal.default_int_handler)
     try:
         with when_noted(tmp_path, "running", 2, partial(os.kill, os.getpid(), signum)):
-            report = launch(local_cluster("multiworker", 2, 0), tmp_path, command)
+            report = launch(
+                local_cluster("multiworker", 2, 0), tmp_path, command, namespace=namespace
+            )
         assert signal.getsignal(signum) is signal.default_int_handler
     finally:
         signal.signal(signum, former)
@@ -431,7 +482,7 @@ def test_children_of_a_task_do_not_outlive_it(
 
 
 def test_killed_launcher_leaves_no_orphan(
-    tmp_path: Path, program: Callable[[str], list[str]]
+    namespace: Namespace | None, tmp_path: Path, program: Callable[[str], list[str]]
 ) -> None:
     command = program("""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -444,14 +495,18 @@ def test_killed_launcher_leaves_no_orphan(
             sys.executable,
             "-c",
             "import sys\n"
-            "from pathlib import Path\n"
             "from strategies.cluster import local_cluster\n"
+            "from trainer.isolation import Namespace\n"
             "from trainer.launch import LocalCluster\n"
+            "directory, fds, *command = sys.argv[1:]\n"
+            "namespace = Namespace(map(int, fds.split(','))) if fds else None\n"
             "cluster = local_cluster('ps', 2, 1)\n"
-            "LocalCluster(cluster, [], Path(sys.argv[1]), command=sys.argv[2:]).run()\n",
+            "LocalCluster(cluster, [], directory, namespace=namespace, command=command).run()\n",
             str(tmp_path),
+            ",".join(map(str, namespace.fds)) if namespace else "",
             *command,
         ],
+        pass_fds=namespace.fds if namespace else (),
     )
     try:
         wait_for(lambda: len(notes(tmp_path, "running")) == 4)
@@ -471,3 +526,346 @@ def test_program_that_cannot_be_started_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         launch(local_cluster("multiworker", 2, 0), tmp_path, [str(tmp_path / "missing")])
     assert not psutil.Process().children(recursive=True)
+
+
+def no_progress(max_restarts: int) -> Restarts:
+    return Restarts(max_restarts, lambda: (0, 0))
+
+
+def causes(report: LaunchReport) -> list[tuple[str, int, int]]:
+    """Of each restart: the task that had ended, how, and the number of tasks started again."""
+    return [(str(r.cause.task), r.cause.exit_code, len(r.tasks)) for r in report.restarts]
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(75)"])
+@pytest.mark.parametrize("num_workers", [1, 2], ids=["the last worker", "one of two workers"])
+def test_ps_worker_is_started_again_alone_at_its_address(
+    num_workers: int, end: str, tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program(f"""
+        note(f"running-{{start}}-{{config['cluster'][job][index]}}")
+        if (job, index) == ("worker", 0):
+            if start == 1:
+                {end}
+            note("again")
+        await_note("again-worker-0")
+    """)
+    cluster = local_cluster("ps", num_workers, 1)
+    report = launch(cluster, tmp_path, command, restarts=no_progress(1))
+
+    code = 75 if "75" in end else -signal.SIGKILL
+    assert causes(report) == [("worker 0", code, 1)]
+    assert report.exit_code == 0
+    assert sorted(path.read_text() for path in tmp_path.glob("starts-*")) == [
+        *["."] * (len(cluster.tasks()) - 1),
+        "..",
+    ]
+    address = cluster.address_of(Task("worker", 0))
+    assert {f"running-{n}-{address}-worker-0" for n in (1, 2)} <= set(os.listdir(tmp_path))
+    assert (tmp_path / "tasks" / "worker-0.log").read_text().count("=== worker 0, start") == 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "victim"),
+    [("ps", "chief 0"), ("ps", "ps 0"), ("multiworker", "worker 0"), ("multiworker", "worker 1")],
+)
+def test_all_are_started_again_where_the_others_cannot_go_on(
+    strategy: str, victim: str, tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program(f"""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # They are killed, not asked.
+        print("start", start)
+        note(f"running-{{start}}")
+        if start == 1:
+            if f"{{job}} {{index}}" == "{victim}":
+                for task in {list(map(str, local_cluster(strategy, 2, 1).tasks()))}:
+                    await_note("running-1-" + task.replace(" ", "-"))
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+    """)
+    cluster = local_cluster(strategy, 2, 1)
+    began = time.monotonic()
+    report = launch(cluster, tmp_path, command, restarts=no_progress(1))
+
+    assert time.monotonic() - began < 10, "waited until the others noticed"
+    assert causes(report) == [(victim, -signal.SIGKILL, len(cluster.tasks()))]
+    assert report.exit_code == 0
+    assert report.first_failure is not None
+    assert report.first_failure.survived
+    assert len(notes(tmp_path, "running-2")) == len(cluster.tasks())
+    (line,) = (tmp_path / "tasks" / "restarts.jsonl").read_text().splitlines()
+    written = json.loads(line)
+    assert written["task"] == victim
+    assert written["exit_code"] == -signal.SIGKILL
+    assert written["started_again"] == list(map(str, cluster.tasks()))
+    assert written["last_lines"] == ["start 1"]
+
+
+def test_tasks_that_end_themselves_after_a_peer_are_not_killed(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    """As when one of them got a SIGTERM: all save, and end with 75 one after the other."""
+    command = program("""
+        if start > 1:
+            sys.exit(0)
+        note("running")
+        if index == 0:
+            await_note("running-worker-1")
+            sys.exit(75)
+        await_note("running-worker-0")
+        pid = int((model_dir / "running-worker-0").read_text())
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        note("saved")
+        sys.exit(75)
+    """)
+    cluster = local_cluster("multiworker", 2, 0)
+    report = launch(cluster, tmp_path, command, restarts=no_progress(1))
+    assert set(notes(tmp_path, "saved")) == {"worker-1"}
+    assert [end.exit_code for end in report.tasks] == [75, 75, 0, 0]
+    assert causes(report) == [("worker 0", 75, 2)]
+    assert report.exit_code == 0
+
+
+def test_servers_that_the_chief_ends_with_75_before_itself_are_no_restart_of_their_own(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    """As when one of them got a SIGTERM: the chief saves, tells all to end, and ends."""
+    command = program("""
+        if start > 1:
+            sys.exit(0)
+        note("running")
+        if job == "chief":
+            pids = []
+            for name in ("worker-0", "worker-1", "ps-0"):
+                await_note("running-" + name)
+                pids.append((model_dir / ("running-" + name)).read_text())
+            note("end")
+            while any(Path(f"/proc/{pid}").exists() for pid in pids):
+                time.sleep(0.01)
+            time.sleep(0.2)
+        await_note("end-chief-0")
+        sys.exit(75)
+    """)
+    cluster = local_cluster("ps", 2, 1)
+    report = launch(cluster, tmp_path, command, restarts=no_progress(1))
+    (restart,) = report.restarts
+    assert len(restart.tasks) == 4
+    assert [end.exit_code for end in report.tasks] == [75] * 4 + [0] * 4
+    assert report.exit_code == 0
+
+
+def test_servers_that_the_chief_ends_with_75_after_a_signal_have_not_failed(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        signal.signal(signal.SIGTERM, save_and_end)
+        note("running")
+        if job == "chief":
+            time.sleep(60)
+        await_note("saved-chief-0")
+        sys.exit(75)
+    """)
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    with when_noted(tmp_path, "running", 3, stop):
+        report = launch(local_cluster("ps", 1, 1), tmp_path, command, restarts=no_progress(3))
+    assert by_task(report) == {"chief 0": 75, "worker 0": 75, "ps 0": 75}
+    assert report.first_failure is None
+    assert report.restarts == ()
+    assert report.exit_code == 75
+
+
+def test_worker_that_comes_back_when_the_chief_is_done_is_ended_without_blame(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note(f"running-{start}")
+        if job == "chief":
+            await_note("running-2-worker-0")
+        elif job == "worker":
+            if start == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+    """)
+    report = launch(local_cluster("ps", 1, 1), tmp_path, command, restarts=no_progress(1))
+    assert causes(report) == [("worker 0", -signal.SIGKILL, 1)]
+    assert report.tasks[-1].task == Task("worker", 0)
+    assert report.tasks[-1].failure == ""
+    assert report.exit_code == 0
+
+
+def test_peer_that_stands_still_is_killed_and_started_again_with_the_one_that_gave_it_up(
+    tmp_path: Path, program: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.launch._PEER_LOST_SECS", 0.2)
+    command = program("""
+        if start > 1:
+            sys.exit(0)
+        note("running")
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        await_note("running-worker-1")
+        pid = (model_dir / "running-worker-1").read_text()
+        while Path(f"/proc/{pid}/stat").read_text().split()[2] != "T":
+            time.sleep(0.01)
+        sys.exit(75)
+    """)
+    report = launch(local_cluster("multiworker", 2, 0), tmp_path, command, restarts=no_progress(1))
+    assert causes(report) == [("worker 0", 75, 2)]
+    assert [end.exit_code for end in report.tasks] == [75, -signal.SIGKILL, 0, 0]
+    assert report.exit_code == 0
+
+
+@pytest.mark.parametrize("victim", ["chief 0", "worker 0", "ps 0"])
+def test_task_that_gives_no_sign_of_life_is_killed_and_what_went_with_it_started_again(
+    victim: str, tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program(f"""
+        if f"{{job}} {{index}}" == "{victim}":
+            if start == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            note("again")
+        for task in ["{victim.replace(" ", "-")}"]:
+            await_note("again-" + task)
+        if job != "chief":
+            await_note("done-chief-0")
+        note("done")
+    """)
+    cluster = local_cluster("ps", 1, 1)
+    report = launch(cluster, tmp_path, command, restarts=no_progress(1), stall_timeout_secs=6.0)
+
+    assert causes(report) == [(victim, -signal.SIGKILL, 1 if victim == "worker 0" else 3)]
+    assert "stood still" in report.restarts[0].cause.failure
+    assert report.exit_code == 0
+
+
+def test_bug_behind_a_lost_peer_ends_the_run(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note("running")
+        if index == 0:
+            await_note("running-worker-1")
+            sys.exit(75)
+        await_note("running-worker-0")
+        pid = int((model_dir / "running-worker-0").read_text())
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.01)
+        sys.exit(1)
+    """)
+    report = launch(local_cluster("multiworker", 2, 0), tmp_path, command, restarts=no_progress(3))
+    assert by_task(report) == {"worker 0": 75, "worker 1": 1}
+    assert report.restarts == ()
+    assert report.first_failure is not None
+    assert report.first_failure.task == Task("worker", 1)
+    assert report.exit_code == 1
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_what_would_only_fail_again_is_not_started_again(
+    code: int, tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program(f"""
+        signal.signal(signal.SIGTERM, save_and_end)
+        note("running")
+        if job == "worker":
+            await_note("running-chief-0")
+            sys.exit({code})
+        if job == "chief":
+            await_note("running-worker-0")
+            while Path(f"/proc/{{(model_dir / 'running-worker-0').read_text()}}").exists():
+                time.sleep(0.01)
+            sys.exit(75)
+        time.sleep(60)
+    """)
+    report = launch(local_cluster("ps", 1, 1), tmp_path, command, restarts=no_progress(3))
+    assert report.restarts == ()
+    assert report.exit_code == code
+
+
+def test_crash_loop_ends_and_names_what_it_was(
+    tmp_path: Path,
+    program: Callable[[str], list[str]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.launch._PEER_LOST_SECS", 0.1)
+    command = program("""
+        if index == 1:
+            print("start", start, "fails")
+            os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(60)
+    """)
+    began = time.monotonic()
+    report = launch(local_cluster("multiworker", 2, 0), tmp_path, command, restarts=no_progress(2))
+    assert time.monotonic() - began >= 1, "did not wait before the second restart"
+    assert causes(report) == [("worker 1", -signal.SIGSEGV, 2)] * 2
+    assert report.exit_code == 75
+    assert report.first_failure is not None
+    assert not report.first_failure.survived
+    error = capfd.readouterr().err
+    assert "2 restarts within 10 minutes (--max_restarts)" in error
+    assert "[worker 1] start 3 fails" in error
+    assert error.count("all tasks started again") == 2
+
+
+def test_worker_that_dies_at_once_is_not_started_over_and_over_while_the_others_go_on(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note(f"start-{start}")
+        if (job, index) == ("worker", 1) and start < 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await_note("start-4-worker-1")
+    """)
+    steps = itertools.count()
+    began = time.monotonic()
+    report = launch(
+        local_cluster("ps", 2, 1),
+        tmp_path,
+        command,
+        restarts=Restarts(1, lambda: (0, next(steps))),
+    )
+    assert time.monotonic() - began >= 0 + 1 + 2
+    assert causes(report) == [("worker 1", -signal.SIGKILL, 1)] * 3
+    assert report.exit_code == 0
+
+
+def test_signal_while_a_restart_is_awaited_ends_the_run_at_once(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    class Later(Restarts):
+        def next_delay_secs(self, num_short_lives: int) -> float | None:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            return 60.0
+
+    command = program("os.kill(os.getpid(), signal.SIGKILL)")
+    began = time.monotonic()
+    report = launch(
+        local_cluster("multiworker", 1, 0), tmp_path, command, restarts=Later(1, lambda: (0, 0))
+    )
+    assert 0.5 <= time.monotonic() - began < 30
+    assert report.restarts == ()
+    assert report.exit_code == 75
+
+
+def test_task_that_is_killed_when_the_chief_is_done_is_no_failure_of_the_run(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note("running")
+        if job == "chief":
+            await_note("running-ps-0")
+            sys.exit(0)
+        pid = (model_dir / "running-chief-0")
+        if job == "ps":
+            await_note("running-chief-0")
+            while Path(f"/proc/{pid.read_text()}").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    report = launch(local_cluster("ps", 1, 1), tmp_path, command, restarts=no_progress(1))
+    assert by_task(report)["ps 0"] == -signal.SIGKILL
+    assert report.restarts == ()
+    assert report.exit_code == 0

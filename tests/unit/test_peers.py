@@ -14,12 +14,15 @@ from strategies.peers import (
     UnknownHostError,
     _wait,
     check_own_address,
+    check_private,
+    cut_connections,
     identify,
     own_host,
     port_of,
     wait_for_peers,
     wait_for_servers,
     watch_chief,
+    watch_peers,
 )
 from strategies.ports import bind, free_ports, held
 from strategies.ps_server import start_server
@@ -192,3 +195,41 @@ def test_connections_of_a_former_run_do_not_count_as_a_use_of_the_port() -> None
     with socket.socket() as strict, pytest.raises(OSError, match="in use"):
         strict.bind(address)  # The premise: without SO_REUSEADDR the port is taken.
     check_own_address(alone_at(address[1]))
+
+
+def test_public_address_of_its_own_is_refused_and_what_it_means_is_said() -> None:
+    def serving_at(address: str) -> Cluster:
+        return Cluster({"worker": {0: address, 1: "8.8.4.4:1"}}, Task("worker", 0))
+
+    with pytest.raises(ClusterError, match="--allow_public_address"):
+        check_private(serving_at("8.8.8.8:2222"))
+    for private in ("10.1.2.3:2222", "localhost:2222", "[fd00::1]:2222", f"{UNKNOWN}:2222"):
+        check_private(serving_at(private))
+
+
+def test_peer_that_takes_connections_and_says_nothing_passes_for_lost_and_may_return(
+    servers: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        cluster = ps_cluster(address, servers.address_of(Task("ps", 0)))
+        lost: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        watch_peers(cluster, [Task("worker", 0), Task("ps", 0)], 0.4, lost.put)
+        assert {lost.get(timeout=20), lost.get(timeout=20)} == {Task("worker", 0)}
+        assert "worker 0" in caplog.text
+        assert "ps 0" not in caplog.text
+
+
+def test_cut_connection_fails_here_and_there_and_others_stay() -> None:
+    with contextlib.ExitStack() as stack:
+        ends = []
+        for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "127.0.0.1")):
+            server = stack.enter_context(socket.create_server((host, 0), family=family))
+            client = stack.enter_context(socket.create_connection(server.getsockname()))
+            accepted = stack.enter_context(server.accept()[0])
+            ends.append((server.getsockname()[1], client, accepted))
+        (port, client, accepted), (_, other, other_accepted) = ends
+        assert cut_connections(f"localhost:{port}") == 1
+        assert client.recv(1) == accepted.recv(1) == b""
+        other.sendall(b"x")
+        assert other_accepted.recv(1) == b"x"

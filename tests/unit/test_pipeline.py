@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data import order, pipeline, records
+from data import files, order, pipeline, records, writing
 
 NUM_EXAMPLES = 3011  # A prime: no batch size divides it.
 NUM_LANES = 10
@@ -27,7 +28,7 @@ def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def split(tmp_path_factory: pytest.TempPathFactory) -> records.Split:
     examples = [f"{i:06d}".encode() + b"." * (700 + i % 50) for i in range(NUM_EXAMPLES)]
     directory = str(tmp_path_factory.mktemp("split"))
-    return records.write_shards(examples, directory, "toy", "train", 3, NUM_EXAMPLES)
+    return writing.write_shards(examples, directory, "toy", "train", 3, NUM_EXAMPLES)
 
 
 @pytest.fixture(params=[True, False], ids=["shuffled", "in order"])
@@ -63,7 +64,12 @@ def test_batches_are_those_of_the_order_across_epochs(reader: pipeline.Reader) -
     lanes = range(NUM_LANES)
     read = list(numbers(reader.batches(0, lanes, 130)))
     assert np.array_equal(read, reader.order.records(0, 130))
-    assert sorted(np.concatenate(read)[: 60 * 50]) != list(range(3000)), "131 batches cross epochs"
+    # Two epochs and the beginning of a third, by position.
+    in_order = np.concatenate(read)[np.argsort(reader.order.positions(0, 130).reshape(-1))]
+    for epoch in range(2):
+        of_epoch = in_order[epoch * NUM_EXAMPLES :][:NUM_EXAMPLES]
+        assert sorted(of_epoch) == list(range(NUM_EXAMPLES))
+    assert 2 * NUM_EXAMPLES < len(in_order) < 3 * NUM_EXAMPLES
 
 
 @pytest.mark.parametrize("first_batch", [1, 7, 59, 60, 61, 123_456])
@@ -235,7 +241,7 @@ def test_file_that_is_cut_short_or_gone_is_an_error_of_tensorflow(
 
 def test_records_of_one_length_are_cut_as_those_of_many_are(tmp_path: Path) -> None:
     examples = [f"{i:06d}".encode() + bytes(50) for i in range(2000)]
-    reader = make_reader(records.write_shards(examples, str(tmp_path), "even", "train", 3, 2000))
+    reader = make_reader(writing.write_shards(examples, str(tmp_path), "even", "train", 3, 2000))
     read = list(numbers(reader.batches(7, range(NUM_LANES), 60)))
     assert np.array_equal(read, reader.order.records(7, 60))
 
@@ -288,12 +294,12 @@ def test_process_that_ends_in_the_midst_of_reading_does_end(tmp_path: Path) -> N
     # The tf.function and the iterator it takes from are a cycle, as in an executor.
     code = f"""
 import tensorflow as tf
-from data import records
+from data import writing
 from tests.unit.test_pipeline import NUM_LANES, make_reader
 
 def main():
     examples = [b"%06d" % i + bytes(2000) for i in range(3000)]
-    split = records.write_shards(examples, {str(tmp_path)!r}, "toy", "train", 1, 3000)
+    split = writing.write_shards(examples, {str(tmp_path)!r}, "toy", "train", 1, 3000)
     batches = iter(make_reader(split).batches(0, range(NUM_LANES)))
     take = tf.function(lambda: next(batches)[1])
     for _ in range(50):
@@ -307,16 +313,44 @@ main()
 def test_order_over_other_data_is_refused(split: records.Split) -> None:
     reader = make_reader(split)
     other = dataclasses.replace(reader.order, shard_lengths=(5, 6))
-    with pytest.raises(records.DataError, match="11 records"):
+    with pytest.raises(files.DataError, match="11 records"):
         dataclasses.replace(reader, order=other)
 
 
 def test_large_records_are_read_in_parts_that_fit_memory(tmp_path: Path) -> None:
     num_bytes = 1 << 20
     examples = [f"{i:06d}".encode() + bytes(num_bytes) for i in range(45)]
-    split = records.write_shards(examples, str(tmp_path), "big", "train", 1, 45)
+    split = writing.write_shards(examples, str(tmp_path), "big", "train", 1, 45)
     reader = make_reader(split, batch=10)
     tickets = [len(reader.ticket(*run)["shards"]) for run in reader._runs(0, 9)]
     assert len(tickets) >= 3, "a window of 45 MiB was cut"
     read = list(numbers(reader.batches(0, range(NUM_LANES), 9)))
     assert np.array_equal(read, reader.order.records(0, 9))
+
+
+@pytest.mark.parametrize("prefetch_batches", [2, 20])
+def test_batches_are_made_ahead_as_many_as_asked_for(
+    split: records.Split, prefetch_batches: int
+) -> None:
+    parsed = tf.Variable(0)
+
+    def count_and_parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.control_dependencies([parsed.assign_add(1)]):
+            return parse(tf.identity(serialized))
+
+    # Larger than what is parsed at once, so that each call of `parse` is one batch.
+    reader = make_reader(split, batch=1100)
+    reader = dataclasses.replace(
+        reader, parse=count_and_parse, num_threads=2, prefetch_batches=prefetch_batches
+    )
+    batches = iter(reader.batches(0, range(NUM_LANES)))
+    next(batches)
+    least, most = 1 + prefetch_batches, 1 + prefetch_batches + 6  # In threads, and between stages.
+    deadline = time.monotonic() + 20
+    while int(parsed) < least and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert int(parsed) >= least
+    deadline = time.monotonic() + 0.5
+    while int(parsed) <= most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert int(parsed) <= most

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data import features, records
+from data import features, files, records
+from data.files import DataError
 from data.prepare import prepare
-from data.records import DataError
 from data.sources import Options
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +53,27 @@ def write_idx(path: Path, array: np.ndarray, compress: bool = False) -> None:
     header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
     content = header + array.astype(np.uint8).tobytes()
     path.write_bytes(gzip.compress(content) if compress else content)
+
+
+def test_url_is_written_to_as_a_directory_is_and_nothing_half_done_is_left(
+    tmp_path: Path,
+) -> None:
+    url = "ram://prepared/digits"
+    prepare("digits", url)
+    prepare("digits", str(tmp_path / "digits"))
+    wanted = digest(tmp_path / "digits")
+    assert sorted(tf.io.gfile.listdir(url)) == sorted(wanted)
+    for name, sha256 in wanted.items():
+        with tf.io.gfile.GFile(f"{url}/{name}", "rb") as file:
+            assert hashlib.sha256(file.read()).hexdigest() == sha256, name
+    prepare("digits", url + "/")  # Done already.
+    with pytest.raises(DataError, match="holds 'digits', not 'other'"):
+        prepare("csv:other", url, str(tmp_path / "missing.csv"))
+    (tmp_path / "bad.csv").write_text("x,y\n1,2\n3\n")
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"bad\.csv"):
+            prepare("csv:bad", "ram://prepared/bad", str(tmp_path / "bad.csv"))
+        assert not files.exists("ram://prepared/bad/dataset_info.json")
 
 
 @pytest.fixture

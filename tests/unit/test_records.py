@@ -15,13 +15,13 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data import records
+from data import files, names, records, writing
 
 
 def write(
     directory: Path, examples: list[bytes], num_shards: int = 2, split: str = "train"
 ) -> records.Split:
-    return records.write_shards(
+    return writing.write_shards(
         examples, str(directory), "toy", split, num_shards, num_examples=len(examples)
     )
 
@@ -194,7 +194,7 @@ def test_usual_names_of_shards_are_found_in_order(tmp_path: Path, names: list[st
 
 
 def fail(directory: Path | str, split: str = "train") -> str:
-    with pytest.raises(records.DataError) as caught:
+    with pytest.raises(files.DataError) as caught:
         records.open_split(str(directory), split)
     return str(caught.value)
 
@@ -311,11 +311,11 @@ def fail_after_index_is_lost(directory: Path) -> str:
 
 def test_writing_fewer_or_more_examples_than_announced_leaves_nothing(tmp_path: Path) -> None:
     for announced in (4, 6):
-        with pytest.raises(records.DataError, match=f"{announced}"):
-            records.write_shards([b"x"] * 5, str(tmp_path), "toy", "train", 2, announced)
+        with pytest.raises(files.DataError, match=f"{announced}"):
+            writing.write_shards([b"x"] * 5, str(tmp_path), "toy", "train", 2, announced)
         assert list(tmp_path.iterdir()) == []
-    with pytest.raises(records.DataError, match="no examples"):
-        records.write_shards([], str(tmp_path), "toy", "train", 2, 0)
+    with pytest.raises(files.DataError, match="no examples"):
+        writing.write_shards([], str(tmp_path), "toy", "train", 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +334,6 @@ def test_splits_are_known_by_all_names_that_shards_may_have(tmp_path: Path, patt
     for split in ("train", "test"):
         for i, path in enumerate(written):
             (tmp_path / pattern.format(split, i, len(written))).write_bytes(path.read_bytes())
-    assert records.splits_in(str(tmp_path)) == ["test", "train"]
+    assert names.splits_in(str(tmp_path)) == ["test", "train"]
     for split in ("train", "test"):
         assert records.open_split(str(tmp_path), split).num_examples == 6

@@ -19,7 +19,7 @@ def test_signal_asks_for_a_stop_and_handlers_are_given_back(signum: signal.Signa
     before = signal.getsignal(signum)
     asked = threading.Event()
     with StopSignals() as signals:
-        signals.on_stop(asked.set)
+        signals.on_stop(asked.set, grace_secs=60)
         os.kill(os.getpid(), signum)
         assert asked.wait(10)
     assert signal.getsignal(signum) is before
@@ -30,7 +30,7 @@ def test_handler_that_a_library_replaced_is_taken_back() -> None:
     asked = threading.Event()
     with StopSignals() as signals:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signals.on_stop(asked.set)
+        signals.on_stop(asked.set, grace_secs=60)
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked.wait(10)
 
@@ -61,7 +61,7 @@ def test_second_signal_ends_at_once(signum: signal.Signals) -> None:
     ended = run(f"""
         asked = threading.Event()
         with StopSignals() as signals:
-            signals.on_stop(asked.set)
+            signals.on_stop(asked.set, grace_secs=60)
             os.kill(os.getpid(), {signum:d})
             assert asked.wait(50)
             print("asked", flush=True)
@@ -79,9 +79,35 @@ def test_main_thread_that_waits_outside_python_can_be_stopped() -> None:
         mutex = ctypes.create_string_buffer(64)  # Zeros are PTHREAD_MUTEX_INITIALIZER.
         libc = ctypes.CDLL(None)
         with StopSignals() as signals:
-            signals.on_stop(lambda: os._exit(7))
+            signals.on_stop(lambda: os._exit(7), grace_secs=60)
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             libc.pthread_mutex_lock(mutex)
             libc.pthread_mutex_lock(mutex)  # For ever, whatever signal comes.
     """)
     assert ended.returncode == 7
+
+
+def test_task_that_does_not_end_in_its_grace_ends_all_the_same() -> None:
+    ended = run(f"""
+        with StopSignals() as signals:
+            signals.on_stop(lambda: print("asked", flush=True), grace_secs=0.2)
+            os.kill(os.getpid(), {signal.SIGTERM:d})
+            threading.Event().wait(50)
+    """)
+    assert ended.stdout == "asked\n"
+    assert ended.returncode == 75
+    assert "--grace_secs" in ended.stderr
+
+
+def test_grace_is_over_when_the_task_is_done() -> None:
+    ended = run(f"""
+        import time
+        asked = threading.Event()
+        with StopSignals() as signals:
+            signals.on_stop(asked.set, grace_secs=0.5)
+            os.kill(os.getpid(), {signal.SIGTERM:d})
+            assert asked.wait(50)
+        time.sleep(1)
+        os._exit(0)
+    """)
+    assert ended.returncode == 0

@@ -1,6 +1,7 @@
 """Files of each format, byte for byte as they are passed around, become the right examples."""
 
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -19,11 +20,12 @@ import scipy.io
 import tensorflow as tf
 
 from data import features, records
+from data.files import DataError
 from data.prepare import open_source, prepare
-from data.records import DataError
 from data.sources import Options
 from data.sources.cifar import load_pickle
 from tests.unit.test_prepare import ROOT, digest, run, write_idx
+from tests.unit.test_records import contents
 
 RANDOM = np.random.default_rng(0)
 needs_tfds = pytest.mark.skipif(
@@ -464,6 +466,40 @@ def test_wrong_npz_files_are_explained(
         prepare("npz:a", str(tmp_path / "out"), str(tmp_path / "a.npz"), Options(label="y"))
 
 
+def test_npz_label_that_is_not_utf8_is_named_with_its_row(tmp_path: Path) -> None:
+    labels = np.array([b"cat", b"caf\xe9", b"dog"] * 9)
+    np.savez(tmp_path / "a.npz", x=np.zeros((27, 2), np.float32), y=labels)
+    with pytest.raises(DataError, match=r"a\.npz: row 1 of y is b'caf\\xe9', which is not UTF-8"):
+        prepare("npz:a", str(tmp_path / "out"), str(tmp_path / "a.npz"), Options(label="y"))
+
+
+@pytest.mark.parametrize(("fraction", "empty"), [(1e-9, "test"), (1 - 1e-9, "train")])
+def test_split_that_the_fraction_leaves_empty_is_blamed_on_the_fraction(
+    tmp_path: Path, fraction: float, empty: str
+) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n" + "1,0\n2,1\n" * 9)
+    write_folder(tmp_path / "folder", {f"{c}/{i}.png": png(2, 2) for c in "ab" for i in range(9)})
+    options = Options(test_fraction=fraction, seed=5)
+    said = f"--test_fraction={fraction} leaves split '{empty}' without examples.*--seed than 5"
+    for name, source in (("csv:a", "a.csv"), ("folder:f", "folder")):
+        with pytest.raises(DataError, match=said):
+            prepare(name, str(tmp_path / "out"), str(tmp_path / source), options)
+
+
+def test_cmyk_jpegs_are_three_channels_as_they_are_decoded(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="only Pillow writes CMYK")
+    content = io.BytesIO()
+    image.new("CMYK", (6, 4), (10, 200, 30, 40)).save(content, "jpeg")
+    files = {f"{c}/{i}.jpg": content.getvalue() for c in "ab" for i in range(20)}
+    write_folder(tmp_path / "folder", files)
+    prepare("folder:f", str(tmp_path / "out"), str(tmp_path / "folder"))
+    found = features.read_features(str(tmp_path / "out"))
+    assert found["image"].shape == (4, 6, 3)
+    serialized = contents(records.open_split(str(tmp_path / "out"), "train"))
+    images, _ = features.default_parse(found)(tf.constant(serialized))
+    assert images.shape == (len(serialized), 4, 6, 3)
+
+
 def test_npz_with_pickles_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.array([{}, None], object))
     with pytest.raises(DataError, match=r"x\.npy is object"):
@@ -621,7 +657,7 @@ def test_result_is_the_same_bytes_whatever_the_number_of_processes(tmp_path: Pat
 
 FAILS = """
 import json, os, signal, sys
-from data import records
+from data import files, writing
 
 out, how = json.loads(sys.argv[1])
 
@@ -631,11 +667,11 @@ def examples(first, last):
         if first and how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if first:
-            raise records.DataError("damaged")
+            raise files.DataError("damaged")
 
 try:
-    records.write_split(examples, out, "toy", "train", 2, 10**9, num_processes=2)
-except (records.DataError, OSError) as error:
+    writing.write_split(examples, out, "toy", "train", 2, 10**9, num_processes=2)
+except (files.DataError, OSError) as error:
     print(error)
 """
 

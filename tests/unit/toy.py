@@ -1,5 +1,8 @@
 """A small real trainer in this process: 110 records on disk, a linear model, one CPU."""
 
+import contextlib
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import tensorflow as tf
 
 from data.order import Order
 from data.pipeline import Reader
-from data.records import Split, write_shards
+from data.records import Split
+from data.writing import write_shards
 from strategies.base import Metrics, Position
 from strategies.mirrored import MirroredExecutor
 from trainer.checkpoint import Checkpointer
@@ -54,6 +58,17 @@ class Overshooting(MirroredExecutor):
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         return super()._run(num_steps + 3)
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond that: writes fail, as they do on a full disk."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
 
 
 class Toy:

@@ -19,11 +19,11 @@ class SlowConfig(Config):
 
     Attributes:
         pause_secs: Lost after every call of the executor, on the chief.
-        dropout_rate: 0 leaves the model without a generator of random numbers.
+        units: Of its hidden layer; a checkpoint has about 3,200 bytes for each.
     """
 
     pause_secs: float = 0.1
-    dropout_rate: float = 0.25
+    units: int = 64
 
 
 def get_config() -> SlowConfig:
@@ -47,8 +47,8 @@ def build_model(config: SlowConfig) -> "keras.Model":
             layers.Conv2D(16, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(),
             layers.Flatten(),
-            layers.Dense(64, activation="relu"),
-            layers.Dropout(config.dropout_rate),
+            layers.Dense(config.units, activation="relu"),
+            layers.Dropout(0.25),
             layers.Dense(10),
         ]
     )

@@ -1,0 +1,52 @@
+"""A hook that writes down when the chief did which steps, and leaves time for faults meanwhile.
+
+MODEL_DIR/journal.jsonl   {"time": 1795273455.4, "process": 7701, "begins": true, "step": 40}
+MODEL_DIR/chaos           while this file is there, training is slow
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from strategies.base import Metrics
+from trainer.config import Config
+from trainer.hooks import Hook
+
+_PAUSE_SECS = 0.05
+
+
+class Journal(Hook):
+    """One line when a process begins to train, and one after each call of the executor."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._path = model_dir / "journal.jsonl"
+        self._chaos = model_dir / "chaos"
+
+    def begin(self, step: int) -> None:
+        self._write(step, begins=True)
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self._write(step, begins=False)
+        if self._chaos.exists():
+            time.sleep(_PAUSE_SECS)
+
+    def _write(self, step: int, *, begins: bool) -> None:
+        line = {"time": time.time(), "process": os.getpid(), "begins": begins, "step": step}
+        # In one call, so that a line is whole or not there.
+        with self._path.open("ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+
+def often(config: Config) -> None:
+    """Makes a run save, evaluate and report often, so that faults meet it at that too."""
+    config.steps_per_call = 5
+    config.log_every_steps = 10
+    config.checkpoint_every_steps = 20
+    config.eval_every_steps = 60
+    config.export = False
+
+
+def build_hooks(config: Config, model_dir: str) -> Sequence[Hook]:
+    return [Journal(Path(model_dir))]

@@ -1,0 +1,269 @@
+"""Trains each case of CASES for a few steps on one kind of executor, and saves what came of it.
+
+    python -m tests.cluster.parity mirrored-2 DATA TO       # writes TO/found.npz
+
+The cases share a process, a cluster and a strategy: starting those takes longer than training. The
+parameter servers are threads of the chief's process, as TensorFlow's own tests have them.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from data.order import Order
+from data.pipeline import Reader
+from data.records import Split, open_split
+from data.writing import write_shards
+from strategies.base import Executor, Position
+from strategies.cluster import Task, local_cluster, parse_tf_config
+from strategies.mirrored import MirroredExecutor
+from strategies.multiworker import MultiWorkerExecutor
+from strategies.ps import ParameterServerExecutor
+from strategies.ps_server import start_server
+from strategies.ps_sync import SynchronousParameterServerExecutor
+from trainer.build import build_learner
+from trainer.config import Config, Recipe, check, check_replicas
+from trainer.optimizers import supported_optimizers
+from trainer.options import (
+    ClipConfig,
+    EmaConfig,
+    LossScaleConfig,
+    PenaltyConfig,
+    ScheduleConfig,
+    WeightDecayConfig,
+)
+
+STEPS = 20
+BATCH = 12
+CLASSES = 5
+# Not a multiple of the batch: an epoch ends inside one.
+EXAMPLES = 110
+SPOILT, SPOILT_EXAMPLE = "spoilt", 77
+
+OPTIMIZERS = {"momentum": 0.2, "adam": 0.02}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Fields of the config that are set.
+
+    Attributes:
+        changes: They.
+        spoils: Whether one example's numbers are beyond what float16 holds.
+        drops: Whether the model has layers that draw random numbers.
+    """
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    spoils: bool = False
+    drops: bool = False
+
+
+SCHEDULES = {
+    "exponential": ScheduleConfig("exponential", decay_steps=5, decay_rate=0.8, staircase=True),
+    "step": ScheduleConfig("step", boundaries=(5, 12), decay_rate=0.3),
+    "cosine": ScheduleConfig("cosine", warmup_steps=4, warmup_start=0.1, end_fraction=0.1),
+    "polynomial": ScheduleConfig("polynomial", power=2.0, decay_steps=15, warmup_steps=3),
+    "linear scaling": ScheduleConfig(base_batch_size=8),
+}
+# What has nothing to do with the optimizer is tried with one. A schedule is a factor of its rate;
+# that, and warm-up, is tried with both in `cosine`.
+FOR_ANY_OPTIMIZER = {f"schedule: {kind}" for kind in SCHEDULES if kind != "cosine"}
+FOR_ANY_OPTIMIZER |= {"label_smoothing", "freeze", "dropout", "dropout: compiled in parts"}
+EMA = EmaConfig(decay=0.9, warmup=True)
+DECAY = WeightDecayConfig(rate=0.1, exclude="bias")
+PENALTY = PenaltyConfig(l1=1e-3, l2=1e-2)
+
+CASES = {
+    "plain": Case(),
+    "clip.value": Case({"clip": ClipConfig(value=0.01)}),
+    "clip.norm": Case({"clip": ClipConfig(norm=0.05)}),
+    "clip.global_norm": Case({"clip": ClipConfig(global_norm=0.1)}),
+    "micro_batches": Case({"micro_batches": 3}),
+    "penalty": Case({"penalty": PENALTY}),
+    "weight_decay": Case({"weight_decay": DECAY}),
+    "ema": Case({"ema": EMA}),
+    "label_smoothing": Case({"label_smoothing": 0.2}),
+    "freeze": Case({"freeze": "hidden"}),
+    "jit_compile": Case({"jit_compile": True}),
+    **{f"schedule: {kind}": Case({"schedule": value}) for kind, value in SCHEDULES.items()},
+    "all of these": Case(
+        {
+            "clip": ClipConfig(global_norm=0.1),
+            "micro_batches": 2,
+            "penalty": PENALTY,
+            "weight_decay": DECAY,
+            "ema": EMA,
+            "label_smoothing": 0.2,
+            "jit_compile": True,
+            "schedule": SCHEDULES["cosine"],
+        }
+    ),
+    "dropout": Case(drops=True),
+    "dropout: compiled in parts": Case({"jit_compile": True, "micro_batches": 2}, drops=True),
+    "mixed_bfloat16": Case({"precision": "mixed_bfloat16"}),
+    # Its scale is lowered by the spoilt example, and doubled after four steps without.
+    "mixed_float16": Case(
+        {"precision": "mixed_float16", "loss_scale": LossScaleConfig(2.0**10, 4)}, spoils=True
+    ),
+}
+
+
+def build_model(config: Config) -> keras.Model:
+    """Three floats -> logits."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Dense(8, activation="tanh", name="hidden"),
+            layers.Dense(CLASSES, name="logits"),
+        ]
+    )
+
+
+def build_random_model(config: Config) -> keras.Model:
+    """The same, with random layers on the way."""
+    layers = keras.layers
+    hidden, logits = build_model(config).layers
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.GaussianNoise(0.2),
+            hidden,
+            layers.Dropout(0.5),
+            logits,
+        ]
+    )
+
+
+def with_momentum(config: Config) -> keras.Optimizer:
+    return keras.optimizers.SGD(config.learning_rate, momentum=0.9)
+
+
+def recipes() -> Iterator[tuple[str, Recipe, bool]]:
+    """Name, recipe and whether the data is spoilt, of all that is trained."""
+    for name, case in CASES.items():
+        for optimizer, rate in OPTIMIZERS.items():
+            if optimizer == "adam" and name in FOR_ANY_OPTIMIZER:
+                continue
+            config = Config(learning_rate=rate, **case.changes)
+            build_optimizer = with_momentum if optimizer == "momentum" else None
+            model = build_random_model if case.drops else build_model
+            yield f"{name}/{optimizer}", _recipe(config, build_optimizer, model), case.spoils
+    for optimizer in sorted(supported_optimizers().keys() - {"adam", "sgd"}):
+        yield f"optimizer/{optimizer}", _recipe(Config(optimizer=optimizer), None), False
+
+
+def _recipe(config: Config, build_optimizer: Any, model: Any = build_model) -> Recipe:
+    config.batch_size = BATCH
+    config.train_steps = STEPS
+    check(config)
+    return Recipe("parity", config, model, build_optimizer, parse, None, None, None, None)
+
+
+def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Three inputs and a label."""
+    values = tf.io.decode_raw(serialized, tf.float32, fixed_length=16)
+    values = tf.reshape(values, [-1, 4])
+    return values[:, :3], tf.cast(values[:, 3], tf.int64)
+
+
+def write_data(directory: Path) -> Split:
+    """Examples with labels that can be learnt; in `directory` "spoilt", one is not like others."""
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(EXAMPLES, 3))
+    labels = np.argmax(inputs @ random.normal(size=(3, CLASSES)), axis=1)
+    if directory.name == SPOILT:
+        # More than float16 holds.
+        inputs[SPOILT_EXAMPLE] = 1e6
+    rows = np.concatenate([inputs, labels[:, np.newaxis]], axis=1).astype(np.float32)
+    examples = [row.tobytes() for row in rows]
+    directory.mkdir()
+    return write_shards(examples, str(directory), "parity", "train", 2, EXAMPLES)
+
+
+def open_reader(directory: Path) -> Reader:
+    split = open_split(str(directory), "train")
+    lengths = split.shard_lengths, split.chunk_examples
+    order = Order(*lengths, BATCH, lanes=4, window_batches=4, seed=0, shuffle=True)
+    return Reader(split, order, parse, num_threads=1)
+
+
+def train(
+    recipe: Recipe, executor: Executor, reader: Reader, calls: Sequence[int]
+) -> dict[str, npt.NDArray[Any]]:
+    """What STEPS steps, in so many `calls` of the executor, have made of the initial weights."""
+    check_replicas(recipe.config, executor.replicas_a_step)
+    learner = executor.build(lambda: build_learner(recipe))
+    source = dataclasses.replace(reader, gives_seeds=learner.needs_seeds)
+    executor.start(learner, source, reader, Position())
+    for num_steps in calls:
+        executor.run(num_steps)
+    assert int(learner.step.numpy()) == STEPS
+    found = {f"weights {i}": w for i, w in enumerate(learner.model.get_weights())}
+    # Not the state of Keras' generators, which nothing draws from.
+    to_export = [w for w in learner.weights() if w.dtype == np.float32]
+    found |= {f"to export {i}": w for i, w in enumerate(to_export)}
+    found["learning_rate"] = np.array(learner.learning_rate)
+    # Where it is not what the weights say already: another graph takes its time.
+    if recipe.config.ema.decay:
+        found["evaluation"] = np.array(executor.evaluate()["loss"])
+    if learner.loss_scale:
+        found["loss_scale"] = np.array([float(v.numpy()) for v in learner.state["loss_scale"]])
+    return found
+
+
+def executors(name: str) -> Callable[[], Executor]:
+    """Makes executors of one kind, which share a strategy: there can be only one in a process."""
+    strategy_name, _, num_workers = name.rpartition("-")
+    if strategy_name == "mirrored":
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        logical = [tf.config.LogicalDeviceConfiguration() for _ in range(int(num_workers))]
+        tf.config.set_logical_device_configuration(cpu, logical)
+        mirrored = MirroredExecutor.on([f"CPU:{i}" for i in range(int(num_workers))]).strategy
+        return lambda: MirroredExecutor(mirrored)
+    if strategy_name == "multiworker":
+        cluster = parse_tf_config(os.environ["TF_CONFIG"], "multiworker")
+        ring = MultiWorkerExecutor.connect(cluster, "ring", 10.0).strategy
+        return lambda: MultiWorkerExecutor(ring, cluster)
+    cluster = local_cluster("ps", int(num_workers), 1)
+    for task in cluster.trainers:
+        if task.job != "chief":
+            start_server(cluster.for_task(task))
+    chief = cluster.for_task(Task("chief", 0))
+    os.environ["TF_CONFIG"] = chief.training_tf_config()
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    servers = tf.distribute.ParameterServerStrategy(resolver)
+    if strategy_name == "ps-sync":
+        return lambda: SynchronousParameterServerExecutor(servers, chief, int(num_workers))
+    return lambda: ParameterServerExecutor(servers, chief)
+
+
+def main(name: str, directory: Path, to: Path) -> None:
+    make = executors(name)
+    found: dict[str, npt.NDArray[Any]] = {}
+    # More than one step in a graph; and a whole window of batches.
+    calls = (1, 4, 1, 14)
+    for case, recipe, spoils in recipes():
+        data = directory / (SPOILT if spoils else "data")
+        trained = train(recipe, make(), open_reader(data), calls)
+        found |= {f"{case}/{key}": value for key, value in trained.items()}
+    with (to / "found.npz").open("wb") as file:
+        np.savez(file, allow_pickle=False, **found)
+    if name.startswith("multiworker"):
+        make().close()  # Whoever leaves first ends the other.
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    # Servers cannot be stopped, and would keep the process from its end.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,105 @@
+"""The local cluster's ports: within reach of its tasks, and of nobody else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from strategies.cluster import Task
+from strategies.peers import identify
+from tests.cluster.runs import TOPOLOGIES, Process, assert_one_error, start
+from trainer.isolation import IsolationError, Namespace, open_namespace
+
+SLOW = "--config=tests/cluster/configs/slow.py"
+LINEAR = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train_steps=20")
+IDENTIFY = "import sys; from strategies.peers import identify; print(identify(sys.argv[1]))"
+
+
+@pytest.fixture
+def can_isolate() -> None:
+    try:
+        open_namespace().__exit__(None, None, None)
+    except IsolationError as error:
+        pytest.skip(f"no network namespace here: {error}")
+
+
+def namespace_of(process: psutil.Process) -> Namespace:
+    kinds = [
+        kind
+        for kind in ("user", "net")
+        if os.stat(f"/proc/{process.pid}/ns/{kind}").st_ino
+        != os.stat(f"/proc/self/ns/{kind}").st_ino
+    ]
+    return Namespace([os.open(f"/proc/{process.pid}/ns/{kind}", os.O_RDONLY) for kind in kinds])
+
+
+@pytest.mark.parametrize("isolate", ["on", "auto", "off"])
+def test_servers_are_out_of_reach_from_outside(
+    isolate: str, can_isolate: None, digits: Path, tmp_path: Path
+) -> None:
+    with start(
+        TOPOLOGIES["ps-2+1"], tmp_path, SLOW, f"--data_dir={digits}", f"--isolate={isolate}"
+    ) as process:
+        process.wait_for_step(20)
+        jobs = json.loads((tmp_path / "config.json").read_text())["cluster"]["cluster"]
+        addresses = {Task(job, i): a for job in ("worker", "ps") for i, a in enumerate(jobs[job])}
+        assert len(addresses) == 3
+        from_outside = {task: identify(address) for task, address in addresses.items()}
+        if isolate == "off":
+            assert from_outside == {task: task for task in addresses}
+        else:
+            assert from_outside == dict.fromkeys(addresses, None)
+            with namespace_of(process.task("ps 0")) as namespace:
+                for task, address in addresses.items():
+                    # They are there.
+                    inside = subprocess.run(
+                        namespace.command([sys.executable, "-c", IDENTIFY, address]),
+                        pass_fds=namespace.fds,
+                        capture_output=True,
+                        text=True,
+                        check=True,
+                    )
+                    assert inside.stdout.strip() == str(task)
+        run = process.wait()
+    assert run.exit_code == 0
+    assert run.stderr.count("isolated") == 1
+    assert ("not isolated (--isolate=off)" in run.stderr) == (isolate == "off")
+
+
+def test_refused_namespace_ends_on_and_not_auto(digits: Path, tmp_path: Path) -> None:
+    """Root is made unable to make one; another user cannot take that from itself."""
+    setpriv = shutil.which("setpriv")
+    if os.geteuid() != 0 or setpriv is None:
+        pytest.skip("only root with setpriv can take the right to make namespaces away")
+    unable = (setpriv, "--bounding-set=-sys_admin", "--inh-caps=-sys_admin")
+    argv = ("--strategy=multiworker", "--workers=1", *LINEAR, f"--data_dir={digits}")
+    for isolate in ("on", "auto"):
+        model_dir = tmp_path / isolate
+        flags = (*argv, f"--isolate={isolate}", f"--model_dir={model_dir}")
+        with Process(flags, model_dir, under=unable) as process:
+            run = process.wait()
+        if isolate == "on":
+            assert_one_error(run, "--isolate=on", "CAP_SYS_ADMIN", "--isolate=auto")
+            assert not (model_dir / "tasks").exists()
+        else:
+            assert run.exit_code == 0, run.stderr
+            assert "not isolated (root without CAP_SYS_ADMIN" in run.stderr
+
+
+def test_url_is_not_isolated_and_keeps_its_logs_here(digits: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/far"
+    flags = ("--strategy=multiworker", "--workers=1", f"--data_dir={digits}", f"--model_dir={url}")
+    (tmp_path / "here").mkdir()
+    config = f"--config={Path(__file__).parent}/configs/linear.py"
+    argv = (*flags, config, *LINEAR[1:])
+    with Process(argv, tmp_path / "far", cwd=tmp_path / "here") as process:
+        run = process.wait()
+    assert run.exit_code == 0, run.stderr + run.stdout
+    assert f"not isolated ({url} is reached over the network)" in run.stderr
+    assert run.result["step"] == 20
+    assert (tmp_path / "here" / "runs" / "far" / "tasks" / "worker-0.log").exists()

@@ -1,0 +1,81 @@
+"""Training goes back from a loss that is no number, skips what led to it, and says how much."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.order import Order
+from tests.cluster.runs import TOPOLOGIES, Run, Topology, largest_difference, train
+from trainer.config import load_recipe
+from trainer.inputs import open_inputs
+
+CONFIG = "tests/cluster/configs/poisoned.py"
+# With a backup worker, a gradient of the time before is in flight when training goes back.
+BACKED_UP = Topology(
+    "ps-sync-2-of-3",
+    "ps",
+    ("--workers=3", "--ps=1", "--sync_replicas", "--replicas_to_aggregate=2", "--num_threads=1"),
+)
+TOPOLOGIES_TRIED = [
+    *(TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-2+1")),
+    BACKED_UP,
+]
+STEPS = 14
+
+
+def train_order(numbered: Path) -> Order:
+    recipe = load_recipe(CONFIG)
+    recipe.config.data_dir = str(numbered)
+    return open_inputs(recipe).train.order
+
+
+@pytest.fixture(scope="module")
+def alone(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return recovered(TOPOLOGIES["mirrored-1"], numbered, tmp_path_factory.mktemp("alone") / "run")
+
+
+def recovered(topology: Topology, numbered: Path, model_dir: Path) -> Run:
+    # The records are written in the order of their numbers.
+    poison = int(train_order(numbered).records(9, 1)[0, 0])
+    flags = (f"--config={CONFIG}", f"--data_dir={numbered}", f"--config.poison={poison}")
+    return train(topology, model_dir, *flags, "--config.recover_from_nan=1")
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES_TRIED, ids=str)
+def test_training_goes_on_behind_the_batches_that_led_to_a_nan_and_counts_them(
+    topology: Topology, numbered: Path, tmp_path: Path, alone: Run
+) -> None:
+    run = recovered(topology, numbered, tmp_path / "run")
+
+    assert "The loss became nan" in run.stdout + run.stderr, "the fault did not happen"
+    result = run.result
+    assert result["step"] == STEPS
+    assert result["examples"] == STEPS * 32
+    assert result["nan_recoveries"] == 1
+    num_skipped = result["examples_skipped"] // 32
+    assert result["examples_skipped"] == num_skipped * 32 > 0
+    mark = json.loads(
+        (tmp_path / "run/checkpoints" / f"step-{STEPS:08d}/checkpoint.json").read_text()
+    )
+    assert mark["skipped"] == [result["examples_skipped"]]
+    open_lanes = sum(last + 1 - first for _, first, last in mark["open_shares"])
+    assert mark["next_batch"] * 32 - open_lanes == (STEPS + num_skipped) * 32
+
+    reports = run.metrics("train")
+    assert [report["step"] for report in reports] == list(range(1, STEPS + 1))
+    assert all(np.isfinite(report["loss"]) for report in reports)
+    skipped_from = [r["step"] for r in reports if r.get("examples_skipped") == num_skipped * 32]
+    assert skipped_from == list(range(skipped_from[0], STEPS + 1))
+    if topology is BACKED_UP:
+        # Its gradient may have been too late for a step or two, and been computed again.
+        assert skipped_from[0] in (9, 13)
+        return
+    # After the checkpoint of step 8.
+    assert skipped_from[0] == 9
+    assert num_skipped == alone.result["examples_skipped"] // 32 == 2
+    order = train_order(numbered)
+    for report, batch in zip(reports, [*range(8), *range(10, STEPS + 2)], strict=True):
+        assert round(report["number"] * 32) == order.records(batch, 1).sum()
+    assert largest_difference(run.weights(), alone.weights()) < 1e-5

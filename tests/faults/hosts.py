@@ -1,0 +1,90 @@
+"""Hosts with addresses of their own on this machine: network namespaces on one bridge.
+
+    with hosts(3) as (a, b, c):
+        subprocess.run([*a.command, "ping", "-c1", b.address])
+        with b.link_down():
+            ...                     # b reaches nobody, and nobody reaches b
+
+Making them takes root; `reason_why_not()` says why they cannot be made here.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+_NETWORKS = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A network namespace with one link."""
+
+    name: str
+    address: str
+    link: str  # This machine's end of it.
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What goes before a command, so that it runs on this host."""
+        return ("ip", "netns", "exec", self.name)
+
+    @contextlib.contextmanager
+    def link_down(self) -> Iterator[None]:
+        """The cable is pulled while the context lasts."""
+        _ip("link", "set", self.link, "down")
+        state = Path(f"/sys/class/net/{self.link}/operstate").read_text().strip()
+        assert state == "down", f"the link of {self.name} is {state}"
+        try:
+            yield
+        finally:
+            _ip("link", "set", self.link, "up")
+
+
+def reason_why_not() -> str:
+    """Why `hosts` would fail here; empty if it would not."""
+    if shutil.which("ip") is None:
+        return "there is no `ip` command"
+    if os.geteuid() != 0:
+        return "network namespaces with links take root"
+    probe = f"probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode:
+        return f"the kernel makes no network namespace: {made.stderr.strip()}"
+    _ip("netns", "delete", probe)
+    return ""
+
+
+@contextlib.contextmanager
+def hosts(num_hosts: int) -> Iterator[tuple[Host, ...]]:
+    """`num_hosts` hosts on one network, which are gone when the context is left."""
+    # A test run has networks of its own; names of links have at most 15 characters, and stay for a
+    # moment when their host is gone.
+    mark = f"{os.getpid() % 0x10000:x}{next(_NETWORKS)}"
+    bridge = f"br{mark}"
+    network = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
+    with contextlib.ExitStack() as stack:
+        _ip("link", "add", bridge, "type", "bridge")
+        stack.callback(_ip, "link", "delete", bridge)
+        _ip("link", "set", bridge, "up")
+        made = []
+        for index in range(num_hosts):
+            host = Host(f"host{mark}-{index}", f"{network}.{index + 1}", f"v{mark}-{index}")
+            _ip("netns", "add", host.name)
+            stack.callback(_ip, "netns", "delete", host.name)  # Its link goes with it.
+            _ip("link", "add", host.link, "type", "veth", "peer", "eth0", "netns", host.name)
+            _ip("link", "set", host.link, "master", bridge, "up")
+            inside = ("-n", host.name)
+            _ip(*inside, "address", "add", f"{host.address}/24", "dev", "eth0")
+            _ip(*inside, "link", "set", "eth0", "up")
+            _ip(*inside, "link", "set", "lo", "up")
+            made.append(host)
+        yield tuple(made)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

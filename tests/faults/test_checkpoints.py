@@ -1,0 +1,279 @@
+"""Disks that are full, read-only or wrong, and kills in the middle of a write."""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.runs import (
+    TOPOLOGIES,
+    Process,
+    Run,
+    assert_nothing_left,
+    start,
+    train,
+)
+
+STEPS = 300
+# More than a terminal, a report or a mark takes, and less than the variables: see slow.py.
+LIMIT_BYTES = 100_000
+ALONE = TOPOLOGIES["mirrored-1"]
+
+
+@pytest.fixture(scope="module")
+def flags(digits: Path) -> tuple[str, ...]:
+    slow = "--config=tests/cluster/configs/slow.py"
+    return (slow, f"--data_dir={digits}", "--config.checkpoint_every_steps=20")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    model_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    return train(ALONE, model_dir, *flags, "--config.pause_secs=0")
+
+
+def assert_same_weights(left: Run, right: Run) -> None:
+    ours, theirs = left.variables(), right.variables()
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if ours[key].tobytes() != theirs[key].tobytes()] == []
+
+
+def whole_steps(model_dir: Path) -> list[int]:
+    """The steps of checkpoints that are finished."""
+    marks = model_dir.glob("checkpoints/step-*/checkpoint.json")
+    return sorted(int(mark.parent.name.partition("-")[2]) for mark in marks)
+
+
+@contextlib.contextmanager
+def mounted(*command: str, at: Path) -> Iterator[None]:
+    """Something is mounted at `at`; skips the test where this user may not do that."""
+    result = subprocess.run(["mount", *command, str(at)], capture_output=True, text=True)
+    if result.returncode:
+        pytest.skip(f"needs leave to mount: {result.stderr.strip()}")
+    try:
+        yield
+    finally:
+        # Lazily: a process that has been killed may hold it a moment longer.
+        subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+@contextlib.contextmanager
+def full_disk(process: Process) -> Iterator[None]:
+    """The file system of the run, a small one, is full, and stays so when the run removes files."""
+    filler = process.model_dir.parent / "filler"
+    is_over = threading.Event()
+
+    def fill() -> None:
+        with filler.open("wb", buffering=0) as file:
+            while not is_over.wait(0.01):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(4096))
+
+    filling = threading.Thread(target=fill)
+    filling.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        filling.join()
+        filler.unlink()
+
+
+@contextlib.contextmanager
+def read_only_disk(process: Process) -> Iterator[None]:
+    """The directory of the checkpoints takes no change."""
+    directory = process.model_dir / "checkpoints"
+    with mounted("--bind", str(directory), at=directory):
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(directory)], check=True)
+        yield
+
+
+@contextlib.contextmanager
+def limited_files(process: Process) -> Iterator[None]:
+    """No file of the run may be as large as its variables. Needs no leave."""
+    former = resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, (LIMIT_BYTES, former[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, former)
+
+
+Fault = Callable[[Process], contextlib.AbstractContextManager[None]]
+FAULTS: dict[Fault, str] = {
+    full_disk: "No space left on device",
+    read_only_disk: "Read-only file system",
+    limited_files: "File too large",
+}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for some checkpoints."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs", at=disk):
+        yield disk
+
+
+@pytest.fixture(params=FAULTS, ids=lambda fault: fault.__name__)
+def fault(request: pytest.FixtureRequest) -> Fault:
+    chosen: Fault = request.param
+    return chosen
+
+
+@pytest.fixture
+def model_dir(fault: Fault, request: pytest.FixtureRequest) -> Path:
+    """Of a run to which `fault` can happen."""
+    disk = request.getfixturevalue("small_disk" if fault is full_disk else "tmp_path")
+    return Path(disk) / "run"
+
+
+def test_run_outlives_a_disk_that_takes_no_checkpoint_for_a_while(
+    fault: Fault, model_dir: Path, flags: tuple[str, ...], undisturbed: Run
+) -> None:
+    # More reports than fit into what is left of a block.
+    often = ("--config.log_every_steps=1", "--config.pause_secs=0.03")
+    with start(ALONE, model_dir, *flags, *often) as process:
+        process.wait_until(lambda: len(whole_steps(model_dir)) > 1, "checkpoints")
+        with fault(process):
+            process.wait_until(
+                lambda: process.warned("could not be written") > 2, "saves that fail"
+            )
+            good = whole_steps(model_dir)
+            assert len(good) > 1, "a good checkpoint was deleted for a bad one"
+        process.wait_until(lambda: whole_steps(model_dir)[-1] > good[-1], "a save, tried again")
+        run = process.wait()
+        assert run.exit_code == 0, process.output()
+    reasons = re.findall(r"step-0*(\d+) could not be written: .*", run.stderr)
+    assert len(reasons) > 2
+    assert FAULTS[fault] in run.stderr
+    assert not set(map(int, reasons)) & set(good)
+    assert "Traceback" not in run.stderr
+    assert all((path / "checkpoint.json").exists() for path in model_dir.glob("checkpoints/*"))
+    assert_same_weights(run, undisturbed)
+
+    steps = [report["step"] for report in run.metrics("train")]
+    lost = set(range(1, STEPS + 1)) - set(steps)
+    if fault is full_disk:
+        assert lost, "no report was lost"
+        assert f"lacks {len(lost)} report(s)" in run.stderr
+    else:
+        assert not lost
+        assert "lacks" not in run.stderr
+
+
+def test_run_whose_last_state_cannot_be_saved_says_so_and_finishes_when_there_is_room(
+    flags: tuple[str, ...], undisturbed: Run, small_disk: Path
+) -> None:
+    model_dir = small_disk / "run"
+    with start(ALONE, model_dir, *flags) as process:
+        process.wait_until(lambda: len(whole_steps(model_dir)) > 1, "checkpoints")
+        with full_disk(process):
+            good = whole_steps(model_dir)
+            run = process.wait()
+            assert run.exit_code == 75, process.output()
+            assert "Step 300 could not be saved" in run.stderr
+            assert "Traceback" not in run.stderr
+            assert whole_steps(model_dir)[-1] >= good[-1]
+            assert whole_steps(model_dir)[-1] < STEPS
+            assert not (model_dir / "result.json").exists()
+            with start(ALONE, model_dir, *flags) as process:
+                refused = process.wait()
+                assert refused.exit_code == 2, process.output()
+            assert "on a disk with room" in refused.stderr
+
+    whole = train(ALONE, model_dir, *flags)
+    assert whole.result["step"] == STEPS
+    assert_same_weights(whole, undisturbed)
+
+
+def test_all_tasks_end_with_75_where_the_chief_cannot_save_the_last_step(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    topology = TOPOLOGIES["multiworker-2"]
+    unmended = (*flags, "--train_steps=100", "--max_restarts=0")
+    with start(topology, tmp_path, *unmended) as process:
+        process.wait_until(lambda: bool(whole_steps(tmp_path)), "a checkpoint")
+        chief = process.task("worker 0").pid
+        former = resource.prlimit(chief, resource.RLIMIT_FSIZE)
+        resource.prlimit(chief, resource.RLIMIT_FSIZE, (LIMIT_BYTES, former[1]))
+        run = process.wait()
+        assert run.exit_code == 75, process.output()
+    assert "Step 100 could not be saved" in run.stdout + run.stderr
+    assert run.result["exit_code"] == 75
+    assert "could not be saved" in run.result["why"]
+    assert max(whole_steps(tmp_path)) < 100
+
+    whole = train(topology, tmp_path, *flags, "--train_steps=100")
+    assert whole.result["step"] == 100
+
+
+def test_run_killed_in_the_middle_of_a_write_goes_on_from_the_checkpoint_before(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    wide = (*flags, "--config.units=6000", "--train_steps=100")
+
+    def torn() -> list[Path]:
+        """The newest, if it has files, but no mark. (Older ones lose theirs, and are removed.)"""
+        newest = max(tmp_path.glob("checkpoints/step-*"))
+        with contextlib.suppress(FileNotFoundError):
+            if os.listdir(newest) and not (newest / "checkpoint.json").exists():
+                return [newest]
+        return []
+
+    with start(ALONE, tmp_path, *wide) as process:
+        process.wait_until(lambda: bool(whole_steps(tmp_path)), "a checkpoint")
+        deadline = time.monotonic() + 60
+        while True:
+            assert time.monotonic() < deadline, "was never seen in the middle of a write"
+            if torn():
+                process.send(signal.SIGSTOP)
+                if torn():
+                    break
+                process.send(signal.SIGCONT)
+        (half_written,) = torn()
+        before = whole_steps(tmp_path)
+        process.send(signal.SIGKILL)
+        assert process.wait_alone().exit_code == -signal.SIGKILL
+    assert torn() == [half_written]
+
+    run = train(ALONE, tmp_path, *wide)
+    assert f"going on from step {before[-1]}\n" in run.stdout
+    assert half_written.name in run.stderr
+    undisturbed = train(ALONE, tmp_path / "undisturbed", *wide, "--config.pause_secs=0")
+    assert_same_weights(run, undisturbed)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["multiworker-2", "ps-sync-3+1"])
+def test_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
+    name: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    topology = TOPOLOGIES[name]
+    quick = (*flags, "--config.pause_secs=0")
+    undisturbed = train(topology, tmp_path / "run", *quick, "--train_steps=60")
+    shutil.copytree(tmp_path / "run", tmp_path / "damaged")
+    (tmp_path / "damaged" / "result.json").unlink()
+    newest = tmp_path / "damaged" / "checkpoints" / "step-00000060"
+    data = newest / "variables.data-00000-of-00001"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    run = train(topology, tmp_path / "damaged", *quick, "--train_steps=60")
+    output = run.stdout + run.stderr
+    assert f"{newest} is not whole: {data.name} has another checksum" in output
+    assert "going on from step 40\n" in run.stdout
+    assert_same_weights(run, undisturbed)
+    assert json.loads((newest / "checkpoint.json").read_text())["step"] == 60

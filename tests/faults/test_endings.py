@@ -1,0 +1,115 @@
+"""However a local cluster comes to its end, no process of it is left.
+
+Of stand-ins that take no time to start, so that there can be many endings: `TRAINER_ENDINGS`. Half
+of the tasks ignore SIGTERM, and each has a child of its own.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trainer.isolation import IsolationError, open_namespace
+
+ROOT = Path(__file__).parents[2]
+ENDINGS = int(os.environ.get("TRAINER_ENDINGS", "8"))
+MARK = "TRAINER_TEST_ENDING"
+LAUNCHER = """
+import contextlib, sys
+from strategies.cluster import local_cluster
+from trainer.isolation import open_namespace
+from trainer.launch import LocalCluster
+from trainer.restarts import Restarts
+strategy, isolate, model_dir, *command = sys.argv[1:]
+cluster = local_cluster(strategy, 2, 1)
+restarts = Restarts(2, lambda: (0, 0))
+with open_namespace() if isolate == "isolate" else contextlib.nullcontext() as namespace:
+    report = LocalCluster(
+        cluster,
+        [],
+        model_dir,
+        restarts=restarts,
+        namespace=namespace,
+        grace_secs=0.2,
+        command=command,
+    ).run()
+sys.exit(report.exit_code)
+"""
+TASK = """
+import os, random, signal, subprocess, sys, time
+from trainer.lifeline import watch_lifeline
+watch_lifeline()
+open(f"{os.environ['READY_DIR']}/{os.getpid()}", "w").close()
+subprocess.Popen(["sleep", "600"])
+if random.random() < 0.5:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(600)
+"""
+
+
+def family(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                yield process
+        except psutil.Error:
+            continue
+
+
+def can_isolate() -> bool:
+    try:
+        open_namespace().__exit__(None, None, None)
+    except IsolationError:
+        return False
+    return True
+
+
+@pytest.mark.timeout(60 + 10 * ENDINGS)
+def test_random_endings_leave_no_process(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    how = ["isolate", ""] if can_isolate() else [""]
+    num_processes = 0
+    for number in range(ENDINGS):
+        mark = f"{os.getpid()}-{number}"
+        strategy = chance.choice(["ps", "multiworker"])
+        launcher = subprocess.Popen(
+            [
+                *(sys.executable, "-c", LAUNCHER, strategy, chance.choice(how)),
+                *(str(tmp_path / str(number)), sys.executable, "-c", TASK),
+            ],
+            env=os.environ | {MARK: mark, "PYTHONPATH": str(ROOT), "READY_DIR": str(tmp_path)},
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        seen: set[int] = set()
+        for _ in range(chance.randrange(4)):
+            time.sleep(chance.uniform(0, 0.5))
+            members = list(family(mark))
+            seen |= {process.pid for process in members}
+            if members:
+                signum = chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+                victim = chance.choice(members)
+                # Stopped before it has begun to watch, it would outlive a killed launcher.
+                is_ready = (tmp_path / str(victim.pid)).exists()
+                if signum != signal.SIGSTOP or is_ready:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        victim.send_signal(signum)
+        last = chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+        time.sleep(chance.uniform(0, 0.5))
+        seen |= {process.pid for process in family(mark)}
+        launcher.send_signal(last)
+        launcher.wait(20)
+        num_processes += len(seen)
+        deadline = time.monotonic() + 10
+        while left := list(family(mark)):
+            assert time.monotonic() < deadline, f"ending {number}, {last.name}: {left} are left"
+            time.sleep(0.05)
+    assert num_processes > 2 * ENDINGS, "nothing was running"

@@ -1,0 +1,117 @@
+"""Hosts with addresses of their own: late ones, other versions, and links that go down."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from strategies.cluster import Cluster, Task
+from tests.cluster.runs import Tasks, by_hand, read_metrics
+from tests.faults.hosts import Host, hosts, reason_why_not
+
+pytestmark = pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "they can")
+
+SLOW = ("--config=tests/cluster/configs/slow.py", "--num_threads=1")
+# A task may be silent for half of it.
+STALLS = "--stall_timeout_secs=16"
+# From the cut to the end of the last task.
+END_SECS = 40.0
+
+
+@pytest.fixture
+def three_hosts() -> Iterator[tuple[Host, ...]]:
+    with hosts(3) as made:
+        yield made
+
+
+def workers_on(places: Sequence[Host]) -> tuple[Cluster, dict[Task, tuple[str, ...]]]:
+    jobs = {"worker": {i: f"{host.address}:2222" for i, host in enumerate(places)}}
+    commands = {Task("worker", i): host.command for i, host in enumerate(places)}
+    return Cluster(jobs, Task("worker", 0)), commands
+
+
+def ps_and_workers_on(places: Sequence[Host]) -> tuple[Cluster, dict[Task, tuple[str, ...]]]:
+    """The chief and the ps on the first host, a worker on each of the others."""
+    first, *others = places
+    jobs = {
+        "chief": {0: f"{first.address}:2222"},
+        "ps": {0: f"{first.address}:2223"},
+        "worker": {i: f"{host.address}:2222" for i, host in enumerate(others)},
+    }
+    commands = {Task("worker", i): host.command for i, host in enumerate(others)}
+    commands |= dict.fromkeys((Task("chief", 0), Task("ps", 0)), first.command)
+    return Cluster(jobs, Task("chief", 0)), commands
+
+
+@contextlib.contextmanager
+def unreachable(host: Host, tasks: Tasks, chief: str) -> Iterator[None]:
+    """The link of `host` is down, and steps were being trained when it went."""
+    step = read_metrics(tasks[chief].model_dir)[-1]["step"]
+    tasks[chief].wait_for_step(step + 20)
+    with host.link_down():
+        yield
+
+
+def test_three_hosts_train_together_and_outlive_or_resume_after_a_short_cut(
+    three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
+) -> None:
+    cluster, commands = workers_on(three_hosts)
+    flags = (*SLOW, STALLS, f"--data_dir={digits}", "--config.checkpoint_every_steps=20")
+    with by_hand(cluster, tmp_path, *flags, under=commands) as tasks:
+        # The last is late, and the others wait for it.
+        tasks.start(Task("worker", 1), Task("worker", 0))
+        time.sleep(5)
+        tasks.start(Task("worker", 2))
+        tasks["worker 0"].wait_for_step(40)
+        with unreachable(three_hosts[2], tasks, "worker 0"):
+            time.sleep(5)
+        runs = tasks.wait(0, 75)
+        codes = {run.exit_code for run in runs.values()}
+        assert len(codes) == 1, "some would go on without the others"
+        if codes == {75}:
+            tasks.start_all()
+            runs = tasks.wait(0)
+            assert "going on from step" in runs["worker 0"].stdout
+    assert runs["worker 0"].result["step"] == 300
+
+
+def test_workers_end_with_75_when_one_is_cut_off_for_good(
+    three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
+) -> None:
+    cluster, commands = workers_on(three_hosts)
+    flags = (*SLOW, STALLS, f"--data_dir={digits}", "--config.train_steps=100000")
+    with by_hand(cluster, tmp_path, *flags, under=commands) as tasks:
+        tasks.start_all()
+        tasks["worker 0"].wait_for_step(40)
+        with unreachable(three_hosts[2], tasks, "worker 0"):
+            began = time.monotonic()
+            tasks.wait(75)
+            assert time.monotonic() - began < END_SECS
+
+
+def test_parameter_servers_go_on_without_a_worker_that_is_cut_off_until_it_is_back(
+    three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
+) -> None:
+    cluster, commands = ps_and_workers_on(three_hosts)
+    flags = (*SLOW, STALLS, f"--data_dir={digits}", "--config.train_steps=100000")
+
+    def steps_of_worker_1() -> int:
+        return int(read_metrics(tmp_path)[-1]["worker_steps"]["worker 1"])
+
+    with by_hand(cluster, tmp_path, *flags, under=commands) as tasks:
+        tasks.start_all()
+        chief = tasks["chief 0"]
+        chief.wait_for_step(40)
+        with unreachable(three_hosts[2], tasks, "chief 0"):
+            chief.wait_until(lambda: "worker 1" in chief.output(), "word of worker 1")
+            chief.wait_until(lambda: "passes for lost." in chief.output(), "its loss")
+            chief.wait_for_step(read_metrics(tmp_path)[-1]["step"] + 60)
+            before = steps_of_worker_1()
+        chief.wait_until(lambda: steps_of_worker_1() > before + 20, "steps of worker 1, again")
+        tasks["ps 0"].send(signal.SIGTERM)
+        runs = tasks.wait(75)
+    result = runs["chief 0"].result
+    assert sum(result["worker_steps"].values()) == result["step"]

@@ -1,0 +1,83 @@
+"""Tasks that are alive but do not move: found, named, and treated as dead."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from strategies.cluster import local_cluster
+from tests.cluster.runs import Process, Tasks, by_hand, read_metrics
+
+SLOW = "--config=tests/cluster/configs/slow.py"
+# Of which a peer may be silent for half.
+STALL_SECS = 12
+STALLS = f"--stall_timeout_secs={STALL_SECS}"
+
+
+@contextlib.contextmanager
+def stopped(process: Process) -> Iterator[None]:
+    """The process stands still, which is proved, while the context lasts."""
+    process.send(signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while psutil.Process(process.popen.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        process.send(signal.SIGCONT)
+
+
+def last_step(tasks: Tasks) -> int:
+    return int(read_metrics(tasks["chief 0"].model_dir)[-1]["step"])
+
+
+@pytest.mark.parametrize(
+    "mode", [(), ("--sync_replicas", "--replicas_to_aggregate=1")], ids=["async", "sync"]
+)
+def test_workers_go_on_without_one_that_stands_still_and_it_may_return(
+    mode: tuple[str, ...], digits: Path, tmp_path: Path
+) -> None:
+    cluster = local_cluster("ps", 2, 1)
+    flags = (SLOW, "--config.train_steps=1000", *mode, STALLS, "--num_threads=1")
+    with by_hand(cluster, tmp_path, *flags, f"--data_dir={digits}") as tasks:
+        tasks.start_all()
+        chief = tasks["chief 0"]
+        chief.wait_for_step(20)
+        with stopped(tasks["worker 1"]):
+            chief.wait_until(lambda: "passes for lost." in chief.output(), "word of the silence")
+            chief.wait_for_step(last_step(tasks) + 100)
+            before = read_metrics(tmp_path)[-1]["worker_steps"]["worker 1"]
+        chief.wait_until(
+            lambda: read_metrics(tmp_path)[-1]["worker_steps"]["worker 1"] > before + 20,
+            "steps of worker 1, again",
+        )
+        runs = tasks.wait()
+    result = runs["chief 0"].result
+    assert result["step"] >= 1000
+    assert sum(result["worker_steps"].values()) == result["step"]
+    assert "worker 1 answers again" in runs["chief 0"].stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "still"), [("ps", "ps 0"), ("multiworker", "worker 1")], ids=str
+)
+def test_run_that_cannot_go_on_without_a_task_that_stands_still_ends_with_75(
+    strategy: str, still: str, digits: Path, tmp_path: Path
+) -> None:
+    cluster = local_cluster(strategy, 2, 1)
+    flags = (SLOW, "--num_threads=1", f"--data_dir={digits}", STALLS, "--chief_timeout_secs=5")
+    with by_hand(cluster, tmp_path, *flags) as tasks:
+        tasks.start_all()
+        chief = tasks["chief 0" if strategy == "ps" else "worker 0"]
+        chief.wait_for_step(20)
+        with stopped(tasks[still]):
+            run = chief.wait_alone()
+        assert run.exit_code == 75, chief.output()
+        assert f"{still} does not answer" in run.stderr
+        assert still in run.result["why"]
+        tasks.wait(75)

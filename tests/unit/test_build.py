@@ -1,0 +1,114 @@
+"""What the config says becomes the learner that trains by it."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.build import build_learner, build_model
+from trainer.config import Config, ConfigError, Recipe
+from trainer.learner import Learner
+from trainer.options import ScheduleConfig, WeightDecayConfig
+
+
+def layers_of(config: Config) -> keras.Model:
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((4,)), layers.Dense(5, name="first")], name="body")
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            inner,
+            layers.BatchNormalization(name="norm"),
+            layers.Dense(3, name="head"),
+        ]
+    )
+
+
+def recipe(config: Config, **functions: Any) -> Recipe:
+    parts: dict[str, Any] = dict.fromkeys(
+        ["build_optimizer", "parse", "augment", "loss", "metrics", "build_hooks"]
+    )
+    return Recipe("here.py", config, layers_of, **{**parts, **functions})
+
+
+def step(learner: Learner) -> list[float]:
+    """How far each variable of the model moves in a step."""
+    before = [np.array(v.value.numpy()) for v in learner.model.variables]
+    batch = tf.random.stateless_normal([6, 4], [1, 2]), tf.zeros([6], tf.int64)
+    strategy = tf.distribute.get_strategy()
+    strategy.run(learner.update, args=(batch,))
+    after = [np.array(v.value.numpy()) for v in learner.model.variables]
+    return [float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)]
+
+
+def test_frozen_layers_stay_as_they_are_statistics_included() -> None:
+    plain = build_learner(recipe(Config(batch_size=6)))
+    assert min(step(plain)) > 0
+    learner = build_learner(recipe(Config(batch_size=6, freeze="first|norm")))
+    moved = {v.path: m for v, m in zip(learner.model.variables, step(learner), strict=True)}
+    assert len(moved) == 8
+    for path, distance in moved.items():
+        assert (distance > 0) is ("head" in path), path
+    assert len(learner.variables) == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [("no-such", "'no-such' is found in none of: .*first"), (".", "nothing would be trained")],
+)
+def test_pattern_that_freezes_nothing_or_all_is_refused(pattern: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_learner(recipe(Config(freeze=pattern)))
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_precision_is_that_of_layers_that_are_given_none(precision: str) -> None:
+    def own(config: Config) -> keras.Model:
+        layers = keras.layers
+        return keras.Sequential(
+            [keras.Input((4,)), layers.Dense(5), layers.Dense(3, dtype="float32")]
+        )
+
+    config = Config(precision=precision)
+    made = Recipe("here.py", config, own, None, None, None, None, None, None)
+    first, last = build_model(made).layers
+    assert first.compute_dtype == precision.removeprefix("mixed_")
+    assert first.variable_dtype == last.compute_dtype == "float32"
+    assert keras.config.dtype_policy().name == "float32"
+    assert (build_learner(made).loss_scale is not None) is (precision == "mixed_float16")
+
+
+def test_policy_that_a_file_sets_is_left_to_it() -> None:
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        assert build_model(recipe(Config())).layers[-1].compute_dtype == "bfloat16"
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_smoothing_is_refused_where_the_file_has_a_loss_of_its_own() -> None:
+    def loss(labels: Any, outputs: Any) -> Any:
+        return outputs[:, 0]
+
+    build_learner(recipe(Config(), loss=loss))
+    with pytest.raises(ConfigError, match=r"label_smoothing=0.1 .* here.py has one of its own"):
+        build_learner(recipe(Config(label_smoothing=0.1), loss=loss))
+
+
+def test_schedule_beside_one_of_the_optimizers_own_is_refused() -> None:
+    def own(config: Config) -> keras.Optimizer:
+        return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 100))
+
+    assert build_learner(recipe(Config(), build_optimizer=own)).learning_rate == pytest.approx(0.1)
+    config = Config(schedule=ScheduleConfig(warmup_steps=5))
+    with pytest.raises(ConfigError, match="schedule of its own"):
+        build_learner(recipe(config, build_optimizer=own))
+
+
+def test_exclusions_from_no_decay_are_refused() -> None:
+    decay = WeightDecayConfig(exclude="bias")
+    build_learner(recipe(Config(optimizer="adamw", weight_decay=decay)))
+    with pytest.raises(ConfigError, match=r"weight_decay.exclude='bias' means nothing"):
+        build_learner(recipe(Config(optimizer="adam", weight_decay=decay)))

@@ -1,0 +1,470 @@
+"""What each option of a step does, against its formula; tests/cluster: on every strategy."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from strategies.base import Position
+from strategies.placement import record
+from tests.unit.test_learner import BATCH, one_replica, shares, two_replicas
+from trainer.checkpoint import Checkpointer
+from trainer.hooks import Export
+from trainer.learner import (
+    Learner,
+    accuracy,
+    smoothed_crossentropy,
+    sparse_categorical_crossentropy,
+)
+from trainer.optimizers import OptimizerError
+from trainer.options import (
+    ClipConfig,
+    ConfigError,
+    EmaConfig,
+    LossScaleConfig,
+    Options,
+    PenaltyConfig,
+    WeightDecayConfig,
+)
+
+RATE = 0.5
+
+
+@pytest.fixture
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.normal(size=(BATCH, 3)).astype(np.float32), random.integers(0, 5, BATCH)
+
+
+def build_model() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((3,)), layers.Dense(4, activation="tanh", name="first"), layers.Dense(5)]
+    )
+
+
+def make_learner(options: Options, strategy: Any = None, *, momentum: float = 0.0) -> Learner:
+    with (strategy or one_replica()).scope():
+        return make_here(options, momentum)
+
+
+def make_here(options: Options, momentum: float = 0.0) -> Learner:
+    return Learner(
+        build_model(),
+        keras.optimizers.SGD(RATE, momentum=momentum),
+        sparse_categorical_crossentropy,
+        {"accuracy": accuracy},
+        batch_size=BATCH,
+        options=options,
+    )
+
+
+def updater(learner: Learner, strategy: Any = None) -> Callable[[Any], Any]:
+    strategy = strategy or one_replica()
+    update = tf.function(lambda b: strategy.run(learner.update, args=(b,)))
+    return lambda batch: update(shares(strategy, batch, 5))
+
+
+def weights(learner: Learner) -> list[np.ndarray]:
+    return [w.copy() for w in learner.model.get_weights()]
+
+
+def gradients_at(values: Sequence[np.ndarray], batch: Any) -> list[np.ndarray]:
+    """Of the mean loss, by plain TensorFlow."""
+    model = build_model()
+    model.set_weights(values)
+    variables = [v.value for v in model.trainable_variables]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(sparse_categorical_crossentropy(batch[1], model(batch[0])))
+    return [g.numpy() for g in tape.gradient(loss, variables)]
+
+
+def assert_close(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> None:
+    for ours, theirs in zip(left, right, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+def norm(gradients: Sequence[np.ndarray]) -> float:
+    return float(np.sqrt(sum(np.sum(g**2) for g in gradients)))
+
+
+CLIPS: dict[str, tuple[ClipConfig, Callable[[list[np.ndarray]], list[np.ndarray]]]] = {
+    "value": (ClipConfig(value=0.01), lambda gs: [np.clip(g, -0.01, 0.01) for g in gs]),
+    "norm": (ClipConfig(norm=0.05), lambda gs: [g * min(1, 0.05 / norm([g])) for g in gs]),
+    "global_norm": (
+        ClipConfig(global_norm=0.1),
+        lambda gs: [g * min(1, 0.1 / norm(gs)) for g in gs],
+    ),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("kind", CLIPS)
+def test_gradient_of_the_whole_batch_is_clipped(
+    batch: tuple[np.ndarray, np.ndarray], kind: str, num_replicas: int
+) -> None:
+    clip, formula = CLIPS[kind]
+    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    learner = make_learner(Options(clip=clip), strategy)
+    before = weights(learner)
+    plain = gradients_at(before, batch)
+    clipped = formula(plain)
+    assert max(np.abs(p - c).max() for p, c in zip(plain, clipped, strict=True)) > 1e-3
+    updater(learner, strategy)(batch)
+    assert_close(weights(learner), [w - RATE * g for w, g in zip(before, clipped, strict=True)])
+
+
+def test_gradient_of_an_embedding_is_clipped_as_the_dense_one_is() -> None:
+    tokens = np.array([[1, 1, 2]] * BATCH)
+    with one_replica().scope():
+        layers = [keras.layers.Embedding(4, 2), keras.layers.Flatten(), keras.layers.Dense(5)]
+        model = keras.Sequential([keras.Input((3,), dtype="int64"), *layers])
+        options = Options(clip=ClipConfig(norm=0.05))
+        learner = Learner(
+            model,
+            keras.optimizers.SGD(1.0),
+            sparse_categorical_crossentropy,
+            {},
+            batch_size=BATCH,
+            options=options,
+        )
+    before = weights(learner)
+    updater(learner)((tokens, np.zeros(BATCH, np.int64)))
+    assert norm([before[0] - weights(learner)[0]]) == pytest.approx(0.05, rel=1e-4)
+
+
+def test_weight_loses_a_part_of_itself_and_excluded_ones_do_not(
+    batch: tuple[np.ndarray, np.ndarray],
+) -> None:
+    options = Options(weight_decay=WeightDecayConfig(rate=0.1, exclude="bias|first/kernel"))
+    learner = make_learner(options)
+    before = weights(learner)
+    before[1] += 1
+    learner.model.set_weights(before)
+    gradients = gradients_at(before, batch)
+    updater(learner)(batch)
+    kept = [1, 1, 1 - RATE * 0.1, 1]
+    expected = [k * w - RATE * g for k, w, g in zip(kept, before, gradients, strict=True)]
+    assert_close(weights(learner), expected)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_penalty_counts_once_for_the_variables_that_are_meant(
+    batch: tuple[np.ndarray, np.ndarray], num_replicas: int
+) -> None:
+    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    options = Options(penalty=PenaltyConfig(l1=0.02, l2=0.03, variables="first/kernel"))
+    learner = make_learner(options, strategy)
+    before = weights(learner)
+    gradients = gradients_at(before, batch)
+    gradients[0] += 0.02 * np.sign(before[0]) + 2 * 0.03 * before[0]
+    sums = strategy.experimental_local_results(updater(learner, strategy)(batch))
+    assert_close(weights(learner), [w - RATE * g for w, g in zip(before, gradients, strict=True)])
+
+    plain = make_learner(Options())
+    loss = updater(plain)(batch).numpy()[0, 0] / BATCH
+    penalty = 0.02 * np.abs(before[0]).sum() + 0.03 * (before[0] ** 2).sum()
+    assert sum(s.numpy()[0, 0] for s in sums) / BATCH == pytest.approx(loss + penalty, rel=1e-5)
+
+
+@pytest.mark.parametrize("parts", [2, 5, 12])
+def test_micro_batches_add_up_to_the_batch(
+    batch: tuple[np.ndarray, np.ndarray], parts: int
+) -> None:
+    penalty = PenaltyConfig(l2=0.1)
+    whole = make_learner(Options(penalty=penalty), momentum=0.9)
+    cut = make_learner(Options(penalty=penalty, micro_batches=parts), momentum=0.9)
+    updates = [updater(learner) for learner in (whole, cut)]
+    for _ in range(3):
+        expected, found = (update(batch).numpy() for update in updates)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert int(cut.step.numpy()) == 3
+    assert_close(weights(whole), weights(cut))
+
+
+def test_micro_batches_are_computed_one_after_another() -> None:
+    """Else their activations would be in memory at the same time."""
+    learner = make_learner(Options(micro_batches=2))
+    specs = tf.TensorSpec([BATCH, 3]), tf.TensorSpec([BATCH], tf.int64)
+    graph = tf.function(lambda *b: learner.gradients(b)[0]).get_concrete_function(*specs).graph
+    products = [op for op in graph.get_operations() if op.type == "MatMul"]
+    first, second = products[: len(products) // 2], products[len(products) // 2 :]
+    assert len(first) == len(second) >= 4
+    assert all(before in ancestors(second[0]) for before in first)
+
+
+def ancestors(op: Any) -> set[Any]:
+    """All that an op waits for."""
+    found: set[Any] = set()
+    todo = [op]
+    while todo:
+        op = todo.pop()
+        before = [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+        todo += [b for b in before if b not in found]
+        found |= set(before)
+    return found
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_average_follows_the_weights_and_is_what_is_evaluated_and_exported(
+    batch: tuple[np.ndarray, np.ndarray], num_replicas: int, warmup: bool, tmp_path: Path
+) -> None:
+    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    learner = make_learner(Options(ema=EmaConfig(decay=0.8, warmup=warmup)), strategy)
+    update = updater(learner, strategy)
+    expected = weights(learner)
+    for step in range(4):
+        update(batch)
+        decay = min(0.8, (1 + step) / (10 + step)) if warmup else 0.8
+        expected = [
+            decay * e + (1 - decay) * w for e, w in zip(expected, weights(learner), strict=True)
+        ]
+    raw = weights(learner)
+    assert max(np.abs(e - w).max() for e, w in zip(expected, raw, strict=True)) > 0.01
+    assert_close(learner.weights(), expected)
+
+    whole = (*batch, np.ones(BATCH, np.float32))
+    evaluate = tf.function(lambda b: strategy.run(learner.evaluate, args=(b,)))
+    found = strategy.experimental_local_results(evaluate(whole))
+    averaged = build_model()
+    averaged.set_weights(expected)
+    loss = sparse_categorical_crossentropy(batch[1], averaged(batch[0])).numpy().sum()
+    for sums in found:
+        assert sums.numpy()[0, 0] == pytest.approx(loss, rel=1e-5)
+
+    Export(learner, build_model, str(tmp_path), last_step=4).act(4)
+    exported = keras.models.load_model(tmp_path / "model.keras")
+    assert_close(exported.get_weights(), expected)
+    assert_close(weights(learner), raw)
+
+
+def test_averages_are_saved_beside_the_weights_and_part_of_what_a_run_is(
+    batch: tuple[np.ndarray, np.ndarray], tmp_path: Path
+) -> None:
+    options = Options(ema=EmaConfig(decay=0.8))
+    learner = make_learner(options)
+    for _ in range(3):
+        updater(learner)(batch)
+    checkpointer = Checkpointer(str(tmp_path), learner, {}, keep=1)
+    checkpointer.save(3, Position(3), {})
+    checkpointer.wait()
+    again = make_learner(options)
+    assert Checkpointer(str(tmp_path), again, {}, keep=1).restore() is not None
+    assert_close(again.weights(), learner.weights())
+    assert_close(weights(again), weights(learner))
+    with pytest.raises(ValueError, match=r"averages: .* there, null here"):
+        Checkpointer(str(tmp_path), make_learner(Options()), {}, keep=1).restore()
+
+
+def test_average_is_placed_beside_its_variable() -> None:
+    _, groups = record(lambda: make_here(Options(ema=EmaConfig(decay=0.8)), 0.9))
+    kernel = next(group for group in groups if group.shape == (3, 4))
+    assert kernel.num_variables == 3
+    assert kernel.num_bytes == 3 * 3 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(penalty=PenaltyConfig(l2=0.1, variables="no-such")),
+        Options(weight_decay=WeightDecayConfig(rate=0.1, exclude="no-such")),
+    ],
+    ids=["penalty", "decay"],
+)
+def test_pattern_that_is_found_nowhere_is_refused_with_all_paths(options: Options) -> None:
+    with pytest.raises(ConfigError, match=r"'no-such' is found in none of: .*first/kernel"):
+        make_learner(options)
+
+
+def test_smoothed_labels_give_their_part_to_all_classes_alike() -> None:
+    logits = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
+    labels = np.array([0, 2, 4, 1])
+    smooth = 0.9 * np.eye(5, dtype=np.float32)[labels] + 0.1 / 5
+    expected = tf.nn.softmax_cross_entropy_with_logits(smooth, logits)
+    np.testing.assert_allclose(smoothed_crossentropy(0.1)(labels, logits), expected, rtol=1e-5)
+
+
+def build_with_state() -> keras.Model:
+    """Rows that occur twice, statistics that move, and penalties of every kind."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((3,), dtype="int64"),
+            layers.Embedding(6, 4),
+            layers.Flatten(),
+            layers.BatchNormalization(momentum=0.5),
+            layers.Dense(5, kernel_regularizer="l2", activity_regularizer="l2"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_compiled_gradient_is_the_same_and_statistics_move_as_they_do_without(
+    num_replicas: int,
+) -> None:
+    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    tokens = np.array([[1, 1, 2]] * 5 + [[2, 3, 3]] * 4 + [[1, 2, 2]] * 3)
+    batch = tokens, np.arange(BATCH) % 5
+    found = []
+    for is_compiled in (False, True):
+        with strategy.scope():
+            learner = Learner(
+                build_with_state(),
+                keras.optimizers.Adam(0.05),
+                sparse_categorical_crossentropy,
+                {},
+                batch_size=BATCH,
+                options=Options(jit_compile=is_compiled),
+            )
+        before = weights(learner)
+        update = updater(learner, strategy)
+        for _ in range(3):
+            update(batch)
+        assert all(
+            np.abs(b - a).max() > 1e-3 for b, a in zip(before, weights(learner), strict=True)
+        )
+        found.append(weights(learner))
+        graph = tf.function(lambda b, m=learner: m.gradients(b)[0]).get_concrete_function(batch)
+        calls = [op for op in graph.graph.get_operations() if "Call" in op.type]
+        assert any(op.get_attr("_XlaMustCompile") for op in calls) is is_compiled
+    assert_close(*found)
+
+
+def test_layer_that_meets_other_replicas_cannot_be_compiled() -> None:
+    layer = keras.layers.BatchNormalization(synchronized=True, name="norm")
+    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(5)])
+    options = Options(jit_compile=True)
+    good = sparse_categorical_crossentropy
+    with pytest.raises(ConfigError, match=r"jit_compile.*'norm' is synchronized"):
+        Learner(model, keras.optimizers.SGD(0.1), good, {}, batch_size=BATCH, options=options)
+
+
+def half_precision(strategy: Any, scale: LossScaleConfig) -> Learner:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        with strategy.scope():
+            return Learner(
+                build_model(),
+                keras.optimizers.Adam(0.05),
+                sparse_categorical_crossentropy,
+                {},
+                batch_size=BATCH,
+                options=Options(loss_scale=scale, ema=EmaConfig(decay=0.9)),
+            )
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def state_of(learner: Learner, strategy: Any) -> list[list[np.ndarray]]:
+    """All but the counter and the scale, on each replica."""
+    averages = learner.state["averages"]
+    slots = [v.value for v in learner.optimizer.variables if v is not learner.optimizer.iterations]
+    variables = [*learner.variables, *averages, *slots]
+    return [[c.numpy() for c in strategy.experimental_local_results(v)] for v in variables]
+
+
+def test_overflow_on_one_replica_skips_the_step_on_all(
+    batch: tuple[np.ndarray, np.ndarray],
+) -> None:
+    strategy = two_replicas()
+    learner = half_precision(strategy, LossScaleConfig(initial=1024.0))
+    update = updater(learner, strategy)
+    update(batch)
+    before = state_of(learner, strategy)
+    spoilt = batch[0].copy(), batch[1]
+    spoilt[0][-1] = 1e6
+    gradients = tf.function(lambda b: strategy.run(learner.gradients, args=(b,)))(
+        shares(strategy, spoilt, 5)
+    )[0]
+    finite = [
+        [bool(np.isfinite(g).all()) for g in strategy.experimental_local_results(gradient)]
+        for gradient in gradients
+    ]
+    assert all(first for first, _ in finite)
+    assert not all(second for _, second in finite)
+
+    update(spoilt)
+
+    assert int(learner.step.numpy()) == 2
+    assert learner.loss_scale is not None
+    assert learner.loss_scale.report() == {"loss_scale": 512.0, "skipped_steps": 1}
+    after = state_of(learner, strategy)
+    for was, now in zip(before, after, strict=True):
+        assert len(now) == 2
+        for component in now:
+            np.testing.assert_array_equal(component, was[0])
+
+    update(batch)
+    assert np.abs(state_of(learner, strategy)[0][0] - after[0][0]).max() > 1e-3
+    assert learner.loss_scale.report() == {"loss_scale": 512.0, "skipped_steps": 1}
+
+
+def test_scale_is_doubled_after_good_steps_and_never_below_one(
+    batch: tuple[np.ndarray, np.ndarray],
+) -> None:
+    strategy = one_replica()
+    learner = half_precision(strategy, LossScaleConfig(initial=4.0, growth_steps=3))
+    update = updater(learner)
+    spoilt = np.full_like(batch[0], 1e6), batch[1]
+    assert learner.loss_scale is not None
+    scales = []
+    for kind in "ggbgggggbbbbbb":
+        update(batch if kind == "g" else spoilt)
+        scales.append(learner.loss_scale.report()["loss_scale"])
+    assert scales == [4, 4, 2, 2, 2, 4, 4, 4, 2, 1, 1, 1, 1, 1]
+    assert learner.loss_scale.num_skipped == 7
+    assert learner.loss_scale.is_least
+
+
+def test_loss_is_scaled_so_that_small_gradients_do_not_become_zero() -> None:
+    """The gradient of an example of a large batch is below what float16 holds."""
+    found = []
+    for scale in (1.0, 2.0**15):
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+            model = keras.Sequential([keras.Input((1,)), layer])
+            learner = Learner(
+                model,
+                keras.optimizers.SGD(1.0),
+                lambda labels, outputs: 1e-8 * tf.cast(outputs[:, 0], tf.float32),
+                {},
+                batch_size=2,
+                options=Options(loss_scale=LossScaleConfig(initial=scale)),
+            )
+        finally:
+            keras.config.set_dtype_policy("float32")
+        gradients, _ = learner.gradients((tf.ones([2, 1]), tf.zeros([2])))
+        found.append(float(gradients[0][0, 0]))
+    assert found == [0.0, pytest.approx(1e-8, rel=1e-2)]
+
+
+def test_scale_is_saved_and_goes_on(batch: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> None:
+    learner = half_precision(one_replica(), LossScaleConfig(initial=8.0, growth_steps=3))
+    update = updater(learner)
+    spoilt = np.full_like(batch[0], 1e6), batch[1]
+    for examples in (spoilt, batch, batch):
+        update(examples)
+    checkpointer = Checkpointer(str(tmp_path), learner, {}, keep=1)
+    checkpointer.save(3, Position(3), {})
+    checkpointer.wait()
+    again = half_precision(one_replica(), LossScaleConfig(initial=8.0, growth_steps=3))
+    assert Checkpointer(str(tmp_path), again, {}, keep=1).restore() is not None
+    updater(again)(batch)
+    assert again.loss_scale is not None
+    assert again.loss_scale.report() == {"loss_scale": 8.0, "skipped_steps": 1}
+
+
+def test_float16_variables_are_refused() -> None:
+    layer = keras.layers.Dense(5, dtype="float16", name="logits")
+    model = keras.Sequential([keras.Input((3,)), layer])
+    good = sparse_categorical_crossentropy
+    with pytest.raises(OptimizerError, match=r"logits/kernel' is float16.*mixed_float16"):
+        Learner(model, keras.optimizers.SGD(0.1), good, {}, batch_size=BATCH)

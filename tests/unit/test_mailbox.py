@@ -1,0 +1,99 @@
+"""Messages between real TensorFlow servers of this process."""
+
+import threading
+
+import pytest
+import tensorflow as tf
+
+from strategies.cluster import Cluster, ClusterError, Task
+from strategies.mailbox import Mailbox
+from strategies.ports import free_ports
+from strategies.ps_server import (
+    ask_chief_to_stop,
+    check_versions,
+    end_servers,
+    listen_for_stop,
+    start_server,
+)
+
+WORKER, PS, GONE = Task("worker", 0), Task("ps", 0), Task("worker", 1)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    """A chief's sight of a worker and a ps that serve, and a worker that does not."""
+    ports = iter(free_ports(4))
+    jobs = {
+        "chief": {0: f"localhost:{next(ports)}"},
+        "worker": {0: f"localhost:{next(ports)}", 1: f"localhost:{next(ports)}"},
+        "ps": {0: f"localhost:{next(ports)}"},
+    }
+    cluster = Cluster(jobs, Task("chief", 0))
+    for task in (WORKER, PS):
+        start_server(cluster.for_task(task))
+    return cluster
+
+
+def test_messages_are_taken_in_the_order_in_which_they_were_put(cluster: Cluster) -> None:
+    mailbox = Mailbox(cluster, WORKER, "order")
+    assert all(mailbox.put(text, 10) for text in ("first", "second"))
+    assert mailbox.size(10) == 2
+    assert [mailbox.take(), mailbox.take()] == ["first", "second"]
+    mailbox.put("third", 10)
+    mailbox.clear(10)
+    assert mailbox.size(10) == 0
+
+
+def test_mailboxes_of_two_names_or_two_tasks_are_apart(cluster: Cluster) -> None:
+    Mailbox(cluster, WORKER, "mine").put("text", 10)
+    assert Mailbox(cluster, WORKER, "other").size(10) == 0
+    assert Mailbox(cluster, PS, "mine").size(10) == 0
+
+
+def test_message_wakes_who_waits(cluster: Cluster) -> None:
+    mailbox = Mailbox(cluster, PS, "wake")
+    texts: list[str] = []
+    waits = threading.Thread(target=lambda: texts.append(mailbox.take()))
+    waits.start()
+    mailbox.put("text", 10)
+    waits.join(10)
+    assert texts == ["text"]
+
+
+def test_nobody_is_waited_for_longer_than_was_said(cluster: Cluster) -> None:
+    assert not Mailbox(cluster, GONE, "end").put("0", 0.5)
+    with pytest.raises(tf.errors.OpError):
+        Mailbox(cluster, PS, "empty").take(0.5)
+
+
+def test_task_that_cannot_be_told_of_the_end_is_named(cluster: Cluster) -> None:
+    assert end_servers(cluster, [WORKER, GONE, PS], 75) == [GONE]
+    assert [Mailbox(cluster, task, "end").take() for task in (WORKER, PS)] == ["75", "75"]
+
+
+def test_chief_hears_who_wants_to_stop_but_not_what_was_meant_for_the_one_before(
+    cluster: Cluster,
+) -> None:
+    assert not ask_chief_to_stop(cluster.for_task(PS)), "there is no chief"
+    Mailbox(cluster, PS, "stop").put("somebody", 10)
+    asked = threading.Event()
+    names: list[str] = []
+
+    def on_stop(name: str) -> None:
+        names.append(name)
+        asked.set()
+
+    listen_for_stop(cluster, on_stop)
+    assert ask_chief_to_stop(cluster.for_task(WORKER))
+    assert asked.wait(10)
+    assert names == ["worker 0"]
+
+
+def test_servers_of_other_versions_are_refused_however_often_a_chief_comes(
+    cluster: Cluster,
+) -> None:
+    mailbox = Mailbox(cluster, WORKER, "versions")
+    mailbox.put('{"tensorflow": "2.20.0", "code": "a"}', 10)
+    check_versions(cluster, [WORKER], {"tensorflow": "2.20.0", "code": "a"})
+    with pytest.raises(ClusterError, match=r"worker 0.*tensorflow \(2.20.0 there, 2.21.0 here\)"):
+        check_versions(cluster, [WORKER], {"tensorflow": "2.21.0", "code": "a"})

@@ -1,0 +1,81 @@
+"""Options of a step: every field is checked, and none means nothing."""
+
+from typing import Any
+
+import pytest
+
+from trainer.config import Config, ConfigError, check, check_replicas
+
+
+def changed(changes: dict[str, Any]) -> Config:
+    config = Config()
+    for name, value in changes.items():
+        *groups, last = name.split(".")
+        target: Any = config
+        for group in groups:
+            target = getattr(target, group)
+        setattr(target, last, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule.kind": "cosine", "schedule.end_fraction": 1.0, "schedule.warmup_steps": 3},
+        {"schedule.kind": "step", "schedule.boundaries": (3, 5), "schedule.decay_rate": 0.5},
+        {"schedule.kind": "exponential", "schedule.decay_steps": 3},
+        {"schedule.base_batch_size": 256},
+        {"clip.norm": 1.0},
+        {"penalty.l1": 1e-4, "penalty.l2": 1e-4, "penalty.variables": "kernel$"},
+        {"weight_decay.rate": 0.1, "weight_decay.exclude": "bias|gamma"},
+        {"ema.decay": 0.99, "ema.warmup": True},
+        {"micro_batches": 64},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_can_be_used_passes(changes: dict[str, Any]) -> None:
+    check(changed(changes))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "kind": ({"schedule.kind": "linear"}, "one of constant, exponential, step, cosine"),
+    "no decay_steps": ({"schedule.kind": "exponential"}, "schedule.decay_steps=1000"),
+    "no boundaries": ({"schedule.kind": "step"}, r"boundaries='\(32000, 48000\)'"),
+    "falling": ({"schedule.kind": "step", "schedule.boundaries": (5, 3)}, r"that rise.*\(5, 3\)"),
+    "fraction": ({"schedule.kind": "step", "schedule.boundaries": (2.5,)}, "whole numbers"),
+    "at zero": ({"schedule.kind": "step", "schedule.boundaries": (0,)}, "above 0"),
+    "unused": (
+        {"schedule.kind": "cosine", "schedule.boundaries": (3,)},
+        "boundaries=.* means nothing to kind=cosine.*kind=step",
+    ),
+    "unused number": ({"schedule.decay_rate": 0.5}, "means nothing to kind=constant"),
+    "warm-up": ({"schedule.warmup_steps": -1}, "schedule.warmup_steps must be at least 0"),
+    "start": ({"schedule.warmup_start": 2.0}, "warmup_start must be from 0 to 1.*2.0"),
+    "end": ({"schedule.kind": "cosine", "schedule.end_fraction": -0.1}, "end_fraction"),
+    "power": ({"schedule.kind": "polynomial", "schedule.power": 0.0}, "power must be above 0"),
+    "two clips": ({"clip.norm": 1.0, "clip.value": 1.0}, "one of value, norm and global_norm"),
+    "clip": ({"clip.global_norm": float("nan")}, "clip.global_norm must be 0 or more.*nan"),
+    "l1": ({"penalty.l1": -1.0}, "penalty.l1 must be 0 or more"),
+    "l2": ({"penalty.l2": float("inf")}, "penalty.l2 must be 0 or more"),
+    "penalised": ({"penalty.l2": 1.0, "penalty.variables": "("}, "regular expression"),
+    "decay": ({"weight_decay.rate": -0.1}, "weight_decay.rate must be 0 or more"),
+    "excluded": ({"weight_decay.exclude": "["}, "weight_decay.exclude.*regular expression"),
+    "ema": ({"ema.decay": 1.0}, "ema.decay must be at least 0 and below 1"),
+    "unused warm-up": ({"ema.warmup": True}, "ema.warmup.*ema.decay"),
+    "micro_batches": ({"micro_batches": 0}, "micro_batches must be at least 1"),
+    "type": ({"ema.decay": "0.9"}, "config.ema.decay must be of type float"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_used_is_refused_with_what_to_type(name: str) -> None:
+    changes, said = WRONG[name]
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        check(changed(changes))
+
+
+@pytest.mark.parametrize(("num_replicas", "most"), [(1, 64), (2, 32), (3, 21)])
+def test_every_micro_batch_has_an_example(num_replicas: int, most: int) -> None:
+    check_replicas(Config(batch_size=64, micro_batches=most), num_replicas)
+    with pytest.raises(ConfigError, match=f"micro_batches={most + 1}.*Type .*micro_batches={most}"):
+        check_replicas(Config(batch_size=64, micro_batches=most + 1), num_replicas)

@@ -1,0 +1,82 @@
+"""How often a run is started again: what counts as progress, and what as a crash loop."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.restarts import Progress, Restarts, progress_of
+
+
+class Run:
+    """A clock and a run that both stand where the test puts them."""
+
+    def __init__(self) -> None:
+        self.secs = 0.0
+        self.progress: Progress = (0, 0)
+
+    def restarts(self, max_restarts: int) -> Restarts:
+        return Restarts(max_restarts, lambda: self.progress, lambda: self.secs)
+
+
+def test_crash_loop_waits_longer_each_time_and_then_ends() -> None:
+    restarts = Run().restarts(max_restarts=8)
+    delays = [restarts.next_delay_secs(0) for _ in range(9)]
+    assert delays == [0, 1, 2, 4, 8, 16, 30, 30, None]
+
+
+def test_task_that_dies_at_once_is_waited_for_longer_though_the_run_gets_further() -> None:
+    run = Run()
+    restarts = run.restarts(max_restarts=1)
+    delays = []
+    for number in (0, 1, 2, 3, 0, 50):
+        run.progress = (0, run.progress[1] + 1)
+        delays.append(restarts.next_delay_secs(number))
+    assert delays == [0, 1, 2, 4, 0, 30]
+
+
+def test_no_restart_is_none() -> None:
+    assert Run().restarts(max_restarts=0).next_delay_secs(0) is None
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["checkpoint", "report"])
+def test_run_that_gets_further_is_started_again_for_ever(part: int) -> None:
+    run = Run()
+    restarts = run.restarts(max_restarts=1)
+    for step in range(10, 1000, 10):
+        run.progress = (step, 0) if part == 0 else (0, step)
+        assert restarts.next_delay_secs(0) == 0
+    assert restarts.next_delay_secs(0) is None
+
+
+def test_run_that_only_repeats_makes_no_progress() -> None:
+    run = Run()
+    run.progress = (100, 190)
+    restarts = run.restarts(max_restarts=3)
+    for reported in (180, 190, 170):
+        run.progress = (100, reported)
+        assert restarts.next_delay_secs(0) is not None
+    run.progress = (100, 190)
+    assert restarts.next_delay_secs(0) is None
+
+
+def test_restarts_are_forgotten_after_ten_minutes() -> None:
+    run = Run()
+    restarts = run.restarts(max_restarts=2)
+    for _ in range(20):
+        run.secs += 301
+        assert restarts.next_delay_secs(0) is not None
+    run.secs += 1
+    assert restarts.next_delay_secs(0) is None
+
+
+def test_progress_is_read_from_finished_checkpoints_and_whole_reports(tmp_path: Path) -> None:
+    assert progress_of(str(tmp_path)) == (0, 0)
+    for name in ("step-00000020", "step-00000100", "best-00000900", "step-00000800"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "checkpoint.json").touch()
+    (tmp_path / "checkpoints" / "step-00000800" / "checkpoint.json").unlink()  # Never finished.
+    report = json.dumps({"step": 140, "filler": "x" * 100})
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        file.write(f"{report}\n" * 1000 + '{"step": 150}\n{"step": 16')
+    assert progress_of(str(tmp_path)) == (100, 150)

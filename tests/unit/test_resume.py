@@ -1,0 +1,264 @@
+"""Going back from a nan, and agreeing on a checkpoint, on a real model and real files."""
+
+import concurrent.futures
+import logging
+import math
+import shutil
+import threading
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.records import Split
+from strategies.base import Metrics, Position
+from strategies.mirrored import MirroredExecutor
+from tests.unit.toy import BATCH, Toy, write_split
+from trainer.checkpoint import ModelDirError, Saved
+from trainer.hooks import NonFiniteLossError, Report, SaveCheckpoint, StopOnNonFinite
+from trainer.resume import restore_together, train_recovering
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    return write_split(tmp_path_factory.mktemp("toy"))
+
+
+class Poisoned(MirroredExecutor):
+    """Some batches make the loss, and the weights, nan."""
+
+    bad_batches: Collection[int] = ()
+
+    def _run(self, num_steps: int) -> tuple[Metrics, float]:
+        first = self.position.next_batch
+        metrics, seconds = super()._run(num_steps)
+        if any(first <= batch < first + num_steps for batch in self.bad_batches):
+            for variable in self._learner.variables:
+                variable.assign(np.full(variable.shape, math.nan))
+            metrics["loss"] = (math.nan, metrics["loss"][1])
+        return metrics, seconds
+
+
+class Kept:
+    """A writer that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[int, Any]] = []
+
+    def write(self, step: int, split: str, values: Any) -> None:
+        self.reports.append((step, values))
+
+
+class Run:
+    """A run that saves every 4 steps, looks every 2, and reports every 3."""
+
+    def __init__(self, split: Split, model_dir: Path, *bad_batches: int, last_step: int) -> None:
+        self.toy = Toy(split, model_dir, executor=Poisoned, keep=10)
+        assert isinstance(self.toy.executor, Poisoned)
+        self.toy.executor.bad_batches = bad_batches
+        self.kept = Kept()
+        self._last_step = last_step
+
+    def train(self, most_recoveries: int) -> int:
+        toy, last = self.toy, self._last_step
+        saved = restore_together(toy.executor, toy.checkpointer, toy.learner)
+        if saved is None:
+            toy.checkpointer.save(0, Position(), {})
+        toy.start(saved.position if saved else Position())
+        order = toy.reader.order
+        report = Report(
+            toy.executor, toy.learner, [self.kept], every_steps=3, last_step=last, order=order
+        )
+        save = SaveCheckpoint(
+            toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=last
+        )
+        return train_recovering(
+            toy.executor,
+            toy.learner,
+            toy.checkpointer,
+            [StopOnNonFinite(), report, save],
+            order=order,
+            steps=last,
+            steps_per_call=2,
+            most_recoveries=most_recoveries,
+        )
+
+
+def assert_same_state(left: Toy, right: Toy) -> None:
+    for ours, theirs in zip(left.state(), right.state(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_led_to_a_nan_is_skipped_and_all_else_is_as_if_it_had_not_been_there(
+    split: Split, tmp_path: Path
+) -> None:
+    run = Run(split, tmp_path / "poisoned", 9, last_step=15)
+    assert run.train(most_recoveries=1) == 15
+    # Looked at after 8, 9 and 11 steps; saved after 8.
+    assert run.toy.executor.position == Position(18, (), (3 * BATCH,))
+    undisturbed = Toy(split, tmp_path / "undisturbed")
+    undisturbed.start()
+    undisturbed.executor.run(8)
+    undisturbed.executor.go_back(lambda: (Position(11), {}))
+    undisturbed.executor.run(7)
+    assert_same_state(run.toy, undisturbed)
+
+    reported = dict(run.kept.reports)
+    assert [step for step, _ in run.kept.reports] == [3, 6, 9, 9, 12, 15]
+    assert {step: values["examples"] for step, values in reported.items()} == {
+        step: step * BATCH for step in (3, 6, 9, 12, 15)
+    }
+    assert [step for step, values in reported.items() if "examples_skipped" in values] == [
+        9,
+        12,
+        15,
+    ]
+    assert all(math.isfinite(values["loss"]) for values in reported.values())
+
+
+def test_skips_are_saved_and_a_resumed_run_ends_bit_for_bit_and_counts_on(
+    split: Split, tmp_path: Path
+) -> None:
+    whole = Run(split, tmp_path / "whole", 5, 18, last_step=24)
+    assert whole.train(most_recoveries=2) == 24
+    Run(split, tmp_path / "parts", 5, last_step=13).train(most_recoveries=2)
+    rest = Run(split, tmp_path / "parts", 18, last_step=24)
+    assert rest.train(most_recoveries=2) == 24
+    assert_same_state(whole.toy, rest.toy)
+    position = rest.toy.executor.position
+    assert position == whole.toy.executor.position
+    assert len(position.skipped) == 2
+    assert position.num_examples(rest.toy.reader.order) == 24 * BATCH
+
+
+def test_training_goes_back_no_more_often_than_it_may_in_all_parts_of_a_run(
+    split: Split, tmp_path: Path
+) -> None:
+    Run(split, tmp_path, 5, last_step=9).train(most_recoveries=1)
+    again = Run(split, tmp_path, 14, last_step=24)
+    with pytest.raises(NonFiniteLossError, match=r"became nan .* gone back 1 time\(s\) before"):
+        again.train(most_recoveries=1)
+    again.toy.checkpointer.wait()
+    assert max(again.toy.checkpoints()) == "step-00000012"
+
+
+def test_nan_without_leave_to_go_back_ends_training(split: Split, tmp_path: Path) -> None:
+    run = Run(split, tmp_path, 5, last_step=9)
+    with pytest.raises(NonFiniteLossError, match=r"before\.$"):
+        run.train(most_recoveries=0)
+
+
+def test_nan_before_anything_could_be_saved_ends_training(split: Split, tmp_path: Path) -> None:
+    run = Run(split, tmp_path, 1, last_step=9)
+    # A file in the place of a directory: no save succeeds.
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(NonFiniteLossError, match="no checkpoint to go back to"):
+        run.train(most_recoveries=1)
+
+
+def test_run_that_is_stopped_before_the_step_from_which_it_went_back_is_saved(
+    split: Split, tmp_path: Path
+) -> None:
+    class StopAtSecondTry(Kept):
+        def write(self, step: int, split: str, values: Any) -> None:
+            if "examples_skipped" in values:
+                run.toy.executor.request_stop()
+
+    run = Run(split, tmp_path, 11, last_step=40)
+    run.kept = StopAtSecondTry()
+    last = run.train(most_recoveries=1)
+    assert 8 < last < 12, "was not stopped where it had been before"
+    assert run.toy.checkpointer.has_saved(last)
+
+
+class Together(MirroredExecutor):
+    """One of two tasks in threads of this process, which tell each other numbers."""
+
+    index: int
+    barrier: threading.Barrier
+    numbers: list[int]
+
+    def everyones(self, number: int) -> list[int]:
+        self.numbers[self.index] = number
+        self.barrier.wait(60)
+        numbers = list(self.numbers)
+        self.barrier.wait(60)
+        return numbers
+
+
+def restored_by_two(
+    split: Split, directories: tuple[Path, Path]
+) -> list[Saved | ModelDirError | None]:
+    """What `restore_together` returns, or raises, in two tasks that see these directories."""
+    barrier, numbers = threading.Barrier(2), [0, 0]
+    tasks = []
+    for index, directory in enumerate(directories):
+        toy = Toy(split, directory, executor=Together, seed=1)
+        assert isinstance(toy.executor, Together)
+        toy.executor.index, toy.executor.barrier, toy.executor.numbers = index, barrier, numbers
+        tasks.append(toy)
+
+    def restore(toy: Toy) -> Saved | ModelDirError | None:
+        try:
+            saved = restore_together(toy.executor, toy.checkpointer, toy.learner)
+        except ModelDirError as error:
+            return error
+        assert toy.step == (saved.step if saved else 0)
+        return saved
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return list(pool.map(restore, tasks))
+
+
+def two_views(split: Split, tmp_path: Path, steps: list[int]) -> tuple[Path, Path]:
+    """A run that saved at `steps`, as two tasks see it."""
+    toy = Toy(split, tmp_path / "chief", keep=9)
+    toy.start()
+    for step in steps:
+        toy.executor.run(step - toy.step)
+        toy.checkpointer.save(step, toy.executor.position, {})
+    toy.checkpointer.wait()
+    shutil.copytree(tmp_path / "chief", tmp_path / "other")
+    return tmp_path / "chief", tmp_path / "other"
+
+
+def spoil(directory: Path, step: int) -> None:
+    data = directory / f"checkpoints/step-{step:08d}/variables.data-00000-of-00001"
+    content = bytearray(data.read_bytes())
+    content[7] ^= 1
+    data.write_bytes(content)
+
+
+@pytest.mark.parametrize("damaged", [0, 1], ids=["by the chief", "by another"])
+def test_damage_that_is_seen_by_one_task_makes_all_go_back(
+    damaged: int, split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    views = two_views(split, tmp_path, [2, 4, 6])
+    spoil(views[damaged], 6)
+    spoil(views[1 - damaged], 4)
+    with caplog.at_level(logging.WARNING):
+        found = restored_by_two(split, views)
+    assert [saved.step for saved in found if isinstance(saved, Saved)] == [2, 2]
+    assert len([r for r in caplog.records if "has another checksum" in r.message]) == 2
+
+
+@pytest.mark.parametrize(
+    "lost", [{0: (2, 4)}, {1: (2, 4, 6)}], ids=["one sees others", "one sees none"]
+)
+def test_tasks_that_do_not_see_the_same_directory_are_told_so(
+    lost: dict[int, tuple[int, ...]], split: Split, tmp_path: Path
+) -> None:
+    views = two_views(split, tmp_path, [2, 4, 6])
+    spoil(views[1], 6)
+    for view, steps in lost.items():
+        for step in steps:
+            shutil.rmtree(views[view] / f"checkpoints/step-{step:08d}")
+    for error in restored_by_two(split, views):
+        assert isinstance(error, ModelDirError)
+        assert "one directory that all of them see" in str(error)
+
+
+def test_tasks_without_checkpoints_agree_to_begin(split: Split, tmp_path: Path) -> None:
+    assert restored_by_two(split, (tmp_path, tmp_path)) == [None, None]

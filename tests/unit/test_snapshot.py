@@ -1,0 +1,46 @@
+"""A snapshot is written as its original would have been, whatever hangs on it."""
+
+from pathlib import Path
+
+import tensorflow as tf
+
+from trainer.snapshot import Snapshot
+
+
+def graph(first: float) -> tf.train.Checkpoint:
+    """Two ways to a variable, a way back, a list, a table, and a node with nothing on it."""
+    shared = tf.Variable(first)
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+    table.insert([1], [first])
+    node = tf.train.Checkpoint(shared=shared, nothing=tf.train.Checkpoint(), table=table)
+    node.back = node
+    return tf.train.Checkpoint(node=node, again=shared, many=[tf.Variable(first), [shared]])
+
+
+def values(root: tf.train.Checkpoint) -> list[float]:
+    read = [root.again, root.many[0], root.node.table.lookup([1])[0]]
+    return [float(value.numpy()) for value in read]
+
+
+def test_all_that_hangs_on_a_checkpoint_is_written_and_read_again(tmp_path: Path) -> None:
+    root = graph(1.0)
+    snapshot = Snapshot(root, device="CPU:0")
+    root.again.assign(2.0)
+    root.many[0].assign(3.0)
+    snapshot.take()
+    root.again.assign(9.0)
+    snapshot.write(str(tmp_path / "snapshot"), tf.train.CheckpointOptions())
+    other = graph(5.0)
+    other.read(str(tmp_path / "snapshot")).assert_consumed()
+    assert values(other) == [2.0, 3.0, 1.0]
+    assert other.node.shared is other.again
+
+
+def test_values_are_those_of_the_last_time_they_were_taken(tmp_path: Path) -> None:
+    root = graph(1.0)
+    snapshot = Snapshot(root, device="CPU:0")
+    root.again.assign(9.0)
+    snapshot.write(str(tmp_path / "snapshot"), tf.train.CheckpointOptions())
+    other = graph(5.0)
+    other.read(str(tmp_path / "snapshot")).assert_consumed()
+    assert values(other)[0] == 1.0

@@ -1,0 +1,133 @@
+"""Weights of another run or model as the initial ones: all that match, or none."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from strategies.base import Position
+from strategies.placement import record
+from tests.unit.test_learner import two_replicas
+from trainer.build import build_learner
+from trainer.checkpoint import Checkpointer
+from trainer.config import Config, ConfigError, Recipe
+from trainer.learner import Learner
+from trainer.options import EmaConfig, WarmStartConfig
+
+
+def recipe(path: str = "", exclude: str = "", *, classes: int = 3, **fields: Any) -> Recipe:
+    config = Config(warm_start=WarmStartConfig(path, exclude), **fields)
+
+    def build_model(config: Config) -> keras.Model:
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Dense(5, name="hidden"),
+                layers.BatchNormalization(name="norm"),
+                layers.Dropout(0.5),
+                layers.Dense(classes, name="head"),
+            ]
+        )
+
+    return Recipe("here.py", config, build_model, None, None, None, None, None, None)
+
+
+def weights(learner: Learner) -> list[np.ndarray]:
+    return [w.copy() for w in learner.model.get_weights()]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Learner:
+    """A learner with weights of its own, saved as a checkpoint and as a model."""
+    learner = build_learner(recipe(seed=7, ema=EmaConfig(decay=0.5)))
+    for variable in learner.model.variables:
+        if "seed" not in variable.path:
+            variable.assign(np.random.default_rng(1).normal(size=variable.shape))
+    checkpointer = Checkpointer(str(tmp_path / "checkpoints"), learner, {}, keep=2)
+    checkpointer.save(5, Position(5), {})
+    checkpointer.wait()
+    learner.model.variables[0].assign_add(tf.ones([4, 5]))
+    learner.step.assign(10)
+    checkpointer.save(10, Position(10), {})
+    checkpointer.wait()
+    learner.model.save(tmp_path / "model.keras")
+    return learner
+
+
+@pytest.mark.parametrize("path", [".", "checkpoints/step-00000010", "model.keras"])
+def test_all_weights_are_taken_and_nothing_else(path: str, source: Learner, tmp_path: Path) -> None:
+    fresh = weights(build_learner(recipe()))
+    learner = build_learner(recipe(str(tmp_path / path), ema=EmaConfig(decay=0.5)))
+    assert np.abs(fresh[0] - weights(source)[0]).max() > 0.1
+    for ours, theirs in zip(weights(learner), weights(source), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert int(learner.step.numpy()) == 0
+    for average, variable in zip(learner.state["averages"], learner.variables, strict=True):
+        np.testing.assert_array_equal(average.numpy(), variable.numpy())
+    assert learner.origin.startswith(f"warm start from {tmp_path / path}: ")
+    assert "hidden/kernel" in learner.origin
+    assert "norm/moving_mean" in learner.origin
+
+
+def test_older_checkpoint_is_taken_if_it_is_named(source: Learner, tmp_path: Path) -> None:
+    learner = build_learner(recipe(str(tmp_path / "checkpoints/step-00000005")))
+    np.testing.assert_allclose(weights(learner)[0], weights(source)[0] - 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", [".", "model.keras"])
+def test_new_head_is_left_as_initialised(path: str, source: Learner, tmp_path: Path) -> None:
+    fresh = weights(build_learner(recipe(classes=8)))
+    learner = build_learner(recipe(str(tmp_path / path), "head", classes=8))
+    *body, kernel, bias = weights(learner)
+    for ours, theirs in zip(body, weights(source)[:-2], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(kernel, fresh[-2])
+    np.testing.assert_array_equal(bias, fresh[-1])
+    assert "as initialised: " in learner.origin
+    assert learner.origin.rpartition(": ")[2].count("head/") == 2
+
+
+@pytest.mark.parametrize("path", [".", "model.keras"])
+def test_other_shapes_are_refused_by_name(path: str, source: Learner, tmp_path: Path) -> None:
+    said = r"(?s)head/kernel: \[5, 3\] there, \[5, 8\] here.*head/bias.*warm_start.exclude='.*head"
+    with pytest.raises(ConfigError, match=said):
+        build_learner(recipe(str(tmp_path / path), classes=8))
+
+
+@pytest.mark.parametrize("make", ["nothing", "directory", "torn", "keras"])
+def test_what_is_no_source_is_refused(make: str, tmp_path: Path) -> None:
+    path = tmp_path / ("a.keras" if make == "keras" else "a")
+    if make == "keras":
+        path.write_text("no archive")
+    elif make != "nothing":
+        (path / "checkpoints").mkdir(parents=True)
+    if make == "torn":
+        (path / "checkpoints" / "step-00000001").mkdir()
+    with pytest.raises(ConfigError, match=f"config.warm_start.path={path}"):
+        build_learner(recipe(str(path)))
+
+
+def test_weights_go_where_the_strategy_wants_them(source: Learner, tmp_path: Path) -> None:
+    strategy = two_replicas()
+    for path in (tmp_path, tmp_path / "model.keras"):
+        with strategy.scope():
+            learner = build_learner(recipe(str(path)))
+        for variable, theirs in zip(learner.variables, source.variables, strict=True):
+            components = strategy.experimental_local_results(variable)
+            assert len(components) == 2
+            for component in components:
+                np.testing.assert_array_equal(component.numpy(), theirs.numpy())
+
+
+def test_reading_a_model_places_no_variable(source: Learner, tmp_path: Path) -> None:
+    cold, warm = recipe(), recipe(str(tmp_path / "model.keras"))
+    of_cold, of_warm = (
+        [group.shape for group in record(functools.partial(build_learner, made))[1]]
+        for made in (cold, warm)
+    )
+    assert of_cold == of_warm

@@ -1,0 +1,72 @@
+"""Who does not move is warned of, then ended, with the stacks of its threads."""
+
+import logging
+import queue
+import subprocess
+import sys
+import time
+
+import pytest
+
+from trainer.watchdog import Watchdog
+
+
+def test_task_that_stops_moving_is_warned_of_and_its_stacks_are_written(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stalls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING), Watchdog(0.5, stalls.put) as watchdog:
+        watchdog.moved()
+        message = stalls.get(timeout=20)
+    assert time.monotonic() - began >= 0.5
+    assert "nothing moved" in message
+    assert "--stall_timeout_secs" in message
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "test_task_that_stops_moving" in capfd.readouterr().err
+
+
+def test_task_that_moves_now_and_then_is_left_alone() -> None:
+    stalls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with Watchdog(2.0, stalls.put) as watchdog:
+        for _ in range(30):
+            watchdog.moved()
+            time.sleep(0.1)
+    assert stalls.empty()
+
+
+def test_first_steps_may_take_four_times_as_long() -> None:
+    stalls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    began = time.monotonic()
+    with Watchdog(0.25, stalls.put):
+        message = stalls.get(timeout=20)
+    assert time.monotonic() - began >= 1.0
+    assert "no step was done" in message
+
+
+def test_process_whose_threads_cannot_run_ends_all_the_same() -> None:
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import ctypes, time\nfrom trainer.watchdog import Watchdog\n"
+            "with Watchdog(0.2, print):\n"
+            "    time.sleep(0.1)\n"
+            "    ctypes.PyDLL(None).sleep(50)  # Unlike CDLL it keeps Python's lock.\n",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=40,
+    )
+    assert ended.returncode == 1
+    assert "most recent call first" in ended.stderr
+
+
+def test_watchdog_that_is_off_or_over_ends_nobody() -> None:
+    stalls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with Watchdog(0, stalls.put):
+        time.sleep(0.3)
+    with Watchdog(0.2, stalls.put) as watchdog:
+        watchdog.moved()
+    time.sleep(0.5)
+    assert stalls.empty()
