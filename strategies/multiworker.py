@@ -7,6 +7,7 @@ the gradients is what keeps them in step. On CPUs the collectives are TensorFlow
 `--communication=nccl` uses NVIDIA's.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from strategies.base import Metrics, PeerLostError
-from strategies.cluster import Cluster
+from strategies.cluster import Cluster, Task
 from strategies.mirrored import MirroredExecutor
-from strategies.peers import wait_for_peers, watch_peers
+from strategies.peers import UnknownHostError, identify, wait_for_peers, watch_peers
 
 # What TensorFlow raises when a peer of a collective is gone or has given up.
 _LOST = (
@@ -82,7 +83,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         try:
             numbers: list[int] = self._everyones(tf.constant(number, tf.int64)).numpy().tolist()
         except _LOST as error:
-            raise PeerLostError("A worker was lost between steps", error) from error
+            raise self._lost("between steps", error) from error
         return numbers
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
@@ -90,19 +91,21 @@ class MultiWorkerExecutor(MirroredExecutor):
         try:
             return super()._run(num_steps)
         except _LOST as error:
-            raise PeerLostError("A worker was lost during a step", error) from error
+            raise self._lost("during a step", error) from error
 
     def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
         try:
             return super()._evaluate(first_batch, num_batches)
         except _LOST as error:
-            raise PeerLostError("A worker was lost in evaluation", error) from error
+            raise self._lost("in evaluation", error) from error
 
     def watch_peers(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
         """See Executor. Nobody can go on without all others."""
-        others = [task for task in self._cluster.trainers if task != self._cluster.task]
         watch_peers(
-            self._cluster, others, timeout_secs, lambda task: on_lost(f"{task} does not answer")
+            self._cluster,
+            self._others,
+            timeout_secs,
+            lambda task: on_lost(f"{task} does not answer"),
         )
 
     def close(self, exit_code: int = 0) -> None:
@@ -117,7 +120,23 @@ class MultiWorkerExecutor(MirroredExecutor):
         try:
             meet()
         except _LOST as error:
-            raise PeerLostError("A worker was lost at the end", error) from error
+            raise self._lost("at the end", error) from error
+
+    def _lost(self, when: str, cause: Exception) -> PeerLostError:
+        """The error of a collective that failed; names the workers that stand still.
+
+        TensorFlow's own heartbeat may find them before `watch_peers` does, and tells no names.
+        """
+        what = f"A worker was lost {when}"
+        for task in self._others:
+            with contextlib.suppress(UnknownHostError):
+                if identify(self._cluster.address_of(task)) == "silent":
+                    what += f"; {task} does not answer"
+        return PeerLostError(what, cause)
+
+    @property
+    def _others(self) -> list[Task]:
+        return [task for task in self._cluster.trainers if task != self._cluster.task]
 
     def _replicas_of_this_process(self) -> range:
         trainers = self._cluster.trainers

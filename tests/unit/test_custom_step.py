@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from data.order import Order
-from tests.unit.test_learner import one_replica, two_replicas
+from tests.unit.replicas import replicas
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe, load_recipe
 from trainer.learner import Learner
@@ -54,7 +54,7 @@ def trained(recipe: Recipe, strategy: Any, steps: int) -> tuple[Learner, list[np
 
 
 def test_each_network_follows_its_own_loss_by_its_own_optimizer(recipe: Recipe) -> None:
-    learner, before = trained(recipe, one_replica(), 4)
+    learner, before = trained(recipe, replicas(1), 4)
     reference = build_learner(recipe)
     model = reference.model
     assert all(np.array_equal(w, b) for w, b in zip(model.get_weights(), before, strict=True))
@@ -87,8 +87,8 @@ def test_each_network_follows_its_own_loss_by_its_own_optimizer(recipe: Recipe) 
 
 
 def test_uneven_replicas_end_in_the_weights_of_one(recipe: Recipe) -> None:
-    alone, _ = trained(recipe, one_replica(), 4)
-    shared, _ = trained(recipe, two_replicas(), 4)
+    alone, _ = trained(recipe, replicas(1), 4)
+    shared, _ = trained(recipe, replicas(2), 4)
     for left, right in zip(alone.model.get_weights(), shared.model.get_weights(), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-5)
 
@@ -127,7 +127,7 @@ def test_options_of_the_change_hold_for_both_networks(recipe: Recipe) -> None:
     recipe.config.clip.global_norm = 1e-12
     recipe.config.ema.decay = 0.5
     assert isinstance(recipe.config, Config)
-    learner, before = trained(recipe, one_replica(), 1)
+    learner, before = trained(recipe, replicas(1), 1)
     assert learner.state.keys() == {"averages", "critic_optimizer"}
     for ours, start in zip(learner.model.get_weights(), before, strict=True):
         np.testing.assert_allclose(ours, start, atol=1e-4)

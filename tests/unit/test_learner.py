@@ -1,6 +1,5 @@
 """The maths of a step: the same on any number of replicas, and no setting silently ignored."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.unit.replicas import replicas
 from trainer.learner import (
     Learner,
     accuracy,
@@ -54,17 +54,6 @@ def make_learner(
         )
 
 
-@functools.cache
-def one_replica() -> Any:
-    return tf.distribute.MirroredStrategy(["CPU:0"])
-
-
-@functools.cache
-def two_replicas() -> Any:
-    """One for all tests: TensorFlow takes two strategies' collectives for each other's."""
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def sgd() -> keras.Optimizer:
     return keras.optimizers.SGD(0.5, momentum=0.9)
 
@@ -95,7 +84,7 @@ def summed_gradients(learner: Learner, strategy: Any, batch: Any) -> list[np.nda
 def test_gradients_of_uneven_shares_sum_to_that_of_the_whole_batch(
     batch: tuple[np.ndarray, np.ndarray], regularised: bool
 ) -> None:
-    one, two = one_replica(), two_replicas()
+    one, two = replicas(1), replicas(2)
     whole = make_learner(one, sgd, regularised=regularised)
     shared = make_learner(two, sgd, regularised=regularised)
 
@@ -110,7 +99,7 @@ def test_gradients_of_uneven_shares_sum_to_that_of_the_whole_batch(
 def test_gradient_is_that_of_the_mean_loss_and_one_penalty(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    two = two_replicas()
+    two = replicas(2)
     learner = make_learner(two, sgd, regularised=True)
     kernel = learner.model.trainable_variables[0].value
     inputs, labels = batch
@@ -131,7 +120,7 @@ def test_steps_of_two_replicas_end_in_the_weights_of_one(
     batch: tuple[np.ndarray, np.ndarray], optimizer: Callable[[], keras.Optimizer]
 ) -> None:
     weights = []
-    for strategy in (one_replica(), two_replicas()):
+    for strategy in (replicas(1), replicas(2)):
         learner = make_learner(strategy, optimizer)
         before = [w.copy() for w in learner.model.get_weights()]
         update = tf.function(lambda b, s=strategy, m=learner: s.run(m.update, args=(b,)))
@@ -156,7 +145,7 @@ def test_keras_own_optimizer_ends_in_the_same_weights(
     batch: tuple[np.ndarray, np.ndarray], name: str
 ) -> None:
     """`update_step`, and the decay that the name stands for, are all that Keras' `apply` does."""
-    strategy = one_replica()
+    strategy = replicas(1)
     _, decay = optimizer_named(name, 0.01, 0.0)
     options = Options(weight_decay=WeightDecayConfig(rate=decay))
     learner = make_learner(strategy, lambda: optimizer_named(name, 0.01, 0.0)[0], options=options)
@@ -224,7 +213,7 @@ def test_optimizer_of_a_user_that_overrides_update_step_is_accepted() -> None:
 def test_constraint_holds_after_every_update(
     batch: tuple[np.ndarray, np.ndarray], num_replicas: int
 ) -> None:
-    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    strategy = replicas(num_replicas)
     with strategy.scope():
         keras.utils.set_random_seed(1)
         constraint = keras.constraints.MaxNorm(0.5, axis=0)
@@ -269,7 +258,7 @@ def test_embedding_learns_as_from_its_dense_gradient(
 ) -> None:
     tokens = np.array([[1, 1, 2]] * 5 + [[2, 3, 3]] * 4 + [[1, 2, 2]] * 3)
     batch = tokens, np.arange(BATCH) % 5
-    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    strategy = replicas(num_replicas)
     with strategy.scope():
         keras.utils.set_random_seed(1)
         model = keras.Sequential(
@@ -303,7 +292,7 @@ def test_penalty_counts_once_where_shares_are_replicas_of_no_strategy(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Synchronous ps computes shares one by one, each as the only replica."""
-    learner = make_learner(one_replica(), sgd, regularised=True)
+    learner = make_learner(replicas(1), sgd, regularised=True)
     parts = [tuple(part[at] for part in batch) for at in (slice(0, 5), slice(5, None))]
     whole, _ = learner.gradients(batch)
     found = [learner.gradients(part)[0] for part in parts]
@@ -315,7 +304,7 @@ def test_activity_regulariser_is_exact_on_uneven_shares(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     found = []
-    for strategy in (one_replica(), two_replicas()):
+    for strategy in (replicas(1), replicas(2)):
         with strategy.scope():
             keras.utils.set_random_seed(1)
             layer = keras.layers.Dense(5, activity_regularizer=keras.regularizers.L2(PENALTY))
@@ -339,7 +328,7 @@ def test_activity_regulariser_is_exact_on_uneven_shares(
 def test_loss_or_metric_without_one_value_an_example_is_refused(
     batch: tuple[np.ndarray, np.ndarray], loss: Any
 ) -> None:
-    strategy = one_replica()
+    strategy = replicas(1)
     good = sparse_categorical_crossentropy
     model = make_learner(strategy, sgd).model
     with strategy.scope():
@@ -365,7 +354,7 @@ def half_precision(policy: str, strategy: Any) -> Learner:
 def test_mixed_bfloat16_trains_as_float32_does_but_for_rounding(
     batch: tuple[np.ndarray, np.ndarray], num_replicas: int
 ) -> None:
-    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    strategy = replicas(num_replicas)
     losses: list[list[float]] = []
     for policy in ("mixed_bfloat16", "float32"):
         learner = half_precision(policy, strategy)
@@ -384,7 +373,7 @@ def test_mixed_bfloat16_trains_as_float32_does_but_for_rounding(
 def test_losses_of_few_bits_and_the_penalty_are_added_in_float32(
     batch: tuple[np.ndarray, np.ndarray], dtype: Any
 ) -> None:
-    strategy = one_replica()
+    strategy = replicas(1)
     model = make_learner(strategy, sgd, regularised=True).model
 
     def loss(labels: Any, outputs: Any) -> Any:
@@ -400,16 +389,16 @@ def test_losses_of_few_bits_and_the_penalty_are_added_in_float32(
 
 
 def test_loss_is_scaled_wherever_the_float16_layer_is() -> None:
-    assert half_precision("mixed_float16", one_replica()).loss_scale is not None
+    assert half_precision("mixed_float16", replicas(1)).loss_scale is not None
     inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, dtype="mixed_float16")])
     model = keras.Sequential([keras.Input((3,)), inner])
     learner = Learner(model, sgd(), sparse_categorical_crossentropy, {}, batch_size=BATCH)
     assert learner.loss_scale is not None
-    assert half_precision("mixed_bfloat16", one_replica()).loss_scale is None
+    assert half_precision("mixed_bfloat16", replicas(1)).loss_scale is None
 
 
 def test_gradients_change_nothing(batch: tuple[np.ndarray, np.ndarray]) -> None:
-    strategy = one_replica()
+    strategy = replicas(1)
     learner = make_learner(strategy, sgd)
     before = [w.copy() for w in learner.model.get_weights()]
     strategy.run(learner.gradients, args=(shares(strategy, batch, 0),))
@@ -419,7 +408,7 @@ def test_gradients_change_nothing(batch: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 def test_learning_rate_follows_its_schedule(batch: tuple[np.ndarray, np.ndarray]) -> None:
-    strategy = one_replica()
+    strategy = replicas(1)
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.5, 0.25])
     learner = make_learner(strategy, lambda: keras.optimizers.SGD(schedule))
     rates = []
@@ -432,7 +421,7 @@ def test_learning_rate_follows_its_schedule(batch: tuple[np.ndarray, np.ndarray]
 def test_examples_of_weight_zero_do_not_count_even_where_they_are_nan(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    learner = make_learner(one_replica(), sgd)
+    learner = make_learner(replicas(1), sgd)
     inputs, labels = batch
     weights = np.array([1] * 7 + [0] * 5, np.float32)
     exact = learner.evaluate((inputs[:7], labels[:7], weights[:7])).numpy()
@@ -477,7 +466,7 @@ def test_loss_scale_optimizer_is_refused() -> None:
 def test_variable_that_the_loss_does_not_depend_on_stays_as_it_is(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    for strategy in (one_replica(), two_replicas()):
+    for strategy in (replicas(1), replicas(2)):
         with strategy.scope():
             inputs = keras.Input((3,))
             unused = keras.layers.Dense(2)

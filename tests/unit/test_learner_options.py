@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from strategies.base import Position
 from strategies.placement import record
-from tests.unit.test_learner import BATCH, one_replica, shares, two_replicas
+from tests.unit.replicas import replicas
+from tests.unit.test_learner import BATCH, shares
 from trainer.checkpoint import Checkpointer
 from trainer.hooks import Export
 from trainer.learner import (
@@ -49,7 +50,7 @@ def build_model() -> keras.Model:
 
 
 def make_learner(options: Options, strategy: Any = None, *, momentum: float = 0.0) -> Learner:
-    with (strategy or one_replica()).scope():
+    with (strategy or replicas(1)).scope():
         return make_here(options, momentum)
 
 
@@ -65,7 +66,7 @@ def make_here(options: Options, momentum: float = 0.0) -> Learner:
 
 
 def updater(learner: Learner, strategy: Any = None) -> Callable[[Any], Any]:
-    strategy = strategy or one_replica()
+    strategy = strategy or replicas(1)
     update = tf.function(lambda b: strategy.run(learner.update, args=(b,)))
     return lambda batch: update(shares(strategy, batch, 5))
 
@@ -109,7 +110,7 @@ def test_gradient_of_the_whole_batch_is_clipped(
     batch: tuple[np.ndarray, np.ndarray], kind: str, num_replicas: int
 ) -> None:
     clip, formula = CLIPS[kind]
-    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    strategy = replicas(num_replicas)
     learner = make_learner(Options(clip=clip), strategy)
     before = weights(learner)
     plain = gradients_at(before, batch)
@@ -121,7 +122,7 @@ def test_gradient_of_the_whole_batch_is_clipped(
 
 def test_gradient_of_an_embedding_is_clipped_as_the_dense_one_is() -> None:
     tokens = np.array([[1, 1, 2]] * BATCH)
-    with one_replica().scope():
+    with replicas(1).scope():
         layers = [keras.layers.Embedding(4, 2), keras.layers.Flatten(), keras.layers.Dense(5)]
         model = keras.Sequential([keras.Input((3,), dtype="int64"), *layers])
         options = Options(clip=ClipConfig(norm=0.05))
@@ -157,7 +158,7 @@ def test_weight_loses_a_part_of_itself_and_excluded_ones_do_not(
 def test_penalty_counts_once_for_the_variables_that_are_meant(
     batch: tuple[np.ndarray, np.ndarray], num_replicas: int
 ) -> None:
-    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    strategy = replicas(num_replicas)
     options = Options(penalty=PenaltyConfig(l1=0.02, l2=0.03, variables="first/kernel"))
     learner = make_learner(options, strategy)
     before = weights(learner)
@@ -215,7 +216,7 @@ def ancestors(op: Any) -> set[Any]:
 def test_average_follows_the_weights_and_is_what_is_evaluated_and_exported(
     batch: tuple[np.ndarray, np.ndarray], num_replicas: int, warmup: bool, tmp_path: Path
 ) -> None:
-    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    strategy = replicas(num_replicas)
     learner = make_learner(Options(ema=EmaConfig(decay=0.8, warmup=warmup)), strategy)
     update = updater(learner, strategy)
     expected = weights(learner)
@@ -309,7 +310,7 @@ def build_with_state() -> keras.Model:
 def test_compiled_gradient_is_the_same_and_statistics_move_as_they_do_without(
     num_replicas: int,
 ) -> None:
-    strategy = one_replica() if num_replicas == 1 else two_replicas()
+    strategy = replicas(num_replicas)
     tokens = np.array([[1, 1, 2]] * 5 + [[2, 3, 3]] * 4 + [[1, 2, 2]] * 3)
     batch = tokens, np.arange(BATCH) % 5
     found = []
@@ -373,7 +374,7 @@ def state_of(learner: Learner, strategy: Any) -> list[list[np.ndarray]]:
 def test_overflow_on_one_replica_skips_the_step_on_all(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    strategy = two_replicas()
+    strategy = replicas(2)
     learner = half_precision(strategy, LossScaleConfig(initial=1024.0))
     update = updater(learner, strategy)
     update(batch)
@@ -409,7 +410,7 @@ def test_overflow_on_one_replica_skips_the_step_on_all(
 def test_scale_is_doubled_after_good_steps_and_never_below_one(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    strategy = one_replica()
+    strategy = replicas(1)
     learner = half_precision(strategy, LossScaleConfig(initial=4.0, growth_steps=3))
     update = updater(learner)
     spoilt = np.full_like(batch[0], 1e6), batch[1]
@@ -447,7 +448,7 @@ def test_loss_is_scaled_so_that_small_gradients_do_not_become_zero() -> None:
 
 
 def test_scale_is_saved_and_goes_on(batch: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> None:
-    learner = half_precision(one_replica(), LossScaleConfig(initial=8.0, growth_steps=3))
+    learner = half_precision(replicas(1), LossScaleConfig(initial=8.0, growth_steps=3))
     update = updater(learner)
     spoilt = np.full_like(batch[0], 1e6), batch[1]
     for examples in (spoilt, batch, batch):
@@ -455,7 +456,7 @@ def test_scale_is_saved_and_goes_on(batch: tuple[np.ndarray, np.ndarray], tmp_pa
     checkpointer = Checkpointer(str(tmp_path), learner, {}, keep=1)
     checkpointer.save(3, Position(3), {})
     checkpointer.wait()
-    again = half_precision(one_replica(), LossScaleConfig(initial=8.0, growth_steps=3))
+    again = half_precision(replicas(1), LossScaleConfig(initial=8.0, growth_steps=3))
     assert Checkpointer(str(tmp_path), again, {}, keep=1).restore() is not None
     updater(again)(batch)
     assert again.loss_scale is not None

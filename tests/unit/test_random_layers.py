@@ -1,6 +1,5 @@
 """What random layers draw is a function of seed, layer and example: of nothing else."""
 
-import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from data.order import Order, _mix
+from tests.unit.replicas import replicas
 from trainer.learner import Learner, sparse_categorical_crossentropy
 from trainer.options import Options
 from trainer.random_layers import bind, drawing, split_mix
@@ -255,16 +255,11 @@ def test_bound_model_is_saved_as_kerass_own(inputs: np.ndarray, tmp_path: Path) 
     np.testing.assert_allclose(loaded(inputs), model(inputs), atol=1e-6)
 
 
-@functools.cache
-def strategy_of(num_replicas: int) -> Any:
-    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
-
-
 def weights_after_steps(num_replicas: int, *, keras_seed: int, options: Options) -> Any:
     random = np.random.default_rng(0)
     batch = random.normal(size=(BATCH, 8)), random.integers(0, 5, BATCH)
     cuts = [0, BATCH] if num_replicas == 1 else [0, 5, BATCH]
-    strategy = strategy_of(num_replicas)
+    strategy = replicas(num_replicas)
     with strategy.scope():
         keras.utils.set_random_seed(keras_seed)
         model = keras.Sequential(

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from strategies.base import Position
 from strategies.placement import record
-from tests.unit.test_learner import two_replicas
+from tests.unit.replicas import replicas
 from trainer.build import build_learner
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config, ConfigError, Recipe
@@ -113,7 +113,7 @@ def test_what_is_no_source_is_refused(make: str, tmp_path: Path) -> None:
 
 
 def test_weights_go_where_the_strategy_wants_them(source: Learner, tmp_path: Path) -> None:
-    strategy = two_replicas()
+    strategy = replicas(2)
     for path in (tmp_path, tmp_path / "model.keras"):
         with strategy.scope():
             learner = build_learner(recipe(str(path)))
