@@ -94,7 +94,7 @@ class Learner(Protocol):
 
     @property
     def metric_names(self) -> Sequence[str]:
-        """Names of the rows of what `update` and `evaluate` return."""
+        """Names of the rows of the metrics."""
 
     @property
     def variables(self) -> Sequence[Tensor]:
@@ -105,13 +105,13 @@ class Learner(Protocol):
         """The integer variable that counts steps."""
 
     def gradients(self, batch: Batch) -> tuple[Sequence[Tensor], Tensor]:
-        """A replica's part of the gradient, in the order of `variables`, and `update`'s metrics."""
+        """A replica's part of the gradient, in the order of `variables`; and its metrics.
+
+        These are float64 [metrics, 2].
+        """
 
     def apply(self, gradients: Sequence[Tensor]) -> Tensor:
         """Changes the variables by summed gradients, then counts the step; returns the count."""
-
-    def update(self, batch: Batch) -> Tensor:
-        """One step on this replica's share. In replica context. float64 [metrics, 2]."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Metrics of this replica's share, nothing changes. float64 [metrics, 2]."""

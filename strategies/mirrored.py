@@ -26,6 +26,7 @@ from strategies.base import (
     refuse_open_shares,
     to_metrics,
 )
+from strategies.wire import Wire
 
 
 class DeviceError(ValueError):
@@ -81,10 +82,11 @@ def replica_devices(num_replicas: int, num_gpus: int) -> list[str]:
 class MirroredExecutor(Executor):
     """All replicas of a step in this process, or, in a subclass, this process's share of them."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Any, *, wire_dtype: str = "float32") -> None:
         """Uses `strategy`, a MirroredStrategy or one that runs steps in the same way."""
         super().__init__()
         self.strategy = strategy
+        self._wire = Wire(wire_dtype, num_senders=self.num_replicas)
         self._local_replicas = self._replicas_of_this_process()
         self._seconds = {"run": 0.0, "evaluate": 0.0}
 
@@ -115,7 +117,9 @@ class MirroredExecutor(Executor):
         def run(batches: Any, num_steps: Tensor, say: Tensor) -> tuple[Tensor, Tensor]:
             def step(sums: Tensor) -> Tensor:
                 batch = self._split(next(batches), train_cuts)
-                return self.strategy.run(lambda s, b: s + learner.update(b), args=(sums, batch))
+                return self.strategy.run(
+                    lambda s, b: s + self._wire.update(learner, b), args=(sums, batch)
+                )
 
             sums = self.strategy.run(self._zeros)
             for _ in tf.range(num_steps):

@@ -31,10 +31,10 @@ _LOST = (
 class MultiWorkerExecutor(MirroredExecutor):
     """This worker's share of the replicas of every step."""
 
-    def __init__(self, strategy: Any, cluster: Cluster) -> None:
+    def __init__(self, strategy: Any, cluster: Cluster, *, wire_dtype: str = "float32") -> None:
         """Uses `strategy`, a MultiWorkerMirroredStrategy of `cluster`."""
         self._cluster = cluster
-        super().__init__(strategy)
+        super().__init__(strategy, wire_dtype=wire_dtype)
         self.is_chief = cluster.is_chief
 
         @tf.function
@@ -49,7 +49,12 @@ class MultiWorkerExecutor(MirroredExecutor):
 
     @classmethod
     def connect(
-        cls, cluster: Cluster, communication: str, unknown_host_secs: float
+        cls,
+        cluster: Cluster,
+        communication: str,
+        unknown_host_secs: float,
+        *,
+        wire_dtype: str = "float32",
     ) -> "MultiWorkerExecutor":
         """Joins the other workers, however long they take to start.
 
@@ -72,7 +77,7 @@ class MultiWorkerExecutor(MirroredExecutor):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         except _LOST as error:
             raise PeerLostError("The workers did not come together", error) from error
-        return cls(strategy, cluster)
+        return cls(strategy, cluster, wire_dtype=wire_dtype)
 
     def run(self, num_steps: int) -> Metrics:
         """See Executor. As many steps as the chief asks for: it has more hooks than the others."""

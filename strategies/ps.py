@@ -44,6 +44,7 @@ from strategies.peers import (
 from strategies.placement import place, placed, record
 from strategies.ports import free_ports
 from strategies.ps_server import check_versions, end_servers, listen_for_stop
+from strategies.wire import Wire
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,12 @@ class ParameterServerExecutor(Executor):
     """The chief's hold on the workers: it hands out tickets, and does not train."""
 
     def __init__(
-        self, strategy: Any, cluster: Cluster, *, max_staleness: int | None = None
+        self,
+        strategy: Any,
+        cluster: Cluster,
+        *,
+        max_staleness: int | None = None,
+        wire_dtype: str = "float32",
     ) -> None:
         """Uses `strategy`, a ParameterServerStrategy of `cluster` and, if that names none, a chief.
 
@@ -74,6 +80,7 @@ class ParameterServerExecutor(Executor):
         self._cluster = cluster
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._max_staleness = max_staleness
+        self._wire = Wire(wire_dtype)
         self._worker_finished: collections.Counter[str] = collections.Counter()
         self._worker_dropped: collections.Counter[str] = collections.Counter()
         self._staleness: dict[str, collections.Counter[int]] = collections.defaultdict(
@@ -407,7 +414,8 @@ class ParameterServerExecutor(Executor):
 
     def _apply_and_count(self, gradients: Sequence[Tensor], worker: Tensor) -> Tensor:
         """Applies `gradients`, and counts them as those of `worker`; returns the step after."""
-        step = self.strategy.run(self._learner.apply, args=(gradients,))
+        arrived = self._wire.sent_to(self._learner.variables, gradients)
+        step = self.strategy.run(self._learner.apply, args=(arrived,))
         with tf.control_dependencies([step]):
             self._worker_applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
         return step

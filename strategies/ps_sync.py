@@ -84,9 +84,16 @@ class _Done:
 class SynchronousParameterServerExecutor(ParameterServerExecutor):
     """The chief of synchronous parameter servers."""
 
-    def __init__(self, strategy: Any, cluster: Cluster, replicas_to_aggregate: int) -> None:
+    def __init__(
+        self,
+        strategy: Any,
+        cluster: Cluster,
+        replicas_to_aggregate: int,
+        *,
+        wire_dtype: str = "float32",
+    ) -> None:
         """A step is the first `replicas_to_aggregate` gradients of as many workers or more."""
-        super().__init__(strategy, cluster)
+        super().__init__(strategy, cluster, wire_dtype=wire_dtype)
         self._num_shares = replicas_to_aggregate
         self._num_slots = self.num_replicas
         self._pool = concurrent.futures.ThreadPoolExecutor(self._num_slots, "gradients")
@@ -299,10 +306,12 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
     def _stage(self, gradients: Sequence[Tensor], slot: Tensor, tag: Tensor) -> None:
         """Writes `gradients` to `slot`, with no tag while they are not whole, and `tag` after."""
         torn = self._tags.scatter_nd_update([[slot]], [[-1, -1]])
+        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+        arrived = self._wire.sent_to(self._staging, dense)
         with tf.control_dependencies([torn]):
             writes = [
-                stage.scatter_nd_update([[slot]], [tf.convert_to_tensor(gradient)])
-                for stage, gradient in zip(self._staging, gradients, strict=True)
+                stage.scatter_nd_update([[slot]], [gradient])
+                for stage, gradient in zip(self._staging, arrived, strict=True)
                 if gradient is not None
             ]
         with tf.control_dependencies(writes):

@@ -165,6 +165,7 @@ def _run(recipe: Recipe, cluster: Cluster | None) -> int:
         replicas=flags.REPLICAS.value,
         num_gpus=flags.NUM_GPUS.value,
         communication=flags.COMMUNICATION.value,
+        wire_dtype=flags.WIRE_DTYPE.value,
         num_threads=flags.NUM_THREADS.value,
         log_device_placement=flags.LOG_DEVICE_PLACEMENT.value,
         replicas_to_aggregate=replicas_to_aggregate,

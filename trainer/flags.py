@@ -173,6 +173,13 @@ NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "GPUs that each process uses; 
 COMMUNICATION = flags.DEFINE_enum(
     "communication", "auto", ("auto", "ring", "nccl"), "multiworker: how gradients are summed."
 )
+WIRE_DTYPE = flags.DEFINE_enum(
+    "wire_dtype",
+    "float32",
+    ("float32", "float16", "bfloat16"),
+    "multiworker, ps: in what gradients travel. 16 bits are half the bytes; what rounding takes "
+    "from a gradient is added to the next one. A resumed run is then no more the same bit for bit.",
+)
 NUM_THREADS = flags.DEFINE_integer(
     "num_threads",
     0,
@@ -202,6 +209,7 @@ _ONLY_FOR = {
     "task_index": ("multiworker", "ps"),
     "unknown_host_secs": ("multiworker", "ps"),
     "worker_hosts": ("multiworker", "ps"),
+    "wire_dtype": ("multiworker", "ps"),
     "workers": ("multiworker", "ps"),
 }
 _OF_LOCAL_CLUSTERS = ("isolate", "max_restarts", "ps", "workers")

@@ -3,8 +3,8 @@
     with executor.scope():
         learner = Learner(model, optimizer, loss, metrics, batch_size=100)
 
-`gradients` changes no trainable variable; `apply` is the only place where one changes; `update` is
-both. The gradient of a step is that of
+`gradients` changes no trainable variable; `apply` is the only place where one changes; between the
+two is the sum over replicas (strategies/wire.py). The gradient of a step is that of
 
     sum over the examples of the batch of weight * loss / batch_size
 
@@ -355,12 +355,6 @@ class Learner:
         clipped, _ = tf.clip_by_global_norm(dense, clip.global_norm)
         return list(clipped)
 
-    def update(self, batch: Any) -> Tensor:
-        """One step on this replica's share of a batch; its metrics, float64 [metrics, 2]."""
-        gradients, sums = self.gradients(batch)
-        self.apply(_sum_over_replicas(gradients))
-        return sums
-
     def evaluate(self, batch: Any) -> Tensor:
         """Metrics of a share (inputs, labels, weights) of a batch, float64 [metrics, 2].
 
@@ -433,15 +427,6 @@ def _check_can_be_compiled(model: keras.Model) -> None:
                 f"{layer.name!r} is synchronized=True: it meets other replicas in the middle of "
                 "it. Leave one of the two out."
             )
-
-
-def _sum_over_replicas(gradients: Sequence[Tensor]) -> list[Tensor]:
-    context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
-        return list(gradients)
-    present = [gradient for gradient in gradients if gradient is not None]
-    summed = iter(context.all_reduce("sum", present))
-    return [None if gradient is None else next(summed) for gradient in gradients]
 
 
 def _part(batch: Any, index: int, num_parts: int) -> Any:

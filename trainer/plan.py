@@ -21,6 +21,7 @@ class Plan:
         num_threads: Of TensorFlow in this process; 0 leaves it to TensorFlow.
         log_device_placement: Whether TensorFlow logs where each op runs.
         replicas_to_aggregate: ps: gradients of a step, or 0 for asynchronous steps.
+        wire_dtype: In what gradients travel: float32, float16 or bfloat16.
         max_staleness: ps, asynchronous: steps after which a gradient is too old; None for never.
         serves: Whether this task does what a chief elsewhere says, and no more.
         chief_timeout_secs: How long this task waits for a chief that does not answer; None: ever.
@@ -36,6 +37,7 @@ class Plan:
     replicas: int = 0
     num_gpus: int | None = None
     communication: str = "auto"
+    wire_dtype: str = "float32"
     num_threads: int = 0
     log_device_placement: bool = False
     replicas_to_aggregate: int = 0

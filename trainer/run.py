@@ -293,11 +293,11 @@ def _check_agreement(plan: Plan, executor: Executor) -> None:
     Raises:
         ClusterError: they run other code, or were told other things; says which.
     """
-    ours = fingerprint(plan.recipe)
+    ours = {**fingerprint(plan.recipe), "--wire_dtype": plan.wire_dtype}
     if _differs(executor, dict(ours)):
         # The names first: they may differ too, and then those that both know are compared.
         if _differs(executor, list(ours)):
-            ours = versions()
+            ours = dict(versions())
         different = [name for name, value in ours.items() if _differs(executor, [name, value])]
         listed = ", ".join(f"{name} ({ours[name]} here)" for name in different)
         raise ClusterError(
@@ -324,16 +324,23 @@ def _connect(plan: Plan, num_gpus: int) -> Executor:
     if plan.cluster is None:
         return MirroredExecutor.on(replica_devices(plan.replicas, num_gpus))
     if plan.strategy == "multiworker":
-        return MultiWorkerExecutor.connect(plan.cluster, plan.communication, plan.unknown_host_secs)
+        return MultiWorkerExecutor.connect(
+            plan.cluster, plan.communication, plan.unknown_host_secs, wire_dtype=plan.wire_dtype
+        )
     if plan.replicas_to_aggregate:
         return SynchronousParameterServerExecutor.connect(
             plan.cluster,
             plan.unknown_host_secs,
             versions(),
             replicas_to_aggregate=plan.replicas_to_aggregate,
+            wire_dtype=plan.wire_dtype,
         )
     return ParameterServerExecutor.connect(
-        plan.cluster, plan.unknown_host_secs, versions(), max_staleness=plan.max_staleness
+        plan.cluster,
+        plan.unknown_host_secs,
+        versions(),
+        max_staleness=plan.max_staleness,
+        wire_dtype=plan.wire_dtype,
     )
 
 
@@ -351,6 +358,7 @@ def _write_config(plan: Plan, inputs: Inputs) -> None:
         "recipe": os.path.abspath(plan.recipe.path),
         "data_dir": config_lib.data_dir(plan.recipe.config),
         "config": json.loads(config_lib.to_json(plan.recipe.config)),
+        "wire_dtype": plan.wire_dtype,
         "cluster": None if plan.cluster is None else json.loads(plan.cluster.tf_config()),
         "train_examples": inputs.train.split.num_examples,
         "eval_examples": inputs.evaluation.split.num_examples,

@@ -1,9 +1,13 @@
 """The replicas of the unit tests, on logical CPUs."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+
+from strategies.wire import Wire
+from trainer.learner import Learner
 
 
 @functools.cache
@@ -14,3 +18,8 @@ def replicas(num: int) -> Any:
     whose shapes differ.
     """
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(num)])
+
+
+def update_of(learner: Learner) -> Callable[[Any], Any]:
+    """A step on a replica's share of a batch, as the mirrored strategies do it."""
+    return functools.partial(Wire().update, learner)

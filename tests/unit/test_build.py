@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.unit.replicas import update_of
 from trainer.build import build_learner, build_model
 from trainer.config import Config, ConfigError, Recipe
 from trainer.learner import Learner
@@ -38,7 +39,7 @@ def step(learner: Learner) -> list[float]:
     before = [np.array(v.value.numpy()) for v in learner.model.variables]
     batch = tf.random.stateless_normal([6, 4], [1, 2]), tf.zeros([6], tf.int64)
     strategy = tf.distribute.get_strategy()
-    strategy.run(learner.update, args=(batch,))
+    strategy.run(update_of(learner), args=(batch,))
     after = [np.array(v.value.numpy()) for v in learner.model.variables]
     return [float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)]
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from data.order import Order
-from tests.unit.replicas import replicas
+from tests.unit.replicas import replicas, update_of
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe, load_recipe
 from trainer.learner import Learner
@@ -41,7 +41,7 @@ def trained(recipe: Recipe, strategy: Any, steps: int) -> tuple[Learner, list[np
     with strategy.scope():
         learner = build_learner(recipe)
     before = learner.model.get_weights()
-    update = tf.function(lambda batch: strategy.run(learner.update, args=(batch,)))
+    update = tf.function(lambda batch: strategy.run(update_of(learner), args=(batch,)))
     for step in range(steps):
         batch = batch_of(step)
 

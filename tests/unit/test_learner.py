@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.replicas import replicas
+from tests.unit.replicas import replicas, update_of
 from trainer.learner import (
     Learner,
     accuracy,
@@ -123,7 +123,7 @@ def test_steps_of_two_replicas_end_in_the_weights_of_one(
     for strategy in (replicas(1), replicas(2)):
         learner = make_learner(strategy, optimizer)
         before = [w.copy() for w in learner.model.get_weights()]
-        update = tf.function(lambda b, s=strategy, m=learner: s.run(m.update, args=(b,)))
+        update = tf.function(lambda b, s=strategy, m=learner: s.run(update_of(m), args=(b,)))
         for _ in range(5):
             update(shares(strategy, batch, 5))
         assert int(learner.step.numpy()) == 5
@@ -154,7 +154,7 @@ def test_keras_own_optimizer_ends_in_the_same_weights(
     before = [w.copy() for w in learner.model.get_weights()]
     optimizer = KERAS_OPTIMIZERS[name](learning_rate=0.01)
     for _ in range(4):
-        strategy.run(learner.update, args=(shares(strategy, batch, 0),))
+        strategy.run(update_of(learner), args=(shares(strategy, batch, 0),))
         with tf.GradientTape() as tape:
             losses = sparse_categorical_crossentropy(batch[1], reference(batch[0]))
             loss = tf.reduce_mean(losses)
@@ -227,7 +227,7 @@ def test_constraint_holds_after_every_update(
     reference = keras.models.clone_model(model)
     reference.set_weights(model.get_weights())
     optimizer = sgd()
-    update = tf.function(lambda b: strategy.run(learner.update, args=(b,)))
+    update = tf.function(lambda b: strategy.run(update_of(learner), args=(b,)))
     for _ in range(3):
         update(shares(strategy, batch, 5))
         with tf.GradientTape() as tape:
@@ -273,7 +273,7 @@ def test_embedding_learns_as_from_its_dense_gradient(
     reference = keras.models.clone_model(model)
     reference.set_weights(model.get_weights())
     of_reference = optimizer()
-    update = tf.function(lambda b: strategy.run(learner.update, args=(b,)))
+    update = tf.function(lambda b: strategy.run(update_of(learner), args=(b,)))
     for _ in range(4):
         update(shares(strategy, batch, 5))
         with tf.GradientTape() as tape:
@@ -337,7 +337,7 @@ def test_loss_or_metric_without_one_value_an_example_is_refused(
             Learner(model, sgd(), good, {"mine": loss}, batch_size=BATCH),
         ]
     for learner, name in zip(learners, ("loss", "mine"), strict=True):
-        update = tf.function(lambda b, m=learner: strategy.run(m.update, args=(b,)))
+        update = tf.function(lambda b, m=learner: strategy.run(update_of(m), args=(b,)))
         with pytest.raises(ValueError, match=f"'{name}' must return one value an example"):
             update(shares(strategy, batch, 0))
 
@@ -359,7 +359,7 @@ def test_mixed_bfloat16_trains_as_float32_does_but_for_rounding(
     for policy in ("mixed_bfloat16", "float32"):
         learner = half_precision(policy, strategy)
         assert learner.model.layers[0].compute_dtype == policy.removeprefix("mixed_")
-        update = tf.function(lambda b, m=learner: strategy.run(m.update, args=(b,)))
+        update = tf.function(lambda b, m=learner: strategy.run(update_of(m), args=(b,)))
         values = []
         for _ in range(20):
             sums = strategy.experimental_local_results(update(shares(strategy, batch, 5)))
@@ -414,7 +414,7 @@ def test_learning_rate_follows_its_schedule(batch: tuple[np.ndarray, np.ndarray]
     rates = []
     for _ in range(3):
         rates.append(learner.learning_rate)
-        strategy.run(learner.update, args=(shares(strategy, batch, 0),))
+        strategy.run(update_of(learner), args=(shares(strategy, batch, 0),))
     assert rates == [0.5, 0.5, 0.25]
 
 
@@ -479,7 +479,7 @@ def test_variable_that_the_loss_does_not_depend_on_stays_as_it_is(
                 batch_size=BATCH,
             )
         before = unused.get_weights()[0].copy()
-        update = tf.function(lambda b, s=strategy, m=learner: s.run(m.update, args=(b,)))
+        update = tf.function(lambda b, s=strategy, m=learner: s.run(update_of(m), args=(b,)))
         update(shares(strategy, batch, 5))
         assert int(learner.step.numpy()) == 1
         np.testing.assert_array_equal(before, unused.get_weights()[0])

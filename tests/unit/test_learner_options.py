@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from strategies.base import Position
 from strategies.placement import record
-from tests.unit.replicas import replicas
+from tests.unit.replicas import replicas, update_of
 from tests.unit.test_learner import BATCH, shares
 from trainer.checkpoint import Checkpointer
 from trainer.hooks import Export
@@ -67,7 +67,7 @@ def make_here(options: Options, momentum: float = 0.0) -> Learner:
 
 def updater(learner: Learner, strategy: Any = None) -> Callable[[Any], Any]:
     strategy = strategy or replicas(1)
-    update = tf.function(lambda b: strategy.run(learner.update, args=(b,)))
+    update = tf.function(lambda b: strategy.run(update_of(learner), args=(b,)))
     return lambda batch: update(shares(strategy, batch, 5))
 
 

@@ -8,6 +8,7 @@ import keras
 import pytest
 import tensorflow as tf
 
+from tests.unit.replicas import update_of
 from trainer.learner import Learner, sparse_categorical_crossentropy
 from trainer.options import ScheduleConfig
 from trainer.schedules import rate_factor
@@ -71,7 +72,7 @@ def test_rate_is_that_of_the_step_that_uses_it() -> None:
     )
     batch = tf.ones([1, 1]), tf.zeros([1], tf.int64)
     strategy = tf.distribute.get_strategy()
-    update = tf.function(lambda b: strategy.run(learner.update, args=(b,)))
+    update = tf.function(lambda b: strategy.run(update_of(learner), args=(b,)))
     said, moved = [], []
     for _ in range(4):
         before = float(layer.kernel.numpy()[0, 0])

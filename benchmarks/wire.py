@@ -1,0 +1,124 @@
+"""`python -m benchmarks.wire`: bytes a step, and the loss, of gradients of 32 and of 16 bits.
+
+    python -m benchmarks.wire --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
+
+The 784-100-10 perceptron: 79,510 weights, 0.318 MB in float32. The bytes are what the loopback
+interface of the tasks' own network namespace has carried from the first report to the last; where
+there is no such namespace, that of the machine, and nothing else may use it. Under ps they include
+the variables that each worker reads, which travel as they are. Losses are means of the training
+loss since the report before. Prints Markdown; some minutes.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from absl import app, flags
+
+from benchmarks.table import MNIST_SOURCE, machine, prepare_mnist
+
+_STEPS = 3000
+_REPORT_STEPS = 300
+# Reports whose loss is shown.
+_SHOWN_STEPS = (300, 900, 1800, 3000)
+
+_STRATEGIES = (
+    ("--strategy=multiworker", "--workers=2"),
+    ("--strategy=multiworker", "--workers=4"),
+    ("--strategy=ps", "--sync_replicas", "--workers=2"),
+    ("--strategy=ps", "--workers=2"),
+)
+_DTYPES = ("float32", "float16", "bfloat16")
+_CONFIG = (
+    "--config=configs/mnist_replica.py",
+    "--num_threads=1",
+    f"--train_steps={_STEPS}",
+    f"--config.log_every_steps={_REPORT_STEPS}",
+    "--config.eval_every_steps=0",
+    "--config.export=False",
+)
+
+
+def train_reports(model_dir: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl so far that are of training."""
+    path = model_dir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [report for report in map(json.loads, lines) if report["split"] == "train"]
+
+
+def loopback_bytes(process: psutil.Process) -> int:
+    """Bytes that the loopback interface which `process` sees has received."""
+    table = Path(f"/proc/{process.pid}/net/dev").read_text()
+    found = re.search(r"^\s*lo:\s*(\d+)", table, re.MULTILINE)
+    assert found, table
+    return int(found[1])
+
+
+def run(argv: Sequence[str], model_dir: Path) -> tuple[float, list[dict[str, Any]], dict[str, Any]]:
+    """Trains; the bytes of a step, the reports, and the result.
+
+    Raises:
+        RuntimeError: the run failed, or was too short to tell the bytes.
+    """
+    command = [sys.executable, "-m", "trainer", *argv, f"--model_dir={model_dir}"]
+    seen: list[tuple[int, int]] = []  # (step, bytes)
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        while launcher.poll() is None:
+            reports = train_reports(model_dir)
+            if reports and (not seen or reports[-1]["step"] > seen[-1][0]):
+                try:
+                    task = psutil.Process(launcher.pid).children()[0]
+                    seen.append((reports[-1]["step"], loopback_bytes(task)))
+                except (IndexError, psutil.NoSuchProcess, OSError):
+                    continue  # It is ending.
+            time.sleep(0.002)
+        assert launcher.stderr is not None
+        errors = launcher.stderr.read()
+    if launcher.returncode or len(seen) < 2:
+        raise RuntimeError(f"{' '.join(command)}: exit code {launcher.returncode}\n{errors}")
+    (first_step, first), (last_step, last) = seen[0], seen[-1]
+    result: dict[str, Any] = json.loads((model_dir / "result.json").read_text())
+    return (last - first) / (last_step - first_step), train_reports(model_dir), result
+
+
+def rows(data: Path, directory: Path) -> Iterator[str]:
+    """A line of the table for each strategy and type."""
+    for number, strategy in enumerate(_STRATEGIES):
+        of_float32 = 0.0
+        for dtype in _DTYPES:
+            argv = [*strategy, *_CONFIG, f"--data_dir={data}", f"--wire_dtype={dtype}"]
+            num_bytes, reports, result = run(argv, directory / f"{number}-{dtype}")
+            of_float32 = of_float32 or num_bytes
+            at = {report["step"]: report["loss"] for report in reports}
+            losses = " | ".join(f"{at[step]:.4f}" if step in at else "" for step in _SHOWN_STEPS)
+            yield (
+                f"| `{' '.join(strategy)}` | {dtype} | {num_bytes / 1e6:.3f} | "
+                f"{num_bytes / of_float32:.2f} | {losses} | {result['eval']['accuracy']:.4f} |"
+            )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table."""
+    print(f"{machine()}, {_STEPS:,} steps of 100 examples, Adam 0.01:\n")
+    shown = " | ".join(f"loss at {step:,}" for step in _SHOWN_STEPS)
+    print(f"| command | `--wire_dtype` | MB a step | of float32 | {shown} | test accuracy |")
+    print("| --- " * (5 + len(_SHOWN_STEPS)) + "|")
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        prepare_mnist(MNIST_SOURCE.value, directory / "mnist")
+        for row in rows(directory / "mnist", directory):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    flags.mark_flag_as_required(MNIST_SOURCE.name)
+    app.run(main)

@@ -1,0 +1,115 @@
+"""How gradients travel: as they are, or rounded to 16 bits with error feedback (`--wire_dtype`).
+
+    wire = Wire("bfloat16", num_senders=2)
+    gradients = wire.all_reduced(gradients)             # in a replica: the sum over all
+    gradients = wire.sent_to(variables, gradients)      # in a worker: at the parameter servers
+
+What rounding takes from a gradient is kept by the one who sends it, and added to its next one
+(Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes
+SignSGD and other Gradient Compression Schemes", 2019):
+
+    sent = rounded(gradient + rest);    rest = gradient + rest - sent
+
+so that of what is too small for the type nothing is lost, it only comes later. The rests are the
+processes' own and are not saved: a task that is started again begins with none, and goes on from a
+checkpoint up to the rounding of one gradient, not bit for bit.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from strategies.base import Learner, Tensor
+
+_numbers = itertools.count()
+
+
+class Wire:
+    """What happens to a gradient between the replica that computes it and those that use it.
+
+    Gradients that are rows of an embedding travel as they are: the rest would be as large as the
+    whole table, and those of rows that never occur again would never arrive. So does what has 16
+    bits already.
+    """
+
+    def __init__(self, dtype: str = "float32", num_senders: int = 1) -> None:
+        """Of `num_senders` gradients the sum must not overflow in `dtype`, a name."""
+        self._dtype = None if dtype == "float32" else tf.as_dtype(dtype)
+        self._limit = float(self._dtype.max) / num_senders if self._dtype else 0.0
+        # Rests are found by name, and live as long as the process that they are in.
+        self._name = f"rest-{os.getpid()}-{time.time_ns()}-{next(_numbers)}"
+
+    def update(self, learner: Learner, batch: Any) -> Tensor:
+        """One step of `learner` on a replica's share of a batch; its metrics. In replica context.
+
+        `gradients`, their sum over all replicas, `apply`.
+        """
+        gradients, sums = learner.gradients(batch)
+        learner.apply(self.all_reduced(gradients))
+        return sums
+
+    def all_reduced(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The sum over all replicas of each of `gradients`. In replica context.
+
+        The ring adds up in the type that travels.
+        """
+        context = tf.distribute.get_replica_context()
+        if context.num_replicas_in_sync == 1:
+            return list(gradients)
+        summed = list(gradients)
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        sent = {index: self._rounded(gradients[index], index) for index in present}
+        # Of one type at a time: what is alike can be packed together.
+        for dtype in sorted({gradient.dtype.name for gradient in sent.values()}):
+            alike = [index for index in present if sent[index].dtype.name == dtype]
+            totals = context.all_reduce("sum", [sent[index] for index in alike])
+            for index, total in zip(alike, totals, strict=True):
+                summed[index] = _restored(total, gradients[index])
+        return summed
+
+    def sent_to(self, variables: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Each of `gradients` on the device of its variable, as it arrives there."""
+        arrived = []
+        for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
+            if gradient is None or not self._rounds(gradient):
+                arrived.append(gradient)
+                continue
+            sent = self._rounded(gradient, index)
+            with tf.device(variable.device):
+                arrived.append(_restored(sent, gradient))
+        return arrived
+
+    def _rounds(self, gradient: Any) -> bool:
+        is_dense = not isinstance(gradient, tf.IndexedSlices)
+        return bool(self._dtype and is_dense and gradient.dtype.size > self._dtype.size)
+
+    def _rounded(self, gradient: Tensor, index: int) -> Tensor:
+        if not self._rounds(gradient):
+            return gradient
+        rest = tf.raw_ops.VarHandleOp(
+            dtype=gradient.dtype, shape=gradient.shape, shared_name=f"{self._name}-{index}"
+        )
+        former = tf.cond(
+            tf.raw_ops.VarIsInitializedOp(resource=rest),
+            lambda: tf.raw_ops.ReadVariableOp(resource=rest, dtype=gradient.dtype),
+            lambda: tf.zeros_like(gradient),
+        )
+        total = gradient + former
+        # What is not finite is sent, so that all see it, and leaves no rest.
+        is_finite = tf.math.is_finite(total)
+        within = tf.clip_by_value(total, -self._limit, self._limit)
+        sent = tf.cast(tf.where(is_finite, within, total), self._dtype)
+        left = tf.where(is_finite, total - tf.cast(sent, gradient.dtype), tf.zeros_like(total))
+        tf.raw_ops.AssignVariableOp(resource=rest, value=left)
+        return sent
+
+
+def _restored(arrived: Tensor, gradient: Tensor) -> Tensor:
+    """`arrived` in the type of `gradient`, from which it was made."""
+    if arrived.dtype == gradient.dtype:
+        return arrived
+    return tf.cast(arrived, gradient.dtype)

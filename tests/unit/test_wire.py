@@ -1,0 +1,124 @@
+"""Gradients on their way: what is rounded is not lost."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from strategies.wire import Wire
+from tests.unit.replicas import replicas
+
+DTYPES = ("float16", "bfloat16")
+# Of what is rounded to the nearest, at most.
+RELATIVE_ERROR = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+SMALLEST = {"float16": 2.0**-24, "bfloat16": 0.0}
+
+
+def arrivals(wire: Wire, gradients: Any) -> Any:
+    """What arrives of each of `gradients`, [steps, ...], one after another, at one variable."""
+    variable = tf.Variable(tf.zeros_like(gradients[0]))
+
+    @tf.function
+    def send_all() -> Any:
+        arrived = tf.TensorArray(tf.float32, len(gradients))
+        for i in tf.range(len(gradients)):
+            (one,) = wire.sent_to([variable], [tf.constant(gradients)[i]])
+            arrived = arrived.write(i, one)
+        return arrived.stack()
+
+    return send_all().numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_that_is_sent_arrives_but_for_one_rounding(dtype: str) -> None:
+    random = np.random.default_rng(0)
+    magnitudes = 10.0 ** random.uniform(-9, 4, size=(50, 1000))
+    gradients = (magnitudes * random.choice([-1, 1], size=(50, 1000))).astype(np.float32)
+    arrived = np.cumsum(arrivals(Wire(dtype), gradients), axis=0, dtype=np.float64)
+    errors = np.abs(arrived - np.cumsum(gradients, axis=0, dtype=np.float64))
+    # A rest is at most what was rounded off the last sum, of a gradient and the rest before it; in
+    # float32, which rounds too.
+    largest = np.maximum.accumulate(np.abs(gradients), axis=0)
+    bound = 1.01 * RELATIVE_ERROR[dtype] * largest + SMALLEST[dtype] + 50 * 2.0**-24 * largest
+    assert np.all(errors <= bound)
+    # And without the rests, more would be missing.
+    cast = tf.cast(tf.cast(gradients, dtype), tf.float32).numpy()
+    forgotten = np.abs(np.cumsum(cast - gradients.astype(np.float64), axis=0))
+    assert errors[-1].mean() < forgotten[-1].mean() / 2
+
+
+def test_what_is_too_small_for_the_type_comes_later() -> None:
+    tiny = np.full([1000, 1], 2.0**-27, np.float32)
+    assert np.float16(tiny[0, 0]) == 0.0
+    arrived = arrivals(Wire("float16"), tiny)
+    assert 1 <= np.count_nonzero(arrived) < 1000
+    assert arrived.sum() == pytest.approx(tiny.sum(), abs=2.0**-24)
+
+
+def test_what_is_too_large_for_the_type_comes_in_parts_that_can_be_summed() -> None:
+    gradients = np.array([[100_000.0], [0.0], [0.0], [0.0]], np.float32)
+    arrived = arrivals(Wire("float16", num_senders=2), gradients)
+    assert arrived.max() <= 65504 / 2
+    assert arrived.sum() == pytest.approx(100_000, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_seen_and_leaves_no_rest(dtype: str, bad: float) -> None:
+    first, second = arrivals(Wire(dtype), np.array([[bad, 1.0], [1.0, 1.0]], np.float32))
+    np.testing.assert_array_equal(first, [bad, 1.0])
+    np.testing.assert_array_equal(second, [1.0, 1.0])
+
+
+def test_rows_of_a_table_and_what_is_small_already_travel_as_they_are() -> None:
+    third = tf.constant([1 / 3])
+    gradients = [
+        tf.IndexedSlices(third[tf.newaxis], [1], [2, 1]),
+        tf.cast(third, tf.float16),
+        None,
+        third,
+    ]
+    variables = [tf.Variable(tf.zeros(1)) for _ in gradients]
+    arrived = Wire("bfloat16").sent_to(variables, gradients)
+    assert all(a is g for a, g in zip(arrived[:3], gradients[:3], strict=True))
+    assert arrived[3].numpy() != third.numpy()
+    assert Wire().sent_to(variables, gradients)[3] is third
+
+
+def test_two_wires_of_a_process_have_rests_of_their_own() -> None:
+    once = np.array([[1 / 3]], np.float32)
+    np.testing.assert_array_equal(
+        arrivals(Wire("bfloat16"), once), arrivals(Wire("bfloat16"), once)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", *DTYPES])
+def test_sums_over_replicas_are_those_of_what_each_has_sent(dtype: str) -> None:
+    strategy, wire = replicas(2), Wire(dtype, num_senders=2)
+    random = np.random.default_rng(0)
+    parts = random.normal(size=(20, 2, 3, 5)).astype(np.float32)
+
+    @tf.function
+    def summed(part: Any) -> Any:
+        rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([4, 2]))
+        return wire.all_reduced([part, None, rows, part[0]])[::3]
+
+    totals = np.zeros([3, 5])
+    for both in parts:
+        part = strategy.experimental_distribute_values_from_function(
+            lambda context, both=both: tf.constant(both[context.replica_id_in_sync_group])
+        )
+        whole, row = strategy.run(summed, args=(part,))
+        for copies in (whole, row):
+            first, second = strategy.experimental_local_results(copies)
+            assert first.dtype == tf.float32
+            np.testing.assert_array_equal(first, second)
+        totals += strategy.experimental_local_results(whole)[0].numpy()
+    exact = parts.sum(axis=(0, 1), dtype=np.float64)
+    if dtype == "float32":
+        np.testing.assert_allclose(totals, exact, atol=1e-5)
+    else:
+        # A sum is rounded again, once a step, and that is not fed back.
+        bound = 20 * RELATIVE_ERROR[dtype] * np.abs(parts).max() * 2
+        assert 0 < np.abs(totals - exact).max() < bound
