@@ -37,11 +37,17 @@ from trainer.heartbeat import send_heartbeats
 from trainer.isolation import IsolationError, Namespace, open_namespace
 from trainer.keep_serving import keep_serving
 from trainer.launch import LocalCluster
-from trainer.lifeline import watch_lifeline
+from trainer.lifeline import Lifeline, watch_lifeline
 from trainer.plan import Plan
-from trainer.restarts import Restarts, progress_of
+from trainer.progress import progress_of
+from trainer.restarts import Restarts
 from trainer.signals import StopSignals
 from trainer.start import import_tensorflow, set_environment
+from trainer.template import Template
+
+# Between a launcher and the process that looks whether all is well: it is, and there is work.
+_ONLY_LOOK = "TRAINER_ONLY_LOOK"
+_READY = 3
 
 # For --help, which shows the flags of the main module.
 absl.flags.adopt_module_key_flags(flags)
@@ -63,6 +69,8 @@ def main(argv: Sequence[str]) -> int:
     set_environment()
     if flags.DOWNLOAD_ONLY.value:
         return _prepare_only(recipe)
+    if os.environ.pop(_ONLY_LOOK, None):
+        return _before_launch(recipe)
     # A single process is started by another one only if that is to look after it.
     is_one = flags.STRATEGY.value == "mirrored" and not flags.MAX_RESTARTS.present
     if cluster is None and not is_one and not is_launched:
@@ -73,32 +81,29 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(recipe: Recipe) -> int:
-    """A cluster on this machine: everything is checked here, before its tasks are started."""
+    """A cluster on this machine: everything is checked before its tasks are started."""
     strategy, num_ps = flags.STRATEGY.value, flags.PS.value
     num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
     cluster = local_cluster(strategy, num_workers, num_ps)
     model_dir = _model_dir(recipe)
-    if strategy == "ps":
-        flags.num_to_aggregate(recipe, num_workers)
-    else:
-        check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
-    if _say_if_finished(recipe, model_dir):
-        return 0
-    from trainer import preflight
-
-    if flags.CHECK.value:
-        return _check(recipe, model_dir, num_workers, num_ps if strategy == "ps" else 0)
-    preflight.hide_gpus()
-    preflight.preflight(recipe, model_dir)
-    preflight.check_model_dir(model_dir)
-    argv = sys.argv[1:]
-    if strategy != "mirrored":
-        num_threads = flags.NUM_THREADS.value or max(1, (os.cpu_count() or 1) // num_workers)
-        argv = [*argv, f"--num_threads={num_threads}"]
+    argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
     with contextlib.ExitStack() as stack:
-        namespace = _namespace(recipe, model_dir) if strategy != "mirrored" else None
+        namespace, isolated = None, ""
+        if strategy != "mirrored" and not flags.CHECK.value:
+            namespace, isolated = _namespace(recipe, model_dir)
         if namespace:
             stack.enter_context(namespace)
+        template = None
+        if sys.platform == "linux":
+            template = stack.enter_context(Template(f"--model_dir={model_dir}", namespace))
+        exit_code = _look_first(recipe, argv, template)
+        if exit_code != _READY:
+            return exit_code
+        if strategy != "mirrored":
+            print(isolated, file=sys.stderr)
+            num_threads = flags.NUM_THREADS.value or max(1, (os.cpu_count() or 1) // num_workers)
+            argv = [*argv, f"--num_threads={num_threads}"]
+        if namespace:
             cluster = local_cluster(strategy, num_workers, num_ps, namespace.free_ports)
         restarts = Restarts(flags.MAX_RESTARTS.value, lambda: progress_of(model_dir))
         launched = LocalCluster(
@@ -108,12 +113,51 @@ def _launch(recipe: Recipe) -> int:
             restarts=restarts,
             namespace=namespace,
             grace_secs=flags.GRACE_SECS.value,
+            template=template,
         )
         return launched.run().exit_code
 
 
-def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
-    """Where the tasks run by themselves, if --isolate wants it and it can be; says which."""
+def _look_first(recipe: Recipe, argv: Sequence[str], template: Template | None) -> int:
+    """`_before_launch`, in a fork of `template` if there is one: TensorFlow stays out of here."""
+    if template is None:
+        return _before_launch(recipe)
+    with Lifeline() as lifeline:
+        fds = {1: 1, 2: 2, lifeline.fd: lifeline.fd}
+        return template.start(argv, {**lifeline.env, _ONLY_LOOK: "1"}, fds).wait()
+
+
+def _before_launch(recipe: Recipe) -> int:
+    """All that can be known before the tasks are started: _READY, or with what to end.
+
+    Raises:
+        ConfigError, ClusterError, DataError, ModelDirError, OptimizerError: a user's mistake.
+    """
+    strategy, num_ps = flags.STRATEGY.value, flags.PS.value
+    num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
+    model_dir = _model_dir(recipe)
+    if strategy == "ps":
+        flags.num_to_aggregate(recipe, num_workers)
+    else:
+        check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
+    if _say_if_finished(recipe, model_dir):
+        return 0
+    if flags.CHECK.value:
+        return _check(recipe, model_dir, num_workers, num_ps if strategy == "ps" else 0)
+    from trainer import preflight
+
+    preflight.hide_gpus()
+    preflight.preflight(recipe, model_dir)
+    preflight.check_model_dir(model_dir)
+    return _READY
+
+
+def _namespace(recipe: Recipe, model_dir: str) -> tuple[Namespace | None, str]:
+    """Where the tasks run by themselves, if --isolate wants it and it can be; and a line to say so.
+
+    Raises:
+        ConfigError: it must be, and cannot.
+    """
     urls = [path for path in (model_dir, data_dir(recipe.config)) if is_url(path)]
     if flags.ISOLATE.value == "off":
         why_not = "--isolate=off"
@@ -125,21 +169,15 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
         except IsolationError as error:
             why_not = str(error)
         else:
-            print(
-                "isolated: the tasks have a network namespace of their own, and are out of reach.",
-                file=sys.stderr,
-            )
-            return namespace
+            line = "the tasks have a network namespace of their own, and are out of reach."
+            return namespace, f"isolated: {line}"
     if flags.ISOLATE.value == "on":
         raise ConfigError(
             f"--isolate=on, but a network namespace cannot be made: {why_not}. Use --isolate=auto, "
             "and let nobody else reach this machine's ports."
         )
-    print(
-        f"not isolated ({why_not}): whoever reaches this machine's ports can run code in tasks.",
-        file=sys.stderr,
-    )
-    return None
+    line = "whoever reaches this machine's ports can run code in tasks."
+    return None, f"not isolated ({why_not}): {line}"
 
 
 def _run(recipe: Recipe, cluster: Cluster | None) -> int:
@@ -271,8 +309,14 @@ def _end_at_once(signum: int, frame: object) -> None:
     os._exit(EXIT_RESTART)
 
 
-if __name__ == "__main__":
+def run_from_command_line() -> NoReturn:
+    """What `python -m trainer` does."""
     # Until the launcher or the run takes them over there is no state to save.
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, _end_at_once)
     app.run(_main, flags_parser=flags.parse)
+    raise AssertionError("app.run returned")
+
+
+if __name__ == "__main__":
+    run_from_command_line()

@@ -36,6 +36,7 @@ from strategies.base import Position
 from strategies.counts import Counts
 from trainer.exits import first_line
 from trainer.learner import Learner
+from trainer.progress import CHECKPOINT_MARK
 from trainer.snapshot import Snapshot
 from trainer.storage import (
     STORAGE_ERRORS,
@@ -46,8 +47,6 @@ from trainer.storage import (
 )
 
 log = logging.getLogger(__name__)
-
-_MARK = "checkpoint.json"
 
 
 class ModelDirError(ValueError):
@@ -324,10 +323,10 @@ class Checkpointer:
             "files": files,
             "identity": self._identity,
         }
-        with tf.io.gfile.GFile(f"{path}/{_MARK}.tmp", "w") as file:
+        with tf.io.gfile.GFile(f"{path}/{CHECKPOINT_MARK}.tmp", "w") as file:
             file.write(json.dumps(signed(mark), indent=2))
-        flush_to_disk(f"{path}/{_MARK}.tmp")
-        tf.io.gfile.rename(f"{path}/{_MARK}.tmp", f"{path}/{_MARK}")
+        flush_to_disk(f"{path}/{CHECKPOINT_MARK}.tmp")
+        tf.io.gfile.rename(f"{path}/{CHECKPOINT_MARK}.tmp", f"{path}/{CHECKPOINT_MARK}")
         for directory in (path, self._directory):
             flush_to_disk(directory)
 
@@ -345,7 +344,7 @@ class Checkpointer:
 
     def _remove(self, name: str) -> None:
         # The mark first: what is left if this is killed must not pass for a damaged checkpoint.
-        mark = f"{self._directory}/{name}/{_MARK}"
+        mark = f"{self._directory}/{name}/{CHECKPOINT_MARK}"
         if tf.io.gfile.exists(mark):
             tf.io.gfile.remove(mark)
         tf.io.gfile.rmtree(f"{self._directory}/{name}")
@@ -373,12 +372,6 @@ class Checkpointer:
                 + "\n  ".join(different)
                 + "\nGive another --model_dir, or the former settings."
             )
-
-
-def newest_finished(directory: str) -> int:
-    """The newest step with a checkpoint that was written to its end, damaged or not; 0 for none."""
-    finished = (n for n in _names_in(directory, "step-") if _if_marked(f"{directory}/{n}"))
-    return max(map(_step, finished), default=0)
 
 
 def _names_in(directory: str, prefix: str) -> list[str]:
@@ -437,15 +430,17 @@ def _whole_mark(path: str) -> _Mark:
         _BrokenError: it is not; or they are not.
     """
     try:
-        with tf.io.gfile.GFile(f"{path}/{_MARK}") as file:
+        with tf.io.gfile.GFile(f"{path}/{CHECKPOINT_MARK}") as file:
             mark = json.loads(file.read())
     except tf.errors.NotFoundError:
-        raise _BrokenError(f"{_MARK} is missing: never finished, or half deleted") from None
+        raise _BrokenError(
+            f"{CHECKPOINT_MARK} is missing: never finished, or half deleted"
+        ) from None
     except (*STORAGE_ERRORS, ValueError) as error:
-        raise _BrokenError(f"{_MARK} cannot be read ({first_line(error)})") from error
+        raise _BrokenError(f"{CHECKPOINT_MARK} cannot be read ({first_line(error)})") from error
     try:
         if mark["crc32c"] != signed(mark)["crc32c"]:
-            raise _BrokenError(f"{_MARK} has another checksum than when it was written")
+            raise _BrokenError(f"{CHECKPOINT_MARK} has another checksum than when it was written")
         shares = tuple((int(b), int(first), int(last)) for b, first, last in mark["open_shares"])
         skipped = tuple(map(int, mark["skipped"]))
         position = Position(int(mark["next_batch"]), shares, skipped)
@@ -454,7 +449,7 @@ def _whole_mark(path: str) -> _Mark:
         found = _Mark(saved, dict(mark["identity"]), dict(mark["files"]), score)
     # KeyError: lacks a part; TypeError: it, or a part of it, is of another kind.
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _BrokenError(f"{_MARK} is not one of this program: {error!r}") from error
+        raise _BrokenError(f"{CHECKPOINT_MARK} is not one of this program: {error!r}") from error
     for file, contents in found.files.items():
         if damage := size_damage_of(f"{path}/{file}", contents):
             raise _BrokenError(damage)
@@ -470,7 +465,7 @@ def _mark_if_whole(path: str) -> _Mark | None:
 
 def _if_marked(path: str) -> list[str]:
     """`path` if it was finished once; without a mark, what wrote it was killed."""
-    return [path] if tf.io.gfile.exists(f"{path}/{_MARK}") else []
+    return [path] if tf.io.gfile.exists(f"{path}/{CHECKPOINT_MARK}") else []
 
 
 def _step(name: str) -> int:

@@ -40,10 +40,11 @@ import math
 import os
 import queue
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,8 +54,9 @@ from strategies.cluster import Cluster, Task
 from trainer.exits import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.isolation import Namespace
 from trainer.lifeline import Lifeline
-from trainer.process import TaskProcess, now, say, show
+from trainer.process import Child, TaskProcess, now, say, show
 from trainer.restarts import Restarts
+from trainer.template import Template
 
 _DEFAULT_COMMAND = (sys.executable, "-m", "trainer")
 _RESTARTS = "restarts.jsonl"
@@ -135,10 +137,11 @@ class _Due:
 class LocalCluster:
     """Starts, supervises and ends the tasks of one cluster, each as `command argv --model_dir=...`.
 
-    The task's place in the cluster is in its `TF_CONFIG`; directory and environment are the
-    launcher's own. `grace_secs` is the time that tasks which train have for saving when they are
-    asked to stop. A process that gives no sign of life for `stall_timeout_secs` is killed, which is
-    one more way to die; 0 waits for ever.
+    A process is executed, or forked from a template which has imported all that it needs
+    (trainer/template.py). The task's place in the cluster is in its `TF_CONFIG`; directory and
+    environment are the launcher's own. `grace_secs` is the time that tasks which train have for
+    saving when they are asked to stop. A process that gives no sign of life for
+    `stall_timeout_secs` is killed, which is one more way to die; 0 waits for ever.
     """
 
     def __init__(
@@ -151,11 +154,17 @@ class LocalCluster:
         namespace: Namespace | None = None,
         grace_secs: float = 30.0,
         stall_timeout_secs: float = 0.0,
+        template: Template | None = None,
         command: Sequence[str] = _DEFAULT_COMMAND,
     ) -> None:
-        """Checks and starts nothing. Without `restarts`, whatever dies stays dead."""
+        """Checks and starts nothing. Without `restarts`, whatever dies stays dead.
+
+        With a `template`, tasks begin as copies of it, and `command` and `namespace` are its.
+        """
         self._logs = logs_of(model_dir)
-        self._command = [*command, *argv, f"--model_dir={absolute(str(model_dir))}"]
+        self._template = template
+        self._argv = [*argv, f"--model_dir={absolute(str(model_dir))}"]
+        self._command = [*command, *self._argv]
         if namespace:
             self._command = namespace.command(self._command)
         self._fds = namespace.fds if namespace else ()
@@ -222,15 +231,28 @@ class LocalCluster:
             cluster = self._clusters[task]
             self._running[task] = TaskProcess(
                 task,
-                self._command,
-                os.environ | {"TF_CONFIG": cluster.tf_config()},
-                self._lifeline,
+                partial(self._begin, cluster),
                 self._logs / f"{task.job}-{task.index}.log",
                 self._events,
                 is_shown=cluster.is_chief,
                 start=self._num_starts[task],
-                fds=self._fds,
             )
+
+    def _begin(
+        self, cluster: Cluster, env: Mapping[str, str], fds: Sequence[int], output: int
+    ) -> Child:
+        """See process.Begin."""
+        env = {**env, "TF_CONFIG": cluster.tf_config()}
+        if self._template:
+            inherited = {1: output, 2: output} | {fd: fd for fd in (self._lifeline.fd, *fds)}
+            return self._template.start(self._argv, {**env, **self._lifeline.env}, inherited)
+        return self._lifeline.start(
+            self._command,
+            [*self._fds, *fds],
+            env={**os.environ, **env},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
 
     def _on_signal(self, signum: int, frame: object) -> None:
         # SimpleQueue.put may interrupt a get of the same thread; Queue.put would dead-lock.

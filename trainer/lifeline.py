@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,11 +25,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Lifeline:
-    """The starter's end; leaving the context ends every task that was started on it."""
+    """The starter's end; leaving the context ends every task that was started on it.
+
+    Attributes:
+        fd: The task's end, which it must inherit.
+        env: What its environment must have.
+    """
 
     def __enter__(self) -> Self:
         """Opens the pipe."""
-        self._read, self._write = os.pipe()
+        self.fd, self._write = os.pipe()
+        self.env: Mapping[str, str] = {_VARIABLE: str(self.fd)}
         return self
 
     def __exit__(
@@ -40,7 +46,7 @@ class Lifeline:
     ) -> None:
         """Closes it."""
         os.close(self._write)
-        os.close(self._read)
+        os.close(self.fd)
 
     def start(
         self, command: Sequence[str], fds: Sequence[int] = (), **options: Any
@@ -53,13 +59,12 @@ class Lifeline:
             OSError: it cannot be started.
         """
         # Unbuffered: the last lines before a SIGKILL are the ones that matter.
-        ours = {_VARIABLE: str(self._read), "PYTHONUNBUFFERED": "1"}
-        env = {**options.pop("env", os.environ), **ours}
+        env = {**options.pop("env", os.environ), **self.env, "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(
             command,
             env=env,
             stdin=subprocess.DEVNULL,
-            pass_fds=[self._read, *fds],
+            pass_fds=[self.fd, *fds],
             start_new_session=True,
             **options,
         )

@@ -1,6 +1,6 @@
 """One task of a local cluster as a process: its output, its log, its end.
 
-process = TaskProcess(task, command, env, lifeline, log, events, is_shown=True, start=1)
+process = TaskProcess(task, begin, log, events, is_shown=True, start=1)
 process.send(signal.SIGTERM)
 exit_code = events.get().reap()     # it ended
 """
@@ -10,20 +10,44 @@ import datetime
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from strategies.cluster import Task
 from trainer.heartbeat import Heartbeat
-from trainer.lifeline import Lifeline
 
 _TAIL_LINES = 40
+
+
+class Child(Protocol):
+    """A process of which this one is the parent, such as subprocess.Popen and template.Child."""
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """None until `wait` has returned."""
+
+    def wait(self) -> int:
+        """Waits for the end, and reaps."""
+
+
+class Begin(Protocol):
+    """Starts a process in a session of its own."""
+
+    def __call__(self, env: Mapping[str, str], fds: Sequence[int], output: int) -> Child:
+        """With `env` on top of the launcher's, and `fds` open; what it prints goes to `output`.
+
+        Raises:
+            OSError: it cannot be started.
+        """
 
 
 class TaskProcess:
@@ -41,17 +65,14 @@ class TaskProcess:
     def __init__(
         self,
         task: Task,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        lifeline: Lifeline,
+        begin: Begin,
         log: Path,
         events: "queue.SimpleQueue[TaskProcess | signal.Signals]",
         *,
         is_shown: bool,
         start: int,
-        fds: Sequence[int] = (),
     ) -> None:
-        """Starts the process, tied to `lifeline`, with `fds` open; it is the task's `start`th.
+        """Starts the process with `begin`; it is the task's `start`th.
 
         Raises:
             OSError: the log or the process could not be made.
@@ -66,21 +87,19 @@ class TaskProcess:
         self._events = events
         self._log_file = log.open("ab", buffering=0)
         self._started = time.monotonic()
+        read, write = os.pipe()
         try:
-            self._popen = lifeline.start(
-                command,
-                [self._heartbeat.fd, *fds],
-                env={**env, **self._heartbeat.env},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
+            self._child = begin(self._heartbeat.env, [self._heartbeat.fd], write)
         except OSError:
             self._log_file.close()
             self._heartbeat.close()
+            os.close(read)
             raise
         finally:
             self._heartbeat.started()
-        self.pid = self._popen.pid
+            os.close(write)
+        self.pid = self._child.pid
+        self._printed = os.fdopen(read, "rb")
         self._is_logging = True
         # Where a former process was killed in the middle of a line, a new one begins.
         line_end = "" if self._log_file.tell() == 0 else "\n"
@@ -100,31 +119,30 @@ class TaskProcess:
 
     def send(self, signum: signal.Signals) -> None:
         """Signals the task alone: its children are its own to end."""
-        if self._popen.returncode is None:
+        if self._child.returncode is None:
             os.kill(self.pid, signum)
 
     def kill(self) -> None:
         """Kills the task and all it started in its process group."""
-        if self._popen.returncode is None:
+        if self._child.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> int:
         """Waits for the end and for the last line; returns the exit code, or -n for signal n."""
-        if self._popen.returncode is None:
+        if self._child.returncode is None:
             self._exit.join()
             self.kill()  # What it left behind: until it is reaped, its group's id is its own.
-            self._popen.wait()
+            self._child.wait()
             self._output.join(timeout=1.0)  # A child that left the group may hold the pipe open.
             self._heartbeat.close()
-        return self._popen.returncode
+        return self._child.wait()
 
     def _await_exit(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self._events.put(self)
 
     def _copy_output(self) -> None:
-        assert self._popen.stdout is not None
-        with self._log_file, self._popen.stdout as output:
+        with self._log_file, self._printed as output:
             for line in output:
                 text = line.decode(errors="replace")
                 self.tail.append(text)

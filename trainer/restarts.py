@@ -1,6 +1,6 @@
 """How often a run may be started again.
 
-    restarts = Restarts(3, lambda: progress_of(model_dir))
+    restarts = Restarts(3, lambda: progress_of(model_dir))     # trainer/progress.py
     delay_secs = restarts.next_delay_secs(0)    # None: too often without progress
 
 A restart is worth it as long as the run gets further. Progress is a checkpoint of a step that had
@@ -8,23 +8,17 @@ none, or a report of a step beyond all that were reported before: a run that is 
 same step makes none, however much it repeats.
 """
 
-import contextlib
-import json
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+
+from trainer.progress import Progress
 
 # How long a restart without progress is held against a run.
 _WINDOW_SECS = 600.0
 # The first of a row comes at once.
 _FIRST_DELAY_SECS = 1.0
 _MAX_DELAY_SECS = 30.0
-# Reports are short: the last of them are in the last bytes of metrics.jsonl.
-_TAIL_BYTES = 65_536
-
-# The newest step with a checkpoint, and the newest that was reported.
-Progress: TypeAlias = tuple[int, int]
 
 
 class Restarts:
@@ -67,37 +61,3 @@ class Restarts:
         if not in_a_row:
             return 0.0
         return min(_MAX_DELAY_SECS, _FIRST_DELAY_SECS * 2.0 ** min(10, in_a_row - 1))
-
-
-def progress_of(model_dir: str) -> Progress:
-    """The newest step with a finished checkpoint in `model_dir`, and the newest reported one.
-
-    What cannot be read counts as not there.
-    """
-    from trainer.checkpoint import newest_finished
-    from trainer.storage import STORAGE_ERRORS
-
-    saved = reported = 0
-    with contextlib.suppress(*STORAGE_ERRORS):
-        saved = newest_finished(f"{model_dir}/checkpoints")
-    with contextlib.suppress(*STORAGE_ERRORS):
-        lines = _last_lines(f"{model_dir}/metrics.jsonl")
-        reported = max(map(_step_of, lines), default=0)
-    return saved, reported
-
-
-def _last_lines(path: str) -> list[str]:
-    import tensorflow as tf
-
-    with tf.io.gfile.GFile(path, "rb") as file:
-        file.seek(max(0, file.size() - _TAIL_BYTES))
-        text: str = file.read().decode(errors="replace")
-    return text.splitlines()
-
-
-def _step_of(line: str) -> int:
-    """The step of a report; 0 for a line that is not whole."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return 0

@@ -183,14 +183,9 @@ class Process:
 
     def task(self, name: str) -> psutil.Process:
         """The process of a task, `worker 1`, of the local cluster that this one launched."""
-        job, index = name.split()
-        (found,) = [
-            process
-            for process in self.family()
-            if json.loads(process.environ().get("TF_CONFIG", "{}")).get("task")
-            == {"type": job, "index": int(index)}
-        ]
-        return found
+        log = self.model_dir / "tasks" / f"{name.replace(' ', '-')}.log"
+        starts = re.findall(r"^=== .*, process (\d+), ", log.read_text(), re.MULTILINE)
+        return psutil.Process(int(starts[-1]))
 
     def wait_for_family_to_end(self) -> None:
         """Returns once all that this process started has ended too; fails if it does not."""

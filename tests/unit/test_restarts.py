@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.restarts import Progress, Restarts, progress_of
+from trainer.progress import Progress, progress_of
+from trainer.restarts import Restarts
 
 
 class Run:
