@@ -135,7 +135,9 @@ class ExampleParse:
         import tensorflow as tf
 
         spec = {name: column.on_disk() for name, column in self.columns.items()}
-        return self.finish(tf.io.parse_example(serialized, spec))
+        from data.graphs import converted
+
+        return converted(self.finish)(tf.io.parse_example(serialized, spec))
 
 
 def read_features(data_dir: str) -> Features:

@@ -39,6 +39,7 @@ import tensorflow as tf
 from data.crc import FOOTER_BYTES, FRAME_BYTES, HEADER_BYTES
 from data.features import ExampleParse
 from data.files import DataError, is_url
+from data.graphs import converted, plain
 from data.layout import Layout, find_layout
 from data.order import Int64s, Order
 from data.ranges import Buffers, ByteRanges, DamagedError, Window, Windows, aligned
@@ -126,6 +127,7 @@ class Reader:
         """How many batches hold each record once; the last may be padded."""
         return -(-self.split.num_examples // self.order.batch_size)
 
+    @plain
     def batches(
         self, first_batch: int, lanes: range, num_batches: int | None = None
     ) -> tf.data.Dataset:
@@ -141,6 +143,7 @@ class Reader:
         stop = None if num_batches is None else first_batch + num_batches
         return self._from_disk(first_batch, stop, lanes)
 
+    @plain
     def evaluation_batches(self, lanes: range) -> tf.data.Dataset:
         """Every record exactly once, as (inputs, labels, weights float32 [n]).
 
@@ -188,6 +191,7 @@ class Reader:
             spec[name] = tf.TensorSpec([*batches, *value.shape[2:]], value.dtype)
         return spec
 
+    @plain
     def read_ticket(self, ticket: dict[str, tf.Tensor]) -> tf.Tensor:
         """The records of a ticket, unparsed: string [num_batches, n]; without py_function.
 
@@ -195,6 +199,7 @@ class Reader:
         """
         return tf.gather(self._read_pieces(ticket), ticket["gather"])
 
+    @plain
     def parse_ticket(self, ticket: dict[str, tf.Tensor]) -> tuple[Any, ...]:
         """The batches of a ticket, stacked: inputs and labels, each [num_batches, n, ...].
 
@@ -203,12 +208,13 @@ class Reader:
         """
         return self.parse_records(self.read_ticket(ticket), ticket)
 
+    @plain
     def parse_records(self, serialized: tf.Tensor, extras: dict[str, tf.Tensor]) -> tuple[Any, ...]:
         """Parses what was read; augments it with the "seeds" in `extras`; passes extras on.
 
         `serialized`: string [..., n]. All that is returned is shaped so too: [..., n, ...].
         """
-        parsed = self.parse(tf.reshape(serialized, [-1]))
+        parsed = converted(self.parse)(tf.reshape(serialized, [-1]))
         return self._finish(parsed, tf.shape(serialized), serialized.shape, extras)
 
     def _finish(
@@ -223,7 +229,7 @@ class Reader:
         `static`: what is known of that shape when the graph is made.
         """
         if self.augment is not None and "seeds" in extras:
-            parsed = self.augment(*parsed, tf.reshape(extras["seeds"], [-1, 2]))
+            parsed = converted(self.augment)(*parsed, tf.reshape(extras["seeds"], [-1, 2]))
 
         def stacked(value: tf.Tensor) -> tf.Tensor:
             folded = tf.reshape(value, tf.concat([leading, tf.shape(value)[1:]], 0))
@@ -353,7 +359,7 @@ class Reader:
         """`parse_records`, of records of one layout with their framing: uint8 [k, n, bytes]."""
         assert isinstance(self.parse, ExampleParse)
         rows = tf.reshape(frames, [-1, frames.shape[-1]])
-        parsed = self.parse.finish(layout.slice(rows, begin=HEADER_BYTES))
+        parsed = converted(self.parse.finish)(layout.slice(rows, begin=HEADER_BYTES))
         return self._finish(parsed, tf.shape(frames)[:2], frames.shape[:2], extras)
 
     @functools.cached_property
@@ -528,7 +534,7 @@ class Reader:
     def _example_bytes(self) -> float:
         """Bytes of a parsed example; infinite where a shape is not known before, or for strings."""
         signature = [tf.TensorSpec([None], tf.string)]
-        parse = tf.function(self.parse, input_signature=signature)
+        parse = tf.function(converted(self.parse), input_signature=signature, autograph=False)
         outputs = tf.nest.flatten(parse.get_concrete_function().structured_outputs)
         return sum(_num_bytes(output.shape[1:], output.dtype) for output in outputs)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from data.graphs import plain
 from data.order import share
 from strategies.base import (
     Batch,
@@ -218,6 +219,7 @@ class MirroredExecutor(Executor):
         ]
         return [0, *np.cumsum(sizes).tolist()]
 
+    @plain
     def _split(self, batch: Batch, cuts: Sequence[int]) -> Batch:
         """Per-replica slices of this process's share of a batch."""
 
@@ -227,9 +229,11 @@ class MirroredExecutor(Executor):
 
         return self.strategy.experimental_distribute_values_from_function(slice_of)
 
+    @plain
     def _zeros(self) -> Tensor:
         return tf.zeros([len(self._learner.metric_names), 2], tf.float64)
 
+    @plain
     def _reduce(self, sums: Tensor, say: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over all replicas, of metrics and of what each process says, in one reduction."""
         flat = self.strategy.run(

@@ -23,6 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from data.graphs import plain
 from strategies.base import Learner, Tensor
 
 _numbers = itertools.count()
@@ -52,6 +53,7 @@ class Wire:
         learner.apply(self.all_reduced(gradients))
         return sums
 
+    @plain
     def all_reduced(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The sum over all replicas of each of `gradients`. In replica context.
 
@@ -71,6 +73,7 @@ class Wire:
                 summed[index] = _restored(total, gradients[index])
         return summed
 
+    @plain
     def sent_to(self, variables: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Each of `gradients` on the device of its variable, as it arrives there."""
         arrived = []

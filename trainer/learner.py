@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from data.graphs import converted, plain
 from strategies.base import read_now
 from trainer.averages import Averages
 from trainer.loss_scale import LossScale, all_finite, unscaled
@@ -108,8 +109,8 @@ class Learner:
         self.model = model
         self.optimizer = optimizer
         self.origin = origin
-        self._loss = loss
-        self._metrics = dict(metrics)
+        self._loss = converted(loss)
+        self._metrics = {name: converted(metric) for name, metric in metrics.items()}
         self.batch_size = batch_size
         self.needs_seeds = bind(model)
         self._rate_factor = rate_factor
@@ -131,7 +132,7 @@ class Learner:
         self._compiled = None
         if options.jit_compile:
             _check_can_be_compiled(model)
-            self._compiled = tf.function(self._compute, jit_compile=True)
+            self._compiled = tf.function(self._compute, jit_compile=True, autograph=False)
 
     @property
     def metric_names(self) -> Sequence[str]:
@@ -188,6 +189,7 @@ class Learner:
         with drawing(seeds):
             return self.model(inputs, training=training)
 
+    @plain
     def gradients(self, batch: Any, *, training: bool = True) -> tuple[list[Tensor], Tensor]:
         """This replica's part of the gradient, and the metrics of its share of the batch.
 
@@ -277,6 +279,7 @@ class Learner:
                 penalty += self._options.penalty.l2 * tf.reduce_sum(tf.square(weights))
         return penalty
 
+    @plain
     def apply(self, gradients: Sequence[Tensor]) -> Tensor:
         """Changes the variables by `gradients`, already summed over replicas, and counts the step.
 
@@ -296,10 +299,8 @@ class Learner:
             if self._decays[index]:
                 decay = tf.cast(rate * self._options.weight_decay.rate, variable.dtype)
                 variable.assign_sub(decay * read_now(variable))
-            self.change_variable(index, variable, _dense(gradient, variable), rate)
-            # No `:=`: AutoGraph, which reads this, does not know it, and says so in every run.
-            constraint = self._constraints[index]
-            if constraint is not None:
+            converted(self.change_variable)(index, variable, _dense(gradient, variable), rate)
+            if (constraint := self._constraints[index]) is not None:
                 variable.assign(constraint(read_now(variable)))
             if self._averages:
                 self._averages.update(index, variable, step)
@@ -355,6 +356,7 @@ class Learner:
         clipped, _ = tf.clip_by_global_norm(dense, clip.global_norm)
         return list(clipped)
 
+    @plain
     def evaluate(self, batch: Any) -> Tensor:
         """Metrics of a share (inputs, labels, weights) of a batch, float64 [metrics, 2].
 
@@ -380,6 +382,7 @@ class Learner:
         """The loss of each example, float32 [B]: a sum in float16 or bfloat16 loses most of it."""
         return tf.cast(_per_example("loss", self._loss(labels, outputs)), tf.float32)
 
+    @plain
     def measure(
         self, labels: Tensor, outputs: Tensor, losses: Tensor, weights: Tensor | None = None
     ) -> Tensor:

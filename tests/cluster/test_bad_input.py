@@ -223,6 +223,10 @@ CASES = {
     "staleness of synchronous steps": Case(
         "--strategy=ps --sync_replicas --max_staleness=3", ("--max_staleness=3", "--sync_replicas")
     ),
+    "16 bits on no wire": Case(
+        "--wire_dtype=float16", ("--wire_dtype=float16", "multiworker or ps")
+    ),
+    "8 bits": Case(f"{MULTI} --wire_dtype=int8", ("wire_dtype", "float16", "bfloat16")),
     "negative staleness": Case("--strategy=ps --max_staleness=-1", ("max_staleness", "-1")),
     "hosts and TF_CONFIG": Case(
         "--strategy=ps --ps_hosts=a:1",
