@@ -9,6 +9,7 @@ the variables that each worker reads, which travel as they are. Losses are means
 loss since the report before. Prints Markdown; some minutes.
 """
 
+import contextlib
 import json
 import re
 import subprocess
@@ -69,20 +70,24 @@ def run(argv: Sequence[str], model_dir: Path) -> tuple[float, list[dict[str, Any
     """
     command = [sys.executable, "-m", "trainer", *argv, f"--model_dir={model_dir}"]
     seen: list[tuple[int, int]] = []  # (step, bytes)
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as launcher:
+    with (
+        tempfile.TemporaryFile("w+") as stderr,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr) as launcher,
+    ):
         while launcher.poll() is None:
             reports = train_reports(model_dir)
             if reports and (not seen or reports[-1]["step"] > seen[-1][0]):
-                try:
-                    task = psutil.Process(launcher.pid).children()[0]
+                # It is ending, where there is none any more.
+                with contextlib.suppress(StopIteration, psutil.NoSuchProcess, OSError):
+                    task = next(
+                        child
+                        for child in psutil.Process(launcher.pid).children()
+                        if child.name().startswith("worker-")
+                    )
                     seen.append((reports[-1]["step"], loopback_bytes(task)))
-                except (IndexError, psutil.NoSuchProcess, OSError):
-                    continue  # It is ending.
-            time.sleep(0.002)
-        assert launcher.stderr is not None
-        errors = launcher.stderr.read()
+            time.sleep(0.02)
+        stderr.seek(0)
+        errors = stderr.read()
     if launcher.returncode or len(seen) < 2:
         raise RuntimeError(f"{' '.join(command)}: exit code {launcher.returncode}\n{errors}")
     (first_step, first), (last_step, last) = seen[0], seen[-1]

@@ -196,9 +196,13 @@ class Executor(abc.ABC):
         Meanwhile nobody computes with them. Between two calls of `run`; all tasks call it together.
         """
         self._settle()
+        self._forget()
         position, counts = restore()
         self._seek(position)
         self.go_on_counting(counts)
+
+    def _forget(self) -> None:
+        """Forgets what is kept beside the variables from step to step."""
 
     def _settle(self) -> None:
         """Returns when nothing is in flight, also of what is no step yet."""

@@ -112,7 +112,16 @@ class MirroredExecutor(Executor):
         self._learner = learner
         self._source = source
         self._seek(position)
-        train_cuts = self._cuts(source)
+        self._run_in_graph = self._make_run()
+        self.start_evaluation(learner, evaluation)
+
+    def _forget(self) -> None:
+        """See Executor."""
+        if self._wire.forget():
+            self._run_in_graph = self._make_run()
+
+    def _make_run(self) -> Any:
+        learner, train_cuts = self._learner, self._cuts(self._source)
 
         @tf.function(reduce_retracing=True)
         def run(batches: Any, num_steps: Tensor, say: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,8 +136,7 @@ class MirroredExecutor(Executor):
                 sums = step(sums)
             return self._reduce(sums, say)
 
-        self._run_in_graph = run
-        self.start_evaluation(learner, evaluation)
+        return run
 
     def _seek(self, position: Position) -> None:
         """See Executor."""

@@ -125,10 +125,10 @@ class MultiWorkerExecutor(MirroredExecutor):
         try:
             meet()
         except _LOST as error:
-            raise self._lost("at the end", error) from error
+            raise PeerLostError("A worker was lost at the end", error) from error
 
     def _lost(self, when: str, cause: Exception) -> PeerLostError:
-        """The error of a collective that failed; names the workers that stand still.
+        """The error of a collective that failed; names the first worker that stands still.
 
         TensorFlow's own heartbeat may find them before `watch_peers` does, and tells no names.
         """
@@ -136,7 +136,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         for task in self._others:
             with contextlib.suppress(UnknownHostError):
                 if identify(self._cluster.address_of(task)) == "silent":
-                    what += f"; {task} does not answer"
+                    return PeerLostError(f"{what}; {task} does not answer", cause)
         return PeerLostError(what, cause)
 
     @property

@@ -219,6 +219,11 @@ class ParameterServerExecutor(Executor):
         self._train_unrolled, self._train_looped = self._make_train_closures()
         self._seek(position)
 
+    def _forget(self) -> None:
+        """See Executor."""
+        if self._wire.forget():
+            self._train_unrolled, self._train_looped = self._make_train_closures()
+
     def _seek(self, position: Position) -> None:
         """See Executor."""
         refuse_open_shares(position, self._source.order)
@@ -361,8 +366,13 @@ class ParameterServerExecutor(Executor):
         def unrolled(ticket: Any) -> tuple[Tensor, Tensor, Tensor]:
             batches = _unstack(source.parse_ticket(ticket), _STEPS_PER_CLOSURE)
             worker = this_worker()
-            steps = [step(batch, worker) for batch in batches]
-            sums, ages = zip(*steps, strict=True)
+            sums: list[Tensor] = []
+            ages: list[Tensor] = []
+            for batch in batches:
+                with tf.control_dependencies(ages[-1:]):
+                    more, age = step(batch, worker)
+                sums.append(more)
+                ages.append(age)
             return tf.add_n(sums), worker, tf.stack(ages)
 
         @tf.function(input_signature=[source.ticket_spec()])

@@ -152,9 +152,13 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         with self.strategy.scope():
             self._staging = [self._stage_for(variable) for variable in learner.variables]
             self._tags = tf.Variable(-tf.ones([self._num_slots, 2], tf.int64), trainable=False)
-        sizes = {len(lanes) for lanes in self._lanes}
-        self._compute = {size: self._make_compute(size) for size in sizes}
+        self._compute = self._make_computes()
         self._apply = self._make_apply()
+
+    def _forget(self) -> None:
+        """See Executor."""
+        if self._wire.forget():
+            self._compute = self._make_computes()
 
     def _settle(self) -> None:
         """See Executor. What comes after the step counter was set back would pass for timely."""
@@ -277,6 +281,9 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         with self.strategy.extended.colocate_vars_with(variable):
             zeros = tf.zeros([self._num_slots, *variable.shape], variable.dtype)
             return tf.Variable(zeros, trainable=False)
+
+    def _make_computes(self) -> dict[int, Any]:
+        return {size: self._make_compute(size) for size in {len(lanes) for lanes in self._lanes}}
 
     def _make_compute(self, num_lanes: int) -> Any:
         """The worker's part: stages the gradient of a share of `num_lanes` lanes."""

@@ -10,9 +10,10 @@ SignSGD and other Gradient Compression Schemes", 2019):
 
     sent = rounded(gradient + rest);    rest = gradient + rest - sent
 
-so that of what is too small for the type nothing is lost, it only comes later. The rests are the
-processes' own and are not saved: a task that is started again begins with none, and goes on from a
-checkpoint up to the rounding of one gradient, not bit for bit.
+so that what is too small for the type comes later. A gradient that is dropped, or skipped because
+it overflowed, takes what it had of rests with it. The rests are the processes' own and are not
+saved: a task that is started again begins with none, and goes on from a checkpoint up to the
+rounding of one gradient, not bit for bit. A sum over replicas is rounded too, which nobody keeps.
 """
 
 import itertools
@@ -40,9 +41,14 @@ class Wire:
     def __init__(self, dtype: str = "float32", num_senders: int = 1) -> None:
         """Of `num_senders` gradients the sum must not overflow in `dtype`, a name."""
         self._dtype = None if dtype == "float32" else tf.as_dtype(dtype)
-        self._limit = float(self._dtype.max) / num_senders if self._dtype else 0.0
-        # Rests are found by name, and live as long as the process that they are in.
-        self._name = f"rest-{os.getpid()}-{time.time_ns()}-{next(_numbers)}"
+        # Less than rounding may add.
+        self._limit = 0.99 * float(self._dtype.max) / num_senders if self._dtype else 0.0
+        self._name = _new_name()
+
+    def forget(self) -> bool:
+        """Begins without rests in graphs that are traced from now on; whether there are any."""
+        self._name = _new_name()
+        return self._dtype is not None
 
     def update(self, learner: Learner, batch: Any) -> Tensor:
         """One step of `learner` on a replica's share of a batch; its metrics. In replica context.
@@ -93,22 +99,33 @@ class Wire:
     def _rounded(self, gradient: Tensor, index: int) -> Tensor:
         if not self._rounds(gradient):
             return gradient
-        rest = tf.raw_ops.VarHandleOp(
-            dtype=gradient.dtype, shape=gradient.shape, shared_name=f"{self._name}-{index}"
-        )
+        # Each step of an unrolled graph has a handle of its own, so that nothing but these two
+        # control dependencies orders what different steps do with one rest.
+        with tf.control_dependencies([gradient]):
+            rest = tf.raw_ops.VarHandleOp(
+                dtype=gradient.dtype, shape=gradient.shape, shared_name=f"{self._name}-{index}"
+            )
+            is_there = tf.raw_ops.VarIsInitializedOp(resource=rest)
         former = tf.cond(
-            tf.raw_ops.VarIsInitializedOp(resource=rest),
+            is_there,
             lambda: tf.raw_ops.ReadVariableOp(resource=rest, dtype=gradient.dtype),
             lambda: tf.zeros_like(gradient),
         )
         total = gradient + former
-        # What is not finite is sent, so that all see it, and leaves no rest.
-        is_finite = tf.math.is_finite(total)
+        # What the type cannot hold leaves no rest, which would be sent again and again; and what is
+        # not finite is sent, so that all see it.
+        is_held = tf.abs(total) <= self._limit
         within = tf.clip_by_value(total, -self._limit, self._limit)
-        sent = tf.cast(tf.where(is_finite, within, total), self._dtype)
-        left = tf.where(is_finite, total - tf.cast(sent, gradient.dtype), tf.zeros_like(total))
-        tf.raw_ops.AssignVariableOp(resource=rest, value=left)
-        return sent
+        sent = tf.cast(tf.where(tf.math.is_finite(total), within, total), self._dtype)
+        left = tf.where(is_held, total - tf.cast(sent, gradient.dtype), tf.zeros_like(total))
+        written = tf.raw_ops.AssignVariableOp(resource=rest, value=left)
+        with tf.control_dependencies([written]):
+            return tf.identity(sent)
+
+
+def _new_name() -> str:
+    """Rests are found by name, and live as long as the process that they are in."""
+    return f"rest-{os.getpid()}-{time.time_ns()}-{next(_numbers)}"
 
 
 def _restored(arrived: Tensor, gradient: Tensor) -> Tensor:

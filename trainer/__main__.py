@@ -45,9 +45,8 @@ from trainer.signals import StopSignals
 from trainer.start import import_tensorflow, set_environment
 from trainer.template import Template
 
-# Between a launcher and the process that looks whether all is well: it is, and there is work.
-_ONLY_LOOK = "TRAINER_ONLY_LOOK"
-_READY = 3
+# In a process that only looks whether all is well: where to say that it is, and there is work.
+_ONLY_LOOK = "TRAINER_ONLY_LOOK_FD"
 
 # For --help, which shows the flags of the main module.
 absl.flags.adopt_module_key_flags(flags)
@@ -69,8 +68,12 @@ def main(argv: Sequence[str]) -> int:
     set_environment()
     if flags.DOWNLOAD_ONLY.value:
         return _prepare_only(recipe)
-    if os.environ.pop(_ONLY_LOOK, None):
-        return _before_launch(recipe)
+    ready = os.environ.pop(_ONLY_LOOK, None)
+    if ready is not None:
+        exit_code = _before_launch(recipe)
+        if exit_code is None:
+            os.write(int(ready), b".")
+        return exit_code or 0
     # A single process is started by another one only if that is to look after it.
     is_one = flags.STRATEGY.value == "mirrored" and not flags.MAX_RESTARTS.present
     if cluster is None and not is_one and not is_launched:
@@ -85,25 +88,27 @@ def _launch(recipe: Recipe) -> int:
     strategy, num_ps = flags.STRATEGY.value, flags.PS.value
     num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
     cluster = local_cluster(strategy, num_workers, num_ps)
+    flags.check_wire(num_workers)
+    if strategy == "ps":
+        flags.num_to_aggregate(recipe, num_workers)
+    else:
+        check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
     model_dir = _model_dir(recipe)
     argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
     with contextlib.ExitStack() as stack:
-        namespace, isolated = None, ""
-        if strategy != "mirrored" and not flags.CHECK.value:
-            namespace, isolated = _namespace(recipe, model_dir)
-        if namespace:
-            stack.enter_context(namespace)
         template = None
         if sys.platform == "linux":
-            template = stack.enter_context(Template(f"--model_dir={model_dir}", namespace))
-        exit_code = _look_first(recipe, argv, template)
-        if exit_code != _READY:
+            template = stack.enter_context(Template(f"--model_dir={model_dir}"))
+        is_ready, exit_code = _look_first(recipe, argv, template)
+        if not is_ready:
             return exit_code
+        namespace = None
         if strategy != "mirrored":
-            print(isolated, file=sys.stderr)
             num_threads = flags.NUM_THREADS.value or max(1, (os.cpu_count() or 1) // num_workers)
             argv = [*argv, f"--num_threads={num_threads}"]
+            namespace = _namespace(recipe, model_dir)
         if namespace:
+            stack.enter_context(namespace)
             cluster = local_cluster(strategy, num_workers, num_ps, namespace.free_ports)
         restarts = Restarts(flags.MAX_RESTARTS.value, lambda: progress_of(model_dir))
         launched = LocalCluster(
@@ -113,51 +118,71 @@ def _launch(recipe: Recipe) -> int:
             restarts=restarts,
             namespace=namespace,
             grace_secs=flags.GRACE_SECS.value,
+            stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
             template=template,
         )
         return launched.run().exit_code
 
 
-def _look_first(recipe: Recipe, argv: Sequence[str], template: Template | None) -> int:
-    """`_before_launch`, in a fork of `template` if there is one: TensorFlow stays out of here."""
-    if template is None:
-        return _before_launch(recipe)
-    with Lifeline() as lifeline:
-        fds = {1: 1, 2: 2, lifeline.fd: lifeline.fd}
-        return template.start(argv, {**lifeline.env, _ONLY_LOOK: "1"}, fds).wait()
+def _look_first(recipe: Recipe, argv: Sequence[str], template: Template | None) -> tuple[bool, int]:
+    """`_before_launch`: whether there is something to launch, and the exit code if there is not.
+
+    In a fork of `template`, if there is one: TensorFlow then stays out of this process.
+    """
+    read, write = os.pipe()
+    with Lifeline() as lifeline, os.fdopen(read, "rb") as ready:
+        fds = {1: 1, 2: 2, lifeline.fd: lifeline.fd, write: write}
+        env = {**lifeline.env, _ONLY_LOOK: str(write)}
+        child = None
+        try:
+            if template:
+                child = template.start("preflight", argv, env, fds)
+        except OSError:  # It could not import TensorFlow, perhaps: this process will say why.
+            pass
+        finally:
+            os.close(write)
+        if child is None:
+            exit_code = _before_launch(recipe)
+            return exit_code is None, exit_code or 0
+
+        def stop(signum: int, frame: object) -> None:
+            child.kill()
+            _end_at_once(signum, frame)
+
+        former = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+        code = child.wait()
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+        if code < 0:
+            name = signal.Signals(-code).name
+            print(f"error: {name} ended the process that looks first.", file=sys.stderr)
+            return False, EXIT_RESTART
+        return bool(ready.read()), code
 
 
-def _before_launch(recipe: Recipe) -> int:
-    """All that can be known before the tasks are started: _READY, or with what to end.
+def _before_launch(recipe: Recipe) -> int | None:
+    """All that can be known before tasks are started: None to start them, or with what to end.
 
     Raises:
         ConfigError, ClusterError, DataError, ModelDirError, OptimizerError: a user's mistake.
     """
-    strategy, num_ps = flags.STRATEGY.value, flags.PS.value
-    num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
+    strategy = flags.STRATEGY.value
     model_dir = _model_dir(recipe)
-    if strategy == "ps":
-        flags.num_to_aggregate(recipe, num_workers)
-    else:
-        check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
     if _say_if_finished(recipe, model_dir):
         return 0
     if flags.CHECK.value:
-        return _check(recipe, model_dir, num_workers, num_ps if strategy == "ps" else 0)
+        num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
+        return _check(recipe, model_dir, num_workers, flags.PS.value if strategy == "ps" else 0)
     from trainer import preflight
 
     preflight.hide_gpus()
     preflight.preflight(recipe, model_dir)
     preflight.check_model_dir(model_dir)
-    return _READY
+    return None
 
 
-def _namespace(recipe: Recipe, model_dir: str) -> tuple[Namespace | None, str]:
-    """Where the tasks run by themselves, if --isolate wants it and it can be; and a line to say so.
-
-    Raises:
-        ConfigError: it must be, and cannot.
-    """
+def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
+    """Where the tasks run by themselves, if --isolate wants it and it can be; says which."""
     urls = [path for path in (model_dir, data_dir(recipe.config)) if is_url(path)]
     if flags.ISOLATE.value == "off":
         why_not = "--isolate=off"
@@ -169,19 +194,26 @@ def _namespace(recipe: Recipe, model_dir: str) -> tuple[Namespace | None, str]:
         except IsolationError as error:
             why_not = str(error)
         else:
-            line = "the tasks have a network namespace of their own, and are out of reach."
-            return namespace, f"isolated: {line}"
+            print(
+                "isolated: the tasks have a network namespace of their own, and are out of reach.",
+                file=sys.stderr,
+            )
+            return namespace
     if flags.ISOLATE.value == "on":
         raise ConfigError(
             f"--isolate=on, but a network namespace cannot be made: {why_not}. Use --isolate=auto, "
             "and let nobody else reach this machine's ports."
         )
-    line = "whoever reaches this machine's ports can run code in tasks."
-    return None, f"not isolated ({why_not}): {line}"
+    print(
+        f"not isolated ({why_not}): whoever reaches this machine's ports can run code in tasks.",
+        file=sys.stderr,
+    )
+    return None
 
 
 def _run(recipe: Recipe, cluster: Cluster | None) -> int:
     replicas_to_aggregate = flags.num_to_aggregate(recipe, cluster.num("worker") if cluster else 1)
+    flags.check_wire(len(cluster.trainers) if cluster else 1)
     model_dir = _model_dir(recipe)
     serves = cluster is not None and flags.serves(cluster)
     is_evaluator = cluster is not None and cluster.task.job == "evaluator"
@@ -311,6 +343,9 @@ def _end_at_once(signum: int, frame: object) -> None:
 
 def run_from_command_line() -> NoReturn:
     """What `python -m trainer` does."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # Closed: its number would be given to a file or a pipe.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     # Until the launcher or the run takes them over there is no state to save.
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, _end_at_once)

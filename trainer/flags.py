@@ -429,6 +429,19 @@ def _check_role_flags(cluster: Cluster) -> None:
         )
 
 
+def check_wire(num_senders: int) -> None:
+    """Refuses `--wire_dtype` where one task alone computes gradients and applies them.
+
+    Raises:
+        ConfigError: nothing would be sent.
+    """
+    if WIRE_DTYPE.value != "float32" and STRATEGY.value == "multiworker" and num_senders == 1:
+        raise ConfigError(
+            f"--wire_dtype={WIRE_DTYPE.value} is for gradients that are sent to other workers, but "
+            "there is one worker. Leave it out, or give --workers=2."
+        )
+
+
 def serves(cluster: Cluster) -> bool:
     """Whether this task does what a chief elsewhere says, and no more."""
     return cluster.is_server and (KEEP_SERVING.value or not cluster.is_chief)

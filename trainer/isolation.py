@@ -141,11 +141,15 @@ def _set_loopback_up() -> None:
         fcntl.ioctl(any_socket, _SET_FLAGS, request)
 
 
-def _enter(fds: Iterable[int], command: Sequence[str]) -> None:
+def enter(fds: Iterable[int]) -> None:
+    """Enters namespaces by their descriptors, which are closed; this process has one thread.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     for fd in fds:
         _call("setns", fd, 0)
         os.close(fd)
-    os.execvp(command[0], list(command))
 
 
 def _call(function: str, *arguments: int) -> None:
@@ -160,4 +164,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "make":
         _make()
     else:
-        _enter(map(int, sys.argv[2].split(",")), sys.argv[3:])
+        enter(map(int, sys.argv[2].split(",")))
+        os.execvp(sys.argv[3], sys.argv[3:])

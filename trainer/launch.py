@@ -159,7 +159,7 @@ class LocalCluster:
     ) -> None:
         """Checks and starts nothing. Without `restarts`, whatever dies stays dead.
 
-        With a `template`, tasks begin as copies of it, and `command` and `namespace` are its.
+        With a `template`, tasks begin as copies of it where that is possible.
         """
         self._logs = logs_of(model_dir)
         self._template = template
@@ -245,7 +245,12 @@ class LocalCluster:
         env = {**env, "TF_CONFIG": cluster.tf_config()}
         if self._template:
             inherited = {1: output, 2: output} | {fd: fd for fd in (self._lifeline.fd, *fds)}
-            return self._template.start(self._argv, {**env, **self._lifeline.env}, inherited)
+            name = f"{cluster.task.job}-{cluster.task.index}"
+            ours = {**env, **self._lifeline.env}
+            try:
+                return self._template.start(name, self._argv, ours, inherited, self._fds)
+            except OSError as error:
+                say(f"{cluster.task} is executed, which takes longer: {error}")
         return self._lifeline.start(
             self._command,
             [*self._fds, *fds],
@@ -306,6 +311,8 @@ class LocalCluster:
         task = process.task
         del self._running[task]
         code = process.reap()
+        if self._template:
+            self._template.reap_orphans({other.pid for other in self._running.values()})
         failure = _failure(process, code, is_stopped=self._num_stops > 0)
         end = TaskEnd(
             task,

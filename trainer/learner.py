@@ -350,9 +350,9 @@ class Learner:
         # Rows that occur twice are one row with their sum.
         dense = [_dense(g, self._variables[i]) for i, g in zip(present, gradients, strict=True)]
         if clip.value:
-            return [tf.clip_by_value(g, -clip.value, clip.value) for g in dense]
+            return [_there(tf.clip_by_value, g, -clip.value, clip.value) for g in dense]
         if clip.norm:
-            return [tf.clip_by_norm(g, clip.norm) for g in dense]
+            return [_there(tf.clip_by_norm, g, clip.norm) for g in dense]
         clipped, _ = tf.clip_by_global_norm(dense, clip.global_norm)
         return list(clipped)
 
@@ -402,6 +402,12 @@ class Learner:
         ]
         count = tf.reduce_sum(weights)
         return tf.stack([tf.stack([total, count]) for total in totals])
+
+
+def _there(function: Callable[..., Tensor], gradient: Tensor, *args: Any) -> Tensor:
+    """`function(gradient, *args)` where the gradient is: it may have been sent there."""
+    with tf.device(gradient.device):
+        return function(gradient, *args)
 
 
 def _is_float16(model: keras.Model) -> bool:

@@ -96,8 +96,12 @@ def unscaled(gradients: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
 
 def all_finite(gradients: Sequence[Tensor]) -> Tensor:
     """Whether every number of every gradient is finite, a scalar."""
-    numbers = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(n)) for n in numbers])
+    are_finite = []
+    for gradient in gradients:
+        numbers = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        with tf.device(numbers.device):  # It may have been sent there.
+            are_finite.append(tf.reduce_all(tf.math.is_finite(numbers)))
+    return tf.reduce_all(are_finite)
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:

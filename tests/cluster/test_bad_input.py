@@ -226,6 +226,9 @@ CASES = {
     "16 bits on no wire": Case(
         "--wire_dtype=float16", ("--wire_dtype=float16", "multiworker or ps")
     ),
+    "16 bits to nobody": Case(
+        f"{MULTI} --workers=1 --wire_dtype=float16", ("--wire_dtype=float16", "one worker")
+    ),
     "8 bits": Case(f"{MULTI} --wire_dtype=int8", ("wire_dtype", "float16", "bfloat16")),
     "negative staleness": Case("--strategy=ps --max_staleness=-1", ("max_staleness", "-1")),
     "hosts and TF_CONFIG": Case(

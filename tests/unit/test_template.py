@@ -1,5 +1,6 @@
 """Tasks as forks of a template: whose children they are, what they have open, and how they end."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+NUMPY_THREADS = int(sys.argv[2])
+
 from trainer.template import Template
 
 directory = Path(sys.argv[1])
@@ -26,7 +29,8 @@ read, write = os.pipe()
 def start(template, *argv, env={}):
     with (directory / "printed").open("w") as file:
         fds = {1: file.fileno(), 2: file.fileno(), 600: write}
-        return template.start(["--config=" + str(directory / "config.py"), *argv], env, fds)
+        argv = ["--config=" + str(directory / "config.py"), *argv]
+        return template.start("worker-7", argv, env, fds)
 
 def await_file(name):
     deadline = time.monotonic() + 60
@@ -41,10 +45,14 @@ with Template("label") as template:
     assert task.ppid() == os.getpid()
     assert os.getsid(child.pid) == os.getpgid(child.pid) == child.pid
     await_file("began")
-    said, tensorflow, fds = (directory / "began").read_text().splitlines()
+    said, tensorflow, *drawn, fds = (directory / "began").read_text().splitlines()
     assert said == "to the task"
-    assert tensorflow == "imported, no threads", tensorflow
+    assert tensorflow == "imported", tensorflow
     assert fds == "[0, 1, 2, 600]", fds
+    assert task.name() == "worker-7", task.name()
+    # NumPy's alone: none that a fork would miss, since no op has run.
+    (template_pid,) = others
+    assert len(os.listdir(f"/proc/{template_pid}/task")) <= NUMPY_THREADS
     child.wait()
     assert child.wait() == child.returncode == 2, child.returncode
     printed = (directory / "printed").read_text()
@@ -53,8 +61,19 @@ with Template("label") as template:
     (directory / "began").unlink()
     child = start(template, env={"STAY": "1"})
     await_file("began")
+    _, _, *other, _ = (directory / "began").read_text().splitlines()
+    assert not set(drawn) & set(other), "two tasks draw the same numbers"
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
+
+    # What a task leaves behind is reaped too.
+    child = start(template, env={"LEAVE": "1"})
+    child.wait()
+    deadline = time.monotonic() + 10
+    while len(psutil.Process().children()) > 1:
+        assert time.monotonic() < deadline
+        template.reap_orphans(set())
+        time.sleep(0.01)
 
     # One that was killed is replaced.
     (first,) = others
@@ -69,23 +88,29 @@ print("all well")
 
 # Run by the task itself, which is a trainer: what it is, then a mistake that ends it.
 CONFIG = """
-import os, sys, threading, time
+import os, random, sys, time
 from pathlib import Path
+
+import numpy as np
+
 from trainer.config import Config
 
 directory = Path(__file__).parent
-threads = len(os.listdir("/proc/self/task"))
 is_there = "tensorflow" in sys.modules and "keras" in sys.modules
 with os.scandir("/proc/self/fd") as entries:
     fds = sorted(int(entry.name) for entry in entries)
 fds = [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")]
 (directory / "began.part").write_text("\\n".join((
     os.environ.get("SAID", ""),
-    "imported, " + ("no threads" if threads == 1 else f"{threads} threads") if is_there else "",
+    "imported" if is_there else "",
+    str(random.random()), str(np.random.random()),
     str(fds),
 )))
 (directory / "began.part").rename(directory / "began")
 time.sleep(60 if "STAY" in os.environ else 0)
+if "LEAVE" in os.environ and os.fork() == 0:
+    time.sleep(0.5)
+    os._exit(0)
 
 def get_config():
     return Config(dataset="digits", train_steps=-1)
@@ -97,26 +122,43 @@ def build_model(config):
 
 def test_tasks_are_children_with_all_imported_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text(CONFIG)
+    count = "import os, numpy; print(len(os.listdir('/proc/self/task')))"
+    threads = subprocess.run(
+        [sys.executable, "-c", count], capture_output=True, text=True, timeout=100, check=True
+    )
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", PROGRAM, str(tmp_path), threads.stdout],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert ended.stdout == "all well\n", ended.stderr
 
 
-def test_template_ends_with_who_started_it() -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_template_ends_with_who_started_it_also_while_it_imports(is_stopped: bool) -> None:
     program = (
-        "import os, signal\n"
+        "import sys\n"
         "from trainer.template import Template\n"
         "with Template('label') as template:\n"
         "    print(template._process.pid, flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    sys.stdin.read()\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
-    )
-    assert ended.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 1.0  # Much less than an import takes.
-    while _runs(int(ended.stdout)):
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        deadline = time.monotonic() + 60
+        while "tensorflow" not in Path(f"/proc/{pid}/maps").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
+        launcher.kill()
+    # It is a zombie where nobody reaps orphans.
+    deadline = time.monotonic() + 10
+    while _runs(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

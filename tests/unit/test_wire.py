@@ -56,11 +56,46 @@ def test_what_is_too_small_for_the_type_comes_later() -> None:
     assert arrived.sum() == pytest.approx(tiny.sum(), abs=2.0**-24)
 
 
-def test_what_is_too_large_for_the_type_comes_in_parts_that_can_be_summed() -> None:
-    gradients = np.array([[100_000.0], [0.0], [0.0], [0.0]], np.float32)
-    arrived = arrivals(Wire("float16", num_senders=2), gradients)
-    assert arrived.max() <= 65504 / 2
-    assert arrived.sum() == pytest.approx(100_000, rel=1e-4)
+@pytest.mark.parametrize("num_senders", [1, 2, 3, 5, 9, 12])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_too_large_for_the_type_is_clipped_to_what_can_be_summed_and_comes_once(
+    dtype: str, num_senders: int
+) -> None:
+    largest = np.finfo(np.float32).max
+    first, second = arrivals(Wire(dtype, num_senders), np.array([[largest], [1.0]], np.float32))
+    total = sum(tf.cast(first, dtype) for _ in range(num_senders))
+    assert np.all(np.isfinite(tf.cast(total, tf.float32)))
+    assert total[0] > 0.9 * float(tf.as_dtype(dtype).max)
+    assert second == 1.0
+
+
+def test_steps_of_an_unrolled_graph_hand_their_rests_on() -> None:
+    wire = Wire("float16")
+    # The gradient does not depend on the variable, so that nothing else orders the steps.
+    variable = tf.Variable([0.0])
+
+    @tf.function
+    def sixteen() -> Any:
+        done: list[Any] = []
+        for _ in range(16):
+            with tf.control_dependencies(done[-1:]):
+                (arrived,) = wire.sent_to([variable], [tf.constant([2.0**-27])])
+                done.append(variable.assign_add(arrived))
+        return done[-1]
+
+    for num_calls in range(1, 9):
+        sent = num_calls * 16 * 2.0**-27
+        assert abs(float(sixteen()[0]) - sent) <= 2.0**-24
+
+
+def test_rests_are_forgotten_in_new_graphs() -> None:
+    wire = Wire("bfloat16")
+    third = np.array([[1 / 3]], np.float32)
+    first = arrivals(wire, third)
+    assert arrivals(wire, third) != first
+    assert wire.forget()
+    assert arrivals(wire, third) == first
+    assert not Wire().forget()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
