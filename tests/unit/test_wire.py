@@ -1,13 +1,20 @@
 """Gradients on their way: what is rounded is not lost."""
 
+from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from strategies.base import Position
+from strategies.counts import Counts
+from strategies.mirrored import MirroredExecutor
 from strategies.wire import Wire
 from tests.unit.replicas import replicas
+from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
+from trainer.learner import Learner, sparse_categorical_crossentropy
 
 DTYPES = ("float16", "bfloat16")
 # Of what is rounded to the nearest, at most.
@@ -157,3 +164,30 @@ def test_sums_over_replicas_are_those_of_what_each_has_sent(dtype: str) -> None:
         # A sum is rounded again, once a step, and that is not fed back.
         bound = 20 * RELATIVE_ERROR[dtype] * np.abs(parts).max() * 2
         assert 0 < np.abs(totals - exact).max() < bound
+
+
+def test_training_that_goes_back_begins_without_rests(tmp_path: Path) -> None:
+    executor = MirroredExecutor(replicas(2), wire_dtype="bfloat16")
+
+    def make() -> Learner:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(CLASSES)])
+        loss = sparse_categorical_crossentropy
+        return Learner(model, keras.optimizers.SGD(0.5), loss, {}, batch_size=BATCH)
+
+    learner = executor.build(make)
+    reader = make_reader(write_split(tmp_path))
+    executor.start(learner, reader, reader, Position())
+    origin = learner.model.get_weights()
+
+    def restore() -> tuple[Position, Counts]:
+        learner.model.set_weights(origin)
+        learner.step.assign(0)
+        return Position(), {}
+
+    ends = []
+    for _ in range(2):
+        executor.run(6)
+        ends.append(learner.model.get_weights())
+        executor.go_back(restore)
+    for first, second in zip(*ends, strict=True):
+        np.testing.assert_array_equal(first, second)
