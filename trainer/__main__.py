@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         return _launch(recipe)
     if cluster is not None and flags.KEEP_SERVING.value and not is_launched:
         return keep_serving(cluster.task, [sys.executable, "-m", "trainer", *sys.argv[1:]])
-    return _run(recipe, cluster)
+    return _run(recipe, cluster, is_launched=is_launched)
 
 
 def _launch(recipe: Recipe) -> int:
@@ -211,7 +211,7 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
     return None
 
 
-def _run(recipe: Recipe, cluster: Cluster | None) -> int:
+def _run(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int:
     replicas_to_aggregate = flags.num_to_aggregate(recipe, cluster.num("worker") if cluster else 1)
     flags.check_wire(len(cluster.trainers) if cluster else 1)
     model_dir = _model_dir(recipe)
@@ -240,6 +240,7 @@ def _run(recipe: Recipe, cluster: Cluster | None) -> int:
         log_device_placement=flags.LOG_DEVICE_PLACEMENT.value,
         replicas_to_aggregate=replicas_to_aggregate,
         max_staleness=flags.MAX_STALENESS.value,
+        is_checked=is_launched,
         serves=serves,
         chief_timeout_secs=None if flags.KEEP_SERVING.value else flags.CHIEF_TIMEOUT_SECS.value,
         grace_secs=flags.GRACE_SECS.value,

@@ -23,6 +23,7 @@ class Plan:
         replicas_to_aggregate: ps: gradients of a step, or 0 for asynchronous steps.
         wire_dtype: In what gradients travel: float32, float16 or bfloat16.
         max_staleness: ps, asynchronous: steps after which a gradient is too old; None for never.
+        is_checked: Whether a launcher has just found the data to fit the model.
         serves: Whether this task does what a chief elsewhere says, and no more.
         chief_timeout_secs: How long this task waits for a chief that does not answer; None: ever.
         grace_secs: How long this task has for saving once it is asked to stop.
@@ -42,6 +43,7 @@ class Plan:
     log_device_placement: bool = False
     replicas_to_aggregate: int = 0
     max_staleness: int | None = None
+    is_checked: bool = False
     serves: bool = False
     chief_timeout_secs: float | None = None
     grace_secs: float = 30.0

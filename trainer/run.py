@@ -183,7 +183,8 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
     started = time.monotonic()
     check_replicas(config, executor.replicas_a_step)
     learner = executor.build(lambda: build_learner(plan.recipe))
-    check_batches(inputs, learner, plan.recipe)
+    if not plan.is_checked:
+        check_batches(inputs, learner, plan.recipe)
     inputs = with_seeds(inputs, learner)
     checkpointer = build_checkpointer(
         plan.recipe, plan.model_dir, inputs, learner, executor.io_device

@@ -35,7 +35,7 @@ def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
     digits: Path, tmp_path: Path
 ) -> None:
     """Worker 0 is slower than the others, so its gradients are older."""
-    counting = ("--config=tests/cluster/configs/counting.py", "--config.delay_ms=20")
+    counting = ("--config=tests/cluster/configs/counting.py", "--config.delay_ms=60")
     flags = (*counting, f"--data_dir={digits}", "--train_steps=200")
     topology = Topology("ps-3+1", "ps", ("--workers=3", "--ps=1", "--num_threads=1"))
     any_age = train(topology, tmp_path / "any", *flags)
