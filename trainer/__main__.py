@@ -14,7 +14,6 @@
 """
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -42,7 +41,7 @@ from trainer.plan import Plan
 from trainer.progress import progress_of
 from trainer.restarts import Restarts
 from trainer.signals import StopSignals
-from trainer.start import import_tensorflow, set_environment
+from trainer.start import configure_logging, import_tensorflow, set_environment
 from trainer.template import Template
 
 # In a process that only looks whether all is well: where to say that it is, and there is work.
@@ -56,11 +55,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs one task, or a whole cluster on this machine; returns the exit code."""
     is_launched = watch_lifeline()
     send_heartbeats()
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", force=True)
-    # TensorFlow sets its loggers' levels when it is imported, so this is for the handler to do.
-    logging.getLogger().handlers[0].addFilter(
-        lambda record: record.name not in ("absl", "tensorflow") or record.levelno > logging.INFO
-    )
+    configure_logging()
     if len(argv) > 1:
         raise ConfigError(f"Unexpected arguments: {' '.join(argv[1:])}. Options start with --.")
     recipe = flags.read_recipe()

@@ -1,11 +1,13 @@
 """What comes before TensorFlow's import, and the import itself.
 
+configure_logging()
 set_environment()
 import_tensorflow()         # where TensorFlow is needed at last
 """
 
 import gc
 import importlib
+import logging
 import os
 import sys
 
@@ -18,6 +20,18 @@ def set_environment() -> None:
     os.environ["KERAS_BACKEND"] = "tensorflow"
     # Otherwise a call to a task that is not up yet fails instead of waiting for it.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
+
+
+def configure_logging() -> None:
+    """Logs to standard error, of TensorFlow warnings alone.
+
+    Before TensorFlow's import, which adds a handler of its own where there is none. Its loggers'
+    levels are set by the import, so that which lines to leave out is for the handler to know.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", force=True)
+    logging.getLogger().handlers[0].addFilter(
+        lambda record: record.name not in ("absl", "tensorflow") or record.levelno > logging.INFO
+    )
 
 
 def import_tensorflow() -> None:

@@ -258,8 +258,9 @@ def main() -> NoReturn:
     if os.getppid() != launcher:  # It was gone before.
         os._exit(0)
     os.set_inheritable(connection.fileno(), False)
-    from trainer.start import import_tensorflow, set_environment
+    from trainer.start import configure_logging, import_tensorflow, set_environment
 
+    configure_logging()
     set_environment()
     import_tensorflow()
     # What every task imports: see trainer/__main__.py.
