@@ -117,7 +117,8 @@ class MirroredExecutor(Executor):
 
     def _forget(self) -> None:
         """See Executor."""
-        if self._wire.forget():
+        if self._wire.rounds:
+            self._wire.forget()
             self._run_in_graph = self._make_run()
 
     def _make_run(self) -> Any:

@@ -221,7 +221,8 @@ class ParameterServerExecutor(Executor):
 
     def _forget(self) -> None:
         """See Executor."""
-        if self._wire.forget():
+        if self._wire.rounds:
+            self._wire.forget()
             self._train_unrolled, self._train_looped = self._make_train_closures()
 
     def _seek(self, position: Position) -> None:
@@ -369,8 +370,10 @@ class ParameterServerExecutor(Executor):
             sums: list[Tensor] = []
             ages: list[Tensor] = []
             for batch in batches:
-                with tf.control_dependencies(ages[-1:]):
-                    more, age = step(batch, worker)
+                if self._wire.rounds:  # What one step has left over belongs to the next.
+                    with tf.control_dependencies(ages[-1:]):
+                        batch = tf.nest.map_structure(tf.identity, batch)
+                more, age = step(batch, worker)
                 sums.append(more)
                 ages.append(age)
             return tf.add_n(sums), worker, tf.stack(ages)

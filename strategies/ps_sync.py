@@ -157,7 +157,8 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
 
     def _forget(self) -> None:
         """See Executor."""
-        if self._wire.forget():
+        if self._wire.rounds:
+            self._wire.forget()
             self._compute = self._make_computes()
 
     def _settle(self) -> None:

@@ -45,10 +45,14 @@ class Wire:
         self._limit = 0.99 * float(self._dtype.max) / num_senders if self._dtype else 0.0
         self._name = _new_name()
 
-    def forget(self) -> bool:
-        """Begins without rests in graphs that are traced from now on; whether there are any."""
-        self._name = _new_name()
+    @property
+    def rounds(self) -> bool:
+        """Whether gradients leave rests."""
         return self._dtype is not None
+
+    def forget(self) -> None:
+        """Begins without rests in graphs that are traced from now on."""
+        self._name = _new_name()
 
     def update(self, learner: Learner, batch: Any) -> Tensor:
         """One step of `learner` on a replica's share of a batch; its metrics. In replica context.
@@ -84,7 +88,7 @@ class Wire:
         """Each of `gradients` on the device of its variable, as it arrives there."""
         arrived = []
         for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
-            if gradient is None or not self._rounds(gradient):
+            if gradient is None or not self._is_rounded(gradient):
                 arrived.append(gradient)
                 continue
             sent = self._rounded(gradient, index)
@@ -92,12 +96,12 @@ class Wire:
                 arrived.append(_restored(sent, gradient))
         return arrived
 
-    def _rounds(self, gradient: Any) -> bool:
+    def _is_rounded(self, gradient: Any) -> bool:
         is_dense = not isinstance(gradient, tf.IndexedSlices)
         return bool(self._dtype and is_dense and gradient.dtype.size > self._dtype.size)
 
     def _rounded(self, gradient: Tensor, index: int) -> Tensor:
-        if not self._rounds(gradient):
+        if not self._is_rounded(gradient):
             return gradient
         # Each step of an unrolled graph has a handle of its own, so that nothing but these two
         # control dependencies orders what different steps do with one rest.

@@ -142,7 +142,12 @@ def test_every_option_that_is_trained_here_is_in_the_table_of_the_readme() -> No
     for row in rows:
         for option in re.findall("`([a-z][a-z0-9_.]*)`", row.split("|")[1]):
             assert hasattr(Config(), option.partition(".")[0]) or option in PRECISIONS, option
-    assert {cell.strip() for row in rows for cell in row.split("|")[2:-1]} == {"=", "~", "works"}
+    assert {cell.strip() for row in rows for cell in row.split("|")[2:-1]} == {
+        "=",
+        "~",
+        "works",
+        "refused",
+    }
     in_table = {option for row in rows for option in re.findall("`([a-z][a-z0-9_.]*)`", row)}
     trained = {name.partition("/")[0].partition(":")[0] for name in NAMES}
     assert trained - {"plain", "all of these", "dropout"} <= in_table

