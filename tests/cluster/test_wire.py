@@ -38,7 +38,7 @@ def test_asynchronous_gradients_of_16_bits_train(digits: Path, tmp_path: Path) -
     run = train(
         TOPOLOGIES["ps-2+1"],
         tmp_path,
-        "--config=configs/digits.py",
+        "--config=tests/cluster/configs/linear.py",
         f"--data_dir={digits}",
         "--train_steps=300",
         "--wire_dtype=bfloat16",
