@@ -370,7 +370,7 @@ class ParameterServerExecutor(Executor):
             sums: list[Tensor] = []
             ages: list[Tensor] = []
             for batch in batches:
-                if self._wire.rounds:  # What one step has left over belongs to the next.
+                if self._wire.rounds:  # The next gradient comes after what this one has left.
                     with tf.control_dependencies(ages[-1:]):
                         batch = tf.nest.map_structure(tf.identity, batch)
                 more, age = step(batch, worker)

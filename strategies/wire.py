@@ -80,7 +80,7 @@ class Wire:
             alike = [index for index in present if sent[index].dtype.name == dtype]
             totals = context.all_reduce("sum", [sent[index] for index in alike])
             for index, total in zip(alike, totals, strict=True):
-                summed[index] = _restored(total, gradients[index])
+                summed[index] = tf.cast(total, gradients[index].dtype)
         return summed
 
     @plain
@@ -93,7 +93,7 @@ class Wire:
                 continue
             sent = self._rounded(gradient, index)
             with tf.device(variable.device):
-                arrived.append(_restored(sent, gradient))
+                arrived.append(tf.cast(sent, gradient.dtype))
         return arrived
 
     def _is_rounded(self, gradient: Any) -> bool:
@@ -103,8 +103,9 @@ class Wire:
     def _rounded(self, gradient: Tensor, index: int) -> Tensor:
         if not self._is_rounded(gradient):
             return gradient
-        # Each step of an unrolled graph has a handle of its own, so that nothing but these two
-        # control dependencies orders what different steps do with one rest.
+        # Each step of an unrolled graph has a handle of its own, which orders nothing: so a rest is
+        # read after its gradient, and written before what is sent. From there to the next gradient
+        # the order is the caller's.
         with tf.control_dependencies([gradient]):
             rest = tf.raw_ops.VarHandleOp(
                 dtype=gradient.dtype, shape=gradient.shape, shared_name=f"{self._name}-{index}"
@@ -130,10 +131,3 @@ class Wire:
 def _new_name() -> str:
     """Rests are found by name, and live as long as the process that they are in."""
     return f"rest-{os.getpid()}-{time.time_ns()}-{next(_numbers)}"
-
-
-def _restored(arrived: Tensor, gradient: Tensor) -> Tensor:
-    """`arrived` in the type of `gradient`, from which it was made."""
-    if arrived.dtype == gradient.dtype:
-        return arrived
-    return tf.cast(arrived, gradient.dtype)
