@@ -187,7 +187,8 @@ class _Disturbed:
         found: list[psutil.Process] = []
 
         def look() -> bool:
-            with contextlib.suppress(ValueError, psutil.NoSuchProcess):
+            # Its log is made when it is started, and says its process once there is one.
+            with contextlib.suppress(FileNotFoundError, IndexError, ValueError, psutil.NoSuchProcess):
                 if task == LAUNCHER:
                     found.append(psutil.Process(self.process.popen.pid))
                 else:
