@@ -104,11 +104,20 @@ class Learner(Protocol):
     def step(self) -> Tensor:
         """The integer variable that counts steps."""
 
+    @property
+    def computed_with(self) -> Sequence[Tensor]:
+        """The tf.Variables of `gradients_at`; none if the learner reads its own."""
+
     def gradients(self, batch: Batch) -> tuple[Sequence[Tensor], Tensor]:
         """A replica's part of the gradient, in the order of `variables`; and its metrics.
 
         These are float64 [metrics, 2].
         """
+
+    def gradients_at(
+        self, batch: Batch, values: Sequence[Tensor | None]
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """`gradients` at `values` of `computed_with`, read before; None is read here."""
 
     def apply(self, gradients: Sequence[Tensor]) -> Tensor:
         """Changes the variables by summed gradients, then counts the step; returns the count."""

@@ -20,14 +20,23 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from data.graphs import plain
 from strategies.base import Learner, Tensor
+from strategies.packing import carried
 
 _numbers = itertools.count()
+
+
+class Parcel(NamedTuple):
+    """What is on `device` now: gradients, by the index of their variable, and what was beside."""
+
+    device: str
+    gradients: dict[int, Tensor]
+    beside: list[Tensor]
 
 
 class Wire:
@@ -85,16 +94,43 @@ class Wire:
 
     @plain
     def sent_to(self, variables: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Each of `gradients` on the device of its variable, as it arrives there."""
-        arrived = []
-        for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
-            if gradient is None or not self._is_rounded(gradient):
-                arrived.append(gradient)
-                continue
-            sent = self._rounded(gradient, index)
-            with tf.device(variable.device):
-                arrived.append(tf.cast(sent, gradient.dtype))
+        """Each of `gradients` on the device of its variable, as it arrives there.
+
+        Those that travel as rows stay where they are.
+        """
+        arrived = list(gradients)
+        for parcel in self.parcels(variables, gradients):
+            for index, gradient in parcel.gradients.items():
+                arrived[index] = gradient
         return arrived
+
+    @plain
+    def parcels(
+        self,
+        variables: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        beside: Sequence[Tensor] = (),
+        device: str = "",
+    ) -> list["Parcel"]:
+        """The dense ones of `gradients`, as they arrive on each device that has variables.
+
+        With them `beside`, to each device; also to `device`, if that has none.
+        """
+        places: dict[str, list[int]] = {device: []} if device else {}
+        for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
+            if gradient is not None and not isinstance(gradient, tf.IndexedSlices):
+                places.setdefault(variable.device, []).append(index)
+        sent = {i: self._rounded(gradients[i], i) for indices in places.values() for i in indices}
+        parcels = []
+        for place, indices in places.items():
+            arrived = carried([*beside, *(sent[index] for index in indices)], to=place)
+            with tf.device(place):
+                there = {
+                    index: tf.cast(value, gradients[index].dtype)
+                    for index, value in zip(indices, arrived[len(beside) :], strict=True)
+                }
+            parcels.append(Parcel(place, there, arrived[: len(beside)]))
+        return parcels
 
     def _is_rounded(self, gradient: Any) -> bool:
         is_dense = not isinstance(gradient, tf.IndexedSlices)

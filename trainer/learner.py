@@ -117,6 +117,8 @@ class Learner:
         self._options = options = options or Options()
         trained = model.trainable_variables
         self._variables = [variable.value for variable in trained]
+        # What the model computes with.
+        self._read = [v.value for v in (*trained, *model.non_trainable_variables)]
         self._constraints = [variable.constraint for variable in trained]
         paths = [variable.path for variable in trained]
         self._penalised = [False] * len(trained)
@@ -189,6 +191,11 @@ class Learner:
         with drawing(seeds):
             return self.model(inputs, training=training)
 
+    @property
+    def computed_with(self) -> Sequence[Tensor]:
+        """The tf.Variables of `gradients_at`; none where `gradients` is a config file's own."""
+        return self._read if type(self).gradients is Learner.gradients else ()
+
     @plain
     def gradients(self, batch: Any, *, training: bool = True) -> tuple[list[Tensor], Tensor]:
         """This replica's part of the gradient, and the metrics of its share of the batch.
@@ -205,42 +212,73 @@ class Learner:
         Raises:
             ValueError: the loss or a metric does not return one value an example; while tracing.
         """
+        return self._in_parts(batch, training, None)
+
+    @plain
+    def gradients_at(
+        self, batch: Any, values: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], Tensor]:
+        """`gradients` at `values` of `computed_with`, read before; None is read here."""
+        return self._in_parts(batch, True, values)
+
+    def _in_parts(
+        self, batch: Any, training: bool, values: Sequence[Tensor | None] | None
+    ) -> tuple[list[Tensor], Tensor]:
         num_parts = self._options.micro_batches
         if num_parts == 1:
-            return self._gradients(batch, training)
-        gradients, sums = self._gradients(_part(batch, 0, num_parts), training)
+            return self._gradients(batch, training, values)
+        gradients, sums = self._gradients(_part(batch, 0, num_parts), training, values)
         for i in range(1, num_parts):
             part = _part(batch, i, num_parts)
             # One after another: the memory that is saved is that of the activations.
             with tf.control_dependencies([g for g in gradients if g is not None]):
                 part = tf.nest.map_structure(tf.identity, part)
-            more, more_sums = self._gradients(part, training)
+            more, more_sums = self._gradients(part, training, values)
             gradients = [_plus(left, right) for left, right in zip(gradients, more, strict=True)]
             sums += more_sums
         return gradients, sums
 
-    def _gradients(self, batch: Any, training: bool) -> tuple[list[Tensor], Tensor]:
+    def _gradients(
+        self, batch: Any, training: bool, values: Sequence[Tensor | None] | None
+    ) -> tuple[list[Tensor], Tensor]:
         scale = self.loss_scale.read() if self.loss_scale else None
-        if self._compiled is None:
+        if self._compiled is not None:
+            given = values or [None] * len(self._read)
+            whole = [
+                tf.convert_to_tensor(variable) if value is None else value
+                for variable, value in zip(self._read, given, strict=True)
+            ]
+            gradients, sums, changed = self._compiled(batch, training, whole, scale)
+        elif values is not None:
+            gradients, sums, changed = self._compute(batch, training, values, scale)
+        else:
             return self._differentiate(batch, training, self._variables, scale)
-        others = self.model.non_trainable_variables
-        values = [tf.convert_to_tensor(v.value) for v in (*self.model.trainable_variables, *others)]
-        gradients, sums, changed = self._compiled(batch, training, values, scale)
         for index, value in changed.items():
-            others[int(index)].assign(value)
+            self._read[int(index)].assign(value)
         return gradients, sums
 
     def _compute(
-        self, batch: Any, training: bool, values: Sequence[Tensor], scale: Tensor | None
+        self, batch: Any, training: bool, values: Sequence[Tensor | None], scale: Tensor | None
     ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
-        """`_differentiate` at `values` of all variables, which stay; and new ones of others."""
-        trained, others = self.model.trainable_variables, self.model.non_trainable_variables
-        mapping = list(zip([*trained, *others], values, strict=True))
+        """`_differentiate` at `values`, where they are given; and new ones of other variables.
+
+        The variables whose values are given stay as they are.
+        """
+        model = self.model
+        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        mapping = [
+            (variable, value)
+            for variable, value in zip(variables, values, strict=True)
+            if value is not None
+        ]
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
-            before = [scope.get_current_value(other) for other in others]
-            sources = [scope.get_current_value(variable) for variable in trained]
+            before = [scope.get_current_value(variable) for variable in variables]
+            sources = [
+                variable.value if value is None else value
+                for variable, value in zip(model.trainable_variables, values, strict=False)
+            ]
             gradients, sums = self._differentiate(batch, training, sources, scale)
-            after = [scope.get_current_value(other) for other in others]
+            after = [scope.get_current_value(variable) for variable in variables]
         changed = {
             str(index): new
             for index, (old, new) in enumerate(zip(before, after, strict=True))
@@ -288,8 +326,10 @@ class Learner:
         the sum, and lose counts under parameter servers; `update_step` is Keras' public extension
         point for the maths alone.
         """
-        step = tf.convert_to_tensor(self.step)
-        rate = self._rate(step)
+        # Where the counter is: a parameter server then needs nothing of who computed the gradient.
+        with tf.device(self.step.device):
+            step = read_now(self.step)
+            rate = self._rate(step)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         summed = [gradients[index] for index in present]
         is_finite = all_finite(summed) if self.loss_scale else None
@@ -330,7 +370,7 @@ class Learner:
         context = tf.distribute.get_replica_context()
         updated = context.merge_call(update_all, args=tuple(clipped))
         # The count comes after what it counts: who has read it may read the variables.
-        with tf.control_dependencies(tf.nest.flatten(updated)):
+        with tf.control_dependencies(tf.nest.flatten(updated)), tf.device(self.step.device):
             # keras.Variable.assign_add reads, then writes: two workers would lose counts.
             return self.step.assign_add(1)
 
@@ -339,7 +379,9 @@ class Learner:
         self.optimizer.update_step(gradient, variable, rate)
 
     def _rate(self, step: Tensor) -> Tensor:
-        rate = tf.convert_to_tensor(self.optimizer.learning_rate)
+        rate = self.optimizer.learning_rate
+        if isinstance(rate, keras.Variable):
+            rate = read_now(rate.value)
         return rate if self._rate_factor is None else rate * self._rate_factor(step)
 
     def _clip(self, present: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:

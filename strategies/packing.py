@@ -1,0 +1,117 @@
+"""Small tensors that travel between processes as one: each transfer has a price of its own.
+
+    arrived = carried(tensors, to=device)
+    (step,), values = read_together(learner.computed_with, [step], device)
+    gradients, metrics = computed_with(values, step, learner, strategy, batch)
+
+A transfer costs about as much as sending 100 KB, so the weights and biases of a layer, and the few
+numbers that go with them, are sent as the bytes of one tensor.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from data.graphs import plain
+from strategies.base import Learner, Tensor, read_now
+
+# What is larger travels alone: to copy it would cost more than to send it.
+_LARGE_BYTES = 1 << 20
+
+
+@plain
+def carried(tensors: Sequence[Tensor], *, at: str = "", to: str = "") -> list[Tensor]:
+    """`tensors`, which are on device `at`, on device `to`; empty is the one of the graph's caller.
+
+    Shapes must be known, or the tensor travels alone.
+    """
+    together = [index for index, tensor in enumerate(tensors) if is_small(tensor)]
+    if len(together) < 2:
+        together = []
+    arrived = list(tensors)
+    with _on(to):
+        for index, tensor in enumerate(tensors):
+            if index not in together:
+                arrived[index] = tf.identity(tensor)
+    if not together:
+        return arrived
+    with _on(at):
+        parcel = tf.concat([_to_bytes(tensors[index]) for index in together], axis=0)
+    with _on(to):
+        sizes = [_num_bytes(tensors[index]) for index in together]
+        for index, part in zip(together, tf.split(tf.identity(parcel), sizes), strict=True):
+            arrived[index] = _from_bytes(part, tensors[index])
+    return arrived
+
+
+@plain
+def read_together(
+    variables: Sequence[Any], beside: Sequence[Tensor], device: str
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """`beside`, which are on `device`, and the values of `variables`, read after them.
+
+    Both where the graph is called. None for what is too large to be worth it: of a table of
+    embeddings the model may need a few rows.
+    """
+    places = {device: list[int]()}
+    for index, variable in enumerate(variables):
+        if is_small(variable):
+            places.setdefault(variable.device, []).append(index)
+    values: list[Tensor | None] = [None] * len(variables)
+    arrived: list[Tensor] = []
+    for place, indices in places.items():
+        with tf.device(place), tf.control_dependencies(beside):
+            found = [read_now(variables[index]) for index in indices]
+        first = list(beside) if place == device else []
+        found = carried([*first, *found], at=place)
+        arrived += found[: len(first)]
+        for index, value in zip(indices, found[len(first) :], strict=True):
+            values[index] = value
+    return arrived, values
+
+
+@plain
+def computed_with(
+    values: Sequence[Tensor | None], after: Tensor, learner: Learner, strategy: Any, batch: Any
+) -> tuple[Sequence[Tensor], Tensor]:
+    """A worker's gradient and its metrics; `values`, and what is read here, are read after `after`.
+
+    `values` are of `learner.computed_with`; empty if that is.
+    """
+    with tf.control_dependencies([after]):
+        if values:
+            found = strategy.run(learner.gradients_at, args=(batch, values))
+        else:
+            found = strategy.run(learner.gradients, args=(batch,))
+    gradients, sums = found
+    return gradients, sums
+
+
+@contextlib.contextmanager
+def _on(device: str) -> Iterator[None]:
+    if device:
+        with tf.device(device):
+            yield
+    else:
+        yield
+
+
+def is_small(tensor: Any) -> bool:
+    """Whether it pays to send `tensor`, or the value of a variable, together with others."""
+    known = tensor.shape.is_fully_defined() and tensor.dtype not in (tf.string, tf.bool)
+    return bool(known and _num_bytes(tensor) < _LARGE_BYTES)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return int(tensor.shape.num_elements()) * int(tensor.dtype.size)
+
+
+def _to_bytes(tensor: Tensor) -> Tensor:
+    return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
+
+
+def _from_bytes(part: Tensor, like: Tensor) -> Tensor:
+    cut = [-1] if like.dtype.size == 1 else [-1, like.dtype.size]
+    return tf.reshape(tf.bitcast(tf.reshape(part, cut), like.dtype), like.shape)

@@ -1,0 +1,640 @@
+"""The graphs of synchronous parameter servers: what workers run, and what combines their gradients.
+
+    rounds = Rounds(learner, source, strategy, wire, lanes=lanes, num_slots=3)
+    rounds.shift                                # a closure for each worker
+    state, sums, counts = rounds.conduct(...)   # meanwhile, on the parameter servers
+
+No Python and no chief takes part in a round. A worker's closure is a *shift*: it takes *orders*
+from the queue of its *slot*, one after the other, and each is a share to compute. The *conductor*,
+a loop on the parameter server that counts the steps, gives the orders:
+
+| who | does |
+| --- | --- |
+| conductor | gives an order to each slot that waits |
+| shift | reads the variables; writes its gradient to its slot of the staging area, then a tag |
+| conductor | takes the first n that are timely; applies their sum, in the order of the shares |
+| conductor | gives the shares of gradients that came too late out again |
+
+The staging area is a variable on the ps, [slots, ...], beside each trainable one; the tags of a
+slot, one on each ps, are (attempt, step). An order carries the step, and comes before the variables
+are read: what is computed on variables of two steps is tagged with the older one, and dropped. A
+worker that dies between two of its variables leaves no tag, so nothing of it is ever summed. And
+one that was given up but still writes has changed a tag, so the round notices, and does that share
+again.
+
+A shift ends with an order that is its *last*, so that closures of evaluation find idle workers. If
+the worker dies, the coordinator gives the shift to another one or waits for it to come back; the
+shift begins with a message, and the conductor gives it the share again that was lost.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from data.graphs import plain
+from strategies.base import Learner, Tensor
+from strategies.packing import computed_with, read_together
+from strategies.wire import Parcel, Wire
+
+# Columns of what the conductor knows of a slot, int64 [slots, 6].
+SHARE = 0  # The number of the share it was given, or NOBODYS.
+ATTEMPT = 1  # The number of that order.
+IS_SERVED = 2  # Whether a shift takes its orders.
+LAST = 3  # Whether that order is the shift's last: GOES_ON or why.
+IS_HELD = 4  # Whether the gradient is there, and waits for the others.
+IS_OLD = 5  # Whether its shift began in an earlier call, and knows of no batches after that.
+NUM_COLUMNS = 6
+
+NOBODYS = -1
+
+# Whether an order is the last of its shift: no; to let others have the worker; with the last round.
+GOES_ON, GIVES_WAY, IS_FINAL = range(3)
+
+# The attempt of an order that is none, and only ends a shift.
+_END = -2
+_ENDING = (_END, NOBODYS, GIVES_WAY, NOBODYS)
+
+# Kinds of messages to the conductor, int64 [5]: (kind, slot, attempt, worker, step).
+_DONE = 0
+_BEGUN = 1
+_NUDGE = 2
+_STOP = 3
+_NOTHING = 4
+
+# Columns of what is counted of each worker, int64 [workers, 4].
+FINISHED, EXAMPLES, DROPPED, REPEATED = range(4)
+
+
+class Rounds:
+    """The graphs, and the queues and staging area that they meet at."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        source: Any,
+        strategy: Any,
+        wire: Wire,
+        *,
+        lanes: Sequence[range],
+        num_slots: int,
+    ) -> None:
+        """`lanes` are those of each share of a batch of `source`; there are `num_slots` workers."""
+        self._learner = learner
+        self._source = source
+        self._strategy = strategy
+        self._wire = wire
+        self._lanes = lanes
+        self._num_slots = num_slots
+        self._home = learner.step.device
+        self._run_id = f"{os.getpid()}-{time.time_ns()}"
+        self._sums_shape = (len(learner.metric_names), 2)
+        self._ticket_spec = [source.ticket_spec(lanes=share) for share in lanes]
+        self._make_staging()
+        self._make_queues()
+        self.shift = self._make_shift()
+        self.conduct = self._make_conduct()
+
+    def ticket(self, first_batch: int, num_batches: int) -> npt.NDArray[np.object_]:
+        """What shifts need to read these batches, of one window: bytes [shares, parts]."""
+        return np.array(
+            [
+                [
+                    tf.io.serialize_tensor(part).numpy()
+                    for _, part in sorted(
+                        self._source.ticket(first_batch, num_batches, share).items()
+                    )
+                ]
+                for share in self._lanes
+            ],
+            object,
+        )
+
+    def begin(self, slot: int, starts: Tensor, tickets: Tensor) -> tuple[Any, ...]:
+        """The arguments of `shift` for `slot`.
+
+        `tickets`, string [windows, shares, parts], begin at the batches `starts`, int64 [windows].
+        """
+        return self._orders[slot], tf.constant(slot, tf.int64), starts, tickets
+
+    def end(self, slot: int) -> None:
+        """Ends the shift of `slot` when it has done what it was ordered before."""
+        with tf.device(self._home):
+            order = tf.constant(_ENDING, tf.int64)
+            tf.raw_ops.QueueEnqueueV2(handle=self._orders[slot], components=[order])
+
+    def forget_orders(self, slot: int) -> None:
+        """Takes back what no shift of `slot` has taken."""
+        with tf.device(self._home):
+            queue = self._orders[slot]
+            for _ in range(int(tf.raw_ops.QueueSizeV2(handle=queue).numpy())):
+                tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.int64])
+
+    def nudge(self) -> None:
+        """From now on each order is the last of its shift, and shifts that wait end.
+
+        So that a worker which is there can take the shift of one that is not.
+        """
+        self._tell(_NUDGE)
+
+    def stop(self) -> None:
+        """Ends `conduct`, wherever it is."""
+        self._tell(_STOP)
+
+    def _tell(self, kind: int) -> None:
+        # As many as are waited for at most.
+        kinds = [kind] + [_NOTHING] * (len(self._lanes) - 1)
+        with tf.device(self._home):
+            messages = tf.constant([[kind, 0, 0, 0, 0] for kind in kinds], tf.int64)
+            sums = tf.zeros([len(kinds), *self._sums_shape], tf.float64)
+            tf.raw_ops.QueueEnqueueManyV2(handle=self._messages, components=[messages, sums])
+
+    def _make_staging(self) -> None:
+        """A slot for each gradient of each variable, beside it, and the tags of each ps."""
+        extended = self._strategy.extended
+        self._staging = []
+        self._tags: dict[str, Any] = {}
+        with self._strategy.scope():
+            for variable in (self._learner.step, *self._learner.variables):
+                with extended.colocate_vars_with(variable):
+                    if variable.device not in self._tags:
+                        none = -tf.ones([self._num_slots, 2], tf.int64)
+                        self._tags[variable.device] = tf.Variable(none, trainable=False)
+                    if variable is not self._learner.step:
+                        zeros = tf.zeros([self._num_slots, *variable.shape], variable.dtype)
+                        self._staging.append(tf.Variable(zeros, trainable=False))
+
+    def _make_queues(self) -> None:
+        """A queue of orders for each slot, and one of messages."""
+        with tf.device(self._home):
+            self._orders = [
+                tf.raw_ops.FIFOQueueV2(
+                    component_types=[tf.int64],
+                    shapes=[[4]],
+                    shared_name=f"orders-{self._run_id}-{slot}",
+                )
+                for slot in range(self._num_slots)
+            ]
+            self._messages = tf.raw_ops.FIFOQueueV2(
+                component_types=[tf.int64, tf.float64],
+                shapes=[[5], self._sums_shape],
+                shared_name=f"messages-{self._run_id}",
+            )
+
+    def _make_shift(self) -> Any:
+        num_parts = len(self._ticket_spec[0])
+
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([], tf.resource),
+                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([None], tf.int64),
+                tf.TensorSpec([None, len(self._lanes), num_parts], tf.string),
+            ],
+            autograph=False,
+        )
+        def shift(orders: Tensor, slot: Tensor, starts: Tensor, tickets: Tensor) -> Tensor:
+            """Until the last order; returns its last flag."""
+            # Here, and not in the loop: in inner graphs it cannot be had.
+            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            worker = tf.cast(worker, tf.int64)
+            with tf.device(self._home):
+                begun = tf.raw_ops.QueueEnqueueV2(
+                    handle=self._messages,
+                    components=[
+                        tf.stack([_BEGUN, slot, 0, worker, 0]),
+                        tf.zeros(self._sums_shape, tf.float64),
+                    ],
+                )
+            with tf.control_dependencies([begun]):
+                go_on = tf.zeros([], tf.int64)
+            return tf.while_loop(
+                lambda last: tf.equal(last, 0),
+                lambda _: (self._do_share(orders, slot, starts, tickets, worker),),
+                (go_on,),
+                parallel_iterations=1,
+            )[0]
+
+        return shift
+
+    def _do_share(
+        self, orders: Tensor, slot: Tensor, starts: Tensor, tickets: Tensor, worker: Tensor
+    ) -> Tensor:
+        """Waits for an order, and stages the gradient of its share; returns whether it is last."""
+        learner = self._learner
+        with tf.device(self._home):
+            (order,) = tf.raw_ops.QueueDequeueV2(handle=orders, component_types=[tf.int64])
+            order = tf.ensure_shape(order, [4])
+        (order,), values = read_together(learner.computed_with, [order], self._home)
+        attempt, number, last, step = tf.unstack(order)
+        # One that only ends the shift computes what there is, for nobody.
+        number = tf.where(attempt < 0, starts[0] * len(self._lanes), number)
+        batch = self._batch(number, starts, tickets)
+        gradients, sums = computed_with(values, order, learner, self._strategy, batch)
+        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+        message = tf.stack([_DONE, slot, attempt, worker, step])
+        parcels = self._wire.parcels(learner.variables, dense, [message, sums], self._home)
+        staged = [self._stage(parcel) for parcel in parcels]
+        (home,) = (parcel for parcel in parcels if parcel.device == self._home)
+        with tf.device(self._home), tf.control_dependencies(staged):
+            tf.raw_ops.QueueEnqueueV2(handle=self._messages, components=home.beside)
+        return last
+
+    def _stage(self, parcel: Parcel) -> Tensor:
+        """Writes gradients to a slot, with no tag while they are not whole, and the tag after.
+
+        Of an order that was none nothing is written. Returns something that comes after all.
+        """
+        tags = self._tags[parcel.device]
+        message, _ = parcel.beside
+
+        def write() -> Tensor:
+            _, slot, attempt, _, step = tf.unstack(message)
+            with tf.control_dependencies(list(parcel.gradients.values())):
+                torn = _write(tags, slot, tf.constant([-1, -1], tf.int64))
+            with tf.control_dependencies([torn]):
+                written = [
+                    _write(self._staging[index], slot, gradient)
+                    for index, gradient in parcel.gradients.items()
+                ]
+            with tf.control_dependencies(written):
+                tagged = _write(tags, slot, tf.stack([attempt, step]))
+            with tf.control_dependencies([tagged]):
+                return tf.identity(slot)
+
+        with tf.device(parcel.device):
+            return tf.cond(message[2] >= 0, write, lambda: tf.identity(message[1]))
+
+    def _batch(self, number: Tensor, starts: Tensor, tickets: Tensor) -> Any:
+        """The examples of share `number`, parsed."""
+        batch, index = number // len(self._lanes), number % len(self._lanes)
+
+        def row_of(*names: str) -> tuple[Tensor, list[Tensor]]:
+            """Which batch of its window it is, and these parts of the window's ticket."""
+            window = tf.searchsorted(starts, [batch], side="right", out_type=tf.int64)[0] - 1
+            parts = dict(zip(specs, tf.unstack(tickets[window, index]), strict=True))
+            decoded = [tf.io.parse_tensor(parts[name], specs[name].dtype) for name in names]
+            for part, name in zip(decoded, names, strict=True):
+                part.set_shape([None] * specs[name].shape.rank)
+            return batch - starts[window], decoded
+
+        def read() -> Tensor:
+            row, parts = row_of(*specs)
+            ticket = dict(zip(specs, parts, strict=True))
+            return self._source.read_ticket({**ticket, "gather": ticket["gather"][row:]})
+
+        specs = dict(sorted(self._ticket_spec[0].items()))
+        records = self._kept_or_read(read, batch, index)
+        extras = {}
+        if "seeds" in specs:
+            row, (seeds,) = row_of("seeds")
+            extras["seeds"] = tf.ensure_shape(seeds[row], [records.shape[0], 2])
+        return self._source.parse_records(records, extras)
+
+    def _kept_or_read(self, read: Callable[[], Tensor], batch: Tensor, index: Tensor) -> Tensor:
+        """The records of share `index`, string [n]: kept by this worker, or read now.
+
+        Reading means the rest of the window, as its batches are spread over the same chunks. What
+        is not needed now is kept for the batches to come, in a table of the worker's own: at most
+        two windows for each share of a batch.
+        """
+        sizes = [int(spec["gather"].shape[1]) for spec in self._ticket_spec]
+        most = max(sizes)
+        ring = 2 * self._source.order.window_batches
+        # Found again by its name: it lives as long as the worker, and one that is back has none.
+        table = tf.raw_ops.MutableHashTableOfTensorsV2(
+            key_dtype=tf.int64,
+            value_dtype=tf.string,
+            value_shape=[1 + most],
+            shared_name=f"records-{self._run_id}",
+        )
+
+        def place(batches: Tensor) -> Tensor:
+            return index * ring + batches % ring
+
+        kept = tf.raw_ops.LookupTableFindV2(
+            table_handle=table, keys=[place(batch)], default_value=tf.fill([1 + most], "")
+        )[0]
+
+        def keep() -> Tensor:
+            records = read()
+            batches = batch + tf.range(tf.shape(records, tf.int64)[0])
+            columns = [tf.strings.as_string(batches)[:, tf.newaxis], records]
+            padding = tf.fill([tf.size(batches), most - tf.shape(records)[1]], "")
+            values = tf.ensure_shape(tf.concat([*columns, padding], axis=1), [None, 1 + most])
+            tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=place(batches), values=values)
+            return values[0]
+
+        is_kept = tf.equal(kept[0], tf.strings.as_string(batch))
+        records = tf.ensure_shape(tf.cond(is_kept, lambda: kept, keep), [1 + most])[1:]
+        # Shares of a batch that cannot be divided evenly differ by a lane.
+        return records if min(sizes) == most else records[: tf.gather(sizes, index)]
+
+    def _make_conduct(self) -> Any:
+        num_shares, num_workers = len(self._lanes), self._num_slots
+        rows = self._source.order.batch_size // self._source.order.lanes
+        examples = tf.constant([len(share) * rows for share in self._lanes], tf.int64)
+
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([4], tf.int64),
+                tf.TensorSpec([self._num_slots, NUM_COLUMNS], tf.int64),
+                tf.TensorSpec([None], tf.int64),
+            ]
+        )
+        def conduct(
+            numbers: Tensor, slots: Tensor, returned: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+            """Some rounds.
+
+            Args:
+                numbers: How many rounds; whether each order is the last of its shift; the next
+                    share; the next attempt.
+                slots: What is known of each.
+                returned: Shares to give out again.
+
+            Returns:
+                `numbers`, `slots`, `returned` as they are then; metrics; counts of each worker.
+            """
+            with tf.device(self._home):
+                rounds, ends_shifts, fresh, attempt = tf.unstack(tf.identity(numbers))
+                slots, returned = tf.identity(slots), tf.identity(returned)
+                step = tf.cast(_read(self._learner.step), tf.int64)
+                sums = tf.zeros(self._sums_shape, tf.float64)
+                held = tf.zeros([self._num_slots, *self._sums_shape], tf.float64)
+                counts = tf.zeros([num_workers, 4], tf.int64)
+                workers = tf.zeros([self._num_slots], tf.int64)
+                # A row that was held, as it is when its gradient was applied.
+                not_held = tf.one_hot([SHARE, IS_HELD], NUM_COLUMNS, 0, 1, dtype=tf.int64)
+                not_held = tf.reduce_prod(not_held, axis=0)
+                is_free = NOBODYS * tf.one_hot(SHARE, NUM_COLUMNS, dtype=tf.int64)
+                num_done = tf.constant(0, tf.int64)
+                is_stopped = tf.constant(False)
+                while not is_stopped and num_done < rounds:
+                    tf.autograph.experimental.set_loop_options(
+                        parallel_iterations=1, shape_invariants=[(returned, tf.TensorShape([None]))]
+                    )
+                    is_final = tf.cast(num_done + 1 == rounds, tf.int64)
+                    last = tf.maximum(ends_shifts, IS_FINAL * is_final)
+                    slots, returned, fresh, attempt = self._order_all(
+                        slots, returned, fresh, attempt, last, step
+                    )
+                    num_held = tf.constant(0, tf.int64)
+                    while not is_stopped and num_held < num_shares:
+                        tf.autograph.experimental.set_loop_options(
+                            parallel_iterations=1,
+                            shape_invariants=[(returned, tf.TensorShape([None]))],
+                        )
+                        # As many will come: each slot that holds none owes at least one. But a
+                        # worker that stands in for another one can owe one at a time.
+                        num_due = num_shares - num_held
+                        num_due = tf.where(ends_shifts > 0, tf.ones_like(num_due), num_due)
+                        messages, more = tf.raw_ops.QueueDequeueManyV2(
+                            handle=self._messages,
+                            n=tf.cast(num_due, tf.int32),
+                            component_types=[tf.int64, tf.float64],
+                        )
+                        messages = tf.ensure_shape(messages, [None, 5])
+                        kinds, senders, numbers, by, tags = tf.unstack(messages, axis=1)
+                        rows = tf.gather(slots, senders)
+                        is_timely = (kinds == _DONE) & (rows[:, SHARE] >= 0)
+                        is_timely &= (rows[:, ATTEMPT] == numbers) & (rows[:, IS_HELD] == 0)
+                        is_timely &= (tags == step) & (rows[:, LAST] == GOES_ON)
+                        if tf.reduce_all(is_timely):
+                            # Nothing but what each round brings.
+                            columns = tf.stack(
+                                [
+                                    senders,
+                                    tf.fill(tf.shape(senders), tf.constant(IS_HELD, tf.int64)),
+                                ],
+                                1,
+                            )
+                            ones = tf.ones_like(senders)
+                            slots = tf.tensor_scatter_nd_update(slots, columns, ones)
+                            held = tf.tensor_scatter_nd_update(held, senders[:, tf.newaxis], more)
+                            workers = tf.tensor_scatter_nd_update(
+                                workers, senders[:, tf.newaxis], by
+                            )
+                            num_held = num_shares + 0 * num_held
+                        else:
+                            for i in tf.range(tf.shape(messages)[0]):
+                                tf.autograph.experimental.set_loop_options(
+                                    parallel_iterations=1,
+                                    shape_invariants=[(returned, tf.TensorShape([None]))],
+                                )
+                                kind, slot, number, worker, tag = tf.unstack(messages[i])
+                                row = slots[slot]
+                                gives, takes_returned = False, True
+                                if kind == _DONE:
+                                    if number == _END:
+                                        slots = _end_shift(slots, slot)
+                                    elif (
+                                        row[SHARE] >= 0
+                                        and row[ATTEMPT] == number
+                                        and row[IS_HELD] == 0
+                                    ):
+                                        if row[LAST] != GOES_ON:
+                                            slots = _end_shift(slots, slot)
+                                        workers = _put(workers, slot, worker)
+                                        if tag == step:
+                                            slots = _set(slots, slot, IS_HELD, 1)
+                                            held = _put(held, slot, more[i])
+                                            num_held += 1
+                                        else:
+                                            counts = _count(counts, worker, DROPPED, 1)
+                                            returned = tf.concat([returned, [row[SHARE]]], 0)
+                                            slots = _set(slots, slot, SHARE, NOBODYS)
+                                            # It would be late with it for ever.
+                                            gives, takes_returned = row[LAST] == GOES_ON, False
+                                elif kind == _BEGUN:
+                                    slots = _set(slots, slot, IS_SERVED, 1)
+                                    if row[IS_HELD] == 0:
+                                        if row[SHARE] < 0:
+                                            gives = True
+                                        elif self._num_orders(slot) == 0:
+                                            # The order was taken by one that is no more.
+                                            order = tf.stack([attempt, row[SHARE], last, step])
+                                            slots = self._give(slots, slot, order)
+                                            attempt += 1
+                                elif kind == _NUDGE:
+                                    ends_shifts = tf.constant(GIVES_WAY, tf.int64)
+                                    last = tf.maximum(last, ends_shifts)
+                                    for index in range(self._num_slots):
+                                        self._enqueue(index, tf.constant(_ENDING, tf.int64))
+                                elif kind == _STOP:
+                                    is_stopped = True
+                                if gives:
+                                    if takes_returned and tf.size(returned) > 0:
+                                        share = returned[0]
+                                        returned = returned[1:]
+                                    else:
+                                        share = fresh
+                                        fresh += 1
+                                    order = tf.stack([attempt, share, last, step])
+                                    slots = self._give(slots, slot, order)
+                                    attempt += 1
+                    if not is_stopped:
+                        # In the order of their shares, whoever computed them.
+                        places = tf.where(slots[:, IS_HELD] > 0)[:, 0]
+                        places = tf.ensure_shape(places, [num_shares])
+                        places = tf.gather(places, tf.argsort(tf.gather(slots[:, SHARE], places)))
+                        rows = tf.gather(slots, places)
+                        shares = rows[:, SHARE]
+                        whole, step = self._apply(places, rows[:, ATTEMPT], step)
+                        by = tf.gather(workers, places)
+                        if whole:
+                            num_done += 1
+                            for of_share in tf.unstack(tf.gather(held, places)):
+                                sums += of_share
+                            sizes = tf.gather(examples, shares % num_shares)
+                            counts = _count(counts, by, FINISHED, tf.ones_like(by))
+                            counts = _count(counts, by, EXAMPLES, sizes)
+                        else:
+                            returned = tf.concat([returned, shares], 0)
+                            counts = _count(counts, by, REPEATED, tf.ones_like(by))
+                        is_held = slots[:, IS_HELD : IS_HELD + 1] > 0
+                        slots = tf.where(is_held, slots * not_held + is_free, slots)
+                return (
+                    tf.stack([num_done, ends_shifts, fresh, attempt]),
+                    slots,
+                    returned,
+                    sums,
+                    counts,
+                )
+
+        return conduct
+
+    @plain
+    def _order_all(
+        self,
+        slots: Tensor,
+        returned: Tensor,
+        fresh: Tensor,
+        attempt: Tensor,
+        last: Tensor,
+        step: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """An order for each slot that waits: returned shares first."""
+        waits = tf.logical_and(slots[:, SHARE] < 0, slots[:, IS_SERVED] > 0)
+        rank = tf.cumsum(tf.cast(waits, tf.int64), exclusive=True)
+        new = fresh + tf.range(self._num_slots, dtype=tf.int64)
+        shares = tf.gather(tf.concat([returned, new], axis=0), rank)
+        lasts = tf.maximum(last, slots[:, IS_OLD])
+        steps = tf.fill(tf.shape(rank), step)
+        orders = tf.stack([attempt + rank, shares, lasts, steps], axis=1)
+
+        def give_each() -> Tensor:
+            for slot in range(self._num_slots):
+                tf.cond(
+                    waits[slot],
+                    lambda slot=slot: self._enqueue(slot, orders[slot]),
+                    lambda: tf.constant(True),
+                )
+            return tf.constant(True)
+
+        def give_all() -> Tensor:
+            for slot, order in enumerate(tf.unstack(orders)):
+                self._enqueue(slot, order)
+            return tf.constant(True)
+
+        tf.cond(tf.reduce_all(waits), give_all, give_each)
+        columns = [shares, attempt + rank, slots[:, IS_SERVED], lasts, 0 * rank, slots[:, IS_OLD]]
+        slots = tf.where(waits[:, tf.newaxis], tf.stack(columns, axis=1), slots)
+        num_given = tf.reduce_sum(tf.cast(waits, tf.int64))
+        num_returned = tf.minimum(num_given, tf.size(returned, tf.int64))
+        return slots, returned[num_returned:], fresh + num_given - num_returned, attempt + num_given
+
+    @plain
+    def _give(self, slots: Tensor, slot: Tensor, order: Tensor) -> Tensor:
+        """Gives `order` to `slot`; returns what is known of the slots then.
+
+        A shift that does not know what comes after this call of `conduct` ends with it.
+        """
+        attempt, share, last, step = tf.unstack(order)
+        last = tf.maximum(last, slots[slot, IS_OLD])
+        order = tf.stack([attempt, share, last, step])
+        branches = [
+            lambda index=index: self._enqueue(index, order) for index in range(self._num_slots)
+        ]
+        tf.switch_case(tf.cast(slot, tf.int32), branches)
+        given = tf.stack([share, attempt, slots[slot, IS_SERVED], last, 0, slots[slot, IS_OLD]])
+        return _put(slots, slot, given)
+
+    def _enqueue(self, slot: int, order: Tensor) -> Tensor:
+        given = tf.raw_ops.QueueEnqueueV2(handle=self._orders[slot], components=[order])
+        with tf.control_dependencies([given]):
+            return tf.constant(True)
+
+    @plain
+    def _num_orders(self, slot: Tensor) -> Tensor:
+        branches = [
+            lambda slot=index: tf.raw_ops.QueueSizeV2(handle=self._orders[slot])
+            for index in range(self._num_slots)
+        ]
+        return tf.switch_case(tf.cast(slot, tf.int32), branches)
+
+    @plain
+    def _apply(self, places: Tensor, attempts: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Applies the sum of these slots; False, and nothing, if one was written to meanwhile.
+
+        Returns the step after that, too.
+        """
+        expected = tf.stack([attempts, tf.fill(tf.shape(attempts), step)], axis=1)
+        summed = []
+        read: dict[str, list[Tensor]] = {device: [] for device in self._tags}
+        for stage in self._staging:
+            with tf.device(stage.device):
+                rows = tf.unstack(stage.sparse_read(places))
+                total = rows[0]
+                for row in rows[1:]:
+                    total += row
+                summed.append(total)
+                read[stage.device].append(total)
+        are_right = []
+        for device, tags in self._tags.items():
+            # After the rows were read: whoever wrote to one before has changed its tag.
+            with tf.device(device), tf.control_dependencies(read[device]):
+                are_right.append(tf.reduce_all(tf.equal(tags.sparse_read(places), expected)))
+        whole = tf.reduce_all(tf.stack(are_right))
+
+        def apply() -> Tensor:
+            after = self._strategy.run(self._learner.apply, args=(summed,))
+            return tf.cast(after, tf.int64)
+
+        return whole, tf.cond(whole, apply, lambda: step)
+
+
+def _write(variable: Any, slot: Tensor, row: Tensor) -> Tensor:
+    return tf.raw_ops.ResourceScatterNdUpdate(ref=variable.handle, indices=[[slot]], updates=[row])
+
+
+def _read(variable: Any) -> Tensor:
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+@plain
+def _put(rows: Tensor, index: Tensor, row: Tensor) -> Tensor:
+    return tf.tensor_scatter_nd_update(rows, [[index]], [row])
+
+
+@plain
+def _set(rows: Tensor, index: Tensor, column: int, value: Any) -> Tensor:
+    return tf.tensor_scatter_nd_update(rows, [[index, column]], [tf.cast(value, rows.dtype)])
+
+
+@plain
+def _end_shift(slots: Tensor, slot: Tensor) -> Tensor:
+    return _set(_set(slots, slot, IS_SERVED, 0), slot, IS_OLD, 0)
+
+
+@plain
+def _count(counts: Tensor, worker: Tensor, column: int, number: Any) -> Tensor:
+    """`counts` with `number` more in `column`, of a worker or of several."""
+    workers = tf.reshape(worker, [-1])
+    indices = tf.stack([workers, tf.fill(tf.shape(workers), tf.constant(column, tf.int64))], axis=1)
+    numbers = tf.reshape(tf.cast(number, tf.int64), [-1])
+    return tf.tensor_scatter_nd_add(counts, indices, numbers)
