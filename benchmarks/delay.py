@@ -44,4 +44,9 @@ def this_worker() -> Tensor | None:
     """The index of the ps worker that will run the graph that is made; None where it is none's."""
     if not isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy):
         return None
-    return tf.distribute.coordinator.experimental_get_current_worker_index()
+    # In a loop or a branch it cannot be had, but what is in the graph around it can be used.
+    graph = tf.zeros([]).graph
+    while (outer := getattr(graph, "outer_graph", None)) is not None and outer.building_function:
+        graph = outer
+    with graph.as_default():
+        return tf.distribute.coordinator.experimental_get_current_worker_index()

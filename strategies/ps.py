@@ -33,6 +33,7 @@ from strategies.base import (
 )
 from strategies.cluster import Cluster, Task
 from strategies.counts import Counts, added, with_shares
+from strategies.packing import computed_with, read_together
 from strategies.peers import (
     SilentPeerError,
     UnknownHostError,
@@ -401,10 +402,7 @@ class ParameterServerExecutor(Executor):
         Staleness is what the counter says at the application, less what it said before the
         variables were read: steps of others that this gradient does not know of.
         """
-        learner, strategy = self._learner, self.strategy
-        before = read_now(learner.step)
-        with tf.control_dependencies([before]):
-            gradients, sums = strategy.run(learner.gradients, args=(batch,))
+        before, gradients, sums = self._compute(batch)
         return sums, tf.cast(self._apply_and_count(gradients, worker) - 1 - before, tf.int64)
 
     def _bounded_step(self, batch: Any, worker: Tensor) -> tuple[Tensor, Tensor]:
@@ -413,17 +411,23 @@ class ParameterServerExecutor(Executor):
         Steps that others apply between the look at the counter and the application are not seen,
         so what is applied may be older by as many as there are other workers.
         """
-        learner, strategy = self._learner, self.strategy
-        before = read_now(learner.step)
-        with tf.control_dependencies([before]):
-            gradients, sums = strategy.run(learner.gradients, args=(batch,))
+        before, gradients, sums = self._compute(batch)
         with tf.control_dependencies([g for g in gradients if g is not None]):
-            age = read_now(learner.step) - before
+            age = read_now(self._learner.step) - before
         if age > self._max_staleness:
             sums, age = tf.zeros_like(sums), tf.constant(_DROPPED, age.dtype)
         else:
             age = self._apply_and_count(gradients, worker) - 1 - before
         return sums, tf.cast(age, tf.int64)
+
+    def _compute(self, batch: Any) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+        """What the counter says; a gradient of variables read after it, and its metrics."""
+        learner = self._learner
+        home = learner.step.device
+        with tf.device(home):
+            before = read_now(learner.step)
+        (before,), values = read_together(learner.computed_with, [before], home)
+        return before, *computed_with(values, before, learner, self.strategy, batch)
 
     def _apply_and_count(self, gradients: Sequence[Tensor], worker: Tensor) -> Tensor:
         """Applies `gradients`, and counts them as those of `worker`; returns the step after."""

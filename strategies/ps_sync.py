@@ -6,79 +6,53 @@ With fewer gradients to a step than workers, the others are backups (Chen et al.
 Distributed Synchronous SGD", 2016): a step does not wait for the slowest. TensorFlow 1 had this in
 SyncReplicasOptimizer; TensorFlow 2 does not.
 
-A batch is cut into n *shares*, by lanes, as a batch of n replicas is. One round:
-
-| who | does |
-| --- | --- |
-| chief | hands a share to each idle worker, with a *slot* of the staging area |
-| worker | reads the step, then the variables; writes its gradient to the slot, then a tag |
-| chief | takes the first n that are done, sums their slots in order, applies the sum, counts |
-| chief | hands the shares of gradients that came too late out again |
-
-The staging area is a variable on the ps, [slots, ...], beside each trainable one; the tag of a slot
-is (attempt, step). It needs more memory than an accumulator, and buys three things. The sum has one
-order, so a run is repeatable with any number of workers. A worker that dies between two of its
-variables leaves no tag, so nothing of it is ever summed. And one that was given up but still writes
-has changed the tag, so the round notices and does that share again.
+A batch is cut into n *shares*, by lanes, as a batch of n replicas is. Which worker computes which,
+which gradients are in time, and their sum are decided on the parameter servers themselves
+(strategies/ps_rounds.py), for as many rounds as `run` wants; the chief plans what is read, starts
+the workers, looks after the rounds, and keeps what is known between two calls. Gradients are kept
+beside their variables, one for each worker: more memory than an accumulator needs, but their sum
+has one order, so a run is repeatable with any number of workers.
 """
 
-import collections
 import concurrent.futures
-import dataclasses
-import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from data.order import share
-from strategies.base import (
-    Learner,
-    Metrics,
-    Position,
-    Tensor,
-    read_now,
-    refuse_open_shares,
-    to_metrics,
-)
+from strategies.base import Learner, Made, Metrics, Position, refuse_open_shares, to_metrics
 from strategies.cluster import Cluster
 from strategies.counts import Counts
 from strategies.ps import ParameterServerExecutor, losses_explained
+from strategies.ps_rounds import (
+    ATTEMPT,
+    DROPPED,
+    EXAMPLES,
+    FINISHED,
+    GOES_ON,
+    IS_FINAL,
+    IS_OLD,
+    LAST,
+    NOBODYS,
+    NUM_COLUMNS,
+    REPEATED,
+    SHARE,
+    Rounds,
+)
 
+# Without a step for so long, or for four times as long as steps take, workers may be missing.
+_PATIENCE_SECS = 2.0
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Share:
-    """The examples of batch `batch` in lanes [first_lane, last_lane]: what one gradient covers."""
+# Before the first round graphs are made.
+_FIRST_ROUND_SECS = 30.0
 
-    batch: int
-    first_lane: int
-    last_lane: int
-
-    @property
-    def lanes(self) -> range:
-        """The lanes as a range."""
-        return range(self.first_lane, self.last_lane + 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Attempt:
-    """A share in the hands of a worker; its gradient goes to `slot` under the tag `number`."""
-
-    number: int
-    share: Share
-    slot: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Done:
-    """What a worker says when its gradient is staged."""
-
-    attempt: _Attempt
-    worker: str
-    step: int
-    sums: Any
+# How long after a round its shifts may take to end, before they are told to.
+_FAREWELL_SECS = 0.05
 
 
 class SynchronousParameterServerExecutor(ParameterServerExecutor):
@@ -96,11 +70,12 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         super().__init__(strategy, cluster, wire_dtype=wire_dtype)
         self._num_shares = replicas_to_aggregate
         self._num_slots = self.num_replicas
-        self._pool = concurrent.futures.ThreadPoolExecutor(self._num_slots, "gradients")
-        self._in_flight: dict[concurrent.futures.Future[_Done], _Attempt] = {}
-        self._attempts = 0
-        self._worker_examples: collections.Counter[str] = collections.Counter()
-        self._worker_repeated: collections.Counter[str] = collections.Counter()
+        # The shift of each slot whose closure has not ended.
+        self._shifts: dict[int, concurrent.futures.Future[int]] = {}
+        self._next_attempt = 0
+        # Workers that have been seen since some were found missing; None while all are there.
+        self._seen_workers: set[int] | None = None
+        self._worker_counts = np.zeros([self._num_slots, 4], np.int64)
 
     @property
     def replicas_a_step(self) -> int:
@@ -110,10 +85,14 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
     @property
     def position(self) -> Position:
         """See Executor. Shares in flight are not consumed: their gradients will come too late."""
-        items = [*self._returned, *self._waiting]
-        items += (attempt.share for attempt in self._in_flight.values())
-        shares = [(item.batch, item.first_lane, item.last_lane) for item in sorted(items)]
-        return Position(self._next_batch, tuple(shares), self._skipped)
+        next_batch = -(-self._next_share // self._num_shares)
+        numbers = [*self._returned, *range(self._next_share, next_batch * self._num_shares)]
+        numbers += (number for number in self._slots[:, SHARE] if number != NOBODYS)
+        shares = []
+        for number in sorted(map(int, numbers)):
+            batch, index = divmod(number, self._num_shares)
+            shares.append((batch, self._lanes[index][0], self._lanes[index][-1]))
+        return Position(next_batch, tuple(shares), self._skipped)
 
     @property
     def _num_staged(self) -> int:
@@ -125,15 +104,15 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         Gradients were repeated if they were computed on the right variables, but written over
         before they could be summed.
         """
-        counters = {
-            "worker_steps": self._worker_finished,
-            "worker_examples": self._worker_examples,
-            "worker_dropped": self._worker_dropped,
-            "worker_repeated": self._worker_repeated,
+        columns = {
+            "worker_steps": FINISHED,
+            "worker_examples": EXAMPLES,
+            "worker_dropped": DROPPED,
+            "worker_repeated": REPEATED,
         }
         return {
-            name: {worker: counter[worker] for worker in self._workers()}
-            for name, counter in counters.items()
+            name: dict(zip(self._workers(), self._worker_counts[:, column].tolist(), strict=True))
+            for name, column in columns.items()
         }
 
     def start(
@@ -148,25 +127,33 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         lanes = source.order.lanes
         self._lanes = [share(lanes, i, self._num_shares) for i in range(self._num_shares)]
         self._seek(position)
-        self._tickets: dict[range, tuple[int, int, Any]] = {}
-        with self.strategy.scope():
-            self._staging = [self._stage_for(variable) for variable in learner.variables]
-            self._tags = tf.Variable(-tf.ones([self._num_slots, 2], tf.int64), trainable=False)
-        self._compute = self._make_computes()
-        self._apply = self._make_apply()
+        self._rounds = self._make_rounds()
+
+    def _make_rounds(self) -> Rounds:
+        self._tickets: dict[int, tuple[int, int, Any]] = {}
+        self._secs_per_round = _FIRST_ROUND_SECS
+        return Rounds(
+            self._learner,
+            self._source,
+            self.strategy,
+            self._wire,
+            lanes=self._lanes,
+            num_slots=self._num_slots,
+        )
 
     def _forget(self) -> None:
         """See Executor."""
         if self._wire.rounds:
             self._wire.forget()
-            self._compute = self._make_computes()
+            self._rounds = self._make_rounds()
 
     def _settle(self) -> None:
         """See Executor. What comes after the step counter was set back would pass for timely."""
+        self._end_shifts()
         with losses_explained():
-            for future in concurrent.futures.as_completed(self._in_flight):
-                future.result()
-        self._in_flight.clear()
+            for shift in self._shifts.values():
+                shift.result()
+        self._shifts.clear()
 
     def _seek(self, position: Position) -> None:
         """See Executor."""
@@ -175,217 +162,180 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         ):
             refuse_open_shares(position, self._source.order)
         self._begin_at(position)
-        for counted in (self._worker_examples, self._worker_repeated):
-            counted.clear()
-        self._waiting = collections.deque[Share]()
-        self._returned = collections.deque(Share(*item) for item in position.open_shares)
-        self._current_step = self._first_step
+        self._worker_counts[:] = 0
+        self._slots = np.zeros([self._num_slots, NUM_COLUMNS], np.int64)
+        self._slots[:, [SHARE, ATTEMPT]] = NOBODYS
+        self._next_share = position.next_batch * self._num_shares
+        self._returned = [
+            batch * self._num_shares + self._lanes.index(range(first, last + 1))
+            for batch, first, last in position.open_shares
+        ]
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         """See Executor. Exactly `num_steps`."""
         started = time.monotonic()
-        sums = np.zeros([len(self._learner.metric_names), 2])
-        last = self._current_step + num_steps
-        while self._current_step < last:
-            accepted = self._gather_gradients()
-            if self._apply_gradients(accepted):
-                sums += sum(done.sums for done in accepted)
-        self._stopping = self._stop_requested
-        return to_metrics(self._learner.metric_names, sums), time.monotonic() - started
-
-    def _gather_gradients(self) -> list[_Done]:
-        """The first n gradients computed on the current variables, in the order of their shares."""
-        accepted: list[_Done] = []
-        while len(accepted) < self._num_shares:
-            self._hand_out(accepted)
-            finished, _ = concurrent.futures.wait(
-                self._in_flight, return_when=concurrent.futures.FIRST_COMPLETED
-            )
-            for future in finished:
-                attempt = self._in_flight.pop(future)
-                with losses_explained():
-                    done = future.result()
-                if done.step == self._current_step and len(accepted) < self._num_shares:
-                    accepted.append(done)
-                else:
-                    self._worker_dropped[done.worker] += 1
-                    self._returned.append(attempt.share)
-        return sorted(accepted, key=lambda done: done.attempt.share)
-
-    def _apply_gradients(self, accepted: Sequence[_Done]) -> bool:
-        """Applies the sum; False, with all shares returned, if a slot was written to meanwhile."""
-        slots = tf.constant([done.attempt.slot for done in accepted], tf.int64)
-        tags = tf.constant([[done.attempt.number, done.step] for done in accepted], tf.int64)
+        starts, tickets = self._plan(num_steps)
         with losses_explained():
-            applied = bool(self._apply(slots, tags).numpy())
-        rows = self._source.order.batch_size // self._source.order.lanes
-        for done in accepted:
-            if applied:
-                self._worker_finished[done.worker] += 1
-                self._worker_examples[done.worker] += len(done.attempt.share.lanes) * rows
-            else:
-                self._worker_repeated[done.worker] += 1
-                self._returned.append(done.attempt.share)
-        self._current_step += applied
-        return applied
+            self._part_with_old_shifts()
+        conductor = _in_background(self._conduct, num_steps)
+        try:
+            self._keep_shifts(conductor, starts, tickets)
+        except BaseException:
+            if not conductor.done():
+                self._rounds.stop()
+            raise
+        with losses_explained():
+            sums = conductor.result()
+        seconds = time.monotonic() - started
+        self._secs_per_round = seconds / num_steps
+        self._stopping = self._stop_requested
+        return to_metrics(self._learner.metric_names, sums), seconds
 
-    def _hand_out(self, accepted: Sequence[_Done]) -> None:
-        """Gives every idle worker a share. One whose gradient was accepted waits for the step.
+    def _conduct(self, num_rounds: int) -> npt.NDArray[np.float64]:
+        """Some rounds, on a thread: what is known of slots and shares after them; the metrics."""
+        are_missing = int(self._seen_workers is not None)
+        numbers = (num_rounds, are_missing, self._next_share, self._next_attempt)
+        after, slots, returned, sums, counts = self._rounds.conduct(
+            tf.constant(numbers, tf.int64),
+            tf.constant(self._slots),
+            tf.constant(self._returned, tf.int64, [len(self._returned)]),
+        )
+        _, are_missing, self._next_share, self._next_attempt = map(int, after.numpy())
+        self._slots = slots.numpy()
+        self._returned = returned.numpy().tolist()
+        self._worker_counts += counts.numpy()
+        if are_missing:
+            seen = np.flatnonzero(counts.numpy().any(axis=1)).tolist()
+            self._seen_workers = (self._seen_workers or set()).union(seen)
+            if len(self._seen_workers) == self._num_slots:
+                self._seen_workers = None
+        found: npt.NDArray[np.float64] = sums.numpy()
+        return found
 
-        Returned shares go out at the start of a round, before others. A worker that is idle later
-        is the slow one that has just returned a share: it would be late with it for ever.
+    def _part_with_old_shifts(self) -> None:
+        """Ends those of former calls, which do not know of the batches of this one.
+
+        But for what they have in hand.
         """
-        taken = {attempt.slot for attempt in self._in_flight.values()}
-        taken |= {done.attempt.slot for done in accepted}
-        free = [slot for slot in range(self._num_slots) if slot not in taken]
-        is_start = len(free) >= self._num_shares
-        for slot in free:
-            item = self._returned.popleft() if is_start and self._returned else self._next_share()
-            attempt = _Attempt(self._attempts, item, slot)
-            self._attempts += 1
+        self._look_for_ended()
+        for slot in range(self._num_slots):
+            is_idle = self._slots[slot, SHARE] == NOBODYS
+            self._slots[slot, IS_OLD] = slot in self._shifts
+            if slot in self._shifts:
+                if is_idle or self._slots[slot, LAST] == GOES_ON:
+                    self._rounds.end(slot)
+            elif is_idle:
+                self._rounds.forget_orders(slot)
+
+    def _keep_shifts(
+        self, conductor: concurrent.futures.Future[Any], starts: Any, tickets: Any
+    ) -> None:
+        """Gives each slot a shift, and another one when it ends, until the conductor is done."""
+        moved, step = time.monotonic(), -1
+        old = set(self._shifts)
+        done: set[int] = set()  # Slots whose shift of this call ended with the last round.
+        while not conductor.done():
+            for slot in range(self._num_slots):
+                if slot not in self._shifts and slot not in done:
+                    self._begin_shift(slot, starts, tickets)
+            patience = max(_PATIENCE_SECS, 4 * self._secs_per_round)
+            concurrent.futures.wait(
+                [conductor, *self._shifts.values()],
+                timeout=moved + patience - time.monotonic(),
+                return_when=concurrent.futures.FIRST_COMPLETED,
+            )
+            ended = self._look_for_ended()
+            done |= {slot for slot, last in ended.items() if last == IS_FINAL and slot not in old}
+            old -= set(ended)
+            if time.monotonic() >= moved + patience:
+                with losses_explained():
+                    latest = int(self._learner.step.numpy())
+                    if latest == step:
+                        self._rounds.nudge()
+                        done.clear()  # The last round may have to be repeated.
+                moved, step = time.monotonic(), latest
+
+    def _begin_shift(self, slot: int, starts: Any, tickets: Any) -> None:
+        with tf.device(self.io_device):
             closure = self._coordinator.schedule(
-                self._compute[len(attempt.share.lanes)], args=self._arguments(attempt)
+                self._rounds.shift, args=self._rounds.begin(slot, starts, tickets)
             )
-            self._in_flight[self._pool.submit(self._fetch, closure, attempt)] = attempt
 
-    def _next_share(self) -> Share:
-        if not self._waiting:
-            self._waiting.extend(
-                Share(self._next_batch, lanes[0], lanes[-1]) for lanes in self._lanes
-            )
-            self._next_batch += 1
-        return self._waiting.popleft()
+        def last_flag() -> int:
+            flag: Any = closure.fetch()
+            return int(flag)
 
-    def _arguments(self, attempt: _Attempt) -> tuple[Any, ...]:
-        """What the worker's closure takes: a ticket of the rest of the window, and which row of it.
+        self._shifts[slot] = _in_background(last_flag)
 
-        The same tensors serve all batches of a window, so a plan is made once a window and share.
+    def _look_for_ended(self) -> dict[int, int]:
+        """Slots whose shift has ended, and the flag of its last order."""
+        ended = {slot: shift for slot, shift in self._shifts.items() if shift.done()}
+        for slot in ended:
+            del self._shifts[slot]
+        with losses_explained():
+            flags = {slot: shift.result() for slot, shift in ended.items()}
+        return flags
+
+    def _end_shifts(self) -> None:
+        """So that no worker waits for an order while there is other work."""
+        concurrent.futures.wait(self._shifts.values(), timeout=_FAREWELL_SECS)
+        self._look_for_ended()
+        with losses_explained():
+            for slot in self._shifts:
+                self._rounds.end(slot)
+
+    def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
+        """See Executor."""
+        self._end_shifts()
+        return super()._evaluate(first_batch, num_batches)
+
+    def _plan(self, num_rounds: int) -> tuple[Any, Any]:
+        """What workers need to read whichever shares they may be given in so many rounds.
+
+        The first batch of each window, int64 [windows], in their order, and its tickets.
         """
-        item = attempt.share
-        first, count, ticket = self._tickets.get(item.lanes, (0, 0, None))
-        if not first <= item.batch < first + count:
-            first, count = next(self._source.order.windows(item.batch))
-            arrays = self._source.ticket(first, count, item.lanes)
-            ticket = tf.nest.map_structure(tf.constant, arrays)
-            self._tickets[item.lanes] = (first, count, ticket)
-        row = item.batch - first
-        numbers = (row, item.batch, item.first_lane, attempt.slot, attempt.number)
-        return (ticket, tf.constant(numbers, tf.int64))
-
-    def _fetch(self, closure: Any, attempt: _Attempt) -> _Done:
-        """On a thread of the pool, until the worker is done."""
-        sums, worker, step = closure.fetch()
-        return _Done(attempt, f"worker {int(worker)}", int(step), sums)
-
-    def _stage_for(self, variable: Any) -> Any:
-        """A slot for each gradient of `variable`, on its ps."""
-        with self.strategy.extended.colocate_vars_with(variable):
-            zeros = tf.zeros([self._num_slots, *variable.shape], variable.dtype)
-            return tf.Variable(zeros, trainable=False)
-
-    def _make_computes(self) -> dict[int, Any]:
-        return {size: self._make_compute(size) for size in {len(lanes) for lanes in self._lanes}}
-
-    def _make_compute(self, num_lanes: int) -> Any:
-        """The worker's part: stages the gradient of a share of `num_lanes` lanes."""
-        learner, source, strategy = self._learner, self._source, self.strategy
-        lanes = range(num_lanes)
-        run_id = f"{os.getpid()}-{time.time_ns()}"
-
-        @tf.function(
-            input_signature=[source.ticket_spec(lanes=lanes), tf.TensorSpec([5], tf.int64)]
+        in_flight = [int(number) for number in self._slots[:, SHARE] if number != NOBODYS]
+        # A worker that is late gets another one.
+        most = num_rounds * (self._num_shares + self._num_slots) + self._num_slots
+        open_batches = [number // self._num_shares for number in (*self._returned, *in_flight)]
+        first, end = (
+            self._next_share // self._num_shares,
+            (self._next_share + most) // self._num_shares + 1,
         )
-        def compute(ticket: Any, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            *where, slot, attempt = tf.unstack(numbers)
-            records = _kept_or_read(source, ticket, where, run_id)
-            extras = {"seeds": ticket["seeds"][where[0]]} if "seeds" in ticket else {}
-            batch = source.parse_records(records, extras)
-            # The step before the variables: apply writes it after them, so what is computed on
-            # variables of two steps is tagged with the older one, and dropped.
-            step = tf.cast(read_now(learner.step), tf.int64)
-            with tf.control_dependencies([step]):
-                gradients, sums = strategy.run(learner.gradients, args=(batch,))
-            self._stage(gradients, slot, tf.stack([attempt, step]))
-            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-            return sums, worker, step
-
-        return compute
-
-    def _stage(self, gradients: Sequence[Tensor], slot: Tensor, tag: Tensor) -> None:
-        """Writes `gradients` to `slot`, with no tag while they are not whole, and `tag` after."""
-        torn = self._tags.scatter_nd_update([[slot]], [[-1, -1]])
-        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        arrived = self._wire.sent_to(self._staging, dense)
-        with tf.control_dependencies([torn]):
-            writes = [
-                stage.scatter_nd_update([[slot]], [gradient])
-                for stage, gradient in zip(self._staging, arrived, strict=True)
-                if gradient is not None
-            ]
-        with tf.control_dependencies(writes):
-            self._tags.scatter_nd_update([[slot]], [tag])
-
-    def _make_apply(self) -> Any:
-        """The chief's part: sums slots in their order, applies, counts; True if tags were right."""
-        num_shares, learner, strategy = self._num_shares, self._learner, self.strategy
-
-        @tf.function(
-            input_signature=[
-                tf.TensorSpec([num_shares], tf.int64),
-                tf.TensorSpec([num_shares, 2], tf.int64),
-            ]
+        oldest = min([first, *open_batches])
+        self._tickets = {
+            begin: window for begin, window in self._tickets.items() if begin + window[1] > oldest
+        }
+        for batch in open_batches:
+            self._plan_window(batch)
+        while first < end:
+            first = self._plan_window(first)
+        begins = sorted(self._tickets)
+        return tf.constant(begins, tf.int64), tf.constant(
+            np.array([self._tickets[begin][2] for begin in begins], object)
         )
-        def apply(slots: Tensor, tags: Tensor) -> Tensor:
-            summed = []
-            for stage in self._staging:
-                with tf.device(stage.device):
-                    rows = tf.unstack(stage.sparse_read(slots))
-                    total = rows[0]
-                    for row in rows[1:]:
-                        total += row
-                    summed.append(total)
-            # After the rows were read: whoever wrote to one before has changed its tag.
-            with tf.control_dependencies(summed):
-                whole = tf.reduce_all(tf.equal(self._tags.sparse_read(slots), tags))
-            if whole:
-                strategy.run(learner.apply, args=(summed,))
-            return whole
 
-        return apply
+    def _plan_window(self, batch: int) -> int:
+        """Plans the window of `batch`, if that was not done before; returns the batch after it."""
+        begin: int
+        count: int
+        for begin, count, _ in self._tickets.values():
+            if begin <= batch < begin + count:
+                return begin + count
+        begin, count = next(self._source.order.windows(batch))
+        self._tickets[begin] = (begin, count, self._rounds.ticket(begin, count))
+        return begin + count
 
 
-def _kept_or_read(source: Any, ticket: Any, numbers: Sequence[Tensor], run_id: str) -> Tensor:
-    """The records of a share, string [n]: kept by this worker from a former share, or read now.
+def _in_background(function: Callable[..., Made], *args: Any) -> concurrent.futures.Future[Made]:
+    """What `function` returns, on a thread that does not keep the process from its end."""
+    future: concurrent.futures.Future[Made] = concurrent.futures.Future()
 
-    Reading means the rest of the window, as its batches are spread over the same chunks. What is
-    not needed now is kept for the batches to come, in a table of the worker's own: at most two
-    windows for each share of a batch.
-    """
-    row, batch, first_lane = numbers
-    size = ticket["gather"].shape[1]
-    ring = tf.constant(2 * source.order.window_batches, tf.int64)
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
 
-    # Found again by its name: it lives as long as the worker, and a worker that is back has none.
-    table = tf.raw_ops.MutableHashTableOfTensorsV2(
-        key_dtype=tf.int64,
-        value_dtype=tf.string,
-        value_shape=[1 + size],
-        shared_name=f"records-{run_id}-{size}",
-    )
-
-    def place(batches: Tensor) -> Tensor:
-        return first_lane * ring + batches % ring
-
-    kept = tf.raw_ops.LookupTableFindV2(
-        table_handle=table, keys=[place(batch)], default_value=tf.fill([1 + size], "")
-    )[0]
-
-    def read() -> Tensor:
-        records = source.read_ticket({**ticket, "gather": ticket["gather"][row:]})
-        batches = batch + tf.range(tf.shape(records, tf.int64)[0])
-        values = tf.concat([tf.strings.as_string(batches)[:, tf.newaxis], records], axis=1)
-        tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=place(batches), values=values)
-        return records[0]
-
-    records = tf.cond(tf.equal(kept[0], tf.strings.as_string(batch)), lambda: kept[1:], read)
-    return tf.ensure_shape(records, [size])
+    threading.Thread(target=run, daemon=True).start()
+    return future

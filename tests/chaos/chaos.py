@@ -188,7 +188,9 @@ class _Disturbed:
 
         def look() -> bool:
             # Its log is made when it is started, and says its process once there is one.
-            with contextlib.suppress(FileNotFoundError, IndexError, ValueError, psutil.NoSuchProcess):
+            with contextlib.suppress(
+                FileNotFoundError, IndexError, ValueError, psutil.NoSuchProcess
+            ):
                 if task == LAUNCHER:
                     found.append(psutil.Process(self.process.popen.pid))
                 else:

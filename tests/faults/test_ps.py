@@ -14,9 +14,10 @@ from tests.cluster.runs import (
     train,
 )
 
-# Two threads: one waits in the held gradient, while the other sends the rest.
+# A ps for each variable: what goes to one travels together. Two threads: one waits in the held
+# gradient, while the other sends the rest.
 SYNC = Topology(
-    "ps-sync-3+1", "ps", ("--workers=3", "--ps=1", "--sync_replicas", "--num_threads=2")
+    "ps-sync-3+2", "ps", ("--workers=3", "--ps=2", "--sync_replicas", "--num_threads=2")
 )
 HELD = "--config=tests/cluster/configs/held.py"
 COUNTING = "--config=tests/cluster/configs/counting.py"
@@ -35,7 +36,10 @@ def test_worker_killed_between_the_gradients_of_two_variables_mixes_nothing(
         staged = hold_dir / "staged.json"
         process.wait_until(staged.exists, "a gradient that is half there")
         # The fault is where it should be: one variable's gradient is there, the other's is not.
-        assert json.loads(staged.read_text()) == {"kernel_is_there": False, "tag": [-1, -1]}
+        assert json.loads(staged.read_text()) == {
+            "kernel_is_there": False,
+            "is_tagged_alike": False,
+        }
         process.task("worker 1").kill()
         hold.unlink()
         run = process.wait()

@@ -90,9 +90,10 @@ class WriteDownStaging(Hook):
                 time.sleep(0.01)
             seen[name] = tf.io.parse_tensor(path.read_bytes(), tf.float32).numpy()
         executor: Any = _KEPT[-1]
+        rounds = executor._rounds
+        of_kernel, of_bias = (rounds._tags[stage.device] for stage in rounds._staging)
         while True:
-            tags = executor._tags.numpy()
-            kernels, biases = (stage.numpy() for stage in executor._staging)
+            kernels, biases = (stage.numpy() for stage in rounds._staging)
             slots = [s for s, bias in enumerate(biases) if np.array_equal(bias, seen["bias"])]
             if slots:
                 break
@@ -100,7 +101,7 @@ class WriteDownStaging(Hook):
         (slot,) = slots
         staged = {
             "kernel_is_there": bool(np.array_equal(kernels[slot], seen["kernel"])),
-            "tag": tags[slot].tolist(),
+            "is_tagged_alike": of_kernel.numpy()[slot].tolist() == of_bias.numpy()[slot].tolist(),
         }
         (self._hold_dir / "staged.part").write_text(json.dumps(staged))
         (self._hold_dir / "staged.part").rename(self._hold_dir / "staged.json")
