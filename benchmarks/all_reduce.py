@@ -46,7 +46,8 @@ def work(job: str, index: int, answer: Any, addresses: str, mb: int) -> None:
         # The sum of zeros is zero: nothing else need be done between two of them.
         summed = strategy.run(lambda: tf.zeros([mb * 250_000]))
         for _ in tf.range(num_times):
-            summed = strategy.run(lambda t: wire.all_reduced([t])[0], args=(summed,))
+            # What a loop carries is on no device, and an all-reduce asks for one.
+            summed = strategy.run(lambda t: wire.all_reduced([tf.identity(t)])[0], args=(summed,))
         return strategy.run(lambda t: t[0], args=(summed,))
 
     run(tf.constant(3))

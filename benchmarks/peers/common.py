@@ -49,8 +49,10 @@ def load_mnist(directory: str) -> Arrays:
 
 def _bytes_of(directory: str, name: str) -> npt.NDArray[np.uint8]:
     path = Path(directory, name)
-    content = path.read_bytes() if path.exists() else gzip.decompress(
-        path.with_name(f"{name}.gz").read_bytes()
+    content = (
+        path.read_bytes()
+        if path.exists()
+        else gzip.decompress(path.with_name(f"{name}.gz").read_bytes())
     )
     return np.frombuffer(content, np.uint8)
 
@@ -92,9 +94,7 @@ class Window:
         return True
 
 
-def run_tasks(
-    target: Callable[..., None], tasks: Sequence[tuple[str, int]], *args: Any
-) -> float:
+def run_tasks(target: Callable[..., None], tasks: Sequence[tuple[str, int]], *args: Any) -> float:
     """Runs `target(job, index, answer, *args)` in a process each; the first that is answered.
 
     `answer` is the writing end of a pipe. The processes are ended then.

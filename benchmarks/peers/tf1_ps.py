@@ -3,8 +3,8 @@
     python -m benchmarks.peers.tf1_ps --mnist_source=DIRECTORY_WITH_THE_IDX_FILES [--sync_replicas]
 
 As its distributed MNIST example: `replica_device_setter`, a Supervisor's session, batches fed from
-NumPy; with `--sync_replicas` SyncReplicasOptimizer. Hidden layer of 100, Adam at 0.01. Counts global
-steps: one for each gradient, or for each sum of one from every worker.
+NumPy; with `--sync_replicas` SyncReplicasOptimizer. Hidden layer of 100, Adam at 0.01. What is
+counted is global steps: one for each gradient, or for each sum of one from every worker.
 """
 
 import argparse
@@ -53,7 +53,10 @@ def work(
         more["local_init_op"] = optimizer.local_step_init_op
         if is_chief:
             more["local_init_op"] = optimizer.chief_init_op
-            queue_runner, tokens = optimizer.get_chief_queue_runner(), optimizer.get_init_tokens_op()
+            queue_runner, tokens = (
+                optimizer.get_chief_queue_runner(),
+                optimizer.get_init_tokens_op(),
+            )
         more["ready_for_local_init_op"] = optimizer.ready_for_local_init_op
     supervisor = tf.train.Supervisor(
         is_chief=is_chief,
