@@ -13,12 +13,12 @@ data in memory, and is measured after as many steps. What has several processes 
 one thread. It takes about an hour, with nothing else for the machine to do.
 """
 
-import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -88,7 +88,7 @@ class Program:
 
     def __str__(self) -> str:
         """The command as a user would type it."""
-        return " ".join(self.command).format_map(_Shown())
+        return shlex.join(word.format_map(_Shown()) for word in self.command)
 
 
 class _Shown(dict[str, str]):
@@ -488,7 +488,7 @@ class Bench:
 
 
 def execute(command: Sequence[str], exit_codes: Sequence[int] = (0,)) -> str:
-    """Runs `command` in a session of its own, none of which outlives it; what it printed.
+    """Runs `command` in a session of its own, which an interruption ends whole; what it printed.
 
     Raises:
         ProgramError: with the end of its standard error.
@@ -512,9 +512,10 @@ def execute(command: Sequence[str], exit_codes: Sequence[int] = (0,)) -> str:
             output, _ = process.communicate(timeout=_TIMEOUT_SECS.value)
         except subprocess.TimeoutExpired:
             why = f"not done after {_TIMEOUT_SECS.value:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
         if not why and process.returncode in exit_codes:
             return output
         stderr.seek(0)
