@@ -314,7 +314,7 @@ def all_rows() -> list[Row]:
                 "in_graph",
                 "--model=resnet20",
                 "--batch_size=128",
-                "--steps_per_call=10",
+                "--steps_per_call=2",
                 *peer_words(60, 10)[1:],
             ),
         ),
