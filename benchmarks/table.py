@@ -38,8 +38,24 @@ def machine() -> str:
 
 def prepare_mnist(source: str, out: Path) -> None:
     """Writes the IDX files in `source` to `out`, as users do."""
-    prepare = [sys.executable, "-m", "data.prepare", "mnist", f"--source={source}", f"--out={out}"]
-    subprocess.run(prepare, check=True, capture_output=True)
+    prepare("mnist", out, f"--source={source}")
+
+
+def prepare(name: str, out: Path, *words: str) -> None:
+    """Writes the data set `name` to `out`, as users do.
+
+    Raises:
+        subprocess.CalledProcessError: its standard error says why it could not.
+    """
+    command = [sys.executable, "-m", "data.prepare", name, *words, f"--out={out}"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def train_reports(model_dir: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl so far that are of training."""
+    path = model_dir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [report for report in map(json.loads, lines) if report["split"] == "train"]
 
 
 def run(argv: Sequence[str], model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:

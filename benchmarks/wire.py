@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from absl import app, flags
 
-from benchmarks.table import MNIST_SOURCE, machine, prepare_mnist
+from benchmarks.table import MNIST_SOURCE, machine, prepare_mnist, train_reports
 
 _STEPS = 3000
 _REPORT_STEPS = 300
@@ -45,13 +45,6 @@ _CONFIG = (
     "--config.eval_every_steps=0",
     "--config.export=False",
 )
-
-
-def train_reports(model_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl so far that are of training."""
-    path = model_dir / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [report for report in map(json.loads, lines) if report["split"] == "train"]
 
 
 def loopback_bytes(process: psutil.Process) -> int:

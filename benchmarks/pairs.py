@@ -1,0 +1,67 @@
+"""Two programs measured side by side: turns, ratios, medians. No program is started here.
+
+    for round in turns(project, peer, num_rounds=5):
+        pairs.append(round)
+    summary = summarise([project / peer for project, peer in pairs])
+
+A machine that others use drifts. What is compared ran one right after the other, in an order that
+changes from round to round, and it is their ratio that is averaged: a steady drift cancels.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def turns(
+    project: Callable[[], float], peer: Callable[[], float], num_rounds: int
+) -> Iterator[tuple[float, float]]:
+    """The values (project, peer) of each round: peer first, then project first, and so on."""
+    for number in range(num_rounds):
+        if number % 2:
+            of_project = project()
+            of_peer = peer()
+        else:
+            of_peer = peer()
+            of_project = project()
+        yield of_project, of_peer
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A median, and what it is the median of, from the least to the most."""
+
+    median: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        """`1.02 (0.98 to 1.05)`."""
+        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
+
+
+def summarise(values: Sequence[float]) -> Summary:
+    """Of at least one value."""
+    return Summary(statistics.median(values), min(values), max(values))
+
+
+def is_met(ratio: float, bar: float, *, at_most: bool) -> bool:
+    """Whether `ratio` is where the bar wants it; `at_most`: of what should be small, as time."""
+    return ratio <= bar if at_most else ratio >= bar
+
+
+def rate_of(reports: Sequence[Mapping[str, Any]], first_step: int = 0) -> float:
+    """Steps a second after the first report: of a run's training reports, in their order.
+
+    The first report includes tracing. `first_step`: only reports from that step on count.
+
+    Raises:
+        ValueError: there are not two of them.
+    """
+    counted = [report for report in reports if report["step"] >= first_step]
+    if len(counted) < 2:
+        raise ValueError(f"A rate needs two reports. Received: {len(counted)}. Train longer.")
+    steps: float = counted[-1]["step"] - counted[0]["step"]
+    secs: float = counted[-1]["seconds"] - counted[0]["seconds"]
+    return steps / secs

@@ -1,0 +1,100 @@
+"""A TensorFlow 1 program: sessions, between-graph replication, parameter servers.
+
+    python -m benchmarks.peers.tf1_ps --mnist_source=DIRECTORY_WITH_THE_IDX_FILES [--sync_replicas]
+
+As its distributed MNIST example: `replica_device_setter`, a Supervisor's session, batches fed from
+NumPy; with `--sync_replicas` SyncReplicasOptimizer. Hidden layer of 100, Adam at 0.01. What is
+counted is global steps: one for each gradient, or for each sum of one from every worker.
+"""
+
+import argparse
+from typing import Any
+
+from benchmarks.peers.common import (
+    Window,
+    batches_of,
+    load_mnist,
+    parser,
+    print_result,
+    run_tasks,
+)
+from strategies.ports import free_ports
+
+
+def work(
+    job: str, index: int, answer: Any, options: argparse.Namespace, cluster: dict[str, list[str]]
+) -> None:
+    """One process."""
+    import tensorflow.compat.v1 as tf
+
+    tf.disable_eager_execution()
+    threads = tf.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1)
+    server = tf.train.Server(cluster, job_name=job, task_index=index, config=threads)
+    if job == "ps":
+        server.join()
+    worker = f"/job:worker/task:{index}"
+    with tf.device(tf.train.replica_device_setter(cluster=cluster, worker_device=worker)):
+        global_step = tf.train.get_or_create_global_step()
+        images = tf.placeholder(tf.float32, [None, 784])
+        labels = tf.placeholder(tf.int64, [None])
+        weights = tf.get_variable("w1", [784, 100])
+        hidden = tf.nn.relu(images @ weights + tf.get_variable("b1", [100]))
+        logits = hidden @ tf.get_variable("w2", [100, 10]) + tf.get_variable("b2", [10])
+        loss = tf.losses.sparse_softmax_cross_entropy(labels, logits)
+        optimizer = tf.train.AdamOptimizer(0.01)
+        if options.sync_replicas:
+            optimizer = tf.train.SyncReplicasOptimizer(
+                optimizer, options.workers, total_num_replicas=options.workers
+            )
+        train = optimizer.minimize(loss, global_step=global_step)
+    is_chief = index == 0
+    more = {}
+    if options.sync_replicas:
+        more["local_init_op"] = optimizer.local_step_init_op
+        if is_chief:
+            more["local_init_op"] = optimizer.chief_init_op
+            queue_runner, tokens = (
+                optimizer.get_chief_queue_runner(),
+                optimizer.get_init_tokens_op(),
+            )
+        more["ready_for_local_init_op"] = optimizer.ready_for_local_init_op
+    supervisor = tf.train.Supervisor(
+        is_chief=is_chief,
+        init_op=tf.global_variables_initializer(),
+        global_step=global_step,
+        recovery_wait_secs=1,
+        summary_op=None,
+        saver=None,
+        **more,
+    )
+    session = supervisor.prepare_or_wait_for_session(server.target, config=threads)
+    if options.sync_replicas and is_chief:
+        session.run(tokens)
+        supervisor.start_queue_runners(session, [queue_runner])
+    batches = batches_of(load_mnist(options.mnist_source), options.batch_size)
+    window, number = Window(options), index
+    while True:
+        number = (number + options.workers) % len(batches[1])
+        feed = {images: batches[0][number], labels: batches[1][number]}
+        _, step = session.run([train, global_step], feed)
+        # The others go on until they are ended, so that this one is never alone.
+        if is_chief and window.is_over(int(step)):
+            answer.send(window.rate)
+            answer.close()
+
+
+def main() -> None:
+    """Prints the rate."""
+    flags = parser(__doc__, 100)
+    flags.add_argument("--workers", type=int, default=2)
+    flags.add_argument("--sync_replicas", action="store_true")
+    options = flags.parse_args()
+    ports = free_ports(1 + options.workers)
+    hosts = [f"localhost:{port}" for port in ports]
+    cluster = {"ps": hosts[:1], "worker": hosts[1:]}
+    tasks = [("ps", 0), *(("worker", index) for index in range(options.workers))]
+    print_result("steps_per_sec", run_tasks(work, tasks, options, cluster))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,654 @@
+"""`python -m benchmarks.run`: this program and its peers, side by side.
+
+    python -m benchmarks.run --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
+    python -m benchmarks.run --rows=ps_tf1,workers --rounds=7 --mnist_source=...
+
+Prints a Markdown table and the two commands of each row, and writes the figures as JSON, after each
+round, and as a picture. A row is a ratio: project and peer take turns, and what counts is the
+median of the rounds' ratios (benchmarks/pairs.py).
+
+The project is the real program: TFRecord files, hooks as the config has them, and the rate over all
+reports of metrics.jsonl but the first, which includes tracing. A peer (benchmarks/peers) has its
+data in memory, and is measured after as many steps. What has several processes gives each of them
+one thread. It takes about an hour, with nothing else for the machine to do.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from absl import app, flags
+
+from benchmarks.pairs import is_met, rate_of, summarise, turns
+from benchmarks.plot import NEEDED, draw
+from benchmarks.table import MNIST_SOURCE, machine, prepare, train_reports
+from data.flags import parse_flags
+
+_ROWS = flags.DEFINE_list("rows", [], "Names of the rows to measure, in any order; all by default.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of each program.", lower_bound=1)
+_SCALE = flags.DEFINE_float(
+    "scale", 1.0, "Multiplies the steps that are measured: 0.1 shows that all runs.", lower_bound=0
+)
+_OUT = flags.DEFINE_string("out", "benchmarks.json", "Where the figures go.")
+_PLOT = flags.DEFINE_string("plot", "benchmarks.png", "Where the picture goes; empty: nowhere.")
+_TORCH = flags.DEFINE_string(
+    "torch_python", None, "A Python that has PyTorch; by default this one, if it has."
+)
+_TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 900.0, "What takes longer has failed.")
+
+_ROOT = Path(__file__).resolve().parents[1]
+_WARMUP_STEPS = 500
+_SHOWN_LINES = 15
+_NO_TORCH = (
+    "left out: they need PyTorch. Make an environment of its own, `pip install torch numpy` in it, "
+    "and give --torch_python=ENVIRONMENT/bin/python"
+)
+_WORKERS = "workers"
+
+
+class ProgramError(RuntimeError):
+    """A program that was to be measured failed."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run. {NAMES} in `command` stand for places that differ from machine to machine.
+
+    Attributes:
+        command: Its words.
+        read: The value, of what it printed, its model_dir and its seconds.
+        times: Multiplies the value.
+        repeats: The value is the median of so many runs.
+        exit_codes: Those of success.
+    """
+
+    command: tuple[str, ...]
+    read: Callable[[str, Path, float], float]
+    times: float = 1.0
+    repeats: int = 1
+    exit_codes: tuple[int, ...] = (0,)
+
+    def needs(self, place: str) -> bool:
+        """Whether the command names `place`."""
+        return any(f"{{{place}}}" in word for word in self.command)
+
+    def __str__(self) -> str:
+        """The command as a user would type it."""
+        return shlex.join(word.format_map(_Shown()) for word in self.command)
+
+
+class _Shown(dict[str, str]):
+    def __missing__(self, place: str) -> str:
+        return "python" if place in ("python", "torch_python") else place.upper()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. `at_most`: the ratio should be small."""
+
+    name: str
+    what: str
+    unit: str
+    project: Program
+    peer: Program
+    bar: float | None = None
+    at_most: bool = False
+
+    def needs(self, place: str) -> bool:
+        """Whether one of the two does."""
+        return self.project.needs(place) or self.peer.needs(place)
+
+
+def _trainer_rate(first_step: int, output: str, model_dir: Path, secs: float) -> float:
+    return rate_of(train_reports(model_dir), first_step)
+
+
+def _json_value(name: str, output: str, model_dir: Path, secs: float) -> float:
+    value: float = json.loads(output.splitlines()[-1])[name]
+    return value
+
+
+def _seconds(output: str, model_dir: Path, secs: float) -> float:
+    return secs
+
+
+def trainer(
+    *words: str, times: float = 1.0, first_step: int = 0, prefix: Sequence[str] = ()
+) -> Program:
+    """The project with the flags `words`; its value is steps a second, `times` something."""
+    command = (*prefix, "{python}", "-m", "trainer", *words, "--model_dir={model_dir}")
+    return Program(command, functools.partial(_trainer_rate, first_step), times)
+
+
+def peer(name: str, *words: str, value: str = "steps_per_sec", python: str = "python") -> Program:
+    """A program of benchmarks/peers."""
+    command = (f"{{{python}}}", "-m", f"benchmarks.peers.{name}", *words)
+    return Program(command, functools.partial(_json_value, value))
+
+
+def measured_steps(steps: int, every: int = _WARMUP_STEPS) -> int:
+    """`steps` scaled; a multiple of `every`, with at least two reports."""
+    scale: float = _SCALE.value
+    return max(2, round(steps * scale / every)) * every
+
+
+def all_rows() -> list[Row]:
+    """Every row but that of `workers`."""
+    mlp = ("--config=configs/mnist_replica.py", "--data_dir={mnist}")
+    one_thread = "--num_threads=1"
+    ring = ("--strategy=multiworker", "--workers=2", "--communication=ring", one_thread)
+    ps = ("--strategy=ps", "--workers=2", one_thread)
+
+    def train_steps(steps: int, every: int = _WARMUP_STEPS) -> str:
+        return f"--train_steps={measured_steps(steps, every)}"
+
+    def peer_words(steps: int, every: int = _WARMUP_STEPS) -> tuple[str, ...]:
+        measured = measured_steps(steps, every) - every
+        return "--mnist_source={mnist_source}", f"--steps={measured}", f"--warmup_steps={every}"
+
+    xla = "--config.jit_compile=True"
+    mirrored = trainer("--strategy=mirrored", *mlp, "--batch_size=100", xla, train_steps(15_000))
+    ps_async = trainer(*ps, *mlp, "--batch_size=100", train_steps(4000))
+    ps_sync = trainer(*ps, "--sync_replicas", *mlp, "--batch_size=200", train_steps(2000))
+    on_ring = (*ring, *mlp, "--batch_size=200", train_steps(5000))
+    multiworker = trainer(*on_ring)
+    ddp = peer("ddp", "--batch_size=200", *peer_words(5000), python="torch_python")
+    cnn = ("--config=benchmarks/lenet.py", "--data_dir={mnist}", train_steps(1000, 100))
+    core = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    half = measured_steps(20_000, 1000) // 2
+    hooked = ("--strategy=mirrored", *mlp, xla, f"--train_steps={2 * half}")
+    resnet = ("--config=configs/cifar10_resnet.py", "--data_dir={cifar10}")
+    rows = [
+        Row(
+            "mirrored_in_graph",
+            "mirrored, MLP, batch 100; a loop in one graph, XLA, the limit",
+            "steps/s",
+            mirrored,
+            peer("in_graph", "--model=mlp", *peer_words(15_000)),
+            0.95,
+        ),
+        Row(
+            "mirrored_keras_fit",
+            "mirrored, MLP, batch 100; Keras' fit, XLA, 50 steps a call",
+            "steps/s",
+            mirrored,
+            peer("keras_fit", *peer_words(15_000)),
+            1.4,
+        ),
+        Row(
+            "ps_tf1",
+            "ps, 2 workers, batch 100; TensorFlow 1",
+            "steps/s",
+            ps_async,
+            peer("tf1_ps", *peer_words(4000)),
+            2.0,
+        ),
+        Row(
+            "ps_tf2",
+            "ps, 2 workers, batch 100; TensorFlow 2's tutorial, 10 steps a closure",
+            "steps/s",
+            ps_async,
+            peer("tf2_ps", *peer_words(4000)),
+        ),
+        Row(
+            "ps_sync_tf1",
+            "ps --sync_replicas, 2 of 2, batch 200; TensorFlow 1's SyncReplicasOptimizer, 2 x 100",
+            "steps/s",
+            ps_sync,
+            peer("tf1_ps", "--sync_replicas", *peer_words(2000)),
+            1.5,
+        ),
+        Row(
+            "multiworker_ddp",
+            "multiworker, 2 workers, ring, MLP, batch 200; PyTorch DDP, gloo",
+            "steps/s",
+            multiworker,
+            ddp,
+            1.3,
+        ),
+        Row(
+            "multiworker_ddp_bfloat16",
+            "the same with --wire_dtype=bfloat16; PyTorch DDP, gloo, float32",
+            "steps/s",
+            trainer(*on_ring, "--wire_dtype=bfloat16"),
+            ddp,
+            1.5,
+        ),
+        Row(
+            "multiworker_tf2",
+            "multiworker, 2 workers, ring, MLP, batch 200; TensorFlow 2's tutorial, loop in graph",
+            "steps/s",
+            multiworker,
+            peer("tf2_multiworker", *peer_words(5000)),
+            1.8,
+        ),
+        Row(
+            "multiworker_cnn",
+            "multiworker, 2 workers, LeNet-5, batch 200; ourselves: 2 x one process on one core, "
+            "batch 100",
+            "examples/s",
+            trainer(*ring, *cnn, "--batch_size=200", times=200),
+            trainer(
+                "--strategy=mirrored",
+                one_thread,
+                *cnn,
+                "--batch_size=100",
+                times=2 * 100,
+                prefix=("taskset", "--cpu-list", str(core)),
+            ),
+            0.95,
+        ),
+        *(
+            Row(
+                f"all_reduce_{mb}",
+                f"all-reduce of {mb} MB, 2 processes; gloo's",
+                "MB/s",
+                Program(
+                    ("{python}", "-m", "benchmarks.all_reduce", f"--mb={mb}"),
+                    functools.partial(_json_value, "bytes_per_sec"),
+                    1e-6,
+                ),
+                Program(
+                    ("{torch_python}", "-m", "benchmarks.peers.ddp", f"--all_reduce_mb={mb}"),
+                    functools.partial(_json_value, "bytes_per_sec"),
+                    1e-6,
+                ),
+                1.0 if mb == 100 else None,
+            )
+            for mb in (1, 10, 100)
+        ),
+        Row(
+            "hooks",
+            "mirrored, MLP, the config's hooks; ourselves: none between two reports, of the "
+            "middle and the end",
+            "steps/s",
+            trainer(*hooked, first_step=half),
+            trainer(
+                *hooked,
+                f"--config.log_every_steps={half}",
+                "--config.eval_every_steps=0",
+                "--config.checkpoint_every_steps=0",
+                "--config.export=False",
+                first_step=half,
+            ),
+            0.98,
+        ),
+        Row(
+            "help",
+            "time of --help; of importing absl alone",
+            "s",
+            # absl ends with 1 after its help.
+            Program(
+                ("{python}", "-m", "trainer", "--help"), _seconds, repeats=5, exit_codes=(0, 1)
+            ),
+            Program(("{python}", "-c", "import absl.app, absl.flags"), _seconds, repeats=5),
+            1.5,
+            at_most=True,
+        ),
+        Row(
+            "resnet20",
+            "mirrored, ResNet-20, batch 128, augmented; a loop in one graph, XLA, not augmented",
+            "steps/s",
+            trainer(
+                "--strategy=mirrored",
+                *resnet,
+                train_steps(60, 10),
+                "--config.log_every_steps=10",
+                "--config.export=False",
+            ),
+            peer(
+                "in_graph",
+                "--model=resnet20",
+                "--batch_size=128",
+                "--steps_per_call=2",
+                *peer_words(60, 10)[1:],
+            ),
+        ),
+    ]
+    return rows
+
+
+_TOPOLOGIES = (
+    ("multiworker", ("--strategy=multiworker", "--communication=ring")),
+    ("ps", ("--strategy=ps",)),
+    ("ps --sync_replicas", ("--strategy=ps", "--sync_replicas")),
+)
+_WORKER_COUNTS = (1, 2, 4, 10)
+
+
+def worker_programs() -> dict[tuple[str, int], Program]:
+    """By strategy and number of workers; each of them can share batches of 80 evenly."""
+    return {
+        (strategy, count): trainer(
+            *words,
+            f"--workers={count}",
+            "--num_threads=1",
+            "--data_dir={digits}",
+            "--batch_size=80",
+            f"--train_steps={measured_steps(500, 100)}",
+        )
+        for strategy, words in _TOPOLOGIES
+        for count in _WORKER_COUNTS
+    }
+
+
+@dataclass
+class Bench:
+    """Runs programs, and keeps what was measured where an interruption leaves it.
+
+    Attributes:
+        places: What the names in commands stand for.
+        directory: For what the programs write.
+        report: What the JSON file holds.
+    """
+
+    places: dict[str, str]
+    directory: Path
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def prepare(self, programs: Sequence[Program]) -> None:
+        """Writes the data that `programs` read."""
+        needed = {
+            name
+            for name in ("mnist", "digits", "cifar10")
+            if any(program.needs(name) for program in programs)
+        }
+        for name in needed:
+            source = self.places.get("mnist_source")
+            if name == "cifar10":
+                source = str(self.directory / "random")
+                _write_random_cifar10(Path(source))
+            words = () if name == "digits" else (f"--source={source}",)
+            prepare(name, self.directory / name, *words)
+            self.places[name] = str(self.directory / name)
+
+    def value(self, program: Program) -> float:
+        """The value of a run.
+
+        Raises:
+            ProgramError: it failed, or took too long, or gave none.
+        """
+        return program.times * statistics.median(
+            self._value(program) for _ in range(program.repeats)
+        )
+
+    def _value(self, program: Program) -> float:
+        with tempfile.TemporaryDirectory(dir=self.directory) as name:
+            model_dir = Path(name, "run")
+            places = {**self.places, "model_dir": str(model_dir)}
+            began = time.perf_counter()
+            output = execute(
+                [word.format_map(places) for word in program.command], program.exit_codes
+            )
+            secs = time.perf_counter() - began
+            try:
+                return program.read(output, model_dir, secs)
+            except (IndexError, KeyError, OSError, ValueError) as error:
+                raise ProgramError(f"{program}: no value: {error!r}") from error
+
+    def save(self) -> None:
+        """Writes the JSON file, whole or not at all."""
+        partial = Path(f"{_OUT.value}.partial")
+        partial.write_text(json.dumps(self.report, indent=2) + "\n")
+        partial.replace(_OUT.value)
+
+    def measure_row(self, row: Row) -> str:
+        """All rounds of `row`; its line of the table."""
+        kept: dict[str, Any] = {
+            "name": row.name,
+            "what": row.what,
+            "unit": row.unit,
+            "project": {"command": str(row.project), "values": []},
+            "peer": {"command": str(row.peer), "values": []},
+            "ratio": None,
+            "bar": row.bar,
+            "at_most": row.at_most,
+            "error": None,
+        }
+        self.report["rows"].append(kept)
+        projects, peers = kept["project"]["values"], kept["peer"]["values"]
+        project, other = (functools.partial(self.value, side) for side in (row.project, row.peer))
+        try:
+            for values in turns(project, other, _ROUNDS.value):
+                projects.append(values[0])
+                peers.append(values[1])
+                ratios = [ours / theirs for ours, theirs in zip(projects, peers, strict=True)]
+                ratio = summarise(ratios)
+                kept["ratio"] = vars(ratio)
+                self.save()
+                say(f"{row.name} {len(ratios)}/{_ROUNDS.value}: {ratios[-1]:.2f}")
+        except ProgramError as error:
+            kept["error"] = str(error)
+            self.save()
+            say(f"{row.name} failed: {error}")
+            return f"| {row.name} | {row.what} | failed | | | | |"
+        bar = ""
+        if row.bar is not None:
+            reached = is_met(ratio.median, row.bar, at_most=row.at_most)
+            bar = f"{'at most ' * row.at_most}{row.bar:g}, {'' if reached else 'not '}met"
+        return (
+            f"| {row.name} | {row.what} | {number(projects)} | {number(peers)} | {row.unit} | "
+            f"{ratio} | {bar} |"
+        )
+
+    def measure_workers(self, programs: Mapping[tuple[str, int], Program]) -> list[str]:
+        """All rounds of the second table; its lines."""
+        kept: dict[tuple[str, int], dict[str, Any]] = {
+            (strategy, count): {
+                "strategy": strategy,
+                "workers": count,
+                "command": str(program),
+                "steps_per_sec": [],
+                "ms": None,
+                "error": None,
+            }
+            for (strategy, count), program in programs.items()
+        }
+        self.report["workers"] = list(kept.values())
+        for round_number in range(_ROUNDS.value):
+            for key, program in programs.items():
+                if kept[key]["error"]:
+                    continue
+                try:
+                    kept[key]["steps_per_sec"].append(self.value(program))
+                    times = [1000 / rate for rate in kept[key]["steps_per_sec"]]
+                    kept[key]["ms"] = vars(summarise(times))
+                    say(f"{_WORKERS} {round_number + 1}/{_ROUNDS.value} {key}: {times[-1]:.1f} ms")
+                except ProgramError as error:
+                    kept[key]["error"] = str(error)
+                    say(f"{_WORKERS} {key} failed: {error}")
+                self.save()
+        lines = []
+        for (strategy, count), row in kept.items():
+            rates = row["steps_per_sec"]
+            shown = "failed | "
+            if not row["error"]:
+                shown = f"{number(rates)} | {summarise([1000 / rate for rate in rates])}"
+            lines.append(f"| `--strategy={strategy}` | {count} | {shown} |")
+        return lines
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a program did."""
+        return any(row["error"] for row in (*self.report["rows"], *self.report["workers"]))
+
+
+def execute(command: Sequence[str], exit_codes: Sequence[int] = (0,)) -> str:
+    """Runs `command` in a session of its own, which an interruption ends whole; what it printed.
+
+    Raises:
+        ProgramError: with the end of its standard error.
+    """
+    env = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as stderr,
+        subprocess.Popen(
+            command,
+            cwd=_ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        why = ""
+        try:
+            output, _ = process.communicate(timeout=_TIMEOUT_SECS.value)
+        except subprocess.TimeoutExpired:
+            why = f"not done after {_TIMEOUT_SECS.value:g} s"
+            os.killpg(process.pid, signal.SIGKILL)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        if not why and process.returncode in exit_codes:
+            return output
+        stderr.seek(0)
+        tail = "\n".join(stderr.read().splitlines()[-_SHOWN_LINES:])
+        why = why or f"exit code {process.returncode}"
+        raise ProgramError(f"{' '.join(command)}: {why}\n{tail}")
+
+
+def _write_random_cifar10(directory: Path) -> None:
+    """Random images in files like CIFAR-10's: ResNet-20 takes as long for them."""
+    directory.mkdir()
+    random = np.random.default_rng(0)
+    for name in [*(f"data_batch_{index}" for index in range(1, 6)), "test_batch"]:
+        labels = random.integers(0, 10, (256, 1), np.uint8)
+        pixels = random.integers(0, 256, (256, 32 * 32 * 3), np.uint8)
+        (directory / f"{name}.bin").write_bytes(np.hstack([labels, pixels]).tobytes())
+    (directory / "batches.meta.txt").write_text("".join(f"{index}\n" for index in range(10)))
+
+
+def number(values: Sequence[float]) -> str:
+    """The median, with three digits or more."""
+    median = statistics.median(values)
+    return f"{median:,.0f}" if median >= 100 else f"{median:.3g}"
+
+
+def say(line: str) -> None:
+    """How far it has come: beside the table, which is on standard output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _end_with(message: str) -> NoReturn:
+    print(f"benchmarks.run: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _chosen(rows: Sequence[Row]) -> tuple[list[Row], bool]:
+    """The rows to measure, and whether those of `workers` too."""
+    known = [*(row.name for row in rows), _WORKERS]
+    for name in _ROWS.value:
+        if name not in known:
+            _end_with(f"There is no row {name!r}. --rows takes: {', '.join(known)}.")
+    wanted = _ROWS.value or known
+    return [row for row in rows if row.name in wanted], _WORKERS in wanted
+
+
+def _find_torch() -> str | None:
+    """A Python that has PyTorch, or none."""
+    if _TORCH.value is None:
+        return sys.executable if importlib.util.find_spec("torch") else None
+    try:
+        execute([_TORCH.value, "-c", "import numpy, torch"])
+    except (OSError, ProgramError) as error:
+        _end_with(f"--torch_python={_TORCH.value} cannot import torch and numpy: {error}")
+    return str(_TORCH.value)
+
+
+def _versions(torch: str | None) -> str:
+    versions = {name: importlib.metadata.version(name) for name in ("tensorflow", "keras")}
+    if torch:
+        versions["torch"] = execute([torch, "-c", "import torch; print(torch.__version__)"]).strip()
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the tables."""
+    if len(argv) > 1:
+        _end_with(f"Received {argv[1]!r}, which is no flag. --help lists them.")
+    if _PLOT.value and not importlib.util.find_spec("matplotlib"):
+        _end_with(f"{NEEDED}, or --plot= for none.")
+    for path in (_OUT.value, _PLOT.value):
+        if not Path(path).resolve().parent.is_dir():
+            _end_with(f"{path}: there is no such directory.")
+    rows, with_workers = _chosen(all_rows())
+    workers = worker_programs() if with_workers else {}
+    torch = _find_torch()
+    if not torch and (left_out := [row.name for row in rows if row.needs("torch_python")]):
+        say(f"{', '.join(left_out)}: {_NO_TORCH}.")
+        rows = [row for row in rows if row.name not in left_out]
+    places = {"python": sys.executable, "torch_python": torch or ""}
+    if any(row.needs("mnist") or row.needs("mnist_source") for row in rows):
+        if not MNIST_SOURCE.value:
+            _end_with("--mnist_source is needed: the directory with the IDX files of MNIST.")
+        places["mnist_source"] = str(Path(MNIST_SOURCE.value).resolve())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory() as directory:
+        versions = _versions(torch)
+        bench = Bench(places, Path(directory))
+        bench.report = {
+            "machine": machine(),
+            "versions": versions,
+            "rounds": _ROUNDS.value,
+            "scale": _SCALE.value,
+            "rows": [],
+            "workers": [],
+        }
+        programs = [side for row in rows for side in (row.project, row.peer)]
+        try:
+            bench.prepare([*programs, *workers.values()])
+        except subprocess.CalledProcessError as error:
+            _end_with(f"--mnist_source={MNIST_SOURCE.value}: {error.stderr.decode().strip()}")
+        try:
+            _print_tables(bench, rows, workers)
+        except KeyboardInterrupt:
+            say(f"Interrupted; {_OUT.value} has what was measured.")
+            sys.exit(130)
+        finally:
+            bench.save()
+            if _PLOT.value:
+                draw(bench.report, Path(_PLOT.value))
+    if bench.has_failed:
+        sys.exit(1)
+
+
+def _print_tables(
+    bench: Bench, rows: Sequence[Row], workers: Mapping[tuple[str, int], Program]
+) -> None:
+    print(f"{bench.report['machine']}; {bench.report['versions']}; {_ROUNDS.value} rounds:\n")
+    if rows:
+        print("| row | project; peer | project | peer | unit | project / peer | bar |")
+        print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+        for row in rows:
+            print(bench.measure_row(row), flush=True)
+        print()
+        for row in rows:
+            print(f"* {row.name}:\n  `{row.project}`\n  `{row.peer}`")
+    if workers:
+        lines = bench.measure_workers(workers)
+        print("\n| command | workers | steps/s | ms a step |\n| --- | --- | --- | --- |")
+        print("\n".join(lines))
+        print()
+        for program in workers.values():
+            print(f"* `{program}`")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags("benchmarks.run"))

@@ -1,0 +1,73 @@
+"""What benchmarks.run makes of the values that it measures."""
+
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.pairs import is_met, rate_of, summarise, turns
+from benchmarks.peers.common import batches_of
+
+
+def test_programs_take_turns_and_neither_is_always_first() -> None:
+    order: list[str] = []
+
+    def measure(name: str) -> float:
+        order.append(name)
+        return len(order)
+
+    pairs = list(turns(lambda: measure("project"), lambda: measure("peer"), 3))
+    assert order == ["peer", "project", "project", "peer", "peer", "project"]
+    assert pairs == [(2, 1), (3, 4), (6, 5)]
+
+
+def test_steady_drift_of_the_machine_cancels_in_two_rounds() -> None:
+    speed = 1.0
+
+    def at(rate: float) -> float:
+        nonlocal speed
+        speed *= 0.9
+        return rate * speed
+
+    ratios = [project / peer for project, peer in turns(lambda: at(300), lambda: at(100), 2)]
+    assert ratios[0] < 3 < ratios[1]
+    assert math.prod(ratios) == pytest.approx(9)
+
+
+def test_a_round_is_there_before_the_next_one_begins() -> None:
+    order: list[str] = []
+    rounds = turns(lambda: len(order), lambda: len(order), 2)
+    next(rounds)
+    order.append("kept")
+    assert next(rounds) == (1, 1)
+
+
+def test_one_disturbed_round_does_not_move_the_median() -> None:
+    summary = summarise([1.1, 0.2, 1.0, 1.2, 1.1])
+    assert (summary.median, summary.least, summary.most) == (1.1, 0.2, 1.2)
+    assert str(summary) == "1.10 (0.20 to 1.20)"
+
+
+def test_a_bar_of_times_is_met_from_below() -> None:
+    assert is_met(0.95, 0.95, at_most=False)
+    assert not is_met(0.94, 0.95, at_most=False)
+    assert is_met(1.5, 1.5, at_most=True)
+    assert not is_met(1.51, 1.5, at_most=True)
+
+
+def test_rate_leaves_out_the_report_that_includes_tracing() -> None:
+    reports = [
+        {"step": 100, "seconds": 50.0},
+        {"step": 200, "seconds": 51.0},
+        {"step": 500, "seconds": 52.0},
+    ]
+    assert rate_of(reports) == 200
+    assert rate_of(reports, first_step=150) == 300
+    with pytest.raises(ValueError, match="needs two reports"):
+        rate_of(reports, first_step=300)
+
+
+def test_peers_batches_are_whole() -> None:
+    images, labels = batches_of((np.zeros((7, 4), np.float32), np.arange(7)), 3)
+    assert images.shape == (2, 3, 4)
+    assert labels.tolist() == [[0, 1, 2], [3, 4, 5]]
