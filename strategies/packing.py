@@ -80,11 +80,13 @@ def computed_with(
 
     `values` are of `learner.computed_with`; empty if that is.
     """
-    with tf.control_dependencies([after]):
-        if values:
-            found = strategy.run(learner.gradients_at, args=(batch, values))
-        else:
-            found = strategy.run(learner.gradients, args=(batch,))
+
+    def compute(batch: Any, values: Sequence[Tensor | None], after: Tensor) -> Any:
+        # In here: the strategy runs it on a thread, which knows of no dependencies from outside.
+        with tf.control_dependencies([after]):
+            return learner.gradients_at(batch, values) if values else learner.gradients(batch)
+
+    found = strategy.run(compute, args=(batch, values, after))
     gradients, sums = found
     return gradients, sums
 

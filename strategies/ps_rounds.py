@@ -19,8 +19,8 @@ The staging area is a variable on the ps, [slots, ...], beside each trainable on
 slot, one on each ps, are (attempt, step). An order carries the step, and comes before the variables
 are read: what is computed on variables of two steps is tagged with the older one, and dropped. A
 worker that dies between two of its variables leaves no tag, so nothing of it is ever summed. And
-one that was given up but still writes has changed a tag, so the round notices, and does that share
-again.
+one that was given up but still writes changes a tag first, so a round that reads after that
+notices, and does that share again.
 
 A shift ends with an order that is its *last*, so that closures of evaluation find idle workers. If
 the worker dies, the coordinator gives the shift to another one or waits for it to come back; the
@@ -30,14 +30,13 @@ shift begins with a message, and the conductor gives it the share again that was
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.graphs import plain
-from strategies.base import Learner, Tensor
+from strategies.base import Learner, Tensor, read_now
 from strategies.packing import computed_with, read_together
 from strategies.wire import Parcel, Wire
 
@@ -59,7 +58,8 @@ GOES_ON, GIVES_WAY, IS_FINAL = range(3)
 _END = -2
 _ENDING = (_END, NOBODYS, GIVES_WAY, NOBODYS)
 
-# Kinds of messages to the conductor, int64 [5]: (kind, slot, attempt, worker, step).
+# Kinds of messages to the conductor, int64 [5]: (kind, slot, attempt, worker, step). One that has
+# begun says in place of the attempt how many orders it has found.
 _DONE = 0
 _BEGUN = 1
 _NUDGE = 2
@@ -68,6 +68,21 @@ _NOTHING = 4
 
 # Columns of what is counted of each worker, int64 [workers, 4].
 FINISHED, EXAMPLES, DROPPED, REPEATED = range(4)
+
+
+class _State(NamedTuple):
+    """What the conductor carries from message to message."""
+
+    slots: Tensor  # What is known of each, int64 [slots, NUM_COLUMNS].
+    returned: Tensor  # Shares to give out again, int64 [any].
+    fresh: Tensor  # The next share.
+    attempt: Tensor  # The number of the next order.
+    ends_shifts: Tensor  # Whether each order is the last of its shift.
+    is_stopped: Tensor  # Whether it was told to stop.
+    num_held: Tensor  # Gradients of this round that are there.
+    held: Tensor  # Their metrics, float64 [slots, metrics, 2].
+    workers: Tensor  # Who computed them, int64 [slots].
+    counts: Tensor  # int64 [workers, 4].
 
 
 class Rounds:
@@ -90,6 +105,7 @@ class Rounds:
         self._wire = wire
         self._lanes = lanes
         self._num_slots = num_slots
+        self._step = learner.step
         self._home = learner.step.device
         self._run_id = f"{os.getpid()}-{time.time_ns()}"
         self._sums_shape = (len(learner.metric_names), 2)
@@ -124,8 +140,9 @@ class Rounds:
     def end(self, slot: int) -> None:
         """Ends the shift of `slot` when it has done what it was ordered before."""
         with tf.device(self._home):
-            order = tf.constant(_ENDING, tf.int64)
-            tf.raw_ops.QueueEnqueueV2(handle=self._orders[slot], components=[order])
+            if not int(tf.raw_ops.QueueSizeV2(handle=self._orders[slot]).numpy()):
+                order = tf.constant(_ENDING, tf.int64)
+                tf.raw_ops.QueueEnqueueV2(handle=self._orders[slot], components=[order])
 
     def forget_orders(self, slot: int) -> None:
         """Takes back what no shift of `slot` has taken."""
@@ -203,10 +220,11 @@ class Rounds:
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             worker = tf.cast(worker, tf.int64)
             with tf.device(self._home):
+                num_orders = tf.cast(tf.raw_ops.QueueSizeV2(handle=orders), tf.int64)
                 begun = tf.raw_ops.QueueEnqueueV2(
                     handle=self._messages,
                     components=[
-                        tf.stack([_BEGUN, slot, 0, worker, 0]),
+                        tf.stack([_BEGUN, slot, num_orders, worker, 0]),
                         tf.zeros(self._sums_shape, tf.float64),
                     ],
                 )
@@ -237,7 +255,7 @@ class Rounds:
         gradients, sums = computed_with(values, order, learner, self._strategy, batch)
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         message = tf.stack([_DONE, slot, attempt, worker, step])
-        parcels = self._wire.parcels(learner.variables, dense, [message, sums], self._home)
+        parcels = self._wire.parcels(learner.variables, dense, [message, sums], self._tags)
         staged = [self._stage(parcel) for parcel in parcels]
         (home,) = (parcel for parcel in parcels if parcel.device == self._home)
         with tf.device(self._home), tf.control_dependencies(staged):
@@ -335,16 +353,13 @@ class Rounds:
         return records if min(sizes) == most else records[: tf.gather(sizes, index)]
 
     def _make_conduct(self) -> Any:
-        num_shares, num_workers = len(self._lanes), self._num_slots
-        rows = self._source.order.batch_size // self._source.order.lanes
-        examples = tf.constant([len(share) * rows for share in self._lanes], tf.int64)
-
         @tf.function(
             input_signature=[
                 tf.TensorSpec([4], tf.int64),
                 tf.TensorSpec([self._num_slots, NUM_COLUMNS], tf.int64),
                 tf.TensorSpec([None], tf.int64),
-            ]
+            ],
+            autograph=False,
         )
         def conduct(
             numbers: Tensor, slots: Tensor, returned: Tensor
@@ -362,170 +377,209 @@ class Rounds:
             """
             with tf.device(self._home):
                 rounds, ends_shifts, fresh, attempt = tf.unstack(tf.identity(numbers))
-                slots, returned = tf.identity(slots), tf.identity(returned)
-                step = tf.cast(_read(self._learner.step), tf.int64)
-                sums = tf.zeros(self._sums_shape, tf.float64)
-                held = tf.zeros([self._num_slots, *self._sums_shape], tf.float64)
-                counts = tf.zeros([num_workers, 4], tf.int64)
-                workers = tf.zeros([self._num_slots], tf.int64)
-                # A row that was held, as it is when its gradient was applied.
-                not_held = tf.one_hot([SHARE, IS_HELD], NUM_COLUMNS, 0, 1, dtype=tf.int64)
-                not_held = tf.reduce_prod(not_held, axis=0)
-                is_free = NOBODYS * tf.one_hot(SHARE, NUM_COLUMNS, dtype=tf.int64)
-                num_done = tf.constant(0, tf.int64)
-                is_stopped = tf.constant(False)
-                while not is_stopped and num_done < rounds:
-                    tf.autograph.experimental.set_loop_options(
-                        parallel_iterations=1, shape_invariants=[(returned, tf.TensorShape([None]))]
-                    )
-                    is_final = tf.cast(num_done + 1 == rounds, tf.int64)
-                    last = tf.maximum(ends_shifts, IS_FINAL * is_final)
-                    slots, returned, fresh, attempt = self._order_all(
-                        slots, returned, fresh, attempt, last, step
-                    )
-                    num_held = tf.constant(0, tf.int64)
-                    while not is_stopped and num_held < num_shares:
-                        tf.autograph.experimental.set_loop_options(
-                            parallel_iterations=1,
-                            shape_invariants=[(returned, tf.TensorShape([None]))],
-                        )
-                        # As many will come: each slot that holds none owes at least one. But a
-                        # worker that stands in for another one can owe one at a time.
-                        num_due = num_shares - num_held
-                        num_due = tf.where(ends_shifts > 0, tf.ones_like(num_due), num_due)
-                        messages, more = tf.raw_ops.QueueDequeueManyV2(
-                            handle=self._messages,
-                            n=tf.cast(num_due, tf.int32),
-                            component_types=[tf.int64, tf.float64],
-                        )
-                        messages = tf.ensure_shape(messages, [None, 5])
-                        kinds, senders, numbers, by, tags = tf.unstack(messages, axis=1)
-                        rows = tf.gather(slots, senders)
-                        is_timely = (kinds == _DONE) & (rows[:, SHARE] >= 0)
-                        is_timely &= (rows[:, ATTEMPT] == numbers) & (rows[:, IS_HELD] == 0)
-                        is_timely &= (tags == step) & (rows[:, LAST] == GOES_ON)
-                        if tf.reduce_all(is_timely):
-                            # Nothing but what each round brings.
-                            columns = tf.stack(
-                                [
-                                    senders,
-                                    tf.fill(tf.shape(senders), tf.constant(IS_HELD, tf.int64)),
-                                ],
-                                1,
-                            )
-                            ones = tf.ones_like(senders)
-                            slots = tf.tensor_scatter_nd_update(slots, columns, ones)
-                            held = tf.tensor_scatter_nd_update(held, senders[:, tf.newaxis], more)
-                            workers = tf.tensor_scatter_nd_update(
-                                workers, senders[:, tf.newaxis], by
-                            )
-                            num_held = num_shares + 0 * num_held
-                        else:
-                            for i in tf.range(tf.shape(messages)[0]):
-                                tf.autograph.experimental.set_loop_options(
-                                    parallel_iterations=1,
-                                    shape_invariants=[(returned, tf.TensorShape([None]))],
-                                )
-                                kind, slot, number, worker, tag = tf.unstack(messages[i])
-                                row = slots[slot]
-                                gives, takes_returned = False, True
-                                if kind == _DONE:
-                                    if number == _END:
-                                        slots = _end_shift(slots, slot)
-                                    elif (
-                                        row[SHARE] >= 0
-                                        and row[ATTEMPT] == number
-                                        and row[IS_HELD] == 0
-                                    ):
-                                        if row[LAST] != GOES_ON:
-                                            slots = _end_shift(slots, slot)
-                                        workers = _put(workers, slot, worker)
-                                        if tag == step:
-                                            slots = _set(slots, slot, IS_HELD, 1)
-                                            held = _put(held, slot, more[i])
-                                            num_held += 1
-                                        else:
-                                            counts = _count(counts, worker, DROPPED, 1)
-                                            returned = tf.concat([returned, [row[SHARE]]], 0)
-                                            slots = _set(slots, slot, SHARE, NOBODYS)
-                                            # It would be late with it for ever.
-                                            gives, takes_returned = row[LAST] == GOES_ON, False
-                                elif kind == _BEGUN:
-                                    slots = _set(slots, slot, IS_SERVED, 1)
-                                    if row[IS_HELD] == 0:
-                                        if row[SHARE] < 0:
-                                            gives = True
-                                        elif self._num_orders(slot) == 0:
-                                            # The order was taken by one that is no more.
-                                            order = tf.stack([attempt, row[SHARE], last, step])
-                                            slots = self._give(slots, slot, order)
-                                            attempt += 1
-                                elif kind == _NUDGE:
-                                    ends_shifts = tf.constant(GIVES_WAY, tf.int64)
-                                    last = tf.maximum(last, ends_shifts)
-                                    for index in range(self._num_slots):
-                                        self._enqueue(index, tf.constant(_ENDING, tf.int64))
-                                elif kind == _STOP:
-                                    is_stopped = True
-                                if gives:
-                                    if takes_returned and tf.size(returned) > 0:
-                                        share = returned[0]
-                                        returned = returned[1:]
-                                    else:
-                                        share = fresh
-                                        fresh += 1
-                                    order = tf.stack([attempt, share, last, step])
-                                    slots = self._give(slots, slot, order)
-                                    attempt += 1
-                    if not is_stopped:
-                        # In the order of their shares, whoever computed them.
-                        places = tf.where(slots[:, IS_HELD] > 0)[:, 0]
-                        places = tf.ensure_shape(places, [num_shares])
-                        places = tf.gather(places, tf.argsort(tf.gather(slots[:, SHARE], places)))
-                        rows = tf.gather(slots, places)
-                        shares = rows[:, SHARE]
-                        whole, step = self._apply(places, rows[:, ATTEMPT], step)
-                        by = tf.gather(workers, places)
-                        if whole:
-                            num_done += 1
-                            for of_share in tf.unstack(tf.gather(held, places)):
-                                sums += of_share
-                            sizes = tf.gather(examples, shares % num_shares)
-                            counts = _count(counts, by, FINISHED, tf.ones_like(by))
-                            counts = _count(counts, by, EXAMPLES, sizes)
-                        else:
-                            returned = tf.concat([returned, shares], 0)
-                            counts = _count(counts, by, REPEATED, tf.ones_like(by))
-                        is_held = slots[:, IS_HELD : IS_HELD + 1] > 0
-                        slots = tf.where(is_held, slots * not_held + is_free, slots)
-                return (
-                    tf.stack([num_done, ends_shifts, fresh, attempt]),
-                    slots,
-                    returned,
-                    sums,
-                    counts,
+                state = _State(
+                    slots=tf.identity(slots),
+                    returned=tf.identity(returned),
+                    fresh=fresh,
+                    attempt=attempt,
+                    ends_shifts=ends_shifts,
+                    is_stopped=tf.constant(False),
+                    num_held=tf.constant(0, tf.int64),
+                    held=tf.zeros([self._num_slots, *self._sums_shape], tf.float64),
+                    workers=tf.zeros([self._num_slots], tf.int64),
+                    counts=tf.zeros([self._num_slots, 4], tf.int64),
                 )
+                num_done, step = tf.constant(0, tf.int64), tf.cast(read_now(self._step), tf.int64)
+                sums = tf.zeros(self._sums_shape, tf.float64)
+                num_done, step, sums, state = tf.while_loop(
+                    lambda num_done, step, sums, state: ~state.is_stopped & (num_done < rounds),
+                    lambda num_done, step, sums, state: self._round(
+                        num_done, step, sums, state, rounds
+                    ),
+                    (num_done, step, sums, state),
+                    shape_invariants=_invariants((num_done, step, sums, state)),
+                    parallel_iterations=1,
+                )
+                numbers = tf.stack([num_done, state.ends_shifts, state.fresh, state.attempt])
+                return numbers, state.slots, state.returned, sums, state.counts
 
         return conduct
 
-    @plain
-    def _order_all(
-        self,
-        slots: Tensor,
-        returned: Tensor,
-        fresh: Tensor,
-        attempt: Tensor,
-        last: Tensor,
-        step: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _round(
+        self, num_done: Tensor, step: Tensor, sums: Tensor, state: "_State", rounds: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, "_State"]:
+        """Gives orders, waits for n gradients, applies them; unless it is told to stop."""
+        num_shares = len(self._lanes)
+        final = IS_FINAL * tf.cast(tf.equal(num_done + 1, rounds), tf.int64)
+        state = self._order_all(state, tf.maximum(state.ends_shifts, final), step)
+        (state,) = tf.while_loop(
+            lambda state: ~state.is_stopped & (state.num_held < num_shares),
+            lambda state: (self._receive(state, final, step),),
+            (state,),
+            shape_invariants=_invariants((state,)),
+            parallel_iterations=1,
+        )
+        stopped = (num_done, step, sums, state)
+        found: tuple[Tensor, Tensor, Tensor, _State] = tf.cond(
+            state.is_stopped,
+            lambda: tf.nest.map_structure(tf.identity, stopped),
+            lambda: self._finish(*stopped),
+        )
+        return found
+
+    def _receive(self, state: "_State", final: Tensor, step: Tensor) -> "_State":
+        """Waits for messages, and does what they ask for."""
+        num_shares = len(self._lanes)
+        # As many will come: each slot that holds none owes at least one. But a worker that stands
+        # in for another one can owe one at a time.
+        num_due = num_shares - state.num_held
+        num_due = tf.where(state.ends_shifts > 0, tf.ones_like(num_due), num_due)
+        messages, sums = tf.raw_ops.QueueDequeueManyV2(
+            handle=self._messages,
+            n=tf.cast(num_due, tf.int32),
+            component_types=[tf.int64, tf.float64],
+        )
+        messages = tf.ensure_shape(messages, [None, 5])
+        kinds, senders, numbers, workers, steps = tf.unstack(messages, axis=1)
+        rows = tf.gather(state.slots, senders)
+        is_usual = tf.equal(kinds, _DONE) & (rows[:, SHARE] >= 0)
+        is_usual &= tf.equal(rows[:, ATTEMPT], numbers) & tf.equal(rows[:, IS_HELD], 0)
+        is_usual &= tf.equal(steps, step) & tf.equal(rows[:, LAST], GOES_ON)
+
+        def hold_all() -> _State:
+            columns = tf.stack([senders, IS_HELD * tf.ones_like(senders)], axis=1)
+            places = senders[:, tf.newaxis]
+            update = tf.tensor_scatter_nd_update
+            return state._replace(
+                slots=update(state.slots, columns, tf.ones_like(senders)),
+                held=update(state.held, places, sums),
+                workers=update(state.workers, places, workers),
+                num_held=state.num_held + tf.size(senders, tf.int64),
+            )
+
+        def hear_each() -> _State:
+            heard: _State
+            _, heard = tf.while_loop(
+                lambda i, _: i < tf.shape(messages)[0],
+                lambda i, state: (i + 1, self._hear(state, messages[i], sums[i], final, step)),
+                (tf.constant(0), state),
+                shape_invariants=_invariants((tf.constant(0), state)),
+                parallel_iterations=1,
+            )
+            return heard
+
+        received: Any = tf.cond(tf.reduce_all(is_usual), hold_all, hear_each)
+        return _State(*received)
+
+    def _hear(
+        self, state: "_State", message: Tensor, sums: Tensor, final: Tensor, step: Tensor
+    ) -> "_State":
+        """Does what one message asks for."""
+        kind, slot, number, worker, tag = tf.unstack(message)
+        row = state.slots[slot]
+        is_done, has_begun = tf.equal(kind, _DONE), tf.equal(kind, _BEGUN)
+        is_nudge = tf.equal(kind, _NUDGE)
+        is_free = tf.equal(row[IS_HELD], 0)
+        is_known = is_done & (row[SHARE] >= 0) & tf.equal(row[ATTEMPT], number) & is_free
+        is_timely, is_late = is_known & tf.equal(tag, step), is_known & tf.not_equal(tag, step)
+        goes_on = tf.equal(row[LAST], GOES_ON)
+        is_end = is_done & tf.equal(number, _END)
+        has_ended = is_end | (is_known & ~goes_on)
+        ends_shifts = tf.where(is_nudge, tf.ones_like(kind), state.ends_shifts)
+        # What is known of the sender now.
+        row = tf.stack(
+            [
+                tf.where(is_late, tf.fill([], tf.constant(NOBODYS, tf.int64)), row[SHARE]),
+                row[ATTEMPT],
+                tf.where(
+                    has_ended, tf.zeros_like(kind), tf.maximum(row[IS_SERVED], _int(has_begun))
+                ),
+                row[LAST],
+                tf.maximum(row[IS_HELD], _int(is_timely)),
+                tf.where(has_ended, tf.zeros_like(kind), row[IS_OLD]),
+            ]
+        )
+        former = state.slots[slot, SHARE]
+        returned = tf.concat([state.returned, tf.repeat(former, _int(is_late))], axis=0)
+        # What it gets: its share again, if the order was taken by one that is no more; one that was
+        # returned; or, if it has just been late and would be for ever, a new one.
+        num_orders = tf.cond(
+            is_end, lambda: tf.cast(self._num_orders(slot), tf.int64), lambda: number
+        )
+        gives_again = (has_begun | is_end) & is_free & (former >= 0) & tf.equal(num_orders, 0)
+        begins = has_begun & is_free & (former < 0)
+        # One that does not know of new shares has to end.
+        is_useless = begins & (row[IS_OLD] > 0)
+        gives_other = (begins & ~is_useless) | (is_late & goes_on)
+        gives_returned = gives_other & has_begun & (tf.size(returned) > 0)
+        first = tf.concat([returned, [state.fresh]], axis=0)[0]
+        share = tf.where(gives_returned, first, tf.where(gives_again, former, state.fresh))
+        gives = gives_again | gives_other
+        slots = _put(state.slots, slot, row)
+        order = tf.stack([state.attempt, share, tf.maximum(ends_shifts, final), step])
+        slots = tf.cond(gives, lambda: self._give(slots, slot, order), lambda: slots)
+        tf.cond(is_nudge, self._end_all, lambda: tf.constant(True))
+        tf.cond(is_useless, lambda: self._end(slot), lambda: tf.constant(True))
+        return state._replace(
+            slots=slots,
+            returned=returned[_int(gives_returned) :],
+            fresh=state.fresh + _int(gives_other & ~gives_returned),
+            attempt=state.attempt + _int(gives),
+            ends_shifts=ends_shifts,
+            is_stopped=tf.equal(kind, _STOP) | state.is_stopped,
+            num_held=state.num_held + _int(is_timely),
+            held=tf.where(is_timely, _put(state.held, slot, sums), state.held),
+            workers=tf.where(is_known, _put(state.workers, slot, worker), state.workers),
+            counts=_count(state.counts, [worker], DROPPED, [_int(is_late)]),
+        )
+
+    def _finish(
+        self, num_done: Tensor, step: Tensor, sums: Tensor, state: "_State"
+    ) -> tuple[Tensor, Tensor, Tensor, "_State"]:
+        """Applies what is held, in the order of the shares, whoever computed them."""
+        order = self._source.order
+        num_shares = len(self._lanes)
+        rows_per_lane = order.batch_size // order.lanes
+        examples = tf.constant([len(share) * rows_per_lane for share in self._lanes], tf.int64)
+        places = tf.where(state.slots[:, IS_HELD] > 0)[:, 0]
+        places = tf.ensure_shape(places, [num_shares])
+        places = tf.gather(places, tf.argsort(tf.gather(state.slots[:, SHARE], places)))
+        rows = tf.gather(state.slots, places)
+        shares = rows[:, SHARE]
+        is_whole, step = self._apply(places, rows[:, ATTEMPT], step)
+        workers = tf.gather(state.workers, places)
+        total = tf.add_n(tf.unstack(tf.gather(state.held, places)))
+        done, repeated = _int(is_whole), _int(~is_whole)
+        ones = tf.ones_like(workers)
+        counts = _count(state.counts, workers, FINISHED, done * ones)
+        counts = _count(counts, workers, EXAMPLES, done * tf.gather(examples, shares % num_shares))
+        counts = _count(counts, workers, REPEATED, repeated * ones)
+        freed = tf.stack(
+            [tf.fill([num_shares], tf.constant(NOBODYS, tf.int64)), *tf.unstack(rows, axis=1)[1:]],
+            axis=1,
+        )
+        not_held = tf.ones([NUM_COLUMNS], tf.int64) - tf.one_hot(
+            IS_HELD, NUM_COLUMNS, dtype=tf.int64
+        )
+        state = state._replace(
+            slots=tf.tensor_scatter_nd_update(state.slots, places[:, tf.newaxis], freed * not_held),
+            returned=tf.concat([state.returned, shares[: num_shares * repeated]], axis=0),
+            num_held=tf.zeros_like(state.num_held),
+            counts=counts,
+        )
+        sums = tf.where(is_whole, sums + total, sums)
+        return num_done + done, step, sums, state
+
+    def _order_all(self, state: "_State", last: Tensor, step: Tensor) -> "_State":
         """An order for each slot that waits: returned shares first."""
-        waits = tf.logical_and(slots[:, SHARE] < 0, slots[:, IS_SERVED] > 0)
-        rank = tf.cumsum(tf.cast(waits, tf.int64), exclusive=True)
-        new = fresh + tf.range(self._num_slots, dtype=tf.int64)
-        shares = tf.gather(tf.concat([returned, new], axis=0), rank)
+        slots = state.slots
+        waits = (slots[:, SHARE] < 0) & (slots[:, IS_SERVED] > 0)
+        rank = tf.cumsum(_int(waits), exclusive=True)
+        new = state.fresh + tf.range(self._num_slots, dtype=tf.int64)
+        shares = tf.gather(tf.concat([state.returned, new], axis=0), rank)
         lasts = tf.maximum(last, slots[:, IS_OLD])
-        steps = tf.fill(tf.shape(rank), step)
-        orders = tf.stack([attempt + rank, shares, lasts, steps], axis=1)
+        attempts = state.attempt + rank
+        orders = tf.stack([attempts, shares, lasts, tf.fill(tf.shape(rank), step)], axis=1)
 
         def give_each() -> Tensor:
             for slot in range(self._num_slots):
@@ -542,13 +596,16 @@ class Rounds:
             return tf.constant(True)
 
         tf.cond(tf.reduce_all(waits), give_all, give_each)
-        columns = [shares, attempt + rank, slots[:, IS_SERVED], lasts, 0 * rank, slots[:, IS_OLD]]
-        slots = tf.where(waits[:, tf.newaxis], tf.stack(columns, axis=1), slots)
-        num_given = tf.reduce_sum(tf.cast(waits, tf.int64))
-        num_returned = tf.minimum(num_given, tf.size(returned, tf.int64))
-        return slots, returned[num_returned:], fresh + num_given - num_returned, attempt + num_given
+        columns = [shares, attempts, slots[:, IS_SERVED], lasts, 0 * rank, slots[:, IS_OLD]]
+        num_given = tf.reduce_sum(_int(waits))
+        num_returned = tf.minimum(num_given, tf.size(state.returned, tf.int64))
+        return state._replace(
+            slots=tf.where(waits[:, tf.newaxis], tf.stack(columns, axis=1), slots),
+            returned=state.returned[num_returned:],
+            fresh=state.fresh + num_given - num_returned,
+            attempt=state.attempt + num_given,
+        )
 
-    @plain
     def _give(self, slots: Tensor, slot: Tensor, order: Tensor) -> Tensor:
         """Gives `order` to `slot`; returns what is known of the slots then.
 
@@ -569,7 +626,23 @@ class Rounds:
         with tf.control_dependencies([given]):
             return tf.constant(True)
 
-    @plain
+    def _end(self, slot: Tensor) -> Tensor:
+        ending = tf.constant(_ENDING, tf.int64)
+        branches = [
+            lambda index=index: self._enqueue(index, ending) for index in range(self._num_slots)
+        ]
+        return tf.switch_case(tf.cast(slot, tf.int32), branches)
+
+    def _end_all(self) -> Tensor:
+        """Ends the shifts that wait for an order."""
+        for slot in range(self._num_slots):
+            tf.cond(
+                tf.equal(tf.raw_ops.QueueSizeV2(handle=self._orders[slot]), 0),
+                lambda slot=slot: self._enqueue(slot, tf.constant(_ENDING, tf.int64)),
+                lambda: tf.constant(True),
+            )
+        return tf.constant(True)
+
     def _num_orders(self, slot: Tensor) -> Tensor:
         branches = [
             lambda slot=index: tf.raw_ops.QueueSizeV2(handle=self._orders[slot])
@@ -577,7 +650,6 @@ class Rounds:
         ]
         return tf.switch_case(tf.cast(slot, tf.int32), branches)
 
-    @plain
     def _apply(self, places: Tensor, attempts: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """Applies the sum of these slots; False, and nothing, if one was written to meanwhile.
 
@@ -612,29 +684,28 @@ def _write(variable: Any, slot: Tensor, row: Tensor) -> Tensor:
     return tf.raw_ops.ResourceScatterNdUpdate(ref=variable.handle, indices=[[slot]], updates=[row])
 
 
-def _read(variable: Any) -> Tensor:
-    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-
-
-@plain
 def _put(rows: Tensor, index: Tensor, row: Tensor) -> Tensor:
     return tf.tensor_scatter_nd_update(rows, [[index]], [row])
 
 
-@plain
-def _set(rows: Tensor, index: Tensor, column: int, value: Any) -> Tensor:
-    return tf.tensor_scatter_nd_update(rows, [[index, column]], [tf.cast(value, rows.dtype)])
-
-
-@plain
-def _end_shift(slots: Tensor, slot: Tensor) -> Tensor:
-    return _set(_set(slots, slot, IS_SERVED, 0), slot, IS_OLD, 0)
-
-
-@plain
-def _count(counts: Tensor, worker: Tensor, column: int, number: Any) -> Tensor:
-    """`counts` with `number` more in `column`, of a worker or of several."""
-    workers = tf.reshape(worker, [-1])
-    indices = tf.stack([workers, tf.fill(tf.shape(workers), tf.constant(column, tf.int64))], axis=1)
-    numbers = tf.reshape(tf.cast(number, tf.int64), [-1])
+def _count(counts: Tensor, workers: Tensor, column: int, numbers: Tensor) -> Tensor:
+    """`counts` with `numbers` more in `column` of `workers`, both [n]."""
+    workers = tf.convert_to_tensor(workers)
+    indices = tf.stack([workers, column * tf.ones_like(workers)], axis=1)
     return tf.tensor_scatter_nd_add(counts, indices, numbers)
+
+
+def _int(flag: Tensor) -> Tensor:
+    return tf.cast(flag, tf.int64)
+
+
+def _invariants(variables: Any) -> Any:
+    """Shapes of loop variables: any number of shares may be returned."""
+
+    def shape_of(variable: Any) -> Any:
+        if isinstance(variable, _State):
+            shapes = tf.nest.map_structure(shape_of, tuple(variable))
+            return _State(*shapes)._replace(returned=tf.TensorShape([None]))
+        return variable.shape
+
+    return tuple(map(shape_of, variables))

@@ -15,6 +15,7 @@ has one order, so a run is repeatable with any number of workers.
 """
 
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +26,15 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.order import share
-from strategies.base import Learner, Made, Metrics, Position, refuse_open_shares, to_metrics
+from strategies.base import (
+    Learner,
+    Made,
+    Metrics,
+    PeerLostError,
+    Position,
+    refuse_open_shares,
+    to_metrics,
+)
 from strategies.cluster import Cluster
 from strategies.counts import Counts
 from strategies.ps import ParameterServerExecutor, losses_explained
@@ -51,8 +60,9 @@ _PATIENCE_SECS = 2.0
 # Before the first round graphs are made.
 _FIRST_ROUND_SECS = 30.0
 
-# How long after a round its shifts may take to end, before they are told to.
+# How long after a round its shifts may take to end, before they are told to; and then, again.
 _FAREWELL_SECS = 0.05
+_LOOK_SECS = 1.0
 
 
 class SynchronousParameterServerExecutor(ParameterServerExecutor):
@@ -147,14 +157,6 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
             self._wire.forget()
             self._rounds = self._make_rounds()
 
-    def _settle(self) -> None:
-        """See Executor. What comes after the step counter was set back would pass for timely."""
-        self._end_shifts()
-        with losses_explained():
-            for shift in self._shifts.values():
-                shift.result()
-        self._shifts.clear()
-
     def _seek(self, position: Position) -> None:
         """See Executor."""
         if any(
@@ -182,12 +184,14 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
             self._keep_shifts(conductor, starts, tickets)
         except BaseException:
             if not conductor.done():
-                self._rounds.stop()
+                with contextlib.suppress(tf.errors.OpError):  # The ps may be what was lost.
+                    self._rounds.stop()
             raise
         with losses_explained():
             sums = conductor.result()
         seconds = time.monotonic() - started
-        self._secs_per_round = seconds / num_steps
+        if self._seen_workers is None:
+            self._secs_per_round = seconds / num_steps
         self._stopping = self._stop_requested
         return to_metrics(self._learner.metric_names, sums), seconds
 
@@ -204,9 +208,11 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         self._slots = slots.numpy()
         self._returned = returned.numpy().tolist()
         self._worker_counts += counts.numpy()
-        if are_missing:
-            seen = np.flatnonzero(counts.numpy().any(axis=1)).tolist()
-            self._seen_workers = (self._seen_workers or set()).union(seen)
+        if are_missing and self._seen_workers is None:
+            # What was seen in this call may have been before.
+            self._seen_workers = set()
+        elif self._seen_workers is not None:
+            self._seen_workers.update(np.flatnonzero(counts.numpy().any(axis=1)).tolist())
             if len(self._seen_workers) == self._num_slots:
                 self._seen_workers = None
         found: npt.NDArray[np.float64] = sums.numpy()
@@ -217,14 +223,16 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
 
         But for what they have in hand.
         """
+        idle = self._slots[:, SHARE] == NOBODYS
+        ending = [shift for slot, shift in self._shifts.items() if idle[slot]]
+        concurrent.futures.wait(ending, timeout=_FAREWELL_SECS)
         self._look_for_ended()
         for slot in range(self._num_slots):
-            is_idle = self._slots[slot, SHARE] == NOBODYS
             self._slots[slot, IS_OLD] = slot in self._shifts
             if slot in self._shifts:
-                if is_idle or self._slots[slot, LAST] == GOES_ON:
+                if idle[slot] or self._slots[slot, LAST] == GOES_ON:
                     self._rounds.end(slot)
-            elif is_idle:
+            elif idle[slot]:
                 self._rounds.forget_orders(slot)
 
     def _keep_shifts(
@@ -256,7 +264,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
                 moved, step = time.monotonic(), latest
 
     def _begin_shift(self, slot: int, starts: Any, tickets: Any) -> None:
-        with tf.device(self.io_device):
+        with losses_explained(), tf.device(self.io_device):
             closure = self._coordinator.schedule(
                 self._rounds.shift, args=self._rounds.begin(slot, starts, tickets)
             )
@@ -277,17 +285,40 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         return flags
 
     def _end_shifts(self) -> None:
-        """So that no worker waits for an order while there is other work."""
+        """Tells all shifts to end, once they have had the time to do so by themselves.
+
+        It has to be said again: one that was told may have died of it, and another took its place.
+        """
         concurrent.futures.wait(self._shifts.values(), timeout=_FAREWELL_SECS)
         self._look_for_ended()
         with losses_explained():
             for slot in self._shifts:
                 self._rounds.end(slot)
 
+    def _settle(self) -> None:
+        """See Executor. What comes after the step counter was set back would pass for timely."""
+        while self._shifts:
+            self._end_shifts()
+            concurrent.futures.wait(self._shifts.values(), timeout=_LOOK_SECS)
+
     def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
-        """See Executor."""
+        """See Executor. Workers that are late with a gradient take part when it is done."""
+        is_over = threading.Event()
+
+        def end_shifts() -> None:
+            while not is_over.wait(_LOOK_SECS):
+                with contextlib.suppress(PeerLostError):  # Then the evaluation is told.
+                    self._end_shifts()
+
         self._end_shifts()
-        return super()._evaluate(first_batch, num_batches)
+        if not self._shifts:
+            return super()._evaluate(first_batch, num_batches)
+        ending = _in_background(end_shifts)
+        try:
+            return super()._evaluate(first_batch, num_batches)
+        finally:
+            is_over.set()
+            ending.result()
 
     def _plan(self, num_rounds: int) -> tuple[Any, Any]:
         """What workers need to read whichever shares they may be given in so many rounds.

@@ -19,7 +19,7 @@ rounding of one gradient, not bit for bit. A sum over replicas is rounded too, w
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -110,13 +110,13 @@ class Wire:
         variables: Sequence[Tensor],
         gradients: Sequence[Tensor],
         beside: Sequence[Tensor] = (),
-        device: str = "",
+        devices: Iterable[str] = (),
     ) -> list["Parcel"]:
         """The dense ones of `gradients`, as they arrive on each device that has variables.
 
-        With them `beside`, to each device; also to `device`, if that has none.
+        With them `beside`, to each device; also to those of `devices` that get no gradient.
         """
-        places: dict[str, list[int]] = {device: []} if device else {}
+        places: dict[str, list[int]] = {device: [] for device in devices}
         for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
             if gradient is not None and not isinstance(gradient, tf.IndexedSlices):
                 places.setdefault(variable.device, []).append(index)

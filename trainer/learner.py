@@ -225,6 +225,7 @@ class Learner:
         self, batch: Any, training: bool, values: Sequence[Tensor | None] | None
     ) -> tuple[list[Tensor], Tensor]:
         num_parts = self._options.micro_batches
+        values = None if values is None else list(values)
         if num_parts == 1:
             return self._gradients(batch, training, values)
         gradients, sums = self._gradients(_part(batch, 0, num_parts), training, values)
@@ -239,8 +240,9 @@ class Learner:
         return gradients, sums
 
     def _gradients(
-        self, batch: Any, training: bool, values: Sequence[Tensor | None] | None
+        self, batch: Any, training: bool, values: list[Tensor | None] | None
     ) -> tuple[list[Tensor], Tensor]:
+        """`gradients` of a part of a batch; in `values` are then those for the next part."""
         scale = self.loss_scale.read() if self.loss_scale else None
         if self._compiled is not None:
             given = values or [None] * len(self._read)
@@ -255,6 +257,8 @@ class Learner:
             return self._differentiate(batch, training, self._variables, scale)
         for index, value in changed.items():
             self._read[int(index)].assign(value)
+            if values is not None and values[int(index)] is not None:
+                values[int(index)] = value
         return gradients, sums
 
     def _compute(

@@ -71,7 +71,9 @@ def test_backup_worker_spares_the_step_the_slow_one_and_no_example_is_lost(
 
 
 def test_open_shares_are_done_after_a_resume(numbered: Path, tmp_path: Path) -> None:
-    half = train_numbered(BACKUP, numbered, tmp_path, "--train_steps=20")
+    # The first share of worker 0 takes longer than the run.
+    slow = ("--train_steps=20", "--config.delay_ms=5000")
+    half = train_numbered(BACKUP, numbered, tmp_path, *slow)
     before = sum_of_consumed(half)
     assert sum_of_handed_out(half, numbered)[1] > 0, "no share was open"
 

@@ -1,7 +1,10 @@
-"""A linear model on numbered examples, where ps worker 0 takes `DELAY_MS` longer for a gradient.
+"""A linear model on numbered examples, where ps worker 0 takes `delay_ms` longer for a gradient.
 
 Its metric `number` is the number of the example, so that the mean tells which were consumed.
 """
+
+import dataclasses
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -10,11 +13,20 @@ from benchmarks.delay import late_on_worker
 from strategies.base import Tensor
 from trainer.config import Config
 
-DELAY_MS = 200
+
+@dataclasses.dataclass
+class StragglerConfig(Config):
+    """Config with a field more.
+
+    Attributes:
+        delay_ms: What a gradient of worker 0 takes longer.
+    """
+
+    delay_ms: int = 200
 
 
-def get_config() -> Config:
-    return Config(
+def get_config() -> StragglerConfig:
+    return StragglerConfig(
         batch_size=32,
         optimizer="sgd",
         learning_rate=0.1,
@@ -25,8 +37,12 @@ def get_config() -> Config:
     )
 
 
-def build_model(config: Config) -> keras.Model:
-    return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+def build_model(config: StragglerConfig) -> keras.Model:
+    class Late(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return late_on_worker(0, inputs, config.delay_ms)
+
+    return keras.Sequential([keras.Input((1,)), Late(), keras.layers.Dense(1)])
 
 
 def parse(serialized: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +52,6 @@ def parse(serialized: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss(labels: Tensor, outputs: Tensor) -> Tensor:
-    labels = late_on_worker(0, labels, DELAY_MS)
     return tf.square(labels / 1000 - outputs[:, 0])
 
 

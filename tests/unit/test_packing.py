@@ -1,0 +1,122 @@
+"""Small tensors that travel as one arrive as they were; and what is read after what."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from strategies.packing import carried, computed_with, is_small, read_together
+from tests.unit.replicas import replicas
+from trainer.learner import Learner, sparse_categorical_crossentropy
+from trainer.options import Options
+
+LARGE = [600, 600]
+
+
+def test_all_that_is_carried_arrives_as_it_was() -> None:
+    random = np.random.default_rng(0)
+    tensors = [
+        tf.constant(3.5),
+        tf.zeros([0, 3]),
+        *(tf.cast(random.normal(size=(3, 5)), dtype) for dtype in ("float16", "bfloat16")),
+        tf.constant(random.integers(-(2**40), 2**40, size=7), tf.int64),
+        tf.constant([[1, 255]], tf.uint8),
+        tf.constant([True, False]),
+        tf.constant("text"),
+        tf.constant(random.normal(size=LARGE), tf.float32),
+        tf.constant(random.normal(size=4), tf.float64),
+    ]
+    assert [is_small(t) for t in tensors] == [True] * 6 + [False] * 3 + [True]
+    for arrived in (carried(tensors), tf.function(lambda: carried(tensors))()):
+        for there, here in zip(arrived, tensors, strict=True):
+            assert there.dtype == here.dtype
+            assert there.shape == here.shape
+            np.testing.assert_array_equal(there.numpy(), here.numpy())
+
+
+def make_learner(micro_batches: int = 1) -> Learner:
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input(LARGE[:1]),
+            layers.Dense(LARGE[1]),
+            layers.BatchNormalization(),
+            layers.Dense(3),
+        ]
+    )
+    return Learner(
+        model,
+        keras.optimizers.SGD(0.1),
+        sparse_categorical_crossentropy,
+        {},
+        batch_size=8,
+        options=Options(micro_batches=micro_batches),
+    )
+
+
+def batch() -> tuple[tf.Tensor, tf.Tensor]:
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(8, LARGE[0])).astype(np.float32)
+    return tf.constant(inputs), tf.constant(random.integers(0, 3, size=8))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_at_values_are_those_at_the_variables(micro_batches: int) -> None:
+    found = []
+    for is_given in (False, True):
+        keras.utils.set_random_seed(0)
+        learner = make_learner(micro_batches)
+        if is_given:
+            device = learner.step.device
+            (_,), values = read_together(learner.computed_with, [tf.constant(1)], device)
+            assert [value is None for value in values] == [
+                not is_small(variable) for variable in learner.computed_with
+            ]
+            gradients, sums = learner.gradients_at(batch(), values)
+        else:
+            gradients, sums = learner.gradients(batch())
+        found.append([*gradients, sums, *learner.model.get_weights()])
+    for given, read in zip(*found, strict=True):
+        np.testing.assert_array_equal(given, read)
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_each_variable_is_read_after_what_it_is_to_be_read_after(has_own: bool) -> None:
+    class Own(Learner):
+        def gradients(self, batch: Any, *, training: bool = True) -> Any:
+            return super().gradients(batch, training=training)
+
+    strategy = replicas(1)
+    with strategy.scope():
+        learner = make_learner()
+        learner.__class__ = Own if has_own else Learner
+    queue = tf.queue.FIFOQueue(1, tf.int64, [[]])
+    assert bool(learner.computed_with) != has_own
+
+    @tf.function
+    def compute() -> Any:
+        order = queue.dequeue()
+        device = learner.step.device
+        (order,), values = read_together(learner.computed_with, [order], device)
+        return computed_with(values, order, learner, strategy, batch())
+
+    graph = compute.get_concrete_function().graph
+    reads = [op for op in graph.get_operations() if op.type == "ReadVariableOp"]
+    assert len(reads) >= len(learner.variables)
+    for read in reads:
+        assert "QueueDequeueV2" in {op.type for op in ancestors(read)}, read.name
+
+
+def ancestors(op: tf.Operation) -> Iterator[tf.Operation]:
+    """Ops that run before `op`."""
+    seen: set[str] = set()
+    rest = [op]
+    while rest:
+        found = rest.pop()
+        if found.name not in seen:
+            seen.add(found.name)
+            yield found
+            rest += [*(tensor.op for tensor in found.inputs), *found.control_inputs]
