@@ -25,7 +25,7 @@ from trainer.options import PRECISIONS
 ALONE = "mirrored-1"
 SHARED = ("mirrored-2", "multiworker-2", "ps-sync-2", "ps-async-1")
 # All of them together, on two cores that others use too.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 NAMES = [name for name, _, _ in parity.recipes()]
 # What is rounded to 8 or 11 bits depends on which examples are multiplied together.
