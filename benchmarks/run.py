@@ -175,7 +175,7 @@ def all_rows() -> list[Row]:
     rows = [
         Row(
             "mirrored_in_graph",
-            "mirrored, MLP, batch 100; a loop in one graph, XLA, the limit",
+            "mirrored, MLP, batch 100; a loop in one graph, the limit",
             "steps/s",
             mirrored,
             peer("in_graph", "--model=mlp", *peer_words(15_000)),
@@ -301,7 +301,7 @@ def all_rows() -> list[Row]:
         ),
         Row(
             "resnet20",
-            "mirrored, ResNet-20, batch 128, augmented; a loop in one graph, XLA, not augmented",
+            "mirrored, ResNet-20, batch 128, augmented; a loop in one graph, not augmented",
             "steps/s",
             trainer(
                 "--strategy=mirrored",

@@ -2,7 +2,7 @@
 
     rounds = Rounds(learner, source, strategy, wire, lanes=lanes, num_slots=3)
     rounds.shift                                # a closure for each worker
-    state, sums, counts = rounds.conduct(...)   # meanwhile, on the parameter servers
+    numbers, slots, returned, sums, counts = rounds.conduct(...)    # meanwhile, on the ps
 
 No Python and no chief takes part in a round. A worker's closure is a *shift*: it takes *orders*
 from the queue of its *slot*, one after the other, and each is a share to compute. The *conductor*,
@@ -519,7 +519,8 @@ class Rounds:
         order = tf.stack([state.attempt, share, tf.maximum(ends_shifts, final), step])
         slots = tf.cond(gives, lambda: self._give(slots, slot, order), lambda: slots)
         tf.cond(is_nudge, self._end_all, lambda: tf.constant(True))
-        tf.cond(is_useless, lambda: self._end(slot), lambda: tf.constant(True))
+        ending = tf.constant(_ENDING, tf.int64)
+        tf.cond(is_useless, lambda: self._send(slot, ending), lambda: tf.constant(True))
         return state._replace(
             slots=slots,
             returned=returned[_int(gives_returned) :],
@@ -614,10 +615,7 @@ class Rounds:
         attempt, share, last, step = tf.unstack(order)
         last = tf.maximum(last, slots[slot, IS_OLD])
         order = tf.stack([attempt, share, last, step])
-        branches = [
-            lambda index=index: self._enqueue(index, order) for index in range(self._num_slots)
-        ]
-        tf.switch_case(tf.cast(slot, tf.int32), branches)
+        self._send(slot, order)
         given = tf.stack([share, attempt, slots[slot, IS_SERVED], last, 0, slots[slot, IS_OLD]])
         return _put(slots, slot, given)
 
@@ -626,10 +624,10 @@ class Rounds:
         with tf.control_dependencies([given]):
             return tf.constant(True)
 
-    def _end(self, slot: Tensor) -> Tensor:
-        ending = tf.constant(_ENDING, tf.int64)
+    def _send(self, slot: Tensor, order: Tensor) -> Tensor:
+        """`_enqueue`, for a slot that the graph decides."""
         branches = [
-            lambda index=index: self._enqueue(index, ending) for index in range(self._num_slots)
+            lambda index=index: self._enqueue(index, order) for index in range(self._num_slots)
         ]
         return tf.switch_case(tf.cast(slot, tf.int32), branches)
 
