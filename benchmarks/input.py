@@ -32,6 +32,7 @@ from absl import app, flags
 from benchmarks import mixing
 from benchmarks.table import machine, prepare_mnist
 from data.features import default_parse, read_features
+from data.feeds import Feed, StreamedFeed, open_feed
 from data.order import Order
 from data.pipeline import Reader
 from data.records import Split, open_split
@@ -101,16 +102,15 @@ def large(directory: str) -> Data:
     return Data(directory, batch_size=32, shuffle_buffer=256)
 
 
-def ours(data: Data, cache_bytes: int = 0) -> tf.data.Dataset:
-    """This program's pipeline; 0 bytes keep nothing."""
+def ours(data: Data) -> tf.data.Dataset:
+    """This program's pipeline."""
     order = data.order()
-    reader = Reader(data.split, order, data.parse, cache_bytes=cache_bytes)
-    return reader.batches(0, range(order.lanes))
+    return Reader(data.split, order, data.parse).batches(0, range(order.lanes))
 
 
-def ours_kept(data: Data) -> tf.data.Dataset:
-    """With all parsed examples kept in memory."""
-    return ours(data, cache_bytes=1 << 40)
+def ours_kept(data: Data) -> Reader:
+    """With all parsed examples kept in memory, by a feed."""
+    return Reader(data.split, data.order(), data.parse, cache_bytes=1 << 40)
 
 
 def classic(data: Data) -> tf.data.Dataset:
@@ -166,7 +166,9 @@ def nothing_read(data: Data) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(batch).repeat()
 
 
-SMALL: Mapping[str, Callable[[Data], tf.data.Dataset]] = {
+Pipeline = Callable[[Data], tf.data.Dataset | Reader]
+
+SMALL: Mapping[str, Pipeline] = {
     "this pipeline": ours,
     "this pipeline, examples kept": ours_kept,
     "classic": classic,
@@ -187,37 +189,44 @@ LARGE = {
 class Drain:
     """Takes batches in a graph, as training does, and says how many examples a second came.
 
-    Each round has an iterator of its own: one that waits for its turn would go on reading ahead,
-    at the cost of the others.
+    Each round has a feed of its own: one that waits for its turn would go on reading ahead, at the
+    cost of the others.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, batch_size: int, epoch_batches: int) -> None:
-        self._dataset, self._batch_size = dataset, batch_size
+    def __init__(
+        self, source: tf.data.Dataset | Reader, batch_size: int, epoch_batches: int
+    ) -> None:
+        self._source, self._batch_size = source, batch_size
+        feed = self._open()
 
-        @tf.function(reduce_retracing=True)
-        def take(iterator: Any, num_batches: tf.Tensor) -> tf.Tensor:
+        @tf.function(input_signature=[feed.signature, tf.TensorSpec([], tf.int64)])
+        def take(taken: Any, num_batches: tf.Tensor) -> tf.Tensor:
             total = 0.0
-            for _ in tf.range(num_batches):
-                images, _ = next(iterator)
+            for index in tf.range(num_batches):
+                images, _ = feed.batch(taken, index)
                 total += images[0, 0, 0, 0]
             return total
 
         self._take = take
-        iterator = iter(dataset)
         # An epoch: the first calls trace, and what is kept is kept then.
-        self._timed(iterator, 8)
-        secs = self._timed(iterator, epoch_batches)
+        self._timed(feed, 8)
+        secs = self._timed(feed, epoch_batches)
         self._num_batches = max(8, int(_ROUND_SECS / secs * epoch_batches))
 
     def rate(self) -> float:
         """Examples a second of one round."""
-        iterator = iter(self._dataset)
-        self._timed(iterator, max(4, self._num_batches // 8))
-        return self._num_batches * self._batch_size / self._timed(iterator, self._num_batches)
+        feed = self._open()
+        self._timed(feed, max(4, self._num_batches // 8))
+        return self._num_batches * self._batch_size / self._timed(feed, self._num_batches)
 
-    def _timed(self, iterator: Any, num_batches: int) -> float:
+    def _open(self) -> Feed:
+        if isinstance(self._source, Reader):
+            return open_feed(self._source, 0, range(self._source.order.lanes))
+        return StreamedFeed(self._source)
+
+    def _timed(self, feed: Feed, num_batches: int) -> float:
         started = time.perf_counter()
-        self._take(iterator, tf.constant(num_batches)).numpy()
+        self._take(feed.take(num_batches), tf.constant(num_batches, tf.int64)).numpy()
         return time.perf_counter() - started
 
 
@@ -232,9 +241,7 @@ def bare_rate(data: Data) -> float:
     return data.split.num_examples / (time.perf_counter() - started)
 
 
-def rates(
-    data: Data, pipelines: Mapping[str, Callable[[Data], tf.data.Dataset]]
-) -> dict[str, list[float]]:
+def rates(data: Data, pipelines: Mapping[str, Pipeline]) -> dict[str, list[float]]:
     """Examples a second of each pipeline in each round."""
     turns = {
         name: Drain(make(data), data.batch_size, data.epoch_batches).rate
@@ -270,9 +277,7 @@ def measure_memory(kind: str, pipeline: str, directory: str) -> None:
     print(int(peak) << 10)
 
 
-def print_rates(
-    title: str, kind: str, data: Data, pipelines: Mapping[str, Callable[[Data], tf.data.Dataset]]
-) -> None:
+def print_rates(title: str, kind: str, data: Data, pipelines: Mapping[str, Pipeline]) -> None:
     """A table of rates and memory."""
     measured = rates(data, pipelines)
     baseline = statistics.median(measured["classic"])

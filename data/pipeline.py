@@ -5,7 +5,7 @@
         ...
 
 There is no shuffle buffer and no iterator to save: batch s holds what `data.order` says, whoever
-reads it and wherever reading began. Two ways in:
+reads it and wherever reading began. Three ways in:
 
 * `batches`: a tf.data pipeline on this machine. Plans are made by numpy, ahead, in a Python
   generator.
@@ -18,7 +18,7 @@ Where the records come from, and what is parsed at once:
 | --- | --- | --- | --- |
 | `batches` | local files | this process, a window's byte ranges (`data.ranges`) | some batches |
 | `batches` | URLs | TensorFlow, a window's pieces | some batches |
-| `batches` | fits `cache_bytes` | as above, once, before the first batch | all there is |
+| `picks` | fits `cache_bytes` | as above, once, before the first batch | all there is |
 | tickets | any | TensorFlow, the ticket's pieces | the ticket |
 """
 
@@ -91,9 +91,8 @@ class Reader:
     a state. `augment`: (inputs, labels, seeds int32 [n, 2]) -> (inputs, labels), of training
     batches alone; it too treats examples independently, and draws random numbers from each
     example's seed alone, which `Order.seeds` makes. `num_threads` of this process read and parse;
-    0: as many as this process may run on, at most 8. `cache_bytes`: `batches` without an end keep
-    the parsed examples in memory if all of them are no larger; they are parsed before the first
-    batch. tf.data makes a copy of them, so they take twice as much. `prefetch_batches` of each
+    0: as many as this process may run on, at most 8. `cache_bytes`: a feed keeps the
+    parsed examples in memory if all of them are no larger. `prefetch_batches` of each
     dataset are ready before they are asked for; 0 chooses. `gives_seeds`: training batches end with
     these seeds, whatever `augment` did with them.
 
@@ -137,9 +136,6 @@ class Reader:
         unless `num_batches` is given. The same elements in the same order, whatever the number of
         threads and wherever reading begins.
         """
-        example_bytes, num_examples = self._example_bytes, self.split.num_examples
-        if num_batches is None and example_bytes * num_examples <= self.cache_bytes:
-            return self._from_cache(first_batch, lanes)
         stop = None if num_batches is None else first_batch + num_batches
         return self._from_disk(first_batch, stop, lanes)
 
@@ -216,6 +212,57 @@ class Reader:
         """
         parsed = converted(self.parse)(tf.reshape(serialized, [-1]))
         return self._finish(parsed, tf.shape(serialized), serialized.shape, extras)
+
+    @property
+    def keeps_examples(self) -> bool:
+        """Whether all parsed training examples fit in `cache_bytes`, so that feeds keep them."""
+        return self._example_bytes * self.split.num_examples <= self.cache_bytes
+
+    @functools.cached_property
+    def kept_examples(self) -> Any:
+        """All examples, parsed now: (inputs, labels) by their record numbers, on the CPU."""
+        example_bytes = max(int(self._example_bytes), self.split.mean_record_bytes, 1)
+        size = max(1, min(_GROUP_EXAMPLES, _GROUP_BYTES // example_bytes))
+        order = dataclasses.replace(
+            self.order, batch_size=size, lanes=1, window_batches=1, shuffle=False
+        )
+        reader = dataclasses.replace(self, order=order, augment=None, gives_seeds=False)
+        num_examples = self.split.num_examples
+        kept: Any = None
+        for first, batch in zip(
+            range(0, num_examples, size),
+            reader.evaluation_batches(range(1)),
+            strict=True,
+        ):
+            parsed, end = batch[:2], min(first + size, num_examples)
+            if kept is None:
+                kept = tf.nest.map_structure(
+                    lambda t: _array([num_examples, *t.shape[1:]], t.dtype.as_numpy_dtype), parsed
+                )
+            for values, of_all in zip(tf.nest.flatten(parsed), tf.nest.flatten(kept), strict=True):
+                of_all[first:end] = values.numpy()[: end - first]
+        with tf.device("CPU:0"):
+            return tf.nest.map_structure(_as_tensor, kept)
+
+    def picks(self, first_batch: int, lanes: range) -> Iterator[Ticket]:
+        """Plans of all batches from `first_batch`, some at a time, for `pick` of each.
+
+        "gather", record numbers int64 [m, n]; and "seeds" int32 [m, n, 2] where they are needed.
+        """
+        for run in self._runs(first_batch, None):
+            yield {"gather": self.order.records(*run, lanes), **self._extras(*run, lanes)}
+
+    def pick_spec(self, lanes: range) -> dict[str, tf.TensorSpec]:
+        """The type of what `picks` gives."""
+        spec = self.ticket_spec(lanes=lanes)
+        return {name: spec[name] for name in ("gather", "seeds") if name in spec}
+
+    @plain
+    def pick(self, kept: Any, plan: dict[str, tf.Tensor]) -> tuple[Any, ...]:
+        """A batch of `kept_examples`, augmented; `plan`: its row of what `picks` gives."""
+        rows = plan["gather"]
+        parsed = tf.nest.map_structure(lambda values: tf.gather(values, rows), kept)
+        return self._finish(parsed, tf.shape(rows), rows.shape, plan)
 
     def _finish(
         self,
@@ -485,28 +532,6 @@ class Reader:
         read = tickets.prefetch(2).map(read_pieces, num_parallel_calls=self._threads)
         return read.flat_map(in_groups).map(gather)
 
-    def _from_cache(self, first_batch: int, lanes: range) -> tf.data.Dataset:
-        """One element a batch, its examples picked from those that were parsed before."""
-        parsed_split = self._parsed_split
-        most = self._group_batches(lanes)
-        spec = self.ticket_spec(lanes=lanes)
-        spec = {name: spec[name] for name in ("gather", "seeds") if name in spec}
-
-        def groups() -> Iterator[Ticket]:
-            for first, num_batches in self._runs(first_batch, None):
-                records = self.order.records(first, num_batches, lanes)
-                plan = {"gather": records, **self._extras(first, num_batches, lanes)}
-                for begin in range(0, num_batches, most):
-                    yield {name: value[begin : begin + most] for name, value in plan.items()}
-
-        def pick(group: dict[str, tf.Tensor]) -> tuple[Any, ...]:
-            rows = tf.reshape(group["gather"], [-1])
-            parsed = tf.nest.map_structure(lambda values: tf.gather(values, rows), parsed_split)
-            return self._finish(parsed, tf.shape(group["gather"]), group["gather"].shape, group)
-
-        plans = tf.data.Dataset.from_generator(groups, output_signature=spec)
-        return self._batched(plans.prefetch(2), pick)
-
     def _batched(
         self, groups: tf.data.Dataset, parse: Callable[..., tuple[Any, ...]]
     ) -> tf.data.Dataset:
@@ -537,32 +562,6 @@ class Reader:
         parse = tf.function(converted(self.parse), input_signature=signature, autograph=False)
         outputs = tf.nest.flatten(parse.get_concrete_function().structured_outputs)
         return sum(_num_bytes(output.shape[1:], output.dtype) for output in outputs)
-
-    @functools.cached_property
-    def _parsed_split(self) -> Any:
-        """All examples parsed, as (inputs, labels), by their record numbers."""
-        example_bytes = max(int(self._example_bytes), self.split.mean_record_bytes, 1)
-        size = max(1, min(_GROUP_EXAMPLES, _GROUP_BYTES // example_bytes))
-        order = dataclasses.replace(
-            self.order, batch_size=size, lanes=1, window_batches=1, shuffle=False
-        )
-        reader = dataclasses.replace(self, order=order, augment=None, cache_bytes=0)
-        num_examples = self.split.num_examples
-        kept: Any = None
-        for first, batch in zip(
-            range(0, num_examples, size),
-            reader.evaluation_batches(range(1)),
-            strict=True,
-        ):
-            parsed, end = batch[:2], min(first + size, num_examples)
-            if kept is None:
-                kept = tf.nest.map_structure(
-                    lambda t: _array([num_examples, *t.shape[1:]], t.dtype.as_numpy_dtype), parsed
-                )
-            for values, of_all in zip(tf.nest.flatten(parsed), tf.nest.flatten(kept), strict=True):
-                of_all[first:end] = values.numpy()[: end - first]
-        with tf.device("CPU:0"):
-            return tf.nest.map_structure(_as_tensor, kept)
 
     def _share_examples(self, lanes: range | None) -> int:
         rows = self.order.batch_size // self.order.lanes

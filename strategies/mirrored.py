@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from data.feeds import open_feed
 from data.graphs import plain
 from data.order import share
 from strategies.base import (
@@ -122,19 +123,20 @@ class MirroredExecutor(Executor):
             self._run_in_graph = self._make_run()
 
     def _make_run(self) -> Any:
-        learner, train_cuts = self._learner, self._cuts(self._source)
+        learner, train_cuts, feed = self._learner, self._cuts(self._source), self._feed
+        signature = [feed.signature, tf.TensorSpec([], tf.int64), tf.TensorSpec([2], tf.float64)]
 
-        @tf.function(reduce_retracing=True)
-        def run(batches: Any, num_steps: Tensor, say: Tensor) -> tuple[Tensor, Tensor]:
-            def step(sums: Tensor) -> Tensor:
-                batch = self._split(next(batches), train_cuts)
+        @tf.function(input_signature=signature)
+        def run(taken: Any, num_steps: Tensor, say: Tensor) -> tuple[Tensor, Tensor]:
+            def step(index: Tensor, sums: Tensor) -> Tensor:
+                batch = self._split(feed.batch(taken, index), train_cuts)
                 return self.strategy.run(
                     lambda s, b: s + self._wire.update(learner, b), args=(sums, batch)
                 )
 
             sums = self.strategy.run(self._zeros)
-            for _ in tf.range(num_steps):
-                sums = step(sums)
+            for index in tf.range(num_steps):
+                sums = step(index, sums)
             return self._reduce(sums, say)
 
         return run
@@ -144,8 +146,7 @@ class MirroredExecutor(Executor):
         refuse_open_shares(position, self._source.order)
         self._first = position
         self._first_step = int(self._learner.step.numpy())
-        lanes = self._lanes(self._source)
-        self._batches = iter(self._source.batches(position.next_batch, lanes))
+        self._feed = open_feed(self._source, position.next_batch, self._lanes(self._source))
 
     def start_evaluation(self, learner: Learner, evaluation: Any) -> None:
         """Prepares `evaluate` of `learner` on `evaluation`; a part of `start`, or all of it."""
@@ -170,7 +171,7 @@ class MirroredExecutor(Executor):
         """See Executor. Exactly `num_steps`."""
         started = time.monotonic()
         sums, said = self._run_in_graph(
-            self._batches, tf.constant(num_steps, tf.int64), self._say("run")
+            self._feed.take(num_steps), tf.constant(num_steps, tf.int64), self._say("run")
         )
         seconds = self._heard("run", said, started)
         return to_metrics(self._learner.metric_names, sums.numpy()), seconds

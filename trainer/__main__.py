@@ -41,7 +41,12 @@ from trainer.plan import Plan
 from trainer.progress import progress_of
 from trainer.restarts import Restarts
 from trainer.signals import StopSignals
-from trainer.start import configure_logging, import_tensorflow, set_environment
+from trainer.start import (
+    configure_logging,
+    import_tensorflow,
+    keep_freed_memory,
+    set_environment,
+)
 from trainer.template import Template
 
 # In a process that only looks whether all is well: where to say that it is, and there is work.
@@ -61,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
     recipe = flags.read_recipe()
     cluster = flags.read_cluster(is_launched=is_launched)
     set_environment()
+    keep_freed_memory()
     if flags.DOWNLOAD_ONLY.value:
         return _prepare_only(recipe)
     ready = os.environ.pop(_ONLY_LOOK, None)

@@ -77,9 +77,8 @@ class DataConfig:
         on_corrupt: "fail" ends the run at damaged data; "skip" verifies every record when the data
             is opened, and leaves out and counts those that cannot be read.
         cache_bytes: Parsed training examples are kept in memory, by each process that reads
-            batches of its own, if all of them together are no larger than this, which takes about
-            twice that; 0 never keeps them. Worth it where parsing is slow, as of PNG and JPEG.
-            Under ps workers read tickets, and keep none.
+            batches of its own, if all of them together are no larger than this; 0 never keeps them.
+            Worth it wherever they fit. Under ps workers read tickets, and keep none.
     """
 
     train_split: str = "train"

@@ -32,6 +32,7 @@ from trainer.loss_scale import LossScale, all_finite, unscaled
 from trainer.optimizers import OptimizerError, check_optimizer
 from trainer.options import ConfigError, Options, matching
 from trainer.random_layers import bind, drawing
+from trainer.updates import fused_update
 
 Tensor = Any
 # outputs of the model and labels of B examples -> one float a example, [B].
@@ -129,6 +130,8 @@ class Learner:
             excluded = matching("weight_decay.exclude", options.weight_decay.exclude, paths)
             self._decays = [not found for found in excluded]
         self.build_optimizers()
+        is_ours = type(self).change_variable is Learner.change_variable
+        self._fused = fused_update(optimizer) if is_ours else None
         self._averages = Averages(self._variables, options.ema) if options.ema.decay else None
         self.loss_scale = LossScale(options.loss_scale) if _is_float16(model) else None
         self._compiled = None
@@ -334,6 +337,7 @@ class Learner:
         with tf.device(self.step.device):
             step = read_now(self.step)
             rate = self._rate(step)
+            prepared = self._fused.prepare(step) if self._fused is not None else ()
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         summed = [gradients[index] for index in present]
         is_finite = all_finite(summed) if self.loss_scale else None
@@ -343,7 +347,11 @@ class Learner:
             if self._decays[index]:
                 decay = tf.cast(rate * self._options.weight_decay.rate, variable.dtype)
                 variable.assign_sub(decay * read_now(variable))
-            converted(self.change_variable)(index, variable, _dense(gradient, variable), rate)
+            gradient = _dense(gradient, variable)
+            if self._fused is not None and gradient.dtype == variable.dtype:
+                self._fused.apply(variable, gradient, rate, prepared)
+            else:
+                converted(self.change_variable)(index, variable, gradient, rate)
             if (constraint := self._constraints[index]) is not None:
                 variable.assign(constraint(read_now(variable)))
             if self._averages:

@@ -258,10 +258,16 @@ def main() -> NoReturn:
     if os.getppid() != launcher:  # It was gone before.
         os._exit(0)
     os.set_inheritable(connection.fileno(), False)
-    from trainer.start import configure_logging, import_tensorflow, set_environment
+    from trainer.start import (
+        configure_logging,
+        import_tensorflow,
+        keep_freed_memory,
+        set_environment,
+    )
 
     configure_logging()
     set_environment()
+    keep_freed_memory()
     import_tensorflow()
     # What every task imports: see trainer/__main__.py.
     import trainer.__main__

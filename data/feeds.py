@@ -1,0 +1,111 @@
+"""Batches for a loop in a graph: read ahead, or picked from examples that are kept in memory.
+
+    feed = open_feed(reader, first_batch=1234, lanes=range(20))
+
+    @tf.function(input_signature=[feed.signature, tf.TensorSpec([], tf.int64)])
+    def run(taken, num_steps):
+        for i in tf.range(num_steps):
+            inputs, labels = feed.batch(taken, i)
+            ...
+
+    run(feed.take(100), 100)        # batches 1234 to 1333
+    run(feed.take(100), 100)        # and the 100 after these
+
+Examples that are kept do not pass through tf.data: a batch is a gather of their rows in the loop
+itself, and only the numbers of the rows are made ahead.
+"""
+
+import abc
+import collections
+import concurrent.futures
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from data.graphs import plain
+from data.pipeline import Reader, Ticket
+
+
+class Feed(abc.ABC):
+    """Batches one after another, for a graph that asks for as many as its caller has taken.
+
+    Attributes:
+        signature: The type of what `take` returns.
+    """
+
+    signature: Any
+
+    @abc.abstractmethod
+    def take(self, num_batches: int) -> Any:
+        """What a graph makes the next `num_batches` batches of; an argument of it."""
+
+    @abc.abstractmethod
+    def batch(self, taken: Any, index: tf.Tensor) -> tuple[Any, ...]:
+        """In the graph: batch `index` of those that were taken, from 0; called in their order."""
+
+
+def open_feed(reader: Reader, first_batch: int, lanes: range) -> Feed:
+    """The batches of `reader` from `first_batch`: from memory if it keeps its examples."""
+    if reader.keeps_examples:
+        return KeptFeed(reader, first_batch, lanes)
+    return StreamedFeed(reader.batches(first_batch, lanes))
+
+
+class StreamedFeed(Feed):
+    """The elements of a tf.data pipeline, which reads and parses ahead."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        """Begins to read."""
+        self.signature = tf.data.IteratorSpec(dataset.element_spec)
+        self._iterator = iter(dataset)
+
+    def take(self, num_batches: int) -> Any:
+        """See Feed."""
+        return self._iterator
+
+    @plain
+    def batch(self, taken: Any, index: tf.Tensor) -> tuple[Any, ...]:
+        """See Feed."""
+        batch: tuple[Any, ...] = next(taken)
+        return batch
+
+
+class KeptFeed(Feed):
+    """Batches of examples that were all parsed before, and are in memory."""
+
+    def __init__(self, reader: Reader, first_batch: int, lanes: range) -> None:
+        """Parses all of them, unless `reader` has them already."""
+        self._reader, self._kept = reader, reader.kept_examples
+        self.signature = reader.pick_spec(lanes)
+        self._plans = reader.picks(first_batch, lanes)
+        self._planner = concurrent.futures.ThreadPoolExecutor(1, "feed")
+        self._ahead: collections.deque[concurrent.futures.Future[Ticket]] = collections.deque()
+        self._plan: Ticket = {}
+        self._num_planned = 0
+
+    def take(self, num_batches: int) -> Any:
+        """See Feed."""
+        plans = [self._plan] if self._num_planned else []
+        num_awaited = 0
+        while self._num_planned < num_batches:
+            plans.append(self._planned())
+            self._num_planned += len(plans[-1]["gather"])
+            num_awaited += 1
+        # While a graph runs, as many are made for the next one.
+        while len(self._ahead) < num_awaited + 1:
+            self._ahead.append(self._planner.submit(next, self._plans))
+        plan = {name: np.concatenate([p[name] for p in plans]) for name in self.signature}
+        self._plan = {name: values[num_batches:] for name, values in plan.items()}
+        self._num_planned -= num_batches
+        return {name: tf.constant(values[:num_batches]) for name, values in plan.items()}
+
+    def _planned(self) -> Ticket:
+        return self._ahead.popleft().result() if self._ahead else next(self._plans)
+
+    @plain
+    def batch(self, taken: Any, index: tf.Tensor) -> tuple[Any, ...]:
+        """See Feed."""
+        with tf.device("CPU:0"):
+            plan = {name: values[index] for name, values in taken.items()}
+            return self._reader.pick(self._kept, plan)

@@ -1,0 +1,66 @@
+"""One op changes a variable as Keras' dozen ops do."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.updates import fused_update
+
+SHAPE, STEPS = (7, 5), 6
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"class_name": "SGD", "config": {}},
+    "momentum": {"class_name": "SGD", "config": {"momentum": 0.9}},
+    "nesterov": {"class_name": "SGD", "config": {"momentum": 0.8, "nesterov": True}},
+    "adam": {"class_name": "Adam", "config": {}},
+    "adam, other betas": {"class_name": "Adam", "config": {"beta_1": 0.5, "epsilon": 1e-3}},
+    "adamw": {"class_name": "AdamW", "config": {}},
+}
+
+
+def built(name: str) -> tuple[keras.Optimizer, list[keras.Variable]]:
+    optimizer = keras.optimizers.deserialize(OPTIMIZERS[name])
+    start = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    variables = [keras.Variable(start), keras.Variable(start[0])]
+    optimizer.build(variables)
+    return optimizer, variables
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_kernel_does_what_keras_does(name: str) -> None:
+    theirs, their_variables = built(name)
+    ours, our_variables = built(name)
+    update = fused_update(ours)
+    assert update is not None
+    random = np.random.default_rng(1)
+    for step in range(STEPS):
+        prepared = update.prepare(tf.constant(step, tf.int64))
+        rate = tf.constant(0.1 / (1 + step))
+        for their, our in zip(their_variables, our_variables, strict=True):
+            gradient = tf.constant(random.normal(size=their.shape).astype(np.float32))
+            theirs.update_step(gradient, their.value, rate)
+            update.apply(our.value, gradient, rate, prepared)
+        theirs.iterations.assign_add(1)
+    for their, our in zip(
+        (*their_variables, *theirs.variables), (*our_variables, *ours.variables), strict=True
+    ):
+        if "iteration" not in their.path:
+            np.testing.assert_allclose(our.numpy(), their.numpy(), rtol=1e-5, atol=1e-5)
+    moved = np.abs(our_variables[0].numpy() - built(name)[1][0].numpy())
+    assert np.median(moved) > 1e-2, "it was changed"
+
+
+def test_other_formulas_are_left_to_keras() -> None:
+    class Own(keras.optimizers.SGD):
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            variable.assign(gradient)
+
+    for optimizer in (
+        Own(),
+        keras.optimizers.Adam(amsgrad=True),
+        keras.optimizers.Nadam(),
+        keras.optimizers.RMSprop(),
+    ):
+        assert fused_update(optimizer) is None
