@@ -25,11 +25,9 @@ import numpy as np
 
 from data import files, frames, names, records
 from data.crc import Int64s
-from data.files import DataError
+from data.files import SKIP, DataError
 from data.frames import BadRecord, Damage
 from data.records import Shard, Split
-
-FAIL, SKIP = "fail", "skip"
 
 T = TypeVar("T")
 

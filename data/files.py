@@ -12,6 +12,9 @@ import shutil
 from collections.abc import Iterator
 from typing import BinaryIO
 
+# What to do about damaged data: `on_corrupt`.
+FAIL, SKIP = "fail", "skip"
+
 
 class DataError(ValueError):
     """The data, or where it was said to be, is wrong: something for the user to put right."""

@@ -42,7 +42,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from data.damage import FAIL, SKIP
+from data.files import FAIL, SKIP
 from trainer.options import (
     ClipConfig,
     EarlyStoppingConfig,

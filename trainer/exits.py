@@ -1,6 +1,8 @@
 """Exit codes, which a scheduler can act on, and the one line that says why."""
 
+import os
 import re
+import signal
 
 EXIT_DONE = 0
 # A bug, or training diverged.
@@ -22,3 +24,11 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in _STYLE.sub("", str(error)).splitlines()]
     told = [line for line in lines if line and not line.startswith("Exception encountered when")]
     return (told or lines or [""])[0] or type(error).__name__
+
+
+def end_at_once(signum: int, frame: object) -> None:
+    """A signal handler, for as long as there is no state to save."""
+    # Not an exception, which would come in the middle of an import.
+    message = f"{signal.Signals(signum).name}: ending; nothing has begun.\n"
+    os.write(2, message.encode())
+    os._exit(EXIT_RESTART)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from data.damage import SKIP, open_split
+from data.damage import open_split
 from data.features import default_parse, read_features
-from data.files import DataError
+from data.files import SKIP, DataError
 from data.order import Order
 from data.pipeline import Reader
 from data.records import Split, changed_files, verify

@@ -269,8 +269,9 @@ def main() -> NoReturn:
     set_environment()
     keep_freed_memory()
     import_tensorflow()
-    # What every task imports: see trainer/__main__.py.
+    # What every task imports: see trainer/command.py.
     import trainer.__main__
+    import trainer.command
     import trainer.preflight
     import trainer.run
 
