@@ -15,6 +15,9 @@ import numpy as np
 import rich.console
 import rich.progress
 import tensorflow as tf
+from tensorboard.compat.proto import summary_pb2
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from strategies.base import Metrics
 from trainer.exits import first_line
@@ -159,17 +162,19 @@ class TensorBoard:
                     tf.io.gfile.remove(path)
 
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-        """Writes a scalar for each number."""
-        with self.writing(split, step):
-            for name, value in values.items():
-                if isinstance(value, Mapping):
-                    for key, counted in value.items():
-                        if isinstance(counted, Mapping):
-                            tf.summary.histogram(f"{name}/{key}", _values(counted))
-                        else:
-                            tf.summary.scalar(f"{name}/{key}", counted)
+        """Writes a scalar for each number, all in one op: tf.summary.scalar takes 0.5 ms each."""
+        summary = summary_pb2.Summary()
+        for name, value in values.items():
+            if not isinstance(value, Mapping):
+                summary.MergeFrom(scalar_pb(name, value))
+                continue
+            for key, counted in value.items():
+                if isinstance(counted, Mapping):
+                    summary.MergeFrom(histogram_pb(f"{name}/{key}", _values(counted)))
                 else:
-                    tf.summary.scalar(name, value)
+                    summary.MergeFrom(scalar_pb(f"{name}/{key}", counted))
+        with self.writing(split, step):
+            tf.summary.experimental.write_raw_pb(summary.SerializeToString())
 
 
 class Console(Hook):
