@@ -22,12 +22,13 @@ from strategies.peers import watch_chief
 from trainer.build import build_checkpointer, build_json_lines, build_learner
 from trainer.checkpoint import ModelDirError, Saved
 from trainer.config import Config
-from trainer.exits import EXIT_DONE, EXIT_RESTART
+from trainer.exits import EXIT_DONE, EXIT_RESTART, first_line
 from trainer.hooks import Evaluate
 from trainer.inputs import check_batches, open_inputs
 from trainer.plan import Plan
 from trainer.preflight import check_model_dir, finished_result
 from trainer.signals import StopSignals
+from trainer.storage import STORAGE_ERRORS
 from trainer.writers import Console, Lossy, TensorBoard, write_json
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,16 @@ def follow(plan: Plan, signals: StopSignals) -> int:
             stop.wait(_POLL_SECS)
         elif result["step"] == evaluated:
             checkpointer.wait()
-            _write_result(directory, evaluated, evaluate.latest)
+            try:
+                _write_result(directory, evaluated, evaluate.latest)
+            except STORAGE_ERRORS as error:
+                log.error(
+                    "%s/result.json could not be written: %s. Start me again when the disk has "
+                    "room.",
+                    directory,
+                    first_line(error),
+                )
+                return EXIT_RESTART
             console.say(f"done: step {evaluated:,} was the last; {directory}/result.json")
             return EXIT_DONE
         else:

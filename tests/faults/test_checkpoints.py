@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from strategies.cluster import Cluster, Task, local_cluster
+from strategies.ports import free_ports
 from tests.cluster.runs import (
     TOPOLOGIES,
     Process,
@@ -277,3 +279,31 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     assert "going on from step 40\n" in run.stdout
     assert_same_weights(run, undisturbed)
     assert json.loads((newest / "checkpoint.json").read_text())["step"] == 60
+
+
+def test_evaluator_on_a_full_disk_asks_to_be_started_again(digits: Path, tmp_path: Path) -> None:
+    flags = ("--config=tests/cluster/configs/linear.py", f"--data_dir={digits}")
+    model_dir = tmp_path / "run"
+    train(TOPOLOGIES["ps-2+1"], model_dir, *flags, "--config.checkpoint_every_steps=20")
+    # As if it were still training.
+    (model_dir / "result.json").rename(tmp_path / "result.json")
+    evaluations = model_dir / "evaluator"
+    evaluations.mkdir()
+    jobs = {**local_cluster("ps", 1, 1).jobs, "evaluator": {0: f"localhost:{free_ports(1)[0]}"}}
+    env = {"TF_CONFIG": Cluster(jobs, Task("evaluator", 0)).tf_config()}
+    argv = ("--strategy=ps", *flags, f"--model_dir={model_dir}")
+    with mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs", at=evaluations):
+        with Process(argv, model_dir, env=env) as process:
+            process.wait_until((evaluations / "metrics.jsonl").exists, "a report")
+            with contextlib.suppress(OSError), (evaluations / "filler").open("wb", 0) as file:
+                while True:
+                    file.write(bytes(4096))
+            (tmp_path / "result.json").rename(model_dir / "result.json")
+            evaluator = process.wait_alone()
+        assert "No space left on device" in evaluator.stderr
+        assert evaluator.exit_code == 75
+        (evaluations / "filler").unlink()
+        with Process(argv, model_dir, env=env) as process:
+            assert process.wait_alone().exit_code == 0
+        step = json.loads((model_dir / "result.json").read_text())["step"]
+        assert json.loads((evaluations / "result.json").read_text())["step"] == step
