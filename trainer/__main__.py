@@ -26,9 +26,7 @@ from typing import NoReturn
 import absl.flags
 from absl import app
 
-from strategies.cluster import ClusterError
 from trainer import flags
-from trainer.config import ConfigError
 from trainer.exits import EXIT_BUG, EXIT_USAGE, end_at_once
 
 # For --help, which shows the flags of the main module.
@@ -50,9 +48,11 @@ def _main(argv: Sequence[str]) -> NoReturn:
 
 
 def _exit_code_of(argv: Sequence[str]) -> int:
-    try:
-        from trainer import command
+    from strategies.cluster import ClusterError
+    from trainer import command
+    from trainer.config import ConfigError
 
+    try:
         return command.main(argv)
     except (ConfigError, ClusterError) as error:
         return _say_usage_error(str(error))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data.files import is_url
 from strategies.cluster import Cluster, local_cluster
-from trainer import flags
+from trainer import flags, usage
 from trainer.config import ConfigError, Recipe, check_replicas, data_dir
 from trainer.exits import EXIT_RESTART, end_at_once
 from trainer.heartbeat import send_heartbeats
@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     configure_logging()
     if len(argv) > 1:
         raise ConfigError(f"Unexpected arguments: {' '.join(argv[1:])}. Options start with --.")
-    recipe = flags.read_recipe()
-    cluster = flags.read_cluster(is_launched=is_launched)
+    recipe = usage.read_recipe()
+    cluster = usage.read_cluster(is_launched=is_launched)
     set_environment()
     keep_freed_memory()
     if flags.DOWNLOAD_ONLY.value:
@@ -70,9 +70,9 @@ def _launch(recipe: Recipe) -> int:
     strategy, num_ps = flags.STRATEGY.value, flags.PS.value
     num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
     cluster = local_cluster(strategy, num_workers, num_ps)
-    flags.check_wire(num_workers)
+    usage.check_wire(num_workers)
     if strategy == "ps":
-        flags.num_to_aggregate(recipe, num_workers)
+        usage.num_to_aggregate(recipe, num_workers)
     else:
         check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
     model_dir = _model_dir(recipe)
@@ -194,10 +194,10 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
 
 
 def _run(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int:
-    replicas_to_aggregate = flags.num_to_aggregate(recipe, cluster.num("worker") if cluster else 1)
-    flags.check_wire(len(cluster.trainers) if cluster else 1)
+    replicas_to_aggregate = usage.num_to_aggregate(recipe, cluster.num("worker") if cluster else 1)
+    usage.check_wire(len(cluster.trainers) if cluster else 1)
     model_dir = _model_dir(recipe)
-    serves = cluster is not None and flags.serves(cluster)
+    serves = cluster is not None and usage.serves(cluster)
     is_evaluator = cluster is not None and cluster.task.job == "evaluator"
     serves_many = serves and (flags.KEEP_SERVING.value or flags.MODEL_DIR.value is None)
     # A server of one run too: no chief will come and end it. An evaluator may have work left.
