@@ -85,3 +85,18 @@ def test_task_that_was_launched_does_not_check_again_what_the_launcher_has_check
         TF_CONFIG=json.dumps(config),
     )
     assert words[-3:] == [str(is_launched), "41.0", "3"]
+
+
+def test_help_shows_all_flags_and_waits_for_nothing_that_acts() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "trainer", "--config=not-there.py", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=Path(__file__).parents[2],
+    )
+    assert "--strategy:" in ended.stdout
+    assert "--stall_timeout_secs:" in ended.stdout
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "absl.flags" in imported
+    assert not imported & {"tensorflow", "numpy", "trainer.config", "trainer.command"}
