@@ -98,7 +98,8 @@ class KeptFeed(Feed):
         plan = {name: np.concatenate([p[name] for p in plans]) for name in self.signature}
         self._plan = {name: values[num_batches:] for name, values in plan.items()}
         self._num_planned -= num_batches
-        return {name: tf.constant(values[:num_batches]) for name, values in plan.items()}
+        with tf.device("CPU:0"):
+            return {name: tf.constant(values[:num_batches]) for name, values in plan.items()}
 
     def _planned(self) -> Ticket:
         return self._ahead.popleft().result() if self._ahead else next(self._plans)

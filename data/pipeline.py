@@ -5,12 +5,13 @@
         ...
 
 There is no shuffle buffer and no iterator to save: batch s holds what `data.order` says, whoever
-reads it and wherever reading began. Three ways in:
+reads it and wherever reading began. Three ways in; data/feeds.py chooses between first and last:
 
 * `batches`: a tf.data pipeline on this machine. Plans are made by numpy, ahead, in a Python
   generator.
 * `ticket`: the plan of some batches as plain arrays. `read_ticket` and `parse_ticket` are graphs
   without py_function, so a ticket can be an argument of a closure that runs in another process.
+* `picks` and `pick`: rows of `kept_examples`, all of which are in memory.
 
 Where the records come from, and what is parsed at once:
 
@@ -18,7 +19,7 @@ Where the records come from, and what is parsed at once:
 | --- | --- | --- | --- |
 | `batches` | local files | this process, a window's byte ranges (`data.ranges`) | some batches |
 | `batches` | URLs | TensorFlow, a window's pieces | some batches |
-| `picks` | fits `cache_bytes` | as above, once, before the first batch | all there is |
+| `picks` | fits `cache_bytes` | as `batches`, once, before the first | all there is |
 | tickets | any | TensorFlow, the ticket's pieces | the ticket |
 """
 

@@ -123,13 +123,13 @@ class MirroredExecutor(Executor):
             self._run_in_graph = self._make_run()
 
     def _make_run(self) -> Any:
-        learner, train_cuts, feed = self._learner, self._cuts(self._source), self._feed
-        signature = [feed.signature, tf.TensorSpec([], tf.int64), tf.TensorSpec([2], tf.float64)]
+        learner, train_cuts = self._learner, self._cuts(self._source)
+        num_steps_spec, say_spec = tf.TensorSpec([], tf.int64), tf.TensorSpec([2], tf.float64)
 
-        @tf.function(input_signature=signature)
+        @tf.function(input_signature=[self._feed.signature, num_steps_spec, say_spec])
         def run(taken: Any, num_steps: Tensor, say: Tensor) -> tuple[Tensor, Tensor]:
             def step(index: Tensor, sums: Tensor) -> Tensor:
-                batch = self._split(feed.batch(taken, index), train_cuts)
+                batch = self._split(self._feed.batch(taken, index), train_cuts)
                 return self.strategy.run(
                     lambda s, b: s + self._wire.update(learner, b), args=(sums, batch)
                 )

@@ -78,7 +78,9 @@ class DataConfig:
             is opened, and leaves out and counts those that cannot be read.
         cache_bytes: Parsed training examples are kept in memory, by each process that reads
             batches of its own, if all of them together are no larger than this; 0 never keeps them.
-            Worth it wherever they fit. Under ps workers read tickets, and keep none.
+            They are picked, and augmented, in the step itself: prefetch_batches says nothing then,
+            and an `augment` that takes long is better off without. Under ps workers read tickets,
+            and keep none.
     """
 
     train_split: str = "train"

@@ -131,7 +131,7 @@ class Learner:
             self._decays = [not found for found in excluded]
         self.build_optimizers()
         is_ours = type(self).change_variable is Learner.change_variable
-        self._fused = fused_update(optimizer) if is_ours else None
+        self._fused = fused_update(self.optimizer) if is_ours else None
         self._averages = Averages(self._variables, options.ema) if options.ema.decay else None
         self.loss_scale = LossScale(options.loss_scale) if _is_float16(model) else None
         self._compiled = None
@@ -331,7 +331,7 @@ class Learner:
         Returns the counter after that, which other workers may have advanced too by then.
         In replica context. The optimizer's own `apply` would add up gradients again, clip before
         the sum, and lose counts under parameter servers; `update_step` is Keras' public extension
-        point for the maths alone.
+        point for the maths alone, which trainer/updates.py has in one op for some.
         """
         # Where the counter is: a parameter server then needs nothing of who computed the gradient.
         with tf.device(self.step.device):
@@ -348,7 +348,7 @@ class Learner:
                 decay = tf.cast(rate * self._options.weight_decay.rate, variable.dtype)
                 variable.assign_sub(decay * read_now(variable))
             gradient = _dense(gradient, variable)
-            if self._fused is not None and gradient.dtype == variable.dtype:
+            if self._fused is not None and self._fused.suits(variable, gradient):
                 self._fused.apply(variable, gradient, rate, prepared)
             else:
                 converted(self.change_variable)(index, variable, gradient, rate)
@@ -387,7 +387,10 @@ class Learner:
             return self.step.assign_add(1)
 
     def change_variable(self, index: int, variable: Tensor, gradient: Tensor, rate: Tensor) -> None:
-        """What the optimizer does in a step to `self.variables[index]`, of which this is a copy."""
+        """What the optimizer does in a step to `self.variables[index]`, of which this is a copy.
+
+        Where nobody overrides it, SGD and Adam do the same without it (trainer/updates.py).
+        """
         self.optimizer.update_step(gradient, variable, rate)
 
     def _rate(self, step: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
     optimizer, decay = optimizer_named("adamw", 0.001, 0.0)     # decay: what Learner has to apply
     check_optimizer(optimizer)
 
-`Learner` calls an optimizer's `update_step` for each variable, and no other part of it: what Keras
-does around that is wrong under tf.distribute, or fails. So an optimizer that keeps a part of its
-maths elsewhere is refused, unless that part is done here or by the learner.
+`Learner` calls an optimizer's `update_step` for each variable, or a kernel of the same formula
+(trainer/updates.py), and no other part of it: what Keras does around that is wrong under
+tf.distribute, or fails. So an optimizer that keeps a part of its maths elsewhere is refused, unless
+that part is done here or by the learner.
 """
 
 import functools

@@ -196,7 +196,8 @@ def _train(plan: Plan, inputs: Inputs, executor: Executor) -> int:
         _write_config(plan, inputs)
         _remove_result(plan)
     position = saved.position if saved else Position()
-    executor.start(learner, inputs.train, inputs.evaluation, position)
+    with data_errors_explained(inputs):  # What is kept is parsed here.
+        executor.start(learner, inputs.train, inputs.evaluation, position)
     executor.go_on_counting(saved.counts if saved else {})
     console = Console(config.train_steps) if plan.is_chief else None
     if console:

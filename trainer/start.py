@@ -17,7 +17,7 @@ _WRAPPED = "sklearn"
 
 # Of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_TRIMMED_BYTES, _PAD_BYTES = (2 << 30) - 1, 64 << 20
+_NEVER, _PAD_BYTES = -1, 64 << 20
 
 
 def set_environment() -> None:
@@ -33,8 +33,10 @@ def keep_freed_memory() -> None:
 
     By default a tensor of more than 128 KiB is often given back to the system when it is freed,
     and the next step takes each of its pages anew: that took half of the time of a small model's
-    step. What a process used at its peak, it holds from then on. `MALLOC_*` of the environment and
-    GLIBC_TUNABLES go before this.
+    step. From then on a process holds what it used at its peak, or more: threads have arenas, and
+    each holds what it had at its own. A thread's tensors of more than 64 MiB are given back as
+    ever, because an arena cannot hold them. `MALLOC_*` of the environment and GLIBC_TUNABLES go
+    before this.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -42,7 +44,7 @@ def keep_freed_memory() -> None:
     if mallopt is None:
         return
     mallopt(_M_MMAP_MAX, 0)
-    mallopt(_M_TRIM_THRESHOLD, _TRIMMED_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _NEVER)
     mallopt(_M_TOP_PAD, _PAD_BYTES)
 
 

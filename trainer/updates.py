@@ -6,7 +6,8 @@
 
 Keras writes an update as a dozen ops, each of which passes over the whole variable, and between
 which another worker of an asynchronous parameter server may write. A kernel passes once, and holds
-the variable's lock. The formulas are the same (tests/unit/test_updates.py).
+the variable's lock. The formulas are the same (tests/unit/test_updates.py), but that 1 less a beta
+differs in float32 by a part in 20,000.
 """
 
 import abc
@@ -29,6 +30,10 @@ class FusedUpdate(abc.ABC):
     def prepare(self, step: Tensor) -> Sequence[Tensor]:
         """What depends on the number of steps done alone: scalars, for `apply` to all variables."""
         return ()
+
+    def suits(self, variable: Tensor, gradient: Tensor) -> bool:
+        """Whether `apply` does what Keras does: not in 16 bits, where 1 less a beta may be 0."""
+        return bool(variable.dtype == gradient.dtype and variable.dtype.size >= 4)
 
     @abc.abstractmethod
     def apply(
@@ -94,9 +99,16 @@ def fused_update(optimizer: keras.Optimizer) -> FusedUpdate | None:
 
     Derived classes that keep the formula, as AdamW does, have it too.
     """
-    formula = type(optimizer).update_step
-    if formula is keras.optimizers.SGD.update_step:
+    if _is_as_in(keras.optimizers.SGD, optimizer):
         return _Sgd(optimizer)
-    if formula is keras.optimizers.Adam.update_step and not optimizer.amsgrad:
+    if _is_as_in(keras.optimizers.Adam, optimizer) and not optimizer.amsgrad:
         return _Adam(optimizer)
     return None
+
+
+def _is_as_in(kind: type[keras.Optimizer], optimizer: keras.Optimizer) -> bool:
+    """Whether `optimizer` has the formula of `kind`, and all that this calls."""
+    return all(
+        getattr(type(optimizer), name) is getattr(kind, name) and name not in vars(optimizer)
+        for name in ("update_step", "assign", "assign_add", "assign_sub")
+    )

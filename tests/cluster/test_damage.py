@@ -56,6 +56,21 @@ def test_skipped_records_are_counted_in_everything_that_a_run_leaves(
         assert_one_error(process.wait(), "train data")
 
 
+def test_corrupt_record_among_those_that_are_kept_is_named_before_the_first_step(
+    digits: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(digits, data)
+    (shard,) = data.glob("*-train.tfrecord*")
+    content = bytearray(shard.read_bytes())
+    content[-20] ^= 1  # In the last batch of the epoch.
+    shard.write_bytes(content)
+    kept = ("--config.data.cache_bytes=100000000", "--config.data.shuffle=False")
+    flags = (CONFIG, f"--data_dir={data}", *kept, f"--model_dir={tmp_path / 'run'}")
+    with Process(flags, tmp_path / "run") as process:
+        assert_one_error(process.wait(), shard.name, "corrupt", SKIP)
+
+
 def test_whole_data_ends_in_the_same_weights_with_and_without_skip(
     digits: Path, tmp_path: Path
 ) -> None:

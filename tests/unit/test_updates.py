@@ -47,7 +47,9 @@ def test_kernel_does_what_keras_does(name: str) -> None:
         (*their_variables, *theirs.variables), (*our_variables, *ours.variables), strict=True
     ):
         if "iteration" not in their.path:
-            np.testing.assert_allclose(our.numpy(), their.numpy(), rtol=1e-5, atol=1e-5)
+            # Second moments are small.
+            tolerance = 1e-8 if "velocity" in their.path else 1e-5
+            np.testing.assert_allclose(our.numpy(), their.numpy(), rtol=1e-4, atol=tolerance)
     moved = np.abs(our_variables[0].numpy() - built(name)[1][0].numpy())
     assert np.median(moved) > 1e-2, "it was changed"
 
@@ -57,8 +59,13 @@ def test_other_formulas_are_left_to_keras() -> None:
         def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
             variable.assign(gradient)
 
+    class Masked(keras.optimizers.SGD):
+        def assign_sub(self, variable: Any, value: Any) -> None:
+            super().assign_sub(variable, value * 0.0)
+
     for optimizer in (
         Own(),
+        Masked(),
         keras.optimizers.Adam(amsgrad=True),
         keras.optimizers.Nadam(),
         keras.optimizers.RMSprop(),
