@@ -28,7 +28,7 @@ _HELP = ("help", "helpshort", "helpfull", "helpxml")
 _DEFAULT_CONFIG = "configs/digits.py"
 CONFIG = config_flags.DEFINE_config_file(
     "config",
-    None,  # _parse_flags gives it: a default would be read, with its mistakes, at import.
+    None,  # `parse` gives it: a default would be read, with its mistakes, at import.
     f"What to train; by default {_DEFAULT_CONFIG}. Fields: --config.FIELD=VALUE, after --config.",
     lock_config=False,
 )
@@ -184,7 +184,7 @@ SHORTCUTS = {
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses the command line, or ends with one message and exit code 2."""
     for argument in argv[1:]:
-        if argument.lstrip("-") in _HELP:
+        if argument.startswith("-") and argument.lstrip("-") in _HELP:
             FLAGS([argv[0], argument])  # It prints, and ends.
     from trainer.config import ConfigError, load_recipe
 

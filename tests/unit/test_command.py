@@ -10,6 +10,7 @@ import pytest
 
 from trainer.lifeline import Lifeline
 
+ALONE = {"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}}
 # In processes of their own, since flags are of a process.
 HANDED_TO_LAUNCHER = """
 from trainer import command
@@ -74,7 +75,6 @@ def test_launcher_is_told_when_a_task_passes_for_stalled(tmp_path: Path) -> None
 def test_task_that_was_launched_does_not_check_again_what_the_launcher_has_checked(
     is_launched: bool, tmp_path: Path
 ) -> None:
-    config = {"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}}
     words = run_with(
         HANDED_TO_TASK,
         "--strategy=multiworker",
@@ -82,7 +82,7 @@ def test_task_that_was_launched_does_not_check_again_what_the_launcher_has_check
         "--num_threads=3",
         "--stall_timeout_secs=41",
         is_launched=is_launched,
-        TF_CONFIG=json.dumps(config),
+        TF_CONFIG=json.dumps(ALONE),
     )
     assert words[-3:] == [str(is_launched), "41.0", "3"]
 
@@ -100,3 +100,10 @@ def test_help_shows_all_flags_and_waits_for_nothing_that_acts() -> None:
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "absl.flags" in imported
     assert not imported & {"tensorflow", "numpy", "trainer.config", "trainer.command"}
+
+
+def test_value_that_reads_like_a_request_for_help_is_none() -> None:
+    words = run_with(
+        HANDED_TO_TASK, "--strategy=multiworker", "--model_dir", "help", TF_CONFIG=json.dumps(ALONE)
+    )
+    assert words[-3:] == ["False", "300.0", "0"]
