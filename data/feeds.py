@@ -81,23 +81,18 @@ class KeptFeed(Feed):
         self._plans = reader.picks(first_batch, lanes)
         self._planner = concurrent.futures.ThreadPoolExecutor(1, "feed")
         self._ahead: collections.deque[concurrent.futures.Future[Ticket]] = collections.deque()
-        self._plan: Ticket = {}
-        self._num_planned = 0
+        self._plan: Ticket = {}  # Made, and not taken.
 
     def take(self, num_batches: int) -> Any:
         """See Feed."""
-        plans = [self._plan] if self._num_planned else []
-        num_awaited = 0
-        while self._num_planned < num_batches:
+        plans = [self._plan] if self._plan else []
+        while sum(len(plan["gather"]) for plan in plans) < num_batches:
             plans.append(self._planned())
-            self._num_planned += len(plans[-1]["gather"])
-            num_awaited += 1
         # While a graph runs, as many are made for the next one.
-        while len(self._ahead) < num_awaited + 1:
+        while len(self._ahead) <= len(plans):
             self._ahead.append(self._planner.submit(next, self._plans))
         plan = {name: np.concatenate([p[name] for p in plans]) for name in self.signature}
         self._plan = {name: values[num_batches:] for name, values in plan.items()}
-        self._num_planned -= num_batches
         with tf.device("CPU:0"):
             return {name: tf.constant(values[:num_batches]) for name, values in plan.items()}
 
