@@ -21,14 +21,15 @@ _MB = flags.DEFINE_integer("mb", 10, "Millions of bytes summed at a time.", lowe
 _WORKERS = flags.DEFINE_integer("workers", 2, "Processes.", lower_bound=2)
 
 # Bytes that are summed in all, however many at a time.
-_TOTAL_MB = 1000
+_TOTAL_MB = 3000
 
 
 def work(job: str, index: int, answer: Any, addresses: str, mb: int) -> None:
     """One process."""
-    from trainer.start import set_environment
+    from trainer.start import keep_freed_memory, set_environment
 
     set_environment()
+    keep_freed_memory()
 
     import tensorflow as tf
 

@@ -28,6 +28,7 @@ from strategies.base import (
     refuse_open_shares,
     to_metrics,
 )
+from strategies.exchange import Exchange
 from strategies.wire import Wire
 
 
@@ -84,11 +85,16 @@ def replica_devices(num_replicas: int, num_gpus: int) -> list[str]:
 class MirroredExecutor(Executor):
     """All replicas of a step in this process, or, in a subclass, this process's share of them."""
 
-    def __init__(self, strategy: Any, *, wire_dtype: str = "float32") -> None:
-        """Uses `strategy`, a MirroredStrategy or one that runs steps in the same way."""
+    def __init__(
+        self, strategy: Any, *, wire_dtype: str = "float32", exchange: Exchange | None = None
+    ) -> None:
+        """Uses `strategy`, a MirroredStrategy or one that runs steps in the same way.
+
+        `exchange`: see Wire.
+        """
         super().__init__()
         self.strategy = strategy
-        self._wire = Wire(wire_dtype, num_senders=self.num_replicas)
+        self._wire = Wire(wire_dtype, self.num_replicas, exchange)
         self._local_replicas = self._replicas_of_this_process()
         self._seconds = {"run": 0.0, "evaluate": 0.0}
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from strategies.base import Metrics, PeerLostError
 from strategies.cluster import Cluster, Task
+from strategies.exchange import Exchange
 from strategies.mirrored import MirroredExecutor
 from strategies.peers import UnknownHostError, identify, wait_for_peers, watch_peers
 
@@ -28,13 +29,23 @@ _LOST = (
 )
 
 
+def _exchange(strategy: Any, cluster: Cluster) -> Exchange | None:
+    """For two processes of one replica each, on a CPU."""
+    if not len(cluster.trainers) == strategy.num_replicas_in_sync == 2:
+        return None
+    (device,) = strategy.extended.worker_devices
+    on_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
+    return Exchange(device) if on_cpu else None
+
+
 class MultiWorkerExecutor(MirroredExecutor):
     """This worker's share of the replicas of every step."""
 
     def __init__(self, strategy: Any, cluster: Cluster, *, wire_dtype: str = "float32") -> None:
         """Uses `strategy`, a MultiWorkerMirroredStrategy of `cluster`."""
         self._cluster = cluster
-        super().__init__(strategy, wire_dtype=wire_dtype)
+        exchange = _exchange(strategy, cluster)
+        super().__init__(strategy, wire_dtype=wire_dtype, exchange=exchange)
         self.is_chief = cluster.is_chief
 
         @tf.function

@@ -40,7 +40,7 @@ def carried(tensors: Sequence[Tensor], *, at: str = "", to: str = "") -> list[Te
     with _on(at):
         parcel = tf.concat([_to_bytes(tensors[index]) for index in together], axis=0)
     with _on(to):
-        sizes = [_num_bytes(tensors[index]) for index in together]
+        sizes = [num_bytes(tensors[index]) for index in together]
         for index, part in zip(together, tf.split(tf.identity(parcel), sizes), strict=True):
             arrived[index] = _from_bytes(part, tensors[index])
     return arrived
@@ -103,10 +103,11 @@ def _on(device: str) -> Iterator[None]:
 def is_small(tensor: Any) -> bool:
     """Whether it pays to send `tensor`, or the value of a variable, together with others."""
     known = tensor.shape.is_fully_defined() and tensor.dtype not in (tf.string, tf.bool)
-    return bool(known and _num_bytes(tensor) < _LARGE_BYTES)
+    return bool(known and num_bytes(tensor) < _LARGE_BYTES)
 
 
-def _num_bytes(tensor: Tensor) -> int:
+def num_bytes(tensor: Tensor) -> int:
+    """Of a tensor, or of a variable's value, whose shape is known."""
     return int(tensor.shape.num_elements()) * int(tensor.dtype.size)
 
 

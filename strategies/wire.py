@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from data.graphs import plain
 from strategies.base import Learner, Tensor
+from strategies.exchange import Exchange
 from strategies.packing import carried
 
 _numbers = itertools.count()
@@ -47,11 +48,17 @@ class Wire:
     bits already.
     """
 
-    def __init__(self, dtype: str = "float32", num_senders: int = 1) -> None:
-        """Of `num_senders` gradients the sum must not overflow in `dtype`, a name."""
+    def __init__(
+        self, dtype: str = "float32", num_senders: int = 1, exchange: Exchange | None = None
+    ) -> None:
+        """Of `num_senders` gradients the sum must not overflow in `dtype`, a name.
+
+        Small ones are summed by `exchange`, if there is one.
+        """
         self._dtype = None if dtype == "float32" else tf.as_dtype(dtype)
         # Less than rounding may add.
         self._limit = 0.99 * float(self._dtype.max) / num_senders if self._dtype else 0.0
+        self._exchange = exchange
         self._name = _new_name()
 
     @property
@@ -82,15 +89,27 @@ class Wire:
         if context.num_replicas_in_sync == 1:
             return list(gradients)
         summed = list(gradients)
-        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        sent = {index: self._rounded(gradients[index], index) for index in present}
-        # Of one type at a time: what is alike can be packed together.
-        for dtype in sorted({gradient.dtype.name for gradient in sent.values()}):
-            alike = [index for index in present if sent[index].dtype.name == dtype]
-            totals = context.all_reduce("sum", [sent[index] for index in alike])
-            for index, total in zip(alike, totals, strict=True):
-                summed[index] = tf.cast(total, gradients[index].dtype)
+        # Those of one type travel as one: each transfer has a price of its own.
+        together: dict[str, list[int]] = {}
+        for index, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices):
+                summed[index] = context.all_reduce("sum", gradient)
+            elif gradient is not None:
+                together.setdefault(gradient.dtype.name, []).append(index)
+        for dtype, indices in together.items():
+            alike = [gradients[index] for index in indices]
+            vector = tf.concat([tf.reshape(gradient, [-1]) for gradient in alike], axis=0)
+            total = tf.cast(self._total(self._rounded(vector, indices[0])), dtype)
+            parts = tf.split(total, [tf.size(gradient) for gradient in alike], num=len(alike))
+            for index, part in zip(indices, parts, strict=True):
+                summed[index] = tf.reshape(part, tf.shape(gradients[index]))
         return summed
+
+    def _total(self, vector: Tensor) -> Tensor:
+        """Its sum over all replicas."""
+        if self._exchange and self._exchange.suits(vector):
+            return self._exchange.summed(vector)
+        return tf.distribute.get_replica_context().all_reduce("sum", vector)
 
     @plain
     def sent_to(self, variables: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -153,15 +172,31 @@ class Wire:
             lambda: tf.zeros_like(gradient),
         )
         total = gradient + former
-        # What the type cannot hold leaves no rest, which would be sent again and again; and what is
-        # not finite is sent, so that all see it.
-        is_held = tf.abs(total) <= self._limit
-        within = tf.clip_by_value(total, -self._limit, self._limit)
-        sent = tf.cast(tf.where(tf.math.is_finite(total), within, total), self._dtype)
-        left = tf.where(is_held, total - tf.cast(sent, gradient.dtype), tf.zeros_like(total))
+        sent, left = self._divided(total)
         written = tf.raw_ops.AssignVariableOp(resource=rest, value=left)
         with tf.control_dependencies([written]):
             return tf.identity(sent)
+
+    def _divided(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """What is sent of `total`, and what is left of it."""
+
+        def left_by(sent: Tensor) -> Tensor:
+            return total - tf.cast(sent, total.dtype)
+
+        def rounded() -> tuple[Tensor, Tensor]:
+            sent = tf.cast(total, self._dtype)
+            return sent, left_by(sent)
+
+        def clipped() -> tuple[Tensor, Tensor]:
+            # What the type cannot hold leaves no rest, which would be sent again and again; and
+            # what is not finite is sent, so that all see it.
+            within = tf.clip_by_value(total, -self._limit, self._limit)
+            sent = tf.cast(tf.where(tf.math.is_finite(total), within, total), self._dtype)
+            return sent, tf.where(is_held, left_by(sent), tf.zeros_like(total))
+
+        is_held = tf.abs(total) <= self._limit
+        divided: tuple[Tensor, Tensor] = tf.cond(tf.reduce_all(is_held), rounded, clipped)
+        return divided
 
 
 def _new_name() -> str:

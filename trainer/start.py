@@ -16,8 +16,9 @@ import sys
 _WRAPPED = "sklearn"
 
 # Of mallopt(3), from glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _NEVER, _PAD_BYTES = -1, 64 << 20
+_FEW_CORES = 4
 
 
 def set_environment() -> None:
@@ -34,9 +35,10 @@ def keep_freed_memory() -> None:
     By default a tensor of more than 128 KiB is often given back to the system when it is freed,
     and the next step takes each of its pages anew: that took half of the time of a small model's
     step. From then on a process holds what it used at its peak, or more: threads have arenas, and
-    each holds what it had at its own. A thread's tensors of more than 64 MiB are given back as
-    ever, because an arena cannot hold them. `MALLOC_*` of the environment and GLIBC_TUNABLES go
-    before this.
+    each holds what it had at its own. Arenas of threads cannot hold tensors of more than 64 MiB,
+    which are given back as ever; so on a few cores, where threads seldom wait for each other, all
+    share the process's own, which can. `MALLOC_*` of the environment and GLIBC_TUNABLES go before
+    this.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -46,6 +48,8 @@ def keep_freed_memory() -> None:
     mallopt(_M_MMAP_MAX, 0)
     mallopt(_M_TRIM_THRESHOLD, _NEVER)
     mallopt(_M_TOP_PAD, _PAD_BYTES)
+    if (os.cpu_count() or 1) <= _FEW_CORES:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def configure_logging() -> None:

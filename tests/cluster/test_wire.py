@@ -26,7 +26,7 @@ def test_synchronous_gradients_of_16_bits_end_near_the_weights_of_one_device(
 ) -> None:
     flags = (*FLAGS, f"--data_dir={digits}")
     alone = train(TOPOLOGIES["mirrored-1"], tmp_path / "alone", *flags)
-    for name, dtype in (("multiworker-2", "float16"), ("ps-sync-3+1", "bfloat16")):
+    for name, dtype in (("multiworker-2", "bfloat16"), ("ps-sync-3+1", "float16")):
         run = train(TOPOLOGIES[name], tmp_path / name, *flags, f"--wire_dtype={dtype}")
         assert run.config["wire_dtype"] == dtype
         # It was rounded, and not by more than a hundredth of what was learnt.

@@ -30,23 +30,33 @@ def test_keras_still_imports_it_by_itself() -> None:
 
 
 FAULTS = """
-import resource
+import os, resource, threading
 from trainer.start import keep_freed_memory
 
+def take():
+    for _ in range({times}):
+        bytearray({num_bytes})
+
 {call}
-for _ in range({times}):
-    bytearray({num_bytes})
+if {in_thread}:
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+else:
+    take()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 """
-# More than glibc ever keeps by itself, and less than an arena.
-NUM_BYTES, TIMES = 40 << 20, 20
+# More than glibc ever keeps by itself, and less than an arena; and more than an arena.
+NUM_BYTES, MANY_BYTES, TIMES = 40 << 20, 80 << 20, 20
 
 
-def pages_taken_again(call: str, **variables: str) -> int:
+def pages_taken_again(
+    call: str, num_bytes: int = NUM_BYTES, in_thread: bool = False, **variables: str
+) -> int:
     """Pages that 20 blocks take from the system, one after the other, beyond those of the first."""
 
     def faults(times: int) -> int:
-        program = FAULTS.format(call=call, times=times, num_bytes=NUM_BYTES)
+        program = FAULTS.format(call=call, times=times, num_bytes=num_bytes, in_thread=in_thread)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
         ended = subprocess.run(
             [sys.executable, "-c", program],
@@ -68,3 +78,15 @@ def test_freed_memory_is_used_again_unless_the_user_has_settings_of_their_own() 
     assert pages_taken_again("") > all_pages / 2, "it is not needed any more"
     assert pages_taken_again(call) < all_pages / 10
     assert pages_taken_again(call, MALLOC_ARENA_MAX="2") > all_pages / 2
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
+def test_freed_memory_of_threads_is_used_again_where_cores_are_few() -> None:
+    all_pages = TIMES * MANY_BYTES // os.sysconf("SC_PAGE_SIZE")
+
+    def taken_again(num_cores: int) -> int:
+        call = f"os.cpu_count = lambda: {num_cores}; keep_freed_memory()"
+        return pages_taken_again(call, MANY_BYTES, in_thread=True)
+
+    assert taken_again(4) < all_pages / 10
+    assert taken_again(64) > all_pages / 2, "all threads may as well have arenas of their own"
