@@ -362,34 +362,42 @@ class ParameterServerExecutor(Executor):
         """
         source, learner = self._source, self._learner
         step = self._free_step if self._max_staleness is None else self._bounded_step
-        this_worker = tf.distribute.coordinator.experimental_get_current_worker_index
+        home = learner.step.device
+
+        def this_worker() -> tuple[Tensor, Tensor]:
+            """Its index, where it is called and where the steps are counted."""
+            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            with tf.device(home):
+                return worker, tf.identity(worker)
 
         @tf.function(input_signature=[source.ticket_spec(_STEPS_PER_CLOSURE)])
         def unrolled(ticket: Any) -> tuple[Tensor, Tensor, Tensor]:
             batches = _unstack(source.parse_ticket(ticket), _STEPS_PER_CLOSURE)
-            worker = this_worker()
+            worker, worker_at_home = this_worker()
             sums: list[Tensor] = []
             ages: list[Tensor] = []
             for batch in batches:
                 if self._wire.rounds:  # The next gradient comes after what this one has left.
                     with tf.control_dependencies(ages[-1:]):
                         batch = tf.nest.map_structure(tf.identity, batch)
-                more, age = step(batch, worker)
+                more, age = step(batch, worker_at_home)
                 sums.append(more)
                 ages.append(age)
-            return tf.add_n(sums), worker, tf.stack(ages)
+            with tf.device(home):  # They travel as one.
+                all_ages = tf.stack(ages)
+            return tf.add_n(sums), worker, all_ages
 
         @tf.function(input_signature=[source.ticket_spec()])
         def looped(ticket: Any) -> tuple[Tensor, Tensor, Tensor]:
             # Here, and not in the loop: in inner graphs it cannot be had.
-            worker = this_worker()
+            worker, worker_at_home = this_worker()
             stacked = source.parse_ticket(ticket)
             num_steps = tf.shape(ticket["gather"])[0]
             sums = tf.zeros([len(learner.metric_names), 2], tf.float64)
             ages = tf.TensorArray(tf.int64, size=num_steps)
             for i in tf.range(num_steps):
                 batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
-                more, age = step(batch, worker)
+                more, age = step(batch, worker_at_home)
                 sums += more
                 ages = ages.write(i, age)
             return sums, worker, ages.stack()
@@ -403,7 +411,7 @@ class ParameterServerExecutor(Executor):
         variables were read: steps of others that this gradient does not know of.
         """
         before, gradients, sums = self._compute(batch)
-        return sums, tf.cast(self._apply_and_count(gradients, worker) - 1 - before, tf.int64)
+        return sums, self._apply_and_count(gradients, worker, before)
 
     def _bounded_step(self, batch: Any, worker: Tensor) -> tuple[Tensor, Tensor]:
         """`_free_step`, unless the gradient is too old; in cross-replica context.
@@ -415,10 +423,10 @@ class ParameterServerExecutor(Executor):
         with tf.control_dependencies([g for g in gradients if g is not None]):
             age = read_now(self._learner.step) - before
         if age > self._max_staleness:
-            sums, age = tf.zeros_like(sums), tf.constant(_DROPPED, age.dtype)
+            sums, age = tf.zeros_like(sums), tf.constant(_DROPPED, tf.int64)
         else:
-            age = self._apply_and_count(gradients, worker) - 1 - before
-        return sums, tf.cast(age, tf.int64)
+            age = self._apply_and_count(gradients, worker, before)
+        return sums, age
 
     def _compute(self, batch: Any) -> tuple[Tensor, Sequence[Tensor], Tensor]:
         """What the counter says; a gradient of variables read after it, and its metrics."""
@@ -426,16 +434,21 @@ class ParameterServerExecutor(Executor):
         home = learner.step.device
         with tf.device(home):
             before = read_now(learner.step)
-        (before,), values = read_together(learner.computed_with, [before], home)
-        return before, *computed_with(values, before, learner, self.strategy, batch)
+        (arrived,), values = read_together(learner.computed_with, [before], home)
+        return before, *computed_with(values, arrived, learner, self.strategy, batch)
 
-    def _apply_and_count(self, gradients: Sequence[Tensor], worker: Tensor) -> Tensor:
-        """Applies `gradients`, and counts them as those of `worker`; returns the step after."""
+    def _apply_and_count(
+        self, gradients: Sequence[Tensor], worker: Tensor, before: Tensor
+    ) -> Tensor:
+        """Applies `gradients`, and counts them as those of `worker`; returns their staleness.
+
+        All of it where the counter is: what a step sends is its gradients, and nothing comes back.
+        """
         arrived = self._wire.sent_to(self._learner.variables, gradients)
         step = self.strategy.run(self._learner.apply, args=(arrived,))
-        with tf.control_dependencies([step]):
+        with tf.device(self._learner.step.device), tf.control_dependencies([step]):
             self._worker_applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
-        return step
+            return tf.cast(step - 1 - before, tf.int64)
 
     def _make_evaluate_closure(self, size: int) -> Any:
         source, learner, strategy = self._evaluation, self._learner, self.strategy
