@@ -2,8 +2,9 @@
 
     python -m benchmarks.all_reduce --mb=10
 
-Two processes of one thread each sum MB megabytes of float32, again and again in one graph, as a
-step of the program does: its executor, its wire, a ring. Prints one JSON line at the end.
+Two processes of one thread each sum MB megabytes of float32 over a ring, again and again in one
+graph, as a step of the program does with more than 1 MiB; what is smaller two workers exchange
+(strategies/exchange.py). Prints one JSON line at the end.
 """
 
 import time

@@ -12,11 +12,13 @@ slowest of them, and the links.
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import scipy.optimize
+
+from strategies.exchange import LARGE_BYTES
 
 RING, ASYNC, SYNC = "multiworker", "ps", "ps --sync_replicas"
 STRATEGIES = (RING, ASYNC, SYNC)
@@ -64,13 +66,13 @@ class Costs:
         }
 
 
-def ring_messages(workers: int) -> int:
-    """One after the other in a sum over a ring; two workers exchange all (strategies/exchange.py).
+def ring_messages(workers: int, num_bytes: float = 0.0) -> int:
+    """One after the other in a sum of so many bytes over a ring.
 
     Reduce-scatter and all-gather of n - 1 each (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009).
+    algorithms for clusters of workstations", 2009); two workers exchange what is small.
     """
-    return 1 if workers == 2 else 2 * (workers - 1)
+    return 1 if workers == 2 and num_bytes < LARGE_BYTES else 2 * (workers - 1)
 
 
 def _counts(strategy: str, workers: int) -> dict[str, int]:
@@ -84,13 +86,19 @@ def _counts(strategy: str, workers: int) -> dict[str, int]:
 
 
 def fit(points: Sequence[Point], num_cores: int) -> Costs:
-    """The costs, none below zero, whose relative errors have the least squares."""
+    """The costs, none below zero, whose relative errors have the least squares.
+
+    Raises:
+        ValueError: the points do not tell all costs.
+    """
     names = [field.name for field in dataclasses.fields(Costs)]
     matrix = np.zeros([len(points), len(names)])
     for row, point in enumerate(points):
         for name, count in _counts(point.strategy, point.workers).items():
             share = count / min(num_cores, point.workers) / point.secs
             matrix[row, names.index(name)] = share
+    if np.linalg.matrix_rank(matrix) < len(names):
+        raise ValueError(f"{len(points)} steps do not tell {len(names)} costs apart")
     found, _ = scipy.optimize.nnls(matrix, np.ones(len(points)))
     return Costs(*map(float, found))
 
@@ -121,10 +129,11 @@ class Hosts:
         compute_secs: A worker's gradient, undisturbed.
         gradient_bytes: And of the variables.
         bytes_per_sec: A host's link, each way.
-        message_secs: A message, beside its bytes.
+        message_secs: A message, beside its bytes, during which its sender and receiver are busy.
         apply_secs: An update of all variables, on one host.
         straggle: Mean of what disturbs a gradient, in compute_secs.
         num_ps: Parameter servers, each with as many bytes.
+        ticket_secs: What the chief is busy with for an asynchronous gradient.
     """
 
     compute_secs: float
@@ -134,11 +143,17 @@ class Hosts:
     apply_secs: float
     straggle: float
     num_ps: int = 1
+    ticket_secs: float = 0.0
 
     @property
-    def _transfer_secs(self) -> float:
-        """A gradient over one link."""
-        return self.gradient_bytes / self.bytes_per_sec
+    def worker_secs(self) -> float:
+        """A worker's link, for a gradient or all variables, however many servers there are."""
+        return self.message_secs + self.gradient_bytes / self.bytes_per_sec
+
+    @property
+    def server_secs(self) -> float:
+        """A server's link, for its part of them."""
+        return self.message_secs + self.gradient_bytes / self.bytes_per_sec / self.num_ps
 
     def _slowest_secs(self, workers: int, backups: int = 0) -> float:
         """Until all but `backups` of them have computed, in the mean."""
@@ -149,14 +164,13 @@ class Hosts:
         """The all-reduce: a ring sends 1/n of the bytes in each message."""
         if workers == 1:
             return 0.0
-        messages = ring_messages(workers)
-        share = 1.0 if workers == 2 else 1 / workers
-        return messages * (self.message_secs + share * self._transfer_secs)
+        messages = ring_messages(workers, self.gradient_bytes)
+        num_bytes = 2 * (workers - 1) / workers * self.gradient_bytes
+        return messages * self.message_secs + num_bytes / self.bytes_per_sec
 
-    def _serve_secs(self, sends: int) -> float:
-        """Until `sends` copies of all have passed the links of the parameter servers."""
-        own = self.message_secs + self._transfer_secs / self.num_ps
-        return max(own, sends * self._transfer_secs / self.num_ps)
+    def _serve_secs(self, workers: int) -> float:
+        """All variables to so many workers, or their gradients from them."""
+        return max(self.worker_secs, workers * self.server_secs)
 
     def ring(self, workers: int) -> float:
         """Of all workers, in step."""
@@ -164,16 +178,18 @@ class Hosts:
         return workers / step
 
     def ps_async(self, workers: int) -> float:
-        """As many as the workers make, or as the links or updates of the servers let through."""
-        own = self.compute_secs * (1 + self.straggle) + 2 * self._serve_secs(1)
+        """At most: what the workers make, and what the busiest of the others lets through."""
+        own = self.compute_secs * (1 + self.straggle) + 2 * self.worker_secs
         own += self.apply_secs / self.num_ps
-        busy = max(self._transfer_secs, self.apply_secs) / self.num_ps
+        busy = max(self.server_secs, self.apply_secs / self.num_ps, self.ticket_secs)
         return min(workers / own, 1 / busy if busy else math.inf)
 
     def ps_sync(self, workers: int, backups: int = 0) -> float:
         """Of the first `workers - backups` of each step, for which alone the servers wait.
 
-        Chen et al., "Revisiting Distributed Synchronous SGD", 2016.
+        As if links were shared evenly, so that none computes while others send, and who comes too
+        late began the next step with the others. Backups are of Chen et al., "Revisiting
+        Distributed Synchronous SGD", 2016.
         """
         taken = workers - backups
         step = self._slowest_secs(workers, backups) + self.apply_secs / self.num_ps
@@ -183,53 +199,73 @@ class Hosts:
         """With how many of them the most gradients a second count."""
         return max(range(workers), key=lambda backups: self.ps_sync(workers, backups))
 
+    def draw(self, random: np.random.Generator) -> float:
+        """Seconds of one gradient."""
+        return float(self.compute_secs * (1 + self.straggle * random.exponential()))
+
+
+class _Link:
+    """What one at a time may use."""
+
+    def __init__(self, secs: float) -> None:
+        self._secs = secs
+        self._free = 0.0
+
+    def passed(self, now: float) -> float:
+        """When who comes `now` is through."""
+        self._free = max(self._free, now) + self._secs
+        return self._free
+
 
 def simulated_sync(hosts: Hosts, workers: int, backups: int, *, steps: int, seed: int) -> float:
-    """`ps_sync` with gradients drawn one by one."""
+    """`ps_sync` worker by worker, served one after the other: some compute while others send.
+
+    A worker whose gradient came too late begins the next step when it has done with that one.
+    """
     random = np.random.default_rng(seed)
-    drawn = hosts.compute_secs * (1 + hosts.straggle * random.exponential(size=(steps, workers)))
-    taken = workers - backups
-    waited = float(np.partition(drawn, taken - 1, axis=1)[:, taken - 1].mean())
-    still = dataclasses.replace(hosts, compute_secs=0.0)
-    return taken / (waited + taken / still.ps_sync(workers, backups))
+    out, back = _Link(hosts.server_secs), _Link(hosts.server_secs)
+    own = hosts.worker_secs
+    ends = [0.0] * workers
+    now = 0.0
+    for _ in range(steps):
+        sent = []
+        for worker in sorted(range(workers), key=ends.__getitem__):
+            begins = max(now, ends[worker])
+            read = max(begins + own, out.passed(begins))
+            sent.append((read + hosts.draw(random), worker))
+        arrived = []
+        for when, worker in sorted(sent):
+            ends[worker] = max(when + own, back.passed(when))
+            arrived.append(ends[worker])
+        now = sorted(arrived)[workers - backups - 1] + hosts.apply_secs / hosts.num_ps
+    return (workers - backups) * steps / now
 
 
 def simulated_async(hosts: Hosts, workers: int, *, gradients: int, seed: int) -> float:
-    """`ps_async`, worker by worker: each waits for its turn on the servers' link and to apply."""
+    """`ps_async` worker by worker: each waits for its turn at whatever is busy."""
     random = np.random.default_rng(seed)
-
-    def compute() -> float:
-        return float(hosts.compute_secs * (1 + hosts.straggle * random.exponential()))
-
-    transfer = hosts._transfer_secs / hosts.num_ps
-    # When each is done with: sending variables, taking gradients, applying them.
-    free = [0.0, 0.0, 0.0]
-    stages = (transfer, transfer, hosts.apply_secs / hosts.num_ps)
-    # (when, worker, what it waits for); between the first two it computes.
+    chief, out, back = (
+        _Link(secs) for secs in (hosts.ticket_secs, hosts.server_secs, hosts.server_secs)
+    )
+    update = _Link(hosts.apply_secs / hosts.num_ps)
+    own = hosts.worker_secs
+    # (when, worker, what comes next): it asks for a ticket and reads; sends; has it applied.
     events = [(0.0, worker, 0) for worker in range(workers)]
-    done, warm, since = 0, gradients // 5, 0.0
+    done, warm, since, then = 0, gradients // 5, 0.0, 0.0
     while done < gradients:
         now, worker, stage = heapq.heappop(events)
-        free[stage] = max(free[stage], now) + stages[stage]
-        then = free[stage] + (hosts.message_secs if stage < 2 else 0.0)
         if stage == 0:
-            then += compute()
-        if stage == 2:
+            asked = chief.passed(now)
+            then = max(asked + own, out.passed(asked)) + hosts.draw(random)
+        elif stage == 1:
+            then = max(now + own, back.passed(now))
+        else:
+            then = update.passed(now)
             done += 1
             if done == warm:
                 since = then
         heapq.heappush(events, (then, worker, (stage + 1) % 3))
     return (gradients - warm) / (then - since)
-
-
-def lines(hosts: Hosts) -> dict[str, Callable[[int], float]]:
-    """What is compared: gradients a second by the number of workers."""
-    return {
-        "ring": hosts.ring,
-        "ps, asynchronous": hosts.ps_async,
-        "ps, synchronous": hosts.ps_sync,
-        "ps, synchronous, best backups": lambda n: hosts.ps_sync(n, hosts.best_backups(n)),
-    }
 
 
 def points_of(report: dict[str, Any]) -> list[Point]:

@@ -5,8 +5,9 @@
 
 Prints two Markdown tables. The first holds the model (benchmarks/cost_model.py) against each step
 that benchmarks.run has measured on this machine, by costs that were fitted to all others. The
-second is what it predicts for workers on hosts of their own: measure --compute_ms there with one
-worker; the price of a message, if --message_us is not given, is the one that was fitted.
+second is what it predicts for workers on hosts of their own, of what is known of those: measure
+--compute_ms there with one worker. Only the price of a message is taken from the fit, if
+--message_us is not given.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ _MEASURED = flags.DEFINE_string(
 )
 _PLOT = flags.DEFINE_string("plot", "", "Where a picture goes (PNG); empty: nowhere.")
 _COMPUTE_MS = flags.DEFINE_float(
-    "compute_ms", 200.0, "Milliseconds that a worker's gradient takes.", lower_bound=0
+    "compute_ms", 200.0, "Milliseconds that a worker's gradient takes.", lower_bound=1e-6
 )
 _GRADIENT_MB = flags.DEFINE_float(
     "gradient_mb", 100.0, "Millions of bytes of all variables.", lower_bound=0
@@ -46,13 +47,15 @@ _STRAGGLE = flags.DEFINE_float(
     "What disturbs a gradient, on average, in parts of its time: (mean - least) / least.",
     lower_bound=0,
 )
+_TICKET_MS = flags.DEFINE_float(
+    "ticket_ms", 1.0, "What the chief is busy with for an asynchronous gradient.", lower_bound=0
+)
 _NUM_PS = flags.DEFINE_integer("num_ps", 4, "Parameter servers.", lower_bound=1)
 
 _WORKERS = tuple(2**i for i in range(11))
-# Of simulations: gradients, or steps.
-_DRAWN = 4000
+# Of simulations: gradients in all, and the same for each worker.
+_DRAWN, _DRAWN_EACH = 4000, 20
 _SEED = 0
-_LEAST_POINTS = 8
 
 
 def fitted_table(points: Sequence[Point], num_cores: int) -> list[str]:
@@ -83,10 +86,10 @@ def predictions(hosts: Hosts) -> list[dict[str, Any]]:
                 "backed": hosts.ps_sync(workers, backups),
                 "backups": backups,
                 "simulated_async": cost_model.simulated_async(
-                    hosts, workers, gradients=max(_DRAWN, 20 * workers), seed=_SEED
+                    hosts, workers, gradients=max(_DRAWN, _DRAWN_EACH * workers), seed=_SEED
                 ),
                 "simulated_backed": cost_model.simulated_sync(
-                    hosts, workers, backups, steps=_DRAWN, seed=_SEED
+                    hosts, workers, backups, steps=max(_DRAWN // workers, _DRAWN_EACH), seed=_SEED
                 ),
             }
         )
@@ -148,6 +151,7 @@ def _hosts(costs: Costs) -> Hosts:
         apply_secs=_APPLY_MS.value / 1e3,
         straggle=_STRAGGLE.value,
         num_ps=_NUM_PS.value,
+        ticket_secs=_TICKET_MS.value / 1e3,
     )
 
 
@@ -166,8 +170,13 @@ def _measured() -> tuple[list[Point], int, str]:
         num_cores = int(machine.split()[0])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         _end_with(f"--measured={path}: {error!r}. benchmarks.run --rows=workers writes it.")
-    if len(points) < _LEAST_POINTS:
-        _end_with(f"--measured={path}: {len(points)} steps measured, {_LEAST_POINTS} are needed.")
+    try:
+        for left_out in range(len(points)):
+            cost_model.fit([*points[:left_out], *points[left_out + 1 :]], num_cores)
+    except ValueError as error:
+        _end_with(
+            f"--measured={path}: {error}. Each strategy is needed with three numbers of workers."
+        )
     return points, num_cores, machine
 
 

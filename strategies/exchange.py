@@ -20,8 +20,9 @@ _NUM_PROCESSES = 2
 # TensorFlow counts the groups of its own from 1 on.
 _GROUP_KEY = 1 << 20
 # Measured between two processes of one machine: 0.3 MB take 0.75 of a ring's time, 10 MB 1.2.
-_LARGE_BYTES = 1 << 20
-# By these the two find each other's sums: each has made as many as the other.
+LARGE_BYTES = 1 << 20
+# By these the two find each other's sums: each has made as many as the other. They are fixed when a
+# graph is traced, and graphs of steps are, once, by all workers (`input_signature`).
 _instances = itertools.count(1)
 
 
@@ -38,7 +39,7 @@ class Exchange:
     def suits(self, vector: Tensor) -> bool:
         """Whether `vector` is small enough, and known to be."""
         is_known = vector.shape.is_fully_defined()
-        return bool(is_known and num_bytes(vector) < _LARGE_BYTES)
+        return bool(is_known and num_bytes(vector) < LARGE_BYTES)
 
     @plain
     def summed(self, vector: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
     executor = MultiWorkerExecutor.connect(cluster, communication="ring")
 
 Every worker runs the same loop and the same graph on its share of each batch; the all-reduce of
-the gradients is what keeps them in step. On CPUs the collectives are TensorFlow's own ring; on GPUs
-`--communication=nccl` uses NVIDIA's.
+the gradients is what keeps them in step. On CPUs the collectives are TensorFlow's own ring, but for
+small gradients of two workers (strategies/exchange.py); on GPUs `--communication=nccl` uses
+NVIDIA's.
 """
 
 import contextlib

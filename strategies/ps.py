@@ -420,10 +420,16 @@ class ParameterServerExecutor(Executor):
         so what is applied may be older by as many as there are other workers.
         """
         before, gradients, sums = self._compute(batch)
-        with tf.control_dependencies([g for g in gradients if g is not None]):
-            age = read_now(self._learner.step) - before
-        if age > self._max_staleness:
-            sums, age = tf.zeros_like(sums), tf.constant(_DROPPED, tf.int64)
+        home = self._learner.step.device
+        with (
+            tf.control_dependencies([g for g in gradients if g is not None]),
+            tf.device(home),
+        ):
+            too_old = read_now(self._learner.step) - before > self._max_staleness
+        if too_old:
+            sums = tf.zeros_like(sums)
+            with tf.device(home):
+                age = tf.constant(_DROPPED, tf.int64)
         else:
             age = self._apply_and_count(gradients, worker, before)
         return sums, age
@@ -442,7 +448,7 @@ class ParameterServerExecutor(Executor):
     ) -> Tensor:
         """Applies `gradients`, and counts them as those of `worker`; returns their staleness.
 
-        All of it where the counter is: what a step sends is its gradients, and nothing comes back.
+        All of it where the counter is: an unrolled step sends gradients, and nothing comes back.
         """
         arrived = self._wire.sent_to(self._learner.variables, gradients)
         step = self.strategy.run(self._learner.apply, args=(arrived,))

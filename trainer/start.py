@@ -18,6 +18,7 @@ _WRAPPED = "sklearn"
 # Of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _NEVER, _PAD_BYTES = -1, 64 << 20
+# Measured on 2.
 _FEW_CORES = 4
 
 
@@ -48,7 +49,7 @@ def keep_freed_memory() -> None:
     mallopt(_M_MMAP_MAX, 0)
     mallopt(_M_TRIM_THRESHOLD, _NEVER)
     mallopt(_M_TOP_PAD, _PAD_BYTES)
-    if (os.cpu_count() or 1) <= _FEW_CORES:
+    if len(os.sched_getaffinity(0)) <= _FEW_CORES:
         mallopt(_M_ARENA_MAX, 1)
 
 

@@ -85,7 +85,7 @@ def test_freed_memory_of_threads_is_used_again_where_cores_are_few() -> None:
     all_pages = TIMES * MANY_BYTES // os.sysconf("SC_PAGE_SIZE")
 
     def taken_again(num_cores: int) -> int:
-        call = f"os.cpu_count = lambda: {num_cores}; keep_freed_memory()"
+        call = f"os.sched_getaffinity = lambda _: range({num_cores}); keep_freed_memory()"
         return pages_taken_again(call, MANY_BYTES, in_thread=True)
 
     assert taken_again(4) < all_pages / 10

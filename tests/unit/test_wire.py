@@ -112,6 +112,17 @@ def test_what_is_not_finite_is_seen_and_leaves_no_rest(dtype: str, bad: float) -
     np.testing.assert_array_equal(second, [1.0, 1.0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.inf, np.nan, np.finfo(np.float32).max])
+def test_what_is_out_of_range_costs_no_other_its_rest(dtype: str, bad: float) -> None:
+    third = np.float32(1 / 3)
+    gradients = np.array([[bad, third]] + [[0.0, third]] * 9, np.float32)
+    total = arrivals(Wire(dtype), gradients)[:, 1].sum(dtype=np.float64)
+    assert abs(total - 10 * third) <= RELATIVE_ERROR[dtype]
+    forgotten = 10 * float(tf.cast(third, dtype))
+    assert abs(forgotten - 10 * third) > 2 * abs(total - 10 * third)
+
+
 def test_rows_of_a_table_and_what_is_small_already_travel_as_they_are() -> None:
     third = tf.constant([1 / 3])
     gradients = [
