@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import scipy.optimize
 
-from strategies.exchange import LARGE_BYTES
-
 RING, ASYNC, SYNC = "multiworker", "ps", "ps --sync_replicas"
 STRATEGIES = (RING, ASYNC, SYNC)
 
@@ -60,10 +58,8 @@ class Costs:
     def parts(self, strategy: str, workers: int, num_cores: int) -> dict[str, float]:
         """What of `step_secs` each cost makes up."""
         counts = _counts(strategy, workers)
-        return {
-            name: count * getattr(self, name) / min(num_cores, workers)
-            for name, count in counts.items()
-        }
+        busy = _num_busy(strategy, workers, num_cores)
+        return {name: count * getattr(self, name) / busy for name, count in counts.items()}
 
 
 def ring_messages(workers: int, num_bytes: float = 0.0) -> int:
@@ -72,6 +68,9 @@ def ring_messages(workers: int, num_bytes: float = 0.0) -> int:
     Reduce-scatter and all-gather of n - 1 each (Patarasuk and Yuan, "Bandwidth optimal all-reduce
     algorithms for clusters of workstations", 2009); two workers exchange what is small.
     """
+    # Here, as it imports TensorFlow.
+    from strategies.exchange import LARGE_BYTES
+
     return 1 if workers == 2 and num_bytes < LARGE_BYTES else 2 * (workers - 1)
 
 
@@ -85,6 +84,11 @@ def _counts(strategy: str, workers: int) -> dict[str, int]:
     return {"batch": 1, "message": 2 * workers, "sync_worker": workers, "sync_step": 1}
 
 
+def _num_busy(strategy: str, workers: int, num_cores: int) -> int:
+    """Cores at work: servers work while workers do."""
+    return min(num_cores, workers if strategy == RING else workers + 1)
+
+
 def fit(points: Sequence[Point], num_cores: int) -> Costs:
     """The costs, none below zero, whose relative errors have the least squares.
 
@@ -95,8 +99,8 @@ def fit(points: Sequence[Point], num_cores: int) -> Costs:
     matrix = np.zeros([len(points), len(names)])
     for row, point in enumerate(points):
         for name, count in _counts(point.strategy, point.workers).items():
-            share = count / min(num_cores, point.workers) / point.secs
-            matrix[row, names.index(name)] = share
+            busy = _num_busy(point.strategy, point.workers, num_cores)
+            matrix[row, names.index(name)] = count / busy / point.secs
     if np.linalg.matrix_rank(matrix) < len(names):
         raise ValueError(f"{len(points)} steps do not tell {len(names)} costs apart")
     found, _ = scipy.optimize.nnls(matrix, np.ones(len(points)))

@@ -23,6 +23,7 @@ from absl import app, flags
 from benchmarks import cost_model
 from benchmarks.cost_model import Costs, Hosts, Point
 from data.flags import parse_flags
+from trainer.start import set_environment
 
 _MEASURED = flags.DEFINE_string(
     "measured", "benchmarks.json", "What benchmarks.run has written, with --rows=workers."
@@ -182,6 +183,7 @@ def _measured() -> tuple[list[Point], int, str]:
 
 def main(argv: Sequence[str]) -> None:
     """Prints the tables."""
+    set_environment()
     if len(argv) > 1:
         _end_with(f"Received {argv[1]!r}, which is no flag. --help lists them.")
     if _PLOT.value and not os.path.isdir(os.path.dirname(os.path.abspath(_PLOT.value))):
