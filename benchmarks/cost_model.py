@@ -53,13 +53,8 @@ class Costs:
 
     def step_secs(self, strategy: str, workers: int, num_cores: int) -> float:
         """A step where all processes share `num_cores`."""
-        return sum(self.parts(strategy, workers, num_cores).values())
-
-    def parts(self, strategy: str, workers: int, num_cores: int) -> dict[str, float]:
-        """What of `step_secs` each cost makes up."""
-        counts = _counts(strategy, workers)
-        busy = _num_busy(strategy, workers, num_cores)
-        return {name: count * getattr(self, name) / busy for name, count in counts.items()}
+        shares = _shares(strategy, workers, num_cores)
+        return float(sum(share * getattr(self, name) for name, share in shares.items()))
 
 
 def ring_messages(workers: int, num_bytes: float = 0.0) -> int:
@@ -84,9 +79,10 @@ def _counts(strategy: str, workers: int) -> dict[str, int]:
     return {"batch": 1, "message": 2 * workers, "sync_worker": workers, "sync_step": 1}
 
 
-def _num_busy(strategy: str, workers: int, num_cores: int) -> int:
-    """Cores at work: servers work while workers do."""
-    return min(num_cores, workers if strategy == RING else workers + 1)
+def _shares(strategy: str, workers: int, num_cores: int) -> dict[str, float]:
+    """How much of each cost is in the time of a step: servers work while workers do."""
+    busy = min(num_cores, workers if strategy == RING else workers + 1)
+    return {name: count / busy for name, count in _counts(strategy, workers).items()}
 
 
 def fit(points: Sequence[Point], num_cores: int) -> Costs:
@@ -98,9 +94,8 @@ def fit(points: Sequence[Point], num_cores: int) -> Costs:
     names = [field.name for field in dataclasses.fields(Costs)]
     matrix = np.zeros([len(points), len(names)])
     for row, point in enumerate(points):
-        for name, count in _counts(point.strategy, point.workers).items():
-            busy = _num_busy(point.strategy, point.workers, num_cores)
-            matrix[row, names.index(name)] = count / busy / point.secs
+        for name, share in _shares(point.strategy, point.workers, num_cores).items():
+            matrix[row, names.index(name)] = share / point.secs
     if np.linalg.matrix_rank(matrix) < len(names):
         raise ValueError(f"{len(points)} steps do not tell {len(names)} costs apart")
     found, _ = scipy.optimize.nnls(matrix, np.ones(len(points)))

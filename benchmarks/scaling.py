@@ -11,6 +11,7 @@ second is what it predicts for workers on hosts of their own, of what is known o
 """
 
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ from absl import app, flags
 
 from benchmarks import cost_model
 from benchmarks.cost_model import Costs, Hosts, Point
+from benchmarks.plot import NEEDED
 from data.flags import parse_flags
 from trainer.start import set_environment
 
@@ -186,6 +188,8 @@ def main(argv: Sequence[str]) -> None:
     set_environment()
     if len(argv) > 1:
         _end_with(f"Received {argv[1]!r}, which is no flag. --help lists them.")
+    if _PLOT.value and not importlib.util.find_spec("matplotlib"):
+        _end_with(f"{NEEDED}, or --plot= for none.")
     if _PLOT.value and not os.path.isdir(os.path.dirname(os.path.abspath(_PLOT.value))):
         _end_with(f"--plot={_PLOT.value}: there is no such directory.")
     points, num_cores, machine = _measured()
