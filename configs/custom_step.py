@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from data.features import from_bytes
 from strategies.base import Metrics
 from trainer.config import Config
 from trainer.hooks import Hook, next_multiple
@@ -68,7 +69,7 @@ def parse(serialized: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     }
     example = tf.io.parse_example(serialized, features)
     pixels = tf.io.decode_raw(example["image"], tf.uint8, fixed_length=64)
-    images = tf.cast(tf.reshape(pixels, [-1, 8, 8, 1]), tf.float32) / 255
+    images = from_bytes(tf.reshape(pixels, [-1, 8, 8, 1]))
     seeds = tf.strings.to_hash_bucket_fast(serialized, 2**31)[:, tf.newaxis] * [1, 0]
     return {"image": images, "noise": noise_from(seeds)}, example["label"]
 

@@ -196,10 +196,21 @@ def default_parse(features: Features) -> ExampleParse:
         columns = [tf.cast(example[name], tf.float32) for name in names]
         values = columns[0] if inputs else tf.stack(columns, axis=1)
         if inputs and features[inputs[0]].dtype == "uint8":
-            values = values / 255.0
+            values = from_bytes(values)
         return values, tf.cast(example[label_name], tf.int64)
 
     return ExampleParse(features.columns((*names, label_name)), finish)
+
+
+def from_bytes(values: "tf.Tensor") -> "tf.Tensor":
+    """Unsigned bytes 0..255 -> float32 in [0, 1], alike to the last bit wherever it is computed.
+
+    A product, not a quotient: graphs that TensorFlow optimizes multiply by the reciprocal, while
+    those of datasets divide, and a worker may read by the one or the other.
+    """
+    import tensorflow as tf
+
+    return tf.cast(values, tf.float32) * (1 / 255)
 
 
 def image_raw_parse(shape: tuple[int, int, int]) -> ExampleParse:
@@ -235,7 +246,7 @@ def image_raw_parse(shape: tuple[int, int, int]) -> ExampleParse:
                 pixels = tf.io.decode_raw(pixels, tf.uint8, fixed_length=num_pixels)
             images = tf.reshape(pixels, tf.concat([tf.shape(raw["label"]), shape], 0))
         images.set_shape([raw["label"].shape[0], *shape])
-        return tf.cast(images, tf.float32) / 255.0, raw["label"]
+        return from_bytes(images), raw["label"]
 
     return ExampleParse(columns, finish)
 

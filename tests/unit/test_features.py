@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from data.features import Features, default_parse, image_raw_parse, read_features
+from data.features import Features, default_parse, from_bytes, image_raw_parse, read_features
 from data.files import DataError
 
 
@@ -95,6 +95,15 @@ def test_default_parse_scales_bytes_and_has_static_shapes(tmp_path: Path) -> Non
     inputs, labels = parse(serialized)
     assert np.allclose(inputs[0, ..., 0], [[0, 0.2], [0.4, 1]])
     assert labels.dtype == tf.int64
+
+
+def test_bytes_are_scaled_alike_in_a_graph_and_in_a_dataset() -> None:
+    values = np.arange(256, dtype=np.uint8)
+    in_graph = tf.function(from_bytes, input_signature=[tf.TensorSpec([256], tf.uint8)])(values)
+    (in_dataset,) = tf.data.Dataset.from_tensors(values).map(from_bytes)
+    assert np.array_equal(in_graph, in_dataset)
+    assert np.array_equal(from_bytes(tf.constant(values)), in_dataset)
+    assert (in_graph.numpy().min(), in_graph.numpy().max()) == (0, 1)
 
 
 def test_inputs_of_floats_are_not_scaled(tmp_path: Path) -> None:
