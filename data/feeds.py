@@ -77,7 +77,7 @@ class KeptFeed(Feed):
     def __init__(self, reader: Reader, first_batch: int, lanes: range) -> None:
         """Parses all of them, unless `reader` has them already."""
         self._reader, self._kept = reader, reader.kept_examples
-        self.signature = reader.pick_spec(lanes)
+        self.signature = reader.pick_spec(lanes=lanes)
         self._plans = reader.picks(first_batch, lanes)
         self._planner = concurrent.futures.ThreadPoolExecutor(1, "feed")
         self._ahead: collections.deque[concurrent.futures.Future[Ticket]] = collections.deque()
@@ -104,4 +104,11 @@ class KeptFeed(Feed):
         """See Feed."""
         with tf.device("CPU:0"):
             plan = {name: values[index] for name, values in taken.items()}
-            return self._reader.pick(self._kept, plan)
+            return self._reader.pick(self._rows, plan)
+
+    def _rows(self, numbers: tf.Tensor) -> tuple[Any, Any]:
+        """The examples of these record numbers."""
+        rows: tuple[Any, Any] = tf.nest.map_structure(
+            lambda values: tf.gather(values, numbers), self._kept
+        )
+        return rows

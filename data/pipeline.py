@@ -5,13 +5,14 @@
         ...
 
 There is no shuffle buffer and no iterator to save: batch s holds what `data.order` says, whoever
-reads it and wherever reading began. Three ways in; data/feeds.py chooses between first and last:
+reads it and wherever reading began. Three ways in. Where examples are kept it is the last one, as
+data/feeds.py and, for tickets, data/kept.py choose:
 
 * `batches`: a tf.data pipeline on this machine. Plans are made by numpy, ahead, in a Python
   generator.
 * `ticket`: the plan of some batches as plain arrays. `read_ticket` and `parse_ticket` are graphs
   without py_function, so a ticket can be an argument of a closure that runs in another process.
-* `picks` and `pick`: rows of `kept_examples`, all of which are in memory.
+* `picks` and `pick`: rows of examples that are all in memory: `kept_examples`, or a worker's own.
 
 Where the records come from, and what is parsed at once:
 
@@ -20,6 +21,7 @@ Where the records come from, and what is parsed at once:
 | `batches` | local files | this process, a window's byte ranges (`data.ranges`) | some batches |
 | `batches` | URLs | TensorFlow, a window's pieces | some batches |
 | `picks` | fits `cache_bytes` | as `batches`, once, before the first | all there is |
+| tickets that pick | fits `cache_bytes` | TensorFlow, once, by the first | all there is |
 | tickets | any | TensorFlow, the ticket's pieces | the ticket |
 """
 
@@ -27,9 +29,7 @@ import atexit
 import dataclasses
 import functools
 import gc
-import itertools
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from data.cores import num_cores
 from data.crc import FOOTER_BYTES, FRAME_BYTES, HEADER_BYTES
 from data.features import ExampleParse
 from data.files import DataError, is_url
@@ -54,7 +55,7 @@ _READ_THROUGH_BYTES = 16 << 10  # Reading this much costs about what opening the
 _MAX_RUN_BYTES = 16 << 20  # Records that one window's reading may hold at a time.
 _GROUP_EXAMPLES = 1024  # Parsed at once: a call of `parse` costs about what 500 small examples do.
 _GROUP_BYTES = 4 << 20  # So much of them, at most, before or after parsing.
-_PREFETCH_BYTES = 8 << 20
+_BLOCK_BYTES = 4 << 20  # Groups handed to tf.data at once: it costs what 1,000 small records do.
 _MIN_BUFFER_BYTES, _MAX_BUFFER_BYTES = 4 << 10, 1 << 20
 _MAX_THREADS = 8
 
@@ -66,21 +67,23 @@ def _read_pieces(
 
     `paths`: string [m]; `byte_offsets`, `skip`, `take`: int64 [m]; the records: string [sum(take)].
     """
-
-    def piece(
-        path: tf.Tensor, offset: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
-    ) -> tf.data.Dataset:
-        variant = tf.raw_ops.TFRecordDatasetV2(
-            filenames=path[tf.newaxis],
-            compression_type="",
-            buffer_size=buffer_bytes,
-            byte_offsets=offset[tf.newaxis],
-        )
-        records = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
-        return records.skip(skip).take(take)
-
     pieces = tf.data.Dataset.from_tensor_slices((paths, byte_offsets, skip, take))
-    return pieces.flat_map(piece).batch(tf.reduce_sum(take)).get_single_element()
+    records = pieces.flat_map(functools.partial(_piece, buffer_bytes=buffer_bytes))
+    return records.batch(tf.reduce_sum(take)).get_single_element()
+
+
+@plain
+def _piece(
+    path: tf.Tensor, offset: tf.Tensor, skip: tf.Tensor, take: tf.Tensor, *, buffer_bytes: int
+) -> tf.data.Dataset:
+    variant = tf.raw_ops.TFRecordDatasetV2(
+        filenames=path[tf.newaxis],
+        compression_type="",
+        buffer_size=buffer_bytes,
+        byte_offsets=offset[tf.newaxis],
+    )
+    records = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
+    return records.skip(skip).take(take)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +95,10 @@ class Reader:
     a state. `augment`: (inputs, labels, seeds int32 [n, 2]) -> (inputs, labels), of training
     batches alone; it too treats examples independently, and draws random numbers from each
     example's seed alone, which `Order.seeds` makes. `num_threads` of this process read and parse;
-    0: as many as this process may run on, at most 8. `cache_bytes`: a feed keeps the
-    parsed examples in memory if all of them are no larger. `prefetch_batches` of each
-    dataset are ready before they are asked for; 0 chooses. `gives_seeds`: training batches end with
-    these seeds, whatever `augment` did with them.
+    0: as many as this process may run on, at most 8. `cache_bytes`: the
+    parsed examples are kept in memory if all of them are no larger. `prefetch_batches` of each
+    dataset are ready before they are asked for, beside those that threads parse. `gives_seeds`:
+    training batches end with these seeds, whatever `augment` did with them.
 
     Raises:
         DataError: the order was made for another split.
@@ -216,14 +219,37 @@ class Reader:
 
     @property
     def keeps_examples(self) -> bool:
-        """Whether all parsed training examples fit in `cache_bytes`, so that feeds keep them."""
+        """Whether all parsed training examples fit in `cache_bytes`, so that they are kept."""
+        if not self.cache_bytes:
+            return False
         return self._example_bytes * self.split.num_examples <= self.cache_bytes
+
+    @plain
+    def all_examples(self) -> tf.data.Dataset:
+        """Every example once, parsed, by record number, some at a time; without py_function."""
+        shards = self.split.shards
+        pieces = (
+            self._paths,
+            np.array([shard.offsets[0] for shard in shards], np.int64),
+            np.zeros(len(shards), np.int64),
+            np.array(self.split.shard_lengths, np.int64),
+        )
+        records = tf.data.Dataset.from_tensor_slices(pieces).flat_map(
+            functools.partial(_piece, buffer_bytes=_MAX_BUFFER_BYTES)
+        )
+        parse = converted(self.parse)
+        return records.batch(self._kept_at_once).map(parse, num_parallel_calls=tf.data.AUTOTUNE)
+
+    @property
+    def _kept_at_once(self) -> int:
+        """Examples that are parsed at once in order to be kept."""
+        example_bytes = max(int(self._example_bytes), self.split.mean_record_bytes, 1)
+        return max(1, min(_GROUP_EXAMPLES, _GROUP_BYTES // example_bytes))
 
     @functools.cached_property
     def kept_examples(self) -> Any:
         """All examples, parsed now: (inputs, labels) by their record numbers, on the CPU."""
-        example_bytes = max(int(self._example_bytes), self.split.mean_record_bytes, 1)
-        size = max(1, min(_GROUP_EXAMPLES, _GROUP_BYTES // example_bytes))
+        size = self._kept_at_once
         order = dataclasses.replace(
             self.order, batch_size=size, lanes=1, window_batches=1, shuffle=False
         )
@@ -251,19 +277,31 @@ class Reader:
         "gather", record numbers int64 [m, n]; and "seeds" int32 [m, n, 2] where they are needed.
         """
         for run in self._runs(first_batch, None):
-            yield {"gather": self.order.records(*run, lanes), **self._extras(*run, lanes)}
+            yield self.pick_plan(*run, lanes)
 
-    def pick_spec(self, lanes: range) -> dict[str, tf.TensorSpec]:
+    def pick_plan(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Ticket:
+        """What `picks` gives, of these batches."""
+        gather = self.order.records(first_batch, num_batches, lanes)
+        return {"gather": gather, **self._extras(first_batch, num_batches, lanes)}
+
+    def pick_spec(
+        self, num_batches: int | None = None, lanes: range | None = None
+    ) -> dict[str, tf.TensorSpec]:
         """The type of what `picks` gives."""
-        spec = self.ticket_spec(lanes=lanes)
+        spec = self.ticket_spec(num_batches, lanes)
         return {name: spec[name] for name in ("gather", "seeds") if name in spec}
 
     @plain
-    def pick(self, kept: Any, plan: dict[str, tf.Tensor]) -> tuple[Any, ...]:
-        """A batch of `kept_examples`, augmented; `plan`: its row of what `picks` gives."""
-        rows = plan["gather"]
-        parsed = tf.nest.map_structure(lambda values: tf.gather(values, rows), kept)
-        return self._finish(parsed, tf.shape(rows), rows.shape, plan)
+    def pick(
+        self, rows_of: Callable[[tf.Tensor], tuple[Any, Any]], plan: dict[str, tf.Tensor]
+    ) -> tuple[Any, ...]:
+        """Batches of examples that are kept, augmented, each [..., n, ...]; `plan`: see `picks`.
+
+        `rows_of`: record numbers, int64 [k] -> (inputs, labels), each [k, ...].
+        """
+        numbers = plan["gather"]
+        parsed = rows_of(tf.reshape(numbers, [-1]))
+        return self._finish(parsed, tf.shape(numbers), numbers.shape, plan)
 
     def _finish(
         self,
@@ -344,6 +382,11 @@ class Reader:
             if end == stop:
                 return
 
+    def _block_batches(self, lanes: range) -> int:
+        """Batches that Python hands to tf.data at once, at most, in blocks of frames."""
+        of_block = _BLOCK_BYTES // self.split.mean_record_bytes
+        return max(self._group_batches(lanes), of_block // self._share_examples(lanes))
+
     def _group_batches(self, lanes: range) -> int:
         """Batches parsed at once, at most."""
         known = self._example_bytes if math.isfinite(self._example_bytes) else 0
@@ -365,16 +408,20 @@ class Reader:
                 ),
                 output_signature=spec,
             )
-            return self._batched(self._read_by_tensorflow(tickets, lanes), self.parse_records)
+            groups = self._read_by_tensorflow(tickets, lanes)
+            return self._batched(groups, self.parse_records, lanes)
         spec["serialized"] = tf.TensorSpec(spec["gather"].shape, tf.string)
         spec["unread"] = tf.TensorSpec([4, None], tf.int64)
         if (layout := self._layout) is not None:
             frame_bytes = len(layout.template) + FRAME_BYTES
             spec["frames"] = tf.TensorSpec([*spec["gather"].shape, frame_bytes], tf.uint8)
-        of_batches = {"seeds", "weights", "serialized", "unread", "frames"}
-        groups = tf.data.Dataset.from_generator(
+        of_groups = spec.keys() & {"seeds", "weights", "serialized", "unread", "frames"}
+        blocks = tf.data.Dataset.from_generator(
             lambda: self._read_here(first_batch, stop, lanes, extras),
-            output_signature={name: spec[name] for name in spec.keys() & of_batches},
+            output_signature={
+                name: tf.TensorSpec([None, *spec[name].shape], spec[name].dtype)
+                for name in of_groups
+            },
         )
 
         def parse_read(group: dict[str, tf.Tensor]) -> tuple[Any, ...]:
@@ -399,7 +446,15 @@ class Reader:
             )
             return outputs
 
-        return self._batched(groups.prefetch(2), parse)
+        if self._block_batches(lanes) == self._group_batches(lanes):
+            # To slice it may copy all records, which are large.
+            return self._batched(
+                blocks.prefetch(1),
+                lambda block: parse({name: tf.squeeze(t, 0) for name, t in block.items()}),
+                lanes,
+            )
+        groups = blocks.prefetch(1).flat_map(tf.data.Dataset.from_tensor_slices)
+        return self._batched(groups, parse, lanes)
 
     def _slice_frames(
         self, layout: Layout, frames: tf.Tensor, extras: dict[str, tf.Tensor]
@@ -436,12 +491,12 @@ class Reader:
         lanes: range,
         extras: Callable[[int, int], Ticket],
     ) -> Iterator[Ticket]:
-        """Groups of k batches, in one of three forms; the others are empty.
+        """Blocks of g groups of k batches, in one of three forms; the others are empty.
 
-        "frames": uint8 [k, n, bytes], records of the layout with their framing. "serialized":
-        string [k, n], any records. "unread": int64 [4, k * n], a ticket's piece for each record,
-        where some cannot be read or verified: TensorFlow's own reader then raises the error that
-        names the fault.
+        "frames": uint8 [g, k, n, bytes], records of the layout with their framing. "serialized":
+        string [g, k, n], any records. "unread": int64 [1, 4, k * n], a ticket's piece for each
+        record of a group of which some cannot be read or verified: TensorFlow's own reader then
+        raises the error that names the fault.
         """
         most = self._group_batches(lanes)
         windows, buffers = Windows(), Buffers()
@@ -451,26 +506,34 @@ class Reader:
                 window: Window | None = windows.read(ranges)
             except (DamagedError, OSError):
                 window = None
-            # Groups of one size, so that all threads that parse have as much to do.
-            num_groups = -(-num_batches // most)
-            cuts = [i * num_batches // num_groups for i in range(num_groups + 1)]
-            for begin, end in itertools.pairwise(cuts):
-                batches = (first + begin, end - begin)
-                group = _group(window, numbers[begin:end], self._layout, buffers)
-                if group is None:
-                    group = {"unread": self._one_by_one(*batches, lanes)}
-                yield {**self._no_records(lanes), **group, **extras(*batches)}
+            for begin, num_groups, size in _blocks(num_batches, most, self._block_batches(lanes)):
+                of_block = numbers[begin : begin + num_groups * size]
+                of_block = of_block.reshape(num_groups, size, -1)
+                blocks = [_block(window, of_block, self._layout, buffers)]
+                if blocks[0] is None:
+                    blocks = [_block(window, part[None], None, buffers) for part in of_block]
+                at = first + begin
+                for block in blocks:
+                    held = num_groups // len(blocks)
+                    if block is None:
+                        block = {"unread": self._one_by_one(at, size, lanes)[None]}
+                    beside = {
+                        name: values.reshape(held, size, *values.shape[1:])
+                        for name, values in extras(at, held * size).items()
+                    }
+                    yield {**self._no_records(held, lanes), **block, **beside}
+                    at += held * size
 
-    def _no_records(self, lanes: range) -> Ticket:
-        """What a group of `_read_here` has in place of the forms that it is not in."""
+    def _no_records(self, num_groups: int, lanes: range) -> Ticket:
+        """What a block of `_read_here` has in place of the forms that it is not in."""
         num_examples = self._share_examples(lanes)
         empty: Ticket = {
-            "serialized": np.empty((0, num_examples), object),
-            "unread": np.empty((4, 0), np.int64),
+            "serialized": np.empty((num_groups, 0, num_examples), object),
+            "unread": np.empty((num_groups, 4, 0), np.int64),
         }
         if self._layout is not None:
             frame_bytes = len(self._layout.template) + FRAME_BYTES
-            empty["frames"] = np.empty((0, num_examples, frame_bytes), np.uint8)
+            empty["frames"] = np.empty((num_groups, 0, num_examples, frame_bytes), np.uint8)
         return empty
 
     def _one_by_one(self, first_batch: int, num_batches: int, lanes: range) -> Int64s:
@@ -534,35 +597,50 @@ class Reader:
         return read.flat_map(in_groups).map(gather)
 
     def _batched(
-        self, groups: tf.data.Dataset, parse: Callable[..., tuple[Any, ...]]
+        self, groups: tf.data.Dataset, parse: Callable[..., tuple[Any, ...]], lanes: range
     ) -> tf.data.Dataset:
-        """One element a batch: inputs, labels, and the weights or seeds of those that have them."""
+        """One element a batch: inputs, labels, and the weights or seeds of those that have them.
+
+        Each thread is ahead by the group that it parses. Another stage that makes batches ahead
+        would cost small ones a tenth, and large ones their memory.
+        """
         _collect_iterators_at_exit()
         options = tf.data.Options()
         options.deterministic = True
         options.autotune.enabled = False
         options.threading.private_threadpool_size = self._threads
-        parsed = groups.map(parse, num_parallel_calls=self._threads)
-        batches = parsed.flat_map(lambda *stacked: tf.data.Dataset.from_tensor_slices(stacked))
-        num_ahead = self.prefetch_batches or self._batches_ahead(batches.element_spec)
-        return batches.prefetch(num_ahead).with_options(options)
-
-    def _batches_ahead(self, specs: Any) -> int:
-        """Batches ready before they are asked for, where that is left to this program."""
-        batch_bytes = sum(_num_bytes(spec.shape, spec.dtype) for spec in tf.nest.flatten(specs))
-        return min(2 * self._threads, max(2, int(_PREFETCH_BYTES // batch_bytes)))
+        if self._group_batches(lanes) == 1:
+            batches = groups.map(
+                lambda *group: tf.nest.map_structure(lambda t: tf.squeeze(t, 0), parse(*group)),
+                num_parallel_calls=self._threads,
+            )
+        else:
+            # One more: to cut a group must not wait until the next one is parsed.
+            options.threading.private_threadpool_size += 1
+            batches = groups.map(parse, num_parallel_calls=self._threads).flat_map(
+                lambda *stacked: tf.data.Dataset.from_tensor_slices(stacked)
+            )
+        if self.prefetch_batches:
+            batches = batches.prefetch(self.prefetch_batches)
+        return batches.with_options(options)
 
     @property
     def _threads(self) -> int:
-        return self.num_threads or min(_MAX_THREADS, _num_cores())
+        return self.num_threads or min(_MAX_THREADS, num_cores())
 
     @functools.cached_property
-    def _example_bytes(self) -> float:
-        """Bytes of a parsed example; infinite where a shape is not known before, or for strings."""
+    def example_specs(self) -> Any:
+        """The types of what `parse` returns, each [n, ...]."""
         signature = [tf.TensorSpec([None], tf.string)]
         parse = tf.function(converted(self.parse), input_signature=signature, autograph=False)
-        outputs = tf.nest.flatten(parse.get_concrete_function().structured_outputs)
-        return sum(_num_bytes(output.shape[1:], output.dtype) for output in outputs)
+        outputs = parse.get_concrete_function().structured_outputs
+        return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), outputs)
+
+    @property
+    def _example_bytes(self) -> float:
+        """Bytes of a parsed example; infinite where a shape is not known before, or for strings."""
+        specs = tf.nest.flatten(self.example_specs)
+        return sum(_num_bytes(spec.shape[1:], spec.dtype) for spec in specs)
 
     def _share_examples(self, lanes: range | None) -> int:
         rows = self.order.batch_size // self.order.lanes
@@ -601,24 +679,48 @@ class Reader:
         return np.array([shard.frame_bytes for shard in self.split.shards])
 
 
-def _group(
+def _blocks(num_batches: int, most: int, most_of_block: int) -> Iterator[tuple[int, int, int]]:
+    """`num_batches` in groups of at most `most`, and those in blocks: (first batch, groups, size).
+
+    A block has as many groups as would fit if each were of `most`: one, if it is no larger.
+    Groups are of one size, so that all threads have as much to do; where none that is large enough
+    goes into `num_batches`, the last is smaller, and a block of its own.
+    """
+    largest = -(-num_batches // -(-num_batches // most))
+    sizes = range(largest, largest // 2, -1)
+    size = next((size for size in sizes if num_batches % size == 0), largest)
+    num_whole = num_batches // size
+    groups_of_block = most_of_block // most
+    for first in range(0, num_whole, groups_of_block):
+        yield first * size, min(groups_of_block, num_whole - first), size
+    if rest := num_batches % size:
+        yield num_batches - rest, 1, rest
+
+
+def _block(
     window: Window | None, numbers: Int64s, layout: Layout | None, buffers: Buffers
 ) -> Ticket | None:
-    """Records of a window, shaped as `numbers` [k, n]: "frames" if possible, else "serialized".
+    """Records of a window, shaped as `numbers` [g, k, n]: "frames" if possible, else "serialized".
 
     None if there is no window, or a record is damaged.
     """
     if window is None:
         return None
-    wanted = numbers.reshape(-1)
     if layout is not None:
-        frames = buffers.array((*numbers.shape, len(layout.template) + FRAME_BYTES))
-        rows = frames.reshape(numbers.size, -1)
-        if window.frames(wanted, rows) and layout.fits(rows[:, HEADER_BYTES:-FOOTER_BYTES]):
+        frame_bytes = len(layout.template) + FRAME_BYTES
+        frames = buffers.array((*numbers.shape, frame_bytes))
+        # One group after the other: what is checked is still in the processor's caches then.
+        for wanted, rows in zip(numbers, frames, strict=True):
+            rows = rows.reshape(-1, frame_bytes)
+            if not window.frames(wanted.reshape(-1), rows):
+                break
+            if not layout.fits(rows[:, HEADER_BYTES:-FOOTER_BYTES]):
+                break
+        else:
             return {"frames": frames}
     records = np.empty(numbers.size, object)
     try:
-        records[:] = window.records(wanted)
+        records[:] = window.records(numbers.reshape(-1))
     except DamagedError:
         return None
     return {"serialized": records.reshape(numbers.shape)}
@@ -644,13 +746,6 @@ def _as_tensor(array: npt.NDArray[Any]) -> tf.Tensor:
     if array.dtype.kind in "iuf":
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.convert_to_tensor(array)
-
-
-def _num_cores() -> int:
-    """Cores that this process may run on; a container's share where the system can tell."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _num_bytes(shape: tf.TensorShape, dtype: tf.DType) -> float:

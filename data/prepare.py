@@ -32,6 +32,7 @@ from typing import IO
 from absl import app, flags
 
 from data import files, writing
+from data.cores import num_cores
 from data.crc import FRAME_BYTES
 from data.files import DataError
 from data.flags import parse_flags
@@ -320,9 +321,7 @@ def _num_shards(split: SourceSplit) -> int:
 def _num_processes(source: Source) -> int:
     """As many as there are cores, but each writes a shard at least."""
     num_shards = max(map(_num_shards, source.splits.values()))
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, min(cores, _MAX_PROCESSES, num_shards))
+    return max(1, min(num_cores(), _MAX_PROCESSES, num_shards))
 
 
 @contextlib.contextmanager

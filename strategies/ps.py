@@ -2,10 +2,11 @@
 
     executor = ParameterServerExecutor.connect(cluster, 60)  # in the chief, which ends the others
 
-The chief hands out *tickets*: k consecutive batches, as a list of what to read from which shard.
-A worker reads them in the graph, so it keeps no input state that could be lost with it, and applies
-k gradients, each of one batch, straight to the variables. What a worker had in flight when it died
-is handed out again (at least once); the others go on meanwhile.
+The chief hands out *tickets*: k consecutive batches, as a list of what to read from which shard, or
+of rows where workers keep the examples. A worker reads them in the graph, so that no input state is
+lost with it but a copy that it makes anew, and applies k gradients, each of one batch, straight to
+the variables. What a worker had in flight when it died is handed out again (at least once); the
+others go on meanwhile.
 """
 
 import collections
@@ -19,6 +20,7 @@ from typing import Any, Self
 import numpy as np
 import tensorflow as tf
 
+from data.kept import ticket_source
 from strategies.base import (
     Executor,
     Learner,
@@ -243,7 +245,7 @@ class ParameterServerExecutor(Executor):
     def _set_up(self, learner: Learner, source: Any, evaluation: Any) -> None:
         """What training has in common however gradients are combined."""
         self._learner = learner
-        self._source = source
+        self._source = ticket_source(source)
         self._evaluation = evaluation
         per_worker = -(-evaluation.num_evaluation_batches // self.num_replicas)
         self._evaluation_ticket_batches = min(per_worker, _STEPS_PER_CLOSURE)

@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from data.kept import KeptTickets
 from strategies.base import Learner, Tensor, read_now
 from strategies.packing import computed_with, read_together
 from strategies.wire import Parcel, Wire
@@ -116,7 +117,7 @@ class Rounds:
         self.conduct = self._make_conduct()
 
     def ticket(self, first_batch: int, num_batches: int) -> npt.NDArray[np.object_]:
-        """What shifts need to read these batches, of one window: bytes [shares, parts]."""
+        """The tickets of these batches, of one window, for shifts: bytes [shares, parts]."""
         return np.array(
             [
                 [
@@ -290,6 +291,7 @@ class Rounds:
     def _batch(self, number: Tensor, starts: Tensor, tickets: Tensor) -> Any:
         """The examples of share `number`, parsed."""
         batch, index = number // len(self._lanes), number % len(self._lanes)
+        specs = dict(sorted(self._ticket_spec[0].items()))
 
         def row_of(*names: str) -> tuple[Tensor, list[Tensor]]:
             """Which batch of its window it is, and these parts of the window's ticket."""
@@ -305,7 +307,16 @@ class Rounds:
             ticket = dict(zip(specs, parts, strict=True))
             return self._source.read_ticket({**ticket, "gather": ticket["gather"][row:]})
 
-        specs = dict(sorted(self._ticket_spec[0].items()))
+        if isinstance(self._source, KeptTickets):
+            row, parts = row_of(*specs)
+            # Shares of a batch that cannot be divided evenly differ by a lane.
+            sizes = {spec["gather"].shape[1] for spec in self._ticket_spec}
+            size = sizes.pop() if len(sizes) == 1 else None
+            ticket = {
+                name: tf.ensure_shape(part[row], [size, *specs[name].shape[2:]])
+                for name, part in zip(specs, parts, strict=True)
+            }
+            return self._source.parse_ticket(ticket)
         records = self._kept_or_read(read, batch, index)
         extras = {}
         if "seeds" in specs:

@@ -1,7 +1,7 @@
 """Worker and ps tasks: TensorFlow's servers, from their start to the end that the chief gives them.
 
-serve(cluster, chief_timeout_secs=600, on_gone=end, on_end=end_with)    # never returns
-start_server(cluster)               # worker 0, where no chief is named
+serve(cluster, 0, chief_timeout_secs=600, on_gone=end, on_end=end_with) # never returns
+start_server(cluster, num_threads)  # worker 0, where no chief is named
 ask_chief_to_stop(cluster)          # in a worker or ps task that is to end
 listen_for_stop(cluster, on_stop)   # in the chief: hears the latter
 end_servers(cluster, tasks, 0)      # in the chief
@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from data.cores import num_cores
 from strategies.cluster import Cluster, ClusterError, Task
 from strategies.mailbox import Mailbox
 from strategies.peers import watch_chief
@@ -33,6 +34,10 @@ _HEAR_SECS = 5.0
 _LOOK_SECS = 0.1
 _FAREWELL_SECS = 0.2
 
+# A closure holds one of these threads until its end, and does not get there if no other one is left
+# to run its ops. A second closure, of a chief that is no more, may hold one beside it.
+_MIN_THREADS_BETWEEN_OPS = 4
+
 # Until the process ends: TensorFlow's servers cannot be stopped, and say so when they are dropped.
 _KEPT: list[Any] = []
 
@@ -41,12 +46,16 @@ _VERSIONS = "versions"
 _MOST_AT_ONCE = 32
 
 
-def start_server(cluster: Cluster) -> Any:
+def start_server(cluster: Cluster, num_threads: int = 0) -> Any:
     """Serves as this task from now on, on threads of TensorFlow's; returns the tf Server.
+
+    An op has `num_threads`; 0 are as many as there are cores. So many ops run beside each other,
+    or four. (Of tf.config.threading servers know nothing.)
 
     Raises:
         ClusterError: the port was taken since `check_own_address` looked at it.
     """
+    between_ops = max(_MIN_THREADS_BETWEEN_OPS, num_threads or num_cores())
     # The chief brings its own address along when it connects.
     jobs = {task.job: dict(cluster.jobs[task.job]) for task in cluster.trainers}
     try:
@@ -55,6 +64,10 @@ def start_server(cluster: Cluster) -> Any:
             job_name=cluster.task.job,
             task_index=cluster.task.index,
             protocol="grpc",
+            config=tf.compat.v1.ConfigProto(
+                intra_op_parallelism_threads=num_threads,
+                inter_op_parallelism_threads=between_ops,
+            ),
         )
     except tf.errors.OpError as error:
         raise ClusterError(f"{cluster.task} cannot serve at {cluster.address}: {error}") from error
@@ -65,18 +78,19 @@ def start_server(cluster: Cluster) -> Any:
 
 def serve(
     cluster: Cluster,
+    num_threads: int,
     chief_timeout_secs: float | None,
     *,
     versions: Mapping[str, str],
     on_gone: Callable[[str], None],
     on_end: Callable[[int], None],
 ) -> NoReturn:
-    """Serves as this task, until the chief says with which exit code to end: then `on_end` ends it.
+    """`start_server`, until the chief says with which exit code to end: then `on_end` ends it.
 
     If the chief cannot be reached for `chief_timeout_secs`, `on_gone` is called with a message;
     None waits for ever. Both are called on another thread. `versions` are what this task runs.
     """
-    server = start_server(cluster)
+    server = start_server(cluster, num_threads)
     Mailbox(cluster, cluster.task, _VERSIONS).put(json.dumps(dict(versions)), _START_SECS)
     if chief_timeout_secs is not None:
         watch_chief(cluster, chief_timeout_secs, on_gone)

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data import feeds, order, pipeline, records, writing
-from tests.unit.test_pipeline import NUM_EXAMPLES, NUM_LANES, copy_split, copy_to_ram, make_reader
+from data import feeds, order, pipeline, records
+from tests.unit.test_pipeline import (
+    NUM_EXAMPLES,
+    NUM_LANES,
+    copy_split,
+    copy_to_ram,
+    make_reader,
+    write_split,
+)
 
 KEEPS = NUM_EXAMPLES * 12  # An example is a float32 and an int64.
 CALLS = (1, 2, 40, 7, 20)
@@ -18,9 +25,7 @@ CALLS = (1, 2, 40, 7, 20)
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> records.Split:
-    examples = [f"{i:06d}".encode() + b"." * (700 + i % 50) for i in range(NUM_EXAMPLES)]
-    directory = str(tmp_path_factory.mktemp("split"))
-    return writing.write_shards(examples, directory, "toy", "train", 3, NUM_EXAMPLES)
+    return write_split(tmp_path_factory.mktemp("split"))
 
 
 @pytest.fixture(params=[0, KEEPS], ids=["read", "kept"])

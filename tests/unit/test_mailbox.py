@@ -5,7 +5,8 @@ import threading
 import pytest
 import tensorflow as tf
 
-from strategies.cluster import Cluster, ClusterError, Task
+from data.cores import num_cores
+from strategies.cluster import Cluster, ClusterError, Task, local_cluster
 from strategies.mailbox import Mailbox
 from strategies.ports import free_ports
 from strategies.ps_server import (
@@ -97,3 +98,15 @@ def test_servers_of_other_versions_are_refused_however_often_a_chief_comes(
     check_versions(cluster, [WORKER], {"tensorflow": "2.20.0", "code": "a"})
     with pytest.raises(ClusterError, match=r"worker 0.*tensorflow \(2.20.0 there, 2.21.0 here\)"):
         check_versions(cluster, [WORKER], {"tensorflow": "2.21.0", "code": "a"})
+
+
+@pytest.mark.parametrize(("num_threads", "between_ops"), [(0, max(4, num_cores())), (1, 4), (9, 9)])
+def test_server_has_the_threads_that_were_asked_for_and_enough_between_ops(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, between_ops: int
+) -> None:
+    made = []
+    monkeypatch.setattr(tf.distribute, "Server", lambda *_, config, **__: made.append(config))
+    start_server(local_cluster("ps", 1, 1).for_task(WORKER), num_threads)
+    (config,) = made
+    assert config.intra_op_parallelism_threads == num_threads
+    assert config.inter_op_parallelism_threads == between_ops

@@ -1,8 +1,11 @@
 """Batches from disk are the batches of the order, by every way in."""
 
+import concurrent.futures
 import dataclasses
+import itertools
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +26,15 @@ def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.cast(number, tf.float32)[:, tf.newaxis] / 2, number
 
 
+def write_split(directory: Path) -> records.Split:
+    """Records that `parse` knows."""
+    examples = [f"{i:06d}".encode() + b"." * (700 + i % 50) for i in range(NUM_EXAMPLES)]
+    return writing.write_shards(examples, str(directory), "toy", "train", 3, NUM_EXAMPLES)
+
+
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> records.Split:
-    examples = [f"{i:06d}".encode() + b"." * (700 + i % 50) for i in range(NUM_EXAMPLES)]
-    directory = str(tmp_path_factory.mktemp("split"))
-    return writing.write_shards(examples, directory, "toy", "train", 3, NUM_EXAMPLES)
+    return write_split(tmp_path_factory.mktemp("split"))
 
 
 @pytest.fixture(params=[True, False], ids=["shuffled", "in order"])
@@ -328,3 +335,75 @@ def test_batches_are_made_ahead_as_many_as_asked_for(
     while int(parsed) <= most and time.monotonic() < deadline:
         time.sleep(0.01)
     assert int(parsed) <= most
+
+
+def test_blocks_hold_all_batches_in_groups_of_one_size() -> None:
+    for num_batches, most, groups_of_block in itertools.product(
+        range(1, 200), range(1, 40), (1, 2, 5)
+    ):
+        blocks = list(pipeline._blocks(num_batches, most, groups_of_block * most))
+        at = 0
+        for first, num_groups, size in blocks:
+            assert first == at
+            assert 1 <= size <= most
+            assert 1 <= num_groups <= groups_of_block
+            at += num_groups * size
+        assert at == num_batches
+        *but_last, _ = blocks
+        sizes = {size for _, _, size in but_last}
+        assert len(sizes) <= 1
+        # No more groups than twice what it takes, and the one that is left.
+        fewest = -(-num_batches // most)
+        assert sum(num_groups for _, num_groups, _ in blocks) <= 2 * fewest + 1
+    assert list(pipeline._blocks(32, 10, 50)) == [(0, 4, 8)]
+    assert list(pipeline._blocks(30, 10, 50)) == [(0, 3, 10)]
+
+
+@pytest.mark.parametrize(("window", "first"), [(9, 0), (15, 0), (20, 11)])
+def test_windows_of_large_records_are_read_whatever_their_number_of_batches(
+    tmp_path: Path, window: int, first: int
+) -> None:
+    # Of 6 batches in a group, which is a block of its own.
+    examples = [f"{i:06d}".encode() + bytes(60 << 10) for i in range(300)]
+    split = writing.write_shards(examples, str(tmp_path), "big", "train", 1, 300)
+    reader = make_reader(split, batch=10)
+    windows = dataclasses.replace(reader.order, window_batches=window)
+    reader = dataclasses.replace(reader, order=windows)
+    lanes = range(NUM_LANES)
+    assert reader._block_batches(lanes) == reader._group_batches(lanes) == 6
+    read = list(numbers(reader.batches(first, lanes, 20)))
+    assert np.array_equal(read, reader.order.records(first, 20))
+
+
+# Groups of one batch; and of 8, a window, of which an epoch has 7 whole ones.
+@pytest.mark.parametrize(("batch", "of_group"), [(1100, 1), (50, 8)])
+def test_what_one_thread_has_parsed_is_there_while_it_parses_the_next(
+    split: records.Split, batch: int, of_group: int
+) -> None:
+    may_parse, parsed = threading.Semaphore(0), threading.Semaphore(0)
+
+    def wait(serialized: tf.Tensor) -> tf.Tensor:
+        may_parse.acquire()
+        parsed.release()
+        return serialized
+
+    def parse_if_allowed(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        waited = tf.numpy_function(wait, [serialized], tf.string)  # noqa: TID251  # In this process.
+        return parse(tf.ensure_shape(waited, serialized.shape))
+
+    reader = make_reader(split, batch=batch)
+    reader = dataclasses.replace(reader, parse=parse_if_allowed, num_threads=1)
+    assert min(reader._group_batches(range(NUM_LANES)), 8) == of_group
+    batches = iter(reader.batches(0, range(NUM_LANES)))
+    with concurrent.futures.ThreadPoolExecutor(1) as taker:
+        try:
+            first = taker.submit(next, batches)
+            for group in range(7):
+                may_parse.release()
+                assert parsed.acquire(timeout=60)
+                # It is parsed, and what is to be parsed after it does not end now.
+                of_this = [taker.submit(next, batches) for _ in range(of_group - (group == 0))]
+                for taken in [first, *of_this]:
+                    taken.result(timeout=60)
+        finally:
+            may_parse.release(1000)
