@@ -72,15 +72,15 @@ class DataConfig:
         window_batches: Records are shuffled inside windows of this many batches, and what is read
             at once. More mixes better and needs more memory.
         prefetch_batches: Batches that are ready before they are asked for, at most, for each
-            replica; 0 chooses: about 8 MB, at least 2 and no more than 2 for each thread. Under ps
-            workers read tickets, and nothing ahead.
+            replica, beside what its threads have parsed (a batch each, or some if they are small);
+            0: none. Under ps workers read tickets, and nothing ahead.
         on_corrupt: "fail" ends the run at damaged data; "skip" verifies every record when the data
             is opened, and leaves out and counts those that cannot be read.
-        cache_bytes: Parsed training examples are kept in memory, by each process that reads
-            batches of its own, if all of them together are no larger than this; 0 never keeps them.
-            They are picked, and augmented, in the step itself: prefetch_batches says nothing then,
-            and an `augment` that takes long is better off without. Under ps workers read tickets,
-            and keep none.
+        cache_bytes: Parsed training examples are kept in memory, by each process that trains, if
+            all of them together are no larger than this; 0 never keeps them. They are picked, and
+            augmented, in the step itself: prefetch_batches says nothing then, and an `augment` that
+            takes long is better off without. Workers of ps read all of it with their first ticket,
+            and again when they are started again.
     """
 
     train_split: str = "train"

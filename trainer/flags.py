@@ -166,8 +166,8 @@ WIRE_DTYPE = flags.DEFINE_enum(
 NUM_THREADS = flags.DEFINE_integer(
     "num_threads",
     0,
-    "Threads of TensorFlow in each process; 0 lets TensorFlow choose, and in a cluster on this "
-    "machine divides the cores among the workers.",
+    "Threads of TensorFlow in each process (servers of ps run at least 4 ops beside each other); 0 "
+    "lets TensorFlow choose, and in a cluster on this machine divides the cores among the workers.",
 )
 LOG_DEVICE_PLACEMENT = flags.DEFINE_boolean(
     "log_device_placement", False, "Log where each op runs."

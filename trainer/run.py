@@ -102,6 +102,7 @@ def run_task(plan: Plan, signals: StopSignals) -> int:
         signals.on_stop(lambda: _leave(cluster), plan.grace_secs)
         serve(
             cluster,
+            plan.num_threads,
             plan.chief_timeout_secs,
             versions=versions(),
             on_gone=_end_without_chief,
@@ -173,7 +174,7 @@ def _answering(plan: Plan) -> contextlib.AbstractContextManager[None]:
     if plan.cluster is None or "ps" not in plan.cluster.jobs:
         return contextlib.nullcontext()
     if plan.cluster.is_server:
-        start_server(plan.cluster)
+        start_server(plan.cluster, plan.num_threads)
         return contextlib.nullcontext()
     return held(port_of(plan.cluster.address))
 

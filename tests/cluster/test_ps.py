@@ -1,13 +1,15 @@
 """Asynchronous parameter servers: what only they could get wrong."""
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.cluster.runs import TOPOLOGIES, Run, Topology, train
+from tests.cluster.runs import TOPOLOGIES, Process, Run, Topology, train
 
 PS = TOPOLOGIES["ps-2+1"]
 
@@ -54,6 +56,18 @@ def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
 
 def oldest(run: Run) -> int:
     return max(int(age) for ages in run.result["staleness"].values() for age in ages)
+
+
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="taskset binds to a core; not there")
+@pytest.mark.parametrize("sync", [False, True], ids=["asynchronous", "synchronous"])
+def test_cluster_trains_on_one_core(digits: Path, tmp_path: Path, sync: bool) -> None:
+    """With a pool of one thread a server waits for itself."""
+    core = min(os.sched_getaffinity(0))
+    flags = (*PS.argv, f"--sync_replicas={sync}", f"--model_dir={tmp_path}", "--train_steps=100")
+    config = ("--config=tests/cluster/configs/counting.py", f"--data_dir={digits}")
+    on_one = ("taskset", "--cpu-list", str(core))
+    with Process((*flags, *config), tmp_path, under=on_one) as process:
+        assert process.wait().result["step"] == 100, process.output()
 
 
 def test_staleness_is_a_histogram_of_each_worker_in_tensorboard(

@@ -29,7 +29,9 @@ def test_worker_killed_between_the_gradients_of_two_variables_mixes_nothing(
     hold_dir = tmp_path / "hold"
     hold_dir.mkdir()
     flags = (HELD, f"--data_dir={digits}")
-    with start(SYNC, tmp_path / "run", *flags, f"--config.hold_dir={hold_dir}") as process:
+    # Kept, so that the worker which is started again has to read all examples once more.
+    held = (f"--config.hold_dir={hold_dir}", f"--config.data.cache_bytes={1 << 28}")
+    with start(SYNC, tmp_path / "run", *flags, *held) as process:
         process.wait_for_step(10)
         hold = hold_dir / "hold-1"
         hold.touch()
