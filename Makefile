@@ -1,5 +1,6 @@
 # make train     train the default config; STRATEGY=mirrored|multiworker|ps, ARGS='--train_steps=100'
-# make test      run the whole test suite; ARGS='tests/unit -k name' runs a part of it
+# make test      run the whole test suite; ARGS='tests/unit -k name' runs a part of it,
+#                ARGS='-n2 --dist=loadfile' two files at a time
 # make lint      ruff (lint and format) and mypy
 # make clean     remove what make has made; runs/ and datasets/ stay
 #

@@ -1,1 +1,1 @@
-"""What is measured, and printed as it stands in the README."""
+"""What is measured, and printed as it stands in README.md and docs/."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.table`: accuracy, time and rate of each strategy, as the README has them.
+"""`python -m benchmarks.table`: accuracy, time and rate of each strategy, for docs/measured.md.
 
     python -m benchmarks.table --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
 

@@ -42,8 +42,10 @@ def work(
         with tempfile.TemporaryDirectory() as directory:
             answer.send(coordinate(resolver, options, directory))
         return
+    # With one thread between ops, too, the server would stand still.
+    one_thread = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=1)
     server = tf.distribute.Server(
-        resolver.cluster_spec(), job_name=job, task_index=index, protocol="grpc"
+        resolver.cluster_spec(), job, index, protocol="grpc", config=one_thread
     )
     server.join()
 
