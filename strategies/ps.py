@@ -267,7 +267,7 @@ class ParameterServerExecutor(Executor):
             self._join()
             tickets = []
             for first, closure in closures:
-                closure_sums, worker, ages = closure.fetch()
+                closure_sums, worker, ages = fetched(closure)
                 sums += closure_sums
                 self._count(f"worker {int(worker)}", ages)
                 # What was dropped is handed out again, a batch at a time.
@@ -306,7 +306,7 @@ class ParameterServerExecutor(Executor):
         if first_batch == 0:
             self._evaluation_sums = np.zeros([len(self._learner.metric_names), 2])
         for closure in closures:
-            self._evaluation_sums += closure.fetch()
+            self._evaluation_sums += fetched(closure)
         self._stopping = self._stop_requested
         metrics = to_metrics(self._learner.metric_names, self._evaluation_sums)
         return metrics, time.monotonic() - started
@@ -504,6 +504,25 @@ def _take_lease(coordinator: Cluster) -> None:
             "The servers serve another chief",
             RuntimeError(f"it is at {chief}. Start this one when that one is done"),
         )
+
+
+def fetched(closure: Any) -> Any:
+    """What the function of a scheduled closure returned, which must not be None.
+
+    Raises:
+        PeerLostError: the function returned, but its result was lost on the way.
+    """
+    value = closure.fetch()
+    if value is not None:
+        return value
+    # The coordinator takes back the result of a closure that failed after its function returned,
+    # and sets its error a moment later.
+    while True:
+        try:
+            closure.fetch()
+        except Exception as error:
+            raise PeerLostError("The result of a worker was lost", error) from error
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

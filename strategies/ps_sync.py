@@ -37,7 +37,7 @@ from strategies.base import (
 )
 from strategies.cluster import Cluster
 from strategies.counts import Counts
-from strategies.ps import ParameterServerExecutor, losses_explained
+from strategies.ps import ParameterServerExecutor, fetched, losses_explained
 from strategies.ps_rounds import (
     ATTEMPT,
     DROPPED,
@@ -270,8 +270,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
             )
 
         def last_flag() -> int:
-            flag: Any = closure.fetch()
-            return int(flag)
+            return int(fetched(closure))
 
         self._shifts[slot] = _in_background(last_flag)
 

@@ -1,12 +1,14 @@
-"""How the steps of one call are cut into closures."""
+"""How the steps of one call are cut into closures, and what is fetched of them."""
 
 import itertools
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.ps import closure_sizes
+from strategies.base import PeerLostError
+from strategies.ps import closure_sizes, fetched
 
 
 def windows_of(lengths: list[int]) -> Iterator[tuple[int, int]]:
@@ -49,3 +51,24 @@ def test_every_worker_has_a_closure_where_there_are_steps_enough(
 ) -> None:
     sizes = closure_sizes(num_steps, num_workers, windows_of(lengths))
     assert len(sizes) >= min(num_steps, num_workers)
+
+
+class Closure:
+    """One that was scheduled, as it answers one fetch after the other."""
+
+    def __init__(self, *answers: int | Exception | None) -> None:
+        self._answers = list(answers)
+
+    def fetch(self) -> int | None:
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_result_that_was_taken_back_is_one_that_was_lost() -> None:
+    assert fetched(Closure(0)) == 0
+    with pytest.raises(PeerLostError, match="The result of a worker was lost: no such handle"):
+        fetched(Closure(None, None, ValueError("no such handle")))
+    with pytest.raises(ValueError, match="of the function"):
+        fetched(Closure(ValueError("of the function")))
