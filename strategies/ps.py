@@ -11,13 +11,16 @@ others go on meanwhile.
 
 import collections
 import contextlib
+import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from data.kept import ticket_source
@@ -267,9 +270,9 @@ class ParameterServerExecutor(Executor):
             self._join()
             tickets = []
             for first, closure in closures:
-                closure_sums, worker, ages = fetched(closure)
+                closure_sums, worker, ages = _unpacked(fetched(closure), sums.shape)
                 sums += closure_sums
-                self._count(f"worker {int(worker)}", ages)
+                self._count(f"worker {worker}", ages)
                 # What was dropped is handed out again, a batch at a time.
                 tickets += [(first + int(i), 1) for i in np.flatnonzero(ages == _DROPPED)]
         self._stopping = self._stop_requested
@@ -298,8 +301,9 @@ class ParameterServerExecutor(Executor):
         started = time.monotonic()
         size = self._evaluation_ticket_batches
         end = min(first_batch + num_batches, self._num_evaluation_batches)
+        evaluate = self._evaluate_closure()
         closures = [
-            self._schedule(self._evaluate_closure, self._evaluation.evaluation_ticket(first, size))
+            self._schedule(evaluate, self._evaluation.evaluation_ticket(first, size))
             for first in range(first_batch, end, size)
         ]
         self._join()
@@ -339,7 +343,7 @@ class ParameterServerExecutor(Executor):
 
     def _schedule_steps(self, first_batch: int, size: int) -> Any:
         train = self._train_unrolled if size == _STEPS_PER_CLOSURE else self._train_looped
-        return self._schedule(train, self._source.ticket(first_batch, size))
+        return self._schedule(train(), self._source.ticket(first_batch, size))
 
     def _schedule(self, closure: Any, ticket: Any) -> Any:
         """Hands `closure` to the next idle worker, with `ticket`.
@@ -352,12 +356,28 @@ class ParameterServerExecutor(Executor):
                 closure, args=(tf.nest.map_structure(tf.constant, ticket),)
             )
 
+    def _traced_once(self, function: Any) -> Callable[[], Any]:
+        """Gives the one graph of `function`, which is traced when it is asked for first.
+
+        For each closure of a function that is none the coordinator would look for its graph anew,
+        and that takes longer than the rest of handing it over.
+        """
+
+        @functools.cache
+        def traced() -> Any:
+            with self.strategy.scope():
+                return function.get_concrete_function()
+
+        return traced
+
     def _join(self) -> None:
         with losses_explained():
             self._coordinator.join()
 
-    def _make_train_closures(self) -> tuple[Any, Any]:
+    def _make_train_closures(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """A closure for tickets of _STEPS_PER_CLOSURE batches, unrolled, and one for any other.
+
+        They return what `_unpacked` takes.
 
         Unrolled steps are faster than a loop in the graph, but each number of them is a graph of
         its own, and a graph takes seconds to trace and to send.
@@ -373,7 +393,7 @@ class ParameterServerExecutor(Executor):
                 return worker, tf.identity(worker)
 
         @tf.function(input_signature=[source.ticket_spec(_STEPS_PER_CLOSURE)])
-        def unrolled(ticket: Any) -> tuple[Tensor, Tensor, Tensor]:
+        def unrolled(ticket: Any) -> Tensor:
             batches = _unstack(source.parse_ticket(ticket), _STEPS_PER_CLOSURE)
             worker, worker_at_home = this_worker()
             sums: list[Tensor] = []
@@ -387,10 +407,10 @@ class ParameterServerExecutor(Executor):
                 ages.append(age)
             with tf.device(home):  # They travel as one.
                 all_ages = tf.stack(ages)
-            return tf.add_n(sums), worker, all_ages
+            return _packed(tf.add_n(sums), worker, all_ages)
 
         @tf.function(input_signature=[source.ticket_spec()])
-        def looped(ticket: Any) -> tuple[Tensor, Tensor, Tensor]:
+        def looped(ticket: Any) -> Tensor:
             # Here, and not in the loop: in inner graphs it cannot be had.
             worker, worker_at_home = this_worker()
             stacked = source.parse_ticket(ticket)
@@ -402,9 +422,9 @@ class ParameterServerExecutor(Executor):
                 more, age = step(batch, worker_at_home)
                 sums += more
                 ages = ages.write(i, age)
-            return sums, worker, ages.stack()
+            return _packed(sums, worker, ages.stack())
 
-        return unrolled, looped
+        return self._traced_once(unrolled), self._traced_once(looped)
 
     def _free_step(self, batch: Any, worker: Tensor) -> tuple[Tensor, Tensor]:
         """One step of `worker`, by its index: its metrics, and its staleness or _DROPPED, int64.
@@ -458,7 +478,7 @@ class ParameterServerExecutor(Executor):
             self._worker_applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
             return tf.cast(step - 1 - before, tf.int64)
 
-    def _make_evaluate_closure(self, size: int) -> Any:
+    def _make_evaluate_closure(self, size: int) -> Callable[[], Any]:
         source, learner, strategy = self._evaluation, self._learner, self.strategy
 
         @tf.function(input_signature=[source.ticket_spec(size, weights=True)])
@@ -466,7 +486,7 @@ class ParameterServerExecutor(Executor):
             batches = _unstack(source.parse_ticket(ticket), size)
             return tf.add_n([strategy.run(learner.evaluate, args=(batch,)) for batch in batches])
 
-        return evaluate
+        return self._traced_once(evaluate)
 
 
 def _others(cluster: Cluster) -> list[Task]:
@@ -504,6 +524,24 @@ def _take_lease(coordinator: Cluster) -> None:
             "The servers serve another chief",
             RuntimeError(f"it is at {chief}. Start this one when that one is done"),
         )
+
+
+def _packed(sums: Tensor, worker: Tensor, ages: Tensor) -> Tensor:
+    """What a closure of training returns, as one: each result is a transfer of its own.
+
+    Numbers of workers and ages of gradients have less than the 53 bits that float64 keeps.
+    """
+    parts = [worker[tf.newaxis], ages, tf.reshape(sums, [-1])]
+    return tf.concat([tf.cast(part, tf.float64) for part in parts], axis=0)
+
+
+def _unpacked(
+    result: npt.NDArray[np.float64], sums_shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.float64], int, npt.NDArray[np.int64]]:
+    """The sums of the metrics, float64 [metrics, 2]; the worker; what it says of each step."""
+    num_sums = math.prod(sums_shape)
+    worker, ages, sums = np.split(result, [1, len(result) - num_sums])
+    return sums.reshape(sums_shape), int(worker[0]), ages.astype(np.int64)
 
 
 def fetched(closure: Any) -> Any:
