@@ -11,16 +11,13 @@ others go on meanwhile.
 
 import collections
 import contextlib
-import functools
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from data.kept import ticket_source
@@ -36,6 +33,7 @@ from strategies.base import (
     refuse_open_shares,
     to_metrics,
 )
+from strategies.closures import STEPS_PER_CLOSURE, Closure, closure_sizes, fetched, packed, unpacked
 from strategies.cluster import Cluster, Task
 from strategies.counts import Counts, added, with_shares
 from strategies.packing import computed_with, read_together
@@ -53,9 +51,6 @@ from strategies.ps_server import check_versions, end_servers, listen_for_stop
 from strategies.wire import Wire
 
 log = logging.getLogger(__name__)
-
-# Steps in one closure, at most. A closure costs about 2 ms on top of its steps.
-_STEPS_PER_CLOSURE = 16
 
 _LEASE_SECS = 0.5
 
@@ -251,7 +246,7 @@ class ParameterServerExecutor(Executor):
         self._source = ticket_source(source)
         self._evaluation = evaluation
         per_worker = -(-evaluation.num_evaluation_batches // self.num_replicas)
-        self._evaluation_ticket_batches = min(per_worker, _STEPS_PER_CLOSURE)
+        self._evaluation_ticket_batches = min(per_worker, STEPS_PER_CLOSURE)
         self._evaluate_closure = self._make_evaluate_closure(self._evaluation_ticket_batches)
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
@@ -270,7 +265,7 @@ class ParameterServerExecutor(Executor):
             self._join()
             tickets = []
             for first, closure in closures:
-                closure_sums, worker, ages = _unpacked(fetched(closure), sums.shape)
+                closure_sums, worker, ages = unpacked(fetched(closure), sums.shape)
                 sums += closure_sums
                 self._count(f"worker {worker}", ages)
                 # What was dropped is handed out again, a batch at a time.
@@ -301,9 +296,8 @@ class ParameterServerExecutor(Executor):
         started = time.monotonic()
         size = self._evaluation_ticket_batches
         end = min(first_batch + num_batches, self._num_evaluation_batches)
-        evaluate = self._evaluate_closure()
         closures = [
-            self._schedule(evaluate, self._evaluation.evaluation_ticket(first, size))
+            self._schedule(self._evaluate_closure, self._evaluation.evaluation_ticket(first, size))
             for first in range(first_batch, end, size)
         ]
         self._join()
@@ -342,42 +336,26 @@ class ParameterServerExecutor(Executor):
         self.request_stop()
 
     def _schedule_steps(self, first_batch: int, size: int) -> Any:
-        train = self._train_unrolled if size == _STEPS_PER_CLOSURE else self._train_looped
-        return self._schedule(train(), self._source.ticket(first_batch, size))
+        train = self._train_unrolled if size == STEPS_PER_CLOSURE else self._train_looped
+        return self._schedule(train, self._source.ticket(first_batch, size))
 
-    def _schedule(self, closure: Any, ticket: Any) -> Any:
+    def _schedule(self, closure: Closure, ticket: Any) -> Any:
         """Hands `closure` to the next idle worker, with `ticket`.
 
         The coordinator would make tensors of arrays on the worker's device, and that holds Python's
         lock: while the worker does not answer, no thread of this process would run.
         """
         with tf.device(self.io_device):
-            return self._coordinator.schedule(
-                closure, args=(tf.nest.map_structure(tf.constant, ticket),)
-            )
-
-    def _traced_once(self, function: Any) -> Callable[[], Any]:
-        """Gives the one graph of `function`, which is traced when it is asked for first.
-
-        For each closure of a function that is none the coordinator would look for its graph anew,
-        and that takes longer than the rest of handing it over.
-        """
-
-        @functools.cache
-        def traced() -> Any:
-            with self.strategy.scope():
-                return function.get_concrete_function()
-
-        return traced
+            return closure.schedule(self._coordinator, tf.nest.map_structure(tf.constant, ticket))
 
     def _join(self) -> None:
         with losses_explained():
             self._coordinator.join()
 
-    def _make_train_closures(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """A closure for tickets of _STEPS_PER_CLOSURE batches, unrolled, and one for any other.
+    def _make_train_closures(self) -> tuple[Closure, Closure]:
+        """A closure for tickets of STEPS_PER_CLOSURE batches, unrolled, and one for any other.
 
-        They return what `_unpacked` takes.
+        They return what `unpacked` takes.
 
         Unrolled steps are faster than a loop in the graph, but each number of them is a graph of
         its own, and a graph takes seconds to trace and to send.
@@ -392,9 +370,9 @@ class ParameterServerExecutor(Executor):
             with tf.device(home):
                 return worker, tf.identity(worker)
 
-        @tf.function(input_signature=[source.ticket_spec(_STEPS_PER_CLOSURE)])
+        @tf.function(input_signature=[source.ticket_spec(STEPS_PER_CLOSURE)])
         def unrolled(ticket: Any) -> Tensor:
-            batches = _unstack(source.parse_ticket(ticket), _STEPS_PER_CLOSURE)
+            batches = _unstack(source.parse_ticket(ticket), STEPS_PER_CLOSURE)
             worker, worker_at_home = this_worker()
             sums: list[Tensor] = []
             ages: list[Tensor] = []
@@ -407,7 +385,7 @@ class ParameterServerExecutor(Executor):
                 ages.append(age)
             with tf.device(home):  # They travel as one.
                 all_ages = tf.stack(ages)
-            return _packed(tf.add_n(sums), worker, all_ages)
+            return packed(tf.add_n(sums), worker, all_ages)
 
         @tf.function(input_signature=[source.ticket_spec()])
         def looped(ticket: Any) -> Tensor:
@@ -422,9 +400,9 @@ class ParameterServerExecutor(Executor):
                 more, age = step(batch, worker_at_home)
                 sums += more
                 ages = ages.write(i, age)
-            return _packed(sums, worker, ages.stack())
+            return packed(sums, worker, ages.stack())
 
-        return self._traced_once(unrolled), self._traced_once(looped)
+        return Closure(unrolled), Closure(looped)
 
     def _free_step(self, batch: Any, worker: Tensor) -> tuple[Tensor, Tensor]:
         """One step of `worker`, by its index: its metrics, and its staleness or _DROPPED, int64.
@@ -478,7 +456,7 @@ class ParameterServerExecutor(Executor):
             self._worker_applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
             return tf.cast(step - 1 - before, tf.int64)
 
-    def _make_evaluate_closure(self, size: int) -> Callable[[], Any]:
+    def _make_evaluate_closure(self, size: int) -> Closure:
         source, learner, strategy = self._evaluation, self._learner, self.strategy
 
         @tf.function(input_signature=[source.ticket_spec(size, weights=True)])
@@ -486,7 +464,7 @@ class ParameterServerExecutor(Executor):
             batches = _unstack(source.parse_ticket(ticket), size)
             return tf.add_n([strategy.run(learner.evaluate, args=(batch,)) for batch in batches])
 
-        return self._traced_once(evaluate)
+        return Closure(evaluate)
 
 
 def _others(cluster: Cluster) -> list[Task]:
@@ -526,43 +504,6 @@ def _take_lease(coordinator: Cluster) -> None:
         )
 
 
-def _packed(sums: Tensor, worker: Tensor, ages: Tensor) -> Tensor:
-    """What a closure of training returns, as one: each result is a transfer of its own.
-
-    Numbers of workers and ages of gradients have less than the 53 bits that float64 keeps.
-    """
-    parts = [worker[tf.newaxis], ages, tf.reshape(sums, [-1])]
-    return tf.concat([tf.cast(part, tf.float64) for part in parts], axis=0)
-
-
-def _unpacked(
-    result: npt.NDArray[np.float64], sums_shape: tuple[int, ...]
-) -> tuple[npt.NDArray[np.float64], int, npt.NDArray[np.int64]]:
-    """The sums of the metrics, float64 [metrics, 2]; the worker; what it says of each step."""
-    num_sums = math.prod(sums_shape)
-    worker, ages, sums = np.split(result, [1, len(result) - num_sums])
-    return sums.reshape(sums_shape), int(worker[0]), ages.astype(np.int64)
-
-
-def fetched(closure: Any) -> Any:
-    """What the function of a scheduled closure returned, which must not be None.
-
-    Raises:
-        PeerLostError: the function returned, but its result was lost on the way.
-    """
-    value = closure.fetch()
-    if value is not None:
-        return value
-    # The coordinator takes back the result of a closure that failed after its function returned,
-    # and sets its error a moment later.
-    while True:
-        try:
-            closure.fetch()
-        except Exception as error:
-            raise PeerLostError("The result of a worker was lost", error) from error
-        time.sleep(0.01)
-
-
 @contextlib.contextmanager
 def losses_explained() -> Iterator[None]:
     """Turns TensorFlow's error for a ps that is gone into ours; of a worker it raises none.
@@ -578,28 +519,6 @@ def losses_explained() -> Iterator[None]:
         tf.errors.DeadlineExceededError,  # Of a message.
     ) as error:
         raise PeerLostError("A parameter server was lost", error) from error
-
-
-def closure_sizes(
-    num_steps: int, num_workers: int, windows: Iterator[tuple[int, int]]
-) -> list[int]:
-    """How many steps each closure takes; they sum to `num_steps`.
-
-    At least one closure a worker where there are enough steps. A closure stays inside one of
-    `windows`, (first batch, number of batches), because a window is what is read at once.
-    """
-    sizes: list[int] = []
-    most = max(1, min(_STEPS_PER_CLOSURE, num_steps // num_workers))
-    left = num_steps
-    for _, in_window in windows:
-        in_window = min(in_window, left)
-        left -= in_window
-        while in_window:
-            sizes.append(min(in_window, most))
-            in_window -= sizes[-1]
-        if not left:
-            break
-    return sizes
 
 
 def _unstack(stacked: Any, num_batches: int) -> list[Any]:

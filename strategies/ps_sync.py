@@ -35,9 +35,10 @@ from strategies.base import (
     refuse_open_shares,
     to_metrics,
 )
+from strategies.closures import fetched
 from strategies.cluster import Cluster
 from strategies.counts import Counts
-from strategies.ps import ParameterServerExecutor, fetched, losses_explained
+from strategies.ps import ParameterServerExecutor, losses_explained
 from strategies.ps_rounds import (
     ATTEMPT,
     DROPPED,

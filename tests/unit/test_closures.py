@@ -1,14 +1,17 @@
-"""How the steps of one call are cut into closures, and what is fetched of them."""
+"""How the steps of one call are cut into closures; what the coordinator gets, and gives back."""
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies.base import PeerLostError
-from strategies.ps import closure_sizes, fetched
+from strategies.closures import Closure, closure_sizes, fetched, packed, unpacked
 
 
 def windows_of(lengths: list[int]) -> Iterator[tuple[int, int]]:
@@ -53,7 +56,7 @@ def test_every_worker_has_a_closure_where_there_are_steps_enough(
     assert len(sizes) >= min(num_steps, num_workers)
 
 
-class Closure:
+class Scheduled:
     """One that was scheduled, as it answers one fetch after the other."""
 
     def __init__(self, *answers: int | Exception | None) -> None:
@@ -67,8 +70,50 @@ class Closure:
 
 
 def test_result_that_was_taken_back_is_one_that_was_lost() -> None:
-    assert fetched(Closure(0)) == 0
+    assert fetched(Scheduled(0)) == 0
     with pytest.raises(PeerLostError, match="The result of a worker was lost: no such handle"):
-        fetched(Closure(None, None, ValueError("no such handle")))
+        fetched(Scheduled(None, None, ValueError("no such handle")))
     with pytest.raises(ValueError, match="of the function"):
-        fetched(Closure(ValueError("of the function")))
+        fetched(Scheduled(ValueError("of the function")))
+
+
+class Coordinator:
+    """Runs at once what is scheduled, and keeps it."""
+
+    def __init__(self) -> None:
+        self.strategy = tf.distribute.get_strategy()
+        self.scheduled: list[Any] = []
+
+    def schedule(self, function: Any, args: tuple[Any, ...]) -> Any:
+        self.scheduled.append(function)
+        with self.strategy.scope():
+            return function(*args)
+
+
+def test_coordinator_is_handed_the_graph_that_it_traced_first() -> None:
+    traced = []
+
+    @tf.function(input_signature=[{"gather": tf.TensorSpec([None], tf.int64)}])
+    def function(ticket: Any) -> Any:
+        traced.append(ticket)
+        return tf.reduce_sum(ticket["gather"])
+
+    coordinator, closure = Coordinator(), Closure(function)
+    tickets = [{"gather": tf.range(size, dtype=tf.int64)} for size in (3, 4, 5)]
+    sums = [int(closure.schedule(coordinator, ticket)) for ticket in tickets]
+    assert sums == [3, 6, 10]
+    assert len(traced) == 1
+    first, *others = coordinator.scheduled
+    assert first is function
+    assert others == [function.get_concrete_function()] * 2
+
+
+def test_what_is_packed_comes_back() -> None:
+    sums = tf.constant([[0.1, 300.0], [1e-9, 2.0**40]], tf.float64)
+    ages = tf.constant([0, -1, 2**40], tf.int64)
+    result = packed(sums, tf.constant(7, tf.int32), ages).numpy()
+    found_sums, worker, found_ages = unpacked(result, (2, 2))
+    np.testing.assert_array_equal(found_sums, sums)
+    assert worker == 7
+    assert found_ages.dtype == np.int64
+    assert found_ages.tolist() == [0, -1, 2**40]
