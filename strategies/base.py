@@ -46,7 +46,8 @@ class PeerLostError(RuntimeError):
     def __init__(self, what: str, cause: Exception) -> None:
         """`what` happened, and of TensorFlow's long `cause` the first line that tells why."""
         lines = [line.strip() for line in str(cause).splitlines()]
-        told = [line for line in lines if line and "Graph execution error" not in line]
+        headings = ("Graph execution error", "root error(s) found")
+        told = [line for line in lines if line and not any(h in line for h in headings)]
         super().__init__(f"{what}: {(told or [type(cause).__name__])[0][:200]}")
 
 

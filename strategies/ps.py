@@ -54,6 +54,11 @@ log = logging.getLogger(__name__)
 
 _LEASE_SECS = 0.5
 
+# A function that runs on other tasks looks up their names in a list of TensorFlow's that another
+# thread may be making longer, for a function of its own that runs for the first time. What was sent
+# with such a name says this. About one run in hundreds met it, always within its first calls.
+_TORN_REQUEST = "Unable to parse request"
+
 # In place of a gradient's staleness, if it was too old.
 _DROPPED = -1
 
@@ -345,7 +350,7 @@ class ParameterServerExecutor(Executor):
         The coordinator would make tensors of arrays on the worker's device, and that holds Python's
         lock: while the worker does not answer, no thread of this process would run.
         """
-        with tf.device(self.io_device):
+        with losses_explained(), tf.device(self.io_device):
             return closure.schedule(self._coordinator, tf.nest.map_structure(tf.constant, ticket))
 
     def _join(self) -> None:
@@ -509,7 +514,7 @@ def losses_explained() -> Iterator[None]:
     """Turns TensorFlow's error for a ps that is gone into ours; of a worker it raises none.
 
     Raises:
-        PeerLostError: a parameter server was lost.
+        PeerLostError: a parameter server was lost, or a message.
     """
     try:
         yield
@@ -519,6 +524,10 @@ def losses_explained() -> Iterator[None]:
         tf.errors.DeadlineExceededError,  # Of a message.
     ) as error:
         raise PeerLostError("A parameter server was lost", error) from error
+    except tf.errors.InternalError as error:
+        if _TORN_REQUEST not in str(error):
+            raise
+        raise PeerLostError("A message to another task was torn", error) from error
 
 
 def _unstack(stacked: Any, num_batches: int) -> list[Any]:
