@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from strategies.base import PeerLostError, Tensor
 
-# Steps in one closure, at most. A closure costs about 2 ms on top of its steps.
+# Steps in one closure, at most. A closure costs a few milliseconds on top of its steps.
 STEPS_PER_CLOSURE = 16
 
 
@@ -84,20 +84,20 @@ def unpacked(
     return sums.reshape(sums_shape), int(worker[0]), ages.astype(np.int64)
 
 
-def fetched(closure: Any) -> Any:
-    """What the function of a scheduled closure returned, which must not be None.
+def fetched(value: Any) -> Any:
+    """What the function of a closure returned, which must not be None; of its remote `value`.
 
     Raises:
         PeerLostError: the function returned, but its result was lost on the way.
     """
-    value = closure.fetch()
-    if value is not None:
-        return value
+    result = value.fetch()
+    if result is not None:
+        return result
     # The coordinator takes back the result of a closure that failed after its function returned,
     # and sets its error a moment later.
     while True:
         try:
-            closure.fetch()
+            value.fetch()
         except Exception as error:
             raise PeerLostError("The result of a worker was lost", error) from error
         time.sleep(0.01)

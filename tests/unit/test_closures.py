@@ -111,7 +111,7 @@ def test_coordinator_is_handed_the_graph_that_it_traced_first() -> None:
 def test_what_is_packed_comes_back() -> None:
     sums = tf.constant([[0.1, 300.0], [1e-9, 2.0**40]], tf.float64)
     ages = tf.constant([0, -1, 2**40], tf.int64)
-    result = packed(sums, tf.constant(7, tf.int32), ages).numpy()
+    result = packed(sums, tf.constant(7, tf.int64), ages).numpy()
     found_sums, worker, found_ages = unpacked(result, (2, 2))
     np.testing.assert_array_equal(found_sums, sums)
     assert worker == 7
