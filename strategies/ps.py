@@ -54,9 +54,9 @@ log = logging.getLogger(__name__)
 
 _LEASE_SECS = 0.5
 
-# A function that runs on other tasks looks up their names in a list of TensorFlow's that another
-# thread may be making longer, for a function of its own that runs for the first time. What was sent
-# with such a name says this. About one run in hundreds met it, always within its first calls.
+# What a task answers to a request with a torn device name in it. Seen once, perhaps twice, in
+# hundreds of runs, when several threads copied results of a run's first closures or evaluation:
+# most likely a race within TensorFlow, of a function that runs with one that is being made.
 _TORN_REQUEST = "Unable to parse request"
 
 # In place of a gradient's staleness, if it was too old.
