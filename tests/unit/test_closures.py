@@ -81,7 +81,8 @@ class Coordinator:
     """Runs at once what is scheduled, and keeps it."""
 
     def __init__(self) -> None:
-        self.strategy = tf.distribute.get_strategy()
+        # Not the default one: what is traced in its scope is another graph than outside.
+        self.strategy = tf.distribute.OneDeviceStrategy("CPU:0")
         self.scheduled: list[Any] = []
 
     def schedule(self, function: Any, args: tuple[Any, ...]) -> Any:
@@ -105,7 +106,8 @@ def test_coordinator_is_handed_the_graph_that_it_traced_first() -> None:
     assert len(traced) == 1
     first, *others = coordinator.scheduled
     assert first is function
-    assert others == [function.get_concrete_function()] * 2
+    with coordinator.strategy.scope():
+        assert others == [function.get_concrete_function()] * 2
 
 
 def test_what_is_packed_comes_back() -> None:
