@@ -117,27 +117,47 @@ class Features(Mapping[str, Feature]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExampleParse:
-    """A parse function in two steps: string [n] -> (inputs [n, ...], labels [n, ...]).
+    """A parse function in steps: string [n] -> (inputs [n, ...], labels [n, ...]).
 
-        parse = ExampleParse({"x": Column("float", (4,)), "label": Column("int64")}, finish)
+        parse = ExampleParse({"x": Column("float", (4,)), "label": Column("int64")}, decode)
 
-    The first takes `columns` out of the records; the second, `finish`, makes the outputs of them.
-    It gets a tensor for each column, as tf.io.parse_example returns it. Where the records are of
-    one layout (`data.layout`), slices can take the first step's place: then a column whose
-    `num_bytes` is given comes as uint8 [n, num_bytes], and not as string [n].
+    The first takes `columns` out of the records; the second, `decode`, makes examples of them. It
+    gets a tensor for each column, as tf.io.parse_example returns it. Where the records are of one
+    layout (`data.layout`), slices can take the first step's place: then a column whose `num_bytes`
+    is given comes as uint8 [n, num_bytes], and not as string [n].
+
+    What makes large values of small ones, floats of bytes, belongs into `widen`, (inputs, labels)
+    -> (inputs, labels): examples that are kept in memory are kept as `decode` returns them, and
+    widened again in each step.
     """
 
     columns: Mapping[str, Column]
-    finish: "Callable[[Mapping[str, tf.Tensor]], tuple[tf.Tensor, tf.Tensor]]"
+    decode: "Callable[[Mapping[str, tf.Tensor]], tuple[tf.Tensor, tf.Tensor]]"
+    widen: "Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]] | None" = None
 
     def __call__(self, serialized: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
-        """Both steps."""
+        """All steps."""
         import tensorflow as tf
 
         spec = {name: column.on_disk() for name, column in self.columns.items()}
+        return self.finish(tf.io.parse_example(serialized, spec))
+
+    def finish(self, raw: "Mapping[str, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
+        """All steps but the first."""
         from data.graphs import converted
 
-        return converted(self.finish)(tf.io.parse_example(serialized, spec))
+        return self.widened(converted(self.decode)(raw))
+
+    def widened(self, examples: "tuple[tf.Tensor, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
+        """What `decode` returned, as `parse` returns it."""
+        from data.graphs import converted
+
+        return converted(self.widen)(*examples) if self.widen else examples
+
+    @property
+    def narrow(self) -> "ExampleParse":
+        """The same without `widen`."""
+        return dataclasses.replace(self, widen=None)
 
 
 def read_features(data_dir: str) -> Features:
@@ -191,26 +211,35 @@ def default_parse(features: Features) -> ExampleParse:
     (label_name,) = labels
     names = inputs or numbers
 
-    def finish(raw: Mapping[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+    are_bytes = bool(inputs) and features[inputs[0]].dtype == "uint8"
+
+    def decode(raw: Mapping[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         example = features.decode(raw)
-        columns = [tf.cast(example[name], tf.float32) for name in names]
+        columns = [example[name] for name in names]
+        if not are_bytes:
+            columns = [tf.cast(column, tf.float32) for column in columns]
         values = columns[0] if inputs else tf.stack(columns, axis=1)
-        if inputs and features[inputs[0]].dtype == "uint8":
-            values = from_bytes(values)
         return values, tf.cast(example[label_name], tf.int64)
 
-    return ExampleParse(features.columns((*names, label_name)), finish)
+    columns = features.columns((*names, label_name))
+    return ExampleParse(columns, decode, _bytes_to_floats if are_bytes else None)
 
 
 def from_bytes(values: "tf.Tensor") -> "tf.Tensor":
     """Unsigned bytes 0..255 -> float32 in [0, 1], alike to the last bit wherever it is computed.
 
     A product, not a quotient: graphs that TensorFlow optimizes multiply by the reciprocal, while
-    those of datasets divide, and a worker may read by the one or the other.
+    those of datasets divide, and a worker may read by the one or the other. An op behind it that
+    changes nothing: they would also make one factor of this one and one that comes next.
     """
     import tensorflow as tf
 
-    return tf.cast(values, tf.float32) * (1 / 255)
+    floats = tf.cast(values, tf.float32) * (1 / 255)
+    return tf.ensure_shape(floats, floats.shape)
+
+
+def _bytes_to_floats(inputs: "tf.Tensor", labels: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
+    return from_bytes(inputs), labels
 
 
 def image_raw_parse(shape: tuple[int, int, int]) -> ExampleParse:
@@ -230,7 +259,7 @@ def image_raw_parse(shape: tuple[int, int, int]) -> ExampleParse:
         "label": Column("int64"),
     }
 
-    def finish(raw: "Mapping[str, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
+    def decode(raw: "Mapping[str, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
         import tensorflow as tf
 
         pixels, num_bytes = raw["image_raw"], tf.constant([num_pixels])
@@ -246,9 +275,9 @@ def image_raw_parse(shape: tuple[int, int, int]) -> ExampleParse:
                 pixels = tf.io.decode_raw(pixels, tf.uint8, fixed_length=num_pixels)
             images = tf.reshape(pixels, tf.concat([tf.shape(raw["label"]), shape], 0))
         images.set_shape([raw["label"].shape[0], *shape])
-        return from_bytes(images), raw["label"]
+        return images, raw["label"]
 
-    return ExampleParse(columns, finish)
+    return ExampleParse(columns, decode, _bytes_to_floats)
 
 
 # What follows reads JSON, which has no type: `Any` stays within these functions.

@@ -16,7 +16,6 @@ itself, and only the numbers of the rows are made ahead.
 """
 
 import abc
-import collections
 import concurrent.futures
 from typing import Any
 
@@ -72,7 +71,7 @@ class StreamedFeed(Feed):
 
 
 class KeptFeed(Feed):
-    """Batches of examples that were all parsed before, and are in memory."""
+    """Batches of examples that are all in memory."""
 
     def __init__(self, reader: Reader, first_batch: int, lanes: range) -> None:
         """Parses all of them, unless `reader` has them already."""
@@ -80,30 +79,33 @@ class KeptFeed(Feed):
         self.signature = reader.pick_spec(lanes=lanes)
         self._plans = reader.picks(first_batch, lanes)
         self._planner = concurrent.futures.ThreadPoolExecutor(1, "feed")
-        self._ahead: collections.deque[concurrent.futures.Future[Ticket]] = collections.deque()
-        self._plan: Ticket = {}  # Made, and not taken.
+        self._ahead: concurrent.futures.Future[Ticket] | None = None
 
     def take(self, num_batches: int) -> Any:
         """See Feed."""
-        plans = [self._plan] if self._plan else []
-        while sum(len(plan["gather"]) for plan in plans) < num_batches:
-            plans.append(self._planned())
-        # While a graph runs, as many are made for the next one.
-        while len(self._ahead) <= len(plans):
-            self._ahead.append(self._planner.submit(next, self._plans))
-        plan = {name: np.concatenate([p[name] for p in plans]) for name in self.signature}
-        self._plan = {name: values[num_batches:] for name, values in plan.items()}
+        plan = self._planned(self._ahead.result() if self._ahead else {}, num_batches)
         with tf.device("CPU:0"):
-            return {name: tf.constant(values[:num_batches]) for name, values in plan.items()}
+            taken = {name: tf.constant(values[:num_batches]) for name, values in plan.items()}
+        left = {name: values[num_batches:] for name, values in plan.items()}
+        # While a graph runs, as many are planned for the next one.
+        self._ahead = self._planner.submit(self._planned, left, num_batches)
+        return taken
 
-    def _planned(self) -> Ticket:
-        return self._ahead.popleft().result() if self._ahead else next(self._plans)
+    def _planned(self, plan: Ticket, num_batches: int) -> Ticket:
+        """`plan`, and after it enough of the order for `num_batches`."""
+        plans, num_planned = [plan] if plan else [], len(plan.get("gather", ()))
+        while num_planned < num_batches:
+            plans.append(next(self._plans))
+            num_planned += len(plans[-1]["gather"])
+        if len(plans) == 1:
+            return plans[0]
+        return {name: np.concatenate([p[name] for p in plans]) for name in self.signature}
 
     @plain
     def batch(self, taken: Any, index: tf.Tensor) -> tuple[Any, ...]:
         """See Feed."""
         with tf.device("CPU:0"):
-            plan = {name: values[index] for name, values in taken.items()}
+            plan = {name: tf.gather(values, index) for name, values in taken.items()}
             return self._reader.pick(self._rows, plan)
 
     def _rows(self, numbers: tf.Tensor) -> tuple[Any, Any]:

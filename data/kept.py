@@ -96,7 +96,7 @@ class KeptTickets:
 
     def _rows(self, numbers: tf.Tensor) -> tuple[Any, Any]:
         """The examples of these record numbers."""
-        specs = self._reader.example_specs
+        specs = self._reader.kept_specs
         rows: tuple[Any, Any] = tf.nest.map_structure(
             lambda handle, spec: tf.raw_ops.ResourceGather(
                 resource=handle, indices=numbers, dtype=spec.dtype
@@ -109,7 +109,7 @@ class KeptTickets:
     def _fill(self) -> tf.Tensor:
         """Reads and parses all examples, some at a time; returns something that comes after."""
         num_examples = self.order.num_examples
-        specs = tf.nest.flatten(self._reader.example_specs)
+        specs = tf.nest.flatten(self._reader.kept_specs)
         handles = tf.nest.flatten(self._handles())
         made = [self._make(handle, spec) for handle, spec in zip(handles, specs, strict=True)]
 
@@ -150,7 +150,7 @@ class KeptTickets:
 
     def _handles(self) -> Any:
         """The examples in this process, as the reader's `parse` returns them."""
-        specs = self._reader.example_specs
+        specs = self._reader.kept_specs
         handles = [
             tf.raw_ops.VarHandleOp(
                 dtype=spec.dtype,
@@ -166,6 +166,6 @@ class KeptTickets:
         """Names what is kept; of another form it is something else, which has another name."""
         forms = [
             f"{spec.dtype.name}{spec.shape[1:]}"
-            for spec in tf.nest.flatten(self._reader.example_specs)
+            for spec in tf.nest.flatten(self._reader.kept_specs)
         ]
         return f"{_KEPT}, {self.order.num_examples} of {' '.join(forms)}"

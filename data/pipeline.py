@@ -219,14 +219,24 @@ class Reader:
 
     @property
     def keeps_examples(self) -> bool:
-        """Whether all parsed training examples fit in `cache_bytes`, so that they are kept."""
+        """Whether all training examples fit in `cache_bytes`, so that they are kept."""
         if not self.cache_bytes:
             return False
-        return self._example_bytes * self.split.num_examples <= self.cache_bytes
+        return _example_bytes(self.kept_specs) * self.split.num_examples <= self.cache_bytes
+
+    @property
+    def _kept_parse(self) -> Parse:
+        """What makes the examples that are kept of records."""
+        return self.parse.narrow if isinstance(self.parse, ExampleParse) else self.parse
+
+    @functools.cached_property
+    def kept_specs(self) -> Any:
+        """The types of (inputs, labels) that are kept, each [n, ...]."""
+        return _specs(self._kept_parse)
 
     @plain
     def all_examples(self) -> tf.data.Dataset:
-        """Every example once, parsed, by record number, some at a time; without py_function."""
+        """Every example once, as it is kept, by record number, some at a time; no py_function."""
         shards = self.split.shards
         pieces = (
             self._paths,
@@ -237,23 +247,25 @@ class Reader:
         records = tf.data.Dataset.from_tensor_slices(pieces).flat_map(
             functools.partial(_piece, buffer_bytes=_MAX_BUFFER_BYTES)
         )
-        parse = converted(self.parse)
+        parse = converted(self._kept_parse)
         return records.batch(self._kept_at_once).map(parse, num_parallel_calls=tf.data.AUTOTUNE)
 
     @property
     def _kept_at_once(self) -> int:
         """Examples that are parsed at once in order to be kept."""
-        example_bytes = max(int(self._example_bytes), self.split.mean_record_bytes, 1)
+        example_bytes = max(int(_example_bytes(self.kept_specs)), self.split.mean_record_bytes, 1)
         return max(1, min(_GROUP_EXAMPLES, _GROUP_BYTES // example_bytes))
 
     @functools.cached_property
     def kept_examples(self) -> Any:
-        """All examples, parsed now: (inputs, labels) by their record numbers, on the CPU."""
+        """All examples, parsed now: `kept_specs` by their record numbers, on the CPU."""
         size = self._kept_at_once
         order = dataclasses.replace(
             self.order, batch_size=size, lanes=1, window_batches=1, shuffle=False
         )
-        reader = dataclasses.replace(self, order=order, augment=None, gives_seeds=False)
+        reader = dataclasses.replace(
+            self, order=order, parse=self._kept_parse, augment=None, gives_seeds=False
+        )
         num_examples = self.split.num_examples
         kept: Any = None
         for first, batch in zip(
@@ -297,10 +309,12 @@ class Reader:
     ) -> tuple[Any, ...]:
         """Batches of examples that are kept, augmented, each [..., n, ...]; `plan`: see `picks`.
 
-        `rows_of`: record numbers, int64 [k] -> (inputs, labels), each [k, ...].
+        `rows_of`: record numbers, int64 [k] -> these of `kept_specs`, each [k, ...].
         """
         numbers = plan["gather"]
         parsed = rows_of(tf.reshape(numbers, [-1]))
+        if isinstance(self.parse, ExampleParse):
+            parsed = self.parse.widened(parsed)
         return self._finish(parsed, tf.shape(numbers), numbers.shape, plan)
 
     def _finish(
@@ -318,8 +332,10 @@ class Reader:
             parsed = converted(self.augment)(*parsed, tf.reshape(extras["seeds"], [-1, 2]))
 
         def stacked(value: tf.Tensor) -> tf.Tensor:
-            folded = tf.reshape(value, tf.concat([leading, tf.shape(value)[1:]], 0))
-            return tf.ensure_shape(folded, static.concatenate(value.shape[1:]))
+            inner = value.shape[1:]
+            if static.rank != 1:
+                value = tf.reshape(value, tf.concat([leading, tf.shape(value)[1:]], 0))
+            return tf.ensure_shape(value, static.concatenate(inner))
 
         outputs = tf.nest.map_structure(stacked, tuple(parsed))
         passed = ["weights", "seeds"] if self.gives_seeds else ["weights"]
@@ -389,7 +405,7 @@ class Reader:
 
     def _group_batches(self, lanes: range) -> int:
         """Batches parsed at once, at most."""
-        known = self._example_bytes if math.isfinite(self._example_bytes) else 0
+        known = self._parsed_bytes if math.isfinite(self._parsed_bytes) else 0
         example_bytes = max(int(known), self.split.mean_record_bytes)
         most_examples = min(_GROUP_EXAMPLES, _GROUP_BYTES // example_bytes)
         return max(1, most_examples // self._share_examples(lanes))
@@ -462,7 +478,7 @@ class Reader:
         """`parse_records`, of records of one layout with their framing: uint8 [k, n, bytes]."""
         assert isinstance(self.parse, ExampleParse)
         rows = tf.reshape(frames, [-1, frames.shape[-1]])
-        parsed = converted(self.parse.finish)(layout.slice(rows, begin=HEADER_BYTES))
+        parsed = self.parse.finish(layout.slice(rows, begin=HEADER_BYTES))
         return self._finish(parsed, tf.shape(frames)[:2], frames.shape[:2], extras)
 
     @functools.cached_property
@@ -629,18 +645,8 @@ class Reader:
         return self.num_threads or min(_MAX_THREADS, num_cores())
 
     @functools.cached_property
-    def example_specs(self) -> Any:
-        """The types of what `parse` returns, each [n, ...]."""
-        signature = [tf.TensorSpec([None], tf.string)]
-        parse = tf.function(converted(self.parse), input_signature=signature, autograph=False)
-        outputs = parse.get_concrete_function().structured_outputs
-        return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), outputs)
-
-    @property
-    def _example_bytes(self) -> float:
-        """Bytes of a parsed example; infinite where a shape is not known before, or for strings."""
-        specs = tf.nest.flatten(self.example_specs)
-        return sum(_num_bytes(spec.shape[1:], spec.dtype) for spec in specs)
+    def _parsed_bytes(self) -> float:
+        return _example_bytes(_specs(self.parse))
 
     def _share_examples(self, lanes: range | None) -> int:
         rows = self.order.batch_size // self.order.lanes
@@ -746,6 +752,19 @@ def _as_tensor(array: npt.NDArray[Any]) -> tf.Tensor:
     if array.dtype.kind in "iuf":
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.convert_to_tensor(array)
+
+
+def _specs(parse: Parse) -> Any:
+    """The types of what `parse` returns, each [n, ...]."""
+    signature = [tf.TensorSpec([None], tf.string)]
+    function = tf.function(converted(parse), input_signature=signature, autograph=False)
+    outputs = function.get_concrete_function().structured_outputs
+    return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), outputs)
+
+
+def _example_bytes(specs: Any) -> float:
+    """Bytes of an example; infinite where a shape is not known before, or for strings."""
+    return sum(_num_bytes(spec.shape[1:], spec.dtype) for spec in tf.nest.flatten(specs))
 
 
 def _num_bytes(shape: tf.TensorShape, dtype: tf.DType) -> float:

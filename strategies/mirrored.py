@@ -238,6 +238,8 @@ class MirroredExecutor(Executor):
     @plain
     def _split(self, batch: Batch, cuts: Sequence[int]) -> Batch:
         """Per-replica slices of this process's share of a batch."""
+        if len(self._local_replicas) == 1:
+            return batch
 
         def slice_of(context: Any) -> Batch:
             i = context.replica_id_in_sync_group - self._local_replicas.start

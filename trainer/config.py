@@ -76,11 +76,12 @@ class DataConfig:
             0: none. Under ps workers read tickets, and nothing ahead.
         on_corrupt: "fail" ends the run at damaged data; "skip" verifies every record when the data
             is opened, and leaves out and counts those that cannot be read.
-        cache_bytes: Parsed training examples are kept in memory, by each process that trains, if
-            all of them together are no larger than this; 0 never keeps them. They are picked, and
-            augmented, in the step itself: prefetch_batches says nothing then, and an `augment` that
-            takes long is better off without. Workers of ps read all of it with their first ticket,
-            and again when they are started again.
+        cache_bytes: Training examples are kept in memory, by each process that trains, if all of
+            them together are no larger than this, inputs of bytes as bytes unless the config has a
+            `parse` of its own; 0 never keeps them. They are picked, and augmented, in the step:
+            prefetch_batches says nothing then, and an `augment` that takes long is better off
+            without. Workers of ps read all of it with their first ticket, and again when they are
+            started again.
     """
 
     train_split: str = "train"

@@ -302,27 +302,28 @@ class Learner:
             tape.watch(sources)
             outputs = self.forward(inputs, *seeds, training=training)
             losses = self._losses(labels, outputs)
-            penalty = self._penalty()
-            for part in self.model.losses:
-                penalty += tf.cast(part, tf.float32)
-            # A regulariser counts once a step, not once a share.
-            share = tf.cast(tf.size(losses), tf.float32) / self.batch_size
-            loss = tf.reduce_sum(losses) / self.batch_size + penalty * share
+            loss = tf.reduce_sum(losses) / self.batch_size
+            if (penalties := self._penalties()) != []:
+                penalty = tf.add_n(penalties)
+                # A regulariser counts once a step, not once a share.
+                share = tf.cast(tf.size(losses), tf.float32) / self.batch_size
+                loss += penalty * share
+                losses += penalty
             scaled = loss if scale is None else loss * scale
         gradients = tape.gradient(scaled, sources)
         if scale is not None:
             gradients = unscaled(gradients, scale)
-        return gradients, self.measure(labels, outputs, losses + penalty)
+        return gradients, self.measure(labels, outputs, losses)
 
-    def _penalty(self) -> Tensor:
-        """The penalty of the options, a scalar."""
-        penalty = tf.zeros([])
+    def _penalties(self) -> list[Tensor]:
+        """Those of the options, then the model's own: float32 scalars."""
+        penalties = []
         for variable, is_meant in zip(self.model.trainable_variables, self._penalised, strict=True):
             if is_meant:
                 weights = tf.cast(tf.convert_to_tensor(variable.value), tf.float32)
-                penalty += self._options.penalty.l1 * tf.reduce_sum(tf.abs(weights))
-                penalty += self._options.penalty.l2 * tf.reduce_sum(tf.square(weights))
-        return penalty
+                penalties.append(self._options.penalty.l1 * tf.reduce_sum(tf.abs(weights)))
+                penalties.append(self._options.penalty.l2 * tf.reduce_sum(tf.square(weights)))
+        return penalties + [tf.cast(part, tf.float32) for part in self.model.losses]
 
     @plain
     def apply(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -450,14 +451,15 @@ class Learner:
         values = [losses]
         for name, metric in self._metrics.items():
             values.append(_per_example(name, metric(labels, outputs)))
-        weights = tf.ones_like(losses, tf.float64) if weights is None else weights
-        weights = tf.cast(weights, tf.float64)
-        # Not value * 0: a padded example must not count even where it gives nan.
-        totals = [
-            tf.reduce_sum(tf.where(weights > 0, tf.cast(value, tf.float64), 0.0) * weights)
-            for value in values
-        ]
-        count = tf.reduce_sum(weights)
+        values = [tf.cast(value, tf.float64) for value in values]
+        if weights is None:
+            count = tf.size(losses, tf.float64)
+        else:
+            weights = tf.cast(weights, tf.float64)
+            # Not value * 0: a padded example must not count even where it gives nan.
+            values = [tf.where(weights > 0, value, 0.0) * weights for value in values]
+            count = tf.reduce_sum(weights)
+        totals = [tf.reduce_sum(value) for value in values]
         return tf.stack([tf.stack([total, count]) for total in totals])
 
 
@@ -534,7 +536,7 @@ def _per_example(name: str, value: Tensor) -> Tensor:
         raise ValueError(
             f"{name!r} must return one value an example, [B]. Received: shape {value.shape}."
         )
-    return tf.ensure_shape(value, [None])
+    return value if value.shape.rank == 1 else tf.ensure_shape(value, [None])
 
 
 def sparse_categorical_crossentropy(labels: Tensor, logits: Tensor) -> Tensor:

@@ -106,6 +106,20 @@ def test_bytes_are_scaled_alike_in_a_graph_and_in_a_dataset() -> None:
     assert (in_graph.numpy().min(), in_graph.numpy().max()) == (0, 1)
 
 
+def test_what_follows_is_not_made_one_with_the_scale_of_bytes() -> None:
+    values = np.arange(256, dtype=np.uint8)
+
+    def followed(values: tf.Tensor) -> tf.Tensor:
+        return from_bytes(values) * 0.3
+
+    wanted = from_bytes(tf.constant(values)).numpy() * np.float32(0.3)
+    in_graph = tf.function(followed, input_signature=[tf.TensorSpec([None], tf.uint8)])(values)
+    (in_dataset,) = tf.data.Dataset.from_tensors(values).map(followed)
+    assert np.array_equal(in_graph, wanted)
+    assert np.array_equal(in_dataset, wanted)
+    assert not np.array_equal(wanted, values.astype(np.float32) * np.float32(0.3 / 255))
+
+
 def test_inputs_of_floats_are_not_scaled(tmp_path: Path) -> None:
     features, serialized = written(
         tmp_path,

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data import kept, pipeline, records
+from data import feeds, kept, pipeline, records
+from data.features import image_raw_parse
+from tests.unit.test_layout import images_of, reader_of
 from tests.unit.test_pipeline import (
     NUM_EXAMPLES,
     copy_split,
@@ -65,6 +67,31 @@ def test_batches_are_those_of_the_order_and_nothing_is_read_again(
         assert np.array_equal(inputs[..., 0] * 2, labels)
         if first_batch == 0:
             remove(copied)
+
+
+def test_bytes_are_kept_as_bytes_and_come_as_floats(tmp_path: Path) -> None:
+    read = reader_of(tmp_path, images_of(200), image_raw_parse((2, 3, 2)))
+    kept_bytes = 200 * (12 + 8)  # 12 pixels and a label, where the floats would take 48.
+    assert not dataclasses.replace(read, cache_bytes=kept_bytes - 1).keeps_examples
+    keeps = dataclasses.replace(read, cache_bytes=kept_bytes)
+    assert [values.dtype for values in keeps.kept_examples] == [tf.uint8, tf.int64]
+
+    def augment(inputs: Any, labels: Any, seeds: Any) -> tuple[Any, Any]:
+        assert inputs.dtype == tf.float32
+        return inputs * 0.3, labels
+
+    for change in (None, augment):
+        one, two = (dataclasses.replace(r, augment=change) for r in (read, keeps))
+        feed = feeds.open_feed(two, 7, range(5))
+        assert isinstance(feed, feeds.KeptFeed)
+        taken, ticket = feed.take(15), Closure(two)(7, 15)
+        for index, batch in enumerate(one.batches(7, range(5), 15)):
+            fed = feed.batch(taken, tf.constant(index, tf.int64))
+            for wanted, *found in zip(batch, fed, ticket, strict=True):
+                of_ticket = found[1][index]
+                assert found[0].dtype == of_ticket.dtype == wanted.dtype
+                assert found[0].numpy().tobytes() == wanted.numpy().tobytes()
+                assert of_ticket.tobytes() == wanted.numpy().tobytes()
 
 
 def test_number_of_batches_may_be_part_of_the_graph(split: records.Split) -> None:
