@@ -43,8 +43,17 @@ def _main(argv: Sequence[str]) -> NoReturn:
     with contextlib.suppress(OSError):  # A file on a full disk: the exit code says more.
         sys.stdout.flush()
         sys.stderr.flush()
+    _remove_generated_files()
     # Not sys.exit: TensorFlow's destructors would call peers that have ended, and may hang.
     os._exit(exit_code)
+
+
+def _remove_generated_files() -> None:
+    """Removes the modules that AutoGraph has written, as Python would do at its own end."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("__autograph_generated_file") and module.__file__:
+            with contextlib.suppress(OSError):
+                os.remove(module.__file__)
 
 
 def _exit_code_of(argv: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from tests.cluster.runs import (
     Topology,
     assert_one_error,
     snapshot,
+    start,
     train,
 )
 
@@ -32,9 +33,18 @@ def topology(request: pytest.FixtureRequest) -> Topology:
 
 @pytest.fixture(scope="module")
 def run(topology: Topology, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The default config, whole."""
-    model_dir = tmp_path_factory.mktemp(f"digits-{topology.name}") / "run"
-    return train(topology, model_dir, f"--data_dir={digits}")
+    """The default config, whole; temporary files go beside its directory."""
+    directory = tmp_path_factory.mktemp(f"digits-{topology.name}")
+    (directory / "temporary").mkdir()
+    env = {"TMPDIR": str(directory / "temporary")}
+    with start(topology, directory / "run", f"--data_dir={digits}", env=env) as process:
+        run = process.wait()
+        assert run.exit_code == 0, process.output()
+        return run
+
+
+def test_no_temporary_file_is_left(run: Run) -> None:
+    assert list((run.model_dir.parent / "temporary").iterdir()) == []
 
 
 def test_default_config_reaches_its_accuracy(run: Run) -> None:
