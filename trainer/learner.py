@@ -453,7 +453,7 @@ class Learner:
             values.append(_per_example(name, metric(labels, outputs)))
         values = [tf.cast(value, tf.float64) for value in values]
         if weights is None:
-            count = tf.size(losses, tf.float64)
+            count = tf.cast(tf.size(losses), tf.float64)
         else:
             weights = tf.cast(weights, tf.float64)
             # Not value * 0: a padded example must not count even where it gives nan.

@@ -407,6 +407,20 @@ def test_gradients_change_nothing(batch: tuple[np.ndarray, np.ndarray]) -> None:
         np.testing.assert_array_equal(left, right)
 
 
+def test_graph_for_any_number_of_examples_measures_them_all(
+    batch: tuple[np.ndarray, np.ndarray],
+) -> None:
+    learner = make_learner(replicas(1), sgd)
+    specs = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.int64))
+    measured = tf.function(lambda *batch: learner.gradients(batch)[1], input_signature=specs)
+    for size in (BATCH, 7):
+        sums = measured(*(part[:size] for part in batch)).numpy()
+        weights = np.ones(size, np.float32)
+        exact = learner.evaluate((*(part[:size] for part in batch), weights)).numpy()
+        np.testing.assert_allclose(sums, exact, rtol=1e-6)
+        assert sums[:, 1].tolist() == [size, size]
+
+
 def test_learning_rate_follows_its_schedule(batch: tuple[np.ndarray, np.ndarray]) -> None:
     strategy = replicas(1)
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.5, 0.25])
