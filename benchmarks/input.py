@@ -112,7 +112,7 @@ def ours(data: Data) -> tf.data.Dataset:
 
 
 def ours_kept(data: Data) -> Reader:
-    """With all parsed examples kept in memory, by a feed."""
+    """With all examples kept in memory, by a feed."""
     return Reader(data.split, data.order(), data.parse, cache_bytes=1 << 40)
 
 

@@ -128,7 +128,13 @@ class ExampleParse:
 
     What makes large values of small ones, floats of bytes, belongs into `widen`, (inputs, labels)
     -> (inputs, labels): examples that are kept in memory are kept as `decode` returns them, and
-    widened again in each step.
+    widened in each step.
+
+        widen=lambda images, labels: (from_bytes(images), labels)
+
+    So it runs in the graph of the step, where TensorFlow may make a product of a quotient, and one
+    factor of two: use `from_bytes`, or the last bit depends on whether examples are kept. As
+    `decode`, it treats examples independently, and has no state.
     """
 
     columns: Mapping[str, Column]

@@ -12,7 +12,7 @@
     run(feed.take(100), 100)        # and the 100 after these
 
 Examples that are kept do not pass through tf.data: a batch is a gather of their rows in the loop
-itself, and only the numbers of the rows are made ahead.
+itself, widened there, and only the numbers of the rows are made ahead.
 """
 
 import abc

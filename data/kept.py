@@ -149,7 +149,7 @@ class KeptTickets:
         return tf.cond(is_there, lambda: tf.constant(True), make)
 
     def _handles(self) -> Any:
-        """The examples in this process, as the reader's `parse` returns them."""
+        """The examples in this process, of the reader's `kept_specs`."""
         specs = self._reader.kept_specs
         handles = [
             tf.raw_ops.VarHandleOp(

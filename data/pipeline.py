@@ -95,8 +95,8 @@ class Reader:
     a state. `augment`: (inputs, labels, seeds int32 [n, 2]) -> (inputs, labels), of training
     batches alone; it too treats examples independently, and draws random numbers from each
     example's seed alone, which `Order.seeds` makes. `num_threads` of this process read and parse;
-    0: as many as this process may run on, at most 8. `cache_bytes`: the
-    parsed examples are kept in memory if all of them are no larger. `prefetch_batches` of each
+    0: as many as this process may run on, at most 8. `cache_bytes`: examples are kept in memory, as
+    `kept_specs` says, if all of them are no larger. `prefetch_batches` of each
     dataset are ready before they are asked for, beside those that threads parse. `gives_seeds`:
     training batches end with these seeds, whatever `augment` did with them.
 

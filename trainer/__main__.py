@@ -14,6 +14,7 @@
 """
 
 import contextlib
+import importlib.util
 import os
 import signal
 import sys
@@ -52,8 +53,11 @@ def _remove_generated_files() -> None:
     """Removes the modules that AutoGraph has written, as Python would do at its own end."""
     for name, module in list(sys.modules.items()):
         if name.startswith("__autograph_generated_file") and module.__file__:
-            with contextlib.suppress(OSError):
-                os.remove(module.__file__)
+            for path in (module.__file__, importlib.util.cache_from_source(module.__file__)):
+                with contextlib.suppress(OSError):
+                    os.remove(path)
+            with contextlib.suppress(OSError):  # Others may have theirs there.
+                os.rmdir(os.path.dirname(path))
 
 
 def _exit_code_of(argv: Sequence[str]) -> int:

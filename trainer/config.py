@@ -77,8 +77,9 @@ class DataConfig:
         on_corrupt: "fail" ends the run at damaged data; "skip" verifies every record when the data
             is opened, and leaves out and counts those that cannot be read.
         cache_bytes: Training examples are kept in memory, by each process that trains, if all of
-            them together are no larger than this, inputs of bytes as bytes unless the config has a
-            `parse` of its own; 0 never keeps them. They are picked, and augmented, in the step:
+            them together are no larger than this; 0 never keeps them. Kept is what `parse` returns,
+            or, of the default and other ExampleParses, what is there before it is widened: bytes,
+            not floats. They are picked, widened and augmented in the step:
             prefetch_batches says nothing then, and an `augment` that takes long is better off
             without. Workers of ps read all of it with their first ticket, and again when they are
             started again.

@@ -17,6 +17,7 @@ variable its decay, the optimizer's change, its constraint, its average.
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -304,7 +305,7 @@ class Learner:
             losses = self._losses(labels, outputs)
             loss = tf.reduce_sum(losses) / self.batch_size
             if (penalties := self._penalties()) != []:
-                penalty = tf.add_n(penalties)
+                penalty = functools.reduce(operator.add, penalties)
                 # A regulariser counts once a step, not once a share.
                 share = tf.cast(tf.size(losses), tf.float32) / self.batch_size
                 loss += penalty * share
@@ -438,7 +439,8 @@ class Learner:
 
     def _losses(self, labels: Tensor, outputs: Tensor) -> Tensor:
         """The loss of each example, float32 [B]: a sum in float16 or bfloat16 loses most of it."""
-        return tf.cast(_per_example("loss", self._loss(labels, outputs)), tf.float32)
+        value = self._loss(labels, outputs)
+        return tf.cast(_per_example("loss", value, labels, outputs), tf.float32)
 
     @plain
     def measure(
@@ -450,7 +452,7 @@ class Learner:
         """
         values = [losses]
         for name, metric in self._metrics.items():
-            values.append(_per_example(name, metric(labels, outputs)))
+            values.append(_per_example(name, metric(labels, outputs), labels, outputs))
         values = [tf.cast(value, tf.float64) for value in values]
         if weights is None:
             count = tf.cast(tf.size(losses), tf.float64)
@@ -525,18 +527,25 @@ def _dense(gradient: Tensor, variable: Tensor) -> Tensor:
     return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
 
 
-def _per_example(name: str, value: Tensor) -> Tensor:
-    """`value` if it has one value an example, as far as shapes are known.
+def _per_example(name: str, value: Tensor, labels: Any, outputs: Any) -> Tensor:
+    """`value` if it has one value an example, as many as `labels` and `outputs`.
 
     Raises:
-        ValueError: it has not: its sum would be that of other numbers, or of too few.
+        ValueError: it has not: its sum would be that of other numbers, or of too few. While
+            tracing, as far as shapes are known; else an InvalidArgumentError of the graph.
     """
     value = tf.convert_to_tensor(value)
-    if value.shape.rank not in (None, 1):
-        raise ValueError(
-            f"{name!r} must return one value an example, [B]. Received: shape {value.shape}."
-        )
-    return value if value.shape.rank == 1 else tf.ensure_shape(value, [None])
+    examples = tf.convert_to_tensor(tf.nest.flatten((labels, outputs))[0])
+    message = f"{name!r} must return one value an example, [B]."
+    if not value.shape.is_compatible_with(examples.shape[:1]):
+        raise ValueError(f"{message} Received: shape {value.shape} of {examples.shape[:1]}.")
+    if value.shape.is_fully_defined() and examples.shape[:1].is_fully_defined():
+        return value
+    shapes = tf.shape(value), tf.shape(examples)[:1]
+    # Shapes of another rank cannot be compared.
+    is_one = tf.equal(tf.reduce_prod(shapes[0]), shapes[1][0]) & tf.equal(tf.size(shapes[0]), 1)
+    with tf.control_dependencies([tf.debugging.Assert(is_one, [message, *shapes])]):
+        return tf.ensure_shape(value, [None])
 
 
 def sparse_categorical_crossentropy(labels: Tensor, logits: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def run(topology: Topology, digits: Path, tmp_path_factory: pytest.TempPathFacto
     """The default config, whole; temporary files go beside its directory."""
     directory = tmp_path_factory.mktemp(f"digits-{topology.name}")
     (directory / "temporary").mkdir()
-    env = {"TMPDIR": str(directory / "temporary")}
+    env = {"TMPDIR": str(directory / "temporary"), "PYTHONDONTWRITEBYTECODE": ""}
     with start(topology, directory / "run", f"--data_dir={digits}", env=env) as process:
         run = process.wait()
         assert run.exit_code == 0, process.output()

@@ -84,9 +84,11 @@ def test_bytes_are_kept_as_bytes_and_come_as_floats(tmp_path: Path) -> None:
         one, two = (dataclasses.replace(r, augment=change) for r in (read, keeps))
         feed = feeds.open_feed(two, 7, range(5))
         assert isinstance(feed, feeds.KeptFeed)
+        signature = [feed.signature, tf.TensorSpec([], tf.int64)]
+        batch_of = tf.function(feed.batch, input_signature=signature, autograph=False)
         taken, ticket = feed.take(15), Closure(two)(7, 15)
         for index, batch in enumerate(one.batches(7, range(5), 15)):
-            fed = feed.batch(taken, tf.constant(index, tf.int64))
+            fed = batch_of(taken, tf.constant(index, tf.int64))
             for wanted, *found in zip(batch, fed, ticket, strict=True):
                 of_ticket = found[1][index]
                 assert found[0].dtype == of_ticket.dtype == wanted.dtype

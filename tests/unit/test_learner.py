@@ -421,6 +421,56 @@ def test_graph_for_any_number_of_examples_measures_them_all(
         assert sums[:, 1].tolist() == [size, size]
 
 
+@pytest.mark.parametrize("wrong", ["loss", "accuracy"])
+def test_value_of_some_examples_only_is_refused_where_the_graph_cannot_know(
+    wrong: str, batch: tuple[np.ndarray, np.ndarray]
+) -> None:
+    learner = make_learner(replicas(1), sgd)
+    right = learner.functions[wrong]
+
+    def of_some(labels: Any, logits: Any) -> Any:
+        return tf.boolean_mask(right(labels, logits), labels > 0)
+
+    if wrong == "loss":
+        learner._loss = of_some
+    else:
+        learner._metrics = {wrong: of_some}
+    specs = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.int64))
+    for signature in (specs, None):
+        gradients = tf.function(
+            lambda *batch: learner.gradients(batch)[1], input_signature=signature
+        )
+        assert (batch[1] == 0).any()
+        with pytest.raises(tf.errors.InvalidArgumentError, match="one value an example"):
+            gradients(*map(tf.constant, batch))
+        whole = batch[0], np.maximum(batch[1], 1)
+        assert gradients(*map(tf.constant, whole)).numpy()[:, 1].tolist() == [BATCH] * 2
+
+
+def test_losses_that_a_layer_adds_may_be_of_each_example(
+    batch: tuple[np.ndarray, np.ndarray],
+) -> None:
+    class Adding(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(tf.reduce_sum(inputs**2, axis=1))
+            return inputs
+
+    strategy = replicas(1)
+    with strategy.scope():
+        inputs = keras.Input((3,))
+        hidden = keras.layers.Dense(4, kernel_regularizer=keras.regularizers.L2(PENALTY))(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(5)(Adding()(hidden)))
+        loss = sparse_categorical_crossentropy
+        learner = Learner(model, sgd(), loss, {}, batch_size=BATCH)
+    gradients, sums = learner.gradients(tuple(map(tf.constant, batch)))
+    kernel, bias = (tf.convert_to_tensor(v) for v in learner.variables[:2])
+    added = tf.reduce_sum((batch[0] @ kernel + bias) ** 2)
+    penalty = PENALTY * tf.reduce_sum(kernel**2)
+    plain = tf.reduce_sum(loss(batch[1], model(batch[0])))
+    assert len(gradients) == 4
+    np.testing.assert_allclose(sums[0, 0], plain + added + BATCH * penalty, rtol=1e-5)
+
+
 def test_learning_rate_follows_its_schedule(batch: tuple[np.ndarray, np.ndarray]) -> None:
     strategy = replicas(1)
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.5, 0.25])
