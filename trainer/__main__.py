@@ -53,11 +53,12 @@ def _remove_generated_files() -> None:
     """Removes the modules that AutoGraph has written, as Python would do at its own end."""
     for name, module in list(sys.modules.items()):
         if name.startswith("__autograph_generated_file") and module.__file__:
-            for path in (module.__file__, importlib.util.cache_from_source(module.__file__)):
+            compiled = importlib.util.cache_from_source(module.__file__)
+            for path in (module.__file__, compiled):
                 with contextlib.suppress(OSError):
                     os.remove(path)
             with contextlib.suppress(OSError):  # Others may have theirs there.
-                os.rmdir(os.path.dirname(path))
+                os.rmdir(os.path.dirname(compiled))
 
 
 def _exit_code_of(argv: Sequence[str]) -> int:

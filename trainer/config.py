@@ -79,10 +79,9 @@ class DataConfig:
         cache_bytes: Training examples are kept in memory, by each process that trains, if all of
             them together are no larger than this; 0 never keeps them. Kept is what `parse` returns,
             or, of the default and other ExampleParses, what is there before it is widened: bytes,
-            not floats. They are picked, widened and augmented in the step:
-            prefetch_batches says nothing then, and an `augment` that takes long is better off
-            without. Workers of ps read all of it with their first ticket, and again when they are
-            started again.
+            not floats. They are picked, widened and augmented in the step: prefetch_batches says
+            nothing then, and an `augment` that takes long is better off without. Workers of ps read
+            all of it with their first ticket, and again when they are started again.
     """
 
     train_split: str = "train"

@@ -304,7 +304,7 @@ class Learner:
             outputs = self.forward(inputs, *seeds, training=training)
             losses = self._losses(labels, outputs)
             loss = tf.reduce_sum(losses) / self.batch_size
-            if (penalties := self._penalties()) != []:
+            if penalties := self._penalties():
                 penalty = functools.reduce(operator.add, penalties)
                 # A regulariser counts once a step, not once a share.
                 share = tf.cast(tf.size(losses), tf.float32) / self.batch_size
@@ -317,7 +317,7 @@ class Learner:
         return gradients, self.measure(labels, outputs, losses)
 
     def _penalties(self) -> list[Tensor]:
-        """Those of the options, then the model's own: float32 scalars."""
+        """Those of the options, then what layers add: float32, scalars or, of layers alone, [B]."""
         penalties = []
         for variable, is_meant in zip(self.model.trainable_variables, self._penalised, strict=True):
             if is_meant:
