@@ -66,6 +66,9 @@ def free_ports(num_ports: int) -> list[int]:
     A port of that range (what binding to port 0 gives) can be taken by any connection made before
     the task listens, and a task that keeps on trying to connect to a dead peer can even be given
     the peer's own port and connect to itself, so that the peer cannot come back.
+
+    On Linux no other process is given one of them here as long as this one lives, so that clusters
+    which are started at the same time, and listen some seconds later, do not meet.
     """
     try:
         first_outgoing = int(_PORT_RANGE_FILE.read_text().split()[0])
@@ -83,9 +86,26 @@ def free_ports(num_ports: int) -> list[int]:
         for port in tries:
             try:
                 bound = bound_ports.enter_context(bind(port))
+                if port:
+                    _reserve(port)
             except OSError:
                 continue
             ports.append(bound.getsockname()[1])
             if len(ports) == num_ports:
                 return ports
     raise OSError(f"This machine has no {num_ports} free ports")
+
+
+def _reserve(port: int) -> None:
+    """Takes the port's name among Linux's abstract sockets, which end with the process.
+
+    Raises:
+        OSError: another process has it, or this one.
+    """
+    reservation = socket.socket(socket.AF_UNIX)
+    try:
+        reservation.bind(f"\0trainer-port-{port}")
+    except OSError:
+        reservation.close()
+        raise
+    reservation.detach()  # Open until then.

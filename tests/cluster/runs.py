@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from strategies.cluster import Cluster, Task
+from strategies.ports import bind
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -40,6 +40,8 @@ TIMEOUT_SECS = 100.0
 NUM_NUMBERED = 800
 
 _MARK = "TRAINER_TEST_PROCESS"
+# Where pytest-xdist runs files side by side, which of its workers this is; inherited.
+_PYTEST_WORKER = "PYTEST_XDIST_WORKER"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,11 +338,24 @@ def assert_nothing_left(model_dir: Path) -> None:
 
 
 def assert_port_is_free(port: int) -> None:
-    with socket.socket(socket.AF_INET6) as server:
-        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # A closed connection in TIME_WAIT does not hold a port; a listener does.
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("", port))
+    """Nobody listens at `port`, but perhaps a test that runs beside this one."""
+    try:
+        bind(port).close()
+    except OSError:
+        assert _others_listen(port), f"port {port} is still listened on"
+
+
+def _others_listen(port: int) -> bool:
+    """Whether a process of another of pytest's workers does: a cluster's ports are its own again
+    for whoever comes next, as soon as it has ended."""
+    ours = os.environ.get(_PYTEST_WORKER)
+    pids = {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    }
+    others = _processes_where(lambda process: process.environ().get(_PYTEST_WORKER, ours) != ours)
+    return bool(pids) and pids <= {process.pid for process in others}
 
 
 def read_metrics(model_dir: Path) -> list[dict[str, Any]]:
