@@ -120,6 +120,11 @@ def test_what_follows_is_not_made_one_with_the_scale_of_bytes() -> None:
     assert not np.array_equal(wanted, values.astype(np.float32) * np.float32(0.3 / 255))
 
 
+def test_from_bytes_takes_bytes_alone() -> None:
+    with pytest.raises(TypeError, match="from_bytes takes uint8, not int32"):
+        from_bytes(tf.constant([1, 2]))
+
+
 def test_inputs_of_floats_are_not_scaled(tmp_path: Path) -> None:
     features, serialized = written(
         tmp_path,
