@@ -1,10 +1,15 @@
-"""How many cores there are for this process."""
+"""The cores of this process."""
 
 import os
 
 
-def num_cores() -> int:
-    """Cores that this process may run on; a container's share where the system can tell."""
+def cores() -> list[int]:
+    """The numbers of those it may run on, in order; elsewhere than on Linux of all there are."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def num_cores() -> int:
+    """How many it may run on."""
+    return len(cores())

@@ -11,9 +11,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.cores import num_cores
 from data.files import is_url
-from strategies.cluster import Cluster, local_cluster
+from strategies.cluster import Cluster, Task, local_cluster
 from trainer import flags, usage
+from trainer.binding import core_shares, keep_to_cores
 from trainer.config import ConfigError, Recipe, check_replicas, data_dir
 from trainer.exits import EXIT_RESTART, end_at_once
 from trainer.heartbeat import send_heartbeats
@@ -39,6 +41,7 @@ _ONLY_LOOK = "TRAINER_ONLY_LOOK_FD"
 
 def main(argv: Sequence[str]) -> int:
     """Runs one task, or a whole cluster on this machine; returns the exit code."""
+    keep_to_cores()
     is_launched = watch_lifeline()
     send_heartbeats()
     configure_logging()
@@ -75,6 +78,8 @@ def _launch(recipe: Recipe) -> int:
         usage.num_to_aggregate(recipe, num_workers)
     else:
         check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
+    num_threads = flags.NUM_THREADS.value or max(1, num_cores() // num_workers)
+    cores = _cores(cluster, num_threads) if strategy == "multiworker" else {}
     model_dir = _model_dir(recipe)
     argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
     with contextlib.ExitStack() as stack:
@@ -86,9 +91,12 @@ def _launch(recipe: Recipe) -> int:
             return exit_code
         namespace = None
         if strategy != "mirrored":
-            num_threads = flags.NUM_THREADS.value or max(1, (os.cpu_count() or 1) // num_workers)
             argv = [*argv, f"--num_threads={num_threads}"]
             namespace = _namespace(recipe, model_dir)
+        if cores:
+            fewest = min(map(len, cores.values()))
+            each = f"{fewest} cores" if fewest > 1 else "a core"
+            print(f"bound: each worker keeps to {each} of its own.", file=sys.stderr)
         if namespace:
             stack.enter_context(namespace)
             cluster = local_cluster(strategy, num_workers, num_ps, namespace.free_ports)
@@ -99,6 +107,7 @@ def _launch(recipe: Recipe) -> int:
             model_dir,
             restarts=restarts,
             namespace=namespace,
+            cores=cores,
             grace_secs=flags.GRACE_SECS.value,
             stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
             template=template,
@@ -161,6 +170,29 @@ def _before_launch(recipe: Recipe) -> int | None:
     preflight.preflight(recipe, model_dir)
     preflight.check_model_dir(model_dir)
     return None
+
+
+def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:
+    """The cores that each task keeps to, if --bind_cores wants it and it can be."""
+    if flags.BIND_CORES.value == "off":
+        return {}
+    tasks = cluster.tasks()
+    shares = core_shares(len(tasks))
+    fewest = min(map(len, shares))
+    if sys.platform != "linux":
+        why_not = f"{sys.platform} keeps no process to cores"
+    elif num_threads > fewest:
+        why_not = (
+            f"{num_cores()} cores for {len(tasks)} workers, of --num_threads={num_threads} each"
+        )
+    else:
+        return dict(zip(tasks, shares, strict=True))
+    if flags.BIND_CORES.value == "on":
+        raise ConfigError(
+            f"--bind_cores=on, but workers cannot keep to cores of their own: {why_not}. Use "
+            "--bind_cores=auto, or fewer --workers or --num_threads."
+        )
+    return {}
 
 
 def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:

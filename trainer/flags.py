@@ -69,6 +69,13 @@ ISOLATE = flags.DEFINE_enum(
     "outside reaches its ports and it reaches nothing outside. auto: where the kernel lets it, and "
     "--model_dir and --data_dir are no URLs.",
 )
+BIND_CORES = flags.DEFINE_enum(
+    "bind_cores",
+    "auto",
+    ("auto", "on", "off"),
+    "Whether each worker of a cluster on this machine keeps to cores of its own. auto: where there "
+    "are as many as workers, and no worker has more threads (--num_threads) than cores.",
+)
 JOB_NAME = flags.DEFINE_string(
     "job_name",
     None,

@@ -44,13 +44,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from data.files import absolute, is_url
 from strategies.cluster import Cluster, Task
+from trainer.binding import core_env
 from trainer.exits import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.isolation import Namespace
 from trainer.lifeline import Lifeline
@@ -152,6 +153,7 @@ class LocalCluster:
         *,
         restarts: Restarts | None = None,
         namespace: Namespace | None = None,
+        cores: Mapping[Task, Collection[int]] | None = None,
         grace_secs: float = 30.0,
         stall_timeout_secs: float = 0.0,
         template: Template | None = None,
@@ -159,7 +161,8 @@ class LocalCluster:
     ) -> None:
         """Checks and starts nothing. Without `restarts`, whatever dies stays dead.
 
-        With a `template`, tasks begin as copies of it where that is possible.
+        `cores`: of tasks that keep to some. With a `template`, tasks begin as copies of it where
+        that is possible.
         """
         self._logs = logs_of(model_dir)
         self._template = template
@@ -168,6 +171,7 @@ class LocalCluster:
         if namespace:
             self._command = namespace.command(self._command)
         self._fds = namespace.fds if namespace else ()
+        self._cores = cores or {}
         self._limit = restarts
         self._grace_secs = grace_secs
         self._stall_timeout_secs = stall_timeout_secs
@@ -242,7 +246,8 @@ class LocalCluster:
         self, cluster: Cluster, env: Mapping[str, str], fds: Sequence[int], output: int
     ) -> Child:
         """See process.Begin."""
-        env = {**env, "TF_CONFIG": cluster.tf_config()}
+        bound = core_env(self._cores.get(cluster.task, ()))
+        env = {**env, **bound, "TF_CONFIG": cluster.tf_config()}
         if self._template:
             inherited = {1: output, 2: output} | {fd: fd for fd in (self._lifeline.fd, *fds)}
             name = f"{cluster.task.job}-{cluster.task.index}"

@@ -42,6 +42,7 @@ FLAGS = flags.FLAGS
 # Flags that mean nothing under other strategies, and are refused there.
 _ONLY_FOR = {
     "allow_public_address": ("multiworker", "ps"),
+    "bind_cores": ("multiworker",),
     "chief_hosts": ("ps",),
     "chief_timeout_secs": ("multiworker", "ps"),
     "communication": ("multiworker",),
@@ -62,7 +63,7 @@ _ONLY_FOR = {
     "wire_dtype": ("multiworker", "ps"),
     "workers": ("multiworker", "ps"),
 }
-_OF_LOCAL_CLUSTERS = ("isolate", "max_restarts", "ps", "workers")
+_OF_LOCAL_CLUSTERS = ("bind_cores", "isolate", "max_restarts", "ps", "workers")
 _OF_HOSTS = ("job_name", "task_index", "task_id", "existing_servers")
 _OF_DESCRIBED_CLUSTERS = (
     "allow_public_address",

@@ -205,6 +205,12 @@ CASES = {
         f"{MULTI} --max_restarts=2", ("--max_restarts", "TF_CONFIG"), tf_config=cluster_of(WORKERS)
     ),
     "negative --max_restarts": Case(f"{MULTI} --max_restarts=-1", ("max_restarts", "-1")),
+    "--bind_cores for ps": Case(
+        "--strategy=ps --bind_cores=on", ("--bind_cores=on", "--strategy=multiworker")
+    ),
+    "--bind_cores with TF_CONFIG": Case(
+        f"{MULTI} --bind_cores=off", ("--bind_cores", "TF_CONFIG"), tf_config=cluster_of(WORKERS)
+    ),
     "--isolate for mirrored": Case("--isolate=on", ("--isolate=on", "multiworker or ps")),
     "more gradients than workers": Case(
         "--strategy=ps --sync_replicas --replicas_to_aggregate=3",
