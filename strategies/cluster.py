@@ -243,7 +243,7 @@ def local_cluster(
     """A cluster on this machine, on ports that are free now, seen from its chief.
 
     mirrored and multiworker have `num_workers` workers; ps has a chief beside them and `num_ps` ps
-    tasks. The ports are free when this returns, and are not reserved: start the tasks at once.
+    tasks. The ports are free when this returns; a program that asks nobody may still take one.
     `choose_ports` finds them, where it is not this process that must see them free.
 
     Raises:

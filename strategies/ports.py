@@ -6,6 +6,7 @@ with held(first):                    # others can connect to it, and learn that 
 """
 
 import contextlib
+import errno
 import random
 import socket
 import threading
@@ -67,8 +68,8 @@ def free_ports(num_ports: int) -> list[int]:
     the task listens, and a task that keeps on trying to connect to a dead peer can even be given
     the peer's own port and connect to itself, so that the peer cannot come back.
 
-    On Linux no other process is given one of them here as long as this one lives, so that clusters
-    which are started at the same time, and listen some seconds later, do not meet.
+    No other process is given such a port here as long as this one, or a fork of it, lives, so that
+    clusters which are started at the same time, and listen some seconds later, do not meet.
     """
     try:
         first_outgoing = int(_PORT_RANGE_FILE.read_text().split()[0])
@@ -99,13 +100,17 @@ def free_ports(num_ports: int) -> list[int]:
 def _reserve(port: int) -> None:
     """Takes the port's name among Linux's abstract sockets, which end with the process.
 
+    Where a sandbox forbids them nothing is reserved.
+
     Raises:
         OSError: another process has it, or this one.
     """
     reservation = socket.socket(socket.AF_UNIX)
     try:
         reservation.bind(f"\0trainer-port-{port}")
-    except OSError:
+    except OSError as error:
         reservation.close()
-        raise
+        if error.errno == errno.EADDRINUSE:
+            raise
+        return
     reservation.detach()  # Open until then.

@@ -9,11 +9,12 @@ woken by another's message often runs on that one's core for a while, and all wa
 """
 
 import contextlib
+import itertools
 import os
+import sys
 from collections.abc import Collection, Mapping
 
 from data.cores import cores
-from data.order import share
 
 _VARIABLE = "TRAINER_CORES"
 
@@ -26,8 +27,8 @@ def core_shares(num_tasks: int) -> list[list[int]]:
     ours = cores()
     if len(ours) < num_tasks:
         return [[] for _ in range(num_tasks)]
-    shares = (share(len(ours), index, num_tasks) for index in range(num_tasks))
-    return [ours[mine.start : mine.stop] for mine in shares]
+    ends = [index * len(ours) // num_tasks for index in range(num_tasks + 1)]
+    return [ours[first:end] for first, end in itertools.pairwise(ends)]
 
 
 def core_env(cores: Collection[int]) -> Mapping[str, str]:
@@ -36,9 +37,16 @@ def core_env(cores: Collection[int]) -> Mapping[str, str]:
 
 
 def keep_to_cores() -> None:
-    """Does so if the environment says it; before threads are started, whose cores are their own."""
+    """Does so if the environment says it; so do all threads that are there, and those to come."""
     variable = os.environ.pop(_VARIABLE, None)  # Popped: it is not for the task's own children.
-    if variable is not None:
-        # A core that was taken away meanwhile is no reason not to train.
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, map(int, variable.split(",")))
+    if variable is None:
+        return
+    ours = [int(core) for core in variable.split(",")]
+    try:
+        os.sched_setaffinity(0, ours)
+    except OSError as error:  # They were taken away: no reason not to train.
+        print(f"not bound to cores {variable}: {error}", file=sys.stderr)
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # It has ended.
+            os.sched_setaffinity(int(thread), ours)

@@ -95,7 +95,7 @@ def _launch(recipe: Recipe) -> int:
             namespace = _namespace(recipe, model_dir)
         if cores:
             fewest = min(map(len, cores.values()))
-            each = f"{fewest} cores" if fewest > 1 else "a core"
+            each = f"{fewest} cores or more" if fewest > 1 else "a core"
             print(f"bound: each worker keeps to {each} of its own.", file=sys.stderr)
         if namespace:
             stack.enter_context(namespace)
@@ -174,13 +174,15 @@ def _before_launch(recipe: Recipe) -> int | None:
 
 def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:
     """The cores that each task keeps to, if --bind_cores wants it and it can be."""
-    if flags.BIND_CORES.value == "off":
-        return {}
     tasks = cluster.tasks()
+    if flags.BIND_CORES.value == "off" or len(tasks) == 1:  # One has them all.
+        return {}
     shares = core_shares(len(tasks))
     fewest = min(map(len, shares))
     if sys.platform != "linux":
         why_not = f"{sys.platform} keeps no process to cores"
+    elif fewest == 0:
+        why_not = f"there are {len(tasks)} workers, and fewer cores: {num_cores()}"
     elif num_threads > fewest:
         why_not = (
             f"{num_cores()} cores for {len(tasks)} workers, of --num_threads={num_threads} each"

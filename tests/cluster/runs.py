@@ -40,8 +40,6 @@ TIMEOUT_SECS = 100.0
 NUM_NUMBERED = 800
 
 _MARK = "TRAINER_TEST_PROCESS"
-# Where pytest-xdist runs files side by side, which of its workers this is; inherited.
-_PYTEST_WORKER = "PYTEST_XDIST_WORKER"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,23 +337,46 @@ def assert_nothing_left(model_dir: Path) -> None:
 
 def assert_port_is_free(port: int) -> None:
     """Nobody listens at `port`, but perhaps a test that runs beside this one."""
-    try:
-        bind(port).close()
-    except OSError:
-        assert _others_listen(port), f"port {port} is still listened on"
+    deadline = time.monotonic() + 2.0  # What listens may end, or begin, between two looks.
+    while True:
+        try:
+            bind(port).close()
+        except OSError:
+            if _others_listen(port):
+                return
+            assert time.monotonic() < deadline, f"port {port} is still listened on"
+            time.sleep(0.05)
+        else:
+            return
 
 
 def _others_listen(port: int) -> bool:
-    """Whether a process of another of pytest's workers does: a cluster's ports are its own again
-    for whoever comes next, as soon as it has ended."""
-    ours = os.environ.get(_PYTEST_WORKER)
+    """Whether another of pytest's workers does, or what it has started.
+
+    A cluster's ports are for whoever comes next, as soon as it has ended.
+    """
     pids = {
         connection.pid
         for connection in psutil.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
     }
-    others = _processes_where(lambda process: process.environ().get(_PYTEST_WORKER, ours) != ours)
+    ours = _pytest_worker(os.environ)
+    if ours is None:
+        return False
+    others = _processes_where(
+        lambda process: (
+            _pytest_worker(process.environ()) not in (None, ours)
+            # A worker has its name from itself, when it is running already.
+            or (process.ppid() == os.getppid() and process.pid != os.getpid())
+        )
+    )
     return bool(pids) and pids <= {process.pid for process in others}
+
+
+def _pytest_worker(env: Mapping[str, str]) -> str | None:
+    """Where pytest-xdist runs files side by side: which of its workers, of which run."""
+    worker = env.get("PYTEST_XDIST_WORKER")
+    return worker and f"{worker} {env.get('PYTEST_XDIST_TESTRUNUID')}"
 
 
 def read_metrics(model_dir: Path) -> list[dict[str, Any]]:

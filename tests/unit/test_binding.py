@@ -14,12 +14,20 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux bind
 _KEEPS = """
 import os, threading
 from trainer.binding import keep_to_cores
+found, is_bound = [], threading.Event()
+def look():
+    is_bound.wait()
+    found.append(sorted(os.sched_getaffinity(0)))
+before = threading.Thread(target=look)
+before.start()
 keep_to_cores()
-found = []
-thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
-thread.start()
-thread.join()
-print(*sorted(found[0]), "TRAINER_CORES" in os.environ)
+is_bound.set()
+after = threading.Thread(target=look)
+after.start()
+before.join()
+after.join()
+assert found[0] == found[1], found
+print(*found[0], "TRAINER_CORES" in os.environ)
 """
 
 

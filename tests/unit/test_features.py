@@ -103,6 +103,7 @@ def test_bytes_are_scaled_alike_in_a_graph_and_in_a_dataset() -> None:
     (in_dataset,) = tf.data.Dataset.from_tensors(values).map(from_bytes)
     assert np.array_equal(in_graph, in_dataset)
     assert np.array_equal(from_bytes(tf.constant(values)), in_dataset)
+    assert np.array_equal(in_dataset, values.astype(np.float32) * np.float32(1 / 255))
     assert (in_graph.numpy().min(), in_graph.numpy().max()) == (0, 1)
 
 
