@@ -82,8 +82,7 @@ class Data:
 
     def classic_parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The same, but bytes are made floats as programs write it."""
-        images, labels = self.parse.narrow(records)
-        return tf.cast(images, tf.float32) / 255.0, labels
+        return classic_widen(*self.parse.narrow(records))
 
     def order(self, seed: int = 0) -> Order:
         """The order of a config with no settings of its own."""
@@ -106,6 +105,11 @@ def small(directory: str) -> Data:
 def large(directory: str) -> Data:
     """ImageNet-sized records: a buffer of 10,000 would be a gigabyte."""
     return Data(directory, batch_size=32, shuffle_buffer=256)
+
+
+def classic_widen(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Floats of bytes, as programs write it."""
+    return tf.cast(images, tf.float32) / 255.0, labels
 
 
 def ours(data: Data) -> tf.data.Dataset:
@@ -143,14 +147,11 @@ def classic_by_example(data: Data) -> tf.data.Dataset:
         example = tf.io.parse_single_example(record, spec)
         return tf.io.decode_jpeg(example["image"], channels=3), example["label"]
 
-    def widen(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return tf.cast(images, tf.float32) / 255.0, labels
-
     records = tf.data.TFRecordDataset(data.paths).shuffle(data.shuffle_buffer).repeat()
     examples = records.map(decode, num_parallel_calls=_AUTOTUNE)
     batches = examples.batch(data.batch_size, drop_remainder=True)
     # Bytes are batched, and not floats: a quarter to copy.
-    return batches.map(widen, num_parallel_calls=_AUTOTUNE).prefetch(_AUTOTUNE)
+    return batches.map(classic_widen, num_parallel_calls=_AUTOTUNE).prefetch(_AUTOTUNE)
 
 
 def classic_kept(data: Data) -> tf.data.Dataset:

@@ -73,9 +73,9 @@ BIND_CORES = flags.DEFINE_enum(
     "bind_cores",
     "auto",
     ("auto", "on", "off"),
-    "multiworker: whether each worker of a cluster on this machine keeps to cores of its own; off "
-    "where other programs keep some of them busy. auto: where there are as many cores as workers, "
-    "or more, and no worker has more threads (--num_threads) than cores.",
+    "multiworker: whether each worker of a cluster on this machine keeps to cores of its own. "
+    "auto: where there are as many cores as workers, or more, and no worker has more threads "
+    "(--num_threads) than cores. Give off where other programs keep some of the cores busy.",
 )
 JOB_NAME = flags.DEFINE_string(
     "job_name",
