@@ -58,6 +58,18 @@ class KeptTickets:
     @plain
     def parse_ticket(self, ticket: dict[str, tf.Tensor]) -> tuple[Any, ...]:
         """See Reader. A graph without py_function."""
+        with tf.control_dependencies([self.filled()]):
+            return self.parse_filled(ticket)
+
+    @plain
+    def parse_filled(self, ticket: dict[str, tf.Tensor]) -> tuple[Any, ...]:
+        """`parse_ticket`, in a graph where `filled` comes before."""
+        with tf.device("CPU:0"):
+            return self._reader.pick(self._rows, ticket)
+
+    @plain
+    def filled(self) -> tf.Tensor:
+        """Something that comes after the examples are in the process that runs this."""
         with tf.device("CPU:0"):
             key = tf.constant([0], tf.int64)
             table = tf.raw_ops.MutableHashTableV2(
@@ -91,8 +103,7 @@ class KeptTickets:
                 with tf.control_dependencies([released]):
                     return tf.identity(filled)
 
-            with tf.control_dependencies([unless_filled(fill_alone)]):
-                return self._reader.pick(self._rows, ticket)
+            return unless_filled(fill_alone)
 
     def _rows(self, numbers: tf.Tensor) -> tuple[Any, Any]:
         """The examples of these record numbers."""

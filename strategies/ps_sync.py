@@ -39,21 +39,19 @@ from strategies.closures import fetched
 from strategies.cluster import Cluster
 from strategies.counts import Counts
 from strategies.ps import ParameterServerExecutor, losses_explained
-from strategies.ps_rounds import (
+from strategies.ps_conductor import (
     ATTEMPT,
     DROPPED,
     EXAMPLES,
     FINISHED,
-    GOES_ON,
-    IS_FINAL,
     IS_OLD,
     LAST,
-    NOBODYS,
     NUM_COLUMNS,
     REPEATED,
     SHARE,
-    Rounds,
 )
+from strategies.ps_rounds import Rounds
+from strategies.ps_staging import GOES_ON, IS_FINAL, NOBODYS
 
 # Without a step for so long, or for four times as long as steps take, workers may be missing.
 _PATIENCE_SECS = 2.0

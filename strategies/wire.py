@@ -118,36 +118,40 @@ class Wire:
         Those that travel as rows stay where they are.
         """
         arrived = list(gradients)
-        for parcel in self.parcels(variables, gradients):
-            for index, gradient in parcel.gradients.items():
-                arrived[index] = gradient
+        for parcel in self.parcels(variables, self.rounded(gradients)):
+            for index, sent in parcel.gradients.items():
+                with tf.device(parcel.device):
+                    arrived[index] = tf.cast(sent, gradients[index].dtype)
         return arrived
+
+    @plain
+    def rounded(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Each of `gradients`, of all variables in their order, in the type that it travels in."""
+        return [
+            None if gradient is None else self._rounded(gradient, index)
+            for index, gradient in enumerate(gradients)
+        ]
 
     @plain
     def parcels(
         self,
         variables: Sequence[Tensor],
-        gradients: Sequence[Tensor],
+        sent: Sequence[Tensor],
         beside: Sequence[Tensor] = (),
         devices: Iterable[str] = (),
     ) -> list["Parcel"]:
-        """The dense ones of `gradients`, as they arrive on each device that has variables.
+        """The dense ones of `sent`, gradients that were `rounded`, on the devices of `variables`.
 
         With them `beside`, to each device; also to those of `devices` that get no gradient.
         """
         places: dict[str, list[int]] = {device: [] for device in devices}
-        for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
+        for index, (variable, gradient) in enumerate(zip(variables, sent, strict=True)):
             if gradient is not None and not isinstance(gradient, tf.IndexedSlices):
                 places.setdefault(variable.device, []).append(index)
-        sent = {i: self._rounded(gradients[i], i) for indices in places.values() for i in indices}
         parcels = []
         for place, indices in places.items():
             arrived = carried([*beside, *(sent[index] for index in indices)], to=place)
-            with tf.device(place):
-                there = {
-                    index: tf.cast(value, gradients[index].dtype)
-                    for index, value in zip(indices, arrived[len(beside) :], strict=True)
-                }
+            there = dict(zip(indices, arrived[len(beside) :], strict=True))
             parcels.append(Parcel(place, there, arrived[: len(beside)]))
         return parcels
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from benchmarks.delay import late, this_worker
+from benchmarks.delay import this_worker
 
 Tensor = Any
-
-_LOOK_MS = 20
 
 
 class Hold:
@@ -49,9 +47,8 @@ class Hold:
             with tf.control_dependencies([written]):
                 looks = tf.constant(0)
                 if waits:
-                    looks = tf.while_loop(
-                        lambda _: self._exists(), lambda n: late(n + 1, _LOOK_MS), [looks]
-                    )
+                    # Without rest: what has effects, as sleeping has, holds all of a step back.
+                    looks = tf.while_loop(lambda _: self._exists(), lambda n: n + 1, [looks])
             with tf.control_dependencies(tf.nest.flatten(looks)):
                 return tf.identity(upstream)
 

@@ -50,24 +50,26 @@ def sum_of_handed_out(run: Run, numbered: Path) -> tuple[int, int]:
 def test_backup_worker_spares_the_step_the_slow_one_and_no_example_is_lost(
     numbered: Path, tmp_path: Path
 ) -> None:
-    with_backup = train_numbered(BACKUP, numbered, tmp_path / "2-of-3")
-    without = train_numbered(NO_BACKUP, numbered, tmp_path / "3-of-3")
+    # So many steps that worker 0 ends some share before the others have done them all.
+    flags = ("--config.delay_ms=50", "--train_steps=120", "--config.log_every_steps=120")
+    with_backup = train_numbered(BACKUP, numbered, tmp_path / "2-of-3", *flags)
+    without = train_numbered(NO_BACKUP, numbered, tmp_path / "3-of-3", *flags)
 
     assert with_backup.result["worker_dropped"]["worker 0"] > 0, "worker 0 was never late"
-    assert sum(with_backup.result["worker_steps"].values()) == 2 * 40
-    # 40 steps of 32 examples: an epoch of 800, and more than half of the next.
+    assert sum(with_backup.result["worker_steps"].values()) == 2 * 120
+    # 120 steps of 32 examples: four epochs of 800, and more than half of the next.
     handed_out, still_open = sum_of_handed_out(with_backup, numbered)
     assert still_open > 0
     assert sum_of_consumed(with_backup) == handed_out - still_open
-    assert with_backup.result["examples"] == 40 * 32
+    assert with_backup.result["examples"] == 120 * 32
 
     # Nobody is spared without a backup, so nothing is dropped and nothing is open.
     assert without.result["worker_dropped"] == dict.fromkeys(
         ("worker 0", "worker 1", "worker 2"), 0
     )
-    assert set(without.result["worker_steps"].values()) == {40}
+    assert set(without.result["worker_steps"].values()) == {120}
     assert sum_of_handed_out(without, numbered) == (sum_of_consumed(without), 0)
-    assert without.result["seconds"] > 40 * 0.2, "worker 0 was not slow"
+    assert without.result["seconds"] > 120 * 0.05, "worker 0 was not slow"
 
 
 def test_open_shares_are_done_after_a_resume(numbered: Path, tmp_path: Path) -> None:

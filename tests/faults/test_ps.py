@@ -39,7 +39,7 @@ def test_worker_killed_between_the_gradients_of_two_variables_mixes_nothing(
         process.wait_until(staged.exists, "a gradient that is half there")
         # The fault is where it should be: one variable's gradient is there, the other's is not.
         assert json.loads(staged.read_text()) == {
-            "kernel_is_there": False,
+            "bias_is_there": False,
             "is_tagged_alike": False,
         }
         process.task("worker 1").kill()

@@ -1,4 +1,4 @@
-"""Softmax regression whose kernel gradient a ps worker can be made to hold back; see gates.py.
+"""Softmax regression whose bias gradient a ps worker can be made to hold back; see gates.py.
 
 The chief writes down what the staging area of synchronous parameter servers holds meanwhile.
 """
@@ -59,9 +59,10 @@ def build_model(config: HeldConfig) -> "keras.Model":
 
         def call(self, images: Any) -> Any:
             kernel, bias = self.kernel, self.bias
+            # The bias is on the ps that counts the steps, where a gradient is staged last.
             if hold := Hold.of(config.hold_dir):
-                kernel = hold.gradient_of(kernel, "kernel", waits=True)
-                bias = hold.gradient_of(bias, "bias", waits=False)
+                kernel = hold.gradient_of(kernel, "kernel", waits=False)
+                bias = hold.gradient_of(bias, "bias", waits=True)
             return ops.matmul(images, kernel) + bias
 
     images = keras.Input((8, 8, 1))
@@ -69,7 +70,7 @@ def build_model(config: HeldConfig) -> "keras.Model":
 
 
 class WriteDownStaging(Hook):
-    """Once a worker holds its kernel gradient back: what of it has arrived, in `staged.json`."""
+    """Once a worker holds its bias gradient back: what of it has arrived, in `staged.json`."""
 
     def __init__(self, hold_dir: Path) -> None:
         self._hold_dir = hold_dir
@@ -90,17 +91,17 @@ class WriteDownStaging(Hook):
                 time.sleep(0.01)
             seen[name] = tf.io.parse_tensor(path.read_bytes(), tf.float32).numpy()
         executor: Any = _KEPT[-1]
-        rounds = executor._rounds
-        of_kernel, of_bias = (rounds._tags[stage.device] for stage in rounds._staging)
+        staging = executor._rounds.staging
+        of_kernel, of_bias = (staging._tags[area.device] for area in staging._gradients)
         while True:
-            kernels, biases = (stage.numpy() for stage in rounds._staging)
-            slots = [s for s, bias in enumerate(biases) if np.array_equal(bias, seen["bias"])]
+            kernels, biases = (area.numpy() for area in staging._gradients)
+            slots = [s for s, k in enumerate(kernels) if np.array_equal(k, seen["kernel"])]
             if slots:
                 break
             time.sleep(0.01)
         (slot,) = slots
         staged = {
-            "kernel_is_there": bool(np.array_equal(kernels[slot], seen["kernel"])),
+            "bias_is_there": bool(np.array_equal(biases[slot], seen["bias"])),
             "is_tagged_alike": of_kernel.numpy()[slot].tolist() == of_bias.numpy()[slot].tolist(),
         }
         (self._hold_dir / "staged.part").write_text(json.dumps(staged))
