@@ -9,7 +9,7 @@ Messages are taken n at a time and judged together, and one by one where somethi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import tensorflow as tf
 
@@ -62,7 +62,7 @@ class _State(NamedTuple):
         return *self[:_NUM_TENSORS], tf.stack(self[_NUM_TENSORS:])
 
     @classmethod
-    def unpacked(cls, packed: Sequence[Tensor]) -> "_State":
+    def unpacked(cls, packed: Sequence[Tensor]) -> Self:
         """What `packed` returned."""
         *tensors, scalars = packed
         return cls(*tensors, *tf.unstack(scalars))
@@ -148,7 +148,7 @@ class Conductor:
 
         return conduct
 
-    def _turn(self, state: "_State", rounds: Tensor) -> "_State":
+    def _turn(self, state: _State, rounds: Tensor) -> _State:
         """Waits for messages, and ends the round if they bring what it lacks."""
         state = self._receive(state, rounds)
         is_full = tf.equal(state.num_held, len(self._lanes)) & tf.equal(state.is_stopped, 0)
@@ -159,7 +159,7 @@ class Conductor:
         )
         return _State.unpacked(turned)
 
-    def _receive(self, state: "_State", rounds: Tensor) -> "_State":
+    def _receive(self, state: _State, rounds: Tensor) -> _State:
         """Waits for messages, and does what they ask for."""
         # As many will come: each slot that holds none owes at least one. But a worker that stands
         # in for another one can owe one at a time.
@@ -174,11 +174,12 @@ class Conductor:
         is_usual &= tf.equal(steps, state.step) & tf.equal(of_rows[LAST], GOES_ON)
 
         def hold_all() -> tuple[Tensor, ...]:
-            of_rows[IS_HELD], of_rows[WORKER] = tf.ones_like(senders), workers
+            held = [*of_rows]
+            held[IS_HELD], held[WORKER] = tf.ones_like(senders), workers
             places = senders[:, tf.newaxis]
             update = tf.tensor_scatter_nd_update
             return state._replace(
-                slots=update(state.slots, places, tf.stack(of_rows, axis=1)),
+                slots=update(state.slots, places, tf.stack(held, axis=1)),
                 held=update(state.held, places, sums),
                 num_held=state.num_held + tf.size(senders, tf.int64),
             ).packed()
@@ -200,7 +201,7 @@ class Conductor:
 
         return _State.unpacked(tf.cond(tf.reduce_all(is_usual), hold_all, hear_each))
 
-    def _hear(self, state: "_State", message: Tensor, sums: Tensor, rounds: Tensor) -> "_State":
+    def _hear(self, state: _State, message: Tensor, sums: Tensor, rounds: Tensor) -> _State:
         """Does what one message asks for."""
         kind, slot, number, worker, tag = tf.unstack(message)
         share, attempt, last, is_served, is_old, is_held, holder = tf.unstack(state.slots[slot])
@@ -259,7 +260,7 @@ class Conductor:
             num_held=state.num_held + _int(is_timely),
         )
 
-    def _finish(self, state: "_State") -> "_State":
+    def _finish(self, state: _State) -> _State:
         """Applies what is held, in the order of the shares, whoever computed them."""
         order = self._source.order
         num_shares = len(self._lanes)
@@ -295,7 +296,7 @@ class Conductor:
             num_held=tf.zeros_like(done),
         )
 
-    def _order_all(self, state: "_State", rounds: Tensor) -> "_State":
+    def _order_all(self, state: _State, rounds: Tensor) -> _State:
         """An order for each slot that waits, if there is another round: returned shares first."""
         columns = tf.unstack(state.slots, axis=1)
         waits = (columns[SHARE] < 0) & (columns[IS_SERVED] > 0) & (state.num_done < rounds)
@@ -306,7 +307,7 @@ class Conductor:
         attempts = state.attempt + rank
         steps = tf.fill([self._num_slots], state.step)
         self._give(tf.stack([attempts, shares, lasts, steps], axis=1), waits)
-        columns[: LAST + 1] = shares, attempts, lasts
+        columns[SHARE], columns[ATTEMPT], columns[LAST] = shares, attempts, lasts
         num_given = tf.reduce_sum(_int(waits))
         num_returned = tf.minimum(num_given, tf.size(state.returned, tf.int64))
         return state._replace(
@@ -316,7 +317,7 @@ class Conductor:
             attempt=state.attempt + num_given,
         )
 
-    def _last(self, state: "_State", is_old: Tensor, ends_shifts: Tensor, rounds: Tensor) -> Tensor:
+    def _last(self, state: _State, is_old: Tensor, ends_shifts: Tensor, rounds: Tensor) -> Tensor:
         """Whether an order that is given now is its shift's last, and why.
 
         A shift that does not know what comes after an earlier call ends with it.

@@ -1,8 +1,8 @@
 """Synchronous parameter servers: what workers run, and what combines their gradients, in graphs.
 
     rounds = Rounds(learner, source, strategy, wire, lanes=lanes, num_slots=3)
-    rounds.shift, rounds.begin(slot, ...)       # a closure for each worker
-    rounds.conduct(...)                         # meanwhile, on the ps
+    coordinator.schedule(*rounds.shift(slot, ...))      # a closure for each worker
+    rounds.conduct(...)                                 # meanwhile, on the ps
 
 No Python and no chief takes part in a round. A worker's closure is a *shift*: it takes *orders*
 from the queue of its *slot*, one after the other, and each is a share to compute. The *conductor*,
@@ -17,9 +17,9 @@ a loop on the parameter server that counts the steps, gives the orders:
 
 They meet at the staging area and the queues (strategies/ps_staging.py). An order carries the step,
 and comes before the variables are read: what is computed on variables of two steps is tagged with
-the older one, and dropped. A worker that dies between two of its variables leaves no tag. And one
-that was given up but still writes changes a tag first, so a round that reads after that notices,
-and does that share again.
+the older one, and dropped. A worker that dies between two of its variables leaves no message, and
+no tag where its gradient is not whole. And one that was given up but still writes changes a tag
+first, so a round that reads after that notices, and does that share again.
 
 A shift ends with an order that is its *last*, so that closures of evaluation find idle workers. If
 the worker dies, the coordinator gives the shift to another one or waits for it to come back; the
@@ -39,6 +39,11 @@ from strategies.ps_shift import Shift
 from strategies.ps_staging import ENDING, NOTHING, NUDGE, STOP, Staging
 from strategies.wire import Wire
 
+# Shares in one iteration of a shift, if the rounds of its call are at least _LONG times as many.
+# Where they are fewer they take long, and messages matter less than the size of the graph.
+_UNROLLED = 4
+_LONG = 8
+
 
 class Rounds:
     """The graphs, and the queues and staging area that they meet at."""
@@ -57,8 +62,10 @@ class Rounds:
         self._source = source
         self._lanes = lanes
         self.staging = Staging(learner, strategy, num_slots=num_slots)
-        self._shift = Shift(learner, source, strategy, wire, self.staging, lanes)
-        self.shift = self._shift.graph
+        self._shifts = {
+            number: Shift(learner, source, strategy, wire, self.staging, lanes, num_unrolled=number)
+            for number in (1, _UNROLLED)
+        }
         self.conduct = Conductor(learner, source, strategy, self.staging, lanes).graph
 
     def ticket(self, first_batch: int, num_batches: int) -> npt.NDArray[np.object_]:
@@ -76,9 +83,12 @@ class Rounds:
             object,
         )
 
-    def begin(self, slot: int, starts: Tensor, tickets: Tensor) -> tuple[Any, ...]:
-        """The arguments of `shift`, see there."""
-        return self._shift.arguments(slot, starts, tickets)
+    def shift(
+        self, slot: int, starts: Tensor, tickets: Tensor, num_rounds: int
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """A graph for a worker and its arguments, see `Shift`; for some `num_rounds`."""
+        shift = self._shifts[_UNROLLED if num_rounds >= _LONG * _UNROLLED else 1]
+        return shift.graph, shift.arguments(slot, starts, tickets)
 
     def end(self, slot: int) -> None:
         """Ends the shift of `slot` when it has done what it was ordered before."""

@@ -1,12 +1,13 @@
 """What a worker of synchronous parameter servers runs: a shift, which takes orders until its last.
 
-    shift = Shift(learner, source, strategy, wire, staging, lanes)
+    shift = Shift(learner, source, strategy, wire, staging, lanes, num_unrolled=4)
     coordinator.schedule(shift.graph, args=shift.arguments(slot, starts, tickets))
 
 Each iteration of a loop over two processes sends its condition from one to the other, and waits for
 what either does without the other's knowledge: three messages beside the two that carry variables
-and gradient. So an iteration has several shares. Orders after the last one are *skipped*: each side
-knows that by itself, no share is computed, and nothing is sent to the conductor.
+and gradient. So an iteration can have several shares. Orders after the last one are *skipped* then:
+each side knows that by itself; nothing is computed, staged or told to the conductor. But small
+variables and zeros for their gradients travel all the same: it pays in long shifts of short steps.
 """
 
 import functools
@@ -20,9 +21,6 @@ from strategies.base import Learner, Tensor
 from strategies.packing import computed_with, read_together
 from strategies.ps_staging import BEGUN, DONE, END, GOES_ON, NOBODYS, Staging
 from strategies.wire import Parcel, Wire
-
-# Shares in one iteration of the loop.
-_UNROLLED = 4
 
 # The attempt of an order that nobody has given, after the last one.
 _SKIPPED = -3
@@ -44,8 +42,13 @@ class Shift:
         wire: Wire,
         staging: Staging,
         lanes: Sequence[range],
+        *,
+        num_unrolled: int,
     ) -> None:
-        """`lanes` are those of each share of a batch of `source`."""
+        """`lanes` are those of each share of a batch of `source`.
+
+        `num_unrolled` shares are in one iteration.
+        """
         self._learner = learner
         self._source = source
         self._strategy = strategy
@@ -53,6 +56,7 @@ class Shift:
         self._staging = staging
         self._home = staging.home
         self._num_shares = len(lanes)
+        self._num_unrolled = num_unrolled
         self._ticket_spec = [source.ticket_spec(lanes=share) for share in lanes]
         self.graph = self._make_graph()
 
@@ -82,17 +86,16 @@ class Shift:
             kept = [self._source.filled()] if isinstance(self._source, KeptTickets) else []
             with tf.control_dependencies(kept):
                 slot = tf.identity(slot)
-            with tf.device(self._home):
+            with tf.device(self._home), tf.control_dependencies([slot]):
                 found = tf.cast(tf.raw_ops.QueueSizeV2(handle=orders), tf.int64)
                 begun = self._staging.send(tf.stack([BEGUN, slot, found, worker, 0]))
             with tf.control_dependencies([begun]):
                 none = tf.constant([_SKIPPED, NOBODYS, GOES_ON, 0], tf.int64)
 
             def shares(_: Tensor) -> tuple[Tensor]:
-                order = there = None
-                for _ in range(_UNROLLED):
+                order, there = self._do_share(orders, None, slot, starts, tickets, worker)
+                for _ in range(1, self._num_unrolled):
                     order, there = self._do_share(orders, there, slot, starts, tickets, worker)
-                assert order is not None
                 return (order,)
 
             (last,) = tf.while_loop(
@@ -102,10 +105,12 @@ class Shift:
             def end() -> Tensor:
                 message = tf.stack([DONE, slot, END, worker, NOBODYS])
                 with tf.control_dependencies([self._staging.send(message)]):
-                    return tf.identity(last)
+                    return tf.constant(True)
 
             with tf.device(self._home):
-                return tf.cond(tf.equal(last[0], END), end, lambda: tf.identity(last))[2]
+                told = tf.cond(tf.equal(last[0], END), end, lambda: tf.constant(True))
+            with tf.control_dependencies([told]):
+                return tf.identity(last[2])
 
         return shift
 
@@ -135,29 +140,30 @@ class Shift:
                 )
         (order,), values = read_together(learner.computed_with, [there], self._home)
         attempt, number, _, step = tf.unstack(order)
-        specs: dict[int, tf.TensorSpec] = {}  # Of the gradients that there are.
+        is_ordered = attempt >= 0
+        present: list[int] = []  # The gradients that there are.
 
         def compute() -> list[Tensor]:
             batch = self._batch(number, starts, tickets)
             gradients, sums = computed_with(values, order, learner, self._strategy, batch)
-            dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-            found = {i: g for i, g in enumerate(self._wire.rounded(dense)) if g is not None}
-            specs.update((i, tf.TensorSpec(g.shape, g.dtype)) for i, g in found.items())
-            return [sums, *found.values()]
+            present[:] = [index for index, g in enumerate(gradients) if g is not None]
+            shapes = [variable.shape for variable in learner.variables]
+            return [sums, *(tf.ensure_shape(gradients[index], shapes[index]) for index in present)]
 
         def skip() -> list[Tensor]:
-            none = tf.zeros([len(learner.metric_names), 2], tf.float64)
-            return [none, *(tf.zeros(spec.shape, spec.dtype) for spec in specs.values())]
+            of_nobody = tf.zeros([len(learner.metric_names), 2], tf.float64)
+            absent = [learner.variables[index] for index in present]
+            return [of_nobody, *(tf.zeros(like.shape, like.dtype) for like in absent)]
 
-        sums, *computed = tf.cond(attempt >= 0, compute, skip)
-        gradients = dict(zip(specs, computed, strict=True))
-        message = tf.stack([DONE, slot, attempt, worker, step])
-        parcels = self._wire.parcels(
-            learner.variables,
-            [gradients.get(index) for index in range(len(learner.variables))],
-            [message, sums],
-            staging.devices,
+        sums, *computed = tf.cond(is_ordered, compute, skip)
+        gradients = dict(zip(present, computed, strict=True))
+        # Not in the branch: what leaves that waits for all of its side effects.
+        sent = self._wire.rounded(
+            [gradients.get(index) for index in range(len(learner.variables))], is_ordered
         )
+        message = tf.stack([DONE, slot, attempt, worker, step])
+        beside = [message, sums]
+        parcels = self._wire.parcels(learner.variables, sent, beside, staging.devices)
         (home,) = (parcel for parcel in parcels if parcel.device == self._home)
         others = []
         for parcel in parcels:

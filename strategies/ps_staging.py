@@ -9,9 +9,9 @@
 | conductor | `receive(n)`, `total(slots, attempts, step)` |
 
 Gradients are kept in a variable [slots, ...] beside each trainable one; the tags of a slot, one on
-each ps, are (attempt, step). A worker that dies between two of its variables leaves no tag, so
-nothing of it is ever summed. And one that was given up but still writes changes a tag first, so who
-reads after that notices.
+each ps, are (attempt, step). A worker that dies between two of its variables leaves no message, and
+no tag on the ps where they are, so nothing of it is ever summed. And one that was given up but
+still writes changes a tag first, so who reads after that notices.
 
 | int64 | columns |
 | --- | --- |

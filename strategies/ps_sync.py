@@ -59,7 +59,8 @@ _PATIENCE_SECS = 2.0
 # Before the first round graphs are made.
 _FIRST_ROUND_SECS = 30.0
 
-# How long after a round its shifts may take to end, before they are told to; and then, again.
+# How long after a round its shifts may take to end before they are told to, and then, again; those
+# that have done their last order have the longer time in any case.
 _FAREWELL_SECS = 0.05
 _LOOK_SECS = 1.0
 
@@ -180,7 +181,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
             self._part_with_old_shifts()
         conductor = _in_background(self._conduct, num_steps)
         try:
-            self._keep_shifts(conductor, starts, tickets)
+            self._keep_shifts(conductor, starts, tickets, num_steps)
         except BaseException:
             if not conductor.done():
                 with contextlib.suppress(tf.errors.OpError):  # The ps may be what was lost.
@@ -223,8 +224,11 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         But for what they have in hand.
         """
         idle = self._slots[:, SHARE] == NOBODYS
-        ending = [shift for slot, shift in self._shifts.items() if idle[slot]]
-        concurrent.futures.wait(ending, timeout=_FAREWELL_SECS)
+        # Those that have done their last order end by themselves: an order to end would be left for
+        # the next shift of that slot.
+        ends = idle & (self._slots[:, LAST] != GOES_ON)
+        ending = [shift for slot, shift in self._shifts.items() if ends[slot]]
+        concurrent.futures.wait(ending, timeout=_LOOK_SECS)
         self._look_for_ended()
         for slot in range(self._num_slots):
             self._slots[slot, IS_OLD] = slot in self._shifts
@@ -235,7 +239,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
                 self._rounds.forget_orders(slot)
 
     def _keep_shifts(
-        self, conductor: concurrent.futures.Future[Any], starts: Any, tickets: Any
+        self, conductor: concurrent.futures.Future[Any], starts: Any, tickets: Any, num_rounds: int
     ) -> None:
         """Gives each slot a shift, and another one when it ends, until the conductor is done."""
         moved, step = time.monotonic(), -1
@@ -244,7 +248,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         while not conductor.done():
             for slot in range(self._num_slots):
                 if slot not in self._shifts and slot not in done:
-                    self._begin_shift(slot, starts, tickets)
+                    self._begin_shift(slot, starts, tickets, num_rounds)
             patience = max(_PATIENCE_SECS, 4 * self._secs_per_round)
             concurrent.futures.wait(
                 [conductor, *self._shifts.values()],
@@ -262,11 +266,12 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
                         done.clear()  # The last round may have to be repeated.
                 moved, step = time.monotonic(), latest
 
-    def _begin_shift(self, slot: int, starts: Any, tickets: Any) -> None:
+    def _begin_shift(self, slot: int, starts: Any, tickets: Any, num_rounds: int) -> None:
+        # While workers are missing each order is the last of its shift.
+        num_rounds = num_rounds if self._seen_workers is None else 1
+        graph, arguments = self._rounds.shift(slot, starts, tickets, num_rounds)
         with losses_explained(), tf.device(self.io_device):
-            closure = self._coordinator.schedule(
-                self._rounds.shift, args=self._rounds.begin(slot, starts, tickets)
-            )
+            closure = self._coordinator.schedule(graph, args=arguments)
 
         def last_flag() -> int:
             return int(fetched(closure))

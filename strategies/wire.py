@@ -125,10 +125,13 @@ class Wire:
         return arrived
 
     @plain
-    def rounded(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Each of `gradients`, of all variables in their order, in the type that it travels in."""
+    def rounded(self, gradients: Sequence[Tensor], counts: Tensor | None = None) -> list[Tensor]:
+        """Each of `gradients`, of all variables in their order, in the type that it travels in.
+
+        Unless `counts`, a flag, they are nobody's, and rests stay what they are.
+        """
         return [
-            None if gradient is None else self._rounded(gradient, index)
+            None if gradient is None else self._rounded(gradient, index, counts)
             for index, gradient in enumerate(gradients)
         ]
 
@@ -159,7 +162,7 @@ class Wire:
         is_dense = not isinstance(gradient, tf.IndexedSlices)
         return bool(self._dtype and is_dense and gradient.dtype.size > self._dtype.size)
 
-    def _rounded(self, gradient: Tensor, index: int) -> Tensor:
+    def _rounded(self, gradient: Tensor, index: int, counts: Tensor | None = None) -> Tensor:
         if not self._is_rounded(gradient):
             return gradient
         # Each step of an unrolled graph has a handle of its own, which orders nothing: so a rest is
@@ -177,6 +180,8 @@ class Wire:
         )
         total = gradient + former
         sent, left = self._divided(total)
+        if counts is not None:
+            left = tf.where(counts, left, former)
         written = tf.raw_ops.AssignVariableOp(resource=rest, value=left)
         with tf.control_dependencies([written]):
             return tf.identity(sent)

@@ -68,7 +68,7 @@ class Learner:
       changes no variable but the scale, and counts: its batch is consumed.
     - The gradient of an embedding travels as its rows, and is made dense where the variable is,
       because Keras' optimizers apply rows that occur twice in different ways. Each update costs
-      time and memory of a whole table.
+      time and memory of a whole table. With synchronous parameter servers it travels dense.
 
     Attributes:
         needs_seeds: Whether batches to train on must bring the seeds of their examples: the model

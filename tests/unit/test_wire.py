@@ -105,6 +105,21 @@ def test_rests_are_forgotten_in_new_graphs() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_that_does_not_count_leaves_rests_as_they_are(dtype: str) -> None:
+    third, other = tf.constant(1 / 3), tf.constant(1 / 7)
+    found = []
+    for between in (False, True):
+        wire = Wire(dtype)
+        sent = [wire.rounded([third])[0]]
+        if between:
+            wire.rounded([other], counts=tf.constant(False))
+        sent += wire.rounded([third], counts=tf.constant(True))
+        found.append([float(tf.cast(one, tf.float32)) for one in sent])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1], "nothing was left to add"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_is_seen_and_leaves_no_rest(dtype: str, bad: float) -> None:
     first, second = arrivals(Wire(dtype), np.array([[bad, 1.0], [1.0, 1.0]], np.float32))
