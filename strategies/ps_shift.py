@@ -12,7 +12,7 @@ variables and zeros for their gradients travel all the same: it pays in long shi
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -24,6 +24,17 @@ from strategies.wire import Parcel, Wire
 
 # The attempt of an order that nobody has given, after the last one.
 _SKIPPED = -3
+
+
+class _Duty(NamedTuple):
+    """What a shift has from its beginning to its end."""
+
+    orders: Tensor  # The queue, a resource.
+    locks: dict[str, Tensor]  # On each device: resources.
+    slot: Tensor
+    worker: Tensor
+    starts: Tensor
+    tickets: Tensor
 
 
 class Shift:
@@ -65,7 +76,9 @@ class Shift:
 
         `tickets`, string [windows, shares, parts], begin at the batches `starts`, int64 [windows].
         """
-        return self._staging.orders[slot], tf.constant(slot, tf.int64), starts, tickets
+        staging = self._staging
+        of_slot = staging.orders[slot], staging.locks(slot), tf.constant(slot, tf.int64)
+        return *of_slot, starts, tickets
 
     def _make_graph(self) -> Any:
         num_parts = len(self._ticket_spec[0])
@@ -73,13 +86,16 @@ class Shift:
         @tf.function(
             input_signature=[
                 tf.TensorSpec([], tf.resource),
+                [tf.TensorSpec([], tf.resource) for _ in self._staging.devices],
                 tf.TensorSpec([], tf.int64),
                 tf.TensorSpec([None], tf.int64),
                 tf.TensorSpec([None, self._num_shares, num_parts], tf.string),
             ],
             autograph=False,
         )
-        def shift(orders: Tensor, slot: Tensor, starts: Tensor, tickets: Tensor) -> Tensor:
+        def shift(
+            orders: Tensor, locks: list[Tensor], slot: Tensor, starts: Tensor, tickets: Tensor
+        ) -> Tensor:
             # Here, and not in the loop: in inner graphs it cannot be had.
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             worker = tf.cast(worker, tf.int64)
@@ -92,10 +108,13 @@ class Shift:
             with tf.control_dependencies([begun]):
                 none = tf.constant([_SKIPPED, NOBODYS, GOES_ON, 0], tf.int64)
 
+            locks_of = dict(zip(self._staging.devices, locks, strict=True))
+            duty = _Duty(orders, locks_of, slot, worker, starts, tickets)
+
             def shares(_: Tensor) -> tuple[Tensor]:
-                order, there = self._do_share(orders, None, slot, starts, tickets, worker)
+                order, there = self._do_share(duty, None)
                 for _ in range(1, self._num_unrolled):
-                    order, there = self._do_share(orders, there, slot, starts, tickets, worker)
+                    order, there = self._do_share(duty, there)
                 return (order,)
 
             (last,) = tf.while_loop(
@@ -114,15 +133,7 @@ class Shift:
 
         return shift
 
-    def _do_share(
-        self,
-        orders: Tensor,
-        former: Tensor | None,
-        slot: Tensor,
-        starts: Tensor,
-        tickets: Tensor,
-        worker: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _do_share(self, duty: _Duty, former: Tensor | None) -> tuple[Tensor, Tensor]:
         """Waits for an order, and stages the gradient of its share.
 
         `former` is the order before, there where orders come from, if it may have been the last.
@@ -131,11 +142,11 @@ class Shift:
         learner, staging = self._learner, self._staging
         with tf.device(self._home):
             if former is None:
-                there = staging.take(orders)
+                there = staging.take(duty.orders)
             else:
                 there = tf.cond(
                     tf.equal(former[2], GOES_ON),
-                    lambda: staging.take(orders),
+                    lambda: staging.take(duty.orders),
                     lambda: _skipped(former),
                 )
         (order,), values = read_together(learner.computed_with, [there], self._home)
@@ -144,7 +155,7 @@ class Shift:
         present: list[int] = []  # The gradients that there are.
 
         def compute() -> list[Tensor]:
-            batch = self._batch(number, starts, tickets)
+            batch = self._batch(number, duty.starts, duty.tickets)
             gradients, sums = computed_with(values, order, learner, self._strategy, batch)
             present[:] = [index for index, g in enumerate(gradients) if g is not None]
             shapes = [variable.shape for variable in learner.variables]
@@ -161,18 +172,22 @@ class Shift:
         sent = self._wire.rounded(
             [gradients.get(index) for index in range(len(learner.variables))], is_ordered
         )
-        message = tf.stack([DONE, slot, attempt, worker, step])
+        message = tf.stack([DONE, duty.slot, attempt, duty.worker, step])
         beside = [message, sums]
         parcels = self._wire.parcels(learner.variables, sent, beside, staging.devices)
         (home,) = (parcel for parcel in parcels if parcel.device == self._home)
+
+        def put(parcel: Parcel) -> Tensor:
+            return staging.put(parcel, duty.locks[parcel.device])
+
         others = []
         for parcel in parcels:
             if parcel is not home:
                 with tf.device(parcel.device):
-                    others.append(_if_whole(parcel, functools.partial(staging.put, parcel)))
+                    others.append(_if_whole(parcel, functools.partial(put, parcel)))
 
         def put_and_send() -> Tensor:
-            with tf.control_dependencies([staging.put(home)]):
+            with tf.control_dependencies([put(home)]):
                 sent = staging.send(*home.beside)
             with tf.control_dependencies([sent]):
                 return tf.identity(home.beside[0][1])

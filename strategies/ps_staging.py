@@ -5,13 +5,14 @@
 | side | does |
 | --- | --- |
 | conductor | `give(slot, order)` |
-| shift | `take(orders)`, `put(parcel)` on each ps, `send(message, metrics)` |
+| shift | `take(orders)`, `put(parcel, lock)` on each ps, `send(message, metrics)` |
 | conductor | `receive(n)`, `total(slots, attempts, step)` |
 
 Gradients are kept in a variable [slots, ...] beside each trainable one; the tags of a slot, one on
 each ps, are (attempt, step). A worker that dies between two of its variables leaves no message, and
 no tag on the ps where they are, so nothing of it is ever summed. And one that was given up but
-still writes changes a tag first, so who reads after that notices.
+still writes has the lock of its slot on that ps, as everyone who writes there, and changes the tag
+first, so who reads after that notices.
 
 | int64 | columns |
 | --- | --- |
@@ -21,7 +22,7 @@ still writes changes a tag first, so who reads after that notices.
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -82,10 +83,21 @@ class Staging:
                 shared_name=f"messages-{self.name}",
             )
 
+        self._locks = {device: self._make_locks(device, num_slots) for device in self._tags}
+
+    def _make_locks(self, device: str, num_slots: int) -> list[Tensor]:
+        with tf.device(device):
+            names = [f"slot-{self.name}-{slot}" for slot in range(num_slots)]
+            return [tf.raw_ops.MutexV2(shared_name=name) for name in names]
+
     @property
-    def devices(self) -> Iterable[str]:
+    def devices(self) -> Sequence[str]:
         """Those of all variables: a gradient is whole when each of them has its parcel."""
-        return self._tags
+        return list(self._tags)
+
+    def locks(self, slot: int) -> list[Tensor]:
+        """Those of `slot`, resources, on each of `devices`."""
+        return [locks[slot] for locks in self._locks.values()]
 
     def give(self, slot: int, orders: Tensor) -> None:
         """Gives `orders`, int64 [n, 4] of any n, to `slot`."""
@@ -128,23 +140,29 @@ class Staging:
         )
         return tf.ensure_shape(messages, [None, 5]), sums
 
-    def put(self, parcel: Parcel) -> Tensor:
+    def put(self, parcel: Parcel, lock: Tensor) -> Tensor:
         """Writes gradients to a slot, with no tag while they are not whole, and the tag after.
 
-        `parcel.beside` begins with the message of who computed them. Returns the slot after that.
+        `parcel.beside` begins with the message of who computed them; `lock` is the slot's. Returns
+        the slot after that.
         """
         tags = self._tags[parcel.device]
         _, slot, attempt, _, step = tf.unstack(parcel.beside[0])
         with tf.control_dependencies(list(parcel.gradients.values())):
+            # Released with the graph that has it, however that ends.
+            held = tf.raw_ops.MutexLock(mutex=lock)
+        with tf.control_dependencies([held]):
             torn = _write(tags, slot, tf.constant([-1, -1], tf.int64))
         written = []
         for index, gradient in parcel.gradients.items():
             area = self._gradients[index]
             with tf.control_dependencies([torn]):
                 written.append(_write(area, slot, tf.cast(gradient, area.dtype)))
-        with tf.control_dependencies(written):
+        with tf.control_dependencies([torn, *written]):
             tagged = _write(tags, slot, tf.stack([attempt, step]))
         with tf.control_dependencies([tagged]):
+            released = tf.raw_ops.ConsumeMutexLock(mutex_lock=held)
+        with tf.control_dependencies([released]):
             return tf.identity(slot)
 
     def total(

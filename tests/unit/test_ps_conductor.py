@@ -125,7 +125,8 @@ class Play:
     def stage(self, slot: int, order: list[int], gradient: float) -> Any:
         message = tf.constant([DONE, slot, order[0], slot, order[3]], tf.int64)
         parcel = Parcel(self.variable.device, {0: tf.constant(gradient)}, [message])
-        self.staging.put(parcel)
+        (lock,) = self.staging.locks(slot)
+        self.staging.put(parcel, lock)
         return message
 
     def done(self, slot: int, order: list[int], gradient: float) -> None:
@@ -151,6 +152,22 @@ def backed() -> Iterator[Play]:
     play = Play(3, 2)
     yield play
     play.close()
+
+
+def test_who_writes_to_a_slot_waits_for_another_who_does(two: Play) -> None:
+    (tags,) = two.staging._tags.values()
+    (lock,) = two.staging.locks(0)
+    held = tf.raw_ops.MutexLock(mutex=lock)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(two.stage, 0, [7, 0, GOES_ON, 3], 1.0)
+        # Another slot is free.
+        two.stage(1, [8, 1, GOES_ON, 3], 1.0)
+        time.sleep(0.1)
+        assert not writing.done()
+        assert tags.numpy().tolist() == [[-1, -1], [8, 3]]
+        del held
+        writing.result(TIMEOUT_SECS)
+    assert tags.numpy().tolist() == [[7, 3], [8, 3]]
 
 
 def test_each_round_sums_a_share_of_each_and_the_last_orders_say_so(two: Play) -> None:
