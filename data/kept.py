@@ -12,8 +12,9 @@ and its first ticket takes as much longer.
 """
 
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -32,7 +33,7 @@ def ticket_source(reader: Reader) -> "Reader | KeptTickets":
 
 
 class KeptTickets:
-    """`Reader.ticket`, `ticket_spec` and `parse_ticket`, for examples in a worker's memory.
+    """What a `Reader` has of tickets for training, for examples in a worker's memory.
 
     Attributes:
         order: That of the reader.
@@ -48,6 +49,10 @@ class KeptTickets:
     def ticket(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Ticket:
         """Record numbers "gather", int64 [num_batches, n]; and "seeds" where they are needed."""
         return self._reader.pick_plan(first_batch, num_batches, lanes)
+
+    def ticket_runs(self, first_batch: int) -> Iterator[tuple[int, int]]:
+        """See Reader. Any number: rows lie nowhere together."""
+        yield first_batch, sys.maxsize
 
     def ticket_spec(
         self, num_batches: int | None = None, lanes: range | None = None

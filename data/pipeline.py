@@ -152,6 +152,13 @@ class Reader:
         """
         return self._from_disk(0, self.num_evaluation_batches, lanes, weights=True)
 
+    def ticket_runs(self, first_batch: int) -> Iterator[tuple[int, int]]:
+        """Runs of batches from `first_batch` on, (first, count): tickets should stay within them.
+
+        Windows: where a ticket is cut is the caller's choice, but within one chunks are read once.
+        """
+        return self.order.windows(first_batch)
+
     def ticket(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Ticket:
         """The plan of some batches, as arrays to hand to `read_ticket` or `parse_ticket`.
 
@@ -159,8 +166,6 @@ class Reader:
         ticket. "gather" int64 [num_batches, n]. With an `augment`, or if it `gives_seeds`, "seeds"
         int32 [num_batches, n, 2].
         """
-        # Within a window chunks are read once; where a ticket is cut is the caller's choice, and
-        # Order.windows the best one.
         return {
             **self._plan(first_batch, num_batches, lanes),
             **self._extras(first_batch, num_batches, lanes),

@@ -44,23 +44,21 @@ class Closure:
         return value
 
 
-def closure_sizes(
-    num_steps: int, num_workers: int, windows: Iterator[tuple[int, int]]
-) -> list[int]:
+def closure_sizes(num_steps: int, num_workers: int, runs: Iterator[tuple[int, int]]) -> list[int]:
     """How many steps each closure takes; they sum to `num_steps`.
 
     At least one closure a worker where there are enough steps. A closure stays inside one of
-    `windows`, (first batch, number of batches), because a window is what is read at once.
+    `runs`, (first batch, number of batches), which are read at once.
     """
     sizes: list[int] = []
     most = max(1, min(STEPS_PER_CLOSURE, num_steps // num_workers))
     left = num_steps
-    for _, in_window in windows:
-        in_window = min(in_window, left)
-        left -= in_window
-        while in_window:
-            sizes.append(min(in_window, most))
-            in_window -= sizes[-1]
+    for _, in_run in runs:
+        in_run = min(in_run, left)
+        left -= in_run
+        while in_run:
+            sizes.append(min(in_run, most))
+            in_run -= sizes[-1]
         if not left:
             break
     return sizes

@@ -258,7 +258,7 @@ class ParameterServerExecutor(Executor):
         """See Executor. A few more steps if a worker died over a ticket half done."""
         started = time.monotonic()
         sizes = closure_sizes(
-            num_steps, self.num_replicas, self._source.order.windows(self._next_batch)
+            num_steps, self.num_replicas, self._source.ticket_runs(self._next_batch)
         )
         tickets: list[tuple[int, int]] = []
         for size in sizes:

@@ -69,6 +69,19 @@ def test_batches_are_those_of_the_order_and_nothing_is_read_again(
             remove(copied)
 
 
+def test_ticket_of_kept_examples_may_reach_over_windows(split: records.Split) -> None:
+    reader = make_keeper(split)
+    source = kept.ticket_source(reader)
+    _, in_window = next(reader.ticket_runs(0))
+    assert in_window < 100
+    (first_batch, count), *others = source.ticket_runs(3)
+    assert first_batch == 3
+    assert count > 10**9
+    assert not others
+    _, labels = Closure(reader)(0, 3 * in_window)
+    assert np.array_equal(labels, reader.order.records(0, 3 * in_window))
+
+
 def test_bytes_are_kept_as_bytes_and_come_as_floats(tmp_path: Path) -> None:
     read = reader_of(tmp_path, images_of(200), image_raw_parse((2, 3, 2)))
     kept_bytes = 200 * (12 + 8)  # 12 pixels and a label, where the floats would take 48.
