@@ -34,13 +34,14 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from strategies.base import Learner, Tensor
+from strategies.packing import is_small
 from strategies.ps_conductor import Conductor
 from strategies.ps_shift import Shift
 from strategies.ps_staging import ENDING, NOTHING, NUDGE, STOP, Staging
 from strategies.wire import Wire
 
-# Shares in one iteration of a shift, if the rounds of its call are at least _LONG times as many.
-# Where they are fewer they take long, and messages matter less than the size of the graph.
+# Shares in one iteration of a shift, if the rounds of its call are at least _LONG times as many: up
+# to three more are skipped. Where `run` has fewer they take long, or someone wants them to be few.
 _UNROLLED = 4
 _LONG = 8
 
@@ -62,9 +63,11 @@ class Rounds:
         self._source = source
         self._lanes = lanes
         self.staging = Staging(learner, strategy, num_slots=num_slots)
+        # What is large is sent of skipped shares too.
+        most = _UNROLLED if all(map(is_small, learner.variables)) else 1
         self._shifts = {
             number: Shift(learner, source, strategy, wire, self.staging, lanes, num_unrolled=number)
-            for number in (1, _UNROLLED)
+            for number in {1, most}
         }
         self.conduct = Conductor(learner, source, strategy, self.staging, lanes).graph
 
@@ -87,7 +90,7 @@ class Rounds:
         self, slot: int, starts: Tensor, tickets: Tensor, num_rounds: int
     ) -> tuple[Any, tuple[Any, ...]]:
         """A graph for a worker and its arguments, see `Shift`; for some `num_rounds`."""
-        shift = self._shifts[_UNROLLED if num_rounds >= _LONG * _UNROLLED else 1]
+        shift = self._shifts[max(self._shifts) if num_rounds >= _LONG * _UNROLLED else 1]
         return shift.graph, shift.arguments(slot, starts, tickets)
 
     def end(self, slot: int) -> None:

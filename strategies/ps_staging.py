@@ -145,11 +145,14 @@ class Staging:
 
         `parcel.beside` begins with the message of who computed them; `lock` is the slot's. Returns
         the slot after that.
+
+        One hole is left: TensorFlow frees a lock when somebody who waits for it is cancelled, so a
+        third writer could come between.
         """
         tags = self._tags[parcel.device]
         _, slot, attempt, _, step = tf.unstack(parcel.beside[0])
         with tf.control_dependencies(list(parcel.gradients.values())):
-            # Released with the graph that has it, however that ends.
+            # Freed with the graph that has it, however that ends.
             held = tf.raw_ops.MutexLock(mutex=lock)
         with tf.control_dependencies([held]):
             torn = _write(tags, slot, tf.constant([-1, -1], tf.int64))

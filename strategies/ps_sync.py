@@ -56,11 +56,10 @@ from strategies.ps_staging import GOES_ON, IS_FINAL, NOBODYS
 # Without a step for so long, or for four times as long as steps take, workers may be missing.
 _PATIENCE_SECS = 2.0
 
-# Before the first round graphs are made.
+# Before the first round of a graph it is made.
 _FIRST_ROUND_SECS = 30.0
 
-# How long after a round its shifts may take to end before they are told to, and then, again; those
-# that have done their last order have the longer time in any case.
+# How long after a round its shifts may take to end before they are told to, and then, again.
 _FAREWELL_SECS = 0.05
 _LOOK_SECS = 1.0
 
@@ -141,6 +140,7 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
 
     def _make_rounds(self) -> Rounds:
         self._tickets: dict[int, tuple[int, int, Any]] = {}
+        self._graphs: set[Any] = set()  # Those of shifts that were begun.
         self._secs_per_round = _FIRST_ROUND_SECS
         return Rounds(
             self._learner,
@@ -228,7 +228,8 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
         # the next shift of that slot.
         ends = idle & (self._slots[:, LAST] != GOES_ON)
         ending = [shift for slot, shift in self._shifts.items() if ends[slot]]
-        concurrent.futures.wait(ending, timeout=_LOOK_SECS)
+        patience = min(_LOOK_SECS, max(_FAREWELL_SECS, 4 * self._secs_per_round))
+        concurrent.futures.wait(ending, timeout=patience)
         self._look_for_ended()
         for slot in range(self._num_slots):
             self._slots[slot, IS_OLD] = slot in self._shifts
@@ -267,9 +268,12 @@ class SynchronousParameterServerExecutor(ParameterServerExecutor):
                 moved, step = time.monotonic(), latest
 
     def _begin_shift(self, slot: int, starts: Any, tickets: Any, num_rounds: int) -> None:
-        # While workers are missing each order is the last of its shift.
+        # In a call that began while workers were missing each order is the last of its shift.
         num_rounds = num_rounds if self._seen_workers is None else 1
         graph, arguments = self._rounds.shift(slot, starts, tickets, num_rounds)
+        if graph not in self._graphs:
+            self._graphs.add(graph)
+            self._secs_per_round = _FIRST_ROUND_SECS
         with losses_explained(), tf.device(self.io_device):
             closure = self._coordinator.schedule(graph, args=arguments)
 

@@ -181,7 +181,7 @@ class Wire:
         total = gradient + former
         sent, left = self._divided(total)
         if counts is not None:
-            left = tf.where(counts, left, former)
+            left = tf.cond(counts, lambda: left, lambda: former)
         written = tf.raw_ops.AssignVariableOp(resource=rest, value=left)
         with tf.control_dependencies([written]):
             return tf.identity(sent)

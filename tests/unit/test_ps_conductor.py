@@ -157,16 +157,17 @@ def backed() -> Iterator[Play]:
 def test_who_writes_to_a_slot_waits_for_another_who_does(two: Play) -> None:
     (tags,) = two.staging._tags.values()
     (lock,) = two.staging.locks(0)
-    held = tf.raw_ops.MutexLock(mutex=lock)
+    held = [tf.raw_ops.MutexLock(mutex=lock)]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         writing = pool.submit(two.stage, 0, [7, 0, GOES_ON, 3], 1.0)
         # Another slot is free.
         two.stage(1, [8, 1, GOES_ON, 3], 1.0)
         time.sleep(0.1)
-        assert not writing.done()
-        assert tags.numpy().tolist() == [[-1, -1], [8, 3]]
-        del held
+        was_written, seen = writing.done(), tags.numpy().tolist()
+        held.clear()
         writing.result(TIMEOUT_SECS)
+    assert not was_written
+    assert seen == [[-1, -1], [8, 3]]
     assert tags.numpy().tolist() == [[7, 3], [8, 3]]
 
 
