@@ -61,8 +61,8 @@ def test_worker_killed_in_a_long_shift_changes_no_weight(digits: Path, tmp_path:
 
     Unless rounds take so long on this machine that the calls stay shorter.
     """
-    flags = (HELD, f"--data_dir={digits}", "--train_steps=1000", "--config.steps_per_call=40")
-    flags = (*flags, "--config.log_every_steps=40")
+    calls = ("--config.steps_per_call=40", "--config.log_every_steps=40")
+    flags = (HELD, f"--data_dir={digits}", "--train_steps=1000", *calls)
     with start(SYNC, tmp_path / "run", *flags) as process:
         process.wait_for_step(400)
         process.task("worker 1").kill()
