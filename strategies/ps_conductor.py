@@ -94,11 +94,12 @@ class Conductor:
         self._staging = staging
         self._lanes = lanes
         self._num_slots = len(staging.orders)
-        self._sums_shape = (len(learner.metric_names), 2)
         self._home = staging.home
         self.graph = self._make_graph()
 
     def _make_graph(self) -> Any:
+        staging = self._staging
+
         @tf.function(
             input_signature=[
                 tf.TensorSpec([4], tf.int64),
@@ -121,14 +122,14 @@ class Conductor:
             Returns:
                 `numbers`, `slots`, `returned` as they are then; metrics; counts of each worker.
             """
-            zero = tf.constant(0, tf.int64)
             with tf.device(self._home):
+                zero = tf.constant(0, tf.int64)
                 rounds, ends_shifts, fresh, attempt = tf.unstack(tf.identity(numbers))
                 state = _State(
                     slots=tf.identity(slots),
                     returned=tf.identity(returned),
-                    held=tf.zeros([self._num_slots, *self._sums_shape], tf.float64),
-                    sums=tf.zeros(self._sums_shape, tf.float64),
+                    held=tf.zeros([self._num_slots, *staging.sums_shape], tf.float64),
+                    sums=tf.zeros(staging.sums_shape, tf.float64),
                     counts=tf.zeros([self._num_slots, 4], tf.int64),
                     num_done=zero,
                     step=tf.cast(read_now(self._learner.step), tf.int64),

@@ -162,7 +162,7 @@ class Shift:
             return [sums, *(tf.ensure_shape(gradients[index], shapes[index]) for index in present)]
 
         def skip() -> list[Tensor]:
-            of_nobody = tf.zeros([len(learner.metric_names), 2], tf.float64)
+            of_nobody = tf.zeros(staging.sums_shape, tf.float64)
             absent = [learner.variables[index] for index in present]
             return [of_nobody, *(tf.zeros(like.shape, like.dtype) for like in absent)]
 

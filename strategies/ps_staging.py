@@ -49,6 +49,7 @@ class Staging:
     Attributes:
         home: The device of the step counter, where the queues are.
         orders: The queue of each slot, resources.
+        sums_shape: Of the metrics of a gradient, float64.
         name: Of this one, for what has a name on workers.
     """
 
@@ -56,7 +57,7 @@ class Staging:
         """For the gradients of `learner`, whose variables `strategy` has placed."""
         self.home: str = learner.step.device
         self.name = f"{os.getpid()}-{time.time_ns()}"
-        self._sums_shape = (len(learner.metric_names), 2)
+        self.sums_shape = (len(learner.metric_names), 2)
         self._gradients: list[Any] = []
         self._tags: dict[str, Any] = {}
         with strategy.scope():
@@ -79,10 +80,9 @@ class Staging:
             ]
             self._messages = tf.raw_ops.FIFOQueueV2(
                 component_types=[tf.int64, tf.float64],
-                shapes=[[5], self._sums_shape],
+                shapes=[[5], self.sums_shape],
                 shared_name=f"messages-{self.name}",
             )
-
         self._locks = {device: self._make_locks(device, num_slots) for device in self._tags}
 
     def _make_locks(self, device: str, num_slots: int) -> list[Tensor]:
@@ -121,14 +121,14 @@ class Staging:
     def send(self, message: Tensor, sums: Tensor | None = None) -> Tensor:
         """Puts `message`, with metrics, if any, into the conductor's queue; returns the op."""
         if sums is None:
-            sums = tf.zeros(self._sums_shape, tf.float64)
+            sums = tf.zeros(self.sums_shape, tf.float64)
         return tf.raw_ops.QueueEnqueueV2(handle=self._messages, components=[message, sums])
 
     def send_kinds(self, kinds: Sequence[int]) -> None:
         """Sends messages that come from no slot, all at once."""
         with tf.device(self.home):
             messages = tf.constant([[kind, 0, 0, 0, 0] for kind in kinds], tf.int64)
-            sums = tf.zeros([len(kinds), *self._sums_shape], tf.float64)
+            sums = tf.zeros([len(kinds), *self.sums_shape], tf.float64)
             tf.raw_ops.QueueEnqueueManyV2(handle=self._messages, components=[messages, sums])
 
     def receive(self, number: Tensor) -> tuple[Tensor, Tensor]:

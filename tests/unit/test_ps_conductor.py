@@ -105,6 +105,12 @@ class Play:
         found = int(self.staging.num_given(slot))
         self.staging.send(tf.constant([BEGUN, slot, found, slot, 0], tf.int64))
 
+    def begin_all(self) -> None:
+        for slot in range(len(self.slots)):
+            self.begin(slot)
+        if len(self.slots) % self.num_shares:
+            self.fill_up()
+
     def order(self, slot: int) -> list[int]:
         """The next order of `slot`: attempt, share, last, step."""
         deadline = time.monotonic() + TIMEOUT_SECS
@@ -173,8 +179,7 @@ def test_who_writes_to_a_slot_waits_for_another_who_does(two: Play) -> None:
 
 def test_each_round_sums_a_share_of_each_and_the_last_orders_say_so(two: Play) -> None:
     call = two.conduct(3)
-    for slot in range(2):
-        two.begin(slot)
+    two.begin_all()
     for number in range(3):
         first, second = two.orders(0, 1)
         assert {first[1], second[1]} == {2 * number, 2 * number + 1}
@@ -196,9 +201,7 @@ def test_each_round_sums_a_share_of_each_and_the_last_orders_say_so(two: Play) -
 
 def test_late_gradient_is_dropped_and_its_share_is_given_again(backed: Play) -> None:
     call = backed.conduct(2)
-    for slot in range(3):
-        backed.begin(slot)
-    backed.fill_up()
+    backed.begin_all()
     of_slots = backed.orders(0, 1, 2)
     lost = of_slots[2][1]
     for slot in (0, 1):
@@ -227,16 +230,14 @@ def test_late_gradient_is_dropped_and_its_share_is_given_again(backed: Play) -> 
 
 def test_round_whose_gradient_was_written_over_is_done_again(two: Play) -> None:
     call = two.conduct(1)
-    for slot in range(2):
-        two.begin(slot)
+    two.begin_all()
     first, second = two.orders(0, 1)
     two.done(0, first, 1.0)
     # One that passed for lost still writes.
     two.stage(0, [first[0] - 1, *first[1:]], 1000.0)
     two.done(1, second, 1.0)
     # These were the last orders of their shifts, which begin anew.
-    for slot in range(2):
-        two.begin(slot)
+    two.begin_all()
     first, second = two.orders(0, 1)
     assert {first[1], second[1]} == {0, 1}
     assert first[3] == second[3] == 0
@@ -253,8 +254,7 @@ def test_round_whose_gradient_was_written_over_is_done_again(two: Play) -> None:
 @pytest.mark.parametrize("taken", [True, False], ids=["taken", "not taken"])
 def test_shift_that_begins_again_gets_the_share_that_was_lost(two: Play, taken: bool) -> None:
     call = two.conduct(2)
-    for slot in range(2):
-        two.begin(slot)
+    two.begin_all()
     second = two.order(1)
     first = two.order(0) if taken else None
     # Worker 0 is lost, with the order or before it took it; its shift begins anew.
@@ -302,8 +302,7 @@ def test_nudged_the_shift_that_waits_ends_and_orders_are_the_last(two: Play) -> 
 
 def test_stopped_it_says_what_is_in_flight(two: Play) -> None:
     call = two.conduct(5)
-    for slot in range(2):
-        two.begin(slot)
+    two.begin_all()
     first, second = two.orders(0, 1)
     two.done(0, first, 1.0)
     two.tell(STOP)
@@ -316,9 +315,7 @@ def test_stopped_it_says_what_is_in_flight(two: Play) -> None:
 
 def test_shift_of_a_former_call_ends_with_what_it_has_in_hand(backed: Play) -> None:
     call = backed.conduct(1)
-    for slot in range(3):
-        backed.begin(slot)
-    backed.fill_up()
+    backed.begin_all()
     of_slots = backed.orders(0, 1, 2)
     for slot in (0, 1):
         backed.done(slot, of_slots[slot], 1.0)
