@@ -79,7 +79,7 @@ class ParameterServerExecutor(Executor):
         """Uses `strategy`, a ParameterServerStrategy of `cluster` and, if that names none, a chief.
 
         A gradient that is older than `max_staleness` steps when it could be applied is dropped,
-        and its batch handed out again; None applies all.
+        and its batch handed out again, so none that is older is ever applied; None applies all.
         """
         super().__init__()
         self.strategy = strategy
@@ -222,6 +222,8 @@ class ParameterServerExecutor(Executor):
             self._worker_applied = tf.Variable(
                 tf.zeros([self.num_replicas], tf.int64), trainable=False
             )
+        with tf.device(learner.step.device):
+            self._lock = tf.raw_ops.MutexV2(shared_name=f"applying-{os.getpid()}-{time.time_ns()}")
         self._train_unrolled, self._train_looped = self._make_train_closures()
         self._seek(position)
 
@@ -421,23 +423,48 @@ class ParameterServerExecutor(Executor):
     def _bounded_step(self, batch: Any, worker: Tensor) -> tuple[Tensor, Tensor]:
         """`_free_step`, unless the gradient is too old; in cross-replica context.
 
-        Steps that others apply between the look at the counter and the application are not seen,
-        so what is applied may be older by as many as there are other workers.
+        The first look is for what need not travel. Others may apply steps between that and the
+        gradient's arrival, so the look that counts is where the counter is, and has the lock.
         """
         before, gradients, sums = self._compute(batch)
-        home = self._learner.step.device
-        with (
-            tf.control_dependencies([g for g in gradients if g is not None]),
-            tf.device(home),
-        ):
-            too_old = read_now(self._learner.step) - before > self._max_staleness
+        with tf.control_dependencies(tf.nest.flatten(gradients, expand_composites=True)):
+            too_old = self._is_too_old(before)
         if too_old:
-            sums = tf.zeros_like(sums)
-            with tf.device(home):
+            with tf.device(self._learner.step.device):
                 age = tf.constant(_DROPPED, tf.int64)
         else:
-            age = self._apply_and_count(gradients, worker, before)
-        return sums, age
+            age = self._apply_unless_too_old(gradients, worker, before)
+        return tf.where(age == _DROPPED, tf.zeros_like(sums), sums), age
+
+    def _is_too_old(self, before: Tensor) -> Tensor:
+        """Whether more than `max_staleness` steps were applied since the counter was `before`."""
+        with tf.device(self._learner.step.device):
+            return read_now(self._learner.step) - before > self._max_staleness
+
+    def _apply_unless_too_old(
+        self, gradients: Sequence[Tensor], worker: Tensor, before: Tensor
+    ) -> Tensor:
+        """`_apply_and_count` or _DROPPED; nobody else applies between the look and the application.
+
+        Only servers take part from the look on: a worker that stands still holds nobody up. What is
+        dropped here has travelled, and the rest of --wire_dtype that was in it is dropped with it.
+        """
+        variables = self._learner.variables
+        arrived = self._wire.sent_to(variables, gradients)
+        with tf.device(self._learner.step.device):
+            with tf.control_dependencies(tf.nest.flatten(arrived, expand_composites=True)):
+                # Freed with the graph that has it, however that ends.
+                held = tf.raw_ops.MutexLock(mutex=self._lock)
+            with tf.control_dependencies([held]):
+                too_old = self._is_too_old(before)
+            if too_old:
+                age = tf.constant(_DROPPED, tf.int64)
+            else:
+                age = self._count_applied(arrived, worker, before)
+            with tf.control_dependencies([age]):
+                released = tf.raw_ops.ConsumeMutexLock(mutex_lock=held)
+            with tf.control_dependencies([released]):
+                return tf.identity(age)
 
     def _compute(self, batch: Any) -> tuple[Tensor, Sequence[Tensor], Tensor]:
         """What the counter says; a gradient of variables read after it, and its metrics."""
@@ -456,6 +483,9 @@ class ParameterServerExecutor(Executor):
         All of it where the counter is: an unrolled step sends gradients, and nothing comes back.
         """
         arrived = self._wire.sent_to(self._learner.variables, gradients)
+        return self._count_applied(arrived, worker, before)
+
+    def _count_applied(self, arrived: Sequence[Tensor], worker: Tensor, before: Tensor) -> Tensor:
         step = self.strategy.run(self._learner.apply, args=(arrived,))
         with tf.device(self._learner.step.device), tf.control_dependencies([step]):
             self._worker_applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))

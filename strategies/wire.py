@@ -113,11 +113,14 @@ class Wire:
 
     @plain
     def sent_to(self, variables: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Each of `gradients` on the device of its variable, as it arrives there.
-
-        Those that travel as rows stay where they are.
-        """
+        """Each of `gradients` on the device of its variable, as it arrives there."""
         arrived = list(gradients)
+        for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
+            if isinstance(gradient, tf.IndexedSlices):
+                with tf.device(variable.device):
+                    arrived[index] = tf.nest.map_structure(
+                        tf.identity, gradient, expand_composites=True
+                    )
         for parcel in self.parcels(variables, self.rounded(gradients)):
             for index, sent in parcel.gradients.items():
                 with tf.device(parcel.device):

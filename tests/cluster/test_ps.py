@@ -36,7 +36,10 @@ def test_every_applied_update_is_counted_and_no_other(digits: Path, tmp_path: Pa
 def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
     digits: Path, tmp_path: Path
 ) -> None:
-    """Worker 0 is slower than the others, so its gradients are older."""
+    """Worker 0 is slower than the others, so its gradients are older.
+
+    Some are looked at twice: what others apply while a gradient travels makes it too old, too.
+    """
     counting = ("--config=tests/cluster/configs/counting.py", "--config.delay_ms=60")
     flags = (*counting, f"--data_dir={digits}", "--train_steps=200")
     topology = Topology("ps-3+1", "ps", ("--workers=3", "--ps=1", "--num_threads=1"))
@@ -50,8 +53,7 @@ def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
     assert result["worker_dropped"]["worker 0"] > 0
     assert weight == result["step"] == sum(result["worker_steps"].values()) == 200
     assert result["batches"] == {"handed_out": 200, "finished": 200, "repeated": 0}
-    # The bound, and what the two others may apply between the look and the application.
-    assert oldest(bounded) <= 1 + 2
+    assert oldest(bounded) <= 1
 
 
 def oldest(run: Run) -> int:
