@@ -7,6 +7,7 @@ parameter servers are threads of the chief's process, as TensorFlow's own tests 
 """
 
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,47 @@ SPOILT, SPOILT_EXAMPLE = "spoilt", 77
 OPTIMIZERS = {"momentum": 0.2, "adam": 0.02}
 
 
+def build_model(config: Config) -> keras.Model:
+    """Three floats -> logits."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Dense(8, activation="tanh", name="hidden"),
+            layers.Dense(CLASSES, name="logits"),
+        ]
+    )
+
+
+def build_random_model(config: Config) -> keras.Model:
+    """The same, with random layers on the way."""
+    layers = keras.layers
+    hidden, logits = build_model(config).layers
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.GaussianNoise(0.2),
+            hidden,
+            layers.Dropout(0.5),
+            logits,
+        ]
+    )
+
+
+def build_model_with_embedding(config: Config) -> keras.Model:
+    """Each of the three floats has a row of a table, whose gradient is rows, too."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Discretization(bin_boundaries=[-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5]),
+            layers.Embedding(8, 4),
+            layers.Flatten(),
+            layers.Dense(CLASSES),
+        ]
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """Fields of the config that are set.
@@ -59,12 +101,14 @@ class Case:
     Attributes:
         changes: They.
         spoils: Whether one example's numbers are beyond what float16 holds.
-        drops: Whether the model has layers that draw random numbers.
+        model: What makes the model.
+        like: The case that it must differ from.
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
     spoils: bool = False
-    drops: bool = False
+    model: Callable[[Config], keras.Model] = build_model
+    like: str = "plain"
 
 
 SCHEDULES = {
@@ -107,41 +151,22 @@ CASES = {
             "schedule": SCHEDULES["cosine"],
         }
     ),
-    "dropout": Case(drops=True),
-    "dropout: compiled in parts": Case({"jit_compile": True, "micro_batches": 2}, drops=True),
+    "dropout": Case(model=build_random_model),
+    "dropout: compiled in parts": Case(
+        {"jit_compile": True, "micro_batches": 2}, model=build_random_model
+    ),
+    "plain: embedding": Case(model=build_model_with_embedding),
+    "clip.global_norm: embedding": Case(
+        {"clip": ClipConfig(global_norm=0.1)},
+        model=build_model_with_embedding,
+        like="plain: embedding",
+    ),
     "mixed_bfloat16": Case({"precision": "mixed_bfloat16"}),
     # Its scale is lowered by the spoilt example, and doubled after four steps without.
     "mixed_float16": Case(
         {"precision": "mixed_float16", "loss_scale": LossScaleConfig(2.0**10, 4)}, spoils=True
     ),
 }
-
-
-def build_model(config: Config) -> keras.Model:
-    """Three floats -> logits."""
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((3,)),
-            layers.Dense(8, activation="tanh", name="hidden"),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
-
-
-def build_random_model(config: Config) -> keras.Model:
-    """The same, with random layers on the way."""
-    layers = keras.layers
-    hidden, logits = build_model(config).layers
-    return keras.Sequential(
-        [
-            keras.Input((3,)),
-            layers.GaussianNoise(0.2),
-            hidden,
-            layers.Dropout(0.5),
-            logits,
-        ]
-    )
 
 
 def with_momentum(config: Config) -> keras.Optimizer:
@@ -156,8 +181,7 @@ def recipes() -> Iterator[tuple[str, Recipe, bool]]:
                 continue
             config = Config(learning_rate=rate, **case.changes)
             build_optimizer = with_momentum if optimizer == "momentum" else None
-            model = build_random_model if case.drops else build_model
-            yield f"{name}/{optimizer}", _recipe(config, build_optimizer, model), case.spoils
+            yield f"{name}/{optimizer}", _recipe(config, build_optimizer, case.model), case.spoils
     for optimizer in sorted(supported_optimizers().keys() - {"adam", "sgd"}):
         yield f"optimizer/{optimizer}", _recipe(Config(optimizer=optimizer), None), False
 
@@ -244,7 +268,9 @@ def executors(name: str) -> Callable[[], Executor]:
     servers = tf.distribute.ParameterServerStrategy(resolver)
     if strategy_name == "ps-sync":
         return lambda: SynchronousParameterServerExecutor(servers, chief, int(num_workers))
-    return lambda: ParameterServerExecutor(servers, chief)
+    # A single worker's gradients are never too old; but the graph is another one with a bound.
+    bounds = itertools.cycle([None, 0])
+    return lambda: ParameterServerExecutor(servers, chief, max_staleness=next(bounds))
 
 
 def main(name: str, directory: Path, to: Path) -> None:
