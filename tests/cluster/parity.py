@@ -7,6 +7,7 @@ parameter servers are threads of the chief's process, as TensorFlow's own tests 
 """
 
 import dataclasses
+import functools
 import itertools
 import os
 import sys
@@ -80,14 +81,14 @@ def build_random_model(config: Config) -> keras.Model:
     )
 
 
-def build_model_with_embedding(config: Config) -> keras.Model:
+def build_model_with_embedding(config: Config, num_rows: int = 8) -> keras.Model:
     """Each of the three floats has a row of a table, whose gradient is rows, too."""
     layers = keras.layers
     return keras.Sequential(
         [
             keras.Input((3,)),
             layers.Discretization(bin_boundaries=[-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5]),
-            layers.Embedding(8, 4),
+            layers.Embedding(num_rows, 4),
             layers.Flatten(),
             layers.Dense(CLASSES),
         ]
@@ -156,6 +157,10 @@ CASES = {
         {"jit_compile": True, "micro_batches": 2}, model=build_random_model
     ),
     "plain: embedding": Case(model=build_model_with_embedding),
+    # Of 1.1 MB: a parameter server sends only the rows that a worker needs.
+    "plain: large embedding": Case(
+        model=functools.partial(build_model_with_embedding, num_rows=70_000)
+    ),
     "clip.global_norm: embedding": Case(
         {"clip": ClipConfig(global_norm=0.1)},
         model=build_model_with_embedding,
