@@ -116,15 +116,22 @@ class Learner(Protocol):
         """
 
     def gradients_at(
-        self, batch: Batch, values: Sequence[Tensor | None]
+        self, batch: Batch, values: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """`gradients` at `values` of `computed_with`, read before; None is read here."""
+        """`gradients` at `values` of `computed_with`, read before."""
 
     def apply(self, gradients: Sequence[Tensor]) -> Tensor:
         """Changes the variables by summed gradients, then counts the step; returns the count."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Metrics of this replica's share, nothing changes. float64 [metrics, 2]."""
+
+    @property
+    def evaluated_with(self) -> Sequence[Tensor]:
+        """The tf.Variables of `evaluate_at`; none if the learner reads its own."""
+
+    def evaluate_at(self, batch: Batch, values: Sequence[Tensor]) -> Tensor:
+        """`evaluate` at `values` of `evaluated_with`, read before."""
 
 
 class _Pace:

@@ -3,9 +3,11 @@
     arrived = carried(tensors, to=device)
     (step,), values = read_together(learner.computed_with, [step], device)
     gradients, metrics = computed_with(values, step, learner, strategy, batch)
+    metrics = evaluated_with(values, learner, strategy, batch)
 
 A transfer costs about as much as sending 100 KB, so the weights and biases of a layer, and the few
-numbers that go with them, are sent as the bytes of one tensor.
+numbers that go with them, are sent as the bytes of one tensor. What is large is sent where it is
+used: all of a kernel, but of a table of embeddings the rows that the batch needs.
 """
 
 import contextlib
@@ -49,17 +51,19 @@ def carried(tensors: Sequence[Tensor], *, at: str = "", to: str = "") -> list[Te
 @plain
 def read_together(
     variables: Sequence[Any], beside: Sequence[Tensor], device: str
-) -> tuple[list[Tensor], list[Tensor | None]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """`beside`, which are on `device`, and the values of `variables`, read after them.
 
-    Both where the graph is called. None for what is too large to be worth it: of a table of
-    embeddings the model may need a few rows.
+    Both where the graph is called; but large values stay where they are.
     """
     places = {device: list[int]()}
+    values: list[Tensor] = [None] * len(variables)
     for index, variable in enumerate(variables):
         if is_small(variable):
             places.setdefault(variable.device, []).append(index)
-    values: list[Tensor | None] = [None] * len(variables)
+        else:
+            with tf.device(variable.device), tf.control_dependencies(beside):
+                values[index] = read_now(variable)
     arrived: list[Tensor] = []
     for place, indices in places.items():
         with tf.device(place), tf.control_dependencies(beside):
@@ -74,21 +78,49 @@ def read_together(
 
 @plain
 def computed_with(
-    values: Sequence[Tensor | None], after: Tensor, learner: Learner, strategy: Any, batch: Any
+    values: Sequence[Tensor], after: Tensor, learner: Learner, strategy: Any, batch: Any
 ) -> tuple[Sequence[Tensor], Tensor]:
-    """A worker's gradient and its metrics; `values`, and what is read here, are read after `after`.
+    """A worker's gradient and its metrics at `values`, of `learner.computed_with`.
 
-    `values` are of `learner.computed_with`; empty if that is.
+    Where that is empty, the learner reads its own, after `after`.
     """
 
-    def compute(batch: Any, values: Sequence[Tensor | None], after: Tensor) -> Any:
-        # In here: the strategy runs it on a thread, which knows of no dependencies from outside.
+    def compute(batch: Any, values: Sequence[Tensor], after: Tensor) -> Any:
+        # In here: the strategy runs it on a thread, which knows of no scopes from outside.
+        if values:
+            with _rows_taken_from_tables():
+                return learner.gradients_at(batch, values)
         with tf.control_dependencies([after]):
-            return learner.gradients_at(batch, values) if values else learner.gradients(batch)
+            return learner.gradients(batch)
 
     found = strategy.run(compute, args=(batch, values, after))
     gradients, sums = found
     return gradients, sums
+
+
+@plain
+def evaluated_with(values: Sequence[Tensor], learner: Learner, strategy: Any, batch: Any) -> Tensor:
+    """A worker's metrics at `values`, of `learner.evaluated_with`; its own where that is empty."""
+
+    def evaluate(batch: Any, values: Sequence[Tensor]) -> Tensor:
+        if not values:
+            return learner.evaluate(batch)
+        with _rows_taken_from_tables():
+            return learner.evaluate_at(batch, values)
+
+    return strategy.run(evaluate, args=(batch, values))
+
+
+@contextlib.contextmanager
+def _rows_taken_from_tables() -> Iterator[None]:
+    """In it rows are gathered where their table is: a table that stays there does not travel."""
+
+    def device_of(op: tf.Operation) -> str:
+        table = op.inputs[0].device if op.type == "GatherV2" else ""
+        return table or op.device
+
+    with tf.zeros([]).graph.device(device_of):
+        yield
 
 
 @contextlib.contextmanager

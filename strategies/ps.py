@@ -36,7 +36,7 @@ from strategies.base import (
 from strategies.closures import STEPS_PER_CLOSURE, Closure, closure_sizes, fetched, packed, unpacked
 from strategies.cluster import Cluster, Task
 from strategies.counts import Counts, added, with_shares
-from strategies.packing import computed_with, read_together
+from strategies.packing import computed_with, evaluated_with, read_together
 from strategies.peers import (
     SilentPeerError,
     UnknownHostError,
@@ -223,7 +223,8 @@ class ParameterServerExecutor(Executor):
                 tf.zeros([self.num_replicas], tf.int64), trainable=False
             )
         with tf.device(learner.step.device):
-            self._lock = tf.raw_ops.MutexV2(shared_name=f"applying-{os.getpid()}-{time.time_ns()}")
+            name = f"applying-{os.getpid()}-{time.time_ns()}"
+            self._locks = [tf.raw_ops.MutexV2(shared_name=f"{name}-{i}") for i in range(2)]
         self._train_unrolled, self._train_looped = self._make_train_closures()
         self._seek(position)
 
@@ -392,7 +393,7 @@ class ParameterServerExecutor(Executor):
                 ages.append(age)
             with tf.device(home):  # They travel as one.
                 all_ages = tf.stack(ages)
-            return packed(tf.add_n(sums), worker, all_ages)
+            return packed(_applied(tf.stack(sums), all_ages), worker, all_ages)
 
         @tf.function(input_signature=[source.ticket_spec()])
         def looped(ticket: Any) -> Tensor:
@@ -400,14 +401,17 @@ class ParameterServerExecutor(Executor):
             worker, worker_at_home = this_worker()
             stacked = source.parse_ticket(ticket)
             num_steps = tf.shape(ticket["gather"])[0]
-            sums = tf.zeros([len(learner.metric_names), 2], tf.float64)
-            ages = tf.TensorArray(tf.int64, size=num_steps)
+            sums = tf.TensorArray(
+                tf.float64, num_steps, element_shape=[len(learner.metric_names), 2]
+            )
+            ages = tf.TensorArray(tf.int64, num_steps, element_shape=[])
             for i in tf.range(num_steps):
                 batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
                 more, age = step(batch, worker_at_home)
-                sums += more
+                sums = sums.write(i, more)
                 ages = ages.write(i, age)
-            return packed(sums, worker, ages.stack())
+            all_ages = ages.stack()
+            return packed(_applied(sums.stack(), all_ages), worker, all_ages)
 
         return Closure(unrolled), Closure(looped)
 
@@ -427,43 +431,55 @@ class ParameterServerExecutor(Executor):
         gradient's arrival, so the look that counts is where the counter is, and has the lock.
         """
         before, gradients, sums = self._compute(batch)
-        with tf.control_dependencies(tf.nest.flatten(gradients, expand_composites=True)):
+        with tf.control_dependencies(_tensors(gradients)):
             too_old = self._is_too_old(before)
         if too_old:
             with tf.device(self._learner.step.device):
                 age = tf.constant(_DROPPED, tf.int64)
         else:
             age = self._apply_unless_too_old(gradients, worker, before)
-        return tf.where(age == _DROPPED, tf.zeros_like(sums), sums), age
+        return sums, age
 
     def _is_too_old(self, before: Tensor) -> Tensor:
-        """Whether more than `max_staleness` steps were applied since the counter was `before`."""
+        """Whether more than `max_staleness` steps were applied since the counter was `before`.
+
+        Also where the counter was set back since, and the gradient is of what is no more.
+        """
         with tf.device(self._learner.step.device):
-            return read_now(self._learner.step) - before > self._max_staleness
+            age = read_now(self._learner.step) - before
+            return (age < 0) | (age > self._max_staleness)
 
     def _apply_unless_too_old(
         self, gradients: Sequence[Tensor], worker: Tensor, before: Tensor
     ) -> Tensor:
         """`_apply_and_count` or _DROPPED; nobody else applies between the look and the application.
 
-        Only servers take part from the look on: a worker that stands still holds nobody up. What is
-        dropped here has travelled, and the rest of --wire_dtype that was in it is dropped with it.
+        Only servers take part from the look on: a worker that stands still holds nobody up. A
+        gradient that is dropped here takes with it what it had of rests of --wire_dtype; what
+        rounding took from it stays.
         """
-        variables = self._learner.variables
-        arrived = self._wire.sent_to(variables, gradients)
+        arrived = self._wire.sent_to(self._learner.variables, gradients)
+        waited_for = [*_tensors(arrived), worker]
+        # TensorFlow frees a lock when somebody who waits for it is cancelled, as a worker's end
+        # does. Who comes in then waits for the second.
+        held = []
         with tf.device(self._learner.step.device):
-            with tf.control_dependencies(tf.nest.flatten(arrived, expand_composites=True)):
-                # Freed with the graph that has it, however that ends.
-                held = tf.raw_ops.MutexLock(mutex=self._lock)
-            with tf.control_dependencies([held]):
+            for lock in self._locks:
+                with tf.control_dependencies(waited_for):
+                    # Freed with the graph that has it, however that ends.
+                    held.append(tf.raw_ops.MutexLock(mutex=lock))
+                waited_for = held[-1:]
+            with tf.control_dependencies(held):
                 too_old = self._is_too_old(before)
             if too_old:
                 age = tf.constant(_DROPPED, tf.int64)
             else:
-                age = self._count_applied(arrived, worker, before)
-            with tf.control_dependencies([age]):
-                released = tf.raw_ops.ConsumeMutexLock(mutex_lock=held)
-            with tf.control_dependencies([released]):
+                age = self._apply_arrived(arrived, worker, before)
+            done = age
+            for lock in reversed(held):
+                with tf.control_dependencies([done]):
+                    done = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+            with tf.control_dependencies([done]):
                 return tf.identity(age)
 
     def _compute(self, batch: Any) -> tuple[Tensor, Sequence[Tensor], Tensor]:
@@ -483,9 +499,9 @@ class ParameterServerExecutor(Executor):
         All of it where the counter is: an unrolled step sends gradients, and nothing comes back.
         """
         arrived = self._wire.sent_to(self._learner.variables, gradients)
-        return self._count_applied(arrived, worker, before)
+        return self._apply_arrived(arrived, worker, before)
 
-    def _count_applied(self, arrived: Sequence[Tensor], worker: Tensor, before: Tensor) -> Tensor:
+    def _apply_arrived(self, arrived: Sequence[Tensor], worker: Tensor, before: Tensor) -> Tensor:
         step = self.strategy.run(self._learner.apply, args=(arrived,))
         with tf.device(self._learner.step.device), tf.control_dependencies([step]):
             self._worker_applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
@@ -497,9 +513,28 @@ class ParameterServerExecutor(Executor):
         @tf.function(input_signature=[source.ticket_spec(size, weights=True)])
         def evaluate(ticket: Any) -> Tensor:
             batches = _unstack(source.parse_ticket(ticket), size)
-            return tf.add_n([strategy.run(learner.evaluate, args=(batch,)) for batch in batches])
+            # Nothing changes meanwhile: all batches have what is read once.
+            _, values = read_together(learner.evaluated_with, [], learner.step.device)
+            return tf.add_n([evaluated_with(values, learner, strategy, b) for b in batches])
 
         return Closure(evaluate)
+
+
+def _applied(sums: Tensor, ages: Tensor) -> Tensor:
+    """The sum of those of `sums`, [steps, metrics, 2], whose gradients were not dropped."""
+    dropped = tf.equal(ages, _DROPPED)[:, tf.newaxis, tf.newaxis]
+    return tf.reduce_sum(tf.where(dropped, tf.zeros_like(sums), sums), axis=0)
+
+
+def _tensors(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """What `gradients` consist of: rows are two tensors, and a variable may have none."""
+    tensors = []
+    for gradient in gradients:
+        if isinstance(gradient, tf.IndexedSlices):
+            tensors += [gradient.values, gradient.indices]
+        elif gradient is not None:
+            tensors.append(gradient)
+    return tensors
 
 
 def _others(cluster: Cluster) -> list[Task]:

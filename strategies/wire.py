@@ -118,9 +118,8 @@ class Wire:
         for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
             if isinstance(gradient, tf.IndexedSlices):
                 with tf.device(variable.device):
-                    arrived[index] = tf.nest.map_structure(
-                        tf.identity, gradient, expand_composites=True
-                    )
+                    values, indices = tf.identity(gradient.values), tf.identity(gradient.indices)
+                arrived[index] = tf.IndexedSlices(values, indices, gradient.dense_shape)
         for parcel in self.parcels(variables, self.rounded(gradients)):
             for index, sent in parcel.gradients.items():
                 with tf.device(parcel.device):

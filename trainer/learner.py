@@ -18,7 +18,7 @@ variable its decay, the optimizer's change, its constraint, its average.
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -119,8 +119,9 @@ class Learner:
         self._options = options = options or Options()
         trained = model.trainable_variables
         self._variables = [variable.value for variable in trained]
-        # What the model computes with.
-        self._read = [v.value for v in (*trained, *model.non_trainable_variables)]
+        # What the model computes with; of Keras, and of TensorFlow.
+        self._variables_read = [*trained, *model.non_trainable_variables]
+        self._read = [variable.value for variable in self._variables_read]
         self._constraints = [variable.constraint for variable in trained]
         paths = [variable.path for variable in trained]
         self._penalised = [False] * len(trained)
@@ -219,14 +220,12 @@ class Learner:
         return self._in_parts(batch, training, None)
 
     @plain
-    def gradients_at(
-        self, batch: Any, values: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], Tensor]:
-        """`gradients` at `values` of `computed_with`, read before; None is read here."""
+    def gradients_at(self, batch: Any, values: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """`gradients` at `values` of `computed_with`, read before."""
         return self._in_parts(batch, True, values)
 
     def _in_parts(
-        self, batch: Any, training: bool, values: Sequence[Tensor | None] | None
+        self, batch: Any, training: bool, values: Sequence[Tensor] | None
     ) -> tuple[list[Tensor], Tensor]:
         num_parts = self._options.micro_batches
         values = None if values is None else list(values)
@@ -244,47 +243,35 @@ class Learner:
         return gradients, sums
 
     def _gradients(
-        self, batch: Any, training: bool, values: list[Tensor | None] | None
+        self, batch: Any, training: bool, values: list[Tensor] | None
     ) -> tuple[list[Tensor], Tensor]:
         """`gradients` of a part of a batch; in `values` are then those for the next part."""
         scale = self.loss_scale.read() if self.loss_scale else None
         if self._compiled is not None:
-            given = values or [None] * len(self._read)
-            whole = [
-                tf.convert_to_tensor(variable) if value is None else value
-                for variable, value in zip(self._read, given, strict=True)
-            ]
-            gradients, sums, changed = self._compiled(batch, training, whole, scale)
+            given = values or [tf.convert_to_tensor(variable) for variable in self._read]
+            gradients, sums, changed = self._compiled(batch, training, given, scale)
         elif values is not None:
             gradients, sums, changed = self._compute(batch, training, values, scale)
         else:
             return self._differentiate(batch, training, self._variables, scale)
         for index, value in changed.items():
             self._read[int(index)].assign(value)
-            if values is not None and values[int(index)] is not None:
+            if values is not None:
                 values[int(index)] = value
         return gradients, sums
 
     def _compute(
-        self, batch: Any, training: bool, values: Sequence[Tensor | None], scale: Tensor | None
+        self, batch: Any, training: bool, values: Sequence[Tensor], scale: Tensor | None
     ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
-        """`_differentiate` at `values`, where they are given; and new ones of other variables.
+        """`_differentiate` at `values`; and what the model would assign, by index of the variable.
 
-        The variables whose values are given stay as they are.
+        The variables stay as they are.
         """
-        model = self.model
-        variables = [*model.trainable_variables, *model.non_trainable_variables]
-        mapping = [
-            (variable, value)
-            for variable, value in zip(variables, values, strict=True)
-            if value is not None
-        ]
+        variables = self._variables_read
+        mapping = list(zip(variables, values, strict=True))
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             before = [scope.get_current_value(variable) for variable in variables]
-            sources = [
-                variable.value if value is None else value
-                for variable, value in zip(model.trainable_variables, values, strict=False)
-            ]
+            sources = values[: len(self._variables)]
             gradients, sums = self._differentiate(batch, training, sources, scale)
             after = [scope.get_current_value(variable) for variable in variables]
         changed = {
@@ -421,21 +408,29 @@ class Learner:
 
         A weight is 1 for an example that counts, 0 for one that only fills the batch up.
         """
+        averages = self._averages.variables if self._averages else ()
+        return self._evaluate(batch, [tf.convert_to_tensor(average) for average in averages])
+
+    @property
+    def evaluated_with(self) -> Sequence[Tensor]:
+        """The tf.Variables of `evaluate_at`; none where `evaluate` is a config file's own."""
+        if type(self).evaluate is not Learner.evaluate:
+            return ()
+        averages = self._averages.variables if self._averages else self._variables
+        return [*averages, *self._read[len(averages) :]]
+
+    @plain
+    def evaluate_at(self, batch: Any, values: Sequence[Tensor]) -> Tensor:
+        """`evaluate` at `values` of `evaluated_with`, read before."""
+        return self._evaluate(batch, values)
+
+    def _evaluate(self, batch: Any, values: Sequence[Tensor]) -> Tensor:
+        """`evaluate` at `values` of the first of the model's variables; nothing is assigned."""
         inputs, labels, weights = batch
-        with self._averaged():
+        mapping = list(zip(self._variables_read, values, strict=False))
+        with keras.StatelessScope(state_mapping=mapping) if mapping else contextlib.nullcontext():
             outputs = self.model(inputs, training=False)
         return self.measure(labels, outputs, self._losses(labels, outputs), weights)
-
-    @contextlib.contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """In it the model computes with the averages, if they are kept; nothing is assigned."""
-        if self._averages is None:
-            yield
-            return
-        variables = self.model.trainable_variables
-        values = [tf.convert_to_tensor(average) for average in self._averages.variables]
-        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
-            yield
 
     def _losses(self, labels: Tensor, outputs: Tensor) -> Tensor:
         """The loss of each example, float32 [B]: a sum in float16 or bfloat16 loses most of it."""
@@ -524,7 +519,9 @@ def _dense(gradient: Tensor, variable: Tensor) -> Tensor:
     """`gradient` as a tensor of `variable`'s shape; rows that occur more than once are summed."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
+    rows = gradient.values
+    with tf.device(rows.device):
+        return tf.math.unsorted_segment_sum(rows, gradient.indices, variable.shape[0])
 
 
 def _per_example(name: str, value: Tensor, labels: Any, outputs: Any) -> Tensor:

@@ -8,7 +8,6 @@ parameter servers are threads of the chief's process, as TensorFlow's own tests 
 
 import dataclasses
 import functools
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +49,8 @@ CLASSES = 5
 # Not a multiple of the batch: an epoch ends inside one.
 EXAMPLES = 110
 SPOILT, SPOILT_EXAMPLE = "spoilt", 77
+# Asynchronous parameter servers with --max_staleness.
+BOUNDED = "ps-bounded"
 
 OPTIMIZERS = {"momentum": 0.2, "adam": 0.02}
 
@@ -81,15 +82,27 @@ def build_random_model(config: Config) -> keras.Model:
     )
 
 
+class Unused(keras.layers.Layer):
+    """Has a variable that no output depends on."""
+
+    def build(self, shape: Any) -> None:
+        self.unused = self.add_weight(shape=(2,), name="unused")
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
 def build_model_with_embedding(config: Config, num_rows: int = 8) -> keras.Model:
     """Each of the three floats has a row of a table, whose gradient is rows, too."""
     layers = keras.layers
+
     return keras.Sequential(
         [
             keras.Input((3,)),
             layers.Discretization(bin_boundaries=[-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5]),
             layers.Embedding(num_rows, 4),
             layers.Flatten(),
+            Unused(),
             layers.Dense(CLASSES),
         ]
     )
@@ -104,12 +117,14 @@ class Case:
         spoils: Whether one example's numbers are beyond what float16 holds.
         model: What makes the model.
         like: The case that it must differ from.
+        bounded: Whether it is trained with a bound of staleness, too.
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
     spoils: bool = False
     model: Callable[[Config], keras.Model] = build_model
     like: str = "plain"
+    bounded: bool = False
 
 
 SCHEDULES = {
@@ -128,7 +143,7 @@ DECAY = WeightDecayConfig(rate=0.1, exclude="bias")
 PENALTY = PenaltyConfig(l1=1e-3, l2=1e-2)
 
 CASES = {
-    "plain": Case(),
+    "plain": Case(bounded=True),
     "clip.value": Case({"clip": ClipConfig(value=0.01)}),
     "clip.norm": Case({"clip": ClipConfig(norm=0.05)}),
     "clip.global_norm": Case({"clip": ClipConfig(global_norm=0.1)}),
@@ -150,14 +165,15 @@ CASES = {
             "label_smoothing": 0.2,
             "jit_compile": True,
             "schedule": SCHEDULES["cosine"],
-        }
+        },
+        bounded=True,
     ),
     "dropout": Case(model=build_random_model),
     "dropout: compiled in parts": Case(
         {"jit_compile": True, "micro_batches": 2}, model=build_random_model
     ),
     "plain: embedding": Case(model=build_model_with_embedding),
-    # Of 1.1 MB: a parameter server sends only the rows that a worker needs.
+    # Of 1.1 MB: it stays on its parameter server.
     "plain: large embedding": Case(
         model=functools.partial(build_model_with_embedding, num_rows=70_000)
     ),
@@ -165,11 +181,14 @@ CASES = {
         {"clip": ClipConfig(global_norm=0.1)},
         model=build_model_with_embedding,
         like="plain: embedding",
+        bounded=True,
     ),
     "mixed_bfloat16": Case({"precision": "mixed_bfloat16"}),
     # Its scale is lowered by the spoilt example, and doubled after four steps without.
     "mixed_float16": Case(
-        {"precision": "mixed_float16", "loss_scale": LossScaleConfig(2.0**10, 4)}, spoils=True
+        {"precision": "mixed_float16", "loss_scale": LossScaleConfig(2.0**10, 4)},
+        spoils=True,
+        bounded=True,
     ),
 }
 
@@ -178,15 +197,20 @@ def with_momentum(config: Config) -> keras.Optimizer:
     return keras.optimizers.SGD(config.learning_rate, momentum=0.9)
 
 
-def recipes() -> Iterator[tuple[str, Recipe, bool]]:
-    """Name, recipe and whether the data is spoilt, of all that is trained."""
+def recipes(executor: str = "") -> Iterator[tuple[str, Recipe, bool]]:
+    """Name, recipe and whether the data is spoilt, of all that is trained; by `executor`."""
+    is_bounded = executor.startswith(BOUNDED)
     for name, case in CASES.items():
+        if is_bounded and not case.bounded:
+            continue
         for optimizer, rate in OPTIMIZERS.items():
             if optimizer == "adam" and name in FOR_ANY_OPTIMIZER:
                 continue
             config = Config(learning_rate=rate, **case.changes)
             build_optimizer = with_momentum if optimizer == "momentum" else None
             yield f"{name}/{optimizer}", _recipe(config, build_optimizer, case.model), case.spoils
+    if is_bounded:
+        return
     for optimizer in sorted(supported_optimizers().keys() - {"adam", "sgd"}):
         yield f"optimizer/{optimizer}", _recipe(Config(optimizer=optimizer), None), False
 
@@ -274,8 +298,8 @@ def executors(name: str) -> Callable[[], Executor]:
     if strategy_name == "ps-sync":
         return lambda: SynchronousParameterServerExecutor(servers, chief, int(num_workers))
     # A single worker's gradients are never too old; but the graph is another one with a bound.
-    bounds = itertools.cycle([None, 0])
-    return lambda: ParameterServerExecutor(servers, chief, max_staleness=next(bounds))
+    max_staleness = 0 if strategy_name == BOUNDED else None
+    return lambda: ParameterServerExecutor(servers, chief, max_staleness=max_staleness)
 
 
 def main(name: str, directory: Path, to: Path) -> None:
@@ -283,7 +307,7 @@ def main(name: str, directory: Path, to: Path) -> None:
     found: dict[str, npt.NDArray[Any]] = {}
     # More than one step in a graph; and a whole window of batches.
     calls = (1, 4, 1, 14)
-    for case, recipe, spoils in recipes():
+    for case, recipe, spoils in recipes(name):
         data = directory / (SPOILT if spoils else "data")
         trained = train(recipe, make(), open_reader(data), calls)
         found |= {f"{case}/{key}": value for key, value in trained.items()}

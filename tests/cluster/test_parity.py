@@ -23,11 +23,16 @@ from trainer.config import Config
 from trainer.options import PRECISIONS
 
 ALONE = "mirrored-1"
-SHARED = ("mirrored-2", "multiworker-2", "ps-sync-2", "ps-async-1")
+SHARED = ("mirrored-2", "multiworker-2", "ps-sync-2", "ps-async-1", f"{parity.BOUNDED}-1")
 # All of them together, on two cores that others use too.
 pytestmark = pytest.mark.timeout(1500)
 
 NAMES = [name for name, _, _ in parity.recipes()]
+TRAINED = [
+    (name, executor)
+    for executor in (*SHARED, "multiworker-2, worker 1")
+    for name, _, _ in parity.recipes(executor)
+]
 # What is rounded to 8 or 11 bits depends on which examples are multiplied together.
 TOLERANCES = {"mixed_bfloat16": 2e-2, "mixed_float16": 2e-3}
 
@@ -88,8 +93,7 @@ def read(directory: Path) -> Found:
     return found
 
 
-@pytest.mark.parametrize("executor", [*SHARED, "multiworker-2, worker 1"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "executor"), TRAINED)
 def test_option_ends_in_the_weights_of_one_device(
     name: str, executor: str, trained: Mapping[str, Found]
 ) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -36,10 +37,7 @@ def test_every_applied_update_is_counted_and_no_other(digits: Path, tmp_path: Pa
 def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
     digits: Path, tmp_path: Path
 ) -> None:
-    """Worker 0 is slower than the others, so its gradients are older.
-
-    Some are looked at twice: what others apply while a gradient travels makes it too old, too.
-    """
+    """Worker 0 is slower than the others, so its gradients are older."""
     counting = ("--config=tests/cluster/configs/counting.py", "--config.delay_ms=60")
     flags = (*counting, f"--data_dir={digits}", "--train_steps=200")
     topology = Topology("ps-3+1", "ps", ("--workers=3", "--ps=1", "--num_threads=1"))
@@ -54,6 +52,31 @@ def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
     assert weight == result["step"] == sum(result["worker_steps"].values()) == 200
     assert result["batches"] == {"handed_out": 200, "finished": 200, "repeated": 0}
     assert oldest(bounded) <= 1
+
+
+def test_no_gradient_is_applied_in_the_time_of_another(digits: Path, tmp_path: Path) -> None:
+    """Workers look at the counter while others, who have looked before, are still applying."""
+    flags = (
+        "--config=tests/cluster/configs/counting.py",
+        "--config.apply_ms=30",
+        f"--data_dir={digits}",
+        "--train_steps=100",
+    )
+    topology = Topology("ps-3+2", "ps", ("--workers=3", "--ps=2", "--num_threads=1"))
+    any_age = train(topology, tmp_path / "any", *flags)
+    assert oldest(any_age) > 0, "no two workers applied at the same time"
+
+    bounded = train(topology, tmp_path / "bounded", *flags, "--max_staleness=0")
+
+    result = bounded.result
+    (weight,) = bounded.weights().values()
+    assert sum(result["worker_dropped"].values()) > 0
+    assert weight == result["step"] == sum(result["worker_steps"].values()) == 100
+    assert result["batches"] == {"handed_out": 100, "finished": 100, "repeated": 0}
+    assert oldest(bounded) == 0
+    # Step k is of weight k, and what was dropped is in no mean.
+    (report,) = bounded.metrics("train")
+    assert report["loss"] == -np.arange(100).mean()
 
 
 def oldest(run: Run) -> int:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from strategies.packing import carried, computed_with, is_small, read_together
+from strategies.packing import carried, computed_with, evaluated_with, is_small, read_together
 from tests.unit.replicas import replicas
 from trainer.learner import Learner, sparse_categorical_crossentropy
-from trainer.options import Options
+from trainer.options import EmaConfig, Options
 
 LARGE = [600, 600]
 
@@ -37,7 +37,7 @@ def test_all_that_is_carried_arrives_as_it_was() -> None:
             np.testing.assert_array_equal(there.numpy(), here.numpy())
 
 
-def make_learner(micro_batches: int = 1) -> Learner:
+def make_learner(micro_batches: int = 1, decay: float = 0.0) -> Learner:
     layers = keras.layers
     model = keras.Sequential(
         [
@@ -53,7 +53,7 @@ def make_learner(micro_batches: int = 1) -> Learner:
         sparse_categorical_crossentropy,
         {},
         batch_size=8,
-        options=Options(micro_batches=micro_batches),
+        options=Options(micro_batches=micro_batches, ema=EmaConfig(decay=decay)),
     )
 
 
@@ -72,15 +72,83 @@ def test_gradients_at_values_are_those_at_the_variables(micro_batches: int) -> N
         if is_given:
             device = learner.step.device
             (_,), values = read_together(learner.computed_with, [tf.constant(1)], device)
-            assert [value is None for value in values] == [
-                not is_small(variable) for variable in learner.computed_with
-            ]
             gradients, sums = learner.gradients_at(batch(), values)
         else:
             gradients, sums = learner.gradients(batch())
         found.append([*gradients, sums, *learner.model.get_weights()])
     for given, read in zip(*found, strict=True):
         np.testing.assert_array_equal(given, read)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_evaluation_at_values_reads_no_variable(decay: float) -> None:
+    learner = make_learner(decay=decay)
+    for variable in learner.evaluated_with:
+        if variable.dtype.is_floating:
+            variable.assign(np.random.default_rng(1).uniform(0.1, 1, variable.shape))
+    weighted = (*batch(), tf.constant([1.0] * 7 + [0.0]))
+    _, values = read_together(learner.evaluated_with, [], learner.step.device)
+
+    evaluate = tf.function(learner.evaluate_at).get_concrete_function(weighted, values)
+
+    assert "ReadVariableOp" not in {op.type for op in evaluate.graph.get_operations()}
+    expected = learner.evaluate(weighted)
+    np.testing.assert_array_equal(learner.evaluate_at(weighted, values), expected)
+    learner.evaluated_with[1].assign_add(tf.ones(LARGE[1]))
+    np.testing.assert_array_equal(learner.evaluate_at(weighted, values), expected)
+    assert np.any(learner.evaluate(weighted) != expected)
+
+
+def test_evaluation_of_a_config_file_reads_its_own() -> None:
+    class Own(Learner):
+        def evaluate(self, batch: Any) -> Any:
+            return super().evaluate(batch)
+
+    learner = make_learner()
+    learner.__class__ = Own
+    assert not learner.evaluated_with
+
+
+def test_rows_are_gathered_where_a_large_table_is() -> None:
+    """And a kernel, however large, is multiplied where the batch is."""
+    replicas(2)
+    here, there = tf.config.list_logical_devices("CPU")[:2]
+    layers = keras.layers
+    with tf.device(there.name):
+        model = keras.Sequential(
+            [
+                keras.Input([2]),
+                layers.Embedding(100_000, 4),
+                layers.Flatten(),
+                layers.Dense(40_000),
+                layers.Dense(3),
+            ]
+        )
+        learner = Learner(
+            model, keras.optimizers.SGD(0.1), sparse_categorical_crossentropy, {}, batch_size=2
+        )
+    one = tf.distribute.OneDeviceStrategy(here.name)
+    labels, weights = tf.constant([0, 1]), tf.ones([2])
+    inputs = tf.constant([[1.0, 2.0], [2.0, 99_999.0]])
+
+    @tf.function
+    def compute() -> Any:
+        device = learner.step.device
+        (step,), values = read_together(learner.computed_with, [learner.step.read_value()], device)
+        evaluated = evaluated_with(values, learner, one, (inputs, labels, weights))
+        return *computed_with(values, step, learner, one, (inputs, labels)), evaluated
+
+    graph = compute.get_concrete_function().graph
+    ops = graph.get_operations()
+    gathers = [op for op in ops if op.type == "GatherV2"]
+    assert len(gathers) == 2
+    assert {tf.DeviceSpec.from_string(op.device).device_index for op in gathers} == {1}
+    products = [op for op in ops if op.type == "MatMul"]
+    assert {tf.DeviceSpec.from_string(op.device).device_index for op in products} == {0}
+    (rows, *_), sums, evaluated = compute()
+    assert isinstance(rows, tf.IndexedSlices)
+    np.testing.assert_array_equal(rows.indices, [1, 2, 2, 99_999])
+    np.testing.assert_allclose(evaluated, sums, rtol=1e-6)
 
 
 @pytest.mark.parametrize("has_own", [False, True])

@@ -1,5 +1,6 @@
 """Gradients on their way: what is rounded is not lost."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,14 @@ def test_rows_of_a_table_and_what_is_small_already_travel_as_they_are() -> None:
     assert arrived[2] is None
     assert arrived[3].numpy() != third.numpy()
     assert Wire().sent_to(variables, gradients)[3].numpy() == third.numpy()
+
+
+def test_rows_arrive_where_their_table_is() -> None:
+    place = "/job:ps/replica:0/task:1/device:CPU:0"
+    with tf.Graph().as_default():
+        rows = tf.IndexedSlices(tf.ones([1, 1]), tf.constant([1]), tf.constant([2, 1]))
+        (arrived,) = Wire().sent_to([types.SimpleNamespace(device=place)], [rows])
+    assert arrived.values.device == arrived.indices.device == place
 
 
 def test_two_wires_of_a_process_have_rests_of_their_own() -> None:

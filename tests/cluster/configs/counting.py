@@ -21,10 +21,12 @@ class CountingConfig(Config):
     Attributes:
         hold_dir: Where files `hold-<worker>` hold ps workers back, and `pause` slows the chief.
         delay_ms: What a step of ps worker 0 takes longer.
+        apply_ms: What an application takes, where the weight is.
     """
 
     hold_dir: str = ""
     delay_ms: int = 0
+    apply_ms: int = 0
 
 
 def get_config() -> CountingConfig:
@@ -60,6 +62,21 @@ def build_model(config: CountingConfig) -> "keras.Model":
 
     images = keras.Input((8, 8, 1))
     return keras.Model(images, Weight()(images))
+
+
+def build_optimizer(config: CountingConfig) -> "keras.Optimizer":
+    import keras
+    import tensorflow as tf
+
+    from benchmarks.delay import late
+
+    class SlowSGD(keras.optimizers.SGD):
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            if config.apply_ms:
+                gradient = late(tf.ensure_shape(gradient, []), config.apply_ms)
+            super().update_step(gradient, variable, learning_rate)
+
+    return SlowSGD(config.learning_rate)
 
 
 def loss(labels: Any, outputs: Any) -> Any:
