@@ -425,39 +425,13 @@ class ParameterServerExecutor(Executor):
         return sums, self._apply_and_count(gradients, worker, before)
 
     def _bounded_step(self, batch: Any, worker: Tensor) -> tuple[Tensor, Tensor]:
-        """`_free_step`, unless the gradient is too old; in cross-replica context.
+        """`_free_step`, unless the gradient is too old when it has arrived.
 
-        The first look is for what need not travel. Others may apply steps between that and the
-        gradient's arrival, so the look that counts is where the counter is, and has the lock.
+        Nobody else applies between that look and the application, in which only servers take part:
+        a worker that stands still holds nobody up. A gradient that is dropped takes with it what it
+        had of rests of --wire_dtype; what rounding took from it stays.
         """
         before, gradients, sums = self._compute(batch)
-        with tf.control_dependencies(_tensors(gradients)):
-            too_old = self._is_too_old(before)
-        if too_old:
-            with tf.device(self._learner.step.device):
-                age = tf.constant(_DROPPED, tf.int64)
-        else:
-            age = self._apply_unless_too_old(gradients, worker, before)
-        return sums, age
-
-    def _is_too_old(self, before: Tensor) -> Tensor:
-        """Whether more than `max_staleness` steps were applied since the counter was `before`.
-
-        Also where the counter was set back since, and the gradient is of what is no more.
-        """
-        with tf.device(self._learner.step.device):
-            age = read_now(self._learner.step) - before
-            return (age < 0) | (age > self._max_staleness)
-
-    def _apply_unless_too_old(
-        self, gradients: Sequence[Tensor], worker: Tensor, before: Tensor
-    ) -> Tensor:
-        """`_apply_and_count` or _DROPPED; nobody else applies between the look and the application.
-
-        Only servers take part from the look on: a worker that stands still holds nobody up. A
-        gradient that is dropped here takes with it what it had of rests of --wire_dtype; what
-        rounding took from it stays.
-        """
         arrived = self._wire.sent_to(self._learner.variables, gradients)
         waited_for = [*_tensors(arrived), worker]
         # TensorFlow frees a lock when somebody who waits for it is cancelled, as a worker's end
@@ -470,8 +444,9 @@ class ParameterServerExecutor(Executor):
                     held.append(tf.raw_ops.MutexLock(mutex=lock))
                 waited_for = held[-1:]
             with tf.control_dependencies(held):
-                too_old = self._is_too_old(before)
-            if too_old:
+                age = read_now(self._learner.step) - before
+            # Below 0 where the counter was set back: the gradient is of what is no more.
+            if (age < 0) | (age > self._max_staleness):
                 age = tf.constant(_DROPPED, tf.int64)
             else:
                 age = self._apply_arrived(arrived, worker, before)
@@ -480,7 +455,7 @@ class ParameterServerExecutor(Executor):
                 with tf.control_dependencies([done]):
                     done = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
             with tf.control_dependencies([done]):
-                return tf.identity(age)
+                return sums, tf.identity(age)
 
     def _compute(self, batch: Any) -> tuple[Tensor, Sequence[Tensor], Tensor]:
         """What the counter says; a gradient of variables read after it, and its metrics."""
