@@ -421,8 +421,8 @@ class ParameterServerExecutor(Executor):
         Staleness is what the counter says at the application, less what it said before the
         variables were read: steps of others that this gradient does not know of.
         """
-        before, gradients, sums = self._compute(batch)
-        return sums, self._apply_and_count(gradients, worker, before)
+        before, arrived, sums = self._compute(batch)
+        return sums, self._apply_and_count(arrived, worker, before)
 
     def _bounded_step(self, batch: Any, worker: Tensor) -> tuple[Tensor, Tensor]:
         """`_free_step`, unless the gradient is too old when it has arrived.
@@ -431,8 +431,7 @@ class ParameterServerExecutor(Executor):
         a worker that stands still holds nobody up. A gradient that is dropped takes with it what it
         had of rests of --wire_dtype; what rounding took from it stays.
         """
-        before, gradients, sums = self._compute(batch)
-        arrived = self._wire.sent_to(self._learner.variables, gradients)
+        before, arrived, sums = self._compute(batch)
         waited_for = [*_tensors(arrived), worker]
         # TensorFlow frees a lock when somebody who waits for it is cancelled, as a worker's end
         # does. Who comes in then waits for the second.
@@ -449,7 +448,7 @@ class ParameterServerExecutor(Executor):
             if (age < 0) | (age > self._max_staleness):
                 age = tf.constant(_DROPPED, tf.int64)
             else:
-                age = self._apply_arrived(arrived, worker, before)
+                age = self._apply_and_count(arrived, worker, before)
             done = age
             for lock in reversed(held):
                 with tf.control_dependencies([done]):
@@ -458,25 +457,20 @@ class ParameterServerExecutor(Executor):
                 return sums, tf.identity(age)
 
     def _compute(self, batch: Any) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        """What the counter says; a gradient of variables read after it, and its metrics."""
+        """What the counter says; a gradient of variables read after it, sent; and its metrics."""
         learner = self._learner
         home = learner.step.device
         with tf.device(home):
             before = read_now(learner.step)
         (arrived,), values = read_together(learner.computed_with, [before], home)
-        return before, *computed_with(values, arrived, learner, self.strategy, batch)
+        gradients, sums = computed_with(values, arrived, learner, self.strategy, batch)
+        return before, self._wire.sent_to(learner.variables, gradients), sums
 
-    def _apply_and_count(
-        self, gradients: Sequence[Tensor], worker: Tensor, before: Tensor
-    ) -> Tensor:
-        """Applies `gradients`, and counts them as those of `worker`; returns their staleness.
+    def _apply_and_count(self, arrived: Sequence[Tensor], worker: Tensor, before: Tensor) -> Tensor:
+        """Applies gradients that have `arrived`, and counts them as `worker`'s; their staleness.
 
         All of it where the counter is: an unrolled step sends gradients, and nothing comes back.
         """
-        arrived = self._wire.sent_to(self._learner.variables, gradients)
-        return self._apply_arrived(arrived, worker, before)
-
-    def _apply_arrived(self, arrived: Sequence[Tensor], worker: Tensor, before: Tensor) -> Tensor:
         step = self.strategy.run(self._learner.apply, args=(arrived,))
         with tf.device(self._learner.step.device), tf.control_dependencies([step]):
             self._worker_applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
