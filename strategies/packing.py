@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from data.graphs import plain
+from data.graphs import converted, plain
 from strategies.base import Learner, Tensor, read_now
 
 # What is larger travels alone: to copy it would cost more than to send it.
@@ -91,7 +91,7 @@ def computed_with(
             with _rows_taken_from_tables():
                 return learner.gradients_at(batch, values)
         with tf.control_dependencies([after]):
-            return learner.gradients(batch)
+            return converted(learner.gradients)(batch)
 
     found = strategy.run(compute, args=(batch, values, after))
     gradients, sums = found
@@ -104,7 +104,7 @@ def evaluated_with(values: Sequence[Tensor], learner: Learner, strategy: Any, ba
 
     def evaluate(batch: Any, values: Sequence[Tensor]) -> Tensor:
         if not values:
-            return learner.evaluate(batch)
+            return converted(learner.evaluate)(batch)
         with _rows_taken_from_tables():
             return learner.evaluate_at(batch, values)
 
@@ -113,14 +113,32 @@ def evaluated_with(values: Sequence[Tensor], learner: Learner, strategy: Any, ba
 
 @contextlib.contextmanager
 def _rows_taken_from_tables() -> Iterator[None]:
-    """In it rows are gathered where their table is: a table that stays there does not travel."""
+    """In it rows are gathered where their table is, unless they are as much as that.
 
-    def device_of(op: tf.Operation) -> str:
-        table = op.inputs[0].device if op.type == "GatherV2" else ""
-        return table or op.device
+    A table that stays on its server does not travel then.
+    """
+
+    def device_of(op: Any) -> Any:
+        if op.type != "GatherV2":
+            return op.device
+        rows, table = op.outputs[0], op.inputs[0]
+        known = rows.shape.is_fully_defined() and table.shape.is_fully_defined()
+        if known and num_bytes(rows) >= num_bytes(table):
+            return op.device
+        return _outside_of_branches(table).device or op.device
 
     with tf.zeros([]).graph.device(device_of):
         yield
+
+
+def _outside_of_branches(tensor: Tensor) -> Tensor:
+    """What `tensor` is in the graph where it was computed, if a branch of that has captured it."""
+    while tensor.op.type == "Placeholder":
+        found = [outer for outer, inner in tensor.graph.captures if inner is tensor]
+        if not found or not hasattr(found[0], "op"):
+            break
+        tensor = found[0]
+    return tensor
 
 
 @contextlib.contextmanager

@@ -433,8 +433,9 @@ class ParameterServerExecutor(Executor):
         """
         before, arrived, sums = self._compute(batch)
         waited_for = [*_tensors(arrived), worker]
-        # TensorFlow frees a lock when somebody who waits for it is cancelled, as a worker's end
-        # does. Who comes in then waits for the second.
+        # TensorFlow frees a lock when somebody who waits for it is cancelled: when a worker ends.
+        # Who comes in then waits for the second. Two are inside only where several workers end
+        # while others stand in line.
         held = []
         with tf.device(self._learner.step.device):
             for lock in self._locks:

@@ -15,7 +15,6 @@ whether all of it is finite, in float16; clipping; the learning rate of this ste
 variable its decay, the optimizer's change, its constraint, its average.
 """
 
-import contextlib
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -428,7 +427,7 @@ class Learner:
         """`evaluate` at `values` of the first of the model's variables; nothing is assigned."""
         inputs, labels, weights = batch
         mapping = list(zip(self._variables_read, values, strict=False))
-        with keras.StatelessScope(state_mapping=mapping) if mapping else contextlib.nullcontext():
+        with keras.StatelessScope(state_mapping=mapping):
             outputs = self.model(inputs, training=False)
         return self.measure(labels, outputs, self._losses(labels, outputs), weights)
 

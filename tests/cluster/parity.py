@@ -24,6 +24,7 @@ from data.order import Order
 from data.pipeline import Reader
 from data.records import Split, open_split
 from data.writing import write_shards
+from strategies import closures, ps
 from strategies.base import Executor, Position
 from strategies.cluster import Task, local_cluster, parse_tf_config
 from strategies.mirrored import MirroredExecutor
@@ -272,6 +273,11 @@ def train(
     if learner.loss_scale:
         found["loss_scale"] = np.array([float(v.numpy()) for v in learner.state["loss_scale"]])
     return found
+
+
+# Of four batches, as windows are here: some closures are unrolled then, and others loops.
+for module in (closures, ps):
+    vars(module).update(STEPS_PER_CLOSURE=4)
 
 
 def executors(name: str) -> Callable[[], Executor]:

@@ -99,55 +99,95 @@ def test_evaluation_at_values_reads_no_variable(decay: float) -> None:
     assert np.any(learner.evaluate(weighted) != expected)
 
 
-def test_evaluation_of_a_config_file_reads_its_own() -> None:
-    class Own(Learner):
-        def evaluate(self, batch: Any) -> Any:
-            return super().evaluate(batch)
+class Branching(Learner):
+    """Like what a config file may bring, with Python's `if` on tensors."""
 
-    learner = make_learner()
-    learner.__class__ = Own
+    __module__ = "somewhere.else"
+
+    def gradients(self, batch: Any, *, training: bool = True) -> Any:
+        gradients, sums = super().gradients(batch, training=training)
+        if tf.reduce_sum(sums) < 0:
+            sums = tf.zeros_like(sums)
+        return gradients, sums
+
+    def evaluate(self, batch: Any) -> Any:
+        sums = super().evaluate(batch)
+        if tf.reduce_sum(sums) < 0:
+            sums = tf.zeros_like(sums)
+        return sums
+
+
+Branching.gradients.__module__ = Branching.evaluate.__module__ = "somewhere.else"
+
+
+def test_what_a_config_file_computes_reads_its_own_and_is_rewritten_to_a_graph() -> None:
+    strategy = replicas(1)
+    with strategy.scope():
+        learner = make_learner()
+    learner.__class__ = Branching
     assert not learner.evaluated_with
+    assert not learner.computed_with
+
+    @tf.function
+    def compute() -> Any:
+        weighted = (*batch(), tf.ones([8]))
+        evaluated = evaluated_with([], learner, strategy, weighted)
+        return *computed_with([], tf.constant(0), learner, strategy, batch()), evaluated
+
+    _, sums, evaluated = compute()
+    assert sums[0, 1] == evaluated[0, 1] == 8
 
 
-def test_rows_are_gathered_where_a_large_table_is() -> None:
+@pytest.mark.parametrize("in_branch", [False, True])
+@pytest.mark.parametrize("num_rows", [100_000, 65_536])
+def test_rows_are_gathered_where_a_large_table_is_if_they_are_less(
+    num_rows: int, in_branch: bool
+) -> None:
     """And a kernel, however large, is multiplied where the batch is."""
     replicas(2)
     here, there = tf.config.list_logical_devices("CPU")[:2]
+    is_less = num_rows > 65_536
     layers = keras.layers
     with tf.device(there.name):
         model = keras.Sequential(
-            [
-                keras.Input([2]),
-                layers.Embedding(100_000, 4),
-                layers.Flatten(),
-                layers.Dense(40_000),
-                layers.Dense(3),
-            ]
+            [keras.Input([32_768]), layers.Embedding(num_rows, 4), layers.Flatten()]
         )
+        model.add(layers.Dense(3))
         learner = Learner(
             model, keras.optimizers.SGD(0.1), sparse_categorical_crossentropy, {}, batch_size=2
         )
     one = tf.distribute.OneDeviceStrategy(here.name)
     labels, weights = tf.constant([0, 1]), tf.ones([2])
-    inputs = tf.constant([[1.0, 2.0], [2.0, 99_999.0]])
+    inputs = tf.reshape(tf.range(65_536.0), [2, 32_768])
+    graphs = []
 
-    @tf.function
+    def compute_all(values: Any, step: Any) -> Any:
+        graphs.append(step.graph)
+        evaluated = evaluated_with(values, learner, one, (inputs, labels, weights))
+        gradients, sums = computed_with(values, step, learner, one, (inputs, labels))
+        return gradients[0].indices, sums, evaluated
+
+    @tf.function(autograph=False)
     def compute() -> Any:
         device = learner.step.device
         (step,), values = read_together(learner.computed_with, [learner.step.read_value()], device)
-        evaluated = evaluated_with(values, learner, one, (inputs, labels, weights))
-        return *computed_with(values, step, learner, one, (inputs, labels)), evaluated
+        if not in_branch:
+            return compute_all(values, tf.identity(step))
 
-    graph = compute.get_concrete_function().graph
-    ops = graph.get_operations()
-    gathers = [op for op in ops if op.type == "GatherV2"]
-    assert len(gathers) == 2
-    assert {tf.DeviceSpec.from_string(op.device).device_index for op in gathers} == {1}
-    products = [op for op in ops if op.type == "MatMul"]
-    assert {tf.DeviceSpec.from_string(op.device).device_index for op in products} == {0}
-    (rows, *_), sums, evaluated = compute()
-    assert isinstance(rows, tf.IndexedSlices)
-    np.testing.assert_array_equal(rows.indices, [1, 2, 2, 99_999])
+        def branch() -> Any:
+            return compute_all(values, tf.identity(step))
+
+        def nothing() -> Any:
+            return tf.zeros([65_536], tf.int32), *[tf.zeros([1, 2], tf.float64)] * 2
+
+        return tf.cond(step >= 0, branch, nothing)
+
+    indices, sums, evaluated = compute()
+    ops = graphs[0].get_operations()
+    for kind, is_there in (("GatherV2", is_less), ("MatMul", False)):
+        found = [tf.DeviceSpec.from_string(op.device) for op in ops if op.type == kind]
+        assert {device.device_index for device in found} == {int(is_there)}
+    np.testing.assert_array_equal(indices, np.arange(65_536))
     np.testing.assert_allclose(evaluated, sums, rtol=1e-6)
 
 
