@@ -79,7 +79,7 @@ class ParameterServerExecutor(Executor):
         """Uses `strategy`, a ParameterServerStrategy of `cluster` and, if that names none, a chief.
 
         A gradient that is older than `max_staleness` steps when it could be applied is dropped,
-        and its batch handed out again, so none that is older is ever applied; None applies all.
+        and its batch handed out again; None applies all.
         """
         super().__init__()
         self.strategy = strategy
