@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -29,14 +29,13 @@ from strategies.base import (
     PeerLostError,
     Position,
     Tensor,
-    read_now,
     refuse_open_shares,
     to_metrics,
 )
-from strategies.closures import STEPS_PER_CLOSURE, Closure, closure_sizes, fetched, packed, unpacked
+from strategies.closures import STEPS_PER_CLOSURE, Closure, closure_sizes, fetched, unpacked
 from strategies.cluster import Cluster, Task
 from strategies.counts import Counts, added, with_shares
-from strategies.packing import computed_with, evaluated_with, read_together
+from strategies.packing import evaluated_with, read_together
 from strategies.peers import (
     SilentPeerError,
     UnknownHostError,
@@ -48,6 +47,7 @@ from strategies.peers import (
 from strategies.placement import place, placed, record
 from strategies.ports import free_ports
 from strategies.ps_server import check_versions, end_servers, listen_for_stop
+from strategies.ps_steps import DROPPED, AsynchronousSteps, unstack
 from strategies.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -58,9 +58,6 @@ _LEASE_SECS = 0.5
 # hundreds of runs, when several threads copied results of a run's first closures or evaluation:
 # most likely a race within TensorFlow, of a function that runs with one that is being made.
 _TORN_REQUEST = "Unable to parse request"
-
-# In place of a gradient's staleness, if it was too old.
-_DROPPED = -1
 
 _KEPT: list["ParameterServerExecutor"] = []
 
@@ -194,7 +191,7 @@ class ParameterServerExecutor(Executor):
         that is nobody's.) `staleness` is of the gradients in finished tickets; `batches` sums up:
         applied are finished and repeated ones.
         """
-        applied = dict(zip(self._workers(), self._worker_applied.numpy().tolist(), strict=True))
+        applied = dict(zip(self._workers(), self._steps.applied.numpy().tolist(), strict=True))
         finished = sum(self._worker_finished.values())
         batch_size = self._source.order.batch_size
         return {
@@ -218,27 +215,28 @@ class ParameterServerExecutor(Executor):
     def start(self, learner: Learner, source: Any, evaluation: Any, position: Position) -> None:
         """See Executor."""
         self._set_up(learner, source, evaluation)
-        with self.strategy.scope(), self.strategy.extended.colocate_vars_with(learner.step):
-            self._worker_applied = tf.Variable(
-                tf.zeros([self.num_replicas], tf.int64), trainable=False
-            )
-        with tf.device(learner.step.device):
-            name = f"applying-{os.getpid()}-{time.time_ns()}"
-            self._locks = [tf.raw_ops.MutexV2(shared_name=f"{name}-{i}") for i in range(2)]
-        self._train_unrolled, self._train_looped = self._make_train_closures()
+        self._steps = AsynchronousSteps(
+            self.strategy,
+            learner,
+            self._source,
+            self._wire,
+            num_workers=self.num_replicas,
+            max_staleness=self._max_staleness,
+        )
+        self._train_unrolled, self._train_looped = self._steps.closures()
         self._seek(position)
 
     def _forget(self) -> None:
         """See Executor."""
         if self._wire.rounds:
             self._wire.forget()
-            self._train_unrolled, self._train_looped = self._make_train_closures()
+            self._train_unrolled, self._train_looped = self._steps.closures()
 
     def _seek(self, position: Position) -> None:
         """See Executor."""
         refuse_open_shares(position, self._source.order)
         self._begin_at(position)
-        self._worker_applied.assign(tf.zeros_like(self._worker_applied))
+        self._steps.applied.assign(tf.zeros_like(self._steps.applied))
 
     def _begin_at(self, position: Position) -> None:
         """What is counted on the chief begins at 0, and the first batch is that of `position`."""
@@ -277,14 +275,14 @@ class ParameterServerExecutor(Executor):
                 sums += closure_sums
                 self._count(f"worker {worker}", ages)
                 # What was dropped is handed out again, a batch at a time.
-                tickets += [(first + int(i), 1) for i in np.flatnonzero(ages == _DROPPED)]
+                tickets += [(first + int(i), 1) for i in np.flatnonzero(ages == DROPPED)]
         self._stopping = self._stop_requested
         return to_metrics(self._learner.metric_names, sums), time.monotonic() - started
 
     def _count(self, worker: str, ages: Any) -> None:
         """Books the staleness of each of a worker's gradients, or that it was dropped."""
         for age, number in zip(*np.unique(ages, return_counts=True), strict=True):
-            if age == _DROPPED:
+            if age == DROPPED:
                 self._worker_dropped[worker] += int(number)
             else:
                 self._worker_finished[worker] += int(number)
@@ -360,151 +358,17 @@ class ParameterServerExecutor(Executor):
         with losses_explained():
             self._coordinator.join()
 
-    def _make_train_closures(self) -> tuple[Closure, Closure]:
-        """A closure for tickets of STEPS_PER_CLOSURE batches, unrolled, and one for any other.
-
-        They return what `unpacked` takes.
-
-        Unrolled steps are faster than a loop in the graph, but each number of them is a graph of
-        its own, and a graph takes seconds to trace and to send.
-        """
-        source, learner = self._source, self._learner
-        step = self._free_step if self._max_staleness is None else self._bounded_step
-        home = learner.step.device
-
-        def this_worker() -> tuple[Tensor, Tensor]:
-            """Its index, where it is called and where the steps are counted."""
-            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-            with tf.device(home):
-                return worker, tf.identity(worker)
-
-        @tf.function(input_signature=[source.ticket_spec(STEPS_PER_CLOSURE)])
-        def unrolled(ticket: Any) -> Tensor:
-            batches = _unstack(source.parse_ticket(ticket), STEPS_PER_CLOSURE)
-            worker, worker_at_home = this_worker()
-            sums: list[Tensor] = []
-            ages: list[Tensor] = []
-            for batch in batches:
-                if self._wire.rounds:  # The next gradient comes after what this one has left.
-                    with tf.control_dependencies(ages[-1:]):
-                        batch = tf.nest.map_structure(tf.identity, batch)
-                more, age = step(batch, worker_at_home)
-                sums.append(more)
-                ages.append(age)
-            with tf.device(home):  # They travel as one.
-                all_ages = tf.stack(ages)
-            return packed(_applied(tf.stack(sums), all_ages), worker, all_ages)
-
-        @tf.function(input_signature=[source.ticket_spec()])
-        def looped(ticket: Any) -> Tensor:
-            # Here, and not in the loop: in inner graphs it cannot be had.
-            worker, worker_at_home = this_worker()
-            stacked = source.parse_ticket(ticket)
-            num_steps = tf.shape(ticket["gather"])[0]
-            sums = tf.TensorArray(
-                tf.float64, num_steps, element_shape=[len(learner.metric_names), 2]
-            )
-            ages = tf.TensorArray(tf.int64, num_steps, element_shape=[])
-            for i in tf.range(num_steps):
-                batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
-                more, age = step(batch, worker_at_home)
-                sums = sums.write(i, more)
-                ages = ages.write(i, age)
-            all_ages = ages.stack()
-            return packed(_applied(sums.stack(), all_ages), worker, all_ages)
-
-        return Closure(unrolled), Closure(looped)
-
-    def _free_step(self, batch: Any, worker: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of `worker`, by its index: its metrics, and its staleness or _DROPPED, int64.
-
-        Staleness is what the counter says at the application, less what it said before the
-        variables were read: steps of others that this gradient does not know of.
-        """
-        before, arrived, sums = self._compute(batch)
-        return sums, self._apply_and_count(arrived, worker, before)
-
-    def _bounded_step(self, batch: Any, worker: Tensor) -> tuple[Tensor, Tensor]:
-        """`_free_step`, unless the gradient is too old when it has arrived.
-
-        Nobody else applies between that look and the application, in which only servers take part:
-        a worker that stands still holds nobody up. A gradient that is dropped takes with it what it
-        had of rests of --wire_dtype; what rounding took from it stays.
-        """
-        before, arrived, sums = self._compute(batch)
-        waited_for = [*_tensors(arrived), worker]
-        # TensorFlow frees a lock when somebody who waits for it is cancelled: when a worker ends.
-        # Who comes in then waits for the second. Two are inside only where several workers end
-        # while others stand in line.
-        held = []
-        with tf.device(self._learner.step.device):
-            for lock in self._locks:
-                with tf.control_dependencies(waited_for):
-                    # Freed with the graph that has it, however that ends.
-                    held.append(tf.raw_ops.MutexLock(mutex=lock))
-                waited_for = held[-1:]
-            with tf.control_dependencies(held):
-                age = read_now(self._learner.step) - before
-            # Below 0 where the counter was set back: the gradient is of what is no more.
-            if (age < 0) | (age > self._max_staleness):
-                age = tf.constant(_DROPPED, tf.int64)
-            else:
-                age = self._apply_and_count(arrived, worker, before)
-            done = age
-            for lock in reversed(held):
-                with tf.control_dependencies([done]):
-                    done = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
-            with tf.control_dependencies([done]):
-                return sums, tf.identity(age)
-
-    def _compute(self, batch: Any) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        """What the counter says; a gradient of variables read after it, sent; and its metrics."""
-        learner = self._learner
-        home = learner.step.device
-        with tf.device(home):
-            before = read_now(learner.step)
-        (arrived,), values = read_together(learner.computed_with, [before], home)
-        gradients, sums = computed_with(values, arrived, learner, self.strategy, batch)
-        return before, self._wire.sent_to(learner.variables, gradients), sums
-
-    def _apply_and_count(self, arrived: Sequence[Tensor], worker: Tensor, before: Tensor) -> Tensor:
-        """Applies gradients that have `arrived`, and counts them as `worker`'s; their staleness.
-
-        All of it where the counter is: an unrolled step sends gradients, and nothing comes back.
-        """
-        step = self.strategy.run(self._learner.apply, args=(arrived,))
-        with tf.device(self._learner.step.device), tf.control_dependencies([step]):
-            self._worker_applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
-            return tf.cast(step - 1 - before, tf.int64)
-
     def _make_evaluate_closure(self, size: int) -> Closure:
         source, learner, strategy = self._evaluation, self._learner, self.strategy
 
         @tf.function(input_signature=[source.ticket_spec(size, weights=True)])
         def evaluate(ticket: Any) -> Tensor:
-            batches = _unstack(source.parse_ticket(ticket), size)
+            batches = unstack(source.parse_ticket(ticket), size)
             # Nothing changes meanwhile: all batches have what is read once.
             _, values = read_together(learner.evaluated_with, [], learner.step.device)
             return tf.add_n([evaluated_with(values, learner, strategy, b) for b in batches])
 
         return Closure(evaluate)
-
-
-def _applied(sums: Tensor, ages: Tensor) -> Tensor:
-    """The sum of those of `sums`, [steps, metrics, 2], whose gradients were not dropped."""
-    dropped = tf.equal(ages, _DROPPED)[:, tf.newaxis, tf.newaxis]
-    return tf.reduce_sum(tf.where(dropped, tf.zeros_like(sums), sums), axis=0)
-
-
-def _tensors(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """What `gradients` consist of: rows are two tensors, and a variable may have none."""
-    tensors = []
-    for gradient in gradients:
-        if isinstance(gradient, tf.IndexedSlices):
-            tensors += [gradient.values, gradient.indices]
-        elif gradient is not None:
-            tensors.append(gradient)
-    return tensors
 
 
 def _others(cluster: Cluster) -> list[Task]:
@@ -563,8 +427,3 @@ def losses_explained() -> Iterator[None]:
         if _TORN_REQUEST not in str(error):
             raise
         raise PeerLostError("A message to another task was torn", error) from error
-
-
-def _unstack(stacked: Any, num_batches: int) -> list[Any]:
-    """Batches from tensors [num_batches, n, ...]."""
-    return [tf.nest.map_structure(lambda t, i=i: t[i], stacked) for i in range(num_batches)]

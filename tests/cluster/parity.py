@@ -24,7 +24,7 @@ from data.order import Order
 from data.pipeline import Reader
 from data.records import Split, open_split
 from data.writing import write_shards
-from strategies import closures, ps
+from strategies import closures, ps, ps_steps
 from strategies.base import Executor, Position
 from strategies.cluster import Task, local_cluster, parse_tf_config
 from strategies.mirrored import MirroredExecutor
@@ -276,7 +276,7 @@ def train(
 
 
 # Of four batches, as windows are here: some closures are unrolled then, and others loops.
-for module in (closures, ps):
+for module in (closures, ps, ps_steps):
     vars(module).update(STEPS_PER_CLOSURE=4)
 
 
