@@ -275,11 +275,6 @@ def train(
     return found
 
 
-# Of four batches, as windows are here: some closures are unrolled then, and others loops.
-for module in (closures, ps, ps_steps):
-    vars(module).update(STEPS_PER_CLOSURE=4)
-
-
 def executors(name: str) -> Callable[[], Executor]:
     """Makes executors of one kind, which share a strategy: there can be only one in a process."""
     strategy_name, _, num_workers = name.rpartition("-")
@@ -309,6 +304,9 @@ def executors(name: str) -> Callable[[], Executor]:
 
 
 def main(name: str, directory: Path, to: Path) -> None:
+    # Of four batches, as windows are here: some closures are unrolled then, and others loops.
+    for module in (closures, ps, ps_steps):
+        vars(module).update(STEPS_PER_CLOSURE=4)
     make = executors(name)
     found: dict[str, npt.NDArray[Any]] = {}
     # More than one step in a graph; and a whole window of batches.
