@@ -29,17 +29,6 @@ def late_on_worker(index: int, value: Tensor, delay_ms: int) -> Tensor:
     )
 
 
-def with_late_gradient(index: int, value: Tensor, delay_ms: int) -> Tensor:
-    """`value`, whose gradient is late on ps worker `index`."""
-
-    @tf.custom_gradient
-    def gate(value: Tensor) -> tuple[Tensor, Any]:
-        return tf.identity(value), lambda upstream: late_on_worker(index, upstream, delay_ms)
-
-    # A tensor, not a variable: those a custom gradient treats apart.
-    return gate(tf.identity(value))
-
-
 def this_worker() -> Tensor | None:
     """The index of the ps worker that will run the graph that is made; None where it is none's."""
     if not isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy):

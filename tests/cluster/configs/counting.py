@@ -20,12 +20,10 @@ class CountingConfig(Config):
 
     Attributes:
         hold_dir: Where files `hold-<worker>` hold ps workers back, and `pause` slows the chief.
-        delay_ms: What a step of ps worker 0 takes longer.
         apply_ms: What an application takes, where the weight is.
     """
 
     hold_dir: str = ""
-    delay_ms: int = 0
     apply_ms: int = 0
 
 
@@ -44,7 +42,6 @@ def build_model(config: CountingConfig) -> "keras.Model":
     import keras
     from keras import layers, ops
 
-    from benchmarks.delay import with_late_gradient
     from tests.cluster.gates import Hold
 
     class Weight(layers.Layer):
@@ -56,8 +53,6 @@ def build_model(config: CountingConfig) -> "keras.Model":
             weight = self.weight
             if hold := Hold.of(config.hold_dir):
                 weight = hold.gradient_of(weight, "weight", waits=True)
-            if config.delay_ms:
-                weight = with_late_gradient(0, ops.convert_to_tensor(weight), config.delay_ms)
             return ops.zeros((ops.shape(images)[0], 1)) + weight
 
     images = keras.Input((8, 8, 1))
