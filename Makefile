@@ -1,23 +1,32 @@
 # make train     train the default config; STRATEGY=mirrored|multiworker|ps, ARGS='--train_steps=100'
-# make test      run the whole test suite; ARGS='tests/unit -k name' runs a part of it,
-#                ARGS='-n2 --dist=loadfile' two files at a time
+# make test      the quick tests: all unit tests, a short run of each mode, a resume, a killed worker;
+#                ARGS='tests/unit -k name' runs a part of them
+# make test-all  all tests; ARGS='tests/faults', or ARGS='-m "not quick"' for what `make test` leaves out
 # make lint      ruff (lint and format) and mypy
 # make clean     remove what make has made; runs/ and datasets/ stay
 #
-# The first call makes $(VENV) with $(PYTHON), 3.11 to 3.13; a change of what is needed updates it.
+# The first call makes $(VENV) with $(PYTHON), 3.11 to 3.13, and a change of the requirements updates it.
+# Tests run two files at a time; TEST_PROCESSES=1 runs one. Files start in the order of their names, so the
+# long ones (tests/cluster, tests/faults) come first, and no process is left with one at the end.
 
 PYTHON ?= python3
 VENV ?= .venv
 STRATEGY ?= mirrored
+TEST_PROCESSES ?= 2
 ARGS ?=
 
-.PHONY: train test lint clean
+PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder
+
+.PHONY: train test test-all lint clean
 
 train: $(VENV)/.installed-test
 	$(VENV)/bin/python -m trainer --strategy=$(STRATEGY) $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(PYTEST) -m quick $(ARGS)
+
+test-all: $(VENV)/.installed-test
+	$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m ruff check

@@ -1,1 +1,4 @@
-"""What is measured, and printed as it stands in README.md and docs/."""
+"""Programs that print the measurements in README.md and docs/.
+
+`run.py` compares this program with its peers in `peers/`. Read `run.py` first.
+"""

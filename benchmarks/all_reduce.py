@@ -1,10 +1,9 @@
-"""`python -m benchmarks.all_reduce`: how fast the transport of --strategy=multiworker sums.
+"""`python -m benchmarks.all_reduce`: the rate at which --strategy=multiworker sums tensors.
 
     python -m benchmarks.all_reduce --mb=10
 
-Two processes of one thread each sum MB megabytes of float32 over a ring, again and again in one
-graph, as a step of the program does with more than 1 MiB; what is smaller two workers exchange
-(strategies/exchange.py). Prints one JSON line at the end.
+Two processes with one thread each sum MB megabytes of float32 over a ring, repeatedly in one graph,
+as a training step does. Prints one JSON line at the end.
 """
 
 import time
@@ -14,42 +13,47 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks.peers.common import print_result, run_tasks
-from data.flags import parse_flags
-from strategies.cluster import parse_hosts
-from strategies.ports import free_ports
+from data.system.flags import parse_flags
+from strategies.cluster.ports import free_ports
+from strategies.cluster.tf_config import parse_hosts
 
 _MB = flags.DEFINE_integer("mb", 10, "Millions of bytes summed at a time.", lower_bound=1)
-_WORKERS = flags.DEFINE_integer("workers", 2, "Processes.", lower_bound=2)
+_WORKERS = flags.DEFINE_integer(
+    "workers", 2, "Workers of a cluster on this machine.", lower_bound=2
+)
 
-# Bytes that are summed in all, however many at a time.
+# Total of all sums, whatever the size of one sum.
 _TOTAL_MB = 3000
 
 
 def work(job: str, index: int, answer: Any, addresses: str, mb: int) -> None:
-    """One process."""
-    from trainer.start import keep_freed_memory, set_environment
+    """Runs one process."""
+    from trainer.tf_setup import keep_freed_memory, set_environment
 
     set_environment()
     keep_freed_memory()
 
     import tensorflow as tf
 
+    from strategies.gradients.all_reduce import all_reduced
+    from strategies.gradients.compression import Compression
     from strategies.multiworker import MultiWorkerExecutor
-    from strategies.wire import Wire
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     cluster = parse_hosts({job: addresses}, job, index, "multiworker")
-    executor = MultiWorkerExecutor.connect(cluster, "ring", 60.0)
-    strategy, wire = executor.strategy, Wire()
+    executor = MultiWorkerExecutor.connect(cluster, "ring")
+    strategy, compression = executor.strategy, Compression()
 
     @tf.function
     def run(num_times: Any) -> Any:
-        # The sum of zeros is zero: nothing else need be done between two of them.
+        # The sum of zeros is zero, so the tensor needs no reset between two sums.
         summed = strategy.run(lambda: tf.zeros([mb * 250_000]))
         for _ in tf.range(num_times):
-            # What a loop carries is on no device, and an all-reduce asks for one.
-            summed = strategy.run(lambda t: wire.all_reduced([tf.identity(t)])[0], args=(summed,))
+            # A loop variable has no device, and an all-reduce needs one.
+            summed = strategy.run(
+                lambda t: all_reduced([tf.identity(t)], compression)[0], args=(summed,)
+            )
         return strategy.run(lambda t: t[0], args=(summed,))
 
     run(tf.constant(3))

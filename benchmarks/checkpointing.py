@@ -1,12 +1,13 @@
-"""`python -m benchmarks.checkpointing`: what saving costs training, and what checksums cost.
+"""`python -m benchmarks.checkpointing`: the time that checkpoints and checksums cost.
 
-    python -m benchmarks.checkpointing                  # some minutes, with nothing else to do
+    python -m benchmarks.checkpointing                  # some minutes, on an idle machine
 
-Trains a model of ten million parameters (benchmarks/wide.py) with Adam. In each round it takes as
-many steps without a checkpoint, with one that is written while they run, and with one that is
-waited for, in a changing order; what is lost is against the same round's steps without. Prints
-Markdown: medians of all rounds, with the smallest and the largest. Where other programs run, look
-at the time of the CPUs: it says what a machine with all of them busy would have lost.
+Trains a model of ten million parameters (benchmarks/wide.py) with Adam. Each round takes the same
+number of steps three times, in a changing order: without a checkpoint, with a checkpoint that is
+written during the steps, and with a checkpoint that training waits for. The loss of time is
+relative to the steps without a checkpoint in the same round. Prints Markdown: medians of all
+rounds, with minimum and maximum. If other programs run, use the CPU time: it shows the loss on a
+busy machine.
 """
 
 import statistics
@@ -19,23 +20,23 @@ import tensorflow as tf
 from absl import app, flags
 
 from benchmarks.table import machine
-from data.prepare import prepare
+from data.prepare.preparing import prepare
 from strategies.base import Position
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from trainer.build import build_checkpointer, build_learner
+from trainer.checkpoints.file_checks import contents_of
 from trainer.config import load_recipe
 from trainer.inputs import open_inputs
-from trainer.storage import contents_of
 
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds that each way of saving takes part in.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds to measure.")
 _STEPS = flags.DEFINE_integer("steps", 100, "Steps to a checkpoint.")
 
 
 class Trainer:
-    """A run whose checkpoints are saved where this program says."""
+    """A training run that saves checkpoints when this program asks for them."""
 
     def __init__(self, directory: str) -> None:
-        """Prepares the data; takes the first steps and checkpoints, which include tracing."""
+        """Prepares the data; runs the first steps and checkpoints, which include tracing."""
         prepare("digits", f"{directory}/digits")
         recipe = load_recipe("benchmarks/wide.py")
         recipe.config.data_dir = f"{directory}/digits"
@@ -50,13 +51,13 @@ class Trainer:
             self.save_and_wait()
 
     def save(self) -> None:
-        """Has a checkpoint written."""
+        """Starts to write a checkpoint."""
         step = int(self.learner.step.numpy())
         self.checkpointer.save(step, self.executor.position, {})
 
     def timed(self, save: Callable[[], None]) -> tuple[float, float, float]:
-        """Seconds of `save`; then of that and the steps to the next one, and of their CPUs."""
-        # One step, because what was just restored or saved would not be saved again.
+        """Seconds of `save`; seconds of `save` and the steps after it; CPU seconds of both."""
+        # One step, because the same state would not be saved again.
         self.executor.run(1)
         started, used = time.perf_counter(), time.process_time()
         save()
@@ -67,18 +68,18 @@ class Trainer:
         return saved - started, ended - started, time.process_time() - used
 
     def save_and_wait(self) -> None:
-        """As if there were no thread that writes."""
+        """Writes a checkpoint in the foreground."""
         self.save()
         self.checkpointer.wait()
 
 
 def shown(values: Sequence[float]) -> str:
-    """`median (smallest to largest)`."""
+    """`median (minimum to maximum)`."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def more(values: Sequence[float], without: Sequence[float]) -> str:
-    """By how many percent each of `values` is more than the one of the same round `without`."""
+    """The increase of `values` over `without`, round by round, in percent."""
     percent = [100 * (value / other - 1) for value, other in zip(values, without, strict=True)]
     return f"{statistics.median(percent):.1f}% ({min(percent):.1f} to {max(percent):.1f})"
 

@@ -1,12 +1,12 @@
-"""What a step costs, from 1 to 1,024 workers: a model, and what it is fitted to.
+"""A model of the time of a step, for 1 to 1,024 workers, and its fit to measurements.
 
-    costs = fit(points, num_cores=2)                    # of benchmarks.run --rows=workers
-    costs.step_secs("ps", 4, num_cores=2)               # on one machine, whose cores all share
-    Hosts(compute_secs=0.2, ...).ring(64)               # on hosts of their own
+    costs = fit(points, num_cores=2)                    # measured by benchmarks.run --rows=workers
+    costs.step_secs("ps", 4, num_cores=2)               # all workers on one machine
+    Hosts(compute_secs=0.2, ...).ring(64)               # one host for each worker
 
-On one machine every process takes CPU from the others, so a step takes what all of it costs, over
-the cores at work. On hosts of their own, workers compute at the same time, and what counts is the
-slowest of them, and the links.
+On one machine all processes share the CPU cores, so the time of a step is the sum of all costs,
+divided by the number of busy cores. With one host for each worker, the workers compute in parallel,
+and the time of a step depends on the slowest worker and on the network links.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ STRATEGIES = (RING, ASYNC, SYNC)
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A step of `strategy` with `workers` took `secs`."""
+    """A measurement: a step of `strategy` with `workers` takes `secs`."""
 
     strategy: str
     workers: int
@@ -33,15 +33,15 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds of CPU.
+    """CPU seconds.
 
     Attributes:
-        batch: The gradient of a whole batch, whoever computes it.
-        message: A small tensor sent, at both ends together.
-        ring_worker: All else that a worker of a ring does in a step.
-        ps_step: All else that an asynchronous step takes: one worker's, and the parameter server's.
-        sync_worker: All else that a worker of a synchronous step does, and is done for it.
-        sync_step: What such a step takes once.
+        batch: Gradient of a complete batch, on any number of workers.
+        message: Transfer of a small tensor, sender and receiver together.
+        ring_worker: Other work of each worker in a step of a ring.
+        ps_step: Other work in an asynchronous step, of the worker and the parameter server.
+        sync_worker: Other work for each worker in a synchronous step.
+        sync_step: Other work in a synchronous step that does not depend on the workers.
     """
 
     batch: float
@@ -52,25 +52,25 @@ class Costs:
     sync_step: float
 
     def step_secs(self, strategy: str, workers: int, num_cores: int) -> float:
-        """A step where all processes share `num_cores`."""
+        """The time of a step if all processes share `num_cores`."""
         shares = _shares(strategy, workers, num_cores)
         return float(sum(share * getattr(self, name) for name, share in shares.items()))
 
 
 def ring_messages(workers: int, num_bytes: float = 0.0) -> int:
-    """One after the other in a sum of so many bytes over a ring.
+    """Messages of an all-reduce of `num_bytes`, one after the other.
 
-    Reduce-scatter and all-gather of n - 1 each (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009); two workers exchange what is small.
+    A reduce-scatter and an all-gather take n - 1 each (Patarasuk and Yuan, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations", 2009). Two workers exchange small vectors.
     """
-    # Here, as it imports TensorFlow.
-    from strategies.exchange import LARGE_BYTES
+    # Imported here because it imports TensorFlow.
+    from strategies.gradients.all_reduce import EXCHANGE_BYTES
 
-    return 1 if workers == 2 and num_bytes < LARGE_BYTES else 2 * (workers - 1)
+    return 1 if workers == 2 and num_bytes < EXCHANGE_BYTES else 2 * (workers - 1)
 
 
 def _counts(strategy: str, workers: int) -> dict[str, int]:
-    """How often a step of all takes each cost."""
+    """How often a step incurs each cost, over all workers."""
     if strategy == RING:
         messages = workers * ring_messages(workers)
         return {"batch": 1, "message": messages, "ring_worker": workers}
@@ -80,16 +80,16 @@ def _counts(strategy: str, workers: int) -> dict[str, int]:
 
 
 def _shares(strategy: str, workers: int, num_cores: int) -> dict[str, float]:
-    """How much of each cost is in the time of a step: servers work while workers do."""
+    """The part of each cost in the time of a step. Servers and workers run in parallel."""
     busy = min(num_cores, workers if strategy == RING else workers + 1)
     return {name: count / busy for name, count in _counts(strategy, workers).items()}
 
 
 def fit(points: Sequence[Point], num_cores: int) -> Costs:
-    """The costs, none below zero, whose relative errors have the least squares.
+    """The non-negative costs with the least sum of squared relative errors.
 
     Raises:
-        ValueError: the points do not tell all costs.
+        ValueError: the points do not determine all costs.
     """
     names = [field.name for field in dataclasses.fields(Costs)]
     matrix = np.zeros([len(points), len(names)])
@@ -103,7 +103,7 @@ def fit(points: Sequence[Point], num_cores: int) -> Costs:
 
 
 def predicted_unseen(points: Sequence[Point], num_cores: int) -> list[float]:
-    """Seconds of a step for each of `points`, by costs that were fitted to all others."""
+    """Seconds of a step for each of `points`, from a fit to all other points."""
     return [
         fit([*points[:i], *points[i + 1 :]], num_cores).step_secs(
             point.strategy, point.workers, num_cores
@@ -118,21 +118,21 @@ def _harmonic(n: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """A worker on each host, and parameter servers on others. Rates are gradients a second.
+    """One worker on each host, and parameter servers on other hosts. Rates: gradients a second.
 
-    A gradient takes compute_secs * (1 + straggle * E), E exponential with mean 1 and anew for each
-    gradient: of n the k-th takes 1/n + 1/(n-1) + ... + 1/(n-k+1) for E (Renyi, "On the theory of
-    order statistics", 1953).
+    A gradient takes compute_secs * (1 + straggle * E). E is drawn for each gradient from the
+    exponential distribution with mean 1. Of n draws the k-th smallest has the mean
+    1/n + 1/(n-1) + ... + 1/(n-k+1) (Renyi, "On the theory of order statistics", 1953).
 
     Attributes:
-        compute_secs: A worker's gradient, undisturbed.
-        gradient_bytes: And of the variables.
-        bytes_per_sec: A host's link, each way.
-        message_secs: A message, beside its bytes, during which its sender and receiver are busy.
-        apply_secs: An update of all variables, on one host.
-        straggle: Mean of what disturbs a gradient, in compute_secs.
-        num_ps: Parameter servers, each with as many bytes.
-        ticket_secs: What the chief is busy with for an asynchronous gradient.
+        compute_secs: Time of a gradient without disturbance.
+        gradient_bytes: Bytes of a gradient, and of all variables.
+        bytes_per_sec: Rate of a host's link, in each direction.
+        message_secs: Fixed time of a message, during which sender and receiver are busy.
+        apply_secs: Time to update all variables on one host.
+        straggle: Mean disturbance of a gradient, as a fraction of compute_secs.
+        num_ps: Number of parameter servers, which hold equal parts of the variables.
+        ticket_secs: Time of the chief for an asynchronous gradient.
     """
 
     compute_secs: float
@@ -146,21 +146,21 @@ class Hosts:
 
     @property
     def worker_secs(self) -> float:
-        """A worker's link, for a gradient or all variables, however many servers there are."""
+        """Time on a worker's link for a gradient or for all variables, for any `num_ps`."""
         return self.message_secs + self.gradient_bytes / self.bytes_per_sec
 
     @property
     def server_secs(self) -> float:
-        """A server's link, for its part of them."""
+        """Time on a server's link for its part of a gradient or of the variables."""
         return self.message_secs + self.gradient_bytes / self.bytes_per_sec / self.num_ps
 
     def _slowest_secs(self, workers: int, backups: int = 0) -> float:
-        """Until all but `backups` of them have computed, in the mean."""
+        """Mean time until all but `backups` workers have computed a gradient."""
         beyond = _harmonic(workers) - _harmonic(backups)
         return self.compute_secs * (1 + self.straggle * beyond)
 
     def _sum_secs(self, workers: int) -> float:
-        """The all-reduce: a ring sends 1/n of the bytes in each message."""
+        """Time of the all-reduce: a ring of n workers sends 1/n of the bytes in each message."""
         if workers == 1:
             return 0.0
         messages = ring_messages(workers, self.gradient_bytes)
@@ -168,58 +168,59 @@ class Hosts:
         return messages * self.message_secs + num_bytes / self.bytes_per_sec
 
     def _serve_secs(self, workers: int) -> float:
-        """All variables to so many workers, or their gradients from them."""
+        """Time to send all variables to `workers` workers, or to receive their gradients."""
         return max(self.worker_secs, workers * self.server_secs)
 
     def ring(self, workers: int) -> float:
-        """Of all workers, in step."""
+        """Rate of synchronous workers with a ring all-reduce."""
         step = self._slowest_secs(workers) + self._sum_secs(workers) + self.apply_secs
         return workers / step
 
     def ps_async(self, workers: int) -> float:
-        """At most: what the workers make, and what the busiest of the others lets through."""
+        """Upper bound: the rate of the workers, limited by the busiest server or the chief."""
         own = self.compute_secs * (1 + self.straggle) + 2 * self.worker_secs
         own += self.apply_secs / self.num_ps
         busy = max(self.server_secs, self.apply_secs / self.num_ps, self.ticket_secs)
         return min(workers / own, 1 / busy if busy else math.inf)
 
     def ps_sync(self, workers: int, backups: int = 0) -> float:
-        """Of the first `workers - backups` of each step, for which alone the servers wait.
+        """Rate of steps that wait for the first `workers - backups` gradients only.
 
-        As if links were shared evenly, so that none computes while others send, and who comes too
-        late began the next step with the others. Backups are of Chen et al., "Revisiting
-        Distributed Synchronous SGD", 2016.
+        Assumes that workers share the links evenly, so that no worker computes while others send,
+        and that a late worker starts the next step with the others. Backup workers: Chen et al.,
+        "Revisiting Distributed Synchronous SGD", 2016.
         """
         taken = workers - backups
         step = self._slowest_secs(workers, backups) + self.apply_secs / self.num_ps
         return taken / (step + self._serve_secs(workers) + self._serve_secs(taken))
 
     def best_backups(self, workers: int) -> int:
-        """With how many of them the most gradients a second count."""
+        """The number of backup workers with the highest rate."""
         return max(range(workers), key=lambda backups: self.ps_sync(workers, backups))
 
     def draw(self, random: np.random.Generator) -> float:
-        """Seconds of one gradient."""
+        """Draws the seconds of one gradient."""
         return float(self.compute_secs * (1 + self.straggle * random.exponential()))
 
 
 class _Link:
-    """What one at a time may use."""
+    """A resource that one user at a time can use."""
 
     def __init__(self, secs: float) -> None:
         self._secs = secs
         self._free = 0.0
 
     def passed(self, now: float) -> float:
-        """When who comes `now` is through."""
+        """The time at which a user that arrives at `now` is done."""
         self._free = max(self._free, now) + self._secs
         return self._free
 
 
 def simulated_sync(hosts: Hosts, workers: int, backups: int, *, steps: int, seed: int) -> float:
-    """`ps_sync` worker by worker, served one after the other: some compute while others send.
+    """Simulates `ps_sync` worker by worker. A server serves one worker after the other.
 
-    A worker whose gradient came too late begins the next step when it has done with that one.
+    So some workers compute while others send. A late worker starts the next step when its late
+    gradient has arrived.
     """
     random = np.random.default_rng(seed)
     out, back = _Link(hosts.server_secs), _Link(hosts.server_secs)
@@ -241,14 +242,14 @@ def simulated_sync(hosts: Hosts, workers: int, backups: int, *, steps: int, seed
 
 
 def simulated_async(hosts: Hosts, workers: int, *, gradients: int, seed: int) -> float:
-    """`ps_async` worker by worker: each waits for its turn at whatever is busy."""
+    """Simulates `ps_async` worker by worker. Each waits in a queue at each busy resource."""
     random = np.random.default_rng(seed)
     chief, out, back = (
         _Link(secs) for secs in (hosts.ticket_secs, hosts.server_secs, hosts.server_secs)
     )
     update = _Link(hosts.apply_secs / hosts.num_ps)
     own = hosts.worker_secs
-    # (when, worker, what comes next): it asks for a ticket and reads; sends; has it applied.
+    # (time, worker, stage). Stages: ask for a ticket and read; send; apply.
     events = [(0.0, worker, 0) for worker in range(workers)]
     done, warm, since, then = 0, gradients // 5, 0.0, 0.0
     while done < gradients:
@@ -268,7 +269,7 @@ def simulated_async(hosts: Hosts, workers: int, *, gradients: int, seed: int) ->
 
 
 def points_of(report: dict[str, Any]) -> list[Point]:
-    """What benchmarks.run has measured with `--rows=workers`."""
+    """The measurements of `benchmarks.run --rows=workers`."""
     return [
         Point(row["strategy"], row["workers"], row["ms"]["median"] / 1000)
         for row in report["workers"]

@@ -1,4 +1,4 @@
-"""A slow worker, made in the graph: Python does not run in a worker of parameter servers."""
+"""Ops that delay a worker. Python code does not run in a parameter-server worker, so ops do it."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ Tensor = Any
 
 
 def late(value: Tensor, delay_ms: int) -> Tensor:
-    """`value`, later: the data set sleeps before its element and before its end."""
+    """Returns `value` after a delay. The dataset sleeps before its element and before its end."""
     variant = tf.raw_ops.SleepDataset(
         input_dataset=tf.data.experimental.to_variant(tf.data.Dataset.from_tensors(value)),
         sleep_microseconds=tf.constant(delay_ms * 500, tf.int64),
@@ -20,7 +20,7 @@ def late(value: Tensor, delay_ms: int) -> Tensor:
 
 
 def late_on_worker(index: int, value: Tensor, delay_ms: int) -> Tensor:
-    """`value`, later if ps worker `index` runs the graph; at once on others, and in the chief."""
+    """Returns `value`, after a delay if ps worker `index` runs the graph."""
     worker = this_worker()
     if worker is None:
         return value
@@ -30,10 +30,10 @@ def late_on_worker(index: int, value: Tensor, delay_ms: int) -> Tensor:
 
 
 def this_worker() -> Tensor | None:
-    """The index of the ps worker that will run the graph that is made; None where it is none's."""
+    """The index of the ps worker that will run the current graph; None for another strategy."""
     if not isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy):
         return None
-    # In a loop or a branch it cannot be had, but what is in the graph around it can be used.
+    # The index is not available in a loop or a branch, so it is taken from the outermost graph.
     graph = tf.zeros([]).graph
     while (outer := getattr(graph, "outer_graph", None)) is not None and outer.building_function:
         graph = outer

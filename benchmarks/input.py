@@ -1,16 +1,15 @@
-"""`python -m benchmarks.input`: how fast, how large and how well mixed the input is.
+"""`python -m benchmarks.input`: rate, memory and mixing of input pipelines.
 
     python -m benchmarks.input                                              # about 5 minutes
     python -m benchmarks.input --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
 
-Prints Markdown. Every pipeline gives the same batches of float32 images and int64 labels, for ever,
-shuffled, and is drained by the same loop in a graph. In each round each pipeline has its turn; a
-figure is the median of all rounds, with the smallest and the largest. Without IDX files, images of
-MNIST's size are drawn at random. ImageNet-sized records are JPEGs of about 100 KB.
+Prints Markdown. Every pipeline yields shuffled batches of float32 images and int64 labels without
+end, and the same loop in a graph reads them. The pipelines take turns in each round; a figure is
+the median of all rounds, with minimum and maximum. Without IDX files, images of MNIST's size are
+drawn at random. ImageNet-sized records are JPEGs of about 100 KB.
 
-Memory is measured in a process of its own for each pipeline: its largest resident set, less that of
-a process which does the same with examples that are not read. Freed memory is kept by all, as the
-trainer has it.
+Memory is measured in a separate process for each pipeline: its peak resident set, less that of a
+process whose pipeline reads no files. The allocator keeps freed memory, as in the trainer.
 """
 
 import dataclasses
@@ -33,18 +32,23 @@ from absl import app, flags
 
 from benchmarks import mixing
 from benchmarks.table import machine, prepare_mnist
+from data.batch_feeds import Feed, StreamedFeed, open_feed
+from data.disk_reader import DiskReader
 from data.features import ExampleParse, default_parse, read_features
-from data.feeds import Feed, StreamedFeed, open_feed
 from data.order import Order
-from data.pipeline import Reader
-from data.records import Split, open_split
-from data.writing import write_shards
+from data.prepare.writing import write_shards
+from data.reader import Reader
+from data.tfrecord.split import Split, open_split
 from trainer.config import DataConfig
-from trainer.start import keep_freed_memory
+from trainer.tf_setup import keep_freed_memory
 
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds that each pipeline takes part in.")
-_MEASURE = flags.DEFINE_string("measure_memory", None, "PIPELINE of the data in --data_dir: JSON.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Data that this program has written.")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds to measure.")
+_MEASURE = flags.DEFINE_string(
+    "measure_memory", None, "Internal: the pipeline whose memory is measured."
+)
+_DATA_DIR = flags.DEFINE_string(
+    "data_dir", None, "Directory with TFRecord files that this program has written."
+)
 
 _ROUND_SECS = 1.0
 _SHUFFLE_BUFFER = 10_000
@@ -54,7 +58,7 @@ _AUTOTUNE = tf.data.AUTOTUNE
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """A directory with a split "train", and the batches and shuffle buffer that suit it."""
+    """A directory with a split "train", with its batch size and shuffle buffer."""
 
     directory: str
     batch_size: int
@@ -62,7 +66,7 @@ class Data:
 
     @functools.cached_property
     def split(self) -> Split:
-        """Its shards."""
+        """The opened split."""
         return open_split(self.directory, "train")
 
     @property
@@ -72,7 +76,7 @@ class Data:
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """Its files."""
+        """The files of the split."""
         return [shard.path for shard in self.split.shards]
 
     @functools.cached_property
@@ -81,11 +85,11 @@ class Data:
         return default_parse(read_features(self.directory))
 
     def classic_parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The same, but bytes are made floats as programs write it."""
+        """The same, but bytes become floats as other programs do it."""
         return classic_widen(*self.parse.narrow(records))
 
     def order(self, seed: int = 0) -> Order:
-        """The order of a config with no settings of its own."""
+        """The order with the default settings of a config."""
         return Order(
             self.split.shard_lengths,
             self.split.chunk_examples,
@@ -103,23 +107,23 @@ def small(directory: str) -> Data:
 
 
 def large(directory: str) -> Data:
-    """ImageNet-sized records: a buffer of 10,000 would be a gigabyte."""
+    """ImageNet-sized records; a shuffle buffer of 10,000 would be a gigabyte."""
     return Data(directory, batch_size=32, shuffle_buffer=256)
 
 
 def classic_widen(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Floats of bytes, as programs write it."""
+    """Converts bytes to floats, as other programs do it."""
     return tf.cast(images, tf.float32) / 255.0, labels
 
 
 def ours(data: Data) -> tf.data.Dataset:
     """This program's pipeline."""
     order = data.order()
-    return Reader(data.split, order, data.parse).batches(0, range(order.lanes))
+    return DiskReader(Reader(data.split, order, data.parse)).batches(0, range(order.lanes))
 
 
-def ours_kept(data: Data) -> Reader:
-    """With all examples kept in memory, by a feed."""
+def ours_cached(data: Data) -> Reader:
+    """This program's pipeline with all examples cached in memory."""
     return Reader(data.split, data.order(), data.parse, cache_bytes=1 << 40)
 
 
@@ -130,14 +134,14 @@ def classic(data: Data) -> tf.data.Dataset:
 
 
 def classic_tuned(data: Data) -> tf.data.Dataset:
-    """Parsing in parallel, and all numbers left to tf.data."""
+    """The classic pipeline with parallel parsing, tuned by tf.data."""
     records = tf.data.TFRecordDataset(data.paths).shuffle(data.shuffle_buffer).repeat()
     batches = records.batch(data.batch_size, drop_remainder=True)
     return batches.map(data.classic_parse, num_parallel_calls=_AUTOTUNE).prefetch(_AUTOTUNE)
 
 
 def classic_by_example(data: Data) -> tf.data.Dataset:
-    """JPEGs decoded one by one in parallel, as programs for ImageNet do."""
+    """Decodes JPEGs one by one in parallel, as programs for ImageNet do."""
     spec = {
         "image": tf.io.FixedLenFeature([], tf.string),
         "label": tf.io.FixedLenFeature([], tf.int64),
@@ -150,12 +154,12 @@ def classic_by_example(data: Data) -> tf.data.Dataset:
     records = tf.data.TFRecordDataset(data.paths).shuffle(data.shuffle_buffer).repeat()
     examples = records.map(decode, num_parallel_calls=_AUTOTUNE)
     batches = examples.batch(data.batch_size, drop_remainder=True)
-    # Bytes are batched, and not floats: a quarter to copy.
+    # Batches of bytes, not floats: a quarter of the bytes to copy.
     return batches.map(classic_widen, num_parallel_calls=_AUTOTUNE).prefetch(_AUTOTUNE)
 
 
-def classic_kept(data: Data) -> tf.data.Dataset:
-    """`.cache()` of parsed examples, the place where it helps most."""
+def classic_cached(data: Data) -> tf.data.Dataset:
+    """`.cache()` after parsing, where it helps most."""
     parsed = tf.data.TFRecordDataset(data.paths).batch(1000).map(data.classic_parse, _AUTOTUNE)
     examples = parsed.unbatch().cache().shuffle(data.shuffle_buffer).repeat()
     return examples.batch(data.batch_size, drop_remainder=True).prefetch(_AUTOTUNE)
@@ -176,7 +180,7 @@ def tfds_reader(data: Data) -> tf.data.Dataset:
 
 
 def nothing_read(data: Data) -> tf.data.Dataset:
-    """One batch again and again: what the loop itself takes."""
+    """The same batch repeatedly: the time of the loop itself."""
     records = tf.data.TFRecordDataset(data.paths).take(data.batch_size)
     batch = next(iter(records.batch(data.batch_size).map(data.parse)))
     return tf.data.Dataset.from_tensors(batch).repeat()
@@ -186,10 +190,10 @@ Pipeline = Callable[[Data], tf.data.Dataset | Reader]
 
 SMALL: Mapping[str, Pipeline] = {
     "this pipeline": ours,
-    "this pipeline, examples kept": ours_kept,
+    "this pipeline, examples cached": ours_cached,
     "classic": classic,
     "classic, tuned": classic_tuned,
-    "classic, parsed examples in .cache()": classic_kept,
+    "classic, parsed examples in .cache()": classic_cached,
     "tensorflow-datasets": tfds_reader,
     "nothing read: the loop alone": nothing_read,
 }
@@ -203,10 +207,10 @@ LARGE = {
 
 
 class Drain:
-    """Takes batches in a graph, as training does, and says how many examples a second came.
+    """Reads batches in a graph, as training does, and measures examples a second.
 
-    Each round has a feed of its own: one that waits for its turn would go on reading ahead, at the
-    cost of the others.
+    Each round opens a new feed. A feed that waits for its turn would read ahead, and slow down the
+    others.
     """
 
     def __init__(
@@ -224,7 +228,7 @@ class Drain:
             return total
 
         self._take = take
-        # An epoch: the first calls trace, and what is kept is kept then.
+        # One epoch first: these calls trace, and fill the caches.
         self._timed(feed, 8)
         secs = self._timed(feed, epoch_batches)
         self._num_batches = max(8, int(_ROUND_SECS / secs * epoch_batches))
@@ -247,7 +251,7 @@ class Drain:
 
 
 def bare_rate(data: Data) -> float:
-    """Records a second of reading the same bytes from end to end, and doing nothing with them."""
+    """Records a second if the same bytes are read in sequence and not parsed."""
     started = time.perf_counter()
     block = bytearray(1 << 20)
     for path in data.paths:
@@ -271,7 +275,7 @@ def rates(data: Data, pipelines: Mapping[str, Pipeline]) -> dict[str, list[float
 
 
 def memory_bytes(data: Data, kind: str, pipeline: str) -> int:
-    """The largest resident set of a process that drains `pipeline` alone."""
+    """The peak resident set of a process that runs only `pipeline`."""
     argv = [sys.executable, "-m", "benchmarks.input", f"--data_dir={data.directory}"]
     argv.append(f"--measure_memory={kind}:{pipeline}")
     child = subprocess.run(argv, check=True, capture_output=True, text=True)
@@ -279,12 +283,12 @@ def memory_bytes(data: Data, kind: str, pipeline: str) -> int:
 
 
 def measure_memory(kind: str, pipeline: str, directory: str) -> None:
-    """In the child: drains, and prints its largest resident set."""
+    """Runs in the child: reads the pipeline, and prints the peak resident set."""
     data, pipelines = (small(directory), SMALL) if kind == "small" else (large(directory), LARGE)
     make = {**pipelines, "nothing": nothing_read}[pipeline]
     drain = Drain(make(data), data.batch_size, data.epoch_batches)
     drain.rate()
-    # Not getrusage's: what a process inherits counts there.
+    # getrusage would include the memory of the parent before exec.
     (peak,) = [
         line.split()[1]
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -294,13 +298,13 @@ def measure_memory(kind: str, pipeline: str, directory: str) -> None:
 
 
 def print_rates(title: str, kind: str, data: Data, pipelines: Mapping[str, Pipeline]) -> None:
-    """A table of rates and memory."""
+    """Prints a table of rates and memory."""
     measured = rates(data, pipelines)
     baseline = statistics.median(measured["classic"])
     without = memory_bytes(data, kind, "nothing")
     print(f"\n{title}: {data.split.num_examples:,} records of {data.split.mean_record_bytes:,} ")
     print(f"bytes, batches of {data.batch_size}\n")
-    print("| pipeline | examples/s, median (smallest to largest) | of classic | memory, MB |")
+    print("| pipeline | examples/s, median (minimum to maximum) | of classic | memory, MB |")
     print("| --- | --- | --- | --- |")
     for name, of_rounds in measured.items():
         median = statistics.median(of_rounds)
@@ -315,14 +319,14 @@ def print_rates(title: str, kind: str, data: Data, pipelines: Mapping[str, Pipel
 
 
 def print_mixing(data: Data) -> None:
-    """A table of the order's statistics."""
+    """Prints a table of the statistics of the order."""
     num_examples, batch_size = data.split.num_examples, data.batch_size
-    whole = num_examples // batch_size
+    num_batches = num_examples // batch_size
     print(f"\nOrder: {num_examples:,} records, batches of {batch_size}\n")
     print("| order | rank correlation | neighbours of the file in one batch | near another |")
     print("| --- | --- | --- | --- |")
     for name, batches in (
-        ("this pipeline", data.order().records(0, whole)),
+        ("this pipeline", data.order().records(0, num_batches)),
         ("uniform shuffle", mixing.uniform(num_examples, batch_size)),
     ):
         of = mixing.measure(batches)
@@ -333,7 +337,7 @@ def print_mixing(data: Data) -> None:
 
 
 def print_start(directory: Path) -> None:
-    """A table of what a start takes, on a million tiny records."""
+    """Prints a table of start-up times, with a million tiny records."""
     examples = (b"%08d" % i for i in range(_TINY_RECORDS))
     split = write_shards(examples, str(directory), "tiny", "train", 1, _TINY_RECORDS)
     data = Data(str(directory), batch_size=100, shuffle_buffer=0)
@@ -348,9 +352,9 @@ def print_start(directory: Path) -> None:
         return numbers, numbers
 
     def first_batch(position: int) -> None:
-        order = dataclasses.replace(data.order())  # Another one remembers no epoch.
+        order = dataclasses.replace(data.order())  # A new object, without cached epochs.
         reader = Reader(split, order, parse)
-        next(iter(reader.batches(position // order.batch_size, range(order.lanes))))
+        next(iter(DiskReader(reader).batches(position // order.batch_size, range(order.lanes))))
 
     positions = (0, 10 * _TINY_RECORDS)
     first: dict[int, list[float]] = {position: [] for position in positions}
@@ -358,7 +362,7 @@ def print_start(directory: Path) -> None:
         for position in positions:
             first[position].append(_secs(lambda position=position: first_batch(position)))  # type: ignore[misc]
     print(f"\nStart: {_TINY_RECORDS:,} records of {split.mean_record_bytes} bytes\n")
-    print("| what | seconds, median (smallest to largest) |\n| --- | --- |")
+    print("| what | seconds, median (minimum to maximum) |\n| --- | --- |")
     rows = {"index built": built, "index opened": opened}
     for position in positions:
         rows[f"first batch from position {position:,}"] = first[position][1:]
@@ -425,7 +429,7 @@ def write_jpegs(directory: Path, num_examples: int = 320) -> None:
 def main(argv: Sequence[str]) -> None:
     """Prints the tables."""
     del argv
-    # As `python -m trainer` does; all pipelines gain by it.
+    # As `python -m trainer` does; all pipelines are faster with it.
     keep_freed_memory()
     gc.freeze()
     if _MEASURE.value:

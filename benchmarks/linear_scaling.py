@@ -1,10 +1,10 @@
-"""`python -m benchmarks.linear_scaling`: test accuracy of batches of 100 and 800, as many epochs.
+"""`python -m benchmarks.linear_scaling`: test accuracy with batches of 100 and 800, equal epochs.
 
     python -m benchmarks.linear_scaling --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
 
-The rate is multiplied by the batch, and warmed up in the first epochs (Goyal et al., "Accurate,
-Large Minibatch SGD", 2017); the last row is without. SGD on the 784-100-10 perceptron, half a
-cosine. Each row is the mean over seeds. Prints Markdown; some minutes.
+The learning rate is proportional to the batch size, with a warm-up in the first epochs (Goyal et
+al., "Accurate, Large Minibatch SGD", 2017); in the last row it is not. SGD on the 784-100-10
+perceptron with half a cosine. Each row is the mean over seeds. Prints Markdown; takes minutes.
 """
 
 import statistics
@@ -40,7 +40,7 @@ _SCALED = (
 
 
 def row(batch_size: int, scaled: bool, data: Path, directory: Path) -> str:
-    """A line of the table: mean and range of the test accuracy over seeds."""
+    """A row of the table: mean and range of the test accuracy over seeds."""
     steps = _EPOCHS * _EXAMPLES // batch_size
     accuracies = []
     for seed in _SEEDS:

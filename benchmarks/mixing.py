@@ -1,4 +1,4 @@
-"""How well an order mixes, against a true uniform shuffle.
+"""Statistics of how well an order mixes records, to compare with a uniform shuffle.
 
     epoch = order.records(0, num_batches)
     print(measure(epoch), measure(uniform(num_examples, batch_size)))
@@ -7,7 +7,7 @@
 | --- | --- | --- |
 | rank correlation | whether an epoch still goes through the file from start to end | 0 |
 | neighbours in a batch | how often two neighbours in the file share a batch | (B - 1) / (N - 1) |
-| near another | how many of a batch have another of it within 32 places | about 64 (B - 1) / N |
+| near another | the part of a batch with another record within 32 places | about 64 (B - 1) / N |
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ _NEAR = 32
 class Mixing:
     """The statistics of one epoch.
 
-    `rank_correlation`: of place in the epoch and place in the file (Spearman), -1 to 1.
-    `neighbours_in_a_batch`: the share of neighbours in the file that are in one batch, 0 to 1.
-    `near_another`: the share of a batch that has another of it less than 32 places away, 0 to 1.
+    `rank_correlation`: between place in the epoch and place in the file (Spearman), -1 to 1.
+    `neighbours_in_a_batch`: the fraction of neighbours in the file that share a batch, 0 to 1.
+    `near_another`: the fraction of a batch with another record less than 32 places away, 0 to 1.
     """
 
     rank_correlation: float
@@ -34,7 +34,7 @@ class Mixing:
 
 
 def measure(batches: Int64s) -> Mixing:
-    """Of an epoch's whole batches, int64 [number of batches, B], record numbers in file order."""
+    """Statistics of the full batches of an epoch: int64 [number of batches, B], record numbers."""
     records = batches.reshape(-1)
     batch_of = np.full(int(records.max()) + 1, -1)
     batch_of[records] = np.repeat(np.arange(len(batches)), batches.shape[1])
@@ -49,7 +49,7 @@ def measure(batches: Int64s) -> Mixing:
 
 
 def uniform(num_examples: int, batch_size: int) -> Int64s:
-    """The whole batches of an epoch in a true uniform order."""
+    """The full batches of an epoch in a uniform random order."""
     shuffled = np.random.default_rng(0).permutation(num_examples)
-    whole = num_examples - num_examples % batch_size
-    return shuffled[:whole].reshape(-1, batch_size)
+    num_used = num_examples - num_examples % batch_size
+    return shuffled[:num_used].reshape(-1, batch_size)

@@ -1,11 +1,10 @@
-"""Two programs measured side by side: turns, ratios, medians. No program is started here.
+"""Comparison of two programs: turns, ratios, medians. This module starts no program.
 
-    for round in turns(project, peer, num_rounds=5):
-        pairs.append(round)
+    pairs = list(turns(project, peer, num_rounds=5))
     summary = summarise([project / peer for project, peer in pairs])
 
-A machine that others use drifts. What is compared ran one right after the other, in an order that
-changes from round to round, and it is their ratio that is averaged: a steady drift cancels.
+The speed of a shared machine drifts. The two programs run one directly after the other, in an order
+that changes from round to round, and the ratios are summarised, so a steady drift cancels.
 """
 
 import statistics
@@ -30,7 +29,7 @@ def turns(
 
 @dataclass(frozen=True)
 class Summary:
-    """A median, and what it is the median of, from the least to the most."""
+    """A median with minimum and maximum."""
 
     median: float
     least: float
@@ -42,22 +41,22 @@ class Summary:
 
 
 def summarise(values: Sequence[float]) -> Summary:
-    """Of at least one value."""
+    """The summary of one or more values."""
     return Summary(statistics.median(values), min(values), max(values))
 
 
 def is_met(ratio: float, bar: float, *, at_most: bool) -> bool:
-    """Whether `ratio` is where the bar wants it; `at_most`: of what should be small, as time."""
+    """Returns True if `ratio` reaches the bar. `at_most`: smaller is better, as for times."""
     return ratio <= bar if at_most else ratio >= bar
 
 
 def rate_of(reports: Sequence[Mapping[str, Any]], first_step: int = 0) -> float:
-    """Steps a second after the first report: of a run's training reports, in their order.
+    """Steps a second after the first report, from the training reports of a run in order.
 
     The first report includes tracing. `first_step`: only reports from that step on count.
 
     Raises:
-        ValueError: there are not two of them.
+        ValueError: there are fewer than two reports.
     """
     counted = [report for report in reports if report["step"] >= first_step]
     if len(counted) < 2:

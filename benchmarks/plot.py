@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plot JSON PNG`: a picture of what benchmarks.run has measured.
+"""`python -m benchmarks.plot JSON PNG`: a picture of the results of benchmarks.run.
 
 python -m benchmarks.plot benchmarks.json benchmarks.png
 """
@@ -13,7 +13,7 @@ NEEDED = "matplotlib is needed for the plot: pip install -e '.[benchmarks]'"
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Writes a picture of `report`: ratios with their spread and bars; time a step by workers."""
+    """Writes a picture of `report`: ratios with range and bar, and step time by workers."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -71,7 +71,7 @@ def _draw_workers(axes: Any, workers: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draws; the exit code."""
+    """Draws; returns the exit code."""
     if len(argv) != 2:
         print("benchmarks.plot: needs two paths, JSON and PNG.", file=sys.stderr)
         return 2

@@ -1,16 +1,16 @@
-"""`python -m benchmarks.run`: this program and its peers, side by side.
+"""`python -m benchmarks.run`: a comparison of this program with its peers.
 
     python -m benchmarks.run --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
     python -m benchmarks.run --rows=ps_tf1,workers --rounds=7 --mnist_source=...
 
-Prints a Markdown table and the two commands of each row, and writes the figures as JSON, after each
-round, and as a picture. A row is a ratio: project and peer take turns, and what counts is the
-median of the rounds' ratios (benchmarks/pairs.py).
+Prints a Markdown table and the two commands of each row. Writes the figures as JSON after each
+round, and a picture at the end. A row is a ratio: project and peer take turns, and the result is
+the median of the ratios of all rounds (benchmarks/pairs.py).
 
-The project is the real program: TFRecord files, hooks as the config has them, and the rate over all
-reports of metrics.jsonl but the first, which includes tracing. A peer (benchmarks/peers) has its
-data in memory, and is measured after as many steps. What has several processes gives each of them
-one thread. It takes about an hour, with nothing else for the machine to do.
+The project is the real program, with TFRecord files and the hooks of the config. Its rate is over
+all reports of metrics.jsonl except the first, which includes tracing. A peer (benchmarks/peers) has
+its data in memory and a warm-up of the same number of steps. If a program has several processes,
+each has one thread. All rows take about an hour on an idle machine.
 """
 
 import functools
@@ -36,44 +36,44 @@ from absl import app, flags
 from benchmarks.pairs import is_met, rate_of, summarise, turns
 from benchmarks.plot import NEEDED, draw
 from benchmarks.table import MNIST_SOURCE, machine, prepare, train_reports
-from data.flags import parse_flags
+from data.system.flags import parse_flags
 
 _ROWS = flags.DEFINE_list("rows", [], "Names of the rows to measure, in any order; all by default.")
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of each program.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds to measure.", lower_bound=1)
 _SCALE = flags.DEFINE_float(
-    "scale", 1.0, "Multiplies the steps that are measured: 0.1 shows that all runs.", lower_bound=0
+    "scale", 1.0, "Multiplies the number of steps; 0.1 is a quick trial.", lower_bound=0
 )
-_OUT = flags.DEFINE_string("out", "benchmarks.json", "Where the figures go.")
-_PLOT = flags.DEFINE_string("plot", "benchmarks.png", "Where the picture goes; empty: nowhere.")
+_OUT = flags.DEFINE_string("out", "benchmarks.json", "JSON file to write.")
+_PLOT = flags.DEFINE_string("plot", "benchmarks.png", "PNG file to write; empty: none.")
 _TORCH = flags.DEFINE_string(
-    "torch_python", None, "A Python that has PyTorch; by default this one, if it has."
+    "torch_python", None, "A Python with PyTorch; by default this one, if it has PyTorch."
 )
-_TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 900.0, "What takes longer has failed.")
+_TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 900.0, "A program that takes longer has failed.")
 
 _ROOT = Path(__file__).resolve().parents[1]
 _WARMUP_STEPS = 500
 _SHOWN_LINES = 15
 _NO_TORCH = (
-    "left out: they need PyTorch. Make an environment of its own, `pip install torch numpy` in it, "
+    "left out: they need PyTorch. Make a separate environment, `pip install torch numpy` in it, "
     "and give --torch_python=ENVIRONMENT/bin/python"
 )
 _WORKERS = "workers"
 
 
 class ProgramError(RuntimeError):
-    """A program that was to be measured failed."""
+    """A measured program failed."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is run. {NAMES} in `command` stand for places that differ from machine to machine.
+    """A program to measure. {NAMES} in `command` are paths that depend on the machine.
 
     Attributes:
-        command: Its words.
-        read: The value, of what it printed, its model_dir and its seconds.
-        times: Multiplies the value.
-        repeats: The value is the median of so many runs.
-        exit_codes: Those of success.
+        command: The words of the command.
+        read: Returns the value from the output, the model_dir and the seconds.
+        times: Factor of the value.
+        repeats: Number of runs; the value is their median.
+        exit_codes: Exit codes of success.
     """
 
     command: tuple[str, ...]
@@ -83,7 +83,7 @@ class Program:
     exit_codes: tuple[int, ...] = (0,)
 
     def needs(self, place: str) -> bool:
-        """Whether the command names `place`."""
+        """Returns True if the command names `place`."""
         return any(f"{{{place}}}" in word for word in self.command)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class _Shown(dict[str, str]):
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. `at_most`: the ratio should be small."""
+    """A row of the table. `at_most`: a small ratio is good."""
 
     name: str
     what: str
@@ -109,7 +109,7 @@ class Row:
     at_most: bool = False
 
     def needs(self, place: str) -> bool:
-        """Whether one of the two does."""
+        """Returns True if one of the two commands names `place`."""
         return self.project.needs(place) or self.peer.needs(place)
 
 
@@ -129,7 +129,7 @@ def _seconds(output: str, model_dir: Path, secs: float) -> float:
 def trainer(
     *words: str, times: float = 1.0, first_step: int = 0, prefix: Sequence[str] = ()
 ) -> Program:
-    """The project with the flags `words`; its value is steps a second, `times` something."""
+    """The project with the flags `words`; the value is steps a second, times `times`."""
     command = (*prefix, "{python}", "-m", "trainer", *words, "--model_dir={model_dir}")
     return Program(command, functools.partial(_trainer_rate, first_step), times)
 
@@ -160,7 +160,7 @@ def all_rows() -> list[Row]:
         measured = measured_steps(steps, every) - every
         return "--mnist_source={mnist_source}", f"--steps={measured}", f"--warmup_steps={every}"
 
-    # A step of this model is over before a second thread has woken up; so it is for in_graph.
+    # One thread, as for in_graph: a step is over before a second thread has woken up.
     mirrored = trainer(
         "--strategy=mirrored", one_thread, *mlp, "--batch_size=100", train_steps(15_000)
     )
@@ -333,7 +333,7 @@ _WORKER_COUNTS = (1, 2, 4, 10)
 
 
 def worker_programs() -> dict[tuple[str, int], Program]:
-    """By strategy and number of workers; each of them can share batches of 80 evenly."""
+    """Programs by (strategy, number of workers); each number divides a batch of 80."""
     return {
         (strategy, count): trainer(
             *words,
@@ -350,12 +350,12 @@ def worker_programs() -> dict[tuple[str, int], Program]:
 
 @dataclass
 class Bench:
-    """Runs programs, and keeps what was measured where an interruption leaves it.
+    """Runs programs, and saves the results after each round.
 
     Attributes:
-        places: What the names in commands stand for.
-        directory: For what the programs write.
-        report: What the JSON file holds.
+        places: Paths by the names in commands.
+        directory: Directory for the files of the programs.
+        report: Content of the JSON file.
     """
 
     places: dict[str, str]
@@ -363,7 +363,7 @@ class Bench:
     report: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, programs: Sequence[Program]) -> None:
-        """Writes the data that `programs` read."""
+        """Prepares the data that `programs` read."""
         needed = {
             name
             for name in ("mnist", "digits", "cifar10")
@@ -382,7 +382,7 @@ class Bench:
         """The value of a run.
 
         Raises:
-            ProgramError: it failed, or took too long, or gave none.
+            ProgramError: it failed, took too long, or gave no value.
         """
         return program.times * statistics.median(
             self._value(program) for _ in range(program.repeats)
@@ -403,14 +403,14 @@ class Bench:
                 raise ProgramError(f"{program}: no value: {error!r}") from error
 
     def save(self) -> None:
-        """Writes the JSON file, whole or not at all."""
+        """Writes the JSON file, completely or not at all."""
         partial = Path(f"{_OUT.value}.partial")
         partial.write_text(json.dumps(self.report, indent=2) + "\n")
         partial.replace(_OUT.value)
 
     def measure_row(self, row: Row) -> str:
-        """All rounds of `row`; its line of the table."""
-        kept: dict[str, Any] = {
+        """Measures all rounds of `row`; returns its row of the table."""
+        measured: dict[str, Any] = {
             "name": row.name,
             "what": row.what,
             "unit": row.unit,
@@ -421,8 +421,8 @@ class Bench:
             "at_most": row.at_most,
             "error": None,
         }
-        self.report["rows"].append(kept)
-        projects, peers = kept["project"]["values"], kept["peer"]["values"]
+        self.report["rows"].append(measured)
+        projects, peers = measured["project"]["values"], measured["peer"]["values"]
         project, other = (functools.partial(self.value, side) for side in (row.project, row.peer))
         try:
             for values in turns(project, other, _ROUNDS.value):
@@ -430,11 +430,11 @@ class Bench:
                 peers.append(values[1])
                 ratios = [ours / theirs for ours, theirs in zip(projects, peers, strict=True)]
                 ratio = summarise(ratios)
-                kept["ratio"] = vars(ratio)
+                measured["ratio"] = vars(ratio)
                 self.save()
                 say(f"{row.name} {len(ratios)}/{_ROUNDS.value}: {ratios[-1]:.2f}")
         except ProgramError as error:
-            kept["error"] = str(error)
+            measured["error"] = str(error)
             self.save()
             say(f"{row.name} failed: {error}")
             return f"| {row.name} | {row.what} | failed | | | | |"
@@ -448,8 +448,8 @@ class Bench:
         )
 
     def measure_workers(self, programs: Mapping[tuple[str, int], Program]) -> list[str]:
-        """All rounds of the second table; its lines."""
-        kept: dict[tuple[str, int], dict[str, Any]] = {
+        """Measures all rounds of the second table; returns its rows."""
+        measured: dict[tuple[str, int], dict[str, Any]] = {
             (strategy, count): {
                 "strategy": strategy,
                 "workers": count,
@@ -460,22 +460,22 @@ class Bench:
             }
             for (strategy, count), program in programs.items()
         }
-        self.report["workers"] = list(kept.values())
+        self.report["workers"] = list(measured.values())
         for round_number in range(_ROUNDS.value):
             for key, program in programs.items():
-                if kept[key]["error"]:
+                if measured[key]["error"]:
                     continue
                 try:
-                    kept[key]["steps_per_sec"].append(self.value(program))
-                    times = [1000 / rate for rate in kept[key]["steps_per_sec"]]
-                    kept[key]["ms"] = vars(summarise(times))
+                    measured[key]["steps_per_sec"].append(self.value(program))
+                    times = [1000 / rate for rate in measured[key]["steps_per_sec"]]
+                    measured[key]["ms"] = vars(summarise(times))
                     say(f"{_WORKERS} {round_number + 1}/{_ROUNDS.value} {key}: {times[-1]:.1f} ms")
                 except ProgramError as error:
-                    kept[key]["error"] = str(error)
+                    measured[key]["error"] = str(error)
                     say(f"{_WORKERS} {key} failed: {error}")
                 self.save()
         lines = []
-        for (strategy, count), row in kept.items():
+        for (strategy, count), row in measured.items():
             rates = row["steps_per_sec"]
             shown = "failed | "
             if not row["error"]:
@@ -485,15 +485,15 @@ class Bench:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a program did."""
+        """True if a program has failed."""
         return any(row["error"] for row in (*self.report["rows"], *self.report["workers"]))
 
 
 def execute(command: Sequence[str], exit_codes: Sequence[int] = (0,)) -> str:
-    """Runs `command` in a session of its own, which an interruption ends whole; what it printed.
+    """Runs `command` in a new session, all of which an interruption kills; returns its output.
 
     Raises:
-        ProgramError: with the end of its standard error.
+        ProgramError: it failed; the message has the end of its standard error.
     """
     env = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
     with (
@@ -527,7 +527,7 @@ def execute(command: Sequence[str], exit_codes: Sequence[int] = (0,)) -> str:
 
 
 def _write_random_cifar10(directory: Path) -> None:
-    """Random images in files like CIFAR-10's: ResNet-20 takes as long for them."""
+    """Random images in files like CIFAR-10's. ResNet-20 takes the same time for random images."""
     directory.mkdir()
     random = np.random.default_rng(0)
     for name in [*(f"data_batch_{index}" for index in range(1, 6)), "test_batch"]:
@@ -538,13 +538,13 @@ def _write_random_cifar10(directory: Path) -> None:
 
 
 def number(values: Sequence[float]) -> str:
-    """The median, with three digits or more."""
+    """The median, with at least three digits."""
     median = statistics.median(values)
     return f"{median:,.0f}" if median >= 100 else f"{median:.3g}"
 
 
 def say(line: str) -> None:
-    """How far it has come: beside the table, which is on standard output."""
+    """Prints progress to stderr; the table is on stdout."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -554,7 +554,7 @@ def _end_with(message: str) -> NoReturn:
 
 
 def _chosen(rows: Sequence[Row]) -> tuple[list[Row], bool]:
-    """The rows to measure, and whether those of `workers` too."""
+    """The rows to measure, and True if the second table is measured."""
     known = [*(row.name for row in rows), _WORKERS]
     for name in _ROWS.value:
         if name not in known:
@@ -564,7 +564,7 @@ def _chosen(rows: Sequence[Row]) -> tuple[list[Row], bool]:
 
 
 def _find_torch() -> str | None:
-    """A Python that has PyTorch, or none."""
+    """The path of a Python with PyTorch, or None."""
     if _TORCH.value is None:
         return sys.executable if importlib.util.find_spec("torch") else None
     try:
@@ -584,9 +584,9 @@ def _versions(torch: str | None) -> str:
 def main(argv: Sequence[str]) -> None:
     """Prints the tables."""
     if len(argv) > 1:
-        _end_with(f"Received {argv[1]!r}, which is no flag. --help lists them.")
+        _end_with(f"Received {argv[1]!r}, which is not a flag. --help lists the flags.")
     if _PLOT.value and not importlib.util.find_spec("matplotlib"):
-        _end_with(f"{NEEDED}, or --plot= for none.")
+        _end_with(f"{NEEDED}, or give --plot= for no picture.")
     for path in (_OUT.value, _PLOT.value):
         if not Path(path).resolve().parent.is_dir():
             _end_with(f"{path}: there is no such directory.")
@@ -621,7 +621,7 @@ def main(argv: Sequence[str]) -> None:
         try:
             _print_tables(bench, rows, workers)
         except KeyboardInterrupt:
-            say(f"Interrupted; {_OUT.value} has what was measured.")
+            say(f"Interrupted; {_OUT.value} has the results so far.")
             sys.exit(130)
         finally:
             bench.save()

@@ -3,11 +3,10 @@
     python -m benchmarks.run --rows=workers --out=workers.json
     python -m benchmarks.scaling --measured=workers.json --plot=scaling.png
 
-Prints two Markdown tables. The first holds the model (benchmarks/cost_model.py) against each step
-that benchmarks.run has measured on this machine, by costs that were fitted to all others. The
-second is what it predicts for workers on hosts of their own, of what is known of those: measure
---compute_ms there with one worker. Only the price of a message is taken from the fit, if
---message_us is not given.
+Prints two Markdown tables. The first compares the model (benchmarks/cost_model.py) with each step
+time that benchmarks.run measured on this machine; the model is fitted to all other step times. The
+second predicts rates with one host for each worker, from the flags below: measure --compute_ms on
+such a host with one worker. Without --message_us the time of a message comes from the fit.
 """
 
 import dataclasses
@@ -24,45 +23,47 @@ from absl import app, flags
 from benchmarks import cost_model
 from benchmarks.cost_model import Costs, Hosts, Point
 from benchmarks.plot import NEEDED
-from data.flags import parse_flags
-from trainer.start import set_environment
+from data.system.flags import parse_flags
+from trainer.tf_setup import set_environment
 
 _MEASURED = flags.DEFINE_string(
-    "measured", "benchmarks.json", "What benchmarks.run has written, with --rows=workers."
+    "measured", "benchmarks.json", "JSON file that benchmarks.run --rows=workers has written."
 )
-_PLOT = flags.DEFINE_string("plot", "", "Where a picture goes (PNG); empty: nowhere.")
+_PLOT = flags.DEFINE_string("plot", "", "PNG file to write; empty: none.")
 _COMPUTE_MS = flags.DEFINE_float(
-    "compute_ms", 200.0, "Milliseconds that a worker's gradient takes.", lower_bound=1e-6
+    "compute_ms", 200.0, "Milliseconds of a gradient on one worker.", lower_bound=1e-6
 )
 _GRADIENT_MB = flags.DEFINE_float(
     "gradient_mb", 100.0, "Millions of bytes of all variables.", lower_bound=0
 )
 _APPLY_MS = flags.DEFINE_float(
-    "apply_ms", 20.0, "Milliseconds that one host needs to update them.", lower_bound=0
+    "apply_ms", 20.0, "Milliseconds to update all variables on one host.", lower_bound=0
 )
-_GBITS = flags.DEFINE_float("gbits", 10.0, "A host's link, each way, Gbit/s.", lower_bound=1e-6)
+_GBITS = flags.DEFINE_float(
+    "gbits", 10.0, "Rate of a host's link in each direction, Gbit/s.", lower_bound=1e-6
+)
 _MESSAGE_US = flags.DEFINE_float(
-    "message_us", None, "Microseconds of a message beside its bytes.", lower_bound=0
+    "message_us", None, "Microseconds of a message without content.", lower_bound=0
 )
 _STRAGGLE = flags.DEFINE_float(
     "straggle",
     0.1,
-    "What disturbs a gradient, on average, in parts of its time: (mean - least) / least.",
+    "Mean disturbance of a gradient, relative to its time: (mean - least) / least.",
     lower_bound=0,
 )
 _TICKET_MS = flags.DEFINE_float(
-    "ticket_ms", 1.0, "What the chief is busy with for an asynchronous gradient.", lower_bound=0
+    "ticket_ms", 1.0, "Milliseconds of the chief for an asynchronous gradient.", lower_bound=0
 )
 _NUM_PS = flags.DEFINE_integer("num_ps", 4, "Parameter servers.", lower_bound=1)
 
 _WORKERS = tuple(2**i for i in range(11))
-# Of simulations: gradients in all, and the same for each worker.
+# Simulated gradients: in total, and at least for each worker.
 _DRAWN, _DRAWN_EACH = 4000, 20
 _SEED = 0
 
 
 def fitted_table(points: Sequence[Point], num_cores: int) -> list[str]:
-    """What was measured, what the model says that never saw it, and how far off that is."""
+    """Each measurement, the prediction from a fit to all others, and its relative error."""
     rows = [
         "| strategy | workers | ms a step | model | off by |",
         "| --- | --- | --- | --- | --- |",
@@ -76,7 +77,7 @@ def fitted_table(points: Sequence[Point], num_cores: int) -> list[str]:
 
 
 def predictions(hosts: Hosts) -> list[dict[str, Any]]:
-    """Gradients a second of each strategy by the number of workers; `simulated` where drawn."""
+    """Gradients a second of each strategy by the number of workers, computed and simulated."""
     found = []
     for workers in _WORKERS:
         backups = hosts.best_backups(workers)
@@ -134,7 +135,7 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
         if simulated:
             axes.plot(counts, [row[simulated] for row in found], "o", color=line.get_color())
     ideal = [count * found[0]["ring"] for count in counts]
-    axes.plot(counts, ideal, ":", color="grey", label="as many times one")
+    axes.plot(counts, ideal, ":", color="grey", label="linear")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("workers (points: simulated)")
@@ -164,7 +165,7 @@ def _end_with(message: str) -> NoReturn:
 
 
 def _measured() -> tuple[list[Point], int, str]:
-    """The points, the cores they share, and the machine."""
+    """The measured points, the number of cores, and the machine."""
     path = Path(_MEASURED.value)
     try:
         report = json.loads(path.read_text())
@@ -187,21 +188,21 @@ def main(argv: Sequence[str]) -> None:
     """Prints the tables."""
     set_environment()
     if len(argv) > 1:
-        _end_with(f"Received {argv[1]!r}, which is no flag. --help lists them.")
+        _end_with(f"Received {argv[1]!r}, which is not a flag. --help lists the flags.")
     if _PLOT.value and not importlib.util.find_spec("matplotlib"):
-        _end_with(f"{NEEDED}, or --plot= for none.")
+        _end_with(f"{NEEDED}, or give --plot= for no picture.")
     if _PLOT.value and not os.path.isdir(os.path.dirname(os.path.abspath(_PLOT.value))):
         _end_with(f"--plot={_PLOT.value}: there is no such directory.")
     points, num_cores, machine = _measured()
     costs = cost_model.fit(points, num_cores)
-    print(f"{machine}; each step by costs fitted to the others:\n")
+    print(f"{machine}; each step predicted from a fit to the others:\n")
     print("\n".join(fitted_table(points, num_cores)))
     print("\nAll steps together, milliseconds of CPU:\n")
     for name, secs in dataclasses.asdict(costs).items():
         print(f"* {name}: {1000 * secs:.2f}")
     hosts = _hosts(costs)
     found = predictions(hosts)
-    print(f"\nGradients a second on hosts of their own, {hosts}:\n")
+    print(f"\nGradients a second with one host for each worker, {hosts}:\n")
     print("\n".join(predicted_table(found)))
     if _PLOT.value:
         draw(found, Path(_PLOT.value))

@@ -1,4 +1,4 @@
-"""configs/digits.py, where ps worker 0 takes `delay_ms` longer for each gradient.
+"""configs/digits.py with a delay of `delay_ms` for each gradient of ps worker 0.
 
     python -m trainer --strategy=ps --sync_replicas --workers=3 --replicas_to_aggregate=2 \
         --config=benchmarks/slow_worker.py
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class SlowWorkerConfig(Config):
-    """Config with a field more.
+    """Config with one more field.
 
     Attributes:
-        delay_ms: What a gradient of worker 0 takes longer; 0 for workers of equal speed.
+        delay_ms: Delay of each gradient of worker 0; 0 for workers of equal speed.
     """
 
     delay_ms: int = 200

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.stragglers`: what backup workers spare synchronous parameter servers.
+"""`python -m benchmarks.stragglers`: the effect of backup workers on synchronous ps.
 
     python -m benchmarks.stragglers --data_dir=datasets/digits
 
-Three workers, all of one speed, then one slowed; steps of the first two gradients, and of all
-three. Runs the real program, one run after the other, and prints Markdown. The rate is over all
-reports but the first, which includes tracing.
+Three workers of equal speed, then with one slow worker; steps with the first two gradients, and
+with all three. Runs the real program, one run after the other, and prints Markdown. The rate is the
+mean over all reports except the first, which includes tracing.
 """
 
 import json
@@ -17,11 +17,11 @@ from absl import app, flags
 
 from benchmarks.table import machine, run
 
-_DATA_DIR = flags.DEFINE_string("data_dir", "datasets/digits", "TFRecord files of the digits.")
-_DELAY_MS = flags.DEFINE_integer(
-    "delay_ms", 200, "What a gradient of the slow worker takes longer."
+_DATA_DIR = flags.DEFINE_string(
+    "data_dir", "datasets/digits", "Directory with TFRecord files of the digits."
 )
-_TRAIN_STEPS = flags.DEFINE_integer("train_steps", 300, "Steps of each run.")
+_DELAY_MS = flags.DEFINE_integer("delay_ms", 200, "Delay of each gradient of the slow worker.")
+_TRAIN_STEPS = flags.DEFINE_integer("train_steps", 300, "Steps of a run.")
 
 _NUM_WORKERS = 3
 

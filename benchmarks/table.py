@@ -2,9 +2,9 @@
 
     python -m benchmarks.table --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
 
-Runs the real program, one run after the other: some minutes, with nothing else for the machine to
-do. Prints Markdown. `seconds` are from the building of the model to its export; the rate is that of
-the last report, after tracing.
+Runs the real program, one run after the other; takes some minutes on an idle machine. Prints
+Markdown. `seconds` is the time from building the model to its export. The rate is that of the last
+report, after tracing.
 """
 
 import json
@@ -20,7 +20,9 @@ from typing import Any
 
 from absl import app, flags
 
-MNIST_SOURCE = flags.DEFINE_string("mnist_source", None, "IDX files of MNIST; none: without it.")
+MNIST_SOURCE = flags.DEFINE_string(
+    "mnist_source", None, "Directory with the IDX files of MNIST; by default MNIST is left out."
+)
 
 _STRATEGIES = (
     ("--strategy=mirrored",),
@@ -32,7 +34,7 @@ _STRATEGIES = (
 
 
 def machine() -> str:
-    """What a figure was measured on, and when."""
+    """The machine and the date of a measurement."""
     return f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}"
 
 
@@ -45,21 +47,21 @@ def prepare(name: str, out: Path, *words: str) -> None:
     """Writes the data set `name` to `out`, as users do.
 
     Raises:
-        subprocess.CalledProcessError: its standard error says why it could not.
+        subprocess.CalledProcessError: preparation failed; its standard error says why.
     """
-    command = [sys.executable, "-m", "data.prepare", name, *words, f"--out={out}"]
+    command = [sys.executable, "-m", "data.prepare", name, *words, f"--data_dir={out}"]
     subprocess.run(command, check=True, capture_output=True)
 
 
 def train_reports(model_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl so far that are of training."""
+    """The training reports in the complete lines of metrics.jsonl."""
     path = model_dir / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [report for report in map(json.loads, lines) if report["split"] == "train"]
 
 
 def run(argv: Sequence[str], model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Trains; the result, and the last training report.
+    """Trains; returns the result and the last training report.
 
     Raises:
         subprocess.CalledProcessError: the run failed.
@@ -72,7 +74,7 @@ def run(argv: Sequence[str], model_dir: Path) -> tuple[dict[str, Any], dict[str,
 
 
 def rows(data_flags: Sequence[str], directory: Path) -> Iterator[str]:
-    """A line of the table for each strategy."""
+    """Yields a row of the table for each strategy."""
     for number, strategy in enumerate(_STRATEGIES):
         argv = [*strategy, *data_flags]
         result, report = run(argv, directory / f"run-{number}")

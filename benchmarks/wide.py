@@ -1,4 +1,4 @@
-"""The digits with a model of ten million parameters, dense; for benchmarks.checkpointing.
+"""The digits with a dense model of ten million parameters, for benchmarks.checkpointing.
 
 python -m trainer --strategy=mirrored --config=benchmarks/wide.py
 """

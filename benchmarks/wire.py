@@ -1,12 +1,12 @@
-"""`python -m benchmarks.wire`: bytes a step, and the loss, of gradients of 32 and of 16 bits.
+"""`python -m benchmarks.wire`: bytes per step, and loss, with gradients of 32 and 16 bits.
 
     python -m benchmarks.wire --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
 
-The 784-100-10 perceptron: 79,510 weights, 0.318 MB in float32. The bytes are what the loopback
-interface of the tasks' own network namespace has carried from the first report to the last; where
-there is no such namespace, that of the machine, and nothing else may use it. Under ps they include
-the variables that each worker reads, which travel as they are. Losses are means of the training
-loss since the report before. Prints Markdown; some minutes.
+The 784-100-10 perceptron: 79,510 weights, 0.318 MB in float32. The loopback interface counts the
+bytes, in the tasks' network namespace, from the first report to the last. Without a network
+namespace it is the machine's loopback interface, which no other program may use. Under ps the bytes
+include the variables that each worker reads, which are not compressed. A loss is the mean training
+loss since the previous report. Prints Markdown; takes some minutes.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _CONFIG = (
 
 
 def loopback_bytes(process: psutil.Process) -> int:
-    """Bytes that the loopback interface which `process` sees has received."""
+    """Bytes received by the loopback interface in the network namespace of `process`."""
     table = Path(f"/proc/{process.pid}/net/dev").read_text()
     found = re.search(r"^\s*lo:\s*(\d+)", table, re.MULTILINE)
     assert found, table
@@ -56,10 +56,10 @@ def loopback_bytes(process: psutil.Process) -> int:
 
 
 def run(argv: Sequence[str], model_dir: Path) -> tuple[float, list[dict[str, Any]], dict[str, Any]]:
-    """Trains; the bytes of a step, the reports, and the result.
+    """Trains; returns the bytes per step, the reports and the result.
 
     Raises:
-        RuntimeError: the run failed, or was too short to tell the bytes.
+        RuntimeError: the run failed, or was too short to measure bytes.
     """
     command = [sys.executable, "-m", "trainer", *argv, f"--model_dir={model_dir}"]
     seen: list[tuple[int, int]] = []  # (step, bytes)
@@ -70,7 +70,7 @@ def run(argv: Sequence[str], model_dir: Path) -> tuple[float, list[dict[str, Any
         while launcher.poll() is None:
             reports = train_reports(model_dir)
             if reports and (not seen or reports[-1]["step"] > seen[-1][0]):
-                # It is ending, where there is none any more.
+                # The run is ending if there is no worker process.
                 with contextlib.suppress(StopIteration, psutil.NoSuchProcess, OSError):
                     task = next(
                         child
@@ -89,7 +89,7 @@ def run(argv: Sequence[str], model_dir: Path) -> tuple[float, list[dict[str, Any
 
 
 def rows(data: Path, directory: Path) -> Iterator[str]:
-    """A line of the table for each strategy and type."""
+    """Yields a row of the table for each strategy and type."""
     for number, strategy in enumerate(_STRATEGIES):
         of_float32 = 0.0
         for dtype in _DTYPES:

@@ -1,1 +1,1 @@
-"""What to train: each file is a user's whole plug-in (see trainer/config.py)."""
+"""What to train: each file is a complete plug-in (see trainer/config.py)."""

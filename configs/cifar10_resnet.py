@@ -5,17 +5,17 @@
 
 Section 4.2: SGD with momentum 0.9, batches of 128, weight decay 0.0001, a rate of 0.1 divided by 10
 at 32,000 and 48,000 of 64,000 steps, images shifted by up to 4 pixels and mirrored at random. The
-paper reaches a test accuracy of 0.9125. What this file reaches was not measured here: CIFAR-10
-comes from its authors' site, and what was trained on were generated images in files of the same
-format. A step takes about 0.5 s on 2 cores, all of them about nine hours.
+paper reaches a test accuracy of 0.9125. The accuracy of this file was not measured: CIFAR-10
+must be downloaded from its authors' site; the file was tested on generated images in the same
+format. A step takes about 0.5 s on 2 cores, the whole run about nine hours.
 
-Batch normalisation is local: each replica normalises over its share of the batch, as the paper's
-two GPUs did. `--config.synchronized=True` normalises over the whole batch of mirrored and
+Batch normalisation is local: each replica normalises over its part of the batch, as the paper's
+two GPUs did. `--config.synchronized=True` normalises over the whole batch, under mirrored and
 multiworker.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config import Config
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-# Of the training images, by colour.
+# Mean and standard deviation of the training images, per colour.
 _MEAN = (0.4914, 0.4822, 0.4465)
 _STDDEV = (0.2470, 0.2435, 0.2616)
 _SHIFT = 4
@@ -31,11 +31,11 @@ _SHIFT = 4
 
 @dataclasses.dataclass
 class ResNetConfig(Config):
-    """Config with the depth of the network.
+    """Config with two fields more.
 
     Attributes:
-        blocks_per_stage: n, of 6 n + 2 layers.
-        synchronized: Whether batches are normalised over all replicas.
+        blocks_per_stage: The network has 6 * blocks_per_stage + 2 layers.
+        synchronized: True normalises over the batch of all replicas.
     """
 
     blocks_per_stage: int = 3
@@ -57,7 +57,7 @@ def get_config() -> ResNetConfig:
     config.schedule.kind = "step"
     config.schedule.boundaries = (32_000, 48_000)
     config.schedule.decay_rate = 0.1
-    # The paper's weight decay is added to the gradient; that of a squared norm is twice this.
+    # The paper adds 0.0001 * w to the gradient; the gradient of l2 * w ** 2 is 2 * l2 * w.
     config.penalty.l2 = 0.0001 / 2
     return config
 
@@ -72,13 +72,16 @@ def build_optimizer(config: ResNetConfig) -> "keras.Optimizer":
 def augment(
     images: "tf.Tensor", labels: "tf.Tensor", seeds: "tf.Tensor"
 ) -> "tuple[tf.Tensor, tf.Tensor]":
-    """Images [B, H, W, 3], moved by up to 4 pixels in each direction, and mirrored or not."""
+    """Shifts images [B, H, W, 3] by up to 4 pixels in each direction, and mirrors half of them.
+
+    `seeds` is int [B, 2], two random numbers per example.
+    """
     import tensorflow as tf
 
     height, width = images.shape[1], images.shape[2]
     pad = [_SHIFT, _SHIFT]
     padded = tf.pad(images - _MEAN, [[0, 0], pad, pad, [0, 0]]) + _MEAN
-    # A seed is a hash: its bits are as random as what would be drawn from it.
+    # A seed is a hash, so its bits are random numbers already.
     down = seeds[:, 0] % (2 * _SHIFT + 1)
     right = seeds[:, 1] // 2 % (2 * _SHIFT + 1)
     rows = down[:, tf.newaxis] + tf.range(height)
@@ -91,9 +94,9 @@ def augment(
 def build_model(config: ResNetConfig) -> "keras.Model":
     """Images float32 [B, 32, 32, 3] in [0, 1] -> logits [B, 10]."""
     import keras
-    from keras import layers
+    from keras import KerasTensor, layers
 
-    def convolution(x: Any, filters: int, stride: int) -> Any:
+    def convolution(x: KerasTensor, filters: int, stride: int) -> KerasTensor:
         x = layers.Conv2D(
             filters,
             3,
@@ -106,7 +109,7 @@ def build_model(config: ResNetConfig) -> "keras.Model":
             momentum=0.9, epsilon=1e-5, synchronized=config.synchronized
         )(x)
 
-    def block(x: Any, filters: int, stride: int) -> Any:
+    def block(x: KerasTensor, filters: int, stride: int) -> KerasTensor:
         shortcut = x
         if stride > 1:
             # The paper's option A: every other pixel, and zeros for the new channels.

@@ -1,13 +1,13 @@
-"""A step of one's own: two networks, two optimizers, two losses, on the same loop.
+"""A custom training step: two networks, two optimizers, two losses, on the same loop.
 
     python -m trainer --strategy=mirrored --config=configs/custom_step.py
 
 A generative adversarial network (Goodfellow et al., 2014) learns to make handwritten digits of
-8 x 8 pixels. Both networks change in the same step, each for a loss of its own and by an optimizer
-of its own, the critic faster (Heusel et al., 2017). Here a config file brings all that it can:
-`parse`, `augment`, `build_model`, `loss`, `metrics`, `build_learner` and `build_hooks`. None of it
-knows the strategy. 4,000 steps take about 40 s on 2 cores that others use too; then the critic is
-right about 79% of digits it has not seen and of made ones, where 50% would be guessing.
+8 x 8 pixels. Both networks change in the same step. Each has a loss and an optimizer,
+and the critic's learning rate is higher (Heusel et al., 2017). This file shows all that a config
+file may define: `parse`, `augment`, `build_model`, `loss`, `metrics`, `build_learner` and
+`build_hooks`. Nothing in it depends on the strategy. 4,000 steps take about 40 s on 2 shared cores.
+Then the critic is right on 79% of unseen real digits and generated ones; guessing would be 50%.
 """
 
 import csv
@@ -20,14 +20,12 @@ import keras
 import tensorflow as tf
 
 from data.features import from_bytes
-from strategies.base import Metrics
+from strategies.base import Batch
+from strategies.metrics import Metrics, means
 from trainer.config import Config
-from trainer.hooks import Hook, next_multiple
+from trainer.hooks.base import Hook, next_multiple
 from trainer.learner import Learner
-from trainer.metrics import means
-from trainer.optimizers import check_optimizer
-
-Tensor = Any
+from trainer.step.optimizers import check_optimizer
 
 NOISE = 16
 
@@ -37,8 +35,8 @@ class GanConfig(Config):
     """Config with two fields more.
 
     Attributes:
-        critic_rate_ratio: The critic's learning rate is so many times the generator's.
-        balance_every_steps: MODEL_DIR/balance.csv gets a line.
+        critic_rate_ratio: The critic's learning rate, divided by the generator's.
+        balance_every_steps: The interval of lines in MODEL_DIR/balance.csv.
     """
 
     critic_rate_ratio: float = 2.0
@@ -58,10 +56,10 @@ def get_config() -> GanConfig:
     )
 
 
-def parse(serialized: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def parse(serialized: tf.Tensor) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
     """Records, string [n] -> {"image": float32 [n, 8, 8, 1], "noise": float32 [n, NOISE]}, labels.
 
-    An example's noise is made of its own bytes, so that all evaluations see the same.
+    The noise is a hash of the example's bytes, so all evaluations use the same noise.
     """
     features = {
         "image": tf.io.FixedLenFeature([], tf.string),
@@ -75,13 +73,13 @@ def parse(serialized: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def augment(
-    inputs: dict[str, Tensor], labels: Tensor, seeds: Tensor
-) -> tuple[dict[str, Tensor], Tensor]:
-    """New noise for every step; a function of (config.seed, position), as all that is random."""
+    inputs: dict[str, tf.Tensor], labels: tf.Tensor, seeds: tf.Tensor
+) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+    """Draws new noise for every step, from seeds that depend on (config.seed, position)."""
     return {**inputs, "noise": noise_from(seeds)}, labels
 
 
-def noise_from(seeds: Tensor) -> Tensor:
+def noise_from(seeds: tf.Tensor) -> tf.Tensor:
     """Seeds, integers [n, 2] -> standard normal numbers, float32 [n, NOISE]."""
     return tf.map_fn(
         lambda seed: tf.random.stateless_normal([NOISE], seed),
@@ -91,7 +89,7 @@ def noise_from(seeds: Tensor) -> Tensor:
 
 
 def build_model(config: GanConfig) -> keras.Model:
-    """Inputs as `parse` says -> {"made": [B, 8, 8, 1], "real_logit": [B], "made_logit": [B]}."""
+    """Inputs of `parse` -> {"made": [B, 8, 8, 1], "real_logit": [B], "made_logit": [B]}."""
     from keras import layers
 
     generator = keras.Sequential(
@@ -129,18 +127,18 @@ def build_model(config: GanConfig) -> keras.Model:
     return keras.Model(inputs, outputs)
 
 
-def loss(labels: Tensor, outputs: Mapping[str, Tensor]) -> Tensor:
-    """The critic's: cross entropy of telling real from made, [B]; 2 ln 2 = 1.386 if it cannot."""
+def loss(labels: tf.Tensor, outputs: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """The critic's cross entropy, real plus generated image, [B]; 2 ln 2 = 1.386 if it guesses."""
     return tf.nn.softplus(-outputs["real_logit"]) + tf.nn.softplus(outputs["made_logit"])
 
 
-def generator_loss(labels: Tensor, outputs: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of passing what is made off as real, [B]."""
+def generator_loss(labels: tf.Tensor, outputs: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """The generator's cross entropy: low if the critic takes generated images as real, [B]."""
     return tf.nn.softplus(-outputs["made_logit"])
 
 
-def told_apart(labels: Tensor, outputs: Mapping[str, Tensor]) -> Tensor:
-    """The fraction that the critic is right about, of the real and the made example each, [B]."""
+def told_apart(labels: tf.Tensor, outputs: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """The critic's accuracy on one real and one generated image: 0, 0.5 or 1, [B]."""
     right = (outputs["real_logit"] > 0, outputs["made_logit"] < 0)
     return (tf.cast(right[0], tf.float32) + tf.cast(right[1], tf.float32)) / 2
 
@@ -149,17 +147,18 @@ metrics = {"generator_loss": generator_loss, "told_apart": told_apart}
 
 
 class GanLearner(Learner):
-    """A step in which each of two networks follows the gradient of a loss of its own."""
+    """A step in which each network follows the gradient of its loss."""
 
+    # Any: `parts` are of the types that Learner declares.
     def __init__(self, config: GanConfig, **parts: Any) -> None:
-        """`parts` are Learner's own arguments; their optimizer is the generator's."""
+        """`parts` are the arguments of Learner; their optimizer is the generator's."""
         self._config = config
         self.critic_optimizer = keras.optimizers.Adam(config.learning_rate, beta_1=0.5)
         check_optimizer(self.critic_optimizer)
         super().__init__(**parts)
 
     def build_optimizers(self) -> None:
-        """See Learner: each optimizer has slots for the variables of its network alone."""
+        """Creates slots in each optimizer for the variables of its network only."""
         trained = self.model.trainable_variables
         of_critic = {id(v) for v in self.model.get_layer("critic").trainable_variables}
         self._is_critics = [id(variable) in of_critic for variable in trained]
@@ -167,18 +166,20 @@ class GanLearner(Learner):
         self.critic_optimizer.build([v for v in trained if id(v) in of_critic])
 
     @property
-    def state(self) -> Mapping[str, Sequence[Any]]:
-        """See Learner: checkpoints keep the second optimizer too."""
+    def state(self) -> Mapping[str, Sequence[tf.Variable]]:
+        """Adds the second optimizer, so that checkpoints have it."""
         variables = [variable.value for variable in self.critic_optimizer.variables]
         return {**super().state, "critic_optimizer": variables}
 
-    def gradients(self, batch: Any, *, training: bool = True) -> tuple[list[Tensor], Tensor]:
-        """See Learner: of the critic's loss for its variables, of the generator's for the rest."""
+    def gradients(
+        self, batch: Batch, *, training: bool = True
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Returns for each variable the gradient of the loss of its network."""
         inputs, labels, *seeds = batch
         with tf.GradientTape(persistent=True) as tape:
             outputs = self.forward(inputs, *seeds, training=training)
             losses = loss(labels, outputs)
-            # Of the batch, not of this share: the sum over replicas is one big batch's.
+            # Divided by the size of the whole batch: the executor sums over replicas.
             critic = tf.reduce_sum(losses) / self.batch_size
             generator = tf.reduce_sum(generator_loss(labels, outputs)) / self.batch_size
         gradients = [
@@ -187,16 +188,18 @@ class GanLearner(Learner):
         ]
         return gradients, self.measure(labels, outputs, losses)
 
-    def change_variable(self, index: int, variable: Tensor, gradient: Tensor, rate: Tensor) -> None:
-        """See Learner."""
+    def change_variable(
+        self, index: int, variable: tf.Variable, gradient: tf.Tensor, rate: tf.Tensor
+    ) -> None:
+        """Applies the optimizer of the variable's network."""
         if self._is_critics[index]:
             ratio = self._config.critic_rate_ratio
             self.critic_optimizer.update_step(gradient, variable, ratio * rate)
         else:
             self.optimizer.update_step(gradient, variable, rate)
 
-    def apply(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See Learner: Adam counts its steps, and the first optimizer's counter is the loop's."""
+    def apply(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Counts the step of the second Adam too; Learner counts that of the first."""
         step = super().apply(gradients)
         with tf.control_dependencies([step]):
             self.critic_optimizer.iterations.value.assign_add(1)
@@ -204,34 +207,34 @@ class GanLearner(Learner):
 
 
 def build_optimizer(config: GanConfig) -> keras.Optimizer:
-    """The generator's."""
+    """Returns the generator's optimizer."""
     return keras.optimizers.Adam(config.learning_rate, beta_1=0.5)
 
 
+# Any: as for GanLearner.
 def build_learner(config: GanConfig, **parts: Any) -> Learner:
-    """What computes and applies a step."""
+    """Returns the object that computes and applies a step."""
     return GanLearner(config, **parts)
 
 
 class Balance(Hook):
-    """Writes who is winning to a file."""
+    """Appends the losses of both networks to a file."""
 
     def __init__(self, path: Path, every_steps: int) -> None:
-        """On the chief."""
         self._path = path
         self._every_steps = every_steps
         self._due = 0
 
     def begin(self, step: int) -> None:
-        """Goes on after what a former run wrote."""
+        """Called again after a resume; the file keeps its lines."""
         self._due = self.next_step(step)
 
     def next_step(self, step: int) -> int:
-        """The next multiple."""
+        """Returns the next multiple of `every_steps`."""
         return next_multiple(step, self._every_steps)
 
     def __call__(self, step: int, metrics: Metrics) -> None:
-        """Adds a line for the steps of the last call."""
+        """Appends the means over the steps of the last call."""
         if step >= self._due:
             with self._path.open("a", newline="") as file:
                 found = means(metrics)
@@ -240,5 +243,5 @@ class Balance(Hook):
 
 
 def build_hooks(config: GanConfig, model_dir: str) -> Sequence[Hook]:
-    """On the chief, beside the hooks that every run has."""
+    """Returns hooks for the chief, in addition to those of every run."""
     return [Balance(Path(model_dir) / "balance.csv", config.balance_every_steps)]

@@ -3,7 +3,7 @@
     python -m data.prepare mnist --source=DIRECTORY_WITH_THE_IDX_FILES
     python -m trainer --strategy=ps --config=configs/mnist_replica.py
 
-TensorFlow 1's distributed MNIST example trained this network between graph replicas, and printed
+TensorFlow 1's distributed MNIST example trained this network on graph replicas, and printed
 the validation cross entropy at the end: the `loss` of the last line, in nats an example. 3,000
 steps take about 10 s on 2 cores and reach a test accuracy of about 0.96 (at least 0.955);
 `--train_steps=20000` reaches 0.971 to 0.976 under each strategy (at least 0.97).
@@ -32,7 +32,7 @@ class MnistReplicaConfig(Config):
 def get_config() -> MnistReplicaConfig:
     """3,000 steps of 100 examples: 5 epochs."""
     return MnistReplicaConfig(
-        data=DataConfig(cache_bytes=64 << 20),  # All of it is 48 MB.
+        data=DataConfig(cache_bytes=64 << 20),  # The whole training set is 48 MB.
         dataset="mnist",
         batch_size=100,
         learning_rate=0.01,

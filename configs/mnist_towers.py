@@ -1,12 +1,12 @@
-"""The classic tower program: a 784-500-10 perceptron on MNIST, and an average of its weights.
+"""The classic multi-GPU tower program: a 784-500-10 perceptron on MNIST, with averaged weights.
 
     python -m data.prepare mnist_towers --layout=image_raw --source=DIRECTORY_WITH_THE_IDX_FILES
     python -m trainer --strategy=mirrored --replicas=2 --config=configs/mnist_towers.py
 
 TensorFlow 1 trained this network on several GPUs, a tower on each, from the records that its
 convert_to_records.py wrote: L2 of 0.0001, SGD at 0.5 that falls by 1% an epoch, and a moving
-average of the weights, which is what is evaluated and exported. 10,000 steps take about 50 s on
-2 cores that others use too, and reach a test accuracy of 0.983 (at least 0.98).
+average of the weights, which is evaluated and exported. 10,000 steps take about 50 s on 2 shared
+cores, and reach a test accuracy of 0.983 (at least 0.98).
 """
 
 import dataclasses

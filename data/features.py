@@ -1,10 +1,10 @@
-"""What an example holds: TFDS' `features.json` read without tensorflow-datasets.
+"""The features of an example: TFDS' `features.json`, read without tensorflow-datasets.
 
     features = read_features("datasets/digits")
     parse = default_parse(features)
     images, labels = parse(serialized)        # string [n] -> float32 [n, 8, 8, 1], int64 [n]
 
-Works in graphs without py_function, so also on remote parameter-server workers.
+Parsing is a graph without py_function, so it also runs on remote parameter-server workers.
 """
 
 import collections
@@ -15,13 +15,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from data import files
-from data.files import DataError
-from data.layout import Column
+from data.system import files
+from data.system.files import DataError
+from data.tfrecord.fixed_layout import Column
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
+JSON = Mapping[str, Any]  # What json.loads returns has no type.
 Kind = Literal["image", "label", "tensor", "text", "unsupported"]
 
 _PARSE_HINT = (
@@ -32,11 +33,14 @@ _PARSE_HINT = (
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """One named field of an example.
+    """One field of an example.
 
-    `shape`: None where it varies from example to example. `encoding`: how a tensor lies in the
-    record, "none" (a list of numbers), "bytes" or "zlib"; images are always PNG or JPEG.
-    `num_classes`: of labels only. `type_name`: the TFDS class, for messages.
+    Attributes:
+        shape: None stands for a size that varies from example to example.
+        encoding: How a record stores a tensor: "none" (a list of numbers), "bytes" or "zlib".
+            Images are always PNG or JPEG.
+        num_classes: Set for labels only.
+        type_name: The TFDS class, for messages.
     """
 
     name: str
@@ -47,71 +51,40 @@ class Feature:
     encoding: str
     type_name: str
 
-    @property
-    def is_input(self) -> bool:
-        """Whether a model can take it as it is: an image, or a tensor of numbers."""
-        return self.kind == "image" or (self.kind == "tensor" and len(self.shape) > 0)
 
-    @property
-    def is_number(self) -> bool:
-        """Whether it is a single number."""
-        return self.kind == "tensor" and self.shape == () and self.dtype not in ("string", "object")
+class Features(dict[str, Feature]):
+    """The fields of an example by name; nested fields are "outer/inner", as in the record.
 
-
-class Features(Mapping[str, Feature]):
-    """The fields of an example, by name; nested ones as "outer/inner", as in the record."""
+    `source`: the file of the features, for messages.
+    """
 
     def __init__(self, features: Iterable[Feature], source: str) -> None:
-        """`source`: where they were read, for messages."""
-        self._features = {feature.name: feature for feature in features}
+        super().__init__((feature.name, feature) for feature in features)
         self.source = source
-
-    def __getitem__(self, name: str) -> Feature:
-        """The field of that name."""
-        return self._features[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Names, in the file's order."""
-        return iter(self._features)
-
-    def __len__(self) -> int:
-        """How many fields."""
-        return len(self._features)
 
     def parse_example(
         self, serialized: "tf.Tensor", names: Iterable[str] | None = None
     ) -> "dict[str, tf.Tensor]":
-        """Decode a batch: string [n] -> one tensor [n, ...] a name, of the feature's dtype.
+        """Decodes `names`, or all features: string [n] -> tensors [n, ...] of the feature's dtype.
 
-        `names`: only these; all by default. A label outside [0, num_classes), or a value of the
-        wrong size, is an error of the graph (InvalidArgumentError) that names the feature.
+        A label outside [0, num_classes), or a value of wrong size, is an InvalidArgumentError.
 
         Raises:
-            DataError: a feature is of a type that this does not decode, or varies in shape.
+            DataError: a feature has a type that is not decoded here, or varies in shape.
         """
-        import tensorflow as tf
-
         columns = self.columns(self if names is None else names)
-        spec = {name: column.on_disk() for name, column in columns.items()}
-        return self.decode(tf.io.parse_example(serialized, spec))
+        return self.decode(_parse_columns(serialized, columns))
 
     def columns(self, names: Iterable[str]) -> dict[str, Column]:
-        """How those features lie in a record.
-
-        Raises:
-            DataError: one is of a type that this does not decode, or varies in shape.
-        """
-        return {name: _column(self._features[name], self.source) for name in names}
+        """How records store these features; see `parse_example` for errors."""
+        return {name: _column(self[name], self.source) for name in names}
 
     def decode(self, raw: "Mapping[str, tf.Tensor]") -> "dict[str, tf.Tensor]":
-        """Features as they lie in records -> one tensor [n, ...] each, of the feature's dtype.
-
-        Bytes are string [n], or uint8 [n, number of bytes].
-        """
+        """Columns, bytes as string [n] or uint8 [n, num_bytes] -> tensors as of `parse_example`."""
         decoded = {}
         for name, value in raw.items():
-            decoded[name] = _decode(self._features[name], value)
-            decoded[name].set_shape([value.shape[0], *self._features[name].shape])
+            decoded[name] = _decode(self[name], value)
+            decoded[name].set_shape([value.shape[0], *self[name].shape])
         return decoded
 
 
@@ -121,20 +94,14 @@ class ExampleParse:
 
         parse = ExampleParse({"x": Column("float", (4,)), "label": Column("int64")}, decode)
 
-    The first takes `columns` out of the records; the second, `decode`, makes examples of them. It
-    gets a tensor for each column, as tf.io.parse_example returns it. Where the records are of one
-    layout (`data.layout`), slices can take the first step's place: then a column whose `num_bytes`
-    is given comes as uint8 [n, num_bytes], and not as string [n].
+    The first step takes `columns` out of the records, as tf.io.parse_example does. If all records
+    have one layout (`fixed_layout`), slices replace this step: then a column with `num_bytes` comes
+    as uint8 [n, num_bytes] instead of string [n]. The second step, `decode`, makes examples.
 
-    What makes large values of small ones, floats of bytes, belongs into `widen`, (inputs, labels)
-    -> (inputs, labels): examples that are kept in memory are kept as `decode` returns them, and
-    widened in each step.
-
-        widen=lambda images, labels: (from_bytes(images), labels)
-
-    So it runs in the graph of the step, where TensorFlow may make a product of a quotient, and one
-    factor of two: use `from_bytes`, or the last bit depends on whether examples are kept. As
-    `decode`, it treats examples independently, and has no state.
+    The third step, `widen`, is optional. It makes large values of small ones, for example
+    `lambda images, labels: (from_bytes(images), labels)`. Cached examples are stored as `decode`
+    returns them, and widened in the graph of the training step: use `from_bytes`, or the last bit
+    depends on caching. Like `decode`, `widen` must treat examples independently and have no state.
     """
 
     columns: Mapping[str, Column]
@@ -143,22 +110,19 @@ class ExampleParse:
 
     def __call__(self, serialized: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
         """All steps."""
-        import tensorflow as tf
-
-        spec = {name: column.on_disk() for name, column in self.columns.items()}
-        return self.finish(tf.io.parse_example(serialized, spec))
+        return self.finish(_parse_columns(serialized, self.columns))
 
     def finish(self, raw: "Mapping[str, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
-        """All steps but the first."""
-        from data.graphs import converted
+        """All steps but the first, for columns that were sliced."""
+        from data.autograph import autograph  # Imports TensorFlow.
 
-        return self.widened(converted(self.decode)(raw))
+        return self.widened(autograph(self.decode)(raw))
 
     def widened(self, examples: "tuple[tf.Tensor, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
-        """What `decode` returned, as `parse` returns it."""
-        from data.graphs import converted
+        """The result of `decode`, widened."""
+        from data.autograph import autograph
 
-        return converted(self.widen)(*examples) if self.widen else examples
+        return autograph(self.widen)(*examples) if self.widen else examples
 
     @property
     def narrow(self) -> "ExampleParse":
@@ -166,24 +130,33 @@ class ExampleParse:
         return dataclasses.replace(self, widen=None)
 
 
+def _parse_columns(
+    serialized: "tf.Tensor", columns: Mapping[str, Column]
+) -> "dict[str, tf.Tensor]":
+    import tensorflow as tf
+
+    spec = {name: column.on_disk() for name, column in columns.items()}
+    parsed: dict[str, tf.Tensor] = tf.io.parse_example(serialized, spec)
+    return parsed
+
+
 def read_features(data_dir: str) -> Features:
     """The features that `features.json` in `data_dir` describes.
 
     Raises:
-        DataError: there is no such file, or it is not TFDS' format. Records without it can still be
-            trained on, by a config that has its own `parse`.
+        DataError: the file does not exist, or is not in TFDS' format.
     """
     path = f"{os.fspath(data_dir).rstrip('/')}/features.json"
     try:
-        text = files.read_text(path)
+        tree = json.loads(files.read_text(path))
+        return Features(_flatten("", tree["featuresDict"]["features"]), path)
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist, so what a record holds is not known. {_PARSE_HINT} "
             "Or add the file: tensorflow_datasets.folder_dataset.write_metadata writes it."
         ) from None
-    try:
-        tree = json.loads(text)
-        return Features(_flatten("", tree["featuresDict"]["features"]), path)
+    except DataError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{path} is not a features.json of tensorflow-datasets "
@@ -194,20 +167,22 @@ def read_features(data_dir: str) -> Features:
 def default_parse(features: Features) -> ExampleParse:
     """A parse function for classification: string [n] -> (float32 [n, ...], int64 [n]).
 
-    The label is the one ClassLabel, or that called "label". The input is the one image or tensor;
-    where there is none, all numbers side by side, [n, k] in the file's order. Inputs of unsigned
-    bytes are scaled from 0..255 to [0, 1]; others are cast alone.
+    The label is the only ClassLabel, or the ClassLabel with the name "label". The input is the only
+    image or tensor; without any, the input is all single numbers, [n, k] in the file's order. A
+    uint8 image or tensor is scaled from 0..255 to [0, 1]; other inputs are only cast.
 
     Raises:
-        DataError: there is not exactly one label and one input of fixed shape.
+        DataError: the features are not exactly one label and one input of fixed shape.
     """
     import tensorflow as tf
 
-    labels = [name for name in features if features[name].kind == "label"]
+    labels = [name for name, feature in features.items() if feature.kind == "label"]
     if len(labels) > 1 and "label" in labels:
         labels = ["label"]
-    inputs = [name for name in features if features[name].is_input]
-    numbers = [name for name in features if features[name].is_number]
+    tensors = [name for name, feature in features.items() if feature.kind in ("image", "tensor")]
+    inputs = [name for name in tensors if features[name].kind == "image" or features[name].shape]
+    scalars = [name for name in tensors if name not in inputs]
+    numbers = [name for name in scalars if features[name].dtype not in ("string", "object")]
     if len(labels) != 1 or len(inputs) > 1 or not (inputs or numbers):
         raise DataError(
             f"{features.source} has {len(labels)} ClassLabels ({', '.join(labels) or 'none'}) and "
@@ -216,14 +191,12 @@ def default_parse(features: Features) -> ExampleParse:
         )
     (label_name,) = labels
     names = inputs or numbers
-
     are_bytes = bool(inputs) and features[inputs[0]].dtype == "uint8"
 
     def decode(raw: Mapping[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         example = features.decode(raw)
-        columns = [example[name] for name in names]
-        if not are_bytes:
-            columns = [tf.cast(column, tf.float32) for column in columns]
+        dtype = tf.uint8 if are_bytes else tf.float32
+        columns = [tf.cast(example[name], dtype) for name in names]
         values = columns[0] if inputs else tf.stack(columns, axis=1)
         return values, tf.cast(example[label_name], tf.int64)
 
@@ -232,12 +205,12 @@ def default_parse(features: Features) -> ExampleParse:
 
 
 def from_bytes(values: "tf.Tensor") -> "tf.Tensor":
-    """uint8 0..255 -> float32 in [0, 1], alike to the last bit wherever it is computed.
+    """uint8 0..255 -> float32 in [0, 1], equal to the last bit in every graph.
 
-    One op that TensorFlow does not take apart: it multiplies by 1/255. Of a cast and a quotient,
-    graphs that TensorFlow optimizes make a product, and of its factor and one that comes next a
-    single one, while those of datasets divide; and a worker may read by the one or the other. They
-    also go over the floats twice. It has kernels for the CPU and for XLA.
+    A single op that TensorFlow does not rewrite: it multiplies by 1/255. A cast and a division pass
+    over the floats twice, and their results depend on the graph: a training graph's optimizer makes
+    a multiplication of the division, and merges its factor with the next one, while the graph of a
+    dataset divides. The op has kernels for the CPU and for XLA.
 
     Raises:
         TypeError: `values` are not uint8.
@@ -262,10 +235,9 @@ def image_raw_parse(shape: tuple[int, int, int]) -> ExampleParse:
 
         parse = image_raw_parse((28, 28, 1))    # a line of a config file
 
-    They hold `image_raw` (the bytes of the pixels), `label` and often `pixels` (how many bytes),
-    `height`, `width` and `depth`. string [n] -> (float32 [n, *shape] in [0, 1], int64 [n]). An
-    image whose bytes or `pixels` are not as many as `shape` says is an error of the graph
-    (InvalidArgumentError). Nothing is imported or computed before records come.
+    They hold `image_raw` (the bytes of the pixels), `label` and often `pixels` (how many bytes).
+    string [n] -> (float32 [n, *shape] in [0, 1], int64 [n]). An image whose number of bytes or
+    `pixels` does not fit `shape` is an error of the graph (InvalidArgumentError).
     """
     num_pixels = math.prod(shape)
     columns = {
@@ -282,9 +254,8 @@ def image_raw_parse(shape: tuple[int, int, int]) -> ExampleParse:
             num_bytes = tf.strings.length(pixels)
         fits = (num_bytes == num_pixels) & (raw["pixels"] == num_pixels)
         message = f"An image_raw or its pixels is not {num_pixels}, the bytes of shape {shape}:"
-        check = tf.debugging.Assert(
-            tf.reduce_all(fits), [message, num_bytes, raw["pixels"]], summarize=16
-        )
+        values = [message, num_bytes, raw["pixels"]]
+        check = tf.debugging.Assert(tf.reduce_all(fits), values, summarize=16)
         with tf.control_dependencies([check]):
             if pixels.dtype == tf.string:
                 pixels = tf.io.decode_raw(pixels, tf.uint8, fixed_length=num_pixels)
@@ -295,10 +266,7 @@ def image_raw_parse(shape: tuple[int, int, int]) -> ExampleParse:
     return ExampleParse(columns, decode, _bytes_to_floats)
 
 
-# What follows reads JSON, which has no type: `Any` stays within these functions.
-
-
-def _flatten(prefix: str, tree: Mapping[str, Any]) -> Iterator[Feature]:
+def _flatten(prefix: str, tree: JSON) -> Iterator[Feature]:
     for key, node in tree.items():
         if "featuresDict" in node:
             yield from _flatten(f"{prefix}{key}/", node["featuresDict"]["features"])
@@ -306,30 +274,27 @@ def _flatten(prefix: str, tree: Mapping[str, Any]) -> Iterator[Feature]:
             yield _feature(prefix + key, node)
 
 
-def _feature(name: str, node: Mapping[str, Any]) -> Feature:
+def _feature(name: str, node: JSON) -> Feature:
     type_name = str(node["pythonClassName"]).rpartition(".")[2]
-    body: Mapping[str, Any] = collections.ChainMap(
-        *(value for key, value in node.items() if isinstance(value, dict))
-    )
+    body: JSON = collections.ChainMap(*(v for v in node.values() if isinstance(v, dict)))
     dimensions = body.get("shape", {}).get("dimensions", [])
     shape = tuple(None if int(size) < 0 else int(size) for size in dimensions)
-    dtype = str(body.get("dtype", ""))
+    dtype, num_classes, encoding = str(body.get("dtype", "")), None, "none"
+    kind: Kind = "unsupported"
     if "classLabel" in node:
-        return Feature(name, "label", "int64", (), int(body["numClasses"]), "none", type_name)
-    if "image" in node and type_name == "Image":
-        encoding = str(body.get("encodingFormat", "image"))
-        return Feature(name, "image", dtype or "uint8", shape, None, encoding, type_name)
-    if "text" in node and type_name == "Text":
-        return Feature(name, "text", "string", (), None, "none", type_name)
-    if "tensor" in node and type_name in ("Tensor", "Scalar"):
-        encoding = str(body.get("encoding", "none"))
-        return Feature(name, "tensor", dtype, shape, None, encoding, type_name)
-    return Feature(name, "unsupported", dtype, shape, None, "none", type_name)
+        kind, dtype, shape, num_classes = "label", "int64", (), int(body["numClasses"])
+    elif "image" in node and type_name == "Image":
+        kind, dtype, encoding = "image", dtype or "uint8", str(body.get("encodingFormat", "image"))
+    elif "text" in node and type_name == "Text":
+        kind, dtype, shape = "text", "string", ()
+    elif "tensor" in node and type_name in ("Tensor", "Scalar"):
+        kind, encoding = "tensor", str(body.get("encoding", "none"))
+    return Feature(name, kind, dtype, shape, num_classes, encoding, type_name)
 
 
 _AS_INT64 = ("bool", "uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 _AS_FLOAT = ("float16", "bfloat16", "float32", "float64")
-# Of those whose bytes are their value, which a bool's are not.
+# The types that can be reinterpreted from bytes; a bool cannot.
 _ITEM_BYTES = {
     **dict.fromkeys(("uint8", "int8"), 1),
     **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
@@ -339,42 +304,29 @@ _ITEM_BYTES = {
 
 
 def _column(feature: Feature, source: str) -> Column:
-    """How the feature lies in a tf.train.Example.
+    def refuse(problem: str) -> DataError:
+        return DataError(f"Feature {feature.name!r} in {source} {problem}. {_PARSE_HINT}")
 
-    Raises:
-        DataError: in no way this module decodes.
-    """
     if feature.kind == "unsupported":
-        raise DataError(
-            f"Feature {feature.name!r} in {source} is a {feature.type_name}, which is not decoded "
-            f"here. {_PARSE_HINT}"
-        )
+        raise refuse(f"is a {feature.type_name}, which is not decoded here")
     if None in feature.shape:
-        raise DataError(
-            f"Feature {feature.name!r} in {source} has shape {list(feature.shape)}: it varies, and "
-            f"a batch needs one shape. {_PARSE_HINT} Resize or pad there."
-        )
+        shape = list(feature.shape)
+        raise refuse(f"has shape {shape}: it varies, and a batch needs one shape. Resize or pad it")
     if feature.kind == "image" and feature.dtype not in ("uint8", "uint16"):
-        raise DataError(
-            f"Feature {feature.name!r} in {source} is an image of {feature.dtype}; decoded here "
-            f"are uint8 and uint16. {_PARSE_HINT}"
-        )
-    shape = tuple(size for size in feature.shape if size is not None)
+        raise refuse(f"is an image of {feature.dtype}; decoded here are uint8 and uint16")
+    sizes = tuple(size for size in feature.shape if size is not None)
     if feature.kind in ("image", "text") or feature.encoding == "zlib":
         return Column("bytes")
     if feature.encoding == "bytes":
         item_bytes = _ITEM_BYTES.get(feature.dtype)
-        return Column("bytes", num_bytes=item_bytes and item_bytes * math.prod(shape))
+        return Column("bytes", num_bytes=item_bytes and item_bytes * math.prod(sizes))
     if feature.dtype in _AS_INT64:
-        return Column("int64", shape)
+        return Column("int64", sizes)
     if feature.dtype in _AS_FLOAT:
-        return Column("float", shape)
+        return Column("float", sizes)
     if feature.dtype in ("string", "object"):
-        return Column("bytes", shape)
-    raise DataError(
-        f"Feature {feature.name!r} in {source} has dtype {feature.dtype!r}, which is not decoded "
-        f"here. {_PARSE_HINT}"
-    )
+        return Column("bytes", sizes)
+    raise refuse(f"has dtype {feature.dtype!r}, which is not decoded here")
 
 
 def _decode(feature: Feature, raw: "tf.Tensor") -> "tf.Tensor":
@@ -382,12 +334,10 @@ def _decode(feature: Feature, raw: "tf.Tensor") -> "tf.Tensor":
     import tensorflow as tf
 
     if feature.kind == "label":
-        # A label out of range makes the loss nan or reads past a table, far from its cause.
+        # A label out of range makes the loss NaN or reads past a table, far from the cause.
         known = tf.reduce_all((raw >= 0) & (raw < feature.num_classes))
-        message = (
-            f"A label in feature {feature.name!r} is outside [0, {feature.num_classes}), the range "
-            "that features.json gives it:"
-        )
+        allowed = f"[0, {feature.num_classes}), its range in features.json"
+        message = f"A label in feature {feature.name!r} is outside {allowed}:"
         with tf.control_dependencies([tf.debugging.Assert(known, [message, raw], summarize=16)]):
             return tf.identity(raw)
     if feature.kind == "image":
@@ -401,12 +351,8 @@ def _decode(feature: Feature, raw: "tf.Tensor") -> "tf.Tensor":
                 pixels = tf.io.decode_image(image, channels=channels, expand_animations=False)
             return tf.ensure_shape(pixels, feature.shape)
 
-        return tf.map_fn(
-            decode_one,
-            raw,
-            fn_output_signature=tf.TensorSpec(feature.shape, dtype),
-            parallel_iterations=16,
-        )
+        spec = tf.TensorSpec(feature.shape, dtype)
+        return tf.map_fn(decode_one, raw, parallel_iterations=16, fn_output_signature=spec)
     if feature.kind == "text" or feature.dtype in ("string", "object"):
         return raw
     dtype = tf.as_dtype(feature.dtype)
@@ -419,5 +365,5 @@ def _decode(feature: Feature, raw: "tf.Tensor") -> "tf.Tensor":
         if feature.encoding == "zlib":
             raw = tf.io.decode_compressed(raw, compression_type="ZLIB")
         flat = tf.io.decode_raw(raw, dtype)
-    # With the number of examples given, a record of another size cannot be taken for two.
+    # The number of examples is given, so that a record of double size is not taken for two.
     return tf.reshape(flat, tf.concat([tf.shape(raw)[:1], list(feature.shape)], 0))

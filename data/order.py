@@ -4,7 +4,7 @@
                   window_batches=16, seed=0, shuffle=True)
     order.records(first_batch=7, num_batches=1)      # int64 [1, 100], record numbers of batch 7
 
-The definition, which no part of the program may bend:
+The definition:
 
 * Position p is epoch * N + offset, over N records. Batch s is positions [s*B, (s+1)*B).
 * There are V lanes; V divides B, and is B if nothing else is asked for; the lane of p is p mod V.
@@ -22,40 +22,37 @@ The definition, which no part of the program may bend:
 
 * Without shuffling both permutations are the identity; the lanes stay.
 * Examples of a batch stand lane by lane, then row by row. Replica r of R has the lanes
-  [r*V//R, (r+1)*V//R), so its share is a contiguous slice of the batch, for any R.
+  [r*V//R, (r+1)*V//R), so its part is a contiguous slice of the batch, for any R.
 
-With V = B each example of a batch comes from another part of the epoch's sequence: records that are
-neighbours on disk meet in a batch more seldom than in a uniform shuffle. With fewer lanes the B/V
-records that a batch takes from one window of a lane are often of one chunk.
+With V = B, neighbours on disk meet in a batch more seldom than in a uniform shuffle. With fewer
+lanes, the B/V records that a batch takes from one window of a lane are often of one chunk.
 
 Permutations are a stable sort by a hash, not numpy's Generator, whose streams may change between
 versions. The hash folds the words of the key with the finaliser of SplitMix64 (Steele, Lea, Flood:
-"Fast splittable pseudorandom number generators", OOPSLA 2014; constants as in Vigna's
-splitmix64.c).
+"Fast splittable pseudorandom number generators", OOPSLA 2014; constants as in splitmix64.c).
 """
 
-import collections
 import dataclasses
-import threading
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
+Plan = dict[str, npt.NDArray[np.generic]]  # What to read, as arrays for a graph.
 
-# First word of a key: what is permuted, or drawn.
+# The first word of a key says what the key permutes or draws.
 _CHUNKS, _ROWS, _EXAMPLES = 1, 2, 3
-_EPOCHS_KEPT = 3
+_EPOCHS_CACHED = 3
 
 
-def share(lanes: int, replica: int, num_replicas: int) -> range:
+def replica_lanes(lanes: int, replica: int, num_replicas: int) -> range:
     """The lanes that `replica` of `num_replicas` reads.
 
     Raises:
-        ValueError: some replica would have no lane, or there is no such replica.
+        ValueError: a replica would have no lane, or `replica` does not exist.
     """
     if num_replicas > lanes:
         raise ValueError(
@@ -70,14 +67,12 @@ def share(lanes: int, replica: int, num_replicas: int) -> range:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reads:
-    """What to read from disk for some batches, and how to put it together.
+    """The records to read from disk for some batches.
 
-    There are m pieces, each a run of consecutive records of one shard, in file order, none twice.
-    Piece i begins `skip[i]` records after the start of chunk `chunks[i]` of shard `shards[i]` and
-    is `take[i]` records long. With all pieces one after the other in one array, `gather` picks the
-    batches from it.
-
-    `shards`, `chunks`, `skip`, `take`: int64 [m]; `gather`: int64 [num_batches, n].
+    There are m pieces, each a run of consecutive records of one shard, in file order, without
+    overlap. Piece i begins `skip[i]` records after the start of chunk `chunks[i]` of shard
+    `shards[i]` and is `take[i]` records long; int64 [m] each. `gather`, int64 [num_batches, n],
+    picks the batches from the concatenation of all pieces.
     """
 
     shards: Int64s
@@ -89,21 +84,21 @@ class Reads:
 
 @dataclasses.dataclass(frozen=True)
 class _Epoch:
-    """One epoch's sequence of records: chunk i of it is sequence indices [ends[i-1], ends[i])."""
+    """Chunk i begins at index `begins[i]` of the epoch, and lane v at `lane_begins[v]`."""
 
     begins: Int64s
-    records: Int64s
+    records: Int64s  # The first of each chunk.
     lane_begins: Int64s
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The endless training order over one split. Equal fields, equal order, on every machine.
+    """The endless order over one split: equal fields, equal order, on every machine.
 
-    To start anywhere costs the same: nothing grows with the position. Safe to call from threads.
+    Starting costs the same at every position. Safe to call from several threads.
 
     Raises:
-        ValueError: a field has no meaning; says which, and what to set.
+        ValueError: a field is invalid; the message names it, and what to set.
     """
 
     shard_lengths: tuple[int, ...]
@@ -113,48 +108,43 @@ class Order:
     window_batches: int
     seed: int
     shuffle: bool
-    _epochs: "collections.OrderedDict[int, _Epoch]" = dataclasses.field(
-        default_factory=collections.OrderedDict, init=False, repr=False, compare=False
-    )
-    _lock: threading.Lock = dataclasses.field(
-        default_factory=threading.Lock, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
-        """Check every field."""
         if not self.shard_lengths or min(self.shard_lengths) < 0 or not self.num_examples:
             raise ValueError(
                 "There must be at least one record to order, "
                 f"Received: shard_lengths={self.shard_lengths}. Check the split's files."
             )
-        if self.chunk_examples < 1:
-            raise ValueError(
-                f"chunk_examples must be 1 or more, Received: chunk_examples={self.chunk_examples}"
-            )
-        if self.batch_size < 1:
-            raise ValueError(
-                f"batch_size must be 1 or more, Received: batch_size={self.batch_size}. "
-                "Set --config.batch_size"
-            )
+        hints = {
+            "chunk_examples": "",
+            "batch_size": ". Set --config.batch_size",
+            "window_batches": ". Set --config.data.window_batches",
+        }
+        for name, hint in hints.items():
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be 1 or more, Received: {name}={value}{hint}")
         if self.lanes < 1 or self.batch_size % self.lanes:
             raise ValueError(
                 f"lanes must divide batch_size, so that each batch takes equally from each lane, "
                 f"Received: lanes={self.lanes}, batch_size={self.batch_size}. "
                 f"Set --config.data.lanes={self.batch_size}, or another divisor."
             )
-        if self.window_batches < 1:
-            raise ValueError(
-                f"window_batches must be 1 or more, Received: window_batches={self.window_batches}"
-            )
 
     @property
     def num_examples(self) -> int:
-        """N, the records of an epoch."""
+        """N, the number of records in an epoch."""
         return sum(self.shard_lengths)
 
     def positions(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Int64s:
         """Positions of the examples of some batches, int64 [num_batches, len(lanes) * B // V]."""
-        lanes = self._checked(first_batch, num_batches, lanes)
+        lanes = range(self.lanes) if lanes is None else lanes
+        if first_batch < 0 or num_batches < 1:
+            raise ValueError(
+                "first_batch must be 0 or more and num_batches 1 or more, "
+                f"Received: first_batch={first_batch}, num_batches={num_batches}"
+            )
+        if not 0 <= lanes.start < lanes.stop <= self.lanes or lanes.step != 1:
+            raise ValueError(f"lanes must be a range within [0, {self.lanes}), Received: {lanes}")
         batch = np.arange(first_batch, first_batch + num_batches, dtype=np.int64) * self.batch_size
         lane = np.arange(lanes.start, lanes.stop, dtype=np.int64)
         row = np.arange(0, self.batch_size, self.lanes, dtype=np.int64)
@@ -166,9 +156,6 @@ class Order:
 
         Records are numbered through all shards, in order. int64 [num_batches, len(lanes) * B // V],
         lane by lane. `lanes`: contiguous; all by default.
-
-        Raises:
-            ValueError: batches or lanes that do not exist.
         """
         positions = self.positions(first_batch, num_batches, lanes)
         epoch = positions // self.num_examples
@@ -178,28 +165,26 @@ class Order:
             records[here] = self._epoch_records(e, positions[here])
         return records
 
-    def seeds(self, first_batch: int, num_batches: int, lanes: range | None = None) -> Int32s:
-        """A seed for each of the examples of some batches: int32 [num_batches, n, 2].
+    def seeds(
+        self, first_batch: int, num_batches: int, lanes: range | None = None
+    ) -> npt.NDArray[np.int32]:
+        """A seed for each example of some batches: int32 [num_batches, n, 2].
 
-        A function of (seed, position) alone: the same on any topology, and another one for the same
-        record in another epoch. They suit `tf.random.stateless_uniform` and its like.
+        A function of (seed, position) alone: equal on any topology, and different for the same
+        record in another epoch. Made for `tf.random.stateless_uniform` and similar functions.
         """
         positions = self.positions(first_batch, num_batches, lanes)
-        hashes = _mix(hash_words(_EXAMPLES, self.seed) ^ _words(positions))
+        hashes = _mix(hash_words(_EXAMPLES, self.seed) ^ positions.astype(np.uint64))
         words = np.stack([hashes >> np.uint64(32), hashes & np.uint64(0xFFFFFFFF)], axis=-1)
         return words.astype(np.uint32).view(np.int32)
 
     def reads(
-        self,
-        first_batch: int,
-        num_batches: int,
-        lanes: range | None = None,
-        read_through: int = 0,
+        self, first_batch: int, num_batches: int, lanes: range | None = None, read_through: int = 0
     ) -> Reads:
         """The reading list for `records(first_batch, num_batches, lanes)`.
 
-        `read_through`: up to this many unwanted records between two pieces are read and dropped
-        rather than sought past, where that is cheaper than opening the file again.
+        A piece includes unwanted records between wanted ones of the same chunk, and between chunks
+        up to `read_through`: to drop them is cheaper than to open the file again.
         """
         records = self.records(first_batch, num_batches, lanes)
         wanted, inverse = np.unique(records, return_inverse=True)
@@ -224,31 +209,18 @@ class Order:
         )
 
     def windows(self, first_batch: int) -> Iterator[tuple[int, int]]:
-        """Cut the endless batches from `first_batch` on into runs (first, count) within windows.
+        """Cuts the endless batches from `first_batch` on into runs of batches, (first, count).
 
-        Reading a run at a time reads nearly every chunk once. A batch in which a window ends
-        belongs to the run before. The runs' ends do not depend on where one starts.
+        A run ends with the batch in which a window ends, for any `first_batch`. Reading one run at
+        a time reads nearly every chunk once in each window.
         """
         window = self.window_batches * self.batch_size
         while True:
             epoch, offset = divmod(first_batch * self.batch_size, self.num_examples)
-            end = epoch * self.num_examples + min(
-                (offset // window + 1) * window, self.num_examples
-            )
-            end_batch = -(-end // self.batch_size)
+            in_epoch = min((offset // window + 1) * window, self.num_examples)
+            end_batch = -(-(epoch * self.num_examples + in_epoch) // self.batch_size)
             yield first_batch, end_batch - first_batch
             first_batch = end_batch
-
-    def _checked(self, first_batch: int, num_batches: int, lanes: range | None) -> range:
-        lanes = range(self.lanes) if lanes is None else lanes
-        if first_batch < 0 or num_batches < 1:
-            raise ValueError(
-                "first_batch must be 0 or more and num_batches 1 or more, "
-                f"Received: first_batch={first_batch}, num_batches={num_batches}"
-            )
-        if not 0 <= lanes.start < lanes.stop <= self.lanes or lanes.step != 1:
-            raise ValueError(f"lanes must be a range within [0, {self.lanes}), Received: {lanes}")
-        return lanes
 
     def _epoch_records(self, epoch: int, positions: Int64s) -> Int64s:
         sequence = self._epoch(epoch)
@@ -261,38 +233,28 @@ class Order:
         return sequence.records[chunk] + index - sequence.begins[chunk]
 
     def _shuffled_rows(self, epoch: int, lane: Int64s, row: Int64s) -> Int64s:
-        """Each row's image under its window's permutation."""
         window_rows = self.window_batches * self.batch_size // self.lanes
         window = row // window_rows
-        first_lane, first_window = int(lane.min()), int(window.min())
-        num_lanes = int(lane.max()) - first_lane + 1
-        num_windows = int(window.max()) - first_window + 1
-        lanes = np.arange(first_lane, first_lane + num_lanes)
-        windows = np.arange(first_window, first_window + num_windows)
+        lanes = np.arange(lane.min(), lane.max() + 1)
+        windows = np.arange(window.min(), window.max() + 1)
         # No lane is longer than this, so small data sets do not pay for a large window.
         width = min(window_rows, -(-self.num_examples // self.lanes))
         rows = np.arange(width)
-        key = hash_words(_ROWS, self.seed, epoch)
-        hashes = _mix(
-            _mix(_mix(key ^ _words(lanes))[:, None] ^ _words(windows))[:, :, None] ^ _words(rows)
-        )
-        # Rows past the lane's end sort last: all ones, and behind their equals by stability.
+        hashes = hash_words(_ROWS, self.seed, epoch).reshape(())
+        for words in (lanes, windows, rows):  # uint64 [lanes, windows, rows] in the end.
+            hashes = _mix(hashes[..., None] ^ words.astype(np.uint64))
+        # Rows past the lane's end sort last: their hashes are all ones, and the sort is stable.
         lengths = np.diff(self._epoch(epoch).lane_begins, append=self.num_examples)[lanes]
         left = lengths[:, None] - windows * window_rows
         hashes[rows >= left[:, :, None]] = np.uint64(0xFFFFFFFFFFFFFFFF)
         permutation = np.argsort(hashes, axis=-1, kind="stable")
-        image: Int64s = permutation[
-            lane - first_lane, window - first_window, row - window * window_rows
-        ]
-        return window * window_rows + image
+        begin = window * window_rows
+        image: Int64s = permutation[lane - lanes[0], window - windows[0], row - begin]
+        return begin + image
 
-    def _epoch(self, epoch: int) -> _Epoch:
-        with self._lock:
-            if epoch not in self._epochs:
-                self._epochs[epoch] = self._build_epoch(epoch)
-                while len(self._epochs) > _EPOCHS_KEPT:
-                    self._epochs.popitem(last=False)
-            return self._epochs[epoch]
+    @functools.cached_property
+    def _epoch(self) -> Callable[[int], _Epoch]:
+        return functools.lru_cache(_EPOCHS_CACHED)(self._build_epoch)
 
     def _build_epoch(self, epoch: int) -> _Epoch:
         lengths = np.array(self.shard_lengths, np.int64)
@@ -302,27 +264,21 @@ class Order:
         records = _begins(lengths)[shard] + in_shard
         size = np.minimum(self.chunk_examples, lengths[shard] - in_shard)
         if self.shuffle:
-            hashes = _mix(hash_words(_CHUNKS, self.seed, epoch) ^ _words(np.arange(len(shard))))
+            numbers = np.arange(len(shard), dtype=np.uint64)
+            hashes = _mix(hash_words(_CHUNKS, self.seed, epoch) ^ numbers)
             permutation = np.argsort(hashes, kind="stable")
             records, size = records[permutation], size[permutation]
-        # Positions p < x with p mod V == v: (x + V - 1 - v) // V. Python's integers, since x grows
-        # for ever.
+        # Positions p < x with p mod V == v: (x + V - 1 - v) // V. These are Python's integers,
+        # because x has no bound.
         begin, v = epoch * self.num_examples, self.lanes
-        lane_lengths = [
-            (begin + self.num_examples + v - 1 - i) // v - (begin + v - 1 - i) // v
-            for i in range(v)
-        ]
+        end = begin + self.num_examples
+        lane_lengths = [(end + v - 1 - i) // v - (begin + v - 1 - i) // v for i in range(v)]
         return _Epoch(_begins(size), records, _begins(np.array(lane_lengths, np.int64)))
 
 
 def _begins(lengths: Int64s) -> Int64s:
-    """Where each of some consecutive runs begins."""
     begins: Int64s = np.cumsum(lengths) - lengths
     return begins
-
-
-def _words(values: npt.NDArray[np.integer]) -> Uint64s:
-    return values.astype(np.uint64)
 
 
 def _mix(z: Uint64s) -> Uint64s:
@@ -334,7 +290,7 @@ def _mix(z: Uint64s) -> Uint64s:
 
 
 def hash_words(*words: int) -> Uint64s:
-    """A key made of some words, uint64 [1]: arrays wrap around in silence, numpy's scalars warn."""
+    """A key made of words: uint64 [1], because arrays wrap around and numpy's scalars warn."""
     key = np.zeros(1, np.uint64)
     for word in words:
         key = _mix(key ^ np.uint64(word % 2**64))

@@ -2,27 +2,38 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# The same devices everywhere. Set it to the GPUs' indices to run the suite on them.
+# No GPUs, so that all machines have the same devices. Set the GPUs' indices to test on GPUs.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
-# A shell that is a task of some cluster must not make the tests join it.
+# If this shell belongs to a cluster, the tests must not join that cluster.
 os.environ.pop("TF_CONFIG", None)
 
-# An example's time says more about the machine's other load than about the code.
+# The time of one hypothesis example depends on the load of the machine, not on the code.
 settings.register_profile("trainer", deadline=None)
 settings.load_profile("trainer")
 
 
+UNIT_TESTS = Path(__file__).resolve().parent / "unit"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks all unit tests as quick. Other tests have the marker in their own file."""
+    for item in items:
+        if item.path.is_relative_to(UNIT_TESTS):
+            item.add_marker("quick")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def two_logical_cpus() -> None:
-    """They stand in for two GPUs. Before TensorFlow's first op, as it must be, whoever runs it.
+    """Divides the CPU into two logical devices, which stand in for two GPUs.
 
-    Nothing where no test imports TensorFlow.
+    This must happen before TensorFlow's first op. It does nothing if no test imports TensorFlow.
     """
     if "tensorflow" not in sys.modules:
         return

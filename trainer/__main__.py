@@ -1,98 +1,111 @@
-"""`python -m trainer`: flags -> cluster -> config -> executor -> train; exit codes.
+"""`python -m trainer`: parses the flags, runs what they ask for, and exits with its exit code.
 
     python -m trainer --strategy=mirrored
     python -m trainer --strategy=multiworker --workers=2 --config=configs/mnist_replica.py
     TF_CONFIG='{...}' python -m trainer --strategy=ps --model_dir=/shared/run
     python -m trainer --strategy=ps --ps_hosts=a:2222 --worker_hosts=b:2222,c:2222 --job_name=ps
 
-| exit code | meaning |
-| --- | --- |
-| 0 | done |
-| 2 | bad usage, config or data; one message says what to type |
-| 75 | a peer was lost, this task was asked to stop, or a disk was full: start it again |
-| 1 | a bug, or training diverged |
+trainer/exit_codes.py explains the exit codes. A user's mistake is one line, without a traceback.
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
-# TensorFlow and all that acts is imported where it is needed: `--help` and a mistyped flag should
-# not wait for it.
 import absl.flags
 from absl import app
 
-from trainer import flags
-from trainer.exits import EXIT_BUG, EXIT_USAGE, end_at_once
+from trainer.cli import flags
+from trainer.exit_codes import EXIT_BUG, EXIT_USAGE, end_at_once
+
+if TYPE_CHECKING:
+    from trainer.task_spec import TaskSpec
+
+# Takes what is left of the command line; returns the exit code, or a task to run.
+Command: TypeAlias = Callable[[Sequence[str]], "int | TaskSpec"]
 
 # For --help, which shows the flags of the main module.
 absl.flags.adopt_module_key_flags(flags)
 
 
-def _say_usage_error(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return EXIT_USAGE
+def _main(command: Command | None, argv: Sequence[str]) -> NoReturn:
+    # Here, not above: `--help` and a mistyped flag do not wait for what follows.
+    from trainer.cli import commands
 
+    try:
+        outcome = (command or commands.main)(argv)
+        if isinstance(outcome, int):
+            exit_code = outcome
+        else:
+            from trainer import task
 
-def _main(argv: Sequence[str]) -> NoReturn:
-    exit_code = _exit_code_of(argv)
-    with contextlib.suppress(OSError):  # A file on a full disk: the exit code says more.
+            exit_code = task.run(outcome)
+    except Exception as error:
+        exit_code = _explain(error)
+    with contextlib.suppress(OSError):  # On a full disk the exit code matters more.
         sys.stdout.flush()
         sys.stderr.flush()
     _remove_generated_files()
-    # Not sys.exit: TensorFlow's destructors would call peers that have ended, and may hang.
+    # Not sys.exit: TensorFlow's destructors call peers that may have ended, and can hang.
     os._exit(exit_code)
 
 
 def _remove_generated_files() -> None:
-    """Removes the modules that AutoGraph has written, as Python would do at its own end."""
+    """Removes the modules that AutoGraph wrote, as Python does at a normal exit."""
     for name, module in list(sys.modules.items()):
         if name.startswith("__autograph_generated_file") and module.__file__:
             compiled = importlib.util.cache_from_source(module.__file__)
             for path in (module.__file__, compiled):
                 with contextlib.suppress(OSError):
                     os.remove(path)
-            with contextlib.suppress(OSError):  # Others may have theirs there.
+            with contextlib.suppress(OSError):  # Other processes may have files there.
                 os.rmdir(os.path.dirname(compiled))
 
 
-def _exit_code_of(argv: Sequence[str]) -> int:
-    from strategies.cluster import ClusterError
-    from trainer import command
+def _explain(error: Exception) -> int:
+    """Prints one message for an error that a user can cause, a traceback for a bug."""
+    from strategies.cluster.tf_config import ClusterError
     from trainer.config import ConfigError
 
-    try:
-        return command.main(argv)
-    except (ConfigError, ClusterError) as error:
-        return _say_usage_error(str(error))
-    except Exception as error:
-        from trainer import run
-        from trainer.hooks import NonFiniteLossError
+    is_users = isinstance(error, (ConfigError, ClusterError))
+    if not is_users:
+        from trainer.hooks.finite import NonFiniteLossError
+        from trainer.task import USER_ERRORS
 
-        if isinstance(error, run.USER_ERRORS):
-            return _say_usage_error(str(error))
-        if isinstance(error, NonFiniteLossError):
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        return EXIT_BUG
+        is_users = isinstance(error, USER_ERRORS)
+        if not is_users and not isinstance(error, NonFiniteLossError):
+            traceback.print_exception(error)
+            return EXIT_BUG
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_USAGE if is_users else EXIT_BUG
 
 
-def run_from_command_line() -> NoReturn:
-    """What `python -m trainer` does."""
+def run_from_command_line(command: Command | None = None) -> NoReturn:
+    """Parses the flags, calls `command`, by default trainer.cli.commands.main, and exits.
+
+    The fork server calls it in the fork of a task.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # Closed: its number would be given to a file or a pipe.
+        if getattr(sys, name) is None:  # Closed: the next opened file would get its descriptor.
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-    # Until the launcher or the run takes them over there is no state to save.
+    # Until the launcher or the task installs its own handlers there is no state to save.
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, end_at_once)
-    app.run(_main, flags_parser=flags.parse)
+    app.run(functools.partial(_main, command), flags_parser=flags.parse)
     raise AssertionError("app.run returned")
+
+
+def check_before_launch() -> NoReturn:
+    """The fork server calls it in a fork, before tasks are launched."""
+    from trainer.cli import commands
+
+    run_from_command_line(commands.check_before_launch)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Config: what to train, as one typed dataclass; and the Recipe, the user's file that goes with it.
+"""Config: the typed options of a training run; Recipe: a config with the functions of its file.
 
     recipe = load_recipe("configs/mnist_replica.py")
     check(recipe.config)
@@ -7,7 +7,7 @@ A config file is a user's whole plug-in. It defines
 
 | name | needed | what |
 | --- | --- | --- |
-| `get_config()` | yes | returns a Config, or a dataclass derived from it with fields of its own |
+| `get_config()` | yes | returns a Config, or a dataclass derived from it with more fields |
 | `build_model(config)` | yes | returns a built keras.Model; labels and outputs go to `loss` |
 | `build_optimizer(config)` | no | returns a keras.Optimizer; else `config.optimizer` by name |
 | `parse(serialized)` | no | string [B] -> (inputs, labels); else made from dataset_info.json |
@@ -15,20 +15,19 @@ A config file is a user's whole plug-in. It defines
 | `loss(labels, outputs)` | no | -> [B]; else softmax cross entropy of integer labels and logits |
 | `metrics` | no | {name: function(labels, outputs) -> [B]}; else accuracy |
 | `build_learner(config, **parts)` | no | returns a Learner; `parts` are its arguments, built |
-| `build_hooks(config, model_dir)` | no | returns a list of trainer.hooks.Hook, for the chief |
+| `build_hooks(config, model_dir)` | no | returns a list of trainer.hooks.base.Hook, for the chief |
 
-`parse` and `augment` treat examples one by one, whatever B is: several batches may go through them
-at once, or a share of one. Random numbers come from an example's seed, as in
-`tf.random.stateless_uniform`: it is made of `config.seed` and the example's place in the endless
-order, so an example is augmented in another way each epoch, and in the same way on any topology.
+`parse` and `augment` must treat each example independently of B: they may get several batches at
+once, or a part of a batch. Random numbers must come from the seeds: use
+`tf.random.stateless_uniform`, for example. The seed of an example differs in each epoch,
+and is the same on any topology.
 
-`build_learner` is for a step of another kind: several losses, several optimizers. `parts` are what
-trainer.learner.Learner takes, made of the config and the other functions; its class says what one
-that is derived from it may override. See `configs/custom_step.py`.
+`build_learner` is for a step of another kind: several losses, several optimizers. `parts` are the
+arguments of trainer.learner.Learner, which lists the methods to override. See
+`configs/custom_step.py`.
 
-It is executed when the command line is read, so it should import TensorFlow and Keras inside its
-functions where it can, and must not make a tensor: multiworker has to be set up before the first
-one.
+The file is executed when the command line is read. It should import TensorFlow and Keras inside its
+functions, and must not create a tensor: multiworker must be set up before the first tensor.
 """
 
 import dataclasses
@@ -36,14 +35,14 @@ import difflib
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from data.files import FAIL, SKIP
-from trainer.options import (
+from data.system.files import FAIL, SKIP
+from trainer.step.options import (
     ClipConfig,
     EarlyStoppingConfig,
     EmaConfig,
@@ -52,9 +51,19 @@ from trainer.options import (
     ScheduleConfig,
     WarmStartConfig,
     WeightDecayConfig,
+    at_least,
     check_options,
+    must_be,
 )
-from trainer.options import ConfigError as ConfigError  # Where everybody looks for it.
+from trainer.step.options import ConfigError as ConfigError  # Users import it from here.
+
+if TYPE_CHECKING:
+    import keras
+
+    from data.reader import Augment, Parse
+    from trainer.hooks.base import Hook
+    from trainer.learner import Learner
+    from trainer.step.losses import PerExample
 
 log = logging.getLogger(__name__)
 
@@ -66,32 +75,31 @@ class DataConfig:
     Attributes:
         train_split: The split trained on: files named `*-train.tfrecord-*`.
         eval_split: The split evaluated.
-        shuffle: A new order every epoch, a function of (seed, epoch); otherwise the order on disk.
+        shuffle: A new order every epoch, a function of (seed, epoch); if False, the order on disk.
         lanes: Parallel reading orders; must divide batch_size, and is the most replicas possible.
             0 is batch_size, which mixes best.
-        window_batches: Records are shuffled inside windows of this many batches, and what is read
-            at once. More mixes better and needs more memory.
-        prefetch_batches: Batches that are ready before they are asked for, at most, for each
-            replica, beside what its threads have parsed (a batch each, or some if they are small);
-            0: none. Under ps workers read tickets, and nothing ahead.
+        window_batches: Records are shuffled inside windows of this many batches, and a window is
+            read at once. A larger window mixes better and needs more memory.
+        prefetch_batches: The most batches that are prepared ahead for each replica, in addition to
+            the batches that its threads are parsing; 0 prepares none. Under ps, workers read
+            tickets, and nothing ahead.
         on_corrupt: "fail" ends the run at damaged data; "skip" verifies every record when the data
-            is opened, and leaves out and counts those that cannot be read.
-        cache_bytes: Training examples are kept in memory, by each process that trains, if all of
-            them together are no larger than this; 0 never keeps them. Kept is what `parse` returns,
-            or, of the default and other ExampleParses, what is there before it is widened: bytes,
-            not floats. They are picked, widened and augmented in the step: prefetch_batches says
-            nothing then, and an `augment` that takes long is better off without. Workers of ps read
-            all of it with their first ticket, and again when they are started again.
+            is opened, and leaves out and counts the damaged records.
+        cache_bytes: Cache the parsed training set in memory if it fits in this many bytes per
+            process that trains; 0 never caches. uint8 inputs are cached as uint8 and converted in
+            the step. Cached examples are also augmented in the step, so a slow `augment` is faster
+            without a cache, and prefetch_batches has no effect. Workers of ps read the whole set
+            with their first ticket, and again after a restart.
     """
 
     train_split: str = "train"
     eval_split: str = "test"
     shuffle: bool = True
-    lanes: int = 0
-    window_batches: int = 32
-    prefetch_batches: int = 0
+    lanes: int = at_least(0, 0)
+    window_batches: int = at_least(1, 32)
+    prefetch_batches: int = at_least(0, 0)
     on_corrupt: str = FAIL
-    cache_bytes: int = 0
+    cache_bytes: int = at_least(0, 0)
 
 
 @dataclass
@@ -99,64 +107,64 @@ class Config:
     """What to train. Every field can be set with `--config.FIELD=VALUE`.
 
     Attributes:
-        dataset: A name that `python -m data.prepare` knows; says where data_dir is by default.
+        dataset: A name that `python -m data.prepare` knows; the default of data_dir follows it.
         data_dir: Directory with TFRecord files; empty means datasets/<dataset>.
-        seed: Of the initial weights, the order of the examples, and what random layers draw.
-        batch_size: Examples a step consumes, over all replicas. Under asynchronous ps each
+        seed: Seed of the initial weights, the order of the examples, and the random layers.
+        batch_size: Examples per step, over all replicas. Under asynchronous ps each
             worker's gradient is a step, and covers batch_size examples.
         eval_batch_size: Examples evaluated at a time; 0 means batch_size.
         optimizer: A name in keras.optimizers, where the file has no build_optimizer.
         learning_rate: Given to that optimizer; `schedule` multiplies it.
         train_steps: The step at which training ends.
-        steps_per_call: Steps between two looks at hooks and signals, at most; all in one graph.
+        steps_per_call: The most steps in one call of the graph, between checks of the hooks.
         log_every_steps: Progress, metrics.jsonl and TensorBoard scalars.
         eval_every_steps: Evaluation; 0 evaluates at the end only.
         checkpoint_every_steps: Checkpoints; 0 saves at the end only.
-        keep_checkpoints: The newest ones kept, besides the best.
-        recover_from_nan: How many times in a run a loss that is no number does not end it:
-            training goes back to the last checkpoint, and on behind the examples that followed it.
+        keep_checkpoints: The number of newest checkpoints that are kept, in addition to the best.
+        recover_from_nan: The number of times in a run that training, after a NaN loss, goes back
+            to the last checkpoint, and skips the examples that were consumed since.
         best_metric: The evaluation metric whose best checkpoint is kept; the lower the better for
             `loss`, the higher for others.
         histogram_every_steps: TensorBoard histograms of variables and gradients; 0 is never.
         profile_first_step: Where the profiler starts; 0 is never.
-        profile_num_steps: For how many steps it runs.
-        export: Whether to write export/model.keras and export/saved_model at the end.
-        micro_batches: Each replica computes its share of a batch in so many parts, one after
-            another, and adds their gradients up: the same step in less memory. Layers that look at
-            other examples, as BatchNormalization, see one part at a time.
-        precision: The dtype policy in which Keras makes layers that are given none: float32,
-            mixed_float16 (with a scaled loss) or mixed_bfloat16. Variables are float32 in all.
+        profile_num_steps: The number of steps that it records.
+        export: True writes export/model.keras and export/saved_model at the end.
+        micro_batches: Each replica computes its share of a batch in this many parts, one after
+            another, and sums their gradients: the same step in less memory. Layers that mix
+            examples, such as BatchNormalization, see one part at a time.
+        precision: The dtype policy of layers without a policy: float32, mixed_float16 (with a
+            scaled loss) or mixed_bfloat16. Variables are float32 with all three.
         jit_compile: XLA compiles what a replica computes. The first steps take longer.
-        label_smoothing: The part of each label's probability that goes to all classes alike
+        label_smoothing: The part of each label's probability that is spread over all classes
             (Szegedy et al., "Rethinking the Inception Architecture", 2016), in training and
-            evaluation; where the file has no loss of its own.
-        freeze: Pattern of the paths of layers that are not trained, as "conv"; empty trains all. A
+            evaluation. Only for the default loss.
+        freeze: Pattern of the paths of layers not to train, for example "conv"; empty trains all. A
             frozen BatchNormalization does not move its statistics either.
         schedule, clip, penalty, weight_decay, ema, loss_scale, early_stopping, warm_start: See
-            trainer/options.py.
+            trainer/step/options.py.
         data: How examples are read and ordered.
     """
 
     dataset: str = "digits"
     data_dir: str = ""
-    seed: int = 0
-    batch_size: int = 64
-    eval_batch_size: int = 0
+    seed: int = at_least(0, 0)
+    batch_size: int = at_least(1, 64)
+    eval_batch_size: int = at_least(0, 0)
     optimizer: str = "adam"
     learning_rate: float = 0.001
-    train_steps: int = 1000
-    steps_per_call: int = 50
-    log_every_steps: int = 100
-    eval_every_steps: int = 0
-    checkpoint_every_steps: int = 1000
-    keep_checkpoints: int = 3
-    recover_from_nan: int = 0
+    train_steps: int = at_least(1, 1000)
+    steps_per_call: int = at_least(1, 50)
+    log_every_steps: int = at_least(1, 100)
+    eval_every_steps: int = at_least(0, 0)
+    checkpoint_every_steps: int = at_least(0, 1000)
+    keep_checkpoints: int = at_least(1, 3)
+    recover_from_nan: int = at_least(0, 0)
     best_metric: str = "loss"
-    histogram_every_steps: int = 0
-    profile_first_step: int = 0
-    profile_num_steps: int = 10
+    histogram_every_steps: int = at_least(0, 0)
+    profile_first_step: int = at_least(0, 0)
+    profile_num_steps: int = at_least(1, 10)
     export: bool = True
-    micro_batches: int = 1
+    micro_batches: int = at_least(1, 1)
     precision: str = "float32"
     jit_compile: bool = False
     label_smoothing: float = 0.0
@@ -174,25 +182,24 @@ class Config:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A config and the functions of its file; see the head of this module."""
+    """A config and the functions of its file, which the head of this module explains."""
 
     path: str
     config: Config
-    build_model: Callable[[Any], Any]
-    build_optimizer: Callable[[Any], Any] | None
-    parse: Callable[[Any], Any] | None
-    augment: Callable[[Any, Any, Any], Any] | None
-    loss: Callable[[Any, Any], Any] | None
-    metrics: Mapping[str, Callable[[Any, Any], Any]] | None
-    build_hooks: Callable[[Any, str], Iterable[Any]] | None
-    build_learner: Callable[..., Any] | None = None
+    build_model: Callable[[Config], "keras.Model"]
+    build_optimizer: Callable[[Config], "keras.Optimizer"] | None = None
+    parse: "Parse | None" = None
+    augment: "Augment | None" = None
+    loss: "PerExample | None" = None
+    metrics: Mapping[str, "PerExample"] | None = None
+    build_hooks: Callable[[Config, str], Iterable["Hook"]] | None = None
+    build_learner: Callable[..., "Learner"] | None = None
 
 
 def load_recipe(path: str, config: Config | None = None) -> Recipe:
     """The functions that the file at `path` defines, with its config, or `config` in its place.
 
-    Raises:
-        ConfigError: there is no such file, it cannot be run, or lacks what is needed.
+    Raises ConfigError if there is no such file, it cannot be run, or a function is missing.
     """
     module = _load_module(path)
     for name in ("get_config", "build_model"):
@@ -205,51 +212,14 @@ def load_recipe(path: str, config: Config | None = None) -> Recipe:
             f"get_config() of {path} returned {type(config).__name__}, but must return a "
             "trainer.config.Config, or a dataclass derived from it."
         )
-    return Recipe(
-        path=path,
-        config=config,
-        build_model=module.build_model,
-        build_optimizer=getattr(module, "build_optimizer", None),
-        parse=getattr(module, "parse", None),
-        augment=getattr(module, "augment", None),
-        loss=getattr(module, "loss", None),
-        metrics=getattr(module, "metrics", None),
-        build_hooks=getattr(module, "build_hooks", None),
-        build_learner=getattr(module, "build_learner", None),
-    )
+    names = (item.name for item in dataclasses.fields(Recipe)[2:])
+    # Any: functions of a user's module, which has no types.
+    functions: dict[str, Any] = {name: getattr(module, name, None) for name in names}
+    return Recipe(path, config, **functions)
 
 
 def check(config: Config) -> None:
-    """Returns if the values of `config` can be trained with.
-
-    Raises:
-        ConfigError: names the first field that cannot, its value and what is needed.
-    """
-    at_least = {
-        "batch_size": 1,
-        "eval_batch_size": 0,
-        "train_steps": 1,
-        "steps_per_call": 1,
-        "log_every_steps": 1,
-        "eval_every_steps": 0,
-        "checkpoint_every_steps": 0,
-        "keep_checkpoints": 1,
-        "recover_from_nan": 0,
-        "histogram_every_steps": 0,
-        "profile_first_step": 0,
-        "profile_num_steps": 1,
-        "seed": 0,
-        "micro_batches": 1,
-        "loss_scale.growth_steps": 1,
-        "early_stopping.patience": 0,
-        "schedule.warmup_steps": 0,
-        "schedule.decay_steps": 0,
-        "schedule.base_batch_size": 0,
-        "data.lanes": 0,
-        "data.window_batches": 1,
-        "data.prefetch_batches": 0,
-        "data.cache_bytes": 0,
-    }
+    """Raises ConfigError for the first invalid field."""
     values = flatten(config)
     for name, default in flatten(Config()).items():
         wanted = (int, float) if isinstance(default, float) else type(default)
@@ -261,17 +231,16 @@ def check(config: Config) -> None:
             )
     if config.seed >= 2**32:
         raise ConfigError(f"config.seed must be below 2**32. Received: seed={config.seed}.")
-    for name, least in at_least.items():
-        if values[name] < least:
+    # The bounds of Config: a field that a derived class declares again has none.
+    for name, item, _ in _fields(Config()):
+        least = item.metadata.get("at_least")
+        if least is not None and values[name] < least:
             raise ConfigError(
                 f"config.{name} must be at least {least}. Received: {name}={values[name]}. "
                 f"Type --config.{name}={max(least, 1)}, or more."
             )
     if not config.learning_rate > 0:
-        raise ConfigError(
-            "config.learning_rate must be above 0. Received: "
-            f"learning_rate={config.learning_rate}. Type --learning_rate=0.001, for example."
-        )
+        raise must_be("above 0", "learning_rate", config.learning_rate, 0.001)
     if config.recover_from_nan and not config.checkpoint_every_steps:
         raise ConfigError(
             f"config.recover_from_nan={config.recover_from_nan} needs checkpoints to go back to, "
@@ -280,10 +249,7 @@ def check(config: Config) -> None:
         )
     check_options(config)
     if config.data.on_corrupt not in (FAIL, SKIP):
-        raise ConfigError(
-            f"config.data.on_corrupt must be {FAIL} or {SKIP}. Received: "
-            f"{config.data.on_corrupt!r}. Type --config.data.on_corrupt={SKIP}."
-        )
+        raise must_be(f"{FAIL} or {SKIP}", "data.on_corrupt", config.data.on_corrupt, SKIP)
     if config.data.lanes and config.batch_size % config.data.lanes:
         raise ConfigError(
             "config.data.lanes must divide batch_size, so that every batch takes as many examples "
@@ -292,38 +258,31 @@ def check(config: Config) -> None:
         )
 
 
-def check_shares(config: Config, num_shares: int, num_workers: int) -> None:
-    """Returns if synchronous ps workers can compute a step of `num_shares` gradients.
+def check_sub_batches(config: Config, num_sub_batches: int, num_workers: int) -> None:
+    """Raises ConfigError if a step of synchronous ps cannot sum `num_sub_batches` gradients.
 
-    With backup workers a step may sum shares of different batches, so all must have one size.
-
-    Raises:
-        ConfigError: they would not, or a share would be empty.
+    With backup workers a step may sum sub-batches of different batches, so all must have one size.
+    Without, no sub-batch may be empty.
     """
     lanes = num_lanes(config)
-    if lanes < num_shares or (num_shares < num_workers and lanes % num_shares):
+    has_backups = num_sub_batches < num_workers
+    if lanes < num_sub_batches or (has_backups and lanes % num_sub_batches):
         raise ConfigError(
-            f"--replicas_to_aggregate={num_shares} of {num_workers} workers needs a number of "
-            f"lanes that {num_shares} divides. Received: {lanes} lanes for batch_size="
-            f"{config.batch_size}. Choose a --batch_size that {num_shares} divides, and set "
-            f"--config.data.lanes to a divisor of it that {num_shares} divides."
+            f"--replicas_to_aggregate={num_sub_batches} of {num_workers} workers needs a number of "
+            f"lanes that {num_sub_batches} divides. Received: {lanes} lanes for batch_size="
+            f"{config.batch_size}. Choose a --batch_size that {num_sub_batches} divides, and set "
+            f"--config.data.lanes to a divisor of it that {num_sub_batches} divides."
         )
 
 
 def check_replicas(config: Config, num_replicas: int) -> None:
-    """Returns if every replica gets a share of each batch; warns where shares are uneven.
-
-    Raises:
-        ConfigError: there are more replicas than examples, or than lanes.
-    """
-    for name, size in (
-        ("batch_size", config.batch_size),
-        ("config.eval_batch_size", config.eval_batch_size or config.batch_size),
-    ):
+    """Raises ConfigError if a replica gets no examples; warns if their numbers differ."""
+    for name in ("batch_size", "eval_batch_size"):
+        size = getattr(config, name) or config.batch_size
         if size < num_replicas:
             raise ConfigError(
                 f"{name}={size} is smaller than the {num_replicas} replicas that share a batch. "
-                f"Use --{name}={num_replicas} or more, or fewer replicas."
+                f"Use --config.{name}={num_replicas} or more, or fewer replicas."
             )
     lanes = num_lanes(config)
     if lanes < num_replicas:
@@ -340,33 +299,34 @@ def check_replicas(config: Config, num_replicas: int) -> None:
             f"{num_replicas} replica(s). Type --config.micro_batches={smallest}, or less."
         )
     if lanes % num_replicas:
-        log.warning(
-            "batch_size=%d is shared unevenly by %d replicas; a multiple of them is faster.",
-            config.batch_size,
-            num_replicas,
-        )
+        message = "batch_size=%d is shared unevenly by %d replicas; a multiple of them is faster."
+        log.warning(message, config.batch_size, num_replicas)
 
 
 def num_lanes(config: Config) -> int:
-    """The parallel reading orders of `config`, given or chosen."""
+    """The number of parallel reading orders."""
     return config.data.lanes or config.batch_size
 
 
 def data_dir(config: Config) -> str:
-    """Where the TFRecord files of `config` are."""
+    """The directory of the TFRecord files."""
     return config.data_dir or str(Path("datasets") / config.dataset)
 
 
-def flatten(config: object, prefix: str = "") -> dict[str, Any]:
+def flatten(config: object) -> dict[str, object]:
     """`{"batch_size": 100, "data.lanes": 0, ...}`: every field by its name on the command line."""
-    values: dict[str, Any] = {}
+    return {name: value for name, _, value in _fields(config)}
+
+
+def _fields(
+    config: object, prefix: str = ""
+) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:  # Fields have no common type.
     for item in dataclasses.fields(config):  # type: ignore[arg-type]  # It is a dataclass.
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
-            values |= flatten(value, f"{prefix}{item.name}.")
+            yield from _fields(value, f"{prefix}{item.name}.")
         else:
-            values[prefix + item.name] = value
-    return values
+            yield prefix + item.name, item, value
 
 
 def explain_unknown_field(name: str, config: Config) -> str:
@@ -378,15 +338,16 @@ def explain_unknown_field(name: str, config: Config) -> str:
 
 
 def to_json(config: Config) -> str:
-    """The config whole, as it is printed and saved."""
+    """The complete config, as it is printed and saved."""
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
 def _load_module(path: str) -> ModuleType:
     if not Path(path).is_file():
+        shipped = (str(p) for p in sorted(Path("configs").glob("*.py")) if p.stem != "__init__")
         raise ConfigError(
             f"--config={path}: there is no such file (looked in {Path.cwd()}). "
-            f"Known: {', '.join(_shipped()) or 'none here'}."
+            f"Known: {', '.join(shipped) or 'none here'}."
         )
     spec = importlib.util.spec_from_file_location(f"recipe_{Path(path).stem}", path)
     if spec is None or spec.loader is None:
@@ -395,11 +356,6 @@ def _load_module(path: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # A user's code, which may fail in any way.
-        raise ConfigError(
-            f"--config={path} cannot be run: {type(error).__name__}: {error}"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"--config={path} cannot be run: {reason}") from error
     return module
-
-
-def _shipped() -> list[str]:
-    return [str(path) for path in sorted(Path("configs").glob("*.py")) if path.stem != "__init__"]

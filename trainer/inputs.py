@@ -1,147 +1,138 @@
-"""A recipe's data: its two splits opened and put in order, and checked against its model.
+"""Opens the two splits of a recipe's data, and checks them against its model.
 
-inputs = open_inputs(recipe)
-check_batches(inputs, learner, recipe)
-inputs = with_seeds(inputs, learner)
-with data_errors_explained(inputs):
-train(...)
+    inputs = open_inputs(recipe)
+    check_batches(inputs, learner, recipe)
+    with data_errors_explained(inputs):
+        batch = batch_at(inputs.train, 0)
+
+All code that reads batches does so within `data_errors_explained`.
 """
 
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from data.damage import open_split
+from data.disk_reader import DiskReader
 from data.features import default_parse, read_features
-from data.files import SKIP, DataError
 from data.order import Order
-from data.pipeline import Reader
-from data.records import Split, changed_files, verify
-from trainer.config import ConfigError, Recipe, data_dir, num_lanes
-from trainer.exits import first_line
-from trainer.learner import Learner, PerExample
+from data.reader import Reader
+from data.system.files import SKIP, DataError
+from data.tfrecord.damage import open_split
+from data.tfrecord.split import changed_files, verify
+from strategies.base import Batch
+from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
+from trainer.exit_codes import first_line
+from trainer.learner import Learner
+from trainer.step.losses import PerExample
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The two splits, each in its order."""
+    """The readers of the two splits."""
 
     train: Reader
     evaluation: Reader
+    records_skipped: Mapping[str, int] | None = None  # By split; None if damage is fatal.
 
 
 def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
-    """Opens the data of `recipe`, preparing it first if that needs no more than this machine.
+    """Opens the data of `recipe`. Prepares the digits first if they are missing.
 
-    `num_threads` of this process read and parse; 0 chooses.
+    `num_threads` threads of this process read and parse; 0 chooses a number.
 
-    Raises:
-        DataError: it is not there, not whole, or cannot be parsed without a `parse`.
+    Raises DataError if the data is missing, incomplete, or cannot be parsed without a `parse`.
     """
-    config = recipe.config
+    config, data = recipe.config, recipe.config.data
     directory = data_dir(config)
-    # Not where --data_dir says: a mistyped directory must not be made.
-    if config.dataset == "digits" and not config.data_dir and not tf.io.gfile.exists(directory):
-        from data.prepare import prepare  # It imports tensorflow_datasets.
-
-        with _file_errors_explained(directory):
-            prepare("digits", directory)
-    train_split = open_split(directory, config.data.train_split, config.data.on_corrupt)
-    eval_split = open_split(directory, config.data.eval_split, config.data.on_corrupt)
+    if config.dataset == "digits":
+        _prepare_if_missing(config)
+    train_split = open_split(directory, data.train_split, data.on_corrupt)
+    eval_split = open_split(directory, data.eval_split, data.on_corrupt)
     for split in (train_split, eval_split):
-        _warn_of_damage(split)
-    parse = recipe.parse or default_parse(read_features(directory))
-    eval_batch_size = config.eval_batch_size or config.batch_size
-    train_order = Order(
+        if split.damages:
+            log.warning(
+                "split %r: %s of %s records cannot be read and are left out; the first: %s",
+                split.name,
+                f"{split.num_skipped:,}",
+                f"{split.num_skipped + split.num_examples:,}",
+                split.damages[0],
+            )
+    order = Order(
         shard_lengths=train_split.shard_lengths,
         chunk_examples=train_split.chunk_examples,
         batch_size=config.batch_size,
         lanes=num_lanes(config),
-        window_batches=config.data.window_batches,
+        window_batches=data.window_batches,
         seed=config.seed,
-        shuffle=config.data.shuffle,
+        shuffle=data.shuffle,
     )
-    eval_order = Order(
+    eval_batch_size = config.eval_batch_size or config.batch_size
+    eval_order = dataclasses.replace(
+        order,
         shard_lengths=eval_split.shard_lengths,
         chunk_examples=eval_split.chunk_examples,
         batch_size=eval_batch_size,
         lanes=eval_batch_size,
-        window_batches=config.data.window_batches,
         seed=0,
         shuffle=False,
     )
-    return Inputs(
-        Reader(
-            train_split,
-            train_order,
-            parse,
-            num_threads,
-            augment=recipe.augment,
-            cache_bytes=config.data.cache_bytes,
-            prefetch_batches=config.data.prefetch_batches,
-        ),
-        Reader(
-            eval_split,
-            eval_order,
-            parse,
-            num_threads,
-            prefetch_batches=config.data.prefetch_batches,
-        ),
+    train = Reader(
+        train_split,
+        order,
+        recipe.parse or default_parse(read_features(directory)),
+        num_threads,
+        augment=recipe.augment,
+        cache_bytes=data.cache_bytes,
+        prefetch_batches=data.prefetch_batches,
     )
+    evaluation = dataclasses.replace(
+        train, split=eval_split, order=eval_order, augment=None, cache_bytes=0
+    )
+    skipped = {"train": train_split.num_skipped, "eval": eval_split.num_skipped}
+    return Inputs(train, evaluation, skipped if data.on_corrupt == SKIP else None)
 
 
-def records_skipped(inputs: Inputs, recipe: Recipe) -> dict[str, int] | None:
-    """Records of each split that are left out; None where damage is not skipped but fatal."""
-    if recipe.config.data.on_corrupt != SKIP:
-        return None
-    return {
-        "train": inputs.train.split.num_skipped,
-        "eval": inputs.evaluation.split.num_skipped,
-    }
-
-
-def prepare_inputs(recipe: Recipe) -> list[str]:
-    """Prepares the data set that `recipe` names if it is not there; opens, indexes, describes it.
-
-    Returns lines for people: where it is, and each split's examples, files and bytes.
-
-    Raises:
-        DataError: it cannot be prepared from what this machine has, or not be opened.
-    """
-    config = recipe.config
-    directory = data_dir(config)
-    # A directory that was named is the user's own: what is wrong with it, opening it says.
-    if not config.data_dir and not tf.io.gfile.exists(directory):
-        from data.prepare import prepare
-
-        with _file_errors_explained(directory):
-            prepare(config.dataset, directory)
+def prepare_inputs(recipe: Recipe) -> None:
+    """Prepares the data set of `recipe` if it is missing; opens, indexes and describes it."""
+    _prepare_if_missing(recipe.config)
     inputs = open_inputs(recipe)
-    lines = [f"{directory} is ready:"]
+    print(f"{data_dir(recipe.config)} is ready:")
     for split in (inputs.train.split, inputs.evaluation.split):
         num_bytes = sum(shard.record_bytes for shard in split.shards)
-        lines.append(
-            f"  {split.name}: {split.num_examples:,} examples in "
-            f"{len({shard.path for shard in split.shards})} file(s), {num_bytes:,} bytes"
-        )
-    return lines
+        num_files = len({shard.path for shard in split.shards})
+        examples = f"{split.num_examples:,} examples in {num_files} file(s)"
+        print(f"  {split.name}: {examples}, {num_bytes:,} bytes")
+
+
+def _prepare_if_missing(config: Config) -> None:
+    directory = data_dir(config)
+    # Not if the user named the directory: a typo must not create one.
+    if config.data_dir or tf.io.gfile.exists(directory):
+        return
+    from data.prepare.preparing import prepare  # It imports tensorflow_datasets.
+
+    try:
+        prepare(config.dataset, directory)
+    except OSError as error:
+        raise DataError(
+            f"The data cannot be prepared in {directory}: {error}. Make room there, or give a "
+            "directory that can be written with --data_dir, and prepare it with data.prepare."
+        ) from error
 
 
 def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
-    """Returns if the first batch of each split goes through `learner`'s model, loss and metrics.
+    """Puts the first batch of each split through `learner`'s model, loss and metrics.
 
     Raises:
         DataError: it cannot be read or parsed, labels are out of range, or shapes do not fit.
-        ConfigError: `augment` fails or returns another number of examples; the loss or a metric
-            fails, or does not return one value an example.
+        ConfigError: `augment`, the loss or a metric fails, or returns values of a wrong number.
     """
     _check_augment(inputs, recipe)
     for reader in (inputs.train, inputs.evaluation):
@@ -168,51 +159,41 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
             _check_labels(where, labels.numpy(), outputs.shape[-1])
         num_examples = tf.nest.flatten(examples)[0].shape[0]
         for name, function in learner.functions.items():
-            what = name if name == "loss" else f"metrics[{name!r}]"
+            called = name if name == "loss" else f"metrics[{name!r}]"
+            what = f"{where}: {called}(labels, outputs) of {recipe.path}"
             try:
                 shape = _shape_of(function, labels, outputs)
             except Exception as error:  # A user's code, which may fail in any way.
                 raise ConfigError(
-                    f"{where}: {what}(labels, outputs) of {recipe.path} fails: "
-                    f"{type(error).__name__}: {first_line(error)}"
+                    f"{what} fails: {type(error).__name__}: {first_line(error)}"
                 ) from error
-            _check_shape(where, f"{what}(labels, outputs) of {recipe.path}", shape, num_examples)
+            _check_shape(what, shape, num_examples)
 
 
-def with_seeds(inputs: Inputs, learner: Learner) -> Inputs:
-    """`inputs` whose training batches bring the seeds of their examples if `learner` needs them."""
-    train = dataclasses.replace(inputs.train, gives_seeds=learner.needs_seeds)
-    return dataclasses.replace(inputs, train=train)
-
-
-def batch_at(reader: Reader, batch: int) -> Any:
-    """Batch `batch` whole, read by this task alone."""
+def batch_at(reader: Reader, batch: int) -> Batch:
+    """The complete batch number `batch`, read by this task."""
     lanes = range(reader.order.lanes)
-    return next(iter(reader.batches(batch, lanes, num_batches=1)))
+    return next(iter(DiskReader(reader).batches(batch, lanes, num_batches=1)))
 
 
 @contextlib.contextmanager
 def data_errors_explained(inputs: Inputs) -> Iterator[None]:
-    """Turns TensorFlow's errors about records into DataErrors that name file and offset.
-
-    Raises:
-        DataError: a record is corrupt or cannot be parsed.
-    """
+    """Turns TensorFlow's errors about records into DataErrors that name file and offset."""
+    splits = (inputs.train.split, inputs.evaluation.split)
     try:
         yield
     except tf.errors.DataLossError as error:
-        damages = [d for reader in (inputs.train, inputs.evaluation) for d in verify(reader.split)]
+        damages = [damage for split in splits for damage in verify(split)]
         listed = "\n  ".join(str(damage) for damage in damages[:10]) or first_line(error)
         raise DataError(
             f"Records are corrupt:\n  {listed}\nWrite these files anew, or leave "
             f"such records out, which is counted: --config.data.on_corrupt={SKIP} (if that is set, "
-            "remove SPLIT.damage.json, which says that they were good)."
+            "remove SPLIT.damage.json, which lists them as undamaged)."
         ) from error
     except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError) as error:
         raise DataError(f"A file of the data cannot be read any more: {error.message}") from error
     except tf.errors.InvalidArgumentError as error:
-        readers = (inputs.train, inputs.evaluation)
-        if changed := [d for reader in readers for d in changed_files(reader.split)]:
+        if changed := [change for split in splits for change in changed_files(split)]:
             listed = "\n  ".join(map(str, changed[:10]))
             raise DataError(
                 f"Files were changed while they were read:\n  {listed}\nPut them back as they were "
@@ -223,39 +204,16 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
         raise DataError(f"The data does not suit the model or its features: {reason}") from error
 
 
-@contextlib.contextmanager
-def _file_errors_explained(directory: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"The data cannot be prepared in {directory}: {error}. Make room there, or give a "
-            "directory that can be written with --data_dir, and prepare it with data.prepare."
-        ) from error
-
-
-def _warn_of_damage(split: Split) -> None:
-    if split.damages:
-        log.warning(
-            "split %r: %s of %s records cannot be read and are left out; the first: %s",
-            split.name,
-            f"{split.num_skipped:,}",
-            f"{split.num_skipped + split.num_examples:,}",
-            split.damages[0],
-        )
-
-
 def _check_augment(inputs: Inputs, recipe: Recipe) -> None:
     reader = inputs.train
     if reader.augment is None:
         return
-    plain = dataclasses.replace(reader, augment=None)
     with data_errors_explained(inputs):
-        batch = batch_at(plain, 0)
+        batch = batch_at(dataclasses.replace(reader, augment=None), 0)
     if len(batch) != 2:
-        return  # `parse` is at fault, and is told so.
+        return  # `parse` is wrong; check_batches explains it.
     seeds = tf.constant(reader.order.seeds(0, 1)[0])
-    # As it is used: in a graph, for any number of examples.
+    # In a graph and for any number of examples, as in training.
     specs = tf.nest.map_structure(
         lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), (*batch, seeds)
     )
@@ -274,17 +232,14 @@ def _check_augment(inputs: Inputs, recipe: Recipe) -> None:
         )
 
 
-def _shape_of(function: PerExample, labels: Any, outputs: Any) -> Any:
-    """The tf.TensorShape of what `function` returns; None if that is no tensor.
-
-    Traced, not run: ops that only workers can run are allowed.
-    """
+def _shape_of(function: PerExample, labels: tf.Tensor, outputs: tf.Tensor) -> tf.TensorShape | None:
+    # Traced, not run: it may have ops that only workers can run.
     specs = tf.nest.map_structure(tf.type_spec_from_value, (labels, outputs))
     returned = tf.function(function).get_concrete_function(*specs).structured_outputs
     return getattr(returned, "shape", None)
 
 
-def _check_shape(where: str, what: str, shape: Any, num_examples: int) -> None:
+def _check_shape(what: str, shape: tf.TensorShape | None, num_examples: int) -> None:
     if shape is not None and shape.is_compatible_with([num_examples]):
         return
     if shape is None:
@@ -300,12 +255,12 @@ def _check_shape(where: str, what: str, shape: Any, num_examples: int) -> None:
         )
     returned = "no tensor" if shape is None else f"shape {shape}"
     raise ConfigError(
-        f"{where}: {what} returned {returned} for {num_examples} examples, but shape "
+        f"{what} returned {returned} for {num_examples} examples, but shape "
         f"({num_examples},) is needed. Return one value an example: {remedy}."
     )
 
 
-def _check_labels(where: str, labels: Any, num_classes: int) -> None:
+def _check_labels(where: str, labels: np.ndarray, num_classes: int) -> None:
     if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
         raise DataError(
             f"{where} has labels {labels.dtype}{list(labels.shape)}, but the loss needs one "

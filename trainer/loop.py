@@ -1,4 +1,4 @@
-"""The loop: run steps up to where the next hook wants to look, call the hooks, go on.
+"""The loop: run steps up to the next step of a hook, call the hooks, repeat.
 
 It knows neither the strategy nor the cluster. Under multiworker every worker runs it; under ps only
 the chief does.
@@ -7,18 +7,13 @@ the chief does.
 from collections.abc import Sequence
 
 from strategies.base import Executor, Learner
-from trainer.hooks import Hook
+from trainer.hooks.base import Hook
 
 
 def train(
-    executor: Executor,
-    learner: Learner,
-    hooks: Sequence[Hook],
-    *,
-    steps: int,
-    steps_per_call: int,
+    executor: Executor, learner: Learner, hooks: Sequence[Hook], *, steps: int, steps_per_call: int
 ) -> int:
-    """Trains until `steps`, a hook is done or a task is asked to stop; returns the last step.
+    """Trains until `steps`, a hook is done or a stop is requested; returns the last step.
 
     Hooks are called in their order, at steps where no step is in flight. The counter is re-read
     after each call, never counted here: asynchronous steps may overshoot.

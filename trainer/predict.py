@@ -1,56 +1,60 @@
-"""`python -m trainer.predict`: the exported model of a run on examples, one JSON object a line.
+"""`python -m trainer.predict`: runs the exported model on examples; one JSON object per line.
 
     python -m trainer.predict --model_dir=runs/a --num_examples=3
     {"example": 0, "label": 7, "predicted": 7, "output": [-8.1, ...]}
 
-Reads `export/model.keras` and the run's own config.json: the examples are parsed as in training. Of
-a classifier `predicted` is the class with the largest output.
+Reads `export/model.keras`, and the run's config.json to parse examples as in training. For a
+classifier, `predicted` is the class with the largest output.
 """
 
 import json
-import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from absl import app, flags
 
-from data.flags import parse_flags
+from data.system.flags import parse_flags
 from trainer.config import ConfigError
+from trainer.exit_codes import EXIT_DONE, EXIT_USAGE
+from trainer.run_files import RunFiles
+from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
 
-_MODEL_DIR = flags.DEFINE_string("model_dir", None, "A run that is done.", required=True)
+_MODEL_DIR = flags.DEFINE_string(
+    "model_dir", None, "The directory of the run, which must be complete.", required=True
+)
 _SPLIT = flags.DEFINE_string("split", None, "Split to read; by default the evaluation split.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "TFRecord files; by default those of the run.")
+_DATA_DIR = flags.DEFINE_string(
+    "data_dir", None, "Directory with TFRecord files; by default that of the run."
+)
 _NUM_EXAMPLES = flags.DEFINE_integer(
-    "num_examples", 10, "How many examples, from the first; 0 for all.", lower_bound=0
+    "num_examples", 10, "Examples to show, from the first; 0 for all.", lower_bound=0
 )
 
 
 def predict(
     model_dir: str, split: str | None, data_dir: str | None, num_examples: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Yields an object for each example, in the order of the files.
 
     Raises:
-        ConfigError, DataError: there is no export, no such data, or not one output.
+        ConfigError, DataError: the export or the data is missing, or the model has several outputs.
     """
     import keras
     import tensorflow as tf
 
-    from data.damage import readable
     from data.features import default_parse, read_features
-    from data.records import open_split
+    from data.tfrecord.damage import readable
+    from data.tfrecord.split import open_split
     from trainer.config import load_recipe
 
-    path = f"{model_dir}/export/model.keras"
+    files = RunFiles(model_dir)
+    path = files.model
     if not tf.io.gfile.exists(path):
         raise ConfigError(
-            f"{path} does not exist. A run exports when it is done; give --model_dir of one that "
-            "is, and was not told --config.export=false."
+            f"{path} does not exist. A run exports when it is complete, unless it has "
+            "--config.export=false. Give the --model_dir of a run that exported."
         )
-    with tf.io.gfile.GFile(f"{model_dir}/config.json") as file:
-        run = json.load(file)
+    run = files.read_config()
     recipe = load_recipe(run["recipe"])
     data_dir = data_dir or run["data_dir"]
     records = open_split(data_dir, split or run["config"]["data"]["eval_split"])
@@ -78,18 +82,18 @@ def predict(
 
 def main(argv: Sequence[str]) -> int:
     """Prints the lines; returns the exit code."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    logging.getLogger("tensorflow").setLevel(logging.WARNING)
-    from data.files import DataError
+    configure_logging()
+    set_environment()
+    import_tensorflow()
+    from data.system.files import DataError
 
     try:
         for line in predict(_MODEL_DIR.value, _SPLIT.value, _DATA_DIR.value, _NUM_EXAMPLES.value):
             print(json.dumps(line))
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return EXIT_USAGE
+    return EXIT_DONE
 
 
 if __name__ == "__main__":

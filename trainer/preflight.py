@@ -1,105 +1,90 @@
-"""What can be known before anything starts: `--check`, and what a launcher looks at first.
+"""Finds mistakes before anything starts: for `--check`, and before a launcher starts tasks.
 
-hide_gpus()
-print(preflight(recipe, model_dir).describe(num_ps=1, num_staged=0))
+    print(preflight(recipe, model_dir).describe(num_ps=1, num_gradient_buffers=0))
+
+No GPU is used: their memory is for the processes that train.
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
 from strategies.mirrored import use_gpus
-from strategies.placement import Group, place, record
-from trainer import config as config_lib
+from strategies.ps.placement import Group, dry_run, place
 from trainer.build import build_checkpointer, build_learner
-from trainer.checkpoint import ModelDirError, Saved
-from trainer.config import Recipe
-from trainer.exits import EXIT_DONE, first_line
+from trainer.checkpoints.checkpointer import ModelDirError, Saved
+from trainer.config import Config, Recipe, data_dir, to_json
+from trainer.exit_codes import EXIT_DONE, first_line
 from trainer.inputs import Inputs, check_batches, open_inputs
+from trainer.run_files import Document, RunFiles
 
-# An empty file fits on a full disk.
-_PROBE_BYTES = 1 << 16
+_PROBE_BYTES = 1 << 16  # Not 0: an empty file fits on a full disk.
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found: the data, the variables in groups, and where the newest checkpoint stands."""
+    """The data, the groups of variables, and the newest checkpoint, if there is one."""
 
     recipe: Recipe
     inputs: Inputs
     groups: Sequence[Group]
     saved: Saved | None
 
-    def describe(self, num_ps: int, num_staged: int) -> str:
-        """Lines for people, with the placement on `num_ps` parameter servers if there are any.
+    def describe(self, num_ps: int, num_gradient_buffers: int) -> str:
+        """Lines to print, with the placement on `num_ps` parameter servers if there are any.
 
-        `num_staged`: gradients of each variable that are kept there, as synchronous steps do.
+        Synchronous steps keep `num_gradient_buffers` gradients of each variable there.
         """
         config = self.recipe.config
         num_bytes = sum(group.num_bytes for group in self.groups)
         lines = [
-            f"config {self.recipe.path}: {config_lib.to_json(config)}",
+            f"config {self.recipe.path}: {to_json(config)}",
             f"{self.inputs.train.split.num_examples:,} training and "
             f"{self.inputs.evaluation.split.num_examples:,} evaluation examples in "
-            f"{config_lib.data_dir(config)}",
+            f"{data_dir(config)}",
             f"{num_bytes:,} bytes of variables, optimizer slots included",
         ]
         if num_ps:
-            lines.append(place(self.groups, num_ps, num_staged=num_staged).table())
+            placement = place(self.groups, num_ps, num_gradient_buffers=num_gradient_buffers)
+            lines.append(placement.table())
         step = self.saved.step if self.saved else 0
         lines.append(f"steps {step + 1:,} to {config.train_steps:,} would be trained")
         return "\n".join(lines)
 
 
-def hide_gpus() -> None:
-    """For a process that only checks: the GPUs' memory is for those that train."""
-    use_gpus(0)
-
-
 def preflight(recipe: Recipe, model_dir: str) -> Findings:
-    """Trains and changes nothing, but finds what would fail later.
+    """Finds what would fail later. Trains nothing, and changes no file of a run.
 
-    Parses the first batch of each split and puts it through the model, and compares what the newest
-    checkpoint in `model_dir` is of.
+    Parses the first batch of each split, runs the model on it, and compares the newest checkpoint
+    in `model_dir` with the config.
 
-    Raises:
-        DataError, ConfigError, ModelDirError, OptimizerError: as one message.
+    Raises DataError, ConfigError, ModelDirError or OptimizerError for a user's mistake.
     """
+    use_gpus(0)
     inputs = open_inputs(recipe)
-    learner, groups = record(lambda: build_learner(recipe))
+    learner, groups = dry_run(lambda: build_learner(recipe))
     check_batches(inputs, learner, recipe)
     saved = build_checkpointer(recipe, model_dir, inputs, learner).check()
     return Findings(recipe, inputs, groups, saved)
 
 
-def finished_result(model_dir: str, config: config_lib.Config) -> dict[str, Any] | None:
+def finished_result(model_dir: str, config: Config) -> Document | None:
     """The result of a complete run in `model_dir`, if there is one.
 
-    Of at least `train_steps`, or stopped early by the same rule.
+    A run is complete with at least `train_steps`, or if it stopped early by the same rule.
     """
-    path = f"{model_dir}/result.json"
-    if not tf.io.gfile.exists(path):
+    result = RunFiles(model_dir).read_result()
+    if result is None or result["exit_code"] != EXIT_DONE:
         return None
-    with tf.io.gfile.GFile(path) as file:
-        result: dict[str, Any] = json.loads(file.read())
-    if result["exit_code"] != EXIT_DONE:
-        return None  # It may not even know its step.
-    rule = dataclasses.asdict(config.early_stopping)
-    complete = result["step"] >= config.train_steps or result.get("stopped_early_by") == rule
-    return result if complete else None
+    stopped_early = result.get("stopped_early_by") == dataclasses.asdict(config.early_stopping)
+    return result if stopped_early or result["step"] >= config.train_steps else None
 
 
 def check_model_dir(model_dir: str) -> None:
-    """Makes `model_dir`, and returns if a file can be written to it.
-
-    Raises:
-        ModelDirError: it cannot.
-    """
+    """Creates `model_dir`. Raises ModelDirError if no file can be written to it."""
     probe = f"{model_dir}/.writable-{os.getpid()}"
     try:
         tf.io.gfile.makedirs(model_dir)

@@ -1,12 +1,10 @@
-"""Which checkpoint a run goes on from, in all tasks the same: at its start, and after a nan.
+"""The checkpoint that a run resumes from, the same in all tasks: at its start, and after a NaN.
 
     saved = restore_together(executor, checkpointer, learner)
-    step = train_recovering(executor, learner, checkpointer, hooks, order=order, steps=1000,
-                            steps_per_call=50, most_recoveries=2)
+    step = train_recovering(executor, learner, checkpointer, hooks, order, config)
 
-After a nan training goes back to the newest whole checkpoint, and on behind the last batch that was
-consumed when the nan was seen: what led to it is among the examples between the two, and they are
-skipped. (PaLM was trained over its loss spikes in this way: Chowdhery et al., 2022, section 5.1.)
+After a NaN, training goes back to the newest complete checkpoint, and skips all examples that were
+consumed since, as PaLM did at loss spikes (Chowdhery et al., 2022, section 5.1).
 """
 
 import logging
@@ -17,9 +15,11 @@ import tensorflow as tf
 
 from data.order import Order
 from strategies.base import Executor, Position
-from strategies.counts import Counts
-from trainer.checkpoint import Checkpointer, ModelDirError, Saved
-from trainer.hooks import Hook, NonFiniteLossError
+from strategies.worker_stats import WorkerStats
+from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError, Saved
+from trainer.config import Config
+from trainer.hooks.base import Hook
+from trainer.hooks.finite import NonFiniteLossError
 from trainer.learner import Learner
 from trainer.loop import train
 
@@ -29,27 +29,27 @@ log = logging.getLogger(__name__)
 def restore_together(
     executor: Executor, checkpointer: Checkpointer, learner: Learner
 ) -> Saved | None:
-    """Restores the newest checkpoint that is whole for every task that runs the loop; or None.
+    """Restores the newest checkpoint that is complete for all tasks that run the loop, if any.
 
-    All but the learning rate: that is the command's, which may have changed.
+    The learning rate is not restored: the command line may have changed it.
 
     Raises:
         ModelDirError: as Checkpointer.restore; or the tasks do not see the same checkpoints.
     """
     rate = learner.optimizer.learning_rate
-    # Without the schedule's factor: `learner.learning_rate` is that of the next step.
+    # Not `learner.learning_rate`, which has the factor of the schedule.
     given = float(tf.convert_to_tensor(rate).numpy())
     checkpointer.wait()
-    executor.everyones(0)  # Nobody looks before the chief has finished what it was writing.
+    executor.gathered(0)  # A barrier: the chief has finished writing before any task reads.
     saved = checkpointer.restore()
-    while len(set(steps := executor.everyones(saved.step if saved else 0))) > 1:
-        # What is broken for one, on its disk or on its way from there, is no good for all.
+    while len(set(steps := executor.gathered(saved.step if saved else 0))) > 1:
+        # A checkpoint that one task cannot read is of no use to the others.
         if min(steps) == 0:
             raise ModelDirError(
                 f"The tasks found checkpoints of different steps in --model_dir: {steps}, by "
                 "replica. It must be one directory that all of them see, on a shared file system."
             )
-        log.warning("The newest whole checkpoints are of steps %s, by replica.", steps)
+        log.warning("The newest complete checkpoints are of steps %s, by replica.", steps)
         saved = checkpointer.restore(at_most=min(steps))
     if saved and isinstance(rate, keras.Variable):
         rate.assign(given)
@@ -61,29 +61,28 @@ def train_recovering(
     learner: Learner,
     checkpointer: Checkpointer,
     hooks: Sequence[Hook],
-    *,
     order: Order,
-    steps: int,
-    steps_per_call: int,
-    most_recoveries: int,
+    config: Config,
 ) -> int:
-    """`train`, but goes back when the loss is no number, at most `most_recoveries` times in a run.
+    """`train`, but goes back after a NonFiniteLossError, `recover_from_nan` times in a run at most.
 
-    Raises:
-        NonFiniteLossError: once more than that; or there is no checkpoint to go back to.
+    Raises it if no recovery is left, none is allowed, or there is no checkpoint to go back to.
     """
+    steps, most_recoveries = config.train_steps, config.recover_from_nan
     while True:
         try:
-            return train(executor, learner, hooks, steps=steps, steps_per_call=steps_per_call)
+            return train(
+                executor, learner, hooks, steps=steps, steps_per_call=config.steps_per_call
+            )
         except NonFiniteLossError as error:
             num_recoveries = len(executor.position.skipped)
-            if num_recoveries >= most_recoveries:
-                if most_recoveries:
-                    raise NonFiniteLossError(
-                        f"{error} Training had gone back {num_recoveries} time(s) before "
-                        f"(--config.recover_from_nan={most_recoveries})."
-                    ) from error
+            if not most_recoveries:
                 raise
+            if num_recoveries >= most_recoveries:
+                raise NonFiniteLossError(
+                    f"{error} Training had gone back {num_recoveries} time(s) before "
+                    f"(--config.recover_from_nan={most_recoveries})."
+                ) from error
             _go_back(executor, learner, checkpointer, order, error)
 
 
@@ -94,19 +93,19 @@ def _go_back(
     order: Order,
     error: NonFiniteLossError,
 ) -> None:
-    def restore() -> tuple[Position, Counts]:
+    def restore() -> tuple[Position, WorkerStats]:
         end = executor.position
         saved = restore_together(executor, checkpointer, learner)
         if saved is None:
             raise NonFiniteLossError(f"{error} There is no checkpoint to go back to.") from error
-        position = saved.position.behind(end, order)
+        position = saved.position.skip_to(end, order)
         log.warning(
-            "%s. Going back to step %s, and on behind the %s examples since (recovery %s).",
-            str(error).partition(". ")[0],  # Without the advice to those whose run has ended.
+            "%s. Going back to step %s, and skipping the %s examples since (recovery %s).",
+            str(error).partition(". ")[0],  # Without the advice for a run that ended.
             f"{saved.step:,}",
             f"{position.skipped[-1]:,}",
             len(position.skipped),
         )
         return position, saved.counts
 
-    executor.go_back(restore)
+    executor.roll_back(restore)

@@ -1,1 +1,1 @@
-"""Programs that others would write for the same training: one each, as fast as its kind goes."""
+"""Other programs for the same training, each as fast as its framework allows."""

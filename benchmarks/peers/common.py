@@ -1,7 +1,7 @@
-"""What the peers share: flags, MNIST in memory, processes. Needs NumPy alone: PyTorch's has more.
+"""Flags, data and processes of the peers. Needs only NumPy, so it runs in PyTorch's environment.
 
-Each peer runs as `python -m benchmarks.peers.NAME ...` and prints one JSON line at its end. Their
-data is in memory, and their batches are slices of what was shuffled once: nothing is faster.
+Each peer runs as `python -m benchmarks.peers.NAME ...` and prints one JSON line at its end. Its
+data is in memory, shuffled once, and its batches are slices: the fastest input that is possible.
 """
 
 import argparse
@@ -28,14 +28,16 @@ CONFIGS = {
 
 
 def parser(description: str | None, batch_size: int) -> argparse.ArgumentParser:
-    """The flags of every peer; of absl's, PyTorch's environment has none."""
+    """The flags of every peer. PyTorch's environment has no absl."""
     flags = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument("--mnist_source", help="Directory with the IDX files of MNIST.")
     flags.add_argument("--batch_size", type=int, default=batch_size, help="Examples a step.")
-    flags.add_argument("--steps", type=int, default=2000, help="Steps that are measured.")
-    flags.add_argument("--warmup_steps", type=int, default=500, help="Steps before those.")
+    flags.add_argument("--steps", type=int, default=2000, help="Steps to measure.")
+    flags.add_argument(
+        "--warmup_steps", type=int, default=500, help="Steps before the measurement."
+    )
     return flags
 
 
@@ -58,12 +60,12 @@ def _bytes_of(directory: str, name: str) -> npt.NDArray[np.uint8]:
 
 
 def batches_of(arrays: Arrays, batch_size: int) -> Arrays:
-    """The same cut into whole batches: images [number, B, ...], labels [number, B]."""
+    """The examples in full batches: images [number, B, ...], labels [number, B]."""
     images, labels = arrays
-    whole = len(labels) // batch_size * batch_size
+    num_used = len(labels) // batch_size * batch_size
     return (
-        images[:whole].reshape(-1, batch_size, *images.shape[1:]),
-        labels[:whole].reshape(-1, batch_size),
+        images[:num_used].reshape(-1, batch_size, *images.shape[1:]),
+        labels[:num_used].reshape(-1, batch_size),
     )
 
 
@@ -127,5 +129,5 @@ def run_tasks(target: Callable[..., None], tasks: Sequence[tuple[str, int]], *ar
 
 
 def print_result(name: str, value: float) -> None:
-    """The JSON line."""
+    """Prints the JSON line."""
     print(json.dumps({name: value}), flush=True)

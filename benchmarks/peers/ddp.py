@@ -3,8 +3,8 @@
     python -m benchmarks.peers.ddp --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
     python -m benchmarks.peers.ddp --all_reduce_mb=10
 
-Trains the 784-100-10 perceptron with Adam at 0.01 (fused), or sums N MB of float32 again and again
-and nothing else.
+Trains the 784-100-10 perceptron with Adam at 0.01 (fused), or only sums N MB of float32
+repeatedly.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from benchmarks.peers.common import (
     print_result,
     run_tasks,
 )
-from strategies.ports import free_ports
+from strategies.cluster.ports import free_ports
 
-# Bytes that are summed in all, however many at a time.
+# Total of all sums, whatever the size of one sum.
 _ALL_REDUCE_MB = 1000
 
 
@@ -39,7 +39,7 @@ def train(options: argparse.Namespace, rank: int) -> float:
     )
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
-    # 25 MB by default: one bucket, which is best for so few.
+    # The default bucket of 25 MB holds all gradients, which is best for a small model.
     model = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
     loss_of = nn.CrossEntropyLoss()
@@ -66,7 +66,7 @@ def all_reduce(num_mb: int) -> float:
 
 
 def work(job: str, rank: int, answer: Any, options: argparse.Namespace, port: int) -> None:
-    """One process."""
+    """Runs one process."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", f"tcp://localhost:{port}", rank=rank, world_size=options.workers

@@ -1,11 +1,10 @@
-"""One process, its loop in one graph, written by hand: the limit for one process.
+"""One process with its loop in one graph, written by hand: the limit for one process.
 
     python -m benchmarks.peers.in_graph --model=mlp --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
 
-The network is that of the project's config; the update is TensorFlow's own fused op. What XLA
-compiles, `--xla=auto` finds out by trial: nothing, the gradient, or gradient and update in one
-piece. (The whole loop in one piece was many times slower.) Nothing is augmented:
-`--model=resnet20` reads random images.
+The network is that of the project's config; the update is TensorFlow's fused op. `--xla=auto` tries
+what XLA should compile: nothing, the gradient, or gradient and update together. (The complete loop
+was many times slower.) Images are not augmented; `--model=resnet20` reads random images.
 """
 
 import functools
@@ -34,7 +33,9 @@ def main() -> None:
     """Prints the rate."""
     flags = parser(__doc__, 100)
     flags.add_argument("--model", choices=CONFIGS, default="mlp")
-    flags.add_argument("--xla", choices=("auto", *_COMPILED), default="auto", help="Compiles what.")
+    flags.add_argument(
+        "--xla", choices=("auto", *_COMPILED), default="auto", help="What XLA compiles."
+    )
     flags.add_argument("--steps_per_call", type=int, default=50, help="Steps in one graph.")
     flags.add_argument("--num_threads", type=int, default=0, help="0: TensorFlow chooses.")
     options = flags.parse_args()

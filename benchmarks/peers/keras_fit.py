@@ -38,7 +38,7 @@ def main() -> None:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             ends.append(time.perf_counter())
 
-    # An epoch of the warm-up's length: fit gives no other place to look at the clock.
+    # An epoch has the length of the warm-up: only on_epoch_end can read the clock.
     epoch_steps = -(-options.warmup_steps // _STEPS_PER_EXECUTION) * _STEPS_PER_EXECUTION
     num_epochs = 1 + math.ceil(options.steps / epoch_steps)
     model.fit(

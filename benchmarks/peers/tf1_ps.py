@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers.tf1_ps --mnist_source=DIRECTORY_WITH_THE_IDX_FILES [--sync_replicas]
 
-As its distributed MNIST example: `replica_device_setter`, a Supervisor's session, batches fed from
-NumPy; with `--sync_replicas` SyncReplicasOptimizer. Hidden layer of 100, Adam at 0.01. What is
-counted is global steps: one for each gradient, or for each sum of one from every worker.
+Like TensorFlow 1's distributed MNIST example: `replica_device_setter`, a Supervisor's session,
+batches fed from NumPy; with `--sync_replicas` SyncReplicasOptimizer. Hidden layer of 100, Adam at
+0.01. The rate counts global steps: one for each gradient, or for each sum of all workers.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from benchmarks.peers.common import (
     print_result,
     run_tasks,
 )
-from strategies.ports import free_ports
+from strategies.cluster.ports import free_ports
 
 
 def work(
     job: str, index: int, answer: Any, options: argparse.Namespace, cluster: dict[str, list[str]]
 ) -> None:
-    """One process."""
+    """Runs one process."""
     import tensorflow.compat.v1 as tf
 
     tf.disable_eager_execution()
@@ -77,7 +77,7 @@ def work(
         number = (number + options.workers) % len(batches[1])
         feed = {images: batches[0][number], labels: batches[1][number]}
         _, step = session.run([train, global_step], feed)
-        # The others go on until they are ended, so that this one is never alone.
+        # The other workers run until they are killed, so this worker never runs alone.
         if is_chief and window.is_over(int(step)):
             answer.send(window.rate)
             answer.close()

@@ -17,7 +17,7 @@ from benchmarks.peers.common import (
     print_result,
     run_tasks,
 )
-from strategies.ports import free_ports
+from strategies.cluster.ports import free_ports
 
 _STEPS_PER_CALL = 50
 
@@ -25,7 +25,7 @@ _STEPS_PER_CALL = 50
 def work(
     job: str, index: int, answer: Any, options: argparse.Namespace, cluster: dict[str, list[str]]
 ) -> None:
-    """One process."""
+    """Runs one process."""
     task = {"type": job, "index": index}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
 
@@ -51,8 +51,8 @@ def work(
     batches = batches_of((images.reshape(-1, 28, 28, 1), labels), share)
 
     def dataset(context: Any) -> Any:
-        whole = tf.data.Dataset.from_tensor_slices(batches)
-        own = whole.shard(context.num_input_pipelines, context.input_pipeline_id)
+        batches_of_all = tf.data.Dataset.from_tensor_slices(batches)
+        own = batches_of_all.shard(context.num_input_pipelines, context.input_pipeline_id)
         return own.repeat().prefetch(4)
 
     def replica_step(images: Any, labels: Any) -> None:

@@ -3,7 +3,7 @@
     python -m benchmarks.peers.tf2_ps --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
 
 In its better form: 10 steps a closure, in `tf.range`. As in the tutorial, Keras' optimizer applies
-each gradient; its step counter loses counts, so what is counted here is the steps handed out.
+each gradient; its step counter loses counts, so scheduled steps are counted here.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from benchmarks.peers.common import (
     print_result,
     run_tasks,
 )
-from strategies.ports import free_ports
+from strategies.cluster.ports import free_ports
 
 _STEPS_PER_CLOSURE = 10
 
@@ -28,7 +28,7 @@ _STEPS_PER_CLOSURE = 10
 def work(
     job: str, index: int, answer: Any, options: argparse.Namespace, cluster: dict[str, list[str]]
 ) -> None:
-    """One process."""
+    """Runs one process."""
     os.environ["GRPC_FAIL_FAST"] = "use_caller"
     task = {"type": job, "index": index}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
@@ -42,7 +42,7 @@ def work(
         with tempfile.TemporaryDirectory() as directory:
             answer.send(coordinate(resolver, options, directory))
         return
-    # With one thread between ops, too, the server would stand still.
+    # With one inter-op thread too, the server would deadlock.
     one_thread = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=1)
     server = tf.distribute.Server(
         resolver.cluster_spec(), job, index, protocol="grpc", config=one_thread
@@ -51,7 +51,7 @@ def work(
 
 
 def coordinate(resolver: Any, options: argparse.Namespace, directory: str) -> float:
-    """The chief's part; steps a second. Workers read what is in `directory` into memory."""
+    """Runs the chief; returns steps a second. Workers load the files in `directory` to memory."""
     import keras
     import tensorflow as tf
 
@@ -95,7 +95,7 @@ def coordinate(resolver: Any, options: argparse.Namespace, directory: str) -> fl
 
     iterator = iter(coordinator.create_per_worker_dataset(per_worker))
     window, done = Window(options), 0
-    # Enough closures at a time that waiting for the last of them is nothing.
+    # So many closures at a time that the wait for the last closure does not matter.
     closures = max(1, options.warmup_steps // _STEPS_PER_CLOSURE)
     while True:
         for _ in range(closures):

@@ -1,13 +1,13 @@
-"""One training run under a strategy, disturbed at random moments, and what it proves.
+"""One training run under a strategy, disturbed at random moments, and checks of its result.
 
     python -m tests.chaos --strategy=ps --sync_replicas --kills=50 --seed=1
     python -m tests.chaos --strategy=multiworker --minutes=5 --faults=kill,stop,term
 
-Prints a table of what happened to the run, and ends with 0 if everything holds:
+Prints a table of the faults and their outcomes, and ends with 0 if everything holds:
 
 | of | what holds |
 | --- | --- |
-| every run | it finishes; no process is left; no file is torn |
+| every run | it finishes; no process is left; no file is damaged |
 | synchronous strategies | weights and optimizer are bit for bit those of an undisturbed run |
 | asynchronous | every update that was applied is counted, and every batch was done |
 """
@@ -18,11 +18,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from data.prepare import prepare
+from data.prepare.preparing import prepare
 from tests.chaos.chaos import (
+    check_complete,
     check_counts,
     check_same,
-    check_whole,
     disturb,
     outcomes,
     table,
@@ -31,10 +31,10 @@ from tests.chaos.chaos import (
 from tests.chaos.faults import KINDS, STALL_TIMEOUT_SECS, plan
 from tests.cluster.runs import TOPOLOGIES, Topology, train
 
-# About what one takes on two cores, the recovery included.
+# About the rate on two cores, with the recoveries.
 _FAULTS_A_MINUTE = 5
 _EVERY_STEPS = 40
-# An asynchronous run goes on while a worker is away: about as long as that takes.
+# An asynchronous run continues while a worker restarts: about as long as a restart takes.
 _EVERY_STEPS_ASYNC = 400
 
 SYNC = Topology(
@@ -53,7 +53,7 @@ _TOPOLOGIES = {
 
 
 def flags_for(topology: Topology, data_dir: Path, num_steps: int) -> tuple[str, ...]:
-    """Of a run that can be disturbed `num_steps` steps long, and judged afterwards."""
+    """The flags of a run that can be disturbed for `num_steps` steps, and checked afterwards."""
     name = "counting" if topology == ASYNC else "digits"
     flags = (f"--config=tests/chaos/{name}.py", f"--data_dir={data_dir}")
     return (*flags, f"--train_steps={num_steps}")
@@ -68,7 +68,7 @@ def main() -> None:
     length.add_argument("--kills", type=int, help="how many faults, whatever --faults they are")
     parser.add_argument("--faults", default="kill", help=f"of {','.join(KINDS)}")
     parser.add_argument("--seed", default="0")
-    parser.add_argument("--directory", type=Path, help="for the runs, kept afterwards")
+    parser.add_argument("--directory", type=Path, help="for the runs; it stays afterwards")
     arguments = parser.parse_args()
     kinds = arguments.faults.split(",")
     topology = _TOPOLOGIES.get((arguments.strategy, arguments.sync_replicas))
@@ -97,8 +97,8 @@ def main() -> None:
             f"{num_steps:,} steps and {story.seconds:.0f} s; {story.num_endings} processes have "
             "ended, and none is left."
         )
-        check_whole(story, num_steps)
-        print("The run is done, and no file is torn.")
+        check_complete(story, num_steps)
+        print("The run is done, and no file is damaged.")
         if topology == ASYNC:
             check_counts(story)
             print(f"Every update is counted: {story.run.result['batches']}.")

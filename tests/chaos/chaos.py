@@ -1,7 +1,7 @@
-"""One training run, disturbed: what happened to it, what was seen, and what must hold in the end.
+"""One disturbed training run: its faults, their observed outcomes, and checks of its result.
 
 story = disturb(TOPOLOGIES["ps-2+1"], model_dir, flags, faults)
-check_whole(story, num_steps)
+check_complete(story, num_steps)
 print(table([story]))
 """
 
@@ -23,7 +23,7 @@ import psutil
 from tests.chaos.faults import LAUNCHER, Fault
 from tests.cluster.runs import Run, Topology, read_metrics, start
 
-# Of one restart, on a busy machine, with all that may come between.
+# The longest wait for one restart, on a busy machine, with other faults in between.
 _PATIENCE_SECS = 100.0
 _POLL_SECS = 0.02
 # More steps than a worker may do between the last report and its death: 10 between two reports, and
@@ -89,7 +89,7 @@ class Story:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a fault; numbers are None where another fault came before it was over."""
+    """The outcome of a fault; numbers are None where another fault came before the recovery."""
 
     role: str
     kind: str
@@ -105,9 +105,9 @@ def tasks_of(topology: Topology) -> list[str]:
 def disturb(
     topology: Topology, model_dir: Path, flags: Sequence[str], faults: Sequence[Fault]
 ) -> Story:
-    """Trains under `faults` until they are over, and to the end.
+    """Trains to the end, and causes `faults` meanwhile.
 
-    The last ones are left out if the run is done before they come.
+    Faults that would come after the end of the run are left out.
     """
     model_dir.mkdir(parents=True)
     chaos = model_dir / "chaos"
@@ -145,7 +145,7 @@ class _Disturbed:
         self._stack.close()
 
     def inflict(self, fault: Fault) -> Event | None:
-        """Does it when its time has come, and proves that; None if the run is done before."""
+        """Causes the fault, and proves that it happened; None if the run ends before."""
         if not self._wait_for(lambda: self._step() >= fault.after_step):
             return None
         time.sleep(fault.delay_secs)
@@ -173,17 +173,17 @@ class _Disturbed:
         self.num_launches += 1
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
-        """Returns whether `condition` came to hold before the run was done."""
+        """Waits for `condition`; returns False if the run ends before."""
         deadline = time.monotonic() + _PATIENCE_SECS
         while not condition():
             if self.process.popen.poll() is not None:
                 return False
-            assert time.monotonic() < deadline, f"stands still:\n{self.process.output()}"
+            assert time.monotonic() < deadline, f"is unresponsive:\n{self.process.output()}"
             time.sleep(_POLL_SECS)
         return True
 
     def _find(self, task: str) -> psutil.Process | None:
-        """The process of `task`, once there is one; None if the run is done before."""
+        """Waits for the process of `task`, and returns it; None if the run ends before."""
         found: list[psutil.Process] = []
 
         def look() -> bool:
@@ -264,7 +264,7 @@ class _Reports:
 
 
 def outcomes(story: Story) -> list[Outcome]:
-    """What became of each fault, in their order."""
+    """The outcome of each fault, in the order of the faults."""
     lives, again = story.lives(), story.started_again()
     found = []
     blamed: set[Life] = set()
@@ -279,7 +279,7 @@ def outcomes(story: Story) -> list[Outcome]:
             seen = "it is started again alone"
             trained = _works_again(story.reports, fault.task, event.began)
         elif fault.kind in ("stop", "stall") and (after is None or after.steps[0][0] > next_began):
-            seen = "the others wait" if fault.kind == "stop" else "the others go on without it"
+            seen = "the others wait" if fault.kind == "stop" else "the others continue without it"
             times = [at for life in before for at, _ in life.steps[1:] if event.ended < at]
             if fault.kind == "stop":
                 trained = min(times, default=math.inf)
@@ -313,7 +313,7 @@ def _end_of_longest_gap(began: float, times: Sequence[float]) -> float:
 def _works_again(
     reports: Sequence[tuple[float, Mapping[str, int]]], task: str, died: float
 ) -> float:
-    """When a worker was seen to have done more than it may have done before it `died`."""
+    """The time at which a worker had done more steps than are possible before it `died`."""
     before = [steps.get(task, 0) for at, steps in reports if at <= died]
     enough = (before[-1] if before else 0) + _REPORTED_LATE
     later = (at for at, steps in reports if at > died and steps.get(task, 0) >= enough)
@@ -328,8 +328,8 @@ def _role(topology: Topology, task: str) -> str:
     return task if task == LAUNCHER else task.partition(" ")[0]
 
 
-def check_whole(story: Story, num_steps: int) -> None:
-    """The run is done, and no file of it is torn. (Process.wait has looked for orphans.)"""
+def check_complete(story: Story, num_steps: int) -> None:
+    """Checks that the run is done and its files are complete. (Process.wait finds orphans.)"""
     run = story.run
     assert run.result["why"] == "done"
     assert run.result["step"] >= num_steps
@@ -340,13 +340,13 @@ def check_whole(story: Story, num_steps: int) -> None:
         raise AssertionError(f"{path} is left")
     for name in run.checkpoints():
         assert (run.model_dir / "checkpoints" / name / "checkpoint.json").exists(), (
-            f"{name} is torn"
+            f"{name} is damaged"
         )
         assert run.variables(name)
 
 
 def check_same(story: Story, undisturbed: Run) -> None:
-    """All that a checkpoint holds is bit for bit as without faults."""
+    """Checks that all values of the checkpoint equal those of a run without faults, bit for bit."""
     ours, theirs = story.run.variables(), undisturbed.variables()
     assert ours.keys() == theirs.keys()
     assert [key for key in ours if ours[key].tobytes() != theirs[key].tobytes()] == []
@@ -354,7 +354,7 @@ def check_same(story: Story, undisturbed: Run) -> None:
 
 
 def check_counts(story: Story) -> None:
-    """Every update that was applied is counted, and every batch was done, some more than once."""
+    """Checks that every applied update is counted, and every batch was trained at least once."""
     result = story.run.result
     (weight,) = story.run.weights().values()
     assert weight == result["step"], "the weight gains 1 by each update that is applied"
@@ -362,9 +362,9 @@ def check_counts(story: Story) -> None:
     assert batches["handed_out"] == batches["finished"]
     assert batches["finished"] + batches["repeated"] == result["step"]
     assert result["examples"] == batches["handed_out"] * story.run.config["config"]["batch_size"]
-    # A worker that dies between a step and its count leaves a step that is nobody's.
-    nobodys = result["step"] - sum(result["worker_steps"].values())
-    assert 0 <= nobodys <= len(story.events)
+    # A worker that dies between a step and its count leaves a step that no worker counts.
+    num_uncounted = result["step"] - sum(result["worker_steps"].values())
+    assert 0 <= num_uncounted <= len(story.events)
 
 
 def table(stories: Sequence[Story]) -> str:
@@ -390,7 +390,7 @@ def table(stories: Sequence[Story]) -> str:
 _SIGNALS = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP, SIGCONT",
-    "stall": "SIGSTOP for good",
+    "stall": "SIGSTOP without SIGCONT",
     "term": "SIGTERM",
 }
 
@@ -402,7 +402,7 @@ def _median(values: Sequence[float], form: str) -> str:
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines."""
+    """The complete lines."""
     if path.exists():
         for line in path.read_text().split("\n")[:-1]:
             yield json.loads(line)

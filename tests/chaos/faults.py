@@ -1,4 +1,4 @@
-"""Which faults come when: a plan that a seed decides, and the signals that carry it out."""
+"""The faults of a run and their times: a plan that is a function of a seed."""
 
 import dataclasses
 import random
@@ -7,25 +7,25 @@ from collections.abc import Sequence
 KINDS = ("kill", "stop", "stall", "term")
 LAUNCHER = "launcher"
 
-# Of a run that must find stalled tasks.
+# The timeout of a run that must find stalled tasks.
 STALL_TIMEOUT_SECS = 30
-# While tasks start, or before anything has recovered.
+# The fraction of faults that come at any time: while tasks start, or before a recovery.
 _SHARE_AT_ANY_TIME = 0.25
 _ANY_TIME_SECS = 10.0
-# Longer than some of TensorFlow's patience, shorter than all of it.
+# Longer than some of TensorFlow's timeouts, shorter than the longest.
 _STOP_SECS = (0.5, 5.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens to `task`, `worker 1` or the launcher, and when.
+    """A fault of `task` (`worker 1`, or the launcher), and its time.
 
     Attributes:
-        kind: kill is SIGKILL; stop is SIGSTOP, and SIGCONT after `stop_secs`; stall is SIGSTOP for
-            good; term is SIGTERM.
-        after_step: The first step after which it comes; 0 waits for none.
-        delay_secs: How long after that step, or else after the former fault.
-        stop_secs: Of a stop.
+        kind: kill is SIGKILL; stop is SIGSTOP, and SIGCONT after `stop_secs`; stall is SIGSTOP
+            without SIGCONT; term is SIGTERM.
+        after_step: The fault comes after this step; 0 waits for no step.
+        delay_secs: The delay after that step, or after the fault before.
+        stop_secs: The duration of a stop.
     """
 
     kind: str
@@ -38,16 +38,16 @@ class Fault:
 def plan(
     tasks: Sequence[str], kinds: Sequence[str], num_faults: int, every_steps: int, seed: str
 ) -> list[Fault]:
-    """`num_faults` faults of `kinds` that meet `tasks` and the launcher; the last at the end.
+    """Plans `num_faults` faults of `kinds` for `tasks` and the launcher; the last near the end.
 
-    A run of `num_faults * every_steps` steps lasts until they are over. Most faults wait until it
-    has made progress; the others come whenever they come.
+    A run of `num_faults * every_steps` steps is long enough for all of them. Most faults wait for
+    progress since the fault before; the others come at any time.
     """
     chance = random.Random(seed)
     faults = []
     for number in range(1, num_faults + 1):
         kind = chance.choice(kinds)
-        # A signal to the launcher ends the run for good, or is not its own to survive.
+        # Only SIGKILL goes to the launcher: any other signal to it asks the complete run to stop.
         task = chance.choice([*tasks, LAUNCHER] if kind == "kill" else tasks)
         step, secs = number * every_steps - every_steps // 2, chance.uniform(0, 1)
         if number == num_faults:

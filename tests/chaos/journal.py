@@ -1,4 +1,4 @@
-"""A hook that writes down when the chief did which steps, and leaves time for faults meanwhile.
+"""A hook that records the time of each step of the chief, and pauses so that faults can happen.
 
 MODEL_DIR/journal.jsonl   {"time": 1795273455.4, "process": 7701, "begins": true, "step": 40}
 MODEL_DIR/chaos           while this file is there, training is slow
@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from strategies.base import Metrics
+from strategies.metrics import Metrics
 from trainer.config import Config
-from trainer.hooks import Hook
+from trainer.hooks.base import Hook
 
 _PAUSE_SECS = 0.05
 
@@ -34,13 +34,13 @@ class Journal(Hook):
 
     def _write(self, step: int, *, begins: bool) -> None:
         line = {"time": time.time(), "process": os.getpid(), "begins": begins, "step": step}
-        # In one call, so that a line is whole or not there.
+        # In one call, so that a line is complete or missing.
         with self._path.open("ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
 
 
 def often(config: Config) -> None:
-    """Makes a run save, evaluate and report often, so that faults meet it at that too."""
+    """Makes a run save, evaluate and report often, so that faults also happen meanwhile."""
     config.steps_per_call = 5
     config.log_every_steps = 10
     config.checkpoint_every_steps = 20

@@ -1,4 +1,4 @@
-"""Whole runs, in processes of their own."""
+"""Complete runs in separate processes. `runs.py` starts them; read it first."""
 
 import pytest
 

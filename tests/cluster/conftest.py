@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from data.writing import write_shards
+from data.prepare.writing import write_shards
 from tests.cluster.runs import NUM_NUMBERED, ROOT
 
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """scikit-learn's digits as TFRecords."""
-    from data.prepare import prepare
+    from data.prepare.preparing import prepare
 
     directory = tmp_path_factory.mktemp("datasets") / "digits"
     prepare("digits", str(directory))
@@ -22,7 +22,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """NUM_NUMBERED records that hold their own number."""
+    """NUM_NUMBERED records, each of which holds its number."""
     directory = tmp_path_factory.mktemp("numbered")
     for split in ("train", "test"):
         write_shards(
@@ -45,7 +45,7 @@ def _example(number: int) -> bytes:
 
 @pytest.fixture(scope="session")
 def mnist_source() -> Path:
-    """A directory with MNIST's four IDX files, which this repository does not carry."""
+    """A directory with MNIST's four IDX files, which this repository does not contain."""
     default = ROOT.parent / "shared" / "data" / "mnist"
     source = Path(os.environ.get("TRAINER_MNIST", default))
     if not list(source.glob("train-images-idx3-ubyte*")):

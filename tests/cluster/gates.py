@@ -47,7 +47,7 @@ class Hold:
             with tf.control_dependencies([written]):
                 looks = tf.constant(0)
                 if waits:
-                    # Without rest: what has effects, as sleeping has, holds all of a step back.
+                    # No op with side effects (such as sleeping): it would delay the complete step.
                     looks = tf.while_loop(lambda _: self._exists(), lambda n: n + 1, [looks])
             with tf.control_dependencies(tf.nest.flatten(looks)):
                 return tf.identity(upstream)

@@ -1,9 +1,9 @@
-"""Trains each case of CASES for a few steps on one kind of executor, and saves what came of it.
+"""Trains each case of CASES for a few steps on one kind of executor, and saves the results.
 
     python -m tests.cluster.parity mirrored-2 DATA TO       # writes TO/found.npz
 
-The cases share a process, a cluster and a strategy: starting those takes longer than training. The
-parameter servers are threads of the chief's process, as TensorFlow's own tests have them.
+All cases share a process, a cluster and a strategy, because starting those takes longer than
+training. The parameter servers are threads of the chief's process, as in TensorFlow's own tests.
 """
 
 import dataclasses
@@ -21,21 +21,22 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.order import Order
-from data.pipeline import Reader
-from data.records import Split, open_split
-from data.writing import write_shards
-from strategies import closures, ps, ps_steps
+from data.prepare.writing import write_shards
+from data.reader import Reader
+from data.tfrecord.split import Split, open_split
 from strategies.base import Executor, Position
-from strategies.cluster import Task, local_cluster, parse_tf_config
+from strategies.cluster.tf_config import Task, local_cluster, parse_tf_config
 from strategies.mirrored import MirroredExecutor
 from strategies.multiworker import MultiWorkerExecutor
-from strategies.ps import ParameterServerExecutor
-from strategies.ps_server import start_server
-from strategies.ps_sync import SynchronousParameterServerExecutor
+from strategies.ps import asynchronous, closures
+from strategies.ps import executor as ps_executor
+from strategies.ps.asynchronous import AsynchronousExecutor
+from strategies.ps.servers import start_server
+from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import build_learner
 from trainer.config import Config, Recipe, check, check_replicas
-from trainer.optimizers import supported_optimizers
-from trainer.options import (
+from trainer.step.optimizers import supported_optimizers
+from trainer.step.options import (
     ClipConfig,
     EmaConfig,
     LossScaleConfig,
@@ -49,7 +50,7 @@ BATCH = 12
 CLASSES = 5
 # Not a multiple of the batch: an epoch ends inside one.
 EXAMPLES = 110
-SPOILT, SPOILT_EXAMPLE = "spoilt", 77
+OVERFLOWING, OVERFLOWING_EXAMPLE = "overflowing", 77
 # Asynchronous parameter servers with --max_staleness.
 BOUNDED = "ps-bounded"
 
@@ -69,7 +70,7 @@ def build_model(config: Config) -> keras.Model:
 
 
 def build_random_model(config: Config) -> keras.Model:
-    """The same, with random layers on the way."""
+    """The same model with random layers."""
     layers = keras.layers
     hidden, logits = build_model(config).layers
     return keras.Sequential(
@@ -94,7 +95,7 @@ class Unused(keras.layers.Layer):
 
 
 def build_model_with_embedding(config: Config, num_rows: int = 8) -> keras.Model:
-    """Each of the three floats has a row of a table, whose gradient is rows, too."""
+    """Each of the three floats selects a row of a table, so the gradient consists of rows."""
     layers = keras.layers
 
     return keras.Sequential(
@@ -111,21 +112,21 @@ def build_model_with_embedding(config: Config, num_rows: int = 8) -> keras.Model
 
 @dataclass(frozen=True)
 class Case:
-    """Fields of the config that are set.
+    """One option, or several together.
 
     Attributes:
-        changes: They.
-        spoils: Whether one example's numbers are beyond what float16 holds.
-        model: What makes the model.
-        like: The case that it must differ from.
-        bounded: Whether it is trained with a bound of staleness, too.
+        changes: Fields of the config, with their values.
+        overflows: The data has one example with values that float16 cannot hold.
+        model: Builds the model.
+        like: The weights must differ from those of this case.
+        is_bounded: It is also trained with a bound on the staleness.
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
-    spoils: bool = False
+    overflows: bool = False
     model: Callable[[Config], keras.Model] = build_model
     like: str = "plain"
-    bounded: bool = False
+    is_bounded: bool = False
 
 
 SCHEDULES = {
@@ -135,16 +136,19 @@ SCHEDULES = {
     "polynomial": ScheduleConfig("polynomial", power=2.0, decay_steps=15, warmup_steps=3),
     "linear scaling": ScheduleConfig(base_batch_size=8),
 }
-# What has nothing to do with the optimizer is tried with one. A schedule is a factor of its rate;
-# that, and warm-up, is tried with both in `cosine`.
+# Options that do not depend on the optimizer are tried with one. A schedule is a factor of the
+# rate; `cosine` tries a schedule, and warm-up, with both optimizers.
 FOR_ANY_OPTIMIZER = {f"schedule: {kind}" for kind in SCHEDULES if kind != "cosine"}
 FOR_ANY_OPTIMIZER |= {"label_smoothing", "freeze", "dropout", "dropout: compiled in parts"}
+FOR_BOTH_OPTIMIZERS = {"plain", "all of these", "mixed_float16"}
+# Executors of several devices, without the number of their workers.
+SHARED_KINDS = ("mirrored-2", "multiworker", "ps-sync", "ps-async")
 EMA = EmaConfig(decay=0.9, warmup=True)
 DECAY = WeightDecayConfig(rate=0.1, exclude="bias")
 PENALTY = PenaltyConfig(l1=1e-3, l2=1e-2)
 
 CASES = {
-    "plain": Case(bounded=True),
+    "plain": Case(is_bounded=True),
     "clip.value": Case({"clip": ClipConfig(value=0.01)}),
     "clip.norm": Case({"clip": ClipConfig(norm=0.05)}),
     "clip.global_norm": Case({"clip": ClipConfig(global_norm=0.1)}),
@@ -167,14 +171,14 @@ CASES = {
             "jit_compile": True,
             "schedule": SCHEDULES["cosine"],
         },
-        bounded=True,
+        is_bounded=True,
     ),
     "dropout": Case(model=build_random_model),
     "dropout: compiled in parts": Case(
         {"jit_compile": True, "micro_batches": 2}, model=build_random_model
     ),
     "plain: embedding": Case(model=build_model_with_embedding),
-    # Of 1.1 MB: it stays on its parameter server.
+    # Of 1.1 MB, so the table stays on its parameter server.
     "plain: large embedding": Case(
         model=functools.partial(build_model_with_embedding, num_rows=70_000)
     ),
@@ -182,14 +186,14 @@ CASES = {
         {"clip": ClipConfig(global_norm=0.1)},
         model=build_model_with_embedding,
         like="plain: embedding",
-        bounded=True,
+        is_bounded=True,
     ),
     "mixed_bfloat16": Case({"precision": "mixed_bfloat16"}),
-    # Its scale is lowered by the spoilt example, and doubled after four steps without.
+    # The scale is halved by the overflowing example, and doubled after four steps without one.
     "mixed_float16": Case(
         {"precision": "mixed_float16", "loss_scale": LossScaleConfig(2.0**10, 4)},
-        spoils=True,
-        bounded=True,
+        overflows=True,
+        is_bounded=True,
     ),
 }
 
@@ -198,18 +202,36 @@ def with_momentum(config: Config) -> keras.Optimizer:
     return keras.optimizers.SGD(config.learning_rate, momentum=0.9)
 
 
+def optimizers_of(name: str, executor: str) -> tuple[str, ...]:
+    """The optimizers with which `executor` trains the case `name`.
+
+    On several devices an option is trained with one optimizer, and with the other one under the
+    next strategy: all pairs of option, strategy and optimizer are tested, but not all triples.
+    """
+    if name in FOR_ANY_OPTIMIZER:
+        return ("momentum",)
+    kinds = [kind for kind in SHARED_KINDS if executor.startswith(kind)]
+    if not kinds or name in FOR_BOTH_OPTIMIZERS:
+        return tuple(OPTIMIZERS)
+    number = list(CASES).index(name) + SHARED_KINDS.index(kinds[0])
+    return (tuple(OPTIMIZERS)[number % len(OPTIMIZERS)],)
+
+
 def recipes(executor: str = "") -> Iterator[tuple[str, Recipe, bool]]:
-    """Name, recipe and whether the data is spoilt, of all that is trained; by `executor`."""
+    """All that `executor` trains: (name, recipe, the data has an overflowing example)."""
     is_bounded = executor.startswith(BOUNDED)
     for name, case in CASES.items():
-        if is_bounded and not case.bounded:
+        if is_bounded and not case.is_bounded:
             continue
-        for optimizer, rate in OPTIMIZERS.items():
-            if optimizer == "adam" and name in FOR_ANY_OPTIMIZER:
-                continue
+        for optimizer in optimizers_of(name, executor):
+            rate = OPTIMIZERS[optimizer]
             config = Config(learning_rate=rate, **case.changes)
             build_optimizer = with_momentum if optimizer == "momentum" else None
-            yield f"{name}/{optimizer}", _recipe(config, build_optimizer, case.model), case.spoils
+            yield (
+                f"{name}/{optimizer}",
+                _recipe(config, build_optimizer, case.model),
+                case.overflows,
+            )
     if is_bounded:
         return
     for optimizer in sorted(supported_optimizers().keys() - {"adam", "sgd"}):
@@ -231,13 +253,13 @@ def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def write_data(directory: Path) -> Split:
-    """Examples with labels that can be learnt; in `directory` "spoilt", one is not like others."""
+    """Writes examples with learnable labels; in directory "overflowing", one of them overflows."""
     random = np.random.default_rng(0)
     inputs = random.normal(size=(EXAMPLES, 3))
     labels = np.argmax(inputs @ random.normal(size=(3, CLASSES)), axis=1)
-    if directory.name == SPOILT:
-        # More than float16 holds.
-        inputs[SPOILT_EXAMPLE] = 1e6
+    if directory.name == OVERFLOWING:
+        # float16 cannot hold it.
+        inputs[OVERFLOWING_EXAMPLE] = 1e6
     rows = np.concatenate([inputs, labels[:, np.newaxis]], axis=1).astype(np.float32)
     examples = [row.tobytes() for row in rows]
     directory.mkdir()
@@ -254,7 +276,7 @@ def open_reader(directory: Path) -> Reader:
 def train(
     recipe: Recipe, executor: Executor, reader: Reader, calls: Sequence[int]
 ) -> dict[str, npt.NDArray[Any]]:
-    """What STEPS steps, in so many `calls` of the executor, have made of the initial weights."""
+    """The weights and other results of STEPS steps; `calls` are the steps of each call of `run`."""
     check_replicas(recipe.config, executor.replicas_a_step)
     learner = executor.build(lambda: build_learner(recipe))
     source = dataclasses.replace(reader, gives_seeds=learner.needs_seeds)
@@ -263,11 +285,11 @@ def train(
         executor.run(num_steps)
     assert int(learner.step.numpy()) == STEPS
     found = {f"weights {i}": w for i, w in enumerate(learner.model.get_weights())}
-    # Not the state of Keras' generators, which nothing draws from.
+    # Without the state of Keras' generators, which are not used.
     to_export = [w for w in learner.weights() if w.dtype == np.float32]
     found |= {f"to export {i}": w for i, w in enumerate(to_export)}
     found["learning_rate"] = np.array(learner.learning_rate)
-    # Where it is not what the weights say already: another graph takes its time.
+    # Elsewhere it follows from the weights, and another graph takes time to build.
     if recipe.config.ema.decay:
         found["evaluation"] = np.array(executor.evaluate()["loss"])
     if learner.loss_scale:
@@ -276,7 +298,10 @@ def train(
 
 
 def executors(name: str) -> Callable[[], Executor]:
-    """Makes executors of one kind, which share a strategy: there can be only one in a process."""
+    """Returns a function that makes executors of one kind.
+
+    They share a strategy, because a process can have only one.
+    """
     strategy_name, _, num_workers = name.rpartition("-")
     if strategy_name == "mirrored":
         cpu = tf.config.list_physical_devices("CPU")[0]
@@ -286,7 +311,7 @@ def executors(name: str) -> Callable[[], Executor]:
         return lambda: MirroredExecutor(mirrored)
     if strategy_name == "multiworker":
         cluster = parse_tf_config(os.environ["TF_CONFIG"], "multiworker")
-        ring = MultiWorkerExecutor.connect(cluster, "ring", 10.0).strategy
+        ring = MultiWorkerExecutor.connect(cluster, "ring").strategy
         return lambda: MultiWorkerExecutor(ring, cluster)
     cluster = local_cluster("ps", int(num_workers), 1)
     for task in cluster.trainers:
@@ -297,32 +322,32 @@ def executors(name: str) -> Callable[[], Executor]:
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     servers = tf.distribute.ParameterServerStrategy(resolver)
     if strategy_name == "ps-sync":
-        return lambda: SynchronousParameterServerExecutor(servers, chief, int(num_workers))
+        return lambda: SynchronousExecutor(servers, chief, int(num_workers))
     # A single worker's gradients are never too old; but the graph is another one with a bound.
     max_staleness = 0 if strategy_name == BOUNDED else None
-    return lambda: ParameterServerExecutor(servers, chief, max_staleness=max_staleness)
+    return lambda: AsynchronousExecutor(servers, chief, max_staleness=max_staleness)
 
 
 def main(name: str, directory: Path, to: Path) -> None:
     # Of four batches, as windows are here: some closures are unrolled then, and others loops.
-    for module in (closures, ps, ps_steps):
+    for module in (closures, ps_executor, asynchronous):
         vars(module).update(STEPS_PER_CLOSURE=4)
     make = executors(name)
     found: dict[str, npt.NDArray[Any]] = {}
-    # More than one step in a graph; and a whole window of batches.
+    # Calls of one step, of several steps, and of more than a window of batches.
     calls = (1, 4, 1, 14)
-    for case, recipe, spoils in recipes(name):
-        data = directory / (SPOILT if spoils else "data")
+    for case, recipe, overflows in recipes(name):
+        data = directory / (OVERFLOWING if overflows else "data")
         trained = train(recipe, make(), open_reader(data), calls)
         found |= {f"{case}/{key}": value for key, value in trained.items()}
     with (to / "found.npz").open("wb") as file:
         np.savez(file, allow_pickle=False, **found)
     if name.startswith("multiworker"):
-        make().close()  # Whoever leaves first ends the other.
+        make().close()  # A worker that leaves early ends the other one.
 
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
-    # Servers cannot be stopped, and would keep the process from its end.
+    # Servers cannot be stopped, and would prevent the end of the process.
     sys.stdout.flush()
     os._exit(0)

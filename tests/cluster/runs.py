@@ -1,10 +1,10 @@
-"""`python -m trainer` as users run it, in processes of its own; and the one table of topologies.
+"""Runs `python -m trainer` in separate processes, as users do; and the table of topologies.
 
     run = train(TOPOLOGIES["ps-2+1"], model_dir, "--train_steps=100")
     assert run.exit_code == 0
     run.result["step"], run.metrics("eval"), run.variables()
 
-Of every run it is proved that no process outlives it and that its ports are free again.
+After every run the tests check that no process outlives it and that its ports are free again.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ import psutil
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from strategies.cluster import Cluster, Task
-from strategies.ports import bind
+from strategies.cluster.ports import bind
+from strategies.cluster.tf_config import Cluster, Task
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = Path(__file__).resolve().parent / "configs"
-# Below pytest's own limit, which ends the whole session.
+# Shorter than pytest's limit, which ends the complete session.
 TIMEOUT_SECS = 100.0
 
 NUM_NUMBERED = 800
@@ -44,7 +44,7 @@ _MARK = "TRAINER_TEST_PROCESS"
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """One way to run the program: the flags that say so, and the tasks of its local cluster."""
+    """One way to run the program: its flags, and the tasks of its local cluster."""
 
     name: str
     strategy: str
@@ -59,7 +59,7 @@ class Topology:
         return (f"--strategy={self.strategy}", *self.flags)
 
 
-# Every process has one thread, so that two clusters of any kind are as fast on any machine.
+# Each process has one thread, so that speeds depend less on the number of cores.
 TOPOLOGIES = {
     topology.name: topology
     for topology in (
@@ -91,7 +91,7 @@ ONE_OF_EACH_STRATEGY = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that has ended: how, what it printed, and what it left in its directory."""
+    """A finished run: its exit code, its output, and the files in its directory."""
 
     exit_code: int
     stdout: str
@@ -113,7 +113,7 @@ class Run:
         return sorted(path.name for path in (self.model_dir / "checkpoints").iterdir())
 
     def variables(self, checkpoint: str = "") -> dict[str, npt.NDArray[Any]]:
-        """All that a checkpoint holds, by TensorFlow's name; of the newest step by default."""
+        """All values of a checkpoint, by TensorFlow's names; the newest step by default."""
         name = checkpoint or max(n for n in self.checkpoints() if n.startswith("step-"))
         reader = tf.train.load_checkpoint(str(self.model_dir / "checkpoints" / name / "variables"))
         return {
@@ -123,14 +123,14 @@ class Run:
         }
 
     def weights(self, checkpoint: str = "") -> dict[str, npt.NDArray[Any]]:
-        """The model's variables alone; the optimizer lists those that it trains."""
+        """The model's variables; the optimizer's list has the trainable ones."""
         ours = ("model/", "optimizer/_trainable_variables/")
         variables = self.variables(checkpoint)
         return {key: value for key, value in variables.items() if key.startswith(ours)}
 
 
 class Process:
-    """A `python -m trainer` that runs; leaving the context kills what is left of it."""
+    """A running `python -m trainer`; leaving the context kills its remaining processes."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Process:
         cwd: Path = ROOT,
         under: tuple[str, ...] = (),
     ) -> None:
-        """`under` is a command that becomes the trainer, such as setpriv."""
+        """`under` is a command that executes the trainer in its place, such as setpriv."""
         self.model_dir = model_dir
         self._mark = uuid.uuid4().hex
         here = {_MARK: self._mark} | ({} if cwd == ROOT else {"PYTHONPATH": str(ROOT)})
@@ -178,17 +178,17 @@ class Process:
         self._files.close()
 
     def family(self) -> list[psutil.Process]:
-        """This process and all that it started, even where their parents have ended."""
+        """This process and all its descendants, even if their parents have ended."""
         return _processes_where(lambda process: process.environ().get(_MARK) == self._mark)
 
     def task(self, name: str) -> psutil.Process:
-        """The process of a task, `worker 1`, of the local cluster that this one launched."""
+        """The process of a task, such as `worker 1`, of the local cluster of this process."""
         log = self.model_dir / "tasks" / f"{name.replace(' ', '-')}.log"
         starts = re.findall(r"^=== .*, process (\d+), ", log.read_text(), re.MULTILINE)
         return psutil.Process(int(starts[-1]))
 
     def wait_for_family_to_end(self) -> None:
-        """Returns once all that this process started has ended too; fails if it does not."""
+        """Returns when all descendants of this process have ended; fails at the time limit."""
         deadline = time.monotonic() + TIMEOUT_SECS
         while family := self.family():
             assert time.monotonic() < deadline, f"still run: {family}"
@@ -203,11 +203,11 @@ class Process:
         return "\n".join(["--- stdout", *out, "--- stderr", *err])
 
     def warned(self, text: str) -> int:
-        """How often `text` stands in what came on standard error so far."""
+        """How often `text` occurs in standard error so far."""
         return _read(self._stderr).count(text)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Returns once `condition` holds; fails if the process ends, or nothing comes of it."""
+        """Returns when `condition` holds; fails if the process ends first, or at the time limit."""
         deadline = time.monotonic() + TIMEOUT_SECS
         while not condition():
             assert self.popen.poll() is None, f"ended before {what}:\n{self.output()}"
@@ -222,14 +222,14 @@ class Process:
         )
 
     def wait(self, timeout_secs: float = TIMEOUT_SECS) -> Run:
-        """The ended run, proved to have left no process and no port."""
+        """Waits for the end; checks that no process and no open port is left."""
         run = self.wait_alone(timeout_secs)
         assert not self.family(), "processes outlived the run"
         assert_nothing_left(self.model_dir)
         return run
 
     def wait_alone(self, timeout_secs: float = TIMEOUT_SECS) -> Run:
-        """The ended run, where others of its cluster may still go on."""
+        """Waits for the end of this process; other tasks of its cluster may still run."""
         try:
             exit_code = self.popen.wait(timeout_secs)
         except subprocess.TimeoutExpired:
@@ -240,7 +240,7 @@ class Process:
 def start(
     topology: Topology, model_dir: Path, *flags: str, env: Mapping[str, str] | None = None
 ) -> Process:
-    """Starts `topology` with `flags`, in the repository's root as the README says."""
+    """Starts `topology` with `flags`, in the repository's root."""
     return Process((*topology.argv, f"--model_dir={model_dir}", *flags), model_dir, env=env)
 
 
@@ -259,9 +259,9 @@ def by_hand(
     *flags: str,
     under: Mapping[Task, tuple[str, ...]] | None = None,
 ) -> Iterator["Tasks"]:
-    """A cluster whose tasks the test starts itself, one by one; leaving the context ends them.
+    """A cluster whose tasks the test starts one by one; leaving the context ends them.
 
-    `under` are commands that become the trainer, of the tasks that need one.
+    `under` has, for some tasks, a command that executes the trainer in its place.
     """
     with contextlib.ExitStack() as stack:
         tasks = Tasks(cluster, model_dir, flags, under or {}, stack)
@@ -273,7 +273,7 @@ def by_hand(
 
 
 class Tasks:
-    """The tasks of a cluster that were started by hand, each by its name, `worker 1`."""
+    """Tasks of a cluster that a test starts one by one; `tasks["worker 1"]` is a process."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class Tasks:
         return self._latest[task]
 
     def start(self, *tasks: Task, flags: tuple[str, ...] = ()) -> None:
-        """Starts `tasks`; one that was started before and has ended is started again."""
+        """Starts `tasks`, also tasks that have ended before."""
         for task in tasks:
             env = {"TF_CONFIG": self._cluster.for_task(task).tf_config()}
             under = self._under.get(task, ())
@@ -308,7 +308,7 @@ class Tasks:
         self.start(*self._cluster.tasks())
 
     def wait(self, *exit_codes: int) -> dict[str, Run]:
-        """The ended runs of the tasks as they were last started; each has one of `exit_codes`."""
+        """Waits for the last start of each task, which must end with one of `exit_codes` (0)."""
         runs = {name: process.wait_alone() for name, process in self._latest.items()}
         for name, run in runs.items():
             output = self._latest[name].output()
@@ -317,7 +317,7 @@ class Tasks:
 
 
 def assert_one_error(run: Run, *parts: str) -> None:
-    """The run ended for bad usage, with one message, which has all `parts`, and no traceback."""
+    """The run ended with exit code 2 and one message, which has all `parts`; no traceback."""
     assert run.exit_code == 2, run.stderr
     assert "Traceback" not in run.stderr
     assert len(re.findall("^error: ", run.stderr, re.MULTILINE)) == 1, run.stderr
@@ -336,8 +336,8 @@ def assert_nothing_left(model_dir: Path) -> None:
 
 
 def assert_port_is_free(port: int) -> None:
-    """Nobody listens at `port`, but perhaps a test that runs beside this one."""
-    deadline = time.monotonic() + 2.0  # What listens may end, or begin, between two looks.
+    """Nothing listens at `port`, except perhaps a test in another pytest worker."""
+    deadline = time.monotonic() + 2.0  # The listener may change between two checks.
     while True:
         try:
             bind(port).close()
@@ -351,9 +351,9 @@ def assert_port_is_free(port: int) -> None:
 
 
 def _others_listen(port: int) -> bool:
-    """Whether another of pytest's workers does, or what it has started.
+    """Returns True if another pytest worker, or one of its descendants, listens at `port`.
 
-    A cluster's ports are for whoever comes next, as soon as it has ended.
+    Another test may get the ports of a cluster as soon as that cluster has ended.
     """
     pids = {
         connection.pid
@@ -366,7 +366,7 @@ def _others_listen(port: int) -> bool:
     others = _processes_where(
         lambda process: (
             _pytest_worker(process.environ()) not in (None, ours)
-            # A worker has its name from itself, when it is running already.
+            # A pytest worker sets its name itself, so `environ` of psutil does not have it.
             or (process.ppid() == os.getppid() and process.pid != os.getpid())
         )
     )
@@ -374,13 +374,13 @@ def _others_listen(port: int) -> bool:
 
 
 def _pytest_worker(env: Mapping[str, str]) -> str | None:
-    """Where pytest-xdist runs files side by side: which of its workers, of which run."""
+    """The worker and the run of pytest-xdist; None without it."""
     worker = env.get("PYTEST_XDIST_WORKER")
     return worker and f"{worker} {env.get('PYTEST_XDIST_TESTRUNUID')}"
 
 
 def read_metrics(model_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl so far."""
+    """The complete lines of metrics.jsonl so far."""
     path = model_dir / "metrics.jsonl"
     if not path.exists():
         return []
@@ -422,7 +422,7 @@ def _addresses(cluster: Mapping[str, list[str] | dict[str, str]]) -> list[str]:
 def _processes_where(condition: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
-        # Of others, or gone meanwhile, or waiting for a parent to take note: not ours.
+        # Processes of other users, ended processes and zombies do not count.
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and condition(process):
                 found.append(process)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import scipy.io
 
-from data.prepare import prepare
-from data.sources import Options
+from data.prepare.preparing import prepare
+from data.prepare.sources import Options
 from tests.cluster.runs import TOPOLOGIES, Run, histograms, largest_difference, train
 from trainer.config import load_recipe
 
@@ -26,7 +26,7 @@ def labels_of(num_examples: int) -> np.ndarray:
 
 
 def images_of(labels: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """uint8 [n, *shape]: a pattern for each class, and noise."""
+    """Returns uint8 [n, *shape]: a pattern for each class, with noise."""
     patterns = np.random.default_rng(1).integers(0, 200, (10, *shape))
     noise = RANDOM.integers(0, 56, (len(labels), *shape))
     images: np.ndarray = (patterns[labels] + noise).astype(np.uint8)
@@ -64,7 +64,7 @@ def write_mnist(directory: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Classic:
-    """A config, and what writes its data as its authors published it, if it is not the digits.
+    """A config, and a function that writes its data in the published format (None: digits).
 
     `same_weights`: all synchronous topologies end in the same weights.
     """
@@ -135,7 +135,7 @@ def test_classic_config_trains(classic: Classic, mirrored: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["multiworker-2", "ps-sync-3+1", "ps-2+1"])
-def test_classic_config_trains_alike_under_other_strategies(
+def test_classic_config_trains_in_the_same_way_under_other_strategies(
     name: str, classic: Classic, flags: tuple[str, ...], mirrored: Run, tmp_path: Path
 ) -> None:
     run = train(TOPOLOGIES[name], tmp_path / "run", *flags, "--config.export=False")
@@ -168,10 +168,10 @@ def test_second_optimizer_of_a_custom_step_is_resumed_bit_for_bit(
     digits: Path, tmp_path: Path
 ) -> None:
     flags = ("--config=configs/custom_step.py", f"--data_dir={digits}", f"--batch_size={BATCH}")
-    half, whole = (tmp_path / name for name in ("half", "whole"))
+    half, complete = (tmp_path / name for name in ("half", "complete"))
     train(TOPOLOGIES["mirrored-2"], half, *flags, "--train_steps=10")
     in_two = train(TOPOLOGIES["mirrored-2"], half, *flags, "--train_steps=20").variables()
-    at_once = train(TOPOLOGIES["mirrored-2"], whole, *flags, "--train_steps=20").variables()
+    at_once = train(TOPOLOGIES["mirrored-2"], complete, *flags, "--train_steps=20").variables()
     assert any("critic_optimizer" in key for key in in_two)
     assert in_two.keys() == at_once.keys()
     assert [k for k, value in in_two.items() if value.tobytes() != at_once[k].tobytes()] == []

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cluster.runs import ROOT, TIMEOUT_SECS, TOPOLOGIES, Process, assert_one_error, train
+import pytest
+
+from tests.cluster.runs import ROOT, TIMEOUT_SECS, TOPOLOGIES, Process, Run, assert_one_error, train
 
 CONFIG = "--config=tests/cluster/configs/linear.py"
 SKIP = "--config.data.on_corrupt=skip"
@@ -56,7 +58,7 @@ def test_skipped_records_are_counted_in_everything_that_a_run_leaves(
         assert_one_error(process.wait(), "train data")
 
 
-def test_corrupt_record_among_those_that_are_kept_is_named_before_the_first_step(
+def test_corrupt_record_is_named_before_the_first_step_if_records_are_cached(
     digits: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
@@ -65,39 +67,37 @@ def test_corrupt_record_among_those_that_are_kept_is_named_before_the_first_step
     content = bytearray(shard.read_bytes())
     content[-20] ^= 1  # In the last batch of the epoch.
     shard.write_bytes(content)
-    kept = ("--config.data.cache_bytes=100000000", "--config.data.shuffle=False")
-    flags = (CONFIG, f"--data_dir={data}", *kept, f"--model_dir={tmp_path / 'run'}")
+    cached = ("--config.data.cache_bytes=100000000", "--config.data.shuffle=False")
+    flags = (CONFIG, f"--data_dir={data}", *cached, f"--model_dir={tmp_path / 'run'}")
     with Process(flags, tmp_path / "run") as process:
         assert_one_error(process.wait(), shard.name, "corrupt", SKIP)
 
 
-def test_whole_data_ends_in_the_same_weights_with_and_without_skip(
-    digits: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def exported(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run on undamaged data, which would fail on damaged data."""
+    flags = (CONFIG, f"--data_dir={digits}", "--train_steps=20", "--config.export")
+    return train(TOPOLOGIES["mirrored-1"], tmp_path_factory.mktemp("exported") / "run", *flags)
+
+
+def test_undamaged_data_ends_in_the_same_weights_with_and_without_skip(
+    exported: Run, digits: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
     shutil.copytree(digits, data)
-    flags = (CONFIG, f"--data_dir={data}", "--train_steps=20")
-    failing = train(TOPOLOGIES["mirrored-1"], tmp_path / "a", *flags)
-    skipping = train(TOPOLOGIES["mirrored-1"], tmp_path / "b", *flags, SKIP)
+    flags = (CONFIG, f"--data_dir={data}", "--train_steps=20", SKIP)
+    skipping = train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags)
     assert skipping.result["records_skipped"] == {"train": 0, "eval": 0}
-    assert "records_skipped" not in failing.result
-    ours, theirs = failing.weights(), skipping.weights()
+    assert "records_skipped" not in exported.result
+    ours, theirs = exported.weights(), skipping.weights()
     assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
-def test_prediction_on_a_corrupt_record_ends_with_2_and_what_names_it(
-    digits: Path, tmp_path: Path
+def test_prediction_on_a_corrupt_record_ends_with_2_and_the_command_that_names_the_record(
+    exported: Run, digits: Path, tmp_path: Path
 ) -> None:
-    train(
-        TOPOLOGIES["mirrored-1"],
-        tmp_path,
-        CONFIG,
-        f"--data_dir={digits}",
-        "--train_steps=20",
-        "--config.export",
-    )
     data = damaged_copy(digits, tmp_path)
-    flags = (f"--model_dir={tmp_path}", f"--data_dir={data}", "--split=train")
+    flags = (f"--model_dir={exported.model_dir}", f"--data_dir={data}", "--split=train")
     done = subprocess.run(
         [sys.executable, "-m", "trainer.predict", *flags],
         capture_output=True,
@@ -107,5 +107,5 @@ def test_prediction_on_a_corrupt_record_ends_with_2_and_what_names_it(
     )
     assert done.returncode == 2
     assert "error: Records are corrupt" in done.stderr
-    assert "python -m data.inspect DIR --verify" in done.stderr
+    assert "python -m data.inspect --data_dir=DIR --verify" in done.stderr
     assert "Traceback" not in done.stderr

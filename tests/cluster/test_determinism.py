@@ -1,7 +1,6 @@
 """The strategy is only a flag, and a resumed run ends bit for bit as an uninterrupted one."""
 
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tests.cluster.runs import (
 )
 
 RESUMED = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-sync-3+1")]
-# All that has variables of its own, or depends on the step.
+# Options that have variables, or depend on the step.
 OPTIONS = (
     "--config.precision=mixed_float16",
     "--config.loss_scale.growth_steps=40",
@@ -32,51 +31,48 @@ OPTIONS = (
 QUICKLY = "--config.pause_secs=0"
 
 
-@pytest.mark.parametrize(
-    ("shuffle", "topologies"),
-    [(True, SYNCHRONOUS), (False, [SYNCHRONOUS[0], SYNCHRONOUS[-1]])],
-    ids=["shuffled", "in order"],
-)
-def test_synchronous_topologies_end_in_the_same_weights(
-    shuffle: bool, topologies: Sequence[Topology], digits: Path, tmp_path: Path
-) -> None:
+def test_synchronous_topologies_end_in_the_same_weights(digits: Path, tmp_path: Path) -> None:
     flags = (
         "--config=tests/cluster/configs/slow.py",  # It has dropout.
         QUICKLY,
         f"--data_dir={digits}",
-        f"--config.data.shuffle={shuffle}",
         "--config.optimizer=sgd",
         "--learning_rate=0.1",
         "--train_steps=50",
         "--config.checkpoint_every_steps=25",
         "--config.export=False",
     )
-    runs = [train(topology, tmp_path / str(topology), *flags) for topology in topologies]
+    alone, *shared = [train(t, tmp_path / str(t), *flags) for t in SYNCHRONOUS]
+    in_order = (*flags, "--config.data.shuffle=False")
+    alone_in_order, shared_in_order = [
+        train(t, tmp_path / f"in order-{t}", *in_order) for t in (SYNCHRONOUS[0], SYNCHRONOUS[-1])
+    ]
     seeded = train(SYNCHRONOUS[0], tmp_path / "seeded", *flags, "--config.seed=1")
 
-    alone, *shared = runs
-    assert shared
     assert largest_difference(alone.weights("step-00000025"), alone.weights()) > 1e-2
-    assert largest_difference(alone.weights(), seeded.weights()) > 1e-2
-    for run in shared:
-        assert largest_difference(alone.weights(), run.weights()) < 1e-5
-        assert run.metrics("train")[-1]["loss"] == pytest.approx(
-            alone.metrics("train")[-1]["loss"], rel=1e-4
+    for different in (alone_in_order, seeded):
+        assert largest_difference(alone.weights(), different.weights()) > 1e-2
+    pairs = [*((alone, run) for run in shared), (alone_in_order, shared_in_order)]
+    for one, other in pairs:
+        assert largest_difference(one.weights(), other.weights()) < 1e-5
+        assert other.metrics("train")[-1]["loss"] == pytest.approx(
+            one.metrics("train")[-1]["loss"], rel=1e-4
         )
 
 
 def test_augmented_examples_are_the_same_on_any_topology(digits: Path, tmp_path: Path) -> None:
-    # 60 batches of 48 are two epochs: the seeds and the tickets of both are used, and what is kept.
+    # 60 batches of 48 are two epochs: the seeds and tickets of both are used, and the cache.
     flags = (f"--data_dir={digits}", "--train_steps=60")
     augmented = ("--config=tests/cluster/configs/augmented.py", *flags)
-    alone, *shared = [train(t, tmp_path / str(t), *augmented) for t in SYNCHRONOUS]
-    keeps = (*augmented, f"--config.data.cache_bytes={1 << 28}")
-    kept = [train(t, tmp_path / f"kept-{t}", *keeps) for t in (SYNCHRONOUS[0], SYNCHRONOUS[-1])]
+    one, two, ring, ps = SYNCHRONOUS
+    caches = (*augmented, f"--config.data.cache_bytes={1 << 28}")
+    alone, *shared = [train(t, tmp_path / str(t), *augmented) for t in (one, ring, ps)]
+    cached = [train(t, tmp_path / f"cached-{t}", *caches) for t in (two, ps)]
     sgd = ("--config.optimizer=sgd", "--learning_rate=0.1")
     plain = ("--config=tests/cluster/configs/linear.py", *sgd, *flags)
-    unaugmented = train(SYNCHRONOUS[0], tmp_path / "plain", *plain)
+    unaugmented = train(one, tmp_path / "plain", *plain)
     assert largest_difference(alone.weights(), unaugmented.weights()) > 1e-2
-    for run in (*shared, *kept):
+    for run in (*shared, *cached):
         assert largest_difference(alone.weights(), run.weights()) < 1e-5
 
 
@@ -105,7 +101,7 @@ def uninterrupted(
 
 
 def assert_bit_for_bit_equal(left: Run, right: Run) -> None:
-    """All that a checkpoint holds, the optimizer's state too."""
+    """Compares all values of a checkpoint, with the optimizer's state."""
     ours, theirs = left.variables(), right.variables()
     assert ours.keys() == theirs.keys()
     assert len(ours) > 10
@@ -131,12 +127,12 @@ def test_run_in_parts_ends_bit_for_bit_as_one(
     assert 120 <= step < 300
     assert f"step-{step:08d}" in stopped.checkpoints()
 
-    whole = train(topology, tmp_path, *flags, QUICKLY)
+    finished = train(topology, tmp_path, *flags, QUICKLY)
 
-    assert whole.result["step"] == 300
-    assert_bit_for_bit_equal(whole, uninterrupted)
-    assert whole.result["eval"] == uninterrupted.result["eval"]
-    steps = [report["step"] for report in whole.metrics("train")]
+    assert finished.result["step"] == 300
+    assert_bit_for_bit_equal(finished, uninterrupted)
+    assert finished.result["eval"] == uninterrupted.result["eval"]
+    steps = [report["step"] for report in finished.metrics("train")]
     assert steps == sorted({110, step, *range(20, 301, 20)})
 
 
@@ -146,6 +142,6 @@ def test_learning_rate_of_a_resumed_run_is_that_of_its_command(
 ) -> None:
     flags = ("--config=tests/cluster/configs/linear.py", f"--data_dir={digits}")
     train(TOPOLOGIES[name], tmp_path, *flags, "--train_steps=20")
-    whole = train(TOPOLOGIES[name], tmp_path, *flags, "--train_steps=40", "--learning_rate=0.5")
-    rates = {report["step"]: report["learning_rate"] for report in whole.metrics("train")}
+    finished = train(TOPOLOGIES[name], tmp_path, *flags, "--train_steps=40", "--learning_rate=0.5")
+    rates = {report["step"]: report["learning_rate"] for report in finished.metrics("train")}
     assert rates == {20: pytest.approx(0.01), 40: pytest.approx(0.5)}

@@ -1,4 +1,4 @@
-"""A loss that is no longer a number ends the run, says where, and leaves nothing spoilt."""
+"""A loss of NaN ends the run; the message has the steps, and no checkpoint has NaN."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.cluster.runs import TOPOLOGIES, Topology, train
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=str)
-def test_diverging_run_names_the_steps_and_keeps_no_spoilt_checkpoint(
+def test_diverging_run_names_the_steps_and_keeps_no_checkpoint_with_nan(
     topology: Topology, digits: Path, tmp_path: Path
 ) -> None:
     run = train(
@@ -25,7 +25,7 @@ def test_diverging_run_names_the_steps_and_keeps_no_spoilt_checkpoint(
         exit_code=1,
     )
     output = run.stdout + run.stderr
-    # Where a gradient overflows before a loss does, the variables are found when they are saved.
+    # If a gradient overflows before the loss, the check of the variables before a save finds it.
     said = re.findall(r"error: (?:The loss became \S+ somewhere in steps|At step) (\d+)", output)
     assert said, run.stderr
     first = int(said[0])

@@ -1,4 +1,4 @@
-"""Small sums of two workers: the same bits as over a ring, and really not over one."""
+"""Small sums of two workers are exchanged, with the same bits as the sums of a ring."""
 
 import json
 import os
@@ -8,25 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from strategies.ports import free_ports
+from strategies.cluster.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What a worker of two prints: for each type and size whether both sums are alike, and whether the
-# graph of the program's has an exchange.
+# Each of two workers prints for each type and size: whether both sums are equal, whether something
+# was added, and whether the graph has an exchange.
 PROGRAM = """
 import json, sys
 import numpy as np
 import tensorflow as tf
 
-from strategies.cluster import parse_hosts
+from strategies.cluster.tf_config import parse_hosts
+from strategies.gradients.all_reduce import all_reduced
+from strategies.gradients.compression import Compression
 from strategies.multiworker import MultiWorkerExecutor
 
 index, hosts = int(sys.argv[1]), sys.argv[2]
 executor = MultiWorkerExecutor.connect(
-    parse_hosts({"worker": hosts}, "worker", index, "multiworker"), "ring", 60.0
+    parse_hosts({"worker": hosts}, "worker", index, "multiworker"), "ring"
 )
-strategy, wire = executor.strategy, executor._wire
+strategy, compression = executor.strategy, Compression()
 random = np.random.default_rng(index)
 
 def compared(dtype, size):
@@ -39,18 +41,18 @@ def compared(dtype, size):
     def both():
         def sums():
             context = tf.distribute.get_replica_context()
-            return wire.all_reduced(parts), context.all_reduce("sum", parts)
+            return all_reduced(parts, compression), context.all_reduce("sum", parts)
         return strategy.run(sums)
 
-    ours, rings = both()
+    ours, ring = both()
     ops = {op.type for op in both.get_concrete_function().graph.get_operations()}
-    alike = all(
+    equal = all(
         np.array_equal(tf.cast(a, tf.float64), tf.cast(b, tf.float64)) and a.shape == b.shape
-        for a, b in zip(ours, rings)
+        for a, b in zip(ours, ring)
     )
-    moved = any(np.any(tf.cast(a, tf.float64) != tf.cast(b, tf.float64))
+    added = any(np.any(tf.cast(a, tf.float64) != tf.cast(b, tf.float64))
                 for a, b in zip(ours, parts))
-    return [bool(alike), bool(moved), "CollectiveGatherV2" in ops]
+    return [bool(equal), bool(added), "CollectiveGatherV2" in ops]
 
 found = {
     f"{dtype} {size}": compared(dtype, size)
@@ -63,7 +65,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.timeout(200)
-def test_two_workers_exchange_what_is_small_and_both_have_the_bits_of_a_ring() -> None:
+def test_two_workers_exchange_small_sums_with_the_bits_of_a_ring() -> None:
     hosts = ",".join(f"localhost:{port}" for port in free_ports(2))
     workers = [
         subprocess.Popen(
@@ -84,7 +86,7 @@ def test_two_workers_exchange_what_is_small_and_both_have_the_bits_of_a_ring() -
     for output in outputs:
         found = json.loads(output.splitlines()[-1])
         assert len(found) == 8
-        for name, (alike, moved, exchanged) in found.items():
-            assert alike, f"{name}: other bits than a ring"
-            assert moved, f"{name}: nothing was added"
+        for name, (equal, added, exchanged) in found.items():
+            assert equal, f"{name}: not the bits of a ring"
+            assert added, f"{name}: nothing was added"
             assert exchanged == name.endswith(" 7"), f"{name}: exchanged is {exchanged}"

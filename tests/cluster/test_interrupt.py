@@ -27,11 +27,11 @@ def test_interrupted_training_is_saved_and_finished_by_the_same_command(
     assert run.checkpoints() == [f"step-{step:08d}"]
     assert "Traceback" not in run.stderr
 
-    whole = train(topology, tmp_path, *flags)
+    finished = train(topology, tmp_path, *flags)
 
-    assert whole.result["step"] >= 300
-    assert whole.result["examples"] == whole.result["step"] * 64
-    reports = [report["step"] for report in whole.metrics("train")]
+    assert finished.result["step"] >= 300
+    assert finished.result["examples"] == finished.result["step"] * 64
+    reports = [report["step"] for report in finished.metrics("train")]
     assert reports == sorted(set(reports))
     assert step in reports
 
@@ -52,7 +52,7 @@ def test_interrupt_while_tasks_are_starting_ends_them_all(
 
 
 def is_starting(process: Process, topology: Topology) -> bool:
-    """Whether all tasks are processes, and one of them has begun to load TensorFlow."""
+    """Returns True if all tasks have a process, and one of them has begun to load TensorFlow."""
     family = process.family()
     tasks = [p for p in family if p.pid != process.popen.pid] if topology.tasks else family
     if len(tasks) < max(1, len(topology.tasks)):

@@ -1,4 +1,4 @@
-"""The local cluster's ports: within reach of its tasks, and of nobody else."""
+"""The ports of a local cluster: only its own tasks can connect."""
 
 import json
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from strategies.cluster import Task
-from strategies.peers import identify
+from strategies.cluster.peers import identify
+from strategies.cluster.tf_config import Task
 from tests.cluster.runs import TOPOLOGIES, Process, assert_one_error, start
-from trainer.isolation import IsolationError, Namespace, open_namespace
+from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
 
 SLOW = "--config=tests/cluster/configs/slow.py"
 LINEAR = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train_steps=20")
-IDENTIFY = "import sys; from strategies.peers import identify; print(identify(sys.argv[1]))"
+IDENTIFY = "import sys; from strategies.cluster.peers import identify; print(identify(sys.argv[1]))"
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def namespace_of(process: psutil.Process) -> Namespace:
 
 
 @pytest.mark.parametrize("isolate", ["on", "auto", "off"])
-def test_servers_are_out_of_reach_from_outside(
+def test_servers_answer_only_inside_the_namespace(
     isolate: str, can_isolate: None, digits: Path, tmp_path: Path
 ) -> None:
     with start(
@@ -56,7 +56,7 @@ def test_servers_are_out_of_reach_from_outside(
             assert from_outside == dict.fromkeys(addresses, None)
             with namespace_of(process.task("ps 0")) as namespace:
                 for task, address in addresses.items():
-                    # They are there.
+                    # The server answers from inside the namespace.
                     inside = subprocess.run(
                         namespace.command([sys.executable, "-c", IDENTIFY, address]),
                         pass_fds=namespace.fds,
@@ -71,11 +71,13 @@ def test_servers_are_out_of_reach_from_outside(
     assert ("not isolated (--isolate=off)" in run.stderr) == (isolate == "off")
 
 
-def test_refused_namespace_ends_on_and_not_auto(digits: Path, tmp_path: Path) -> None:
-    """Root is made unable to make one; another user cannot take that from itself."""
+def test_refused_namespace_is_an_error_for_on_and_a_warning_for_auto(
+    digits: Path, tmp_path: Path
+) -> None:
+    """Takes the right to make a namespace from root. Other users cannot drop this right."""
     setpriv = shutil.which("setpriv")
     if os.geteuid() != 0 or setpriv is None:
-        pytest.skip("only root with setpriv can take the right to make namespaces away")
+        pytest.skip("only root with setpriv can drop the right to make namespaces")
     unable = (setpriv, "--bounding-set=-sys_admin", "--inh-caps=-sys_admin")
     argv = ("--strategy=multiworker", "--workers=1", *LINEAR, f"--data_dir={digits}")
     for isolate in ("on", "auto"):
@@ -91,7 +93,7 @@ def test_refused_namespace_ends_on_and_not_auto(digits: Path, tmp_path: Path) ->
             assert "not isolated (root without CAP_SYS_ADMIN" in run.stderr
 
 
-def test_url_is_not_isolated_and_keeps_its_logs_here(digits: Path, tmp_path: Path) -> None:
+def test_run_with_a_url_is_not_isolated_and_has_local_logs(digits: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/far"
     flags = ("--strategy=multiworker", "--workers=1", f"--data_dir={digits}", f"--model_dir={url}")
     (tmp_path / "here").mkdir()

@@ -1,7 +1,7 @@
 """Every option of a step ends in the weights of one device, whatever the strategy.
 
-Each executor trains all cases of parity.py in one process, or one cluster. The README's table of
-options and modes stands on this.
+Each executor trains all cases of parity.py in one process, or one cluster. This proves the table of
+options in docs/options.md.
 """
 
 import os
@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from strategies.cluster import local_cluster
+from strategies.cluster.tf_config import local_cluster
 from tests.cluster import parity
 from tests.cluster.runs import ROOT
 from trainer.config import Config
-from trainer.options import PRECISIONS
+from trainer.step.options import PRECISIONS
 
 ALONE = "mirrored-1"
 SHARED = ("mirrored-2", "multiworker-2", "ps-sync-2", "ps-async-1", f"{parity.BOUNDED}-1")
-# All of them together, on two cores that others use too.
+# The time for all executors, which run at the same time on two cores.
 pytestmark = pytest.mark.timeout(1500)
 
 NAMES = [name for name, _, _ in parity.recipes()]
@@ -33,14 +33,14 @@ TRAINED = [
     for executor in (*SHARED, "multiworker-2, worker 1")
     for name, _, _ in parity.recipes(executor)
 ]
-# What is rounded to 8 or 11 bits depends on which examples are multiplied together.
+# Rounding to 8 or 11 bits depends on which examples are multiplied together.
 TOLERANCES = {"mixed_bfloat16": 2e-2, "mixed_float16": 2e-3}
 
 Found = Mapping[str, Mapping[str, npt.NDArray[Any]]]
 
 
 def start(name: str, directory: Path) -> list[subprocess.Popen[bytes]]:
-    """The processes of an executor; of multiworker, each writes its own copy."""
+    """Starts the processes of an executor; each worker of multiworker writes its results."""
     environments: list[dict[str, str]] = [{}]
     if name.startswith("multiworker"):
         cluster = local_cluster("multiworker", 2, 0)
@@ -65,9 +65,9 @@ def start(name: str, directory: Path) -> list[subprocess.Popen[bytes]]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Found]:
-    """What each executor found in each case; of multiworker, what the second worker did too."""
+    """The results of each executor in each case; of multiworker, also those of worker 1."""
     directory = tmp_path_factory.mktemp("parity")
-    for name in ("data", parity.SPOILT):
+    for name in ("data", parity.OVERFLOWING):
         parity.write_data(directory / name)
     processes = {name: start(name, directory) for name in (ALONE, *SHARED)}
     try:
@@ -109,6 +109,15 @@ def test_option_ends_in_the_weights_of_one_device(
         assert what.startswith("evaluation") or np.isfinite(value).all()
 
 
+def test_each_option_is_trained_under_each_strategy_and_with_each_optimizer() -> None:
+    trained = {(*name.rsplit("/", 1), executor) for name, executor in TRAINED}
+    for case in parity.CASES:
+        executors = {e for c, _, e in trained if c == case}
+        assert executors >= {*SHARED[:-1], "multiworker-2, worker 1"}
+        optimizers = {optimizer for c, optimizer, _ in trained if c == case}
+        assert len(optimizers) == (1 if case in parity.FOR_ANY_OPTIMIZER else 2), case
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("plain")])
 def test_option_changes_what_is_learnt(name: str, trained: Mapping[str, Found]) -> None:
     case, _, optimizer = name.partition("/")
@@ -120,17 +129,17 @@ def test_option_changes_what_is_learnt(name: str, trained: Mapping[str, Found]) 
         for what in plain
         if what.startswith("to export")
     ]
-    # These are the same step by another way.
+    # These options compute the same step in another way.
     same = case in ("micro_batches", "jit_compile")
     assert (max(differences) < 1e-5) is same, differences
 
 
 @pytest.mark.parametrize("executor", [ALONE, *SHARED])
 @pytest.mark.parametrize("optimizer", parity.OPTIMIZERS)
-def test_overflow_in_one_share_is_skipped_by_all(
+def test_overflow_in_one_replica_is_skipped_by_all(
     optimizer: str, executor: str, trained: Mapping[str, Found]
 ) -> None:
-    """The spoilt example is in two of the batches, one in each epoch."""
+    """The overflowing example is in two of the batches, one in each epoch."""
     scale, good, skipped = trained[executor][f"mixed_float16/{optimizer}"]["loss_scale"]
     assert skipped == 2
     config = parity.CASES["mixed_float16"].changes["loss_scale"]
@@ -140,8 +149,8 @@ def test_overflow_in_one_share_is_skipped_by_all(
     assert num_doubled == 3
 
 
-def test_every_option_that_is_trained_here_is_in_the_table_of_the_readme() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
+def test_every_option_that_is_trained_here_is_in_the_table_of_the_documentation() -> None:
+    lines = (ROOT / "docs" / "options.md").read_text().splitlines()
     first = lines.index(next(line for line in lines if line.startswith("| option |")))
     rows = lines[first + 2 : lines.index("", first)]
     for row in rows:

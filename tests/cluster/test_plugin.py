@@ -1,4 +1,4 @@
-"""A config file of the user's own is all it takes: own records, model, loss, metrics and hooks."""
+"""A user's config file is enough: custom records, model, loss, metrics and hooks."""
 
 import textwrap
 from pathlib import Path
@@ -15,7 +15,7 @@ RECIPE = '''
     import dataclasses
 
     from trainer.config import Config
-    from trainer.hooks import Hook, next_multiple
+    from trainer.hooks.base import Hook, next_multiple
 
 
     @dataclasses.dataclass
@@ -82,7 +82,7 @@ RECIPE = '''
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train.tfrecord and test.tfrecord, as anyone would write them."""
+    """train.tfrecord and test.tfrecord, written with plain TensorFlow."""
     directory = tmp_path_factory.mktemp("records")
     xs = np.random.default_rng(0).normal(size=(230, 2))
     for name, part in (("train", xs[:200]), ("test", xs[200:])):

@@ -1,4 +1,4 @@
-"""Asynchronous parameter servers: what only they could get wrong."""
+"""Asynchronous parameter servers: counts, staleness, placement, one core."""
 
 import json
 import os
@@ -15,8 +15,16 @@ from tests.cluster.runs import TOPOLOGIES, Process, Run, Topology, train
 PS = TOPOLOGIES["ps-2+1"]
 
 
-def test_every_applied_update_is_counted_and_no_other(digits: Path, tmp_path: Path) -> None:
-    run = train(PS, tmp_path, "--config=tests/cluster/configs/counting.py", f"--data_dir={digits}")
+@pytest.fixture(scope="module")
+def counted(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    model_dir = tmp_path_factory.mktemp("counted") / "run"
+    return train(
+        PS, model_dir, "--config=tests/cluster/configs/counting.py", f"--data_dir={digits}"
+    )
+
+
+def test_every_applied_update_is_counted_and_no_other(counted: Run) -> None:
+    run = counted
     (weight,) = run.weights().values()
     step = run.result["step"]
     assert step >= 1000
@@ -37,7 +45,7 @@ def test_every_applied_update_is_counted_and_no_other(digits: Path, tmp_path: Pa
 def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
     digits: Path, tmp_path: Path
 ) -> None:
-    """An application takes long, so gradients of others arrive while it is under way."""
+    """Applying takes long, so gradients of other workers arrive meanwhile."""
     flags = (
         "--config=tests/cluster/configs/counting.py",
         "--config.apply_ms=30",
@@ -56,7 +64,7 @@ def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
     assert weight == result["step"] == sum(result["worker_steps"].values()) == 100
     assert result["batches"] == {"handed_out": 100, "finished": 100, "repeated": 0}
     assert oldest(bounded) == 0
-    # Step k is of weight k, and what was dropped is in no mean.
+    # The loss of step k is -k, and dropped gradients are not in the mean.
     (report,) = bounded.metrics("train")
     assert report["loss"] == -np.arange(100).mean()
 
@@ -77,16 +85,15 @@ def test_cluster_trains_on_one_core(digits: Path, tmp_path: Path, sync: bool) ->
         assert process.wait().result["step"] == 100, process.output()
 
 
-def test_staleness_is_a_histogram_of_each_worker_in_tensorboard(
-    digits: Path, tmp_path: Path
-) -> None:
-    flags = ("--config=tests/cluster/configs/counting.py", f"--data_dir={digits}")
-    train(PS, tmp_path, *flags, "--train_steps=100")
-    events = EventAccumulator(str(tmp_path / "tensorboard" / "train"), {"tensors": 0}).Reload()
+def test_staleness_is_a_histogram_of_each_worker_in_tensorboard(counted: Run) -> None:
+    directory = counted.model_dir / "tensorboard" / "train"
+    events = EventAccumulator(str(directory), {"tensors": 0}).Reload()
     assert {"staleness/worker 0", "staleness/worker 1"} <= set(events.Tags()["tensors"])
 
 
-def test_variables_and_their_slots_are_where_the_table_says(digits: Path, tmp_path: Path) -> None:
+def test_variables_and_their_optimizer_state_are_placed_as_the_table_says(
+    digits: Path, tmp_path: Path
+) -> None:
     run = train(
         Topology("ps-1+2", "ps", ("--workers=1", "--ps=2", "--num_threads=1")),
         tmp_path,
@@ -98,7 +105,7 @@ def test_variables_and_their_slots_are_where_the_table_says(digits: Path, tmp_pa
     num_bytes = {task: sum(size for _, size in made) for task, made in devices.items()}
     table = dict(re.findall(r"^ps (\d): ([\d,]+) bytes", run.stdout, re.MULTILINE))
     assert {task: f"{size:,}" for task, size in num_bytes.items()} == table
-    # The largest variable is alone with its slots; the others are on the other ps.
+    # The largest variable is alone with its optimizer state; the others are on the other ps.
     (alone,) = (made for made in devices.values() if any("large" in name for name, _ in made))
     assert len(alone) == 3
     assert all("large" in name for name, _ in alone)

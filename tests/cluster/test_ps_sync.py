@@ -1,13 +1,13 @@
-"""Synchronous parameter servers: backup workers, dropped gradients, and whose examples they were.
+"""Synchronous parameter servers: backup workers, dropped gradients, and their examples.
 
-That they end in the weights of mirrored, and resume bit for bit, is test_determinism's table.
+test_determinism.py tests that they end in the weights of mirrored, and resume bit for bit.
 """
 
 import json
 from pathlib import Path
 
 from data.order import Order
-from data.records import open_split
+from data.tfrecord.split import open_split
 from tests.cluster.runs import Run, Topology, train
 from trainer.config import DataConfig
 
@@ -27,7 +27,7 @@ def sum_of_consumed(run: Run) -> int:
 
 
 def sum_of_handed_out(run: Run, numbered: Path) -> tuple[int, int]:
-    """Sums of the numbers in the batches handed out, and in those of their shares still open."""
+    """Sums of the numbers in the batches handed out, and in their unfinished sub-batches."""
     name = max(n for n in run.checkpoints() if n.startswith("step-"))
     mark = json.loads((run.model_dir / "checkpoints" / name / "checkpoint.json").read_text())
     split = open_split(str(numbered), "train")
@@ -47,23 +47,23 @@ def sum_of_handed_out(run: Run, numbered: Path) -> tuple[int, int]:
     return int(order.records(0, mark["next_batch"]).sum()), open_sum
 
 
-def test_backup_worker_spares_the_step_the_slow_one_and_no_example_is_lost(
+def test_step_does_not_wait_for_a_slow_worker_and_no_example_is_lost(
     numbered: Path, tmp_path: Path
 ) -> None:
-    # So many steps that worker 0 ends some share before the others have done them all.
+    # Enough steps for worker 0 to finish a sub-batch before the other workers end the run.
     flags = ("--config.delay_ms=50", "--train_steps=120", "--config.log_every_steps=120")
     with_backup = train_numbered(BACKUP, numbered, tmp_path / "2-of-3", *flags)
     without = train_numbered(NO_BACKUP, numbered, tmp_path / "3-of-3", *flags)
 
     assert with_backup.result["worker_dropped"]["worker 0"] > 0, "worker 0 was never late"
     assert sum(with_backup.result["worker_steps"].values()) == 2 * 120
-    # 120 steps of 32 examples: four epochs of 800, and more than half of the next.
+    # 120 steps of 32 examples: four epochs of 800, and more than half of the next epoch.
     handed_out, still_open = sum_of_handed_out(with_backup, numbered)
     assert still_open > 0
     assert sum_of_consumed(with_backup) == handed_out - still_open
     assert with_backup.result["examples"] == 120 * 32
 
-    # Nobody is spared without a backup, so nothing is dropped and nothing is open.
+    # Without a backup all workers are waited for, so no gradient is dropped and none is open.
     assert without.result["worker_dropped"] == dict.fromkeys(
         ("worker 0", "worker 1", "worker 2"), 0
     )
@@ -72,15 +72,15 @@ def test_backup_worker_spares_the_step_the_slow_one_and_no_example_is_lost(
     assert without.result["seconds"] > 120 * 0.05, "worker 0 was not slow"
 
 
-def test_open_shares_are_done_after_a_resume(numbered: Path, tmp_path: Path) -> None:
-    # The first share of worker 0 takes longer than the run.
+def test_unfinished_sub_batches_are_computed_after_a_resume(numbered: Path, tmp_path: Path) -> None:
+    # The first sub-batch of worker 0 takes longer than the run.
     slow = ("--train_steps=20", "--config.delay_ms=5000")
     half = train_numbered(BACKUP, numbered, tmp_path, *slow)
     before = sum_of_consumed(half)
-    assert sum_of_handed_out(half, numbered)[1] > 0, "no share was open"
+    assert sum_of_handed_out(half, numbered)[1] > 0, "no sub-batch was unfinished"
 
-    whole = train_numbered(BACKUP, numbered, tmp_path)
+    finished = train_numbered(BACKUP, numbered, tmp_path)
 
-    handed_out, still_open = sum_of_handed_out(whole, numbered)
-    last = whole.metrics("train")[-1]
+    handed_out, still_open = sum_of_handed_out(finished, numbered)
+    last = finished.metrics("train")[-1]
     assert before + round(last["number"] * 20 * 32) == handed_out - still_open

@@ -1,99 +1,345 @@
-"""The README's commands work as they stand there, and what it quotes is what the code says."""
+"""Every command in README.md and docs/ works, and the code that the README quotes is the code.
+
+A command is a line of a `sh` block. Each belongs to one of the categories below, and
+`test_every_command_has_a_test` fails for a command in none of them.
+"""
 
 import contextlib
 import inspect
+import json
+import os
 import re
 import shlex
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from strategies.ports import free_ports
-from tests.cluster.runs import ROOT, Process
+from strategies.cluster.ports import free_ports
+from tests.cluster.runs import ROOT, TOPOLOGIES, Process
+from tests.cluster.runs import train as train_topology
+from tests.cluster.test_classics import write_mnist
 from trainer.loop import train
 
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+DOCS = (README, *sorted((ROOT / "docs").glob("*.md")))
+
+# Commands that are not executed, with the reason. Their flags are parsed all the same.
+TOO_LONG = {
+    "benchmarks.run": "takes hours, and needs MNIST files and PyTorch",
+    "benchmarks.scaling": "needs the result of benchmarks.run; tests/unit/test_cost_model.py",
+    "benchmarks.table": "takes many minutes, and needs MNIST files",
+    "benchmarks.linear_scaling": "takes an hour, and needs MNIST files",
+    "benchmarks.wire": "takes many minutes, and needs MNIST files",
+    "tests.chaos": "takes half an hour; tests/faults/test_chaos.py disturbs shorter runs",
+}
+NEEDS_THE_NETWORK = ("pip install ",)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def trainings() -> list[list[str]]:
-    """The arguments of each `python -m trainer` that needs nothing which a reader must bring."""
-    brought = ("/shared", "mnist", "$HOSTS", "--check")
-    return [c for c in commands() if not any(b in word for word in c for b in brought)]
+def split_commands(block: str) -> list[tuple[str, ...]]:
+    """The words of each command of a shell script; a quoted string may go over several lines."""
+    commands, line = [], ""
+    for part in block.replace("\\\n", " ").splitlines():
+        line += part
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # A quotation continues in the next line.
+            line += " "
+            continue
+        if words:
+            commands.append(tuple(words))
+        line = ""
+    assert not line, f"unfinished: {line}"
+    return commands
 
 
-def commands() -> list[list[str]]:
-    """The arguments of each `python -m trainer`."""
-    lines = [line for b in blocks("sh") for line in b.replace("\\\n", " ").splitlines()]
-    return [shlex.split(x, comments=True)[3:] for x in lines if x.startswith("python -m trainer ")]
+# Each command once, also if several files show it.
+COMMANDS = list(
+    dict.fromkeys(c for path in DOCS for block in blocks(path, "sh") for c in split_commands(block))
+)
 
 
-def test_readme_shows_a_command_for_each_strategy() -> None:
-    shown = {word for command in trainings() for word in command if "--strategy" in word}
-    assert shown == {"--strategy=mirrored", "--strategy=multiworker", "--strategy=ps"}
+def is_python(command: tuple[str, ...], module: str) -> bool:
+    return command[:3] == ("python", "-m", module)
 
 
-@pytest.mark.parametrize("argv", trainings(), ids=" ".join)
-def test_command_of_the_readme_trains_on_a_machine_that_has_no_data(
-    argv: list[str], tmp_path: Path
-) -> None:
+def needs_hosts(command: tuple[str, ...]) -> bool:
+    return "$HOSTS" in command or any("/shared/" in word for word in command)
+
+
+MAKE = [command for command in COMMANDS if command[0] == "make"]
+INSTALL = [command for command in COMMANDS if " ".join(command).startswith(NEEDS_THE_NETWORK)]
+EXPORTS = [command for command in COMMANDS if command[0] == "export"]
+LONG = [command for command in COMMANDS if command[0] == "python" and command[2] in TOO_LONG]
+TRAINER = [command for command in COMMANDS if is_python(command, "trainer")]
+CHECKS = [command for command in TRAINER if "--check" in command]
+ON_HOSTS = [command for command in TRAINER if needs_hosts(command)]
+ON_MNIST = [command for command in TRAINER if "--config=configs/mnist_replica.py" in command]
+TRAININGS = [c for c in TRAINER if c not in (*CHECKS, *ON_HOSTS, *ON_MNIST)]
+PREPARE = [command for command in COMMANDS if is_python(command, "data.prepare")]
+INSPECT = [command for command in COMMANDS if is_python(command, "data.inspect")]
+PREDICT = [command for command in COMMANDS if is_python(command, "trainer.predict")]
+
+
+def ids(commands: list[tuple[str, ...]]) -> list[str]:
+    return [" ".join(command) for command in commands]
+
+
+def run(
+    command: tuple[str, ...], cwd: Path, *flags: str, **replaced: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command of the documentation in `cwd`, with its placeholders replaced."""
+    words = [replaced.get(word.partition("=")[2], "") or word for word in command]
+    words = [
+        f"{old.partition('=')[0]}={new}" if old != new else old
+        for old, new in zip(command, words, strict=True)
+    ]
+    assert words[0] == "python"
+    return subprocess.run(
+        [sys.executable, *words[1:], *flags],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A directory with the example configs, but without data."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    with Process((*argv, "--train_steps=20"), tmp_path, cwd=tmp_path) as process:
-        run = process.wait()
-        assert run.exit_code == 0, process.output()
-    (model_dir,) = (tmp_path / "runs").iterdir()
+    return tmp_path
+
+
+@pytest.fixture
+def checkout_with_digits(checkout: Path, digits: Path) -> Path:
+    (checkout / "datasets").mkdir()
+    shutil.copytree(digits, checkout / "datasets" / "digits")
+    return checkout
+
+
+@pytest.mark.quick
+def test_every_command_has_a_test() -> None:
+    categories = (MAKE, INSTALL, EXPORTS, LONG, TRAINER, PREPARE, INSPECT, PREDICT)
+    found = [sum(command in category for category in categories) for command in COMMANDS]
+    assert [c for c, number in zip(COMMANDS, found, strict=True) if number != 1] == []
+    assert all(categories), "a category has no command"
+    assert {command[2] for command in LONG} == TOO_LONG.keys()
+
+
+@pytest.mark.quick
+def test_readme_is_short_and_links_to_files_that_exist() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+    for path in DOCS:
+        for link, _, section in re.findall(r"\]\(([^)#:]*)(#([^)]*))?\)", path.read_text()):
+            target = path.parent / link if link else path
+            assert target.exists(), f"{path.name}: {link}"
+            headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert not section or section in anchors, f"{path.name}: {link}#{section}"
+
+
+@pytest.mark.quick
+def test_loop_in_the_readme_is_the_loop() -> None:
+    quoted, _ = blocks(README, "python")
+    assert quoted.strip() == inspect.getsource(train).strip()
+
+
+@pytest.mark.quick
+def test_documents_show_a_command_for_each_strategy() -> None:
+    shown = {word for command in TRAINER for word in command if "--strategy=" in word}
+    assert shown == {"--strategy=multiworker", "--strategy=ps"}
+    assert "python -m pytest" in (ROOT / "Makefile").read_text()
+    assert "STRATEGY ?= mirrored" in (ROOT / "Makefile").read_text(), "of `make train`"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("command", MAKE, ids=ids(MAKE))
+def test_make_command_exists(command: tuple[str, ...]) -> None:
+    """Says what it would do: a virtual environment needs the network. `.ci/run` does it."""
+    done = subprocess.run(
+        [*command, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "python -m" in done.stdout
+
+
+@pytest.mark.parametrize("command", LONG, ids=ids(LONG))
+def test_flags_of_a_long_command_exist(command: tuple[str, ...]) -> None:
+    done = run(command, ROOT, "--help" if command[2] == "tests.chaos" else "--helpfull")
+    # The help is also printed for a command with a flag that does not exist.
+    names = {word[2:].partition("=")[0] for word in command if word.startswith("--")}
+    known = set(re.findall(r"^\s+--(?:\[no\])?(\w+)", done.stdout, re.MULTILINE))
+    assert names <= known
+
+
+@pytest.mark.parametrize("argv", [c[3:] for c in TRAININGS], ids=ids(TRAININGS))
+def test_training_command_trains_on_a_machine_that_has_no_data(
+    argv: tuple[str, ...], checkout: Path
+) -> None:
+    with Process((*argv, "--train_steps=20"), checkout, cwd=checkout) as process:
+        done = process.wait()
+        assert done.exit_code == 0, process.output()
+    (model_dir,) = (checkout / "runs").iterdir()
     assert (model_dir / "result.json").exists()
-    assert (tmp_path / "datasets" / "digits" / "features.json").exists()
+    assert (checkout / "datasets" / "digits" / "features.json").exists()
 
 
-def test_check_of_the_readme_starts_nothing_and_says_where_variables_would_be(
-    tmp_path: Path,
+def test_model_of_the_readme_trains(checkout: Path) -> None:
+    _, model = blocks(README, "python")
+    (checkout / "my_model.py").write_text(model)
+    (words,) = re.findall(r"`(python -m trainer --config=my_model.py)`", README.read_text())
+    argv = (*words.split()[3:], "--train_steps=20", f"--model_dir={checkout / 'run'}")
+    with Process(argv, checkout / "run", cwd=checkout) as process:
+        done = process.wait()
+        assert done.exit_code == 0, process.output()
+    assert done.result["step"] == 20
+
+
+@pytest.mark.parametrize("command", CHECKS, ids=ids(CHECKS))
+def test_check_starts_nothing_and_prints_where_variables_would_be(
+    command: tuple[str, ...], checkout: Path
 ) -> None:
-    (argv,) = [command for command in commands() if "--check" in command]
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    with Process(tuple(argv), tmp_path, cwd=tmp_path) as process:
-        run = process.wait()
-    assert run.exit_code == 0, run.stderr
-    assert re.search(r"^ps 1: [\d,]+ bytes", run.stdout, re.MULTILINE)
-    assert not (tmp_path / "runs").exists()
+    with Process(command[3:], checkout, cwd=checkout) as process:
+        done = process.wait()
+    assert done.exit_code == 0, done.stderr
+    assert re.search(r"^ps 1: [\d,]+ bytes", done.stdout, re.MULTILINE)
+    assert not (checkout / "runs").exists()
 
 
-def test_terminals_of_the_readme_train_together(digits: Path, tmp_path: Path) -> None:
+def test_mnist_is_prepared_and_trained_on(checkout: Path) -> None:
+    source = checkout / "idx"
+    source.mkdir()
+    write_mnist(source)
+    (prepare,) = [command for command in PREPARE if command[3] == "mnist"]
+    done = run(prepare, checkout, DIRECTORY_WITH_THE_IDX_FILES=str(source))
+    assert done.returncode == 0, done.stderr
+    assert (checkout / "datasets" / "mnist" / "features.json").exists()
+    (command,) = ON_MNIST
+    # The files of this test have 120 examples.
+    argv = (*command[3:], "--batch_size=20", "--train_steps=10")
+    with Process(argv, checkout, cwd=checkout) as process:
+        assert process.wait().exit_code == 0, process.output()
+
+
+def test_data_set_is_written_to_a_directory(checkout: Path) -> None:
+    (command,) = [command for command in PREPARE if command[3] != "mnist"]
+    done = run(command, checkout, DIRECTORY_TO_WRITE=str(checkout / "written"))
+    assert done.returncode == 0, done.stderr
+    assert (checkout / "written" / "features.json").exists()
+
+
+@pytest.mark.parametrize("command", INSPECT, ids=ids(INSPECT))
+def test_inspect_command_ends_well(command: tuple[str, ...], checkout_with_digits: Path) -> None:
+    done = run(command, checkout_with_digits)
+    assert done.returncode == 0, done.stderr
+    for word in command[4:]:
+        name, _, path = word.partition("=")
+        assert name == "--verify" or (checkout_with_digits / path).exists()
+
+
+@pytest.mark.parametrize("command", PREDICT, ids=ids(PREDICT))
+def test_exported_model_predicts(command: tuple[str, ...], digits: Path, tmp_path: Path) -> None:
+    flags = (f"--data_dir={digits}", "--train_steps=20")
+    train_topology(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags)
+    done = run(command, ROOT, **{"runs/RUN": str(tmp_path / "run")})
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 3
+
+
+def shared(words: tuple[str, ...], model_dir: Path, digits: Path) -> tuple[str, ...]:
+    """The words with directories of this machine."""
+    here = {"/shared/run": str(model_dir), "/shared/digits": str(digits)}
+    return tuple(
+        name + equals + here.get(value, value)
+        for name, equals, value in (word.partition("=") for word in words)
+    )
+
+
+def hosts_on_this_machine() -> tuple[str, ...]:
+    """The flags in $HOSTS, with free ports of this machine."""
     ports = iter(free_ports(3))
-    hosts = re.search(r'export HOSTS="(.*)"', README)
-    assert hosts is not None
-    local = re.sub(r"host-\w:2222", lambda _: f"localhost:{next(ports)}", hosts[1])
-    model_dir = tmp_path / "run"
+    (exported,) = [command[1] for command in EXPORTS if command[1].startswith("HOSTS=")]
+    local = re.sub(r"host-\w:2222", lambda _: f"localhost:{next(ports)}", exported)
+    return tuple(local.removeprefix("HOSTS=").split())
+
+
+def with_hosts(
+    command: tuple[str, ...], hosts: tuple[str, ...], model_dir: Path, digits: Path
+) -> tuple[str, ...]:
+    words = [word for part in command[3:] for word in (hosts if part == "$HOSTS" else (part,))]
+    return (*shared(tuple(words), model_dir, digits), "--num_threads=1")
+
+
+TERMINALS = [c for c in ON_HOSTS if any(word.startswith("--job_name") for word in c)]
+SERVED = [command for command in ON_HOSTS if "--existing_servers" in command]
+
+
+@pytest.mark.quick
+def test_terminals_of_the_readme_train_together(digits: Path, tmp_path: Path) -> None:
+    hosts, model_dir = hosts_on_this_machine(), tmp_path / "run"
+    assert len(TERMINALS) == 3
     with contextlib.ExitStack() as stack:
         terminals = []
-        for command in commands():
-            if "--job_name" not in " ".join(command):
-                continue
-            line = " ".join(command).replace("$HOSTS", local)
-            line = line.replace("/shared/run", str(model_dir)).replace(
-                "/shared/digits", str(digits)
-            )
-            argv = (*line.split(), "--train_steps=20", "--num_threads=1")
+        for command in TERMINALS:
+            argv = (*with_hosts(command, hosts, model_dir, digits), "--train_steps=20")
             terminals.append(stack.enter_context(Process(argv, model_dir)))
         runs = [terminal.wait_alone() for terminal in terminals]
         assert [run.exit_code for run in runs] == [0, 0, 0], terminals[-1].output()
     assert runs[-1].result["step"] >= 20
 
 
-def test_loop_in_the_readme_is_the_loop() -> None:
-    (quoted,) = blocks("python")
-    assert quoted.strip() == inspect.getsource(train).strip()
+def test_chief_of_servers_that_keep_serving_trains(digits: Path, tmp_path: Path) -> None:
+    hosts, model_dir = hosts_on_this_machine(), tmp_path / "run"
+    (command,) = SERVED
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for job, index in (("ps", 0), ("worker", 0), ("worker", 1)):
+            task = (f"--job_name={job}", f"--task_index={index}", "--keep_serving")
+            argv = ("--strategy=ps", *task, *hosts, "--num_threads=1")
+            servers.append(stack.enter_context(Process(argv, model_dir)))
+        argv = (*with_hosts(command, hosts, model_dir, digits), "--train_steps=20")
+        chief = stack.enter_context(Process(argv, model_dir))
+        done = chief.wait_alone()
+        assert done.exit_code == 0, chief.output()
+        for server in servers:
+            assert server.popen.poll() is None, server.output()
+            server.send(signal.SIGTERM)
+        for server in servers:
+            server.wait_alone()
+    assert done.result["step"] >= 20
 
 
-def test_tree_in_the_docs_has_every_file_and_no_other() -> None:
-    tree = (ROOT / "docs" / "tree.md").read_text()
-    named = set(re.findall(r"\b[\w/]+\.py\b", tree))
-    for name in named:
-        here = [name, *(f"{folder}/{name}" for folder in ("strategies", "data"))]
-        assert any((ROOT / path).exists() for path in here), name
-    for folder in ("trainer", "strategies", "data"):
-        files = {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py"}
-        assert files - {Path(name).name for name in named} == set()
+def test_workers_with_the_tf_config_of_the_readme_train_together(
+    digits: Path, tmp_path: Path
+) -> None:
+    (command,) = [c for c in ON_HOSTS if "--strategy=multiworker" in c]
+    (exported,) = [c[1] for c in EXPORTS if c[1].startswith("TF_CONFIG=")]
+    tf_config = json.loads(exported.removeprefix("TF_CONFIG="))
+    ports = free_ports(2)
+    tf_config["cluster"]["worker"] = [f"localhost:{port}" for port in ports]
+    model_dir = tmp_path / "run"
+    argv = (*shared(command[3:], model_dir, digits), "--num_threads=1", "--train_steps=20")
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for index in range(2):
+            tf_config["task"]["index"] = index
+            env = {"TF_CONFIG": json.dumps(tf_config)}
+            workers.append(stack.enter_context(Process(argv, model_dir, env=env)))
+        runs = [worker.wait_alone() for worker in workers]
+        assert [run.exit_code for run in runs] == [0, 0], workers[0].output()
+    assert runs[0].result["step"] == 20
+
+
+def test_each_command_on_hosts_is_run_here() -> None:
+    (tf_config,) = [command for command in ON_HOSTS if "--strategy=multiworker" in command]
+    assert {*ON_HOSTS} == {*TERMINALS, *SERVED, tf_config}

@@ -1,4 +1,4 @@
-"""Training goes back from a loss that is no number, skips what led to it, and says how much."""
+"""After a loss of NaN training goes back, skips the batches that led to it, and counts them."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from trainer.config import load_recipe
 from trainer.inputs import open_inputs
 
 CONFIG = "tests/cluster/configs/poisoned.py"
-# With a backup worker, a gradient of the time before is in flight when training goes back.
+# With a backup worker, an older gradient is in flight when training goes back.
 BACKED_UP = Topology(
     "ps-sync-2-of-3",
     "ps",
@@ -44,7 +44,7 @@ def recovered(topology: Topology, numbered: Path, model_dir: Path) -> Run:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES_TRIED, ids=str)
-def test_training_goes_on_behind_the_batches_that_led_to_a_nan_and_counts_them(
+def test_training_continues_after_the_batches_that_led_to_nan_and_counts_them(
     topology: Topology, numbered: Path, tmp_path: Path, alone: Run
 ) -> None:
     run = recovered(topology, numbered, tmp_path / "run")
@@ -69,7 +69,7 @@ def test_training_goes_on_behind_the_batches_that_led_to_a_nan_and_counts_them(
     skipped_from = [r["step"] for r in reports if r.get("examples_skipped") == num_skipped * 32]
     assert skipped_from == list(range(skipped_from[0], STEPS + 1))
     if topology is BACKED_UP:
-        # Its gradient may have been too late for a step or two, and been computed again.
+        # Its gradient may have been too late for one or two steps, and was computed again.
         assert skipped_from[0] in (9, 13)
         return
     # After the checkpoint of step 8.

@@ -1,10 +1,11 @@
-"""Servers of a chief: how they are told who they are, how they wait for it, and how they end."""
+"""Servers of a chief: how they learn their task, how they wait for the chief, and how they end."""
 
 import contextlib
 import json
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from strategies.cluster import Cluster, Task, local_cluster
-from strategies.ports import free_ports
+from strategies.cluster.ports import free_ports
+from strategies.cluster.tf_config import Cluster, Task, local_cluster
 from tests.cluster.runs import (
     TOPOLOGIES,
     Process,
@@ -51,8 +52,7 @@ def test_three_terminals_in_any_order(order: Sequence[Task], digits: Path, tmp_p
     with ExitStack() as stack:
         terminals = []
         for task in order:
-            # The index goes by both names that programs of those days gave it.
-            index = f"--{'task_id' if task == WORKER_1 else 'task_index'}={task.index}"
+            index = f"--task_index={task.index}"
             where = ["--strategy=ps", f"--job_name={task.job}", index, *hosts]
             flags = (*where, *LINEAR, f"--data_dir={digits}")
             if task == WORKER_0:
@@ -124,8 +124,10 @@ def test_server_waits_as_long_as_the_chief_is_there_though_a_worker_is_late(
     ) as tasks:
         # Started in the order in which they take longest to be there.
         tasks.start(CHIEF, PS, WORKER_0)
+        ps = tasks["ps 0"]
+        ps.wait_until(lambda: "ps 0 serves at" in ps.output(), "word that it serves")
         with pytest.raises(subprocess.TimeoutExpired):
-            tasks["ps 0"].popen.wait(12.0)
+            ps.popen.wait(6.0)  # Longer than its --chief_timeout_secs.
         tasks.start(WORKER_1)
         tasks.wait()
 
@@ -145,20 +147,35 @@ def something_else() -> Iterator[str]:
         server.shutdown(socket.SHUT_RDWR)
 
 
-def run_chief(jobs: dict[str, str], digits: Path, model_dir: Path) -> Run:
+def run_chief(
+    jobs: dict[str, str], digits: Path, model_dir: Path, under: tuple[str, ...] = ()
+) -> Run:
     """A chief alone, with the given addresses of worker 0 and ps 0."""
     addresses = {"chief": f"localhost:{free_ports(1)[0]}", **jobs}
     cluster = Cluster({job: {0: address} for job, address in addresses.items()}, CHIEF)
-    flags = (*LINEAR, f"--data_dir={digits}", "--strategy=ps", "--unknown_host_secs=1")
+    flags = (*LINEAR, f"--data_dir={digits}", "--strategy=ps")
     env = {"TF_CONFIG": cluster.tf_config()}
-    with Process((*flags, f"--model_dir={model_dir}"), model_dir, env=env) as process:
+    argv = (*flags, f"--model_dir={model_dir}")
+    with Process(argv, model_dir, env=env, under=under) as process:
         return process.wait()
 
 
+# Executes `python -m trainer FLAGS` with a time limit for unknown hosts of a second, not a minute.
+IMPATIENT = """
+import sys
+from strategies.cluster import peers
+from trainer.__main__ import run_from_command_line
+
+sys.argv = sys.argv[sys.argv.index("trainer") :]
+peers._UNKNOWN_HOST_SECS = 1.0
+run_from_command_line()
+"""
+
+
 def test_unknown_host_is_refused(digits: Path, tmp_path: Path) -> None:
-    jobs = {"worker": "nobody.invalid:1", "ps": f"localhost:{free_ports(1)[0]}"}
-    run = run_chief(jobs, digits, tmp_path)
-    assert_one_error(run, "worker 0", "nobody.invalid", "unknown", "--unknown_host_secs=1")
+    jobs = {"worker": "unknown.invalid:1", "ps": f"localhost:{free_ports(1)[0]}"}
+    run = run_chief(jobs, digits, tmp_path, under=(sys.executable, "-c", IMPATIENT))
+    assert_one_error(run, "worker 0", "unknown.invalid:1", "is unknown", "1 s", "Correct the name")
     assert not (tmp_path / "config.json").exists()
 
 
@@ -167,7 +184,7 @@ def test_ps_that_is_no_ps_is_refused(digits: Path, tmp_path: Path) -> None:
         run = run_chief(
             {"worker": f"localhost:{free_ports(1)[0]}", "ps": address}, digits, tmp_path
         )
-    assert_one_error(run, "ps 0", address, "no TensorFlow server")
+    assert_one_error(run, "ps 0", address, "not a TensorFlow server")
     assert not (tmp_path / "config.json").exists()
 
 
@@ -255,4 +272,4 @@ def test_evaluator_says_that_the_last_checkpoint_cannot_be_read(
     argv = ("--strategy=ps", *flags, f"--model_dir={tmp_path}")
     with Process(argv, tmp_path, env=env) as process:
         evaluator = process.wait_alone()
-    assert_one_error(evaluator, str(run.result["step"]), "could be read", "whole")
+    assert_one_error(evaluator, str(run.result["step"]), "could be read", "complete")

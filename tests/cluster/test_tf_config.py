@@ -1,14 +1,14 @@
-"""Clusters by hand: one command a task with its own TF_CONFIG, in any order, with any delay."""
+"""Tasks that are started one by one with TF_CONFIG, in any order, with any delay."""
 
 import contextlib
 import signal
-import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from strategies.cluster import Cluster, Task, local_cluster
+from strategies.cluster.tf_config import Cluster, Task, local_cluster
 from tests.cluster.runs import Process, Run, assert_one_error, by_hand
 
 DELAY_SECS = 8.0
@@ -18,14 +18,15 @@ FLAGS = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train
 def run_by_hand(
     cluster: Cluster, order: Sequence[Task], model_dir: Path, digits: Path, delay_secs: float
 ) -> Mapping[str, Run]:
-    """The runs of all tasks, by task, started in `order` with a delay between two."""
+    """The runs of all tasks, by task, started in `order` with a delay before the last."""
     with by_hand(cluster, model_dir, *FLAGS, f"--data_dir={digits}") as tasks:
-        for task in order:
-            tasks.start(task)
-            if task != order[-1] and delay_secs:
-                # It waits for the others, and says nothing of a failure.
-                with pytest.raises(subprocess.TimeoutExpired):
-                    tasks[str(task)].popen.wait(delay_secs)
+        *early, last = order
+        tasks.start(*early)
+        if delay_secs:
+            time.sleep(delay_secs)
+            for process in tasks.processes:
+                assert process.popen.poll() is None, f"did not wait for {last}: {process.output()}"
+        tasks.start(last)
         return tasks.wait()
 
 
@@ -40,7 +41,7 @@ def test_workers_wait_for_each_other(first: int, digits: Path, tmp_path: Path) -
 
 
 def test_servers_wait_for_the_chief(digits: Path, tmp_path: Path) -> None:
-    # That a chief waits for servers is in test_servers.
+    # test_servers.py tests that a chief waits for servers.
     cluster = local_cluster("ps", 2, 1)
     order = [Task("ps", 0), Task("worker", 0), Task("worker", 1), Task("chief", 0)]
     runs = run_by_hand(cluster, order, tmp_path, digits, DELAY_SECS)
@@ -60,13 +61,15 @@ def test_worker_that_waits_for_the_others_says_so_and_can_be_stopped(
     config = cluster.for_task(Task("worker", 0)).tf_config()
     argv = ("--strategy=multiworker", *FLAGS, f"--data_dir={digits}", f"--model_dir={tmp_path}")
     with Process(argv, tmp_path, env={"TF_CONFIG": config}) as process:
-        process.wait_until(lambda: "waiting for worker 1" in process.output(), "word of its wait")
+        process.wait_until(
+            lambda: "waiting for worker 1" in process.output(), "message that it waits"
+        )
         process.send(signal.SIGTERM)
         run = process.wait(10.0)
     assert run.exit_code == 75
 
 
-def test_workers_that_were_told_different_things_are_refused(digits: Path, tmp_path: Path) -> None:
+def test_workers_with_different_configs_are_refused(digits: Path, tmp_path: Path) -> None:
     cluster = local_cluster("multiworker", 2, 0)
     with by_hand(cluster, tmp_path, *FLAGS, f"--data_dir={digits}") as tasks:
         tasks.start(Task("worker", 0))

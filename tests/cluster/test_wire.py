@@ -1,10 +1,10 @@
-"""`--wire_dtype`: gradients of 16 bits train as those of 32 do, up to their rounding."""
+"""`--wire_dtype`: 16-bit gradients train like 32-bit gradients, up to rounding."""
 
 from pathlib import Path
 
 import pytest
 
-from strategies.cluster import local_cluster
+from strategies.cluster.tf_config import local_cluster
 from tests.cluster.runs import (
     TOPOLOGIES,
     assert_one_error,
@@ -29,7 +29,7 @@ def test_synchronous_gradients_of_16_bits_end_near_the_weights_of_one_device(
     for name, dtype in (("multiworker-2", "bfloat16"), ("ps-sync-3+1", "float16")):
         run = train(TOPOLOGIES[name], tmp_path / name, *flags, f"--wire_dtype={dtype}")
         assert run.config["wire_dtype"] == dtype
-        # It was rounded, and not by more than a hundredth of what was learnt.
+        # It was rounded, but by less than a hundredth.
         assert 1e-6 < largest_difference(alone.weights(), run.weights()) < 1e-2
         assert run.result["eval"]["loss"] == pytest.approx(alone.result["eval"]["loss"], rel=0.01)
 
@@ -47,7 +47,7 @@ def test_asynchronous_gradients_of_16_bits_train(digits: Path, tmp_path: Path) -
     assert run.result["eval"]["accuracy"] > 0.9
 
 
-def test_tasks_that_would_send_different_types_are_told(digits: Path, tmp_path: Path) -> None:
+def test_tasks_with_different_wire_dtypes_are_refused(digits: Path, tmp_path: Path) -> None:
     cluster = local_cluster("multiworker", 2, 0)
     with by_hand(cluster, tmp_path, *FLAGS, f"--data_dir={digits}") as tasks:
         one, other = cluster.tasks()

@@ -1,11 +1,11 @@
-"""Hosts with addresses of their own on this machine: network namespaces on one bridge.
+"""Hosts with their own addresses on this machine: network namespaces on one bridge.
 
     with hosts(3) as (a, b, c):
         subprocess.run([*a.command, "ping", "-c1", b.address])
         with b.link_down():
-            ...                     # b reaches nobody, and nobody reaches b
+            ...                     # b reaches no host, and no host reaches b
 
-Making them takes root; `reason_why_not()` says why they cannot be made here.
+Creating hosts needs root; `reason_why_not()` says why they cannot be created here.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ class Host:
 
     name: str
     address: str
-    link: str  # This machine's end of it.
+    link: str  # The end of the link on this machine.
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What goes before a command, so that it runs on this host."""
+        """The prefix of a command that runs it on this host."""
         return ("ip", "netns", "exec", self.name)
 
     @contextlib.contextmanager
     def link_down(self) -> Iterator[None]:
-        """The cable is pulled while the context lasts."""
+        """Takes the link down while the context lasts."""
         _ip("link", "set", self.link, "down")
         state = Path(f"/sys/class/net/{self.link}/operstate").read_text().strip()
         assert state == "down", f"the link of {self.name} is {state}"
@@ -46,24 +46,24 @@ class Host:
 
 
 def reason_why_not() -> str:
-    """Why `hosts` would fail here; empty if it would not."""
+    """Returns why `hosts` would fail here; empty if it would work."""
     if shutil.which("ip") is None:
-        return "there is no `ip` command"
+        return "the `ip` command is missing"
     if os.geteuid() != 0:
-        return "network namespaces with links take root"
+        return "network namespaces with links need root"
     probe = f"probe-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if made.returncode:
-        return f"the kernel makes no network namespace: {made.stderr.strip()}"
+        return f"the kernel refuses a network namespace: {made.stderr.strip()}"
     _ip("netns", "delete", probe)
     return ""
 
 
 @contextlib.contextmanager
 def hosts(num_hosts: int) -> Iterator[tuple[Host, ...]]:
-    """`num_hosts` hosts on one network, which are gone when the context is left."""
-    # A test run has networks of its own; names of links have at most 15 characters, and stay for a
-    # moment when their host is gone.
+    """Creates `num_hosts` hosts on one network, and removes them at the end of the context."""
+    # Each test run has its own networks. Names of links have at most 15 characters, and remain in
+    # use for a moment after their host is gone.
     mark = f"{os.getpid() % 0x10000:x}{next(_NETWORKS)}"
     bridge = f"br{mark}"
     network = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"

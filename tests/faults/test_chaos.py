@@ -1,11 +1,11 @@
-"""A short `python -m tests.chaos` of each strategy: what must hold however it is disturbed."""
+"""A short `python -m tests.chaos` of each strategy: promises that hold after any fault."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.__main__ import ASYNC, SYNC, flags_for
-from tests.chaos.chaos import check_counts, check_same, check_whole, disturb, outcomes
+from tests.chaos.chaos import check_complete, check_counts, check_same, disturb, outcomes
 from tests.chaos.faults import Fault
 from tests.cluster.runs import TOPOLOGIES, Topology, train
 
@@ -20,7 +20,7 @@ PLANS = {
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("topology", PLANS, ids=str)
-def test_disturbed_run_finishes_with_nothing_lost_torn_or_left(
+def test_disturbed_run_finishes_with_nothing_lost_damaged_or_left(
     topology: Topology, digits: Path, tmp_path: Path
 ) -> None:
     faults = []
@@ -33,7 +33,7 @@ def test_disturbed_run_finishes_with_nothing_lost_torn_or_left(
     story = disturb(topology, tmp_path / "run", (*flags, "--max_restarts=3"), faults)
 
     assert len(story.events) == len(faults), "the run was over before its faults"
-    check_whole(story, num_steps)
+    check_complete(story, num_steps)
     if topology == ASYNC:
         check_counts(story)
     else:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from strategies.cluster import Cluster, Task, local_cluster
-from strategies.ports import free_ports
+from strategies.cluster.ports import free_ports
+from strategies.cluster.tf_config import Cluster, Task, local_cluster
 from tests.cluster.runs import (
     TOPOLOGIES,
     Process,
@@ -50,18 +50,18 @@ def assert_same_weights(left: Run, right: Run) -> None:
     assert [key for key in ours if ours[key].tobytes() != theirs[key].tobytes()] == []
 
 
-def whole_steps(model_dir: Path) -> list[int]:
-    """The steps of checkpoints that are finished."""
+def complete_steps(model_dir: Path) -> list[int]:
+    """The steps of complete checkpoints."""
     marks = model_dir.glob("checkpoints/step-*/checkpoint.json")
     return sorted(int(mark.parent.name.partition("-")[2]) for mark in marks)
 
 
 @contextlib.contextmanager
 def mounted(*command: str, at: Path) -> Iterator[None]:
-    """Something is mounted at `at`; skips the test where this user may not do that."""
+    """Mounts a file system at `at` while the context lasts; skips the test without that right."""
     result = subprocess.run(["mount", *command, str(at)], capture_output=True, text=True)
     if result.returncode:
-        pytest.skip(f"needs leave to mount: {result.stderr.strip()}")
+        pytest.skip(f"needs the right to mount: {result.stderr.strip()}")
     try:
         yield
     finally:
@@ -103,7 +103,7 @@ def read_only_disk(process: Process) -> Iterator[None]:
 
 @contextlib.contextmanager
 def limited_files(process: Process) -> Iterator[None]:
-    """No file of the run may be as large as its variables. Needs no leave."""
+    """No file of the run may be as large as its variables. Needs no special right."""
     former = resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, (LIMIT_BYTES, former[1]))
     try:
@@ -148,20 +148,22 @@ def test_run_outlives_a_disk_that_takes_no_checkpoint_for_a_while(
     # More reports than fit into what is left of a block.
     often = ("--config.log_every_steps=1", "--config.pause_secs=0.03")
     with start(ALONE, model_dir, *flags, *often) as process:
-        process.wait_until(lambda: len(whole_steps(model_dir)) > 1, "checkpoints")
+        process.wait_until(lambda: len(complete_steps(model_dir)) > 1, "checkpoints")
         with fault(process):
             process.wait_until(
                 lambda: process.warned("could not be written") > 2, "saves that fail"
             )
-            good = whole_steps(model_dir)
-            assert len(good) > 1, "a good checkpoint was deleted for a bad one"
-        process.wait_until(lambda: whole_steps(model_dir)[-1] > good[-1], "a save, tried again")
+            before = complete_steps(model_dir)
+            assert len(before) > 1, "a complete checkpoint was deleted for an incomplete one"
+        process.wait_until(
+            lambda: complete_steps(model_dir)[-1] > before[-1], "a save, tried again"
+        )
         run = process.wait()
         assert run.exit_code == 0, process.output()
     reasons = re.findall(r"step-0*(\d+) could not be written: .*", run.stderr)
     assert len(reasons) > 2
     assert FAULTS[fault] in run.stderr
-    assert not set(map(int, reasons)) & set(good)
+    assert not set(map(int, reasons)) & set(before)
     assert "Traceback" not in run.stderr
     assert all((path / "checkpoint.json").exists() for path in model_dir.glob("checkpoints/*"))
     assert_same_weights(run, undisturbed)
@@ -181,33 +183,33 @@ def test_run_whose_last_state_cannot_be_saved_says_so_and_finishes_when_there_is
 ) -> None:
     model_dir = small_disk / "run"
     with start(ALONE, model_dir, *flags) as process:
-        process.wait_until(lambda: len(whole_steps(model_dir)) > 1, "checkpoints")
+        process.wait_until(lambda: len(complete_steps(model_dir)) > 1, "checkpoints")
         with full_disk(process):
-            good = whole_steps(model_dir)
+            before = complete_steps(model_dir)
             run = process.wait()
             assert run.exit_code == 75, process.output()
             assert "Step 300 could not be saved" in run.stderr
             assert "Traceback" not in run.stderr
-            assert whole_steps(model_dir)[-1] >= good[-1]
-            assert whole_steps(model_dir)[-1] < STEPS
+            assert complete_steps(model_dir)[-1] >= before[-1]
+            assert complete_steps(model_dir)[-1] < STEPS
             assert not (model_dir / "result.json").exists()
             with start(ALONE, model_dir, *flags) as process:
                 refused = process.wait()
                 assert refused.exit_code == 2, process.output()
             assert "on a disk with room" in refused.stderr
 
-    whole = train(ALONE, model_dir, *flags)
-    assert whole.result["step"] == STEPS
-    assert_same_weights(whole, undisturbed)
+    complete = train(ALONE, model_dir, *flags)
+    assert complete.result["step"] == STEPS
+    assert_same_weights(complete, undisturbed)
 
 
 def test_all_tasks_end_with_75_where_the_chief_cannot_save_the_last_step(
     flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     topology = TOPOLOGIES["multiworker-2"]
-    unmended = (*flags, "--train_steps=100", "--max_restarts=0")
-    with start(topology, tmp_path, *unmended) as process:
-        process.wait_until(lambda: bool(whole_steps(tmp_path)), "a checkpoint")
+    without_restarts = (*flags, "--train_steps=100", "--max_restarts=0")
+    with start(topology, tmp_path, *without_restarts) as process:
+        process.wait_until(lambda: bool(complete_steps(tmp_path)), "a checkpoint")
         chief = process.task("worker 0").pid
         former = resource.prlimit(chief, resource.RLIMIT_FSIZE)
         resource.prlimit(chief, resource.RLIMIT_FSIZE, (LIMIT_BYTES, former[1]))
@@ -216,19 +218,19 @@ def test_all_tasks_end_with_75_where_the_chief_cannot_save_the_last_step(
     assert "Step 100 could not be saved" in run.stdout + run.stderr
     assert run.result["exit_code"] == 75
     assert "could not be saved" in run.result["why"]
-    assert max(whole_steps(tmp_path)) < 100
+    assert max(complete_steps(tmp_path)) < 100
 
-    whole = train(topology, tmp_path, *flags, "--train_steps=100")
-    assert whole.result["step"] == 100
+    complete = train(topology, tmp_path, *flags, "--train_steps=100")
+    assert complete.result["step"] == 100
 
 
-def test_run_killed_in_the_middle_of_a_write_goes_on_from_the_checkpoint_before(
+def test_run_killed_in_the_middle_of_a_write_resumes_from_the_checkpoint_before(
     flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     wide = (*flags, "--config.units=6000", "--train_steps=100")
 
-    def torn() -> list[Path]:
-        """The newest, if it has files, but no mark. (Older ones lose theirs, and are removed.)"""
+    def half_written() -> list[Path]:
+        """The newest checkpoint, if it has files but no mark. (Older ones may be in removal.)"""
         newest = max(tmp_path.glob("checkpoints/step-*"))
         with contextlib.suppress(FileNotFoundError):
             if os.listdir(newest) and not (newest / "checkpoint.json").exists():
@@ -236,24 +238,24 @@ def test_run_killed_in_the_middle_of_a_write_goes_on_from_the_checkpoint_before(
         return []
 
     with start(ALONE, tmp_path, *wide) as process:
-        process.wait_until(lambda: bool(whole_steps(tmp_path)), "a checkpoint")
+        process.wait_until(lambda: bool(complete_steps(tmp_path)), "a checkpoint")
         deadline = time.monotonic() + 60
         while True:
             assert time.monotonic() < deadline, "was never seen in the middle of a write"
-            if torn():
+            if half_written():
                 process.send(signal.SIGSTOP)
-                if torn():
+                if half_written():
                     break
                 process.send(signal.SIGCONT)
-        (half_written,) = torn()
-        before = whole_steps(tmp_path)
+        (damaged,) = half_written()
+        before = complete_steps(tmp_path)
         process.send(signal.SIGKILL)
         assert process.wait_alone().exit_code == -signal.SIGKILL
-    assert torn() == [half_written]
+    assert half_written() == [damaged]
 
     run = train(ALONE, tmp_path, *wide)
-    assert f"going on from step {before[-1]}\n" in run.stdout
-    assert half_written.name in run.stderr
+    assert f"resuming from step {before[-1]}\n" in run.stdout
+    assert damaged.name in run.stderr
     undisturbed = train(ALONE, tmp_path / "undisturbed", *wide, "--config.pause_secs=0")
     assert_same_weights(run, undisturbed)
     assert_nothing_left(tmp_path)
@@ -275,8 +277,8 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     data.write_bytes(content)
     run = train(topology, tmp_path / "damaged", *quick, "--train_steps=60")
     output = run.stdout + run.stderr
-    assert f"{newest} is not whole: {data.name} has another checksum" in output
-    assert "going on from step 40\n" in run.stdout
+    assert f"{newest} is not complete: {data.name} has another checksum" in output
+    assert "resuming from step 40\n" in run.stdout
     assert_same_weights(run, undisturbed)
     assert json.loads((newest / "checkpoint.json").read_text())["step"] == 60
 

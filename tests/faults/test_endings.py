@@ -1,7 +1,7 @@
-"""However a local cluster comes to its end, no process of it is left.
+"""No process of a local cluster is left, however the cluster ends.
 
-Of stand-ins that take no time to start, so that there can be many endings: `TRAINER_ENDINGS`. Half
-of the tasks ignore SIGTERM, and each has a child of its own.
+The tasks are stand-ins that start fast, so that many endings can be tried: `TRAINER_ENDINGS`. Half
+of the tasks ignore SIGTERM, and each has a child process.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainer.isolation import IsolationError, open_namespace
+from trainer.local.network_namespace import IsolationError, open_namespace
 
 ROOT = Path(__file__).parents[2]
 ENDINGS = int(os.environ.get("TRAINER_ENDINGS", "8"))
 MARK = "TRAINER_TEST_ENDING"
 LAUNCHER = """
 import contextlib, sys
-from strategies.cluster import local_cluster
-from trainer.isolation import open_namespace
-from trainer.launch import LocalCluster
-from trainer.restarts import Restarts
+from strategies.cluster.tf_config import local_cluster
+from trainer.local.network_namespace import open_namespace
+from trainer.local.launcher import LocalCluster
+from trainer.local.restarts import Restarts
 strategy, isolate, model_dir, *command = sys.argv[1:]
 cluster = local_cluster(strategy, 2, 1)
 restarts = Restarts(2, lambda: (0, 0))
@@ -45,8 +45,8 @@ sys.exit(report.exit_code)
 """
 TASK = """
 import os, random, signal, subprocess, sys, time
-from trainer.lifeline import watch_lifeline
-watch_lifeline()
+from trainer.local.parent_watch import watch_parent
+watch_parent()
 open(f"{os.environ['READY_DIR']}/{os.getpid()}", "w").close()
 subprocess.Popen(["sleep", "600"])
 if random.random() < 0.5:
@@ -97,7 +97,7 @@ def test_random_endings_leave_no_process(tmp_path: Path) -> None:
             if members:
                 signum = chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
                 victim = chance.choice(members)
-                # Stopped before it has begun to watch, it would outlive a killed launcher.
+                # A task stopped before its parent watch runs would outlive a killed launcher.
                 is_ready = (tmp_path / str(victim.pid)).exists()
                 if signum != signal.SIGSTOP or is_ready:
                     with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Hosts with addresses of their own: late ones, other versions, and links that go down."""
+"""Hosts with their own addresses: a late host, and links that go down, some of them for good."""
 
 import contextlib
 import signal
@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from strategies.cluster import Cluster, Task
+from strategies.cluster.tf_config import Cluster, Task
 from tests.cluster.runs import Tasks, by_hand, read_metrics
 from tests.faults.hosts import Host, hosts, reason_why_not
 
-pytestmark = pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "they can")
+pytestmark = pytest.mark.skipif(
+    bool(reason_why_not()), reason=reason_why_not() or "hosts can be made"
+)
 
 SLOW = ("--config=tests/cluster/configs/slow.py", "--num_threads=1")
 # A task may be silent for half of it.
@@ -70,11 +72,11 @@ def test_three_hosts_train_together_and_outlive_or_resume_after_a_short_cut(
             time.sleep(5)
         runs = tasks.wait(0, 75)
         codes = {run.exit_code for run in runs.values()}
-        assert len(codes) == 1, "some would go on without the others"
+        assert len(codes) == 1, "some tasks would continue without the others"
         if codes == {75}:
             tasks.start_all()
             runs = tasks.wait(0)
-            assert "going on from step" in runs["worker 0"].stdout
+            assert "resuming from step" in runs["worker 0"].stdout
     assert runs["worker 0"].result["step"] == 300
 
 
@@ -92,7 +94,7 @@ def test_workers_end_with_75_when_one_is_cut_off_for_good(
             assert time.monotonic() - began < END_SECS
 
 
-def test_parameter_servers_go_on_without_a_worker_that_is_cut_off_until_it_is_back(
+def test_parameter_servers_continue_without_a_worker_that_is_cut_off_until_it_is_back(
     three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
 ) -> None:
     cluster, commands = ps_and_workers_on(three_hosts)
@@ -107,7 +109,7 @@ def test_parameter_servers_go_on_without_a_worker_that_is_cut_off_until_it_is_ba
         chief.wait_for_step(40)
         with unreachable(three_hosts[2], tasks, "chief 0"):
             chief.wait_until(lambda: "worker 1" in chief.output(), "word of worker 1")
-            chief.wait_until(lambda: "passes for lost." in chief.output(), "its loss")
+            chief.wait_until(lambda: "is considered lost." in chief.output(), "its loss")
             chief.wait_for_step(read_metrics(tmp_path)[-1]["step"] + 60)
             before = steps_of_worker_1()
         chief.wait_until(lambda: steps_of_worker_1() > before + 20, "steps of worker 1, again")

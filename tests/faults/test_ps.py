@@ -1,10 +1,10 @@
-"""Workers of parameter servers are killed at the worst moment; nothing is lost or mixed up."""
+"""Workers of parameter servers are killed at the worst moment; no gradient is lost or mixed."""
 
 import json
 import signal
 from pathlib import Path
 
-from strategies.cluster import Task, local_cluster
+from strategies.cluster.tf_config import Task, local_cluster
 from tests.cluster.runs import (
     Topology,
     by_hand,
@@ -14,8 +14,8 @@ from tests.cluster.runs import (
     train,
 )
 
-# A ps for each variable: what goes to one travels together. Two threads: one waits in the held
-# gradient, while the other sends the rest.
+# One ps for each variable, because gradients to one ps are sent together. Two threads: one waits
+# in the held gradient, while the other sends the remaining gradients.
 SYNC = Topology(
     "ps-sync-3+2", "ps", ("--workers=3", "--ps=2", "--sync_replicas", "--num_threads=2")
 )
@@ -29,18 +29,18 @@ def test_worker_killed_between_the_gradients_of_two_variables_mixes_nothing(
     hold_dir = tmp_path / "hold"
     hold_dir.mkdir()
     flags = (HELD, f"--data_dir={digits}")
-    # Kept, so that the worker which is started again has to read all examples once more.
+    # With a cache, so that the restarted worker has to read all examples again.
     held = (f"--config.hold_dir={hold_dir}", f"--config.data.cache_bytes={1 << 28}")
     with start(SYNC, tmp_path / "run", *flags, *held) as process:
         process.wait_for_step(10)
         hold = hold_dir / "hold-1"
         hold.touch()
         staged = hold_dir / "staged.json"
-        process.wait_until(staged.exists, "a gradient that is half there")
+        process.wait_until(staged.exists, "a gradient of which one variable has arrived")
         # The fault is where it should be: one variable's gradient is there, the other's is not.
         assert json.loads(staged.read_text()) == {
             "bias_is_there": False,
-            "is_tagged_alike": False,
+            "has_equal_tags": False,
         }
         process.task("worker 1").kill()
         hold.unlink()
@@ -56,10 +56,12 @@ def test_worker_killed_between_the_gradients_of_two_variables_mixes_nothing(
     assert largest_difference(run.variables(), undisturbed.variables()) == 0
 
 
-def test_worker_killed_in_a_long_shift_changes_no_weight(digits: Path, tmp_path: Path) -> None:
-    """In calls of 40 rounds an iteration of a shift has several shares, and the last are skipped.
+def test_worker_killed_in_a_long_worker_loop_changes_no_weight(
+    digits: Path, tmp_path: Path
+) -> None:
+    """Calls of 40 rounds: an iteration of a worker loop has several assignments, the last skipped.
 
-    Unless rounds take so long on this machine that the calls stay shorter.
+    On a machine with very slow rounds the calls stay shorter.
     """
     calls = ("--config.steps_per_call=40", "--config.log_every_steps=40")
     flags = (HELD, f"--data_dir={digits}", "--train_steps=1000", *calls)
@@ -88,23 +90,23 @@ def test_killed_async_worker_is_counted_exactly_and_trains_again_after_its_resta
     flags = (*held, f"--data_dir={digits}", "--num_threads=1", "--config.log_every_steps=50")
     killed = Task("worker", 1)
 
-    def steps_of_the_killed() -> int:
+    def steps_of_killed_worker() -> int:
         reports = read_metrics(model_dir)
         return int(reports[-1]["worker_steps"]["worker 1"]) if reports else 0
 
     with by_hand(cluster, model_dir, *flags) as tasks:
         tasks.start_all()
         chief = tasks["chief 0"]
-        chief.wait_until(lambda: steps_of_the_killed() > 0, "a step of worker 1")
+        chief.wait_until(lambda: steps_of_killed_worker() > 0, "a step of worker 1")
         (hold_dir / "hold-1").touch()
         chief.wait_until((hold_dir / "weight-1").exists, "worker 1 in the middle of a step")
         tasks["worker 1"].send(signal.SIGKILL)
         assert tasks["worker 1"].wait_alone().exit_code == -signal.SIGKILL
         (hold_dir / "hold-1").unlink()
-        before = steps_of_the_killed()
+        before = steps_of_killed_worker()
         tasks.start(killed)
-        # More than what it did before it was killed and was not reported yet.
-        chief.wait_until(lambda: steps_of_the_killed() > before + 40, "steps of worker 1, again")
+        # More than the steps before its death that were not reported yet.
+        chief.wait_until(lambda: steps_of_killed_worker() > before + 40, "steps of worker 1, again")
         (hold_dir / "pause").unlink()
         run = tasks.wait()["chief 0"]
 

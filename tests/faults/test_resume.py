@@ -1,4 +1,4 @@
-"""Runs that are killed at a random moment, and runs that go on with another number of workers.
+"""Runs that are killed at a random moment, and runs that resume with other numbers of workers.
 
 `TRAINER_KILLS` says at how many moments a run is killed; the seed is in the test's name.
 """
@@ -48,7 +48,7 @@ def undisturbed(
 
 
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_run_killed_at_a_random_moment_ends_bit_for_bit_as_one_that_was_not(
+def test_run_killed_at_a_random_moment_ends_bit_for_bit_as_an_undisturbed_one(
     seed: int, topology: Topology, flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
 ) -> None:
     chance = random.Random(f"{topology} {seed}")
@@ -87,8 +87,8 @@ def test_epoch_begun_by_two_workers_is_finished_by_any_number(
         model_dir = tmp_path / str(num_workers)
         shutil.copytree(tmp_path / "half", model_dir)
         resized = Topology("", "multiworker", (f"--workers={num_workers}", "--num_threads=1"))
-        whole = train(resized, model_dir, *flags, f"--train_steps={num_batches}")
-        sum_of_rest = round(whole.metrics("train")[-1]["number"] * (num_batches - 12) * 32)
-        assert sum_of_half + sum_of_rest == sum(range(NUM_NUMBERED)), "not each example once"
-        # The same batches, or the weights would be others.
-        assert largest_difference(alone.weights(), whole.weights()) < 1e-5
+        finished = train(resized, model_dir, *flags, f"--train_steps={num_batches}")
+        sum_after_resume = round(finished.metrics("train")[-1]["number"] * (num_batches - 12) * 32)
+        assert sum_of_half + sum_after_resume == sum(range(NUM_NUMBERED)), "not each example once"
+        # The weights show that the batches were the same.
+        assert largest_difference(alone.weights(), finished.weights()) < 1e-5

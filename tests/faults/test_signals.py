@@ -1,6 +1,6 @@
 """SIGTERM to one task that is not the chief: the run is saved, and all tasks end with 75.
 
-That of the chief, which a launcher passes on, is in tests/cluster/test_interrupt.
+tests/cluster/test_interrupt.py tests the chief, to which a launcher passes the signal on.
 """
 
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strategies.cluster import local_cluster
+from strategies.cluster.tf_config import local_cluster
 from tests.cluster.runs import by_hand
 
 SLOW = "--config=tests/cluster/configs/slow.py"
@@ -23,7 +23,7 @@ SLOW = "--config=tests/cluster/configs/slow.py"
     ],
     ids=str,
 )
-def test_task_that_is_asked_to_end_stops_the_run_with_its_state_saved(
+def test_sigterm_to_one_task_stops_the_run_with_its_state_saved(
     strategy: str, asked: str, digits: Path, tmp_path: Path
 ) -> None:
     cluster = local_cluster(strategy, 2, 1)

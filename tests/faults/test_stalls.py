@@ -9,18 +9,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from strategies.cluster import local_cluster
+from strategies.cluster.tf_config import local_cluster
 from tests.cluster.runs import Process, Tasks, by_hand, read_metrics
 
 SLOW = "--config=tests/cluster/configs/slow.py"
-# Of which a peer may be silent for half.
+# A peer may be silent for half of it.
 STALL_SECS = 12
 STALLS = f"--stall_timeout_secs={STALL_SECS}"
 
 
 @contextlib.contextmanager
 def stopped(process: Process) -> Iterator[None]:
-    """The process stands still, which is proved, while the context lasts."""
+    """Stops the process while the context lasts, and checks that it is stopped."""
     process.send(signal.SIGSTOP)
     deadline = time.monotonic() + 10
     while psutil.Process(process.popen.pid).status() != psutil.STATUS_STOPPED:
@@ -36,7 +36,7 @@ def last_step(tasks: Tasks) -> int:
     return int(read_metrics(tasks["chief 0"].model_dir)[-1]["step"])
 
 
-# With a bound, somebody has the lock most of the time: perhaps the one that stands still.
+# With a bound, a worker holds the lock most of the time, perhaps the stopped one.
 BOUNDED = (
     "--config=tests/cluster/configs/counting.py",
     "--config.apply_ms=20",
@@ -54,7 +54,7 @@ BOUNDED = (
     ],
     ids=["sync", "async"],
 )
-def test_workers_go_on_without_one_that_stands_still_and_it_may_return(
+def test_workers_continue_without_an_unresponsive_worker_which_may_return(
     mode: tuple[str, ...], digits: Path, tmp_path: Path
 ) -> None:
     cluster = local_cluster("ps", 2, 1)
@@ -63,10 +63,10 @@ def test_workers_go_on_without_one_that_stands_still_and_it_may_return(
         tasks.start_all()
         chief = tasks["chief 0"]
         # Not the first report: for what the chief does for the first time TensorFlow registers
-        # functions with all tasks, and one that stands still then ends the run with 75.
+        # functions with all tasks, and an unresponsive task then ends the run with 75.
         chief.wait_for_step(40)
         with stopped(tasks["worker 1"]):
-            chief.wait_until(lambda: "passes for lost." in chief.output(), "word of the silence")
+            chief.wait_until(lambda: "is considered lost." in chief.output(), "word of the silence")
             chief.wait_for_step(last_step(tasks) + 100)
             before = read_metrics(tmp_path)[-1]["worker_steps"]["worker 1"]
         chief.wait_until(
@@ -86,7 +86,7 @@ def test_workers_go_on_without_one_that_stands_still_and_it_may_return(
 @pytest.mark.parametrize(
     ("strategy", "still"), [("ps", "ps 0"), ("multiworker", "worker 1")], ids=str
 )
-def test_run_that_cannot_go_on_without_a_task_that_stands_still_ends_with_75(
+def test_run_that_needs_an_unresponsive_task_ends_with_75(
     strategy: str, still: str, digits: Path, tmp_path: Path
 ) -> None:
     cluster = local_cluster(strategy, 2, 1)

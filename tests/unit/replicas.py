@@ -1,25 +1,31 @@
-"""The replicas of the unit tests, on logical CPUs."""
+"""Replicas for unit tests, on logical CPUs."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
-from strategies.wire import Wire
+from strategies.base import Batch
+from strategies.gradients.all_reduce import all_reduced
+from strategies.gradients.compression import Compression
 from trainer.learner import Learner
 
 
 @functools.cache
-def replicas(num: int) -> Any:
-    """A strategy with `num` replicas, one for all tests of a process.
+def replicas(num: int) -> tf.distribute.Strategy:
+    """A strategy with `num` replicas, the same one for all tests of a process.
 
-    TensorFlow takes the collectives of two such strategies for each other's, and refuses those
-    whose shapes differ.
+    With two such strategies TensorFlow confuses their collectives, and refuses different shapes.
     """
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(num)])
 
 
-def update_of(learner: Learner) -> Callable[[Any], Any]:
-    """A step on a replica's share of a batch, as the mirrored strategies do it."""
-    return functools.partial(Wire().update, learner)
+def update_of(learner: Learner) -> Callable[[Batch], tf.Tensor]:
+    """A step on a replica's part of a batch, as the mirrored strategies do it."""
+
+    def update(batch: Batch) -> tf.Tensor:
+        gradients, metrics = learner.gradients(batch)
+        learner.apply(all_reduced(gradients, Compression()))
+        return metrics
+
+    return update

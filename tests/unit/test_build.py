@@ -1,4 +1,4 @@
-"""What the config says becomes the learner that trains by it."""
+"""The learner that is built follows the config."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.unit.replicas import update_of
 from trainer.build import build_learner, build_model
 from trainer.config import Config, ConfigError, Recipe
 from trainer.learner import Learner
-from trainer.options import ScheduleConfig, WeightDecayConfig
+from trainer.step.options import ScheduleConfig, WeightDecayConfig
 
 
 def layers_of(config: Config) -> keras.Model:
@@ -35,7 +35,7 @@ def recipe(config: Config, **functions: Any) -> Recipe:
 
 
 def step(learner: Learner) -> list[float]:
-    """How far each variable of the model moves in a step."""
+    """The largest change of each variable of the model in a step."""
     before = [np.array(v.value.numpy()) for v in learner.model.variables]
     batch = tf.random.stateless_normal([6, 4], [1, 2]), tf.zeros([6], tf.int64)
     strategy = tf.distribute.get_strategy()
@@ -44,7 +44,7 @@ def step(learner: Learner) -> list[float]:
     return [float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)]
 
 
-def test_frozen_layers_stay_as_they_are_statistics_included() -> None:
+def test_frozen_layers_and_their_statistics_do_not_change() -> None:
     plain = build_learner(recipe(Config(batch_size=6)))
     assert min(step(plain)) > 0
     learner = build_learner(recipe(Config(batch_size=6, freeze="first|norm")))
@@ -65,7 +65,7 @@ def test_pattern_that_freezes_nothing_or_all_is_refused(pattern: str, said: str)
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
-def test_precision_is_that_of_layers_that_are_given_none(precision: str) -> None:
+def test_precision_applies_to_layers_without_a_policy(precision: str) -> None:
     def own(config: Config) -> keras.Model:
         layers = keras.layers
         return keras.Sequential(
@@ -81,7 +81,7 @@ def test_precision_is_that_of_layers_that_are_given_none(precision: str) -> None
     assert (build_learner(made).loss_scale is not None) is (precision == "mixed_float16")
 
 
-def test_policy_that_a_file_sets_is_left_to_it() -> None:
+def test_policy_that_a_config_file_sets_is_kept() -> None:
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         assert build_model(recipe(Config())).layers[-1].compute_dtype == "bfloat16"
@@ -89,26 +89,26 @@ def test_policy_that_a_file_sets_is_left_to_it() -> None:
         keras.config.set_dtype_policy("float32")
 
 
-def test_smoothing_is_refused_where_the_file_has_a_loss_of_its_own() -> None:
+def test_smoothing_with_a_loss_of_the_config_file_is_refused() -> None:
     def loss(labels: Any, outputs: Any) -> Any:
         return outputs[:, 0]
 
     build_learner(recipe(Config(), loss=loss))
-    with pytest.raises(ConfigError, match=r"label_smoothing=0.1 .* here.py has one of its own"):
+    with pytest.raises(ConfigError, match=r"label_smoothing=0.1 .* here.py defines another"):
         build_learner(recipe(Config(label_smoothing=0.1), loss=loss))
 
 
-def test_schedule_beside_one_of_the_optimizers_own_is_refused() -> None:
+def test_two_schedules_are_refused() -> None:
     def own(config: Config) -> keras.Optimizer:
         return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 100))
 
     assert build_learner(recipe(Config(), build_optimizer=own)).learning_rate == pytest.approx(0.1)
     config = Config(schedule=ScheduleConfig(warmup_steps=5))
-    with pytest.raises(ConfigError, match="schedule of its own"):
+    with pytest.raises(ConfigError, match="gives its optimizer a schedule"):
         build_learner(recipe(config, build_optimizer=own))
 
 
-def test_exclusions_from_no_decay_are_refused() -> None:
+def test_exclusions_without_a_weight_decay_are_refused() -> None:
     decay = WeightDecayConfig(exclude="bias")
     build_learner(recipe(Config(optimizer="adamw", weight_decay=decay)))
     with pytest.raises(ConfigError, match=r"weight_decay.exclude='bias' means nothing"):

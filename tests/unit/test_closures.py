@@ -1,4 +1,4 @@
-"""How the steps of one call are cut into closures; what the coordinator gets, and gives back."""
+"""Closures: how the steps of a call are divided, what is scheduled, what is returned."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies.base import PeerLostError
-from strategies.closures import Closure, closure_sizes, fetched, packed, unpacked
+from strategies.ps.closures import Closure, closure_sizes, fetched, packed, unpacked
 
 
 def windows_of(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Windows of these lengths, then of the last one's without end."""
+    """Windows of these lengths, then endless windows of the last length."""
     first = 0
     for length in itertools.chain(lengths, itertools.repeat(lengths[-1])):
         yield first, length
@@ -49,7 +49,7 @@ def test_no_closure_reaches_across_two_windows(
 
 
 @given(st.integers(1, 400), st.integers(1, 9), lengths_of_windows)
-def test_every_worker_has_a_closure_where_there_are_steps_enough(
+def test_each_worker_has_a_closure_if_there_are_enough_steps(
     num_steps: int, num_workers: int, lengths: list[int]
 ) -> None:
     sizes = closure_sizes(num_steps, num_workers, windows_of(lengths))
@@ -57,7 +57,7 @@ def test_every_worker_has_a_closure_where_there_are_steps_enough(
 
 
 class Scheduled:
-    """One that was scheduled, as it answers one fetch after the other."""
+    """A remote value that gives these answers to `fetch`, one after the other."""
 
     def __init__(self, *answers: int | Exception | None) -> None:
         self._answers = list(answers)
@@ -69,7 +69,7 @@ class Scheduled:
         return answer
 
 
-def test_result_that_was_taken_back_is_one_that_was_lost() -> None:
+def test_result_that_the_coordinator_dropped_is_lost() -> None:
     assert fetched(Scheduled(0)) == 0
     with pytest.raises(PeerLostError, match="The result of a worker was lost: no such handle"):
         fetched(Scheduled(None, None, ValueError("no such handle")))
@@ -78,10 +78,10 @@ def test_result_that_was_taken_back_is_one_that_was_lost() -> None:
 
 
 class Coordinator:
-    """Runs at once what is scheduled, and keeps it."""
+    """Runs a function when it is scheduled, and records it."""
 
     def __init__(self) -> None:
-        # Not the default one: what is traced in its scope is another graph than outside.
+        # Not the default strategy: in its scope a function is traced again.
         self.strategy = tf.distribute.OneDeviceStrategy("CPU:0")
         self.scheduled: list[Any] = []
 
@@ -91,7 +91,7 @@ class Coordinator:
             return function(*args)
 
 
-def test_coordinator_is_handed_the_graph_that_it_traced_first() -> None:
+def test_function_is_traced_once_and_then_scheduled_as_a_concrete_function() -> None:
     traced = []
 
     @tf.function(input_signature=[{"gather": tf.TensorSpec([None], tf.int64)}])
@@ -110,7 +110,7 @@ def test_coordinator_is_handed_the_graph_that_it_traced_first() -> None:
         assert others == [function.get_concrete_function()] * 2
 
 
-def test_what_is_packed_comes_back() -> None:
+def test_unpacked_inverts_packed() -> None:
     sums = tf.constant([[0.1, 300.0], [1e-9, 2.0**40]], tf.float64)
     ages = tf.constant([0, -1, 2**40], tf.int64)
     result = packed(sums, tf.constant(7, tf.int64), ages).numpy()

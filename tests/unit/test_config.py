@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,8 @@ def write(path: Path, text: str) -> str:
 
 
 def test_recipe_has_all_that_its_file_defines(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path / "mine.py", WHOLE))
+    # Any: the functions of this file have other types than a real recipe's.
+    recipe: Any = load_recipe(write(tmp_path / "mine.py", WHOLE))
     assert flatten(recipe.config)["width"] == 5
     assert recipe.config.batch_size == 7
     assert recipe.build_model(recipe.config) == 5
@@ -62,7 +64,7 @@ def test_recipe_has_all_that_its_file_defines(tmp_path: Path) -> None:
     assert recipe.build_hooks(recipe.config, "dir") == ["dir"]
 
 
-def test_given_config_takes_the_place_of_the_files_own(tmp_path: Path) -> None:
+def test_given_config_replaces_the_config_of_the_file(tmp_path: Path) -> None:
     config = Config(seed=9)
     assert load_recipe(write(tmp_path / "mine.py", WHOLE), config).config is config
 
@@ -86,7 +88,7 @@ def test_shipped_configs_pass_their_own_checks(path: Path) -> None:
         ("def f(:", "line 1"),
     ],
 )
-def test_file_that_is_no_recipe_is_explained(text: str, part: str, tmp_path: Path) -> None:
+def test_invalid_config_file_is_explained(text: str, part: str, tmp_path: Path) -> None:
     path = write(tmp_path / "mine.py", text)
     with pytest.raises(ConfigError) as error:
         load_recipe(path)
@@ -100,8 +102,7 @@ def test_missing_file_is_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "field",
-    ["batch_size", "train_steps", "steps_per_call", "log_every_steps", "keep_checkpoints"],
+    "field", ["batch_size", "train_steps", "steps_per_call", "log_every_steps", "keep_checkpoints"]
 )
 def test_counts_below_one_are_refused(field: str) -> None:
     config = Config(batch_size=1)
@@ -124,7 +125,7 @@ def test_lanes_must_divide_the_batch() -> None:
         check(Config(batch_size=64, data=DataConfig(lanes=10)))
 
 
-def test_going_back_from_a_nan_needs_checkpoints() -> None:
+def test_recovery_from_a_nan_needs_checkpoints() -> None:
     check(Config(recover_from_nan=2))
     with pytest.raises(ConfigError, match="recover_from_nan=2 needs checkpoints"):
         check(Config(recover_from_nan=2, checkpoint_every_steps=0))
@@ -144,18 +145,24 @@ def test_fields_are_named_as_on_the_command_line() -> None:
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [
-        ("batchsize", "batch_size"),
-        ("data.lane", "data.lanes"),
-        ("learningrate", "learning_rate"),
-    ],
+    [("batchsize", "batch_size"), ("data.lane", "data.lanes"), ("learningrate", "learning_rate")],
 )
-def test_unknown_field_is_answered_with_the_nearest(name: str, nearest: str) -> None:
+def test_message_for_an_unknown_field_names_the_nearest(name: str, nearest: str) -> None:
     message = explain_unknown_field(name, Config())
     assert repr(name) in message
     assert f"--config.{nearest}?" in message
 
 
-def test_unknown_field_like_no_other_is_answered_with_all() -> None:
+def test_unknown_field_without_a_near_match_lists_all_fields() -> None:
     message = explain_unknown_field("xyzzy", Config())
     assert all(name in message for name in flatten(Config()))
+
+
+def test_bounds_hold_for_a_field_that_a_config_file_declares_again() -> None:
+    @dataclasses.dataclass
+    class Mine(Config):
+        batch_size: int = 128
+
+    check(Mine())
+    with pytest.raises(ConfigError, match="batch_size must be at least 1"):
+        check(Mine(batch_size=0))

@@ -54,7 +54,7 @@ def test_steps_that_do_not_tell_all_costs_are_refused() -> None:
         cost_model.fit(without_ring, CORES)
 
 
-def test_a_ring_sends_both_ways_and_two_workers_what_is_small_once() -> None:
+def test_ring_sends_each_part_twice_around() -> None:
     assert [cost_model.ring_messages(n) for n in (2, 3, 4, 10)] == [1, 4, 6, 18]
     assert cost_model.ring_messages(2, num_bytes=100e6) == 2
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import crc
-from data.ranges import Buffers
+from data.tfrecord import crc
+from data.tfrecord.byte_ranges import Buffers
 
 
 def frames_of(messages: list[bytes]) -> np.ndarray:
@@ -32,16 +32,16 @@ def equal_messages(draw: st.DrawFn) -> list[bytes]:
 
 
 @given(messages=equal_messages(), data=st.data())
-def test_frames_are_whole_as_written_and_not_with_any_bit_flipped(
+def test_frames_are_complete_as_written_and_not_with_any_bit_flipped(
     messages: list[bytes], data: st.DataObject
 ) -> None:
     frames = frames_of(messages)
-    assert crc.whole_frames(frames)
+    assert crc.are_complete(frames)
     order = data.draw(st.permutations(range(len(frames))))
-    assert crc.whole_frames(frames[order])
+    assert crc.are_complete(frames[order])
     bit = data.draw(st.integers(0, frames.size * 8 - 1))
     frames.reshape(-1)[bit // 8] ^= 1 << bit % 8
-    assert not crc.whole_frames(frames)
+    assert not crc.are_complete(frames)
 
 
 def test_damage_of_two_records_does_not_cancel_out() -> None:
@@ -53,7 +53,7 @@ def test_damage_of_two_records_does_not_cancel_out() -> None:
         change = random.integers(1, 256, dtype=np.uint8)
         for record in random.choice(300, 2, replace=False):
             damaged[record, 15] ^= change
-        assert not crc.whole_frames(damaged)
+        assert not crc.are_complete(damaged)
 
 
 @given(values=st.lists(st.integers(0, 2**32 - 1), min_size=1))

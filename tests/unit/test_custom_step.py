@@ -93,7 +93,7 @@ def test_uneven_replicas_end_in_the_weights_of_one(recipe: Recipe) -> None:
         np.testing.assert_allclose(left, right, atol=1e-5)
 
 
-def test_networks_have_slots_of_their_own_and_checkpoints_have_both(recipe: Recipe) -> None:
+def test_each_network_has_its_slots_and_checkpoints_have_both(recipe: Recipe) -> None:
     learner = build_learner(recipe)
     sizes = [int(np.prod(v.shape)) for v in learner.optimizer.variables[2:]]
     of_generator = learner.model.get_layer("generator").count_params()
@@ -101,18 +101,18 @@ def test_networks_have_slots_of_their_own_and_checkpoints_have_both(recipe: Reci
     of_critic = sum(
         int(np.prod(v.shape)) for v in learner.model.get_layer("critic").trainable_variables
     )
-    kept = learner.state["critic_optimizer"]
-    assert sum(int(np.prod(v.shape)) for v in kept[2:]) == 2 * of_critic
+    variables = learner.state["critic_optimizer"]
+    assert sum(int(np.prod(v.shape)) for v in variables[2:]) == 2 * of_critic
 
 
-def test_what_is_no_learner_is_refused(recipe: Recipe) -> None:
+def test_other_object_than_a_learner_is_refused(recipe: Recipe) -> None:
     wrong = dataclasses.replace(recipe, build_learner=lambda config, **parts: parts["model"])
     with pytest.raises(ConfigError, match=r"build_learner\(\) of .* returned Functional"):
         build_learner(wrong)
 
 
 @pytest.mark.parametrize(("group", "name"), [("", "micro_batches"), ("penalty", "l2")])
-def test_option_that_own_gradients_would_ignore_is_refused(
+def test_option_that_an_overridden_gradients_would_ignore_is_refused(
     recipe: Recipe, group: str, name: str
 ) -> None:
     holder = getattr(recipe.config, group) if group else recipe.config
@@ -123,7 +123,7 @@ def test_option_that_own_gradients_would_ignore_is_refused(
     assert type(build_learner(plain)) is Learner
 
 
-def test_options_of_the_change_hold_for_both_networks(recipe: Recipe) -> None:
+def test_options_of_apply_hold_for_both_networks(recipe: Recipe) -> None:
     recipe.config.clip.global_norm = 1e-12
     recipe.config.ema.decay = 0.5
     assert isinstance(recipe.config, Config)

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data import damage, records, writing
-from data.files import DataError
+from data.disk_reader import DiskReader
 from data.order import Order
-from data.pipeline import Reader
-from tests.unit.test_records import flip
+from data.prepare import writing
+from data.reader import Reader
+from data.system.files import DataError
+from data.tfrecord import damage
+from data.tfrecord import split as records
+from data.tickets import DiskTickets
+from tests.unit.test_split import flip
 
 NUM_EXAMPLES = 6000
 RECORD_BYTES = 46
@@ -54,9 +58,13 @@ def numbers_read(split: records.Split, num_epochs: int = 1) -> list[int]:
 
     reader = Reader(split, order, parse, num_threads=2)
     num_batches = -(-num_epochs * split.num_examples // 50)
-    read = [labels for _, labels in reader.batches(0, range(10), num_batches).as_numpy_iterator()]
-    ticket = {name: tf.constant(value) for name, value in reader.ticket(0, 3).items()}
-    assert np.array_equal(reader.parse_ticket(ticket)[1], read[:3]), "tickets read the same"
+    read = [
+        labels
+        for _, labels in DiskReader(reader).batches(0, range(10), num_batches).as_numpy_iterator()
+    ]
+    source = DiskTickets(reader)
+    ticket = {name: tf.constant(value) for name, value in source.ticket(0, 3).items()}
+    assert np.array_equal(source.parse_ticket(ticket)[1], read[:3]), "tickets read the same"
     in_epochs = order.positions(0, num_batches) < num_epochs * split.num_examples
     numbers: list[int] = np.stack(read)[in_epochs].tolist()
     return numbers

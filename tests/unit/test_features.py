@@ -10,7 +10,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from data.features import Features, default_parse, from_bytes, image_raw_parse, read_features
-from data.files import DataError
+from data.system.files import DataError
 
 
 def written(

@@ -14,23 +14,20 @@ import pytest
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
 
-from data.records import Split
+from data.tfrecord.split import Split
 from tests.unit.toy import NUM_EXAMPLES, Toy, file_size_limit, write_split
-from trainer.hooks import (
-    EarlyStop,
-    Evaluate,
-    Export,
-    Histograms,
-    Hook,
-    NonFiniteLossError,
-    Report,
-    SaveCheckpoint,
-    StopOnNonFinite,
-)
+from trainer.hooks.base import Hook
+from trainer.hooks.evaluate import EarlyStop, Evaluate
+from trainer.hooks.export import Export
+from trainer.hooks.finite import NonFiniteLossError, StopOnNonFinite
+from trainer.hooks.inspect import Histograms
+from trainer.hooks.report import Report
+from trainer.hooks.save import SaveCheckpoint
+from trainer.hooks.writers import Console, JsonLines, Lossy, TensorBoard, Writer
 from trainer.inputs import batch_at
 from trainer.loop import train
-from trainer.options import EarlyStoppingConfig
-from trainer.writers import Console, JsonLines, Lossy, TensorBoard
+from trainer.step.loss_scale import LossScale
+from trainer.step.options import EarlyStoppingConfig, LossScaleConfig
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +35,8 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
     return write_split(tmp_path_factory.mktemp("toy"))
 
 
-class Kept:
-    """A writer that keeps what it was given."""
+class Recorded(Writer):
+    """A writer that records its reports."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[int, str, Any]] = []
@@ -55,24 +52,24 @@ def run(toy: Toy, hooks: Sequence[Hook], steps: int) -> int:
 def test_report_is_of_the_steps_since_the_last_one(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path)
     toy.start()
-    kept = Kept()
+    recorded = Recorded()
     seconds = iter([100.0, 102.0, 106.0, 107.0])
     report = Report(
         toy.executor,
         toy.learner,
-        [kept],
+        [recorded],
         every_steps=4,
         last_step=9,
         order=toy.reader.order,
         clock=lambda: next(seconds),
     )
     run(toy, [report], 9)
-    assert [(step, name) for step, name, _ in kept.reports] == [
+    assert [(step, name) for step, name, _ in recorded.reports] == [
         (4, "train"),
         (8, "train"),
         (9, "train"),
     ]
-    values = [values for _, _, values in kept.reports]
+    values = [values for _, _, values in recorded.reports]
     assert [v["examples"] for v in values] == [32, 64, 72]
     assert [v["steps_per_sec"] for v in values] == [2.0, 1.0, 1.0]
     assert [v["examples_per_sec"] for v in values] == [16.0, 8.0, 8.0]
@@ -86,11 +83,11 @@ def test_evaluation_counts_each_example_once_and_keeps_the_best(
 ) -> None:
     toy = Toy(split, tmp_path, optimizer=keras.optimizers.SGD(0.5))
     toy.start()
-    kept = Kept()
+    recorded = Recorded()
     evaluate = Evaluate(
         toy.executor,
         toy.learner,
-        [kept],
+        [recorded],
         every_steps=10,
         last_step=25,
         best_metric="loss",
@@ -98,16 +95,16 @@ def test_evaluation_counts_each_example_once_and_keeps_the_best(
         position=lambda: toy.executor.position,
     )
     run(toy, [evaluate], 25)
-    assert [step for step, _, _ in kept.reports] == [10, 20, 25]
-    assert all(values["examples"] == NUM_EXAMPLES for _, _, values in kept.reports)
-    losses = {step: values["loss"] for step, _, values in kept.reports}
+    assert [step for step, _, _ in recorded.reports] == [10, 20, 25]
+    assert all(values["examples"] == NUM_EXAMPLES for _, _, values in recorded.reports)
+    losses = {step: values["loss"] for step, _, values in recorded.reports}
     best = min(losses, key=lambda step: losses[step])
     toy.checkpointer.wait()
     assert toy.checkpoints() == [f"best-{best:08d}"]
     assert evaluate.latest["loss"] == losses[25]
 
 
-def test_interrupted_run_is_saved_where_it_stands_and_not_exported(
+def test_interrupted_run_is_saved_at_its_step_and_not_exported(
     split: Split, tmp_path: Path
 ) -> None:
     toy = Toy(split, tmp_path)
@@ -142,7 +139,7 @@ LINES = ['{"step": 10, "split": "train"}', '{"step": 10, "split": "eval"}', '{"s
 
 
 @pytest.mark.parametrize(
-    ("left", "kept"),
+    ("text", "expected"),
     [
         ("\n".join(LINES) + "\n", LINES[:2]),
         ("\n".join(LINES[:2]) + "\n", LINES[:2]),
@@ -150,23 +147,23 @@ LINES = ['{"step": 10, "split": "train"}', '{"step": 10, "split": "eval"}', '{"s
         ("\n".join(LINES[:2]), LINES[:2]),
         ("", []),
     ],
-    ids=["later steps", "whole", "torn line", "line without its end", "empty"],
+    ids=["later steps", "complete", "damaged line", "line without its end", "empty"],
 )
-def test_metrics_of_steps_that_will_be_repeated_are_dropped(
-    left: str, kept: list[str], tmp_path: Path
+def test_metrics_of_repeated_steps_are_dropped(
+    text: str, expected: list[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(left)
+    path.write_text(text)
     writer = JsonLines(str(path))
     writer.begin(15)
     writer.write(16, "train", {"loss": 0.5})
     lines = path.read_text().split("\n")
-    assert lines[:-2] == kept
+    assert lines[:-2] == expected
     assert json.loads(lines[-2]) == {"step": 16, "split": "train", "loss": 0.5}
     assert lines[-1] == ""
 
 
-def test_spoilt_variables_are_not_saved_though_the_loss_was_finite(
+def test_damaged_variables_are_not_saved_though_the_loss_was_finite(
     split: Split, tmp_path: Path
 ) -> None:
     toy = Toy(split, tmp_path)
@@ -182,15 +179,15 @@ def test_spoilt_variables_are_not_saved_though_the_loss_was_finite(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_evaluation_that_is_no_number_ends_the_run(split: Split, tmp_path: Path) -> None:
+def test_evaluation_loss_of_nan_ends_the_run(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path)
     toy.start()
     toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.nan))
-    kept = Kept()
+    recorded = Recorded()
     evaluate = Evaluate(
         toy.executor,
         toy.learner,
-        [kept],
+        [recorded],
         every_steps=4,
         last_step=100,
         best_metric="loss",
@@ -199,7 +196,7 @@ def test_evaluation_that_is_no_number_ends_the_run(split: Split, tmp_path: Path)
     )
     with pytest.raises(NonFiniteLossError, match="evaluation loss at step 0 is nan"):
         evaluate.act(0)
-    assert not kept.reports
+    assert not recorded.reports
 
 
 def test_last_save_that_fails_is_tried_once_more_and_is_waited_for(
@@ -219,9 +216,7 @@ def test_last_save_that_fails_is_tried_once_more_and_is_waited_for(
     assert toy.checkpointer.has_saved(6)
 
 
-def test_task_that_does_not_save_looks_at_the_variables_all_the_same(
-    split: Split, tmp_path: Path
-) -> None:
+def test_task_that_does_not_save_also_checks_its_variables(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path)
     toy.start()
     save = SaveCheckpoint(toy.executor, toy.learner, None, every_steps=3, last_step=6)
@@ -232,7 +227,7 @@ def test_task_that_does_not_save_looks_at_the_variables_all_the_same(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_reports_that_do_not_fit_on_the_disk_are_counted_and_leave_no_torn_line(
+def test_reports_that_do_not_fit_on_the_disk_are_counted_and_leave_no_damaged_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -243,7 +238,7 @@ def test_reports_that_do_not_fit_on_the_disk_are_counted_and_leave_no_torn_line(
     with file_size_limit(200):
         for step in (2, 3):
             writer.write(step, "train", long)
-        assert 150 < path.stat().st_size <= 200, "no line was torn"
+        assert 150 < path.stat().st_size <= 200, "no line was damaged"
         assert not caplog.records[1:], "said more than once"
     writer.write(4, "train", long)
     writer.end(4)
@@ -254,7 +249,7 @@ def test_reports_that_do_not_fit_on_the_disk_are_counted_and_leave_no_torn_line(
     assert f"{path} lacks 2 report(s)" in last
 
 
-def test_lines_of_steps_that_will_be_repeated_are_dropped_once_there_is_room_for_it(
+def test_lines_of_repeated_steps_are_dropped_once_the_disk_has_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -269,7 +264,7 @@ def test_lines_of_steps_that_will_be_repeated_are_dropped_once_there_is_room_for
 
 
 def scalar_steps(directory: Path) -> list[int]:
-    """The steps of all events that TensorBoard can read; it reads a file up to a torn record."""
+    """The steps of all events that TensorBoard can read; it reads a file up to a damaged record."""
     steps = []
     for path in sorted(directory.glob("events*"), key=lambda path: path.stat().st_mtime_ns):
         records = tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
@@ -280,7 +275,7 @@ def scalar_steps(directory: Path) -> list[int]:
     return sorted(set(steps))
 
 
-def test_tensorboard_shows_what_came_after_a_record_that_did_not_fit_on_the_disk(
+def test_tensorboard_reads_events_after_a_record_that_did_not_fit_on_the_disk(
     split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     toy = Toy(split, tmp_path)
@@ -305,14 +300,14 @@ def test_tensorboard_shows_what_came_after_a_record_that_did_not_fit_on_the_disk
     assert len(list((tmp_path / "train").iterdir())) == 2, "an empty file was left"
 
 
-def test_worker_that_has_done_nothing_yet_is_reported_too(tmp_path: Path) -> None:
+def test_worker_without_steps_is_reported_too(tmp_path: Path) -> None:
     TensorBoard(str(tmp_path)).write(
         1, "train", {"staleness": {"worker 0": {0: 2}, "worker 1": {}}}
     )
     assert scalar_steps(tmp_path / "train") == [1]
 
 
-def test_export_that_does_not_fit_on_the_disk_is_a_failure_and_no_error(
+def test_export_that_does_not_fit_on_the_disk_sets_failure_without_an_error(
     split: Split, tmp_path: Path
 ) -> None:
     toy = Toy(split, tmp_path)
@@ -349,12 +344,12 @@ def early_stopping_run(
     toy = Toy(split, model_dir, optimizer=keras.optimizers.SGD(1e-9))
     saved = toy.checkpointer.restore()
     toy.start(saved.position if saved else None)
-    kept = Kept()
+    recorded = Recorded()
     json_lines = JsonLines(f"{model_dir}/metrics.jsonl")
     evaluate = Evaluate(
         toy.executor,
         toy.learner,
-        [kept, json_lines],
+        [recorded, json_lines],
         every_steps=5,
         last_step=100,
         best_metric="loss",
@@ -364,10 +359,10 @@ def early_stopping_run(
     options = EarlyStoppingConfig(patience=patience, min_delta=1e-3)
     stop = EarlyStop(toy.executor, evaluate, options, "loss", history=json_lines.read)
     export = Export(toy.learner, lambda: toy.learner.model, f"{model_dir}/export", last_step=100)
-    stop.on_stop(export.end_at)
+    stop.to_end.append(export)
     save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=0, last_step=100)
     run(toy, [json_lines, evaluate, stop, save, export], steps)
-    return toy, kept.reports, stop
+    return toy, recorded.reports, stop
 
 
 def test_training_stops_when_evaluations_no_longer_improve_and_is_complete(
@@ -394,7 +389,7 @@ def test_resumed_run_stops_early_where_an_uninterrupted_one_does(
     assert stop.done
 
 
-def test_improvement_begins_the_count_anew(split: Split, tmp_path: Path) -> None:
+def test_improvement_resets_the_count(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path)
     evaluate = Evaluate(
         toy.executor,
@@ -417,29 +412,23 @@ def test_improvement_begins_the_count_anew(split: Split, tmp_path: Path) -> None
     assert done == [False, False, False, False, False, True]
 
 
-class Scale:
-    """What StopOnNonFinite looks at of a loss scale."""
-
-    num_skipped = 0
-    is_least = False
-
-
-def test_step_that_float16_skips_does_not_end_the_run_unless_all_are() -> None:
-    scale = Scale()
+def test_skipped_float16_step_does_not_end_the_run_unless_all_are_skipped() -> None:
+    scale = LossScale(LossScaleConfig())
+    value, _, num_skipped = scale.variables
     hook = StopOnNonFinite(scale)
     hook.begin(0)
-    finite, spoilt = {"loss": (1.0, 8.0)}, {"loss": (math.nan, 8.0)}
-    scale.num_skipped = 1
-    hook(10, spoilt)
+    finite, damaged = {"loss": (1.0, 8.0)}, {"loss": (math.nan, 8.0)}
+    num_skipped.assign(1)
+    hook(10, damaged)
     hook(20, finite)
     with pytest.raises(NonFiniteLossError, match=r"loss became nan .* steps 21 to 30"):
-        hook(30, spoilt)
+        hook(30, damaged)
 
-    scale.num_skipped = 11
-    hook(40, spoilt)
-    scale.is_least = True
-    scale.num_skipped = 20
-    hook(50, spoilt)
-    scale.num_skipped = 30
+    num_skipped.assign(11)
+    hook(40, damaged)
+    value.assign(1.0)
+    num_skipped.assign(20)
+    hook(50, damaged)
+    num_skipped.assign(30)
     with pytest.raises(NonFiniteLossError, match=r"steps 51 to 60 .* float16.*mixed_bfloat16"):
         hook(60, finite)

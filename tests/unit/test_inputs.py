@@ -1,4 +1,4 @@
-"""What is wrong with a loss, a metric or an optimizer's name is said before the first step."""
+"""A wrong loss, metric, augmentation or optimizer name is refused before the first step."""
 
 import dataclasses
 import os
@@ -9,14 +9,15 @@ import keras
 import pytest
 import tensorflow as tf
 
-from data.files import DataError
+from data.disk_reader import DiskReader
+from data.system.files import DataError
 from strategies.base import Tensor
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
 from trainer.inputs import Inputs, check_batches, data_errors_explained
-from trainer.learner import sparse_categorical_crossentropy
-from trainer.optimizers import supported_optimizers
+from trainer.step.losses import sparse_categorical_crossentropy
+from trainer.step.optimizers import supported_optimizers
 
 
 def build_model(config: Config) -> keras.Model:
@@ -39,18 +40,15 @@ def check(tmp_path: Path, **parts: Any) -> None:
     check_batches(Inputs(reader, reader), build_learner(recipe), recipe)
 
 
-def test_shard_cut_between_two_records_while_it_is_read_is_named(tmp_path: Path) -> None:
+def test_message_names_a_shard_that_was_cut_while_it_was_read(tmp_path: Path) -> None:
     reader = make_reader(write_split(tmp_path))
     shard = reader.split.shards[-1]
     assert shard.frame_bytes
     os.truncate(shard.path, shard.num_bytes - 3 * shard.frame_bytes)
     said = f"changed while they were read:\n.*{shard.num_bytes - 3 * shard.frame_bytes} bytes"
     num_batches = 2 * reader.split.num_examples // reader.order.batch_size
-    with (
-        pytest.raises(DataError, match=said),
-        data_errors_explained(Inputs(reader, reader)),
-    ):
-        list(reader.batches(0, range(reader.order.lanes), num_batches))
+    with pytest.raises(DataError, match=said), data_errors_explained(Inputs(reader, reader)):
+        list(DiskReader(reader).batches(0, range(reader.order.lanes), num_batches))
 
 
 def test_loss_and_metrics_with_one_value_an_example_pass(tmp_path: Path) -> None:
@@ -123,7 +121,7 @@ def test_labels_are_still_compared_with_the_outputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["multioptimizer", "lossscaleoptimizer", "no-such"])
-def test_name_of_an_optimizer_that_cannot_be_used_is_told_which_can(name: str) -> None:
+def test_message_for_an_unknown_optimizer_lists_the_known(name: str) -> None:
     config = Config(batch_size=BATCH, optimizer=name)
     with pytest.raises(ConfigError, match=f"config.optimizer='{name}'.*adagrad, adam, .*rmsprop"):
         build_learner(make_recipe(config=config, loss=sparse_categorical_crossentropy))

@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data import damage, files, inspect, names, records, writing
-from data.prepare import prepare
-from data.sources import Options
-from data.sources.examples import Value, example_bytes
+from data import inspect
+from data.prepare import writing
+from data.prepare.preparing import prepare
+from data.prepare.sources import Options
+from data.prepare.sources.examples import Value, example_bytes
+from data.system import files
+from data.tfrecord import damage
+from data.tfrecord import shard_names as names
+from data.tfrecord import split as records
 from tests.unit.test_damage import FAULTS, examples, shard
 from tests.unit.test_prepare import ROOT, digest
-from tests.unit.test_records import contents
 from tests.unit.test_sources import png, write_folder
+from tests.unit.test_split import contents
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +42,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_directory_is_described_with_counts_files_and_first_examples(digits: Path) -> None:
-    done = run(str(digits), "--num_examples=2")
+    done = run(f"--data_dir={digits}", "--num_examples=2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "  image: Tensor uint8 [8, 8, 1]" in lines
@@ -78,13 +83,13 @@ def test_records_without_features_are_described_as_they_are(tmp_path: Path) -> N
 def test_records_that_are_no_examples_are_described_without_a_traceback(tmp_path: Path) -> None:
     texts = [b"plain text %d" % i for i in range(9)]
     writing.write_shards(texts, str(tmp_path), "toy", "train", 1, 9)
-    done = run(str(tmp_path))
+    done = run(f"--data_dir={tmp_path}")
     assert done.returncode == 0, done.stderr
-    assert "  label  not counted: some record has none that is an integer" in done.stdout
-    assert "  example 0: 'plain text 0', no tf.train.Example" in done.stdout
+    assert "  label  not counted: in some record it is not an integer" in done.stdout
+    assert "  example 0: 'plain text 0', not a tf.train.Example" in done.stdout
     prepare("digits", str(tmp_path / "digits"))
     (tmp_path / "features.json").write_bytes((tmp_path / "digits/features.json").read_bytes())
-    done = run(str(tmp_path), f"--grid={tmp_path / 'grid.png'}")
+    done = run(f"--data_dir={tmp_path}", f"--grid={tmp_path / 'grid.png'}")
     assert done.returncode == 2
     assert "Record 0 of split 'train'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -112,7 +117,7 @@ def test_good_copy_is_written_from_url_to_url(tmp_path: Path) -> None:
     files.replace_file(path, bytes(content))
     files.replace_file(f"{source}/features.json", b"{}")
     lines = inspect.repair(source, ["train"], target)
-    assert lines[0] == "train: 5,999 records kept, 1 left out"
+    assert lines[0] == "train: 5,999 records copied, 1 left out"
     copied = contents(records.open_split(target, "train"))
     assert copied == [*examples()[:2009], *examples()[2010:]]
     assert files.read_text(f"{target}/features.json") == "{}"
@@ -121,7 +126,7 @@ def test_good_copy_is_written_from_url_to_url(tmp_path: Path) -> None:
 
 
 def test_grid_has_the_first_images_in_their_order(digits: Path, tmp_path: Path) -> None:
-    done = run(str(digits), f"--grid={tmp_path / 'grid.png'}")
+    done = run(f"--data_dir={digits}", f"--grid={tmp_path / 'grid.png'}")
     assert done.returncode == 0, done.stderr
     picture = tf.io.decode_png((tmp_path / "grid.png").read_bytes()).numpy()
     assert picture.shape == (64, 64, 1)
@@ -146,16 +151,16 @@ def test_grid_of_images_of_many_sizes_and_of_none(tmp_path: Path) -> None:
         inspect.image_grid(str(tmp_path / "table"), "train")
 
 
-def test_whole_data_verifies(digits: Path) -> None:
-    done = run(str(digits), "--verify")
+def test_complete_data_verifies(digits: Path) -> None:
+    done = run(f"--data_dir={digits}", "--verify")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(", whole\n") == 2
+    assert done.stdout.count(", complete\n") == 2
 
 
 @pytest.mark.parametrize(
     ("fault", "number"), [("flipped lengths", 0), ("cut in a record", 2), ("removed", 1)]
 )
-def test_damage_is_named_and_a_good_copy_is_written_beside(
+def test_damage_is_named_and_a_good_copy_is_written_elsewhere(
     tmp_path: Path, fault: str, number: int
 ) -> None:
     damaged, lost, named = FAULTS[fault]
@@ -169,7 +174,7 @@ def test_damage_is_named_and_a_good_copy_is_written_beside(
     assert any(named in line for line in of_damage)
     assert any(shard(source, number) in line for line in of_damage)
     said = inspect.repair(str(source), ["train"], str(out))
-    assert said[0] == f"train: {6000 - len(lost):,} records kept, {len(lost):,} left out"
+    assert said[0] == f"train: {6000 - len(lost):,} records copied, {len(lost):,} left out"
 
     assert digest(source) == before, "the original is left alone"
     kept = [example for i, example in enumerate(examples()) if i not in lost]
@@ -183,21 +188,21 @@ def test_damage_is_named_and_a_good_copy_is_written_beside(
 def test_damage_ends_the_command_with_2_and_repair_with_0(tmp_path: Path) -> None:
     writing.write_shards(examples(), str(tmp_path / "a"), "toy", "train", 3, 6000)
     FAULTS["flipped bit"][0](tmp_path / "a")
-    verified = run(str(tmp_path / "a"), "--verify")
+    verified = run(f"--data_dir={tmp_path / 'a'}", "--verify")
     assert verified.returncode == 2
     assert FAULTS["flipped bit"][2] in verified.stdout
-    repaired = run(str(tmp_path / "a"), f"--repair={tmp_path / 'b'}")
+    repaired = run(f"--data_dir={tmp_path / 'a'}", f"--repair={tmp_path / 'b'}")
     assert repaired.returncode == 0, repaired.stderr
-    assert "train: 5,999 records kept, 1 left out" in repaired.stdout
+    assert "train: 5,999 records copied, 1 left out" in repaired.stdout
 
 
-def test_what_cannot_be_counted_is_said_and_the_rest_is_kept(tmp_path: Path) -> None:
+def test_what_cannot_be_counted_is_said_and_the_other_records_are_copied(tmp_path: Path) -> None:
     source = tmp_path / "source"
     writing.write_shards(examples(), str(source), "toy", "train", 3, 6000)
     (source / "train.index.npz").unlink()
     FAULTS["flipped length"][0](source)
     said = inspect.repair(str(source), ["train"], str(tmp_path / "good"))
-    assert "4,101 records kept, 0 and some that cannot be counted left out" in said[0]
+    assert "4,101 records copied, 0 and some that cannot be counted left out" in said[0]
     kept = contents(records.open_split(str(tmp_path / "good"), "train"))
     assert kept == [e for i, e in enumerate(examples()) if not 101 <= i < 2000]
 
@@ -205,14 +210,15 @@ def test_what_cannot_be_counted_is_said_and_the_rest_is_kept(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "One directory is needed"),
-        (("a", "b"), "One directory is needed"),
-        (("{tmp}", "--verify", "--repair=x"), "at most one"),
-        (("{tmp}/nowhere",), "There is no directory"),
-        (("{tmp}",), "holds no TFRecord shards"),
-        (("{digits}", "--split=tset"), "no split 'tset', only test, train"),
-        (("{digits}", "--repair={digits}"), "is there already"),
-        (("{digits}", "--verfy"), "--help lists the flags"),
+        ((), "A directory is needed: --data_dir=DIR"),
+        (("a",), "Received: a. Write --data_dir=a"),
+        (("a", "b"), "Received: a b. Write --data_dir=a"),
+        (("--data_dir={tmp}", "--verify", "--repair=x"), "--verify --repair. Leave one of them"),
+        (("--data_dir={tmp}/nowhere",), "There is no directory"),
+        (("--data_dir={tmp}",), "holds no TFRecord shards"),
+        (("--data_dir={digits}", "--split=tset"), "no split 'tset', only test, train"),
+        (("--data_dir={digits}", "--repair={digits}"), "is there already"),
+        (("--data_dir={digits}", "--verfy"), "--help lists the flags"),
     ],
 )
 def test_wrong_command_lines_end_with_2_and_a_hint(

@@ -9,18 +9,15 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.replicas import replicas, update_of
-from trainer.learner import (
-    Learner,
-    accuracy,
-    sparse_categorical_crossentropy,
-)
-from trainer.optimizers import (
+from trainer.learner import Learner
+from trainer.step.losses import accuracy, sparse_categorical_crossentropy
+from trainer.step.optimizers import (
     OptimizerError,
     check_optimizer,
     optimizer_named,
     supported_optimizers,
 )
-from trainer.options import Options, WeightDecayConfig
+from trainer.step.options import Options, WeightDecayConfig
 
 BATCH = 12
 PENALTY = 0.3
@@ -81,7 +78,7 @@ def summed_gradients(learner: Learner, strategy: Any, batch: Any) -> list[np.nda
 
 
 @pytest.mark.parametrize("regularised", [False, True], ids=["plain", "regularised"])
-def test_gradients_of_uneven_shares_sum_to_that_of_the_whole_batch(
+def test_gradients_of_uneven_parts_add_up_to_the_gradient_of_the_batch(
     batch: tuple[np.ndarray, np.ndarray], regularised: bool
 ) -> None:
     one, two = replicas(1), replicas(2)
@@ -96,7 +93,7 @@ def test_gradients_of_uneven_shares_sum_to_that_of_the_whole_batch(
         np.testing.assert_allclose(left, right, atol=1e-6)
 
 
-def test_gradient_is_that_of_the_mean_loss_and_one_penalty(
+def test_gradient_is_of_the_mean_loss_plus_the_penalty_once(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     two = replicas(2)
@@ -141,7 +138,7 @@ KERAS_OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", sorted(supported_optimizers()))
-def test_keras_own_optimizer_ends_in_the_same_weights(
+def test_optimizer_apply_of_keras_ends_in_the_same_weights(
     batch: tuple[np.ndarray, np.ndarray], name: str
 ) -> None:
     """`update_step`, and the decay that the name stands for, are all that Keras' `apply` does."""
@@ -166,7 +163,7 @@ def test_keras_own_optimizer_ends_in_the_same_weights(
         np.testing.assert_allclose(left, right, atol=1e-6)
 
 
-def test_all_of_keras_optimizers_have_a_name_here_but_those_that_wrap_others() -> None:
+def test_every_keras_optimizer_is_supported_except_wrappers() -> None:
     wrappers = {"lossscaleoptimizer", "multioptimizer", "optimizer"}
     assert wrappers < KERAS_OPTIMIZERS.keys()
     assert set(supported_optimizers()) == KERAS_OPTIMIZERS.keys() - wrappers
@@ -288,7 +285,7 @@ def test_embedding_learns_as_from_its_dense_gradient(
         np.testing.assert_allclose(left, right, atol=1e-5)
 
 
-def test_penalty_counts_once_where_shares_are_replicas_of_no_strategy(
+def test_penalty_counts_once_without_a_strategy(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Synchronous ps computes shares one by one, each as the only replica."""
@@ -300,7 +297,7 @@ def test_penalty_counts_once_where_shares_are_replicas_of_no_strategy(
         np.testing.assert_allclose(expected, sum(summands), atol=1e-6)
 
 
-def test_activity_regulariser_is_exact_on_uneven_shares(
+def test_activity_regulariser_is_exact_on_uneven_parts(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     found = []
@@ -325,16 +322,16 @@ def test_activity_regulariser_is_exact_on_uneven_shares(
     ],
     ids=["scalar", "column"],
 )
-def test_loss_or_metric_without_one_value_an_example_is_refused(
+def test_loss_or_metric_without_one_value_per_example_is_refused(
     batch: tuple[np.ndarray, np.ndarray], loss: Any
 ) -> None:
     strategy = replicas(1)
-    good = sparse_categorical_crossentropy
+    crossentropy = sparse_categorical_crossentropy
     model = make_learner(strategy, sgd).model
     with strategy.scope():
         learners = [
             Learner(model, sgd(), loss, {}, batch_size=BATCH),
-            Learner(model, sgd(), good, {"mine": loss}, batch_size=BATCH),
+            Learner(model, sgd(), crossentropy, {"mine": loss}, batch_size=BATCH),
         ]
     for learner, name in zip(learners, ("loss", "mine"), strict=True):
         update = tf.function(lambda b, m=learner: strategy.run(update_of(m), args=(b,)))
@@ -351,7 +348,7 @@ def half_precision(policy: str, strategy: Any) -> Learner:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_mixed_bfloat16_trains_as_float32_does_but_for_rounding(
+def test_mixed_bfloat16_trains_like_float32_up_to_rounding(
     batch: tuple[np.ndarray, np.ndarray], num_replicas: int
 ) -> None:
     strategy = replicas(num_replicas)
@@ -370,7 +367,7 @@ def test_mixed_bfloat16_trains_as_float32_does_but_for_rounding(
 
 
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=["bfloat16", "float16"])
-def test_losses_of_few_bits_and_the_penalty_are_added_in_float32(
+def test_losses_and_penalties_in_16_bits_are_added_in_float32(
     batch: tuple[np.ndarray, np.ndarray], dtype: Any
 ) -> None:
     strategy = replicas(1)
@@ -388,7 +385,7 @@ def test_losses_of_few_bits_and_the_penalty_are_added_in_float32(
     assert sums.numpy()[0, 0] / BATCH == pytest.approx(1024 + penalty, abs=1e-3)
 
 
-def test_loss_is_scaled_wherever_the_float16_layer_is() -> None:
+def test_loss_is_scaled_if_any_nested_layer_is_float16() -> None:
     assert half_precision("mixed_float16", replicas(1)).loss_scale is not None
     inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, dtype="mixed_float16")])
     model = keras.Sequential([keras.Input((3,)), inner])
@@ -397,7 +394,7 @@ def test_loss_is_scaled_wherever_the_float16_layer_is() -> None:
     assert half_precision("mixed_bfloat16", replicas(1)).loss_scale is None
 
 
-def test_gradients_change_nothing(batch: tuple[np.ndarray, np.ndarray]) -> None:
+def test_gradients_change_no_trainable_variable(batch: tuple[np.ndarray, np.ndarray]) -> None:
     strategy = replicas(1)
     learner = make_learner(strategy, sgd)
     before = [w.copy() for w in learner.model.get_weights()]
@@ -407,7 +404,7 @@ def test_gradients_change_nothing(batch: tuple[np.ndarray, np.ndarray]) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-def test_graph_for_any_number_of_examples_measures_them_all(
+def test_graph_of_unknown_batch_size_measures_all_examples(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     learner = make_learner(replicas(1), sgd)
@@ -422,7 +419,7 @@ def test_graph_for_any_number_of_examples_measures_them_all(
 
 
 @pytest.mark.parametrize("wrong", ["loss", "accuracy"])
-def test_value_of_some_examples_only_is_refused_where_the_graph_cannot_know(
+def test_value_of_only_some_examples_is_refused_if_shapes_are_unknown(
     wrong: str, batch: tuple[np.ndarray, np.ndarray]
 ) -> None:
     learner = make_learner(replicas(1), sgd)
@@ -447,7 +444,7 @@ def test_value_of_some_examples_only_is_refused_where_the_graph_cannot_know(
         assert gradients(*map(tf.constant, whole)).numpy()[:, 1].tolist() == [BATCH] * 2
 
 
-def test_losses_that_a_layer_adds_may_be_of_each_example(
+def test_losses_added_by_a_layer_may_have_one_value_per_example(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     class Adding(keras.layers.Layer):
@@ -482,7 +479,7 @@ def test_learning_rate_follows_its_schedule(batch: tuple[np.ndarray, np.ndarray]
     assert rates == [0.5, 0.5, 0.25]
 
 
-def test_examples_of_weight_zero_do_not_count_even_where_they_are_nan(
+def test_examples_of_weight_zero_do_not_count_even_if_they_are_nan(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     learner = make_learner(replicas(1), sgd)
@@ -527,7 +524,7 @@ def test_loss_scale_optimizer_is_refused() -> None:
         check_optimizer(keras.optimizers.LossScaleOptimizer(inner))
 
 
-def test_variable_that_the_loss_does_not_depend_on_stays_as_it_is(
+def test_variable_without_a_gradient_does_not_change(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     for strategy in (replicas(1), replicas(2)):

@@ -10,19 +10,15 @@ import pytest
 import tensorflow as tf
 
 from strategies.base import Position
-from strategies.placement import record
+from strategies.ps.placement import dry_run
 from tests.unit.replicas import replicas, update_of
 from tests.unit.test_learner import BATCH, shares
-from trainer.checkpoint import Checkpointer
-from trainer.hooks import Export
-from trainer.learner import (
-    Learner,
-    accuracy,
-    smoothed_crossentropy,
-    sparse_categorical_crossentropy,
-)
-from trainer.optimizers import OptimizerError
-from trainer.options import (
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.hooks.export import Export
+from trainer.learner import Learner
+from trainer.step.losses import accuracy, smoothed_crossentropy, sparse_categorical_crossentropy
+from trainer.step.optimizers import OptimizerError
+from trainer.step.options import (
     ClipConfig,
     ConfigError,
     EmaConfig,
@@ -106,7 +102,7 @@ CLIPS: dict[str, tuple[ClipConfig, Callable[[list[np.ndarray]], list[np.ndarray]
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", CLIPS)
-def test_gradient_of_the_whole_batch_is_clipped(
+def test_gradient_of_the_complete_batch_is_clipped(
     batch: tuple[np.ndarray, np.ndarray], kind: str, num_replicas: int
 ) -> None:
     clip, formula = CLIPS[kind]
@@ -139,7 +135,7 @@ def test_gradient_of_an_embedding_is_clipped_as_the_dense_one_is() -> None:
     assert norm([before[0] - weights(learner)[0]]) == pytest.approx(0.05, rel=1e-4)
 
 
-def test_weight_loses_a_part_of_itself_and_excluded_ones_do_not(
+def test_weight_decay_shrinks_variables_except_the_excluded(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     options = Options(weight_decay=WeightDecayConfig(rate=0.1, exclude="bias|first/kernel"))
@@ -149,13 +145,13 @@ def test_weight_loses_a_part_of_itself_and_excluded_ones_do_not(
     learner.model.set_weights(before)
     gradients = gradients_at(before, batch)
     updater(learner)(batch)
-    kept = [1, 1, 1 - RATE * 0.1, 1]
-    expected = [k * w - RATE * g for k, w, g in zip(kept, before, gradients, strict=True)]
+    factors = [1, 1, 1 - RATE * 0.1, 1]
+    expected = [k * w - RATE * g for k, w, g in zip(factors, before, gradients, strict=True)]
     assert_close(weights(learner), expected)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_penalty_counts_once_for_the_variables_that_are_meant(
+def test_penalty_counts_once_for_the_variables_of_the_pattern(
     batch: tuple[np.ndarray, np.ndarray], num_replicas: int
 ) -> None:
     strategy = replicas(num_replicas)
@@ -178,14 +174,14 @@ def test_micro_batches_add_up_to_the_batch(
     batch: tuple[np.ndarray, np.ndarray], parts: int
 ) -> None:
     penalty = PenaltyConfig(l2=0.1)
-    whole = make_learner(Options(penalty=penalty), momentum=0.9)
+    complete = make_learner(Options(penalty=penalty), momentum=0.9)
     cut = make_learner(Options(penalty=penalty, micro_batches=parts), momentum=0.9)
-    updates = [updater(learner) for learner in (whole, cut)]
+    updates = [updater(learner) for learner in (complete, cut)]
     for _ in range(3):
         expected, found = (update(batch).numpy() for update in updates)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert int(cut.step.numpy()) == 3
-    assert_close(weights(whole), weights(cut))
+    assert_close(weights(complete), weights(cut))
 
 
 def test_micro_batches_are_computed_one_after_another() -> None:
@@ -213,7 +209,7 @@ def ancestors(op: Any) -> set[Any]:
 
 @pytest.mark.parametrize("warmup", [False, True])
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_average_follows_the_weights_and_is_what_is_evaluated_and_exported(
+def test_average_follows_the_weights_and_is_evaluated_and_exported(
     batch: tuple[np.ndarray, np.ndarray], num_replicas: int, warmup: bool, tmp_path: Path
 ) -> None:
     strategy = replicas(num_replicas)
@@ -230,9 +226,9 @@ def test_average_follows_the_weights_and_is_what_is_evaluated_and_exported(
     assert max(np.abs(e - w).max() for e, w in zip(expected, raw, strict=True)) > 0.01
     assert_close(learner.weights(), expected)
 
-    whole = (*batch, np.ones(BATCH, np.float32))
+    complete = (*batch, np.ones(BATCH, np.float32))
     evaluate = tf.function(lambda b: strategy.run(learner.evaluate, args=(b,)))
-    found = strategy.experimental_local_results(evaluate(whole))
+    found = strategy.experimental_local_results(evaluate(complete))
     averaged = build_model()
     averaged.set_weights(expected)
     loss = sparse_categorical_crossentropy(batch[1], averaged(batch[0])).numpy().sum()
@@ -245,7 +241,7 @@ def test_average_follows_the_weights_and_is_what_is_evaluated_and_exported(
     assert_close(weights(learner), raw)
 
 
-def test_averages_are_saved_beside_the_weights_and_part_of_what_a_run_is(
+def test_averages_are_saved_with_the_weights_and_belong_to_the_identity(
     batch: tuple[np.ndarray, np.ndarray], tmp_path: Path
 ) -> None:
     options = Options(ema=EmaConfig(decay=0.8))
@@ -263,8 +259,8 @@ def test_averages_are_saved_beside_the_weights_and_part_of_what_a_run_is(
         Checkpointer(str(tmp_path), make_learner(Options()), {}, keep=1).restore()
 
 
-def test_average_is_placed_beside_its_variable() -> None:
-    _, groups = record(lambda: make_here(Options(ema=EmaConfig(decay=0.8)), 0.9))
+def test_average_is_on_the_device_of_its_variable() -> None:
+    _, groups = dry_run(lambda: make_here(Options(ema=EmaConfig(decay=0.8)), 0.9))
     kernel = next(group for group in groups if group.shape == (3, 4))
     assert kernel.num_variables == 3
     assert kernel.num_bytes == 3 * 3 * 4 * 4
@@ -278,12 +274,12 @@ def test_average_is_placed_beside_its_variable() -> None:
     ],
     ids=["penalty", "decay"],
 )
-def test_pattern_that_is_found_nowhere_is_refused_with_all_paths(options: Options) -> None:
+def test_pattern_without_a_match_is_refused_with_all_paths(options: Options) -> None:
     with pytest.raises(ConfigError, match=r"'no-such' is found in none of: .*first/kernel"):
         make_learner(options)
 
 
-def test_smoothed_labels_give_their_part_to_all_classes_alike() -> None:
+def test_label_smoothing_is_equal_for_all_classes() -> None:
     logits = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
     labels = np.array([0, 2, 4, 1])
     smooth = 0.9 * np.eye(5, dtype=np.float32)[labels] + 0.1 / 5
@@ -307,7 +303,7 @@ def build_with_state() -> keras.Model:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_compiled_gradient_is_the_same_and_statistics_move_as_they_do_without(
+def test_compiled_gradient_and_batch_statistics_are_equal_to_uncompiled(
     num_replicas: int,
 ) -> None:
     strategy = replicas(num_replicas)
@@ -338,13 +334,15 @@ def test_compiled_gradient_is_the_same_and_statistics_move_as_they_do_without(
     assert_close(*found)
 
 
-def test_layer_that_meets_other_replicas_cannot_be_compiled() -> None:
+def test_layer_that_communicates_with_other_replicas_cannot_be_compiled() -> None:
     layer = keras.layers.BatchNormalization(synchronized=True, name="norm")
     model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(5)])
     options = Options(jit_compile=True)
-    good = sparse_categorical_crossentropy
+    crossentropy = sparse_categorical_crossentropy
     with pytest.raises(ConfigError, match=r"jit_compile.*'norm' is synchronized"):
-        Learner(model, keras.optimizers.SGD(0.1), good, {}, batch_size=BATCH, options=options)
+        Learner(
+            model, keras.optimizers.SGD(0.1), crossentropy, {}, batch_size=BATCH, options=options
+        )
 
 
 def half_precision(strategy: Any, scale: LossScaleConfig) -> Learner:
@@ -379,10 +377,10 @@ def test_overflow_on_one_replica_skips_the_step_on_all(
     update = updater(learner, strategy)
     update(batch)
     before = state_of(learner, strategy)
-    spoilt = batch[0].copy(), batch[1]
-    spoilt[0][-1] = 1e6
+    overflowing = batch[0].copy(), batch[1]
+    overflowing[0][-1] = 1e6
     gradients = tf.function(lambda b: strategy.run(learner.gradients, args=(b,)))(
-        shares(strategy, spoilt, 5)
+        shares(strategy, overflowing, 5)
     )[0]
     finite = [
         [bool(np.isfinite(g).all()) for g in strategy.experimental_local_results(gradient)]
@@ -391,7 +389,7 @@ def test_overflow_on_one_replica_skips_the_step_on_all(
     assert all(first for first, _ in finite)
     assert not all(second for _, second in finite)
 
-    update(spoilt)
+    update(overflowing)
 
     assert int(learner.step.numpy()) == 2
     assert learner.loss_scale is not None
@@ -407,21 +405,21 @@ def test_overflow_on_one_replica_skips_the_step_on_all(
     assert learner.loss_scale.report() == {"loss_scale": 512.0, "skipped_steps": 1}
 
 
-def test_scale_is_doubled_after_good_steps_and_never_below_one(
+def test_scale_is_doubled_after_finite_steps_and_never_below_one(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     strategy = replicas(1)
     learner = half_precision(strategy, LossScaleConfig(initial=4.0, growth_steps=3))
     update = updater(learner)
-    spoilt = np.full_like(batch[0], 1e6), batch[1]
+    overflowing = np.full_like(batch[0], 1e6), batch[1]
     assert learner.loss_scale is not None
     scales = []
     for kind in "ggbgggggbbbbbb":
-        update(batch if kind == "g" else spoilt)
+        update(batch if kind == "g" else overflowing)
         scales.append(learner.loss_scale.report()["loss_scale"])
     assert scales == [4, 4, 2, 2, 2, 4, 4, 4, 2, 1, 1, 1, 1, 1]
     assert learner.loss_scale.num_skipped == 7
-    assert learner.loss_scale.is_least
+    assert learner.loss_scale.is_at_minimum
 
 
 def test_loss_is_scaled_so_that_small_gradients_do_not_become_zero() -> None:
@@ -447,11 +445,11 @@ def test_loss_is_scaled_so_that_small_gradients_do_not_become_zero() -> None:
     assert found == [0.0, pytest.approx(1e-8, rel=1e-2)]
 
 
-def test_scale_is_saved_and_goes_on(batch: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> None:
+def test_scale_is_saved_and_restored(batch: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> None:
     learner = half_precision(replicas(1), LossScaleConfig(initial=8.0, growth_steps=3))
     update = updater(learner)
-    spoilt = np.full_like(batch[0], 1e6), batch[1]
-    for examples in (spoilt, batch, batch):
+    overflowing = np.full_like(batch[0], 1e6), batch[1]
+    for examples in (overflowing, batch, batch):
         update(examples)
     checkpointer = Checkpointer(str(tmp_path), learner, {}, keep=1)
     checkpointer.save(3, Position(3), {})
@@ -466,6 +464,6 @@ def test_scale_is_saved_and_goes_on(batch: tuple[np.ndarray, np.ndarray], tmp_pa
 def test_float16_variables_are_refused() -> None:
     layer = keras.layers.Dense(5, dtype="float16", name="logits")
     model = keras.Sequential([keras.Input((3,)), layer])
-    good = sparse_categorical_crossentropy
+    crossentropy = sparse_categorical_crossentropy
     with pytest.raises(OptimizerError, match=r"logits/kernel' is float16.*mixed_float16"):
-        Learner(model, keras.optimizers.SGD(0.1), good, {}, batch_size=BATCH)
+        Learner(model, keras.optimizers.SGD(0.1), crossentropy, {}, batch_size=BATCH)

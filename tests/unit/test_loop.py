@@ -1,14 +1,14 @@
-"""The loop stops where any hook wants to look, and each hook acts once for what it is due."""
+"""The loop stops at the next step of any hook; each hook acts once when it is due."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from data.records import Split
-from strategies.base import Metrics
+from data.tfrecord.split import Split
+from strategies.metrics import Metrics
 from tests.unit.toy import Overshooting, Toy, write_split
-from trainer.hooks import NEVER, Hook, PeriodicHook, next_multiple
+from trainer.hooks.base import NEVER, Hook, PeriodicHook, next_multiple
 from trainer.loop import train
 
 
@@ -41,7 +41,7 @@ class Every(PeriodicHook):
     """Notes the steps at which it acted."""
 
     def __init__(self, every_steps: int, last_step: int = NEVER) -> None:
-        super().__init__(every_steps, last_step)
+        super().__init__(every_steps=every_steps, last_step=last_step)
         self.acted: list[int] = []
 
     def act(self, step: int) -> None:
@@ -81,7 +81,7 @@ def test_intervals_need_not_divide_each_other(split: Split, tmp_path: Path) -> N
     assert toy.step == 14
 
 
-def test_steps_per_call_is_the_most_between_two_looks(split: Split, tmp_path: Path) -> None:
+def test_steps_per_call_limits_the_steps_of_one_call(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path)
     toy.start()
     called = Called()
@@ -135,7 +135,7 @@ def test_run_that_acted_at_its_last_step_does_not_act_again_at_its_end(
     assert rarely.acted == [10]
 
 
-def test_wish_to_stop_ends_the_loop_before_the_last_step(split: Split, tmp_path: Path) -> None:
+def test_stop_request_ends_the_loop_before_the_last_step(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path)
     toy.start()
     called, fives = Called(), Every(5, 100)

@@ -1,14 +1,14 @@
-"""Which of TensorFlow's errors the chief of parameter servers takes for a loss."""
+"""TensorFlow's errors that the chief of parameter servers reports as a lost peer."""
 
 import pytest
 import tensorflow as tf
 
 from strategies.base import PeerLostError
-from strategies.ps import losses_explained
+from strategies.ps.executor import losses_explained
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (tf.errors.UnavailableError(None, None, "gone"), "A parameter server was lost: gone"),
         (tf.errors.AbortedError(None, None, "restarted"), "server was lost: restarted"),
@@ -17,12 +17,12 @@ from strategies.ps import losses_explained
             tf.errors.InternalError(
                 None, None, "2 root error(s) found.\n  (0) Unable to parse request"
             ),
-            r"A message to another task was torn: \(0\) Unable to parse request",
+            r"A message to another task was damaged: \(0\) Unable to parse request",
         ),
     ],
 )
-def test_losses_are_told_apart_from_bugs(error: Exception, told: str) -> None:
-    with pytest.raises(PeerLostError, match=told), losses_explained():
+def test_losses_are_reported_as_lost_peers(error: Exception, message: str) -> None:
+    with pytest.raises(PeerLostError, match=message), losses_explained():
         raise error
 
 
@@ -33,7 +33,7 @@ def test_losses_are_told_apart_from_bugs(error: Exception, told: str) -> None:
         tf.errors.InvalidArgumentError(None, None, "Unable to parse request"),
     ],
 )
-def test_bugs_stay_what_they_are(error: Exception) -> None:
+def test_other_errors_are_unchanged(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, losses_explained():
         raise error
     assert raised.value is error

@@ -5,11 +5,11 @@ import threading
 import pytest
 import tensorflow as tf
 
-from data.cores import num_cores
-from strategies.cluster import Cluster, ClusterError, Task, local_cluster
-from strategies.mailbox import Mailbox
-from strategies.ports import free_ports
-from strategies.ps_server import (
+from data.system.cores import num_cores
+from strategies.cluster.ports import free_ports
+from strategies.cluster.tf_config import Cluster, ClusterError, Task, local_cluster
+from strategies.ps.mailbox import Mailbox
+from strategies.ps.servers import (
     ask_chief_to_stop,
     check_versions,
     end_servers,
@@ -22,7 +22,7 @@ WORKER, PS, GONE = Task("worker", 0), Task("ps", 0), Task("worker", 1)
 
 @pytest.fixture(scope="module")
 def cluster() -> Cluster:
-    """A chief's sight of a worker and a ps that serve, and a worker that does not."""
+    """The cluster of a chief, with a worker and a ps that serve, and a worker that does not."""
     ports = iter(free_ports(4))
     jobs = {
         "chief": {0: f"localhost:{next(ports)}"},
@@ -45,13 +45,13 @@ def test_messages_are_taken_in_the_order_in_which_they_were_put(cluster: Cluster
     assert mailbox.size(10) == 0
 
 
-def test_mailboxes_of_two_names_or_two_tasks_are_apart(cluster: Cluster) -> None:
+def test_mailboxes_of_other_names_or_tasks_are_separate(cluster: Cluster) -> None:
     Mailbox(cluster, WORKER, "mine").put("text", 10)
     assert Mailbox(cluster, WORKER, "other").size(10) == 0
     assert Mailbox(cluster, PS, "mine").size(10) == 0
 
 
-def test_message_wakes_who_waits(cluster: Cluster) -> None:
+def test_message_ends_a_take_that_waits(cluster: Cluster) -> None:
     mailbox = Mailbox(cluster, PS, "wake")
     texts: list[str] = []
     waits = threading.Thread(target=lambda: texts.append(mailbox.take()))
@@ -61,22 +61,20 @@ def test_message_wakes_who_waits(cluster: Cluster) -> None:
     assert texts == ["text"]
 
 
-def test_nobody_is_waited_for_longer_than_was_said(cluster: Cluster) -> None:
+def test_put_and_take_end_at_their_timeout(cluster: Cluster) -> None:
     assert not Mailbox(cluster, GONE, "end").put("0", 0.5)
     with pytest.raises(tf.errors.OpError):
         Mailbox(cluster, PS, "empty").take(0.5)
 
 
-def test_task_that_cannot_be_told_of_the_end_is_named(cluster: Cluster) -> None:
+def test_servers_that_did_not_receive_the_end_are_returned(cluster: Cluster) -> None:
     assert end_servers(cluster, [WORKER, GONE, PS], 75) == [GONE]
     assert [Mailbox(cluster, task, "end").take() for task in (WORKER, PS)] == ["75", "75"]
 
 
-def test_chief_hears_who_wants_to_stop_but_not_what_was_meant_for_the_one_before(
-    cluster: Cluster,
-) -> None:
+def test_chief_gets_stop_requests_but_not_those_to_an_earlier_chief(cluster: Cluster) -> None:
     assert not ask_chief_to_stop(cluster.for_task(PS)), "there is no chief"
-    Mailbox(cluster, PS, "stop").put("somebody", 10)
+    Mailbox(cluster, PS, "stop").put("worker 7", 10)
     asked = threading.Event()
     names: list[str] = []
 
@@ -90,9 +88,7 @@ def test_chief_hears_who_wants_to_stop_but_not_what_was_meant_for_the_one_before
     assert names == ["worker 0"]
 
 
-def test_servers_of_other_versions_are_refused_however_often_a_chief_comes(
-    cluster: Cluster,
-) -> None:
+def test_each_chief_refuses_servers_of_other_versions(cluster: Cluster) -> None:
     mailbox = Mailbox(cluster, WORKER, "versions")
     mailbox.put('{"tensorflow": "2.20.0", "code": "a"}', 10)
     check_versions(cluster, [WORKER], {"tensorflow": "2.20.0", "code": "a"})

@@ -33,7 +33,7 @@ def changed(changes: dict[str, Any]) -> Config:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_can_be_used_passes(changes: dict[str, Any]) -> None:
+def test_valid_options_are_accepted(changes: dict[str, Any]) -> None:
     check(changed(changes))
 
 
@@ -68,7 +68,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_used_is_refused_with_what_to_type(name: str) -> None:
+def test_invalid_option_is_refused_with_what_to_type(name: str) -> None:
     changes, said = WRONG[name]
     with pytest.raises(ConfigError, match=f"(?s){said}"):
         check(changed(changes))

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import mixing
-from data.order import Order, share
-from data.records import chunk_examples_for
+from data.order import Order, replica_lanes
+from data.tfrecord.split import chunk_examples_for
 from trainer.config import Config, DataConfig, num_lanes
 
 
@@ -113,7 +113,7 @@ def test_replicas_shares_are_contiguous_slices_of_the_batch(
 ) -> None:
     num_replicas = min(num_replicas, order.lanes)
     shares = [
-        order.records(first_batch, num_batches, share(order.lanes, replica, num_replicas))
+        order.records(first_batch, num_batches, replica_lanes(order.lanes, replica, num_replicas))
         for replica in range(num_replicas)
     ]
     assert np.array_equal(np.concatenate(shares, 1), order.records(first_batch, num_batches))
@@ -266,7 +266,7 @@ def test_seed_of_an_example_is_the_one_the_definition_says_on_any_replica(
         [[(drawn := mix(key ^ int(p))) >> 32, drawn & 0xFFFFFFFF] for p in batch]
         for batch in order.positions(first_batch, 2)
     ]
-    shares = [share(order.lanes, replica, num_replicas) for replica in range(num_replicas)]
+    shares = [replica_lanes(order.lanes, replica, num_replicas) for replica in range(num_replicas)]
     seeds = np.concatenate([order.seeds(first_batch, 2, lanes) for lanes in shares], 1)
     assert seeds.dtype == np.int32
     assert seeds.view(np.uint32).tolist() == expected
@@ -320,9 +320,9 @@ def test_a_field_without_meaning_is_refused_with_what_to_set(
 
 def test_more_replicas_than_lanes_are_told_to_set_lanes() -> None:
     with pytest.raises(ValueError, match=r"--config\.data\.lanes"):
-        share(4, 0, 5)
+        replica_lanes(4, 0, 5)
     with pytest.raises(ValueError, match="replica=2"):
-        share(4, 2, 2)
+        replica_lanes(4, 2, 2)
     order = Order((100,), 8, 10, 5, 3, seed=7, shuffle=True)
     with pytest.raises(ValueError, match="lanes"):
         order.records(0, 1, range(4, 6))
@@ -332,6 +332,6 @@ def test_more_replicas_than_lanes_are_told_to_set_lanes() -> None:
 
 def test_order_and_records_do_not_import_tensorflow() -> None:
     # The launcher checks data before it starts anything, and TensorFlow takes seconds to import.
-    imports = "import sys, data.order, data.records, data.features"
+    imports = "import sys, data.order, data.tfrecord.split, data.features"
     code = f"{imports}; assert 'tensorflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

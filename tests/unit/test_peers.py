@@ -1,4 +1,4 @@
-"""What is learned of other tasks, from real sockets and from TensorFlow servers of this process."""
+"""Identifying, awaiting and watching tasks, over real sockets and TensorFlow servers."""
 
 import contextlib
 import queue
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from strategies.cluster import Cluster, ClusterError, Task
-from strategies.peers import (
+from strategies.cluster import peers
+from strategies.cluster.peers import (
     UnknownHostError,
     _wait,
     check_own_address,
@@ -24,11 +24,12 @@ from strategies.peers import (
     watch_chief,
     watch_peers,
 )
-from strategies.ports import bind, free_ports, held
-from strategies.ps_server import start_server
+from strategies.cluster.ports import bind, free_ports, held
+from strategies.cluster.tf_config import Cluster, ClusterError, Task
+from strategies.ps.servers import start_server
 
-# A name that no resolver knows: RFC 2606 keeps the domain free.
-UNKNOWN = "nobody.invalid"
+# A host name that never resolves: RFC 2606 reserves the domain.
+UNKNOWN = "unknown.invalid"
 
 
 def alone_at(port: int) -> Cluster:
@@ -36,14 +37,14 @@ def alone_at(port: int) -> Cluster:
 
 
 def ps_cluster(worker: str, ps: str) -> Cluster:
-    """A chief that sees a worker and a ps."""
+    """A cluster of a worker and a ps, seen from its chief."""
     jobs = {"chief": {0: "localhost:1"}, "worker": {0: worker}, "ps": {0: ps}}
     return Cluster(jobs, Task("chief", 0))
 
 
 @pytest.fixture(scope="module")
 def servers() -> Cluster:
-    """A worker and a ps that really serve."""
+    """A cluster whose worker and ps are real servers."""
     worker, ps = (f"localhost:{port}" for port in free_ports(2))
     cluster = ps_cluster(worker, ps)
     start_server(cluster.for_task(Task("worker", 0)))
@@ -53,7 +54,7 @@ def servers() -> Cluster:
 
 @contextlib.contextmanager
 def stranger() -> Iterator[str]:
-    """The address of something that reads, answers, and is no TensorFlow."""
+    """The address of a server that answers, but not as TensorFlow."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -68,12 +69,12 @@ def stranger() -> Iterator[str]:
         server.shutdown(socket.SHUT_RDWR)
 
 
-def test_tensorflow_server_is_known_by_its_task(servers: Cluster) -> None:
+def test_tensorflow_server_is_identified_by_its_task(servers: Cluster) -> None:
     assert identify(servers.jobs["worker"][0]) == Task("worker", 0)
     assert identify(servers.jobs["ps"][0]) == Task("ps", 0)
 
 
-def test_nobody_and_strangers_are_told_apart() -> None:
+def test_closed_ports_strangers_and_unknown_hosts_are_distinguished() -> None:
     assert identify(f"localhost:{free_ports(1)[0]}") is None
     with stranger() as address:
         assert identify(address) == "stranger"
@@ -82,33 +83,40 @@ def test_nobody_and_strangers_are_told_apart() -> None:
 
 
 def test_chief_finds_its_servers(servers: Cluster) -> None:
-    wait_for_servers(servers, unknown_host_secs=0)
+    wait_for_servers(servers)
 
 
 def test_server_of_another_cluster_is_refused(servers: Cluster) -> None:
     swapped = ps_cluster(servers.jobs["ps"][0], servers.jobs["worker"][0])
     with pytest.raises(ClusterError, match=r"worker 0 should serve .* but ps 0 of another cluster"):
-        wait_for_servers(swapped, unknown_host_secs=0)
+        wait_for_servers(swapped)
 
 
 def test_stranger_in_a_servers_place_is_refused(
     servers: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strategies.peers._STRANGER_SECS", 0.5)
-    with stranger() as address, pytest.raises(ClusterError, match="no TensorFlow server"):
-        wait_for_servers(ps_cluster(servers.jobs["worker"][0], address), unknown_host_secs=0)
+    monkeypatch.setattr("strategies.cluster.peers._STRANGER_SECS", 0.5)
+    with stranger() as address, pytest.raises(ClusterError, match="not a TensorFlow server"):
+        wait_for_servers(ps_cluster(servers.jobs["worker"][0], address))
 
 
-def test_unknown_host_is_waited_for_and_then_refused(servers: Cluster) -> None:
+def test_unknown_host_is_waited_for_and_then_refused(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert peers._UNKNOWN_HOST_SECS == 60.0
+    monkeypatch.setattr(peers, "_UNKNOWN_HOST_SECS", 0.5)
     started = time.monotonic()
     cluster = ps_cluster(f"{UNKNOWN}:1", servers.jobs["ps"][0])
     with pytest.raises(ClusterError, match=f"worker 0 \\({UNKNOWN}:1\\) is unknown"):
-        wait_for_servers(cluster, unknown_host_secs=0.5)
+        wait_for_servers(cluster)
     assert time.monotonic() - started > 0.5
 
 
-def test_host_that_is_unknown_for_a_moment_is_forgiven(servers: Cluster) -> None:
-    """The resolver fails at the first look, and again after it may have failed for too long."""
+def test_time_of_an_unknown_host_begins_anew_once_it_was_known(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resolver fails at the first check, and once more after the limit, but not in between."""
+    monkeypatch.setattr("strategies.cluster.peers._UNKNOWN_HOST_SECS", 0.9)
     started = time.monotonic()
     failed: list[float] = []
 
@@ -119,19 +127,19 @@ def test_host_that_is_unknown_for_a_moment_is_forgiven(servers: Cluster) -> None
             raise UnknownHostError("try again")
         return len(failed) == 2
 
-    _wait(servers, [Task("worker", 0)], is_there, unknown_host_secs=0.9)
+    _wait(servers, [Task("worker", 0)], is_there)
     assert failed[1] - failed[0] > 0.9
 
 
-def test_two_processes_of_one_identity_are_refused(servers: Cluster) -> None:
+def test_second_process_of_the_same_task_is_refused(servers: Cluster) -> None:
     with pytest.raises(ClusterError, match="Another process is ps 0 already"):
         check_own_address(servers.for_task(Task("ps", 0)))
 
 
-def test_held_port_answers_and_is_free_afterwards() -> None:
+def test_held_port_accepts_connections_and_is_free_afterwards() -> None:
     (port,) = free_ports(1)
     with held(port):
-        for _ in range(300):  # More than wait in a listener's queue.
+        for _ in range(300):  # More than fit into a listener's queue.
             socket.create_connection(("localhost", port), timeout=10).close()
     bind(port).close()
     assert identify(f"localhost:{port}") is None
@@ -143,8 +151,8 @@ def test_peers_meet() -> None:
     both_have_met = threading.Barrier(2, timeout=20)
 
     def meet(index: int) -> None:
-        wait_for_peers(Cluster(jobs, Task("worker", index)), 1.0)
-        with held(ports[index]):  # As TensorFlow's server does once its task has gone on.
+        wait_for_peers(Cluster(jobs, Task("worker", index)))
+        with held(ports[index]):  # As TensorFlow's server does once its task continues.
             both_have_met.wait()
 
     other = threading.Thread(target=meet, args=(1,))
@@ -153,7 +161,7 @@ def test_peers_meet() -> None:
     other.join()
 
 
-def test_watcher_reports_a_chief_that_is_gone_and_not_one_that_is_there() -> None:
+def test_watcher_reports_the_chief_only_after_it_is_gone() -> None:
     (port,) = free_ports(1)
     cluster = Cluster({"worker": {0: f"localhost:{port}"}, "ps": {0: "b:1"}}, Task("ps", 0))
     messages: queue.Queue[str] = queue.Queue()
@@ -164,7 +172,7 @@ def test_watcher_reports_a_chief_that_is_gone_and_not_one_that_is_there() -> Non
     assert f"worker 0 (localhost:{port})" in messages.get(timeout=10.0)
 
 
-def test_own_host_is_one_that_others_can_reach() -> None:
+def test_own_host_can_be_reached_by_others() -> None:
     assert own_host("localhost:1") == "localhost"
     assert own_host("127.0.0.1:1") == "127.0.0.1"
     with pytest.raises(ClusterError, match="cannot be reached"):
@@ -185,7 +193,7 @@ def test_port_in_use_is_named(host: str) -> None:
         assert part in str(caught.value)
 
 
-def test_connections_of_a_former_run_do_not_count_as_a_use_of_the_port() -> None:
+def test_connections_of_an_earlier_run_do_not_block_the_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         with socket.create_connection(address) as client:
@@ -197,7 +205,7 @@ def test_connections_of_a_former_run_do_not_count_as_a_use_of_the_port() -> None
     check_own_address(alone_at(address[1]))
 
 
-def test_public_address_of_its_own_is_refused_and_what_it_means_is_said() -> None:
+def test_own_public_address_is_refused_and_the_danger_explained() -> None:
     def serving_at(address: str) -> Cluster:
         return Cluster({"worker": {0: address, 1: "8.8.4.4:1"}}, Task("worker", 0))
 
@@ -207,27 +215,31 @@ def test_public_address_of_its_own_is_refused_and_what_it_means_is_said() -> Non
         check_private(serving_at(private))
 
 
-def test_peer_that_takes_connections_and_says_nothing_passes_for_lost_and_may_return(
+def test_peer_that_accepts_connections_and_does_not_answer_is_considered_lost(
     servers: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         cluster = ps_cluster(address, servers.address_of(Task("ps", 0)))
         lost: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        watch_peers(cluster, [Task("worker", 0), Task("ps", 0)], 0.4, lost.put)
+        watch_peers(cluster, 0.4, lost.put)
         assert {lost.get(timeout=20), lost.get(timeout=20)} == {Task("worker", 0)}
         assert "worker 0" in caplog.text
         assert "ps 0" not in caplog.text
 
 
-def test_cut_connection_fails_here_and_there_and_others_stay() -> None:
+@pytest.mark.parametrize("prefix", ["", "::ffff:"], ids=["IPv4", "IPv4 mapped to IPv6"])
+def test_cut_connection_fails_at_both_ends_and_other_connections_stay(prefix: str) -> None:
+    if prefix and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
     with contextlib.ExitStack() as stack:
         ends = []
-        for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "127.0.0.1")):
-            server = stack.enter_context(socket.create_server((host, 0), family=family))
-            client = stack.enter_context(socket.create_connection(server.getsockname()))
+        for _ in range(2):
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = server.getsockname()[1]
+            client = stack.enter_context(socket.create_connection((f"{prefix}127.0.0.1", port)))
             accepted = stack.enter_context(server.accept()[0])
-            ends.append((server.getsockname()[1], client, accepted))
+            ends.append((port, client, accepted))
         (port, client, accepted), (_, other, other_accepted) = ends
         assert cut_connections(f"localhost:{port}") == 1
         assert client.recv(1) == accepted.recv(1) == b""

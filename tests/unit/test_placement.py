@@ -1,4 +1,4 @@
-"""Where variables should go: by bytes, with their slots. That they do is in tests/cluster."""
+"""The placement of variables by bytes, with their slots. tests/cluster tests that it is used."""
 
 import itertools
 
@@ -6,8 +6,9 @@ import keras
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.placement import Group, place, record
-from trainer.learner import Learner, sparse_categorical_crossentropy
+from strategies.ps.placement import Group, dry_run, place
+from trainer.learner import Learner
+from trainer.step.losses import sparse_categorical_crossentropy
 
 
 def groups_of(sizes: list[int]) -> list[Group]:
@@ -22,7 +23,7 @@ def make_learner() -> Learner:
 
 
 def test_variable_counts_with_its_slots() -> None:
-    learner, groups = record(make_learner)
+    learner, groups = dry_run(make_learner)
     kernel = next(group for group in groups if group.shape == (6, 5))
     assert kernel.num_variables == 3, "Adam has two slots a variable"
     assert kernel.num_bytes == 3 * 6 * 5 * 4
@@ -30,24 +31,24 @@ def test_variable_counts_with_its_slots() -> None:
     assert sum(group.num_variables for group in groups) == len(everything)
 
 
-def test_recording_makes_the_same_groups_each_time() -> None:
-    shapes = [[(g.shape, g.num_bytes) for g in record(make_learner)[1]] for _ in range(2)]
+def test_dry_run_finds_the_same_groups_each_time() -> None:
+    shapes = [[(g.shape, g.num_bytes) for g in dry_run(make_learner)[1]] for _ in range(2)]
     assert shapes[0] == shapes[1]
 
 
 def test_gradients_of_synchronous_steps_count_where_their_variable_is() -> None:
-    _, groups = record(make_learner)
-    plain, staged = place(groups, 2), place(groups, 2, num_staged=3)
+    _, groups = dry_run(make_learner)
+    unbuffered, buffered = place(groups, 2), place(groups, 2, num_gradient_buffers=3)
     kernel = next(i for i, group in enumerate(groups) if group.shape == (6, 5))
-    assert staged.groups[kernel].num_bytes == (3 + 3) * 6 * 5 * 4
-    untrained = next(i for i, group in enumerate(groups) if not group.staged_bytes)
-    assert staged.groups[untrained].num_bytes == plain.groups[untrained].num_bytes
+    assert buffered.groups[kernel].num_bytes == (3 + 3) * 6 * 5 * 4
+    untrained = next(i for i, group in enumerate(groups) if not group.gradient_bytes)
+    assert buffered.groups[untrained].num_bytes == unbuffered.groups[untrained].num_bytes
 
 
-def test_largest_comes_first_and_goes_where_there_is_least() -> None:
+def test_largest_is_placed_first_and_on_the_emptiest_ps() -> None:
     placement = place(groups_of([1, 2, 3, 10, 4]), num_ps=2)
-    assert placement.ps == (1, 1, 1, 0, 1)
-    assert placement.num_bytes == (10, 10)
+    assert placement.ps == [1, 1, 1, 0, 1]
+    assert placement.num_bytes == [10, 10]
     table = placement.table().splitlines()
     assert table[0].startswith("ps 0: 10 bytes, 1 variables, the largest v3 [10]")
     assert table[1].startswith("ps 1: 10 bytes, 4 variables, the largest v4 [4]")
@@ -74,7 +75,7 @@ def test_fullest_ps_is_within_grahams_bound_of_the_best_placement(
 
 
 def test_bytes_are_those_of_the_variables() -> None:
-    learner, groups = record(make_learner)
+    learner, groups = dry_run(make_learner)
     everything = [*learner.model.variables, *learner.optimizer.variables]
     num_bytes = sum(variable.value.numpy().nbytes for variable in everything)
     assert sum(place(groups, 3).num_bytes) == num_bytes

@@ -1,4 +1,4 @@
-"""Whether a directory holds a run that is over."""
+"""A complete run is recognised, so that it is not trained again."""
 
 import dataclasses
 import json
@@ -33,5 +33,5 @@ def test_only_a_run_of_enough_steps_that_ended_well_is_finished(
     assert finished_result(str(tmp_path), CONFIG) == (result if is_finished else None)
 
 
-def test_run_that_left_no_result_is_not_finished(tmp_path: Path) -> None:
+def test_run_without_a_result_is_not_finished(tmp_path: Path) -> None:
     assert finished_result(str(tmp_path), CONFIG) is None

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data import features, files, records
-from data.files import DataError
-from data.prepare import prepare
-from data.sources import Options
+from data import features
+from data.prepare.preparing import prepare
+from data.prepare.sources import Options
+from data.system import files
+from data.system.files import DataError
+from data.tfrecord import split as records
 
 ROOT = Path(__file__).parents[2]
 MNIST = Path(os.environ.get("TRAINER_MNIST", ROOT.parent / "shared" / "data" / "mnist"))
@@ -162,10 +164,10 @@ def test_what_is_already_there_is_never_overwritten(tmp_path: Path, idx_files: P
 
 STOPS_HALF_WAY = """
 import sys
-from data import prepare
-from data.sources import Options, Source, SourceSplit, digits
+from data.prepare import catalog, preparing
+from data.prepare.sources import Options, Source, SourceSplit
 
-whole = digits.source(Options())
+whole = catalog.open_source("digits", None, Options())
 
 def half(first, last):
     examples = whole.splits["train"].examples(first, last)
@@ -176,8 +178,8 @@ def half(first, last):
 
 train = SourceSplit(1437, 10**9, half)
 mixed = Source("digits", {**whole.splits, "train": train}, whole.files)
-prepare.digits.source = lambda options: mixed
-prepare.prepare("digits", sys.argv[1], num_processes=1)
+catalog._NAMES["digits"] = catalog._Entry(lambda name, path, options: mixed, ())
+preparing.prepare("digits", sys.argv[1], num_processes=1)
 """
 
 
@@ -207,7 +209,7 @@ def test_killed_prepare_leaves_nothing_that_looks_finished_and_the_next_one_succ
 def test_two_prepares_at_once_both_succeed(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "data.prepare", "digits", "--out=both"],
+            [sys.executable, "-m", "data.prepare", "digits", "--data_dir=both"],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=subprocess.PIPE,
@@ -271,7 +273,7 @@ def test_wrong_idx_files_are_named(
         (("mnist",), "train-images-idx3-ubyte.gz"),
         (("mnist", "--source=nowhere"), "is not a directory"),
         (("what?:x",), "Known: digits"),
-        (("rewrite",), "--out=OTHER_DIR"),
+        (("rewrite",), "--data_dir=OTHER_DIR"),
     ],
 )
 def test_wrong_command_lines_end_with_2_and_a_hint(
@@ -281,6 +283,30 @@ def test_wrong_command_lines_end_with_2_and_a_hint(
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [], "no empty datasets/ is left"
+
+
+def test_directory_that_was_empty_before_a_wrong_source_is_left(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(DataError, match="is not a directory"):
+        prepare("mnist", str(tmp_path / "mine" / "new" / "mnist"), str(tmp_path / "nowhere"))
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_rewrite_into_a_directory_of_another_data_set_is_refused(
+    tmp_path: Path, idx_files: Path
+) -> None:
+    prepare("digits", str(tmp_path / "digits"))
+    prepare("kuzushiji", str(tmp_path / "letters"), str(idx_files))
+    before = digest(tmp_path / "letters")
+    with pytest.raises(DataError, match="holds 'kuzushiji', not 'digits'"):
+        prepare("rewrite", str(tmp_path / "letters"), str(tmp_path / "digits"))
+    with pytest.raises(DataError, match="is the directory to write, too"):
+        prepare("rewrite", str(tmp_path / "letters"), str(tmp_path / "letters"))
+    assert digest(tmp_path / "letters") == before
+    prepare("rewrite", str(tmp_path / "copy"), str(tmp_path / "digits"))
+    assert digest(tmp_path / "copy") == digest(tmp_path / "digits")
+    prepare("rewrite", str(tmp_path / "copy"), str(tmp_path / "digits"))  # Done already.
 
 
 def test_shards_that_lack_records_are_not_rewritten(tmp_path: Path) -> None:
@@ -333,6 +359,41 @@ def test_tfds_names_that_cannot_be_had_say_what_to_bring_and_where(
         prepare("tfds:mnist", str(tmp_path / "out"))
     assert "train-images-idx3-ubyte.gz" in str(caught.value)
     assert "python -m data.prepare tfds:mnist --source=DIR" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../x", "..", ".x", "-x", "a/b", "csv:../x", "tfds:../x"])
+def test_name_that_is_no_directory_below_datasets_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match="There is no data set"):
+        prepare(name, str(tmp_path / "out"), str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../x", "folder:", "csv:..", "tfds:"])
+def test_wrong_name_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    done = run("--source=.", name, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "There is no data set" in done.stderr or "needs a name" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_name_may_have_punctuation_inside(tmp_path: Path, idx_files: Path) -> None:
+    prepare("a-b_c.v1", str(tmp_path / "out"), str(idx_files))
+    assert read_all(tmp_path / "out", "train")[1].tolist() == [i % 6 for i in range(30)]
+    assert (tmp_path / "out" / "a-b_c.v1-train.tfrecord-00000-of-00001").exists()
+
+
+@pytest.mark.parametrize("info", [None, "no JSON", "[]", "{}", '{"name": "other"}'])
+def test_no_message_says_to_remove_a_directory_that_the_program_did_not_write(
+    tmp_path: Path, info: str | None
+) -> None:
+    (tmp_path / "thesis.txt").write_text("dear to me")
+    if info is not None:
+        (tmp_path / "dataset_info.json").write_text(info)
+    with pytest.raises(DataError, match="--data_dir=DIR") as refusal:
+        prepare("digits", str(tmp_path))
+    assert "rm -r" not in str(refusal.value)
+    assert (tmp_path / "thesis.txt").read_text() == "dear to me"
 
 
 def test_layout_of_tensorflow_1_programs_is_written_and_read_by_either_parse(

@@ -12,9 +12,10 @@ import tensorflow as tf
 
 from data.order import Order, _mix
 from tests.unit.replicas import replicas
-from trainer.learner import Learner, sparse_categorical_crossentropy
-from trainer.options import Options
-from trainer.random_layers import bind, drawing, split_mix
+from trainer.learner import Learner
+from trainer.step.losses import sparse_categorical_crossentropy
+from trainer.step.options import Options
+from trainer.step.random_layers import bind, drawing, split_mix
 
 BATCH = 12
 BY_EXAMPLE = {
@@ -97,13 +98,13 @@ def inputs() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(BATCH, 40, 16)).astype(np.float32)
 
 
-def test_split_mix_is_that_of_the_order() -> None:
+def test_split_mix_is_equal_to_that_of_order() -> None:
     states = np.random.default_rng(0).integers(0, 2**64, 1000, np.uint64)
     assert np.array_equal(split_mix(tf.constant(states)), _mix(states))
 
 
 @pytest.mark.parametrize("make", BY_EXAMPLE.values(), ids=BY_EXAMPLE)
-def test_shares_of_a_batch_draw_as_the_whole_does(
+def test_parts_of_a_batch_draw_like_the_complete_batch(
     make: Callable[[], keras.layers.Layer], inputs: np.ndarray
 ) -> None:
     model, seeds = model_of(make()), seeds_of()
@@ -115,11 +116,11 @@ def test_shares_of_a_batch_draw_as_the_whole_does(
     assert np.abs(whole - drawn(model, inputs, seeds_of(seed=1))).max() > 0.1, "of another seed"
     equal_inputs = np.repeat(inputs[:1], BATCH, axis=0)
     rows = drawn(model, equal_inputs, seeds)
-    assert len({row.tobytes() for row in rows}) == BATCH, "each example has a mask of its own"
+    assert len({row.tobytes() for row in rows}) == BATCH, "each example has another mask"
 
 
 @pytest.mark.parametrize("make", BY_EXAMPLE.values(), ids=BY_EXAMPLE)
-def test_sizes_that_are_not_known_while_tracing_make_no_difference(
+def test_sizes_unknown_while_tracing_do_not_change_draws(
     make: Callable[[], keras.layers.Layer], inputs: np.ndarray
 ) -> None:
     model = model_of(make(), shape=(None, 16))
@@ -142,16 +143,16 @@ LARGE = (BATCH, 50, 40, 25)  # 600,000 numbers: a standard error of at most 0.00
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_dropout_keeps_its_share_independently_and_scales_it(rate: float) -> None:
+def test_dropout_keeps_elements_independently_at_its_rate_and_scales_them(rate: float) -> None:
     model = model_of(keras.layers.Dropout(rate), keras.layers.Dropout(0.0), shape=LARGE[1:])
     outputs = drawn(model, np.ones(LARGE, np.float32), seeds_of())
-    kept = outputs > 0
-    np.testing.assert_allclose(outputs[kept], 1 / (1 - rate), rtol=1e-6)
-    assert np.mean(kept) == pytest.approx(1 - rate, abs=0.005)
-    centred = kept - np.mean(kept)
+    is_kept = outputs > 0
+    np.testing.assert_allclose(outputs[is_kept], 1 / (1 - rate), rtol=1e-6)
+    assert np.mean(is_kept) == pytest.approx(1 - rate, abs=0.005)
+    centred = is_kept - np.mean(is_kept)
     for axis in range(4):
         ahead = np.roll(centred, 1, axis)
-        assert abs(np.mean(centred * ahead)) / np.var(kept) < 0.01, f"along axis {axis}"
+        assert abs(np.mean(centred * ahead)) / np.var(is_kept) < 0.01, f"along axis {axis}"
 
 
 def test_spatial_dropout_drops_whole_channels() -> None:
@@ -167,7 +168,7 @@ def test_spatial_dropout_drops_whole_channels() -> None:
     assert np.mean(outputs > 0) == pytest.approx(0.5, abs=0.1)
 
 
-def test_noise_is_normal_and_as_large_as_keras_makes_it() -> None:
+def test_noise_is_normal_with_the_variance_of_keras() -> None:
     ones = np.ones(LARGE, np.float32)
     for layer in (keras.layers.GaussianNoise(0.5), keras.layers.GaussianDropout(0.2)):
         noise = drawn(model_of(layer, shape=LARGE[1:]), ones, seeds_of()) - 1
@@ -194,7 +195,7 @@ def masks(*layers: keras.layers.Layer) -> list[np.ndarray]:
     return [np.array(output) > 0 for output in tf.nest.flatten(outputs)]
 
 
-def test_layers_and_calls_of_one_layer_draw_apart() -> None:
+def test_layers_and_calls_of_one_layer_draw_differently() -> None:
     twice = keras.layers.Dropout(0.5)
     found = masks(twice, twice, keras.layers.Dropout(0.5), keras.layers.Dropout(0.5))
     for i, left in enumerate(found):
@@ -202,7 +203,7 @@ def test_layers_and_calls_of_one_layer_draw_apart() -> None:
             assert np.mean(left == right) == pytest.approx(0.5, abs=0.05)
 
 
-def test_seed_of_a_layer_counts() -> None:
+def test_draws_depend_on_the_seed_of_a_layer() -> None:
     (with_seed,), (again,), (with_another,) = (
         masks(keras.layers.Dropout(0.5, seed=seed)) for seed in (1, 1, 2)
     )
@@ -215,7 +216,7 @@ def test_seed_of_a_layer_counts() -> None:
     [lambda: OwnNoise(), lambda: keras.layers.LSTM(4, dropout=0.5, recurrent_dropout=0.5)],
     ids=["own", "lstm"],
 )
-def test_other_layers_draw_by_the_first_example_of_a_share(
+def test_other_layers_draw_by_the_first_example_of_a_part(
     make: Callable[[], keras.layers.Layer], inputs: np.ndarray
 ) -> None:
     model, seeds = model_of(make()), seeds_of()
@@ -234,7 +235,7 @@ def test_two_draws_of_a_users_layer_are_different() -> None:
     assert np.std(outputs) == pytest.approx(np.sqrt(2), abs=0.05), "2 if they were the same"
 
 
-def test_without_seeds_layers_do_as_keras_does(inputs: np.ndarray) -> None:
+def test_layers_without_seeds_draw_like_keras(inputs: np.ndarray) -> None:
     keras.utils.set_random_seed(0)
     model = model_of(keras.layers.Dropout(0.5))
     keras.utils.set_random_seed(0)
@@ -246,7 +247,7 @@ def test_without_seeds_layers_do_as_keras_does(inputs: np.ndarray) -> None:
     assert not bind(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
 
 
-def test_bound_model_is_saved_as_kerass_own(inputs: np.ndarray, tmp_path: Path) -> None:
+def test_bound_model_is_saved_like_an_unbound_one(inputs: np.ndarray, tmp_path: Path) -> None:
     model = model_of(keras.layers.Dropout(0.5), keras.layers.Dense(3))
     drawn(model, inputs, seeds_of())
     model.save(tmp_path / "model.keras")
@@ -275,7 +276,7 @@ def weights_after_steps(num_replicas: int, *, keras_seed: int, options: Options)
         loss = sparse_categorical_crossentropy
         learner = Learner(model, optimizer, loss, {}, batch_size=BATCH, options=options)
     assert learner.needs_seeds
-    gradients = tf.function(lambda share: learner.gradients(share)[0])
+    gradients = tf.function(lambda part: learner.gradients(part)[0])
     for step in range(5):
         shares = [
             tuple(tf.constant(part[begin:end]) for part in (*batch, seeds_of(step)))
@@ -291,7 +292,7 @@ def weights_after_steps(num_replicas: int, *, keras_seed: int, options: Options)
     [Options(), Options(jit_compile=True), Options(micro_batches=3)],
     ids=["plain", "compiled", "in parts"],
 )
-def test_shares_end_in_the_weights_of_one_batch_whatever_keras_seed(options: Options) -> None:
+def test_parts_end_in_the_weights_of_one_batch_for_any_keras_seed(options: Options) -> None:
     alone, seeded, shared = (
         weights_after_steps(num_replicas, keras_seed=keras_seed, options=how)
         for num_replicas, keras_seed, how in ((1, 0, Options()), (1, 1, options), (2, 0, options))

@@ -1,16 +1,16 @@
-"""How often a run is started again: what counts as progress, and what as a crash loop."""
+"""Limits of restarts: what counts as progress, and what as a crash loop."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from trainer.progress import Progress, progress_of
-from trainer.restarts import Restarts
+from trainer.local.restarts import Restarts
+from trainer.run_files import Progress, progress_of
 
 
 class Run:
-    """A clock and a run that both stand where the test puts them."""
+    """A clock and the progress of a run, both set by the test."""
 
     def __init__(self) -> None:
         self.secs = 0.0
@@ -20,13 +20,13 @@ class Run:
         return Restarts(max_restarts, lambda: self.progress, lambda: self.secs)
 
 
-def test_crash_loop_waits_longer_each_time_and_then_ends() -> None:
+def test_delays_of_a_crash_loop_grow_until_it_ends() -> None:
     restarts = Run().restarts(max_restarts=8)
     delays = [restarts.next_delay_secs(0) for _ in range(9)]
     assert delays == [0, 1, 2, 4, 8, 16, 30, 30, None]
 
 
-def test_task_that_dies_at_once_is_waited_for_longer_though_the_run_gets_further() -> None:
+def test_task_that_dies_at_once_has_growing_delays_though_the_run_makes_progress() -> None:
     run = Run()
     restarts = run.restarts(max_restarts=1)
     delays = []
@@ -36,12 +36,12 @@ def test_task_that_dies_at_once_is_waited_for_longer_though_the_run_gets_further
     assert delays == [0, 1, 2, 4, 0, 30]
 
 
-def test_no_restart_is_none() -> None:
+def test_limit_of_zero_allows_no_restart() -> None:
     assert Run().restarts(max_restarts=0).next_delay_secs(0) is None
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["checkpoint", "report"])
-def test_run_that_gets_further_is_started_again_for_ever(part: int) -> None:
+def test_run_with_progress_is_restarted_without_limit(part: int) -> None:
     run = Run()
     restarts = run.restarts(max_restarts=1)
     for step in range(10, 1000, 10):
@@ -71,12 +71,12 @@ def test_restarts_are_forgotten_after_ten_minutes() -> None:
     assert restarts.next_delay_secs(0) is None
 
 
-def test_progress_is_read_from_finished_checkpoints_and_whole_reports(tmp_path: Path) -> None:
+def test_progress_is_read_from_complete_checkpoints_and_complete_reports(tmp_path: Path) -> None:
     assert progress_of(str(tmp_path)) == (0, 0)
     for name in ("step-00000020", "step-00000100", "best-00000900", "step-00000800"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "checkpoint.json").touch()
-    (tmp_path / "checkpoints" / "step-00000800" / "checkpoint.json").unlink()  # Never finished.
+    (tmp_path / "checkpoints" / "step-00000800" / "checkpoint.json").unlink()  # Not complete.
     report = json.dumps({"step": 140, "filler": "x" * 100})
     with (tmp_path / "metrics.jsonl").open("w") as file:
         file.write(f"{report}\n" * 1000 + '{"step": 150}\n{"step": 16')

@@ -1,4 +1,4 @@
-"""Going back from a nan, and agreeing on a checkpoint, on a real model and real files."""
+"""Recovery from a NaN, and agreement on a checkpoint, on a real model and real files."""
 
 import concurrent.futures
 import logging
@@ -12,12 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.records import Split
-from strategies.base import Metrics, Position
+from data.tfrecord.split import Split
+from strategies.base import Position
+from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from tests.unit.toy import BATCH, Toy, write_split
-from trainer.checkpoint import ModelDirError, Saved
-from trainer.hooks import NonFiniteLossError, Report, SaveCheckpoint, StopOnNonFinite
+from trainer.checkpoints.checkpointer import ModelDirError, Saved
+from trainer.config import Config
+from trainer.hooks.finite import NonFiniteLossError, StopOnNonFinite
+from trainer.hooks.report import Report
+from trainer.hooks.save import SaveCheckpoint
+from trainer.hooks.writers import Writer
 from trainer.resume import restore_together, train_recovering
 
 
@@ -27,7 +32,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
 
 
 class Poisoned(MirroredExecutor):
-    """Some batches make the loss, and the weights, nan."""
+    """Some batches make the loss, and the weights, NaN."""
 
     bad_batches: Collection[int] = ()
 
@@ -41,8 +46,8 @@ class Poisoned(MirroredExecutor):
         return metrics, seconds
 
 
-class Kept:
-    """A writer that keeps what it was given."""
+class Recorded(Writer):
+    """A writer that records its reports."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[int, Any]] = []
@@ -52,13 +57,13 @@ class Kept:
 
 
 class Run:
-    """A run that saves every 4 steps, looks every 2, and reports every 3."""
+    """A run that saves every 4 steps, checks every 2, and reports every 3."""
 
     def __init__(self, split: Split, model_dir: Path, *bad_batches: int, last_step: int) -> None:
         self.toy = Toy(split, model_dir, executor=Poisoned, keep=10)
         assert isinstance(self.toy.executor, Poisoned)
         self.toy.executor.bad_batches = bad_batches
-        self.kept = Kept()
+        self.recorded = Recorded()
         self._last_step = last_step
 
     def train(self, most_recoveries: int) -> int:
@@ -69,7 +74,7 @@ class Run:
         toy.start(saved.position if saved else Position())
         order = toy.reader.order
         report = Report(
-            toy.executor, toy.learner, [self.kept], every_steps=3, last_step=last, order=order
+            toy.executor, toy.learner, [self.recorded], every_steps=3, last_step=last, order=order
         )
         save = SaveCheckpoint(
             toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=last
@@ -79,10 +84,8 @@ class Run:
             toy.learner,
             toy.checkpointer,
             [StopOnNonFinite(), report, save],
-            order=order,
-            steps=last,
-            steps_per_call=2,
-            most_recoveries=most_recoveries,
+            order,
+            Config(train_steps=last, steps_per_call=2, recover_from_nan=most_recoveries),
         )
 
 
@@ -91,22 +94,22 @@ def assert_same_state(left: Toy, right: Toy) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_what_led_to_a_nan_is_skipped_and_all_else_is_as_if_it_had_not_been_there(
+def test_examples_before_a_nan_are_skipped_and_other_steps_are_unchanged(
     split: Split, tmp_path: Path
 ) -> None:
     run = Run(split, tmp_path / "poisoned", 9, last_step=15)
     assert run.train(most_recoveries=1) == 15
-    # Looked at after 8, 9 and 11 steps; saved after 8.
+    # Checked after 8, 9 and 11 steps; saved after 8.
     assert run.toy.executor.position == Position(18, (), (3 * BATCH,))
     undisturbed = Toy(split, tmp_path / "undisturbed")
     undisturbed.start()
     undisturbed.executor.run(8)
-    undisturbed.executor.go_back(lambda: (Position(11), {}))
+    undisturbed.executor.roll_back(lambda: (Position(11), {}))
     undisturbed.executor.run(7)
     assert_same_state(run.toy, undisturbed)
 
-    reported = dict(run.kept.reports)
-    assert [step for step, _ in run.kept.reports] == [3, 6, 9, 9, 12, 15]
+    reported = dict(run.recorded.reports)
+    assert [step for step, _ in run.recorded.reports] == [3, 6, 9, 9, 12, 15]
     assert {step: values["examples"] for step, values in reported.items()} == {
         step: step * BATCH for step in (3, 6, 9, 12, 15)
     }
@@ -118,22 +121,20 @@ def test_what_led_to_a_nan_is_skipped_and_all_else_is_as_if_it_had_not_been_ther
     assert all(math.isfinite(values["loss"]) for values in reported.values())
 
 
-def test_skips_are_saved_and_a_resumed_run_ends_bit_for_bit_and_counts_on(
-    split: Split, tmp_path: Path
-) -> None:
-    whole = Run(split, tmp_path / "whole", 5, 18, last_step=24)
-    assert whole.train(most_recoveries=2) == 24
+def test_skips_are_saved_and_a_resumed_run_ends_bit_for_bit(split: Split, tmp_path: Path) -> None:
+    uninterrupted = Run(split, tmp_path / "uninterrupted", 5, 18, last_step=24)
+    assert uninterrupted.train(most_recoveries=2) == 24
     Run(split, tmp_path / "parts", 5, last_step=13).train(most_recoveries=2)
-    rest = Run(split, tmp_path / "parts", 18, last_step=24)
-    assert rest.train(most_recoveries=2) == 24
-    assert_same_state(whole.toy, rest.toy)
-    position = rest.toy.executor.position
-    assert position == whole.toy.executor.position
+    resumed = Run(split, tmp_path / "parts", 18, last_step=24)
+    assert resumed.train(most_recoveries=2) == 24
+    assert_same_state(uninterrupted.toy, resumed.toy)
+    position = resumed.toy.executor.position
+    assert position == uninterrupted.toy.executor.position
     assert len(position.skipped) == 2
-    assert position.num_examples(rest.toy.reader.order) == 24 * BATCH
+    assert position.num_examples(resumed.toy.reader.order) == 24 * BATCH
 
 
-def test_training_goes_back_no_more_often_than_it_may_in_all_parts_of_a_run(
+def test_number_of_recoveries_is_limited_over_all_parts_of_a_run(
     split: Split, tmp_path: Path
 ) -> None:
     Run(split, tmp_path, 5, last_step=9).train(most_recoveries=1)
@@ -144,7 +145,7 @@ def test_training_goes_back_no_more_often_than_it_may_in_all_parts_of_a_run(
     assert max(again.toy.checkpoints()) == "step-00000012"
 
 
-def test_nan_without_leave_to_go_back_ends_training(split: Split, tmp_path: Path) -> None:
+def test_nan_without_allowed_recoveries_ends_training(split: Split, tmp_path: Path) -> None:
     run = Run(split, tmp_path, 5, last_step=9)
     with pytest.raises(NonFiniteLossError, match=r"before\.$"):
         run.train(most_recoveries=0)
@@ -161,26 +162,26 @@ def test_nan_before_anything_could_be_saved_ends_training(split: Split, tmp_path
 def test_run_that_is_stopped_before_the_step_from_which_it_went_back_is_saved(
     split: Split, tmp_path: Path
 ) -> None:
-    class StopAtSecondTry(Kept):
+    class StopAtSecondTry(Recorded):
         def write(self, step: int, split: str, values: Any) -> None:
             if "examples_skipped" in values:
                 run.toy.executor.request_stop()
 
     run = Run(split, tmp_path, 11, last_step=40)
-    run.kept = StopAtSecondTry()
+    run.recorded = StopAtSecondTry()
     last = run.train(most_recoveries=1)
     assert 8 < last < 12, "was not stopped where it had been before"
     assert run.toy.checkpointer.has_saved(last)
 
 
 class Together(MirroredExecutor):
-    """One of two tasks in threads of this process, which tell each other numbers."""
+    """One of two tasks in threads of this process, which exchange numbers."""
 
     index: int
     barrier: threading.Barrier
     numbers: list[int]
 
-    def everyones(self, number: int) -> list[int]:
+    def gathered(self, number: int) -> list[int]:
         self.numbers[self.index] = number
         self.barrier.wait(60)
         numbers = list(self.numbers)
@@ -224,7 +225,7 @@ def two_views(split: Split, tmp_path: Path, steps: list[int]) -> tuple[Path, Pat
     return tmp_path / "chief", tmp_path / "other"
 
 
-def spoil(directory: Path, step: int) -> None:
+def damage(directory: Path, step: int) -> None:
     data = directory / f"checkpoints/step-{step:08d}/variables.data-00000-of-00001"
     content = bytearray(data.read_bytes())
     content[7] ^= 1
@@ -232,12 +233,12 @@ def spoil(directory: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("damaged", [0, 1], ids=["by the chief", "by another"])
-def test_damage_that_is_seen_by_one_task_makes_all_go_back(
+def test_damage_seen_by_one_task_makes_all_tasks_restore_the_checkpoint_before(
     damaged: int, split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     views = two_views(split, tmp_path, [2, 4, 6])
-    spoil(views[damaged], 6)
-    spoil(views[1 - damaged], 4)
+    damage(views[damaged], 6)
+    damage(views[1 - damaged], 4)
     with caplog.at_level(logging.WARNING):
         found = restored_by_two(split, views)
     assert [saved.step for saved in found if isinstance(saved, Saved)] == [2, 2]
@@ -247,11 +248,11 @@ def test_damage_that_is_seen_by_one_task_makes_all_go_back(
 @pytest.mark.parametrize(
     "lost", [{0: (2, 4)}, {1: (2, 4, 6)}], ids=["one sees others", "one sees none"]
 )
-def test_tasks_that_do_not_see_the_same_directory_are_told_so(
+def test_tasks_with_different_directories_are_refused(
     lost: dict[int, tuple[int, ...]], split: Split, tmp_path: Path
 ) -> None:
     views = two_views(split, tmp_path, [2, 4, 6])
-    spoil(views[1], 6)
+    damage(views[1], 6)
     for view, steps in lost.items():
         for step in steps:
             shutil.rmtree(views[view] / f"checkpoints/step-{step:08d}")
@@ -260,5 +261,5 @@ def test_tasks_that_do_not_see_the_same_directory_are_told_so(
         assert "one directory that all of them see" in str(error)
 
 
-def test_tasks_without_checkpoints_agree_to_begin(split: Split, tmp_path: Path) -> None:
+def test_tasks_without_checkpoints_start_from_step_0(split: Split, tmp_path: Path) -> None:
     assert restored_by_two(split, (tmp_path, tmp_path)) == [None, None]

@@ -9,9 +9,10 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.replicas import update_of
-from trainer.learner import Learner, sparse_categorical_crossentropy
-from trainer.options import ScheduleConfig
-from trainer.schedules import rate_factor
+from trainer.learner import Learner
+from trainer.step.losses import sparse_categorical_crossentropy
+from trainer.step.options import ScheduleConfig
+from trainer.step.schedules import rate_factor
 
 EXPECTED: dict[str, tuple[ScheduleConfig, Callable[[int], float]]] = {
     "constant": (ScheduleConfig(), lambda t: 1.0),
@@ -46,7 +47,7 @@ EXPECTED: dict[str, tuple[ScheduleConfig, Callable[[int], float]]] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_rate_is_that_of_the_formula_at_every_step(name: str) -> None:
+def test_rate_follows_the_formula_at_every_step(name: str) -> None:
     schedule, formula = EXPECTED[name]
     factor = tf.function(rate_factor(schedule, train_steps=50, batch_size=64))
     found = [float(factor(tf.constant(t, tf.int64))) for t in range(60)]

@@ -1,4 +1,4 @@
-"""The first signal asks for a stop, even of a main thread that waits; the second ends at once."""
+"""The first signal requests a stop, even if the main thread waits; the second ends at once."""
 
 import os
 import signal
@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
-from trainer.signals import StopSignals
+from trainer.guards.signals import StopSignals
 
 BOTH = pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 
 
 @BOTH
-def test_signal_asks_for_a_stop_and_handlers_are_given_back(signum: signal.Signals) -> None:
+def test_signal_requests_a_stop_and_handlers_are_restored(signum: signal.Signals) -> None:
     before = signal.getsignal(signum)
     asked = threading.Event()
     with StopSignals() as signals:
@@ -25,8 +25,8 @@ def test_signal_asks_for_a_stop_and_handlers_are_given_back(signum: signal.Signa
     assert signal.getsignal(signum) is before
 
 
-def test_handler_that_a_library_replaced_is_taken_back() -> None:
-    """As TensorFlow's coordination service does while multiworker connects."""
+def test_handler_that_a_library_replaced_is_set_again() -> None:
+    """TensorFlow's coordination service replaces it while multiworker connects."""
     asked = threading.Event()
     with StopSignals() as signals:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -36,7 +36,7 @@ def test_handler_that_a_library_replaced_is_taken_back() -> None:
 
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
-    program = "import os, signal, threading\nfrom trainer.signals import StopSignals\n"
+    program = "import os, signal, threading\nfrom trainer.guards.signals import StopSignals\n"
     return subprocess.run(
         [sys.executable, "-c", program + textwrap.dedent(body)],
         capture_output=True,
@@ -46,7 +46,7 @@ def run(body: str) -> subprocess.CompletedProcess[str]:
 
 
 @BOTH
-def test_signal_before_there_is_anything_to_save_ends_at_once(signum: signal.Signals) -> None:
+def test_signal_before_on_stop_ends_at_once(signum: signal.Signals) -> None:
     ended = run(f"""
         with StopSignals():
             os.kill(os.getpid(), {signum:d})
@@ -73,7 +73,7 @@ def test_second_signal_ends_at_once(signum: signal.Signals) -> None:
 
 
 def test_main_thread_that_waits_outside_python_can_be_stopped() -> None:
-    """Python's own handlers wait for the main thread; this one waits in the C library."""
+    """Python's handlers wait for the main thread, which here waits in the C library."""
     ended = run("""
         import ctypes
         mutex = ctypes.create_string_buffer(64)  # Zeros are PTHREAD_MUTEX_INITIALIZER.
@@ -82,12 +82,12 @@ def test_main_thread_that_waits_outside_python_can_be_stopped() -> None:
             signals.on_stop(lambda: os._exit(7), grace_secs=60)
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             libc.pthread_mutex_lock(mutex)
-            libc.pthread_mutex_lock(mutex)  # For ever, whatever signal comes.
+            libc.pthread_mutex_lock(mutex)  # Blocks, whatever signal comes.
     """)
     assert ended.returncode == 7
 
 
-def test_task_that_does_not_end_in_its_grace_ends_all_the_same() -> None:
+def test_task_that_is_not_done_after_grace_secs_is_ended() -> None:
     ended = run(f"""
         with StopSignals() as signals:
             signals.on_stop(lambda: print("asked", flush=True), grace_secs=0.2)
@@ -99,7 +99,7 @@ def test_task_that_does_not_end_in_its_grace_ends_all_the_same() -> None:
     assert "--grace_secs" in ended.stderr
 
 
-def test_grace_is_over_when_the_task_is_done() -> None:
+def test_timer_is_cancelled_when_the_task_is_done() -> None:
     ended = run(f"""
         import time
         asked = threading.Event()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from trainer.snapshot import Snapshot
+from trainer.checkpoints.snapshot import Snapshot
 
 
 def graph(first: float) -> tf.train.Checkpoint:
@@ -22,7 +22,7 @@ def values(root: tf.train.Checkpoint) -> list[float]:
     return [float(value.numpy()) for value in read]
 
 
-def test_all_that_hangs_on_a_checkpoint_is_written_and_read_again(tmp_path: Path) -> None:
+def test_all_objects_below_a_checkpoint_are_written_and_read_again(tmp_path: Path) -> None:
     root = graph(1.0)
     snapshot = Snapshot(root, device="CPU:0")
     root.again.assign(2.0)
@@ -36,7 +36,7 @@ def test_all_that_hangs_on_a_checkpoint_is_written_and_read_again(tmp_path: Path
     assert other.node.shared is other.again
 
 
-def test_values_are_those_of_the_last_time_they_were_taken(tmp_path: Path) -> None:
+def test_values_are_of_the_last_take(tmp_path: Path) -> None:
     root = graph(1.0)
     snapshot = Snapshot(root, device="CPU:0")
     root.again.assign(9.0)

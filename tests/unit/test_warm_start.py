@@ -10,13 +10,13 @@ import pytest
 import tensorflow as tf
 
 from strategies.base import Position
-from strategies.placement import record
+from strategies.ps.placement import dry_run
 from tests.unit.replicas import replicas
 from trainer.build import build_learner
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.config import Config, ConfigError, Recipe
 from trainer.learner import Learner
-from trainer.options import EmaConfig, WarmStartConfig
+from trainer.step.options import EmaConfig, WarmStartConfig
 
 
 def recipe(path: str = "", exclude: str = "", *, classes: int = 3, **fields: Any) -> Recipe:
@@ -43,7 +43,7 @@ def weights(learner: Learner) -> list[np.ndarray]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Learner:
-    """A learner with weights of its own, saved as a checkpoint and as a model."""
+    """A learner with other weights, saved as a checkpoint and as a model."""
     learner = build_learner(recipe(seed=7, ema=EmaConfig(decay=0.5)))
     for variable in learner.model.variables:
         if "seed" not in variable.path:
@@ -60,7 +60,7 @@ def source(tmp_path: Path) -> Learner:
 
 
 @pytest.mark.parametrize("path", [".", "checkpoints/step-00000010", "model.keras"])
-def test_all_weights_are_taken_and_nothing_else(path: str, source: Learner, tmp_path: Path) -> None:
+def test_only_weights_are_restored(path: str, source: Learner, tmp_path: Path) -> None:
     fresh = weights(build_learner(recipe()))
     learner = build_learner(recipe(str(tmp_path / path), ema=EmaConfig(decay=0.5)))
     assert np.abs(fresh[0] - weights(source)[0]).max() > 0.1
@@ -74,7 +74,7 @@ def test_all_weights_are_taken_and_nothing_else(path: str, source: Learner, tmp_
     assert "norm/moving_mean" in learner.origin
 
 
-def test_older_checkpoint_is_taken_if_it_is_named(source: Learner, tmp_path: Path) -> None:
+def test_older_checkpoint_is_used_if_it_is_named(source: Learner, tmp_path: Path) -> None:
     learner = build_learner(recipe(str(tmp_path / "checkpoints/step-00000005")))
     np.testing.assert_allclose(weights(learner)[0], weights(source)[0] - 1, atol=1e-6)
 
@@ -99,20 +99,20 @@ def test_other_shapes_are_refused_by_name(path: str, source: Learner, tmp_path: 
         build_learner(recipe(str(tmp_path / path), classes=8))
 
 
-@pytest.mark.parametrize("make", ["nothing", "directory", "torn", "keras"])
-def test_what_is_no_source_is_refused(make: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", ["nothing", "directory", "damaged", "keras"])
+def test_path_without_weights_is_refused(make: str, tmp_path: Path) -> None:
     path = tmp_path / ("a.keras" if make == "keras" else "a")
     if make == "keras":
         path.write_text("no archive")
     elif make != "nothing":
         (path / "checkpoints").mkdir(parents=True)
-    if make == "torn":
+    if make == "damaged":
         (path / "checkpoints" / "step-00000001").mkdir()
     with pytest.raises(ConfigError, match=f"config.warm_start.path={path}"):
         build_learner(recipe(str(path)))
 
 
-def test_weights_go_where_the_strategy_wants_them(source: Learner, tmp_path: Path) -> None:
+def test_weights_are_placed_by_the_strategy(source: Learner, tmp_path: Path) -> None:
     strategy = replicas(2)
     for path in (tmp_path, tmp_path / "model.keras"):
         with strategy.scope():
@@ -127,7 +127,7 @@ def test_weights_go_where_the_strategy_wants_them(source: Learner, tmp_path: Pat
 def test_reading_a_model_places_no_variable(source: Learner, tmp_path: Path) -> None:
     cold, warm = recipe(), recipe(str(tmp_path / "model.keras"))
     of_cold, of_warm = (
-        [group.shape for group in record(functools.partial(build_learner, made))[1]]
+        [group.shape for group in dry_run(functools.partial(build_learner, made))[1]]
         for made in (cold, warm)
     )
     assert of_cold == of_warm

@@ -1,4 +1,4 @@
-"""Who does not move is warned of, then ended, with the stacks of its threads."""
+"""A task without progress gets a warning, then ends with the stacks of its threads printed."""
 
 import logging
 import queue
@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from trainer.watchdog import Watchdog
+from trainer.guards.watchdog import Watchdog
 
 
-def test_task_that_stops_moving_is_warned_of_and_its_stacks_are_written(
+def test_task_without_progress_gets_a_warning_and_its_stacks_are_printed(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stalls: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -20,13 +20,13 @@ def test_task_that_stops_moving_is_warned_of_and_its_stacks_are_written(
         watchdog.moved()
         message = stalls.get(timeout=20)
     assert time.monotonic() - began >= 0.5
-    assert "nothing moved" in message
+    assert "no progress" in message
     assert "--stall_timeout_secs" in message
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "test_task_that_stops_moving" in capfd.readouterr().err
+    assert "test_task_without_progress" in capfd.readouterr().err
 
 
-def test_task_that_moves_now_and_then_is_left_alone() -> None:
+def test_task_with_some_progress_continues() -> None:
     stalls: queue.SimpleQueue[str] = queue.SimpleQueue()
     with Watchdog(2.0, stalls.put) as watchdog:
         for _ in range(30):
@@ -41,15 +41,15 @@ def test_first_steps_may_take_four_times_as_long() -> None:
     with Watchdog(0.25, stalls.put):
         message = stalls.get(timeout=20)
     assert time.monotonic() - began >= 1.0
-    assert "no step was done" in message
+    assert "no step was completed" in message
 
 
-def test_process_whose_threads_cannot_run_ends_all_the_same() -> None:
+def test_process_ends_even_if_its_threads_cannot_run() -> None:
     ended = subprocess.run(
         [
             sys.executable,
             "-c",
-            "import ctypes, time\nfrom trainer.watchdog import Watchdog\n"
+            "import ctypes, time\nfrom trainer.guards.watchdog import Watchdog\n"
             "with Watchdog(0.2, print):\n"
             "    time.sleep(0.1)\n"
             "    ctypes.PyDLL(None).sleep(50)  # Unlike CDLL it keeps Python's lock.\n",
@@ -62,7 +62,7 @@ def test_process_whose_threads_cannot_run_ends_all_the_same() -> None:
     assert "most recent call first" in ended.stderr
 
 
-def test_watchdog_that_is_off_or_over_ends_nobody() -> None:
+def test_disabled_or_closed_watchdog_ends_no_task() -> None:
     stalls: queue.SimpleQueue[str] = queue.SimpleQueue()
     with Watchdog(0, stalls.put):
         time.sleep(0.3)

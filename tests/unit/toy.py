@@ -11,13 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from data.order import Order
-from data.pipeline import Reader
-from data.records import Split
-from data.writing import write_shards
-from strategies.base import Metrics, Position
+from data.prepare.writing import write_shards
+from data.reader import Reader
+from data.tfrecord.split import Split
+from strategies.base import Position
+from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
-from trainer.checkpoint import Checkpointer
-from trainer.learner import Learner, accuracy, sparse_categorical_crossentropy
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.learner import Learner
+from trainer.step.losses import accuracy, sparse_categorical_crossentropy
 
 NUM_EXAMPLES = 110
 BATCH = 8

@@ -1,4 +1,4 @@
-"""Softmax regression on digits that are mirrored and shifted at random, anew in each epoch."""
+"""Softmax regression on randomly mirrored and shifted digits, differently in each epoch."""
 
 from typing import TYPE_CHECKING
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.base import Metrics
+from strategies.metrics import Metrics
 from trainer.config import Config
-from trainer.hooks import Hook
+from trainer.hooks.base import Hook
 
 if TYPE_CHECKING:
     import keras

@@ -1,6 +1,6 @@
-"""Softmax regression whose bias gradient a ps worker can be made to hold back; see gates.py.
+"""Softmax regression, in which a ps worker can be made to hold its bias gradient; see gates.py.
 
-The chief writes down what the staging area of synchronous parameter servers holds meanwhile.
+The chief writes to a file what the gradient buffers of synchronous parameter servers hold then.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import Config
-from trainer.hooks import Hook
+from trainer.hooks.base import Hook
 
 if TYPE_CHECKING:
     import keras
@@ -22,10 +22,10 @@ HELD_WORKER = 1
 
 @dataclasses.dataclass
 class HeldConfig(Config):
-    """Config with a field more.
+    """Config of a run with a held gradient.
 
     Attributes:
-        hold_dir: Where the files are that hold a gradient back, and what is seen of it.
+        hold_dir: Directory of the files that hold the gradient, and of the values that were seen.
     """
 
     hold_dir: str = ""
@@ -59,7 +59,7 @@ def build_model(config: HeldConfig) -> "keras.Model":
 
         def call(self, images: Any) -> Any:
             kernel, bias = self.kernel, self.bias
-            # The bias is on the ps that counts the steps, where a gradient is staged last.
+            # The bias is on the ps that counts the steps, whose buffer is written last.
             if hold := Hold.of(config.hold_dir):
                 kernel = hold.gradient_of(kernel, "kernel", waits=False)
                 bias = hold.gradient_of(bias, "bias", waits=True)
@@ -69,8 +69,8 @@ def build_model(config: HeldConfig) -> "keras.Model":
     return keras.Model(images, Logits()(layers.Flatten()(images)))
 
 
-class WriteDownStaging(Hook):
-    """Once a worker holds its bias gradient back: what of it has arrived, in `staged.json`."""
+class WriteBuffers(Hook):
+    """Writes to `staged.json` which gradients have arrived, once a worker holds one."""
 
     def __init__(self, hold_dir: Path) -> None:
         self._hold_dir = hold_dir
@@ -82,7 +82,7 @@ class WriteDownStaging(Hook):
         import numpy as np
         import tensorflow as tf
 
-        from strategies.ps import _KEPT
+        from strategies.ps.executor import _KEEP_ALIVE
 
         seen = {}
         for name in ("kernel", "bias"):
@@ -90,11 +90,11 @@ class WriteDownStaging(Hook):
             while not path.exists() or not path.stat().st_size:
                 time.sleep(0.01)
             seen[name] = tf.io.parse_tensor(path.read_bytes(), tf.float32).numpy()
-        executor: Any = _KEPT[-1]
-        staging = executor._rounds.staging
-        of_kernel, of_bias = (staging._tags[area.device] for area in staging._gradients)
+        executor: Any = _KEEP_ALIVE[-1]
+        buffers = executor._buffers
+        of_kernel, of_bias = (buffers._tags[buffer.device] for buffer in buffers._gradients)
         while True:
-            kernels, biases = (area.numpy() for area in staging._gradients)
+            kernels, biases = (buffer.numpy() for buffer in buffers._gradients)
             slots = [s for s, k in enumerate(kernels) if np.array_equal(k, seen["kernel"])]
             if slots:
                 break
@@ -102,11 +102,11 @@ class WriteDownStaging(Hook):
         (slot,) = slots
         staged = {
             "bias_is_there": bool(np.array_equal(biases[slot], seen["bias"])),
-            "is_tagged_alike": of_kernel.numpy()[slot].tolist() == of_bias.numpy()[slot].tolist(),
+            "has_equal_tags": of_kernel.numpy()[slot].tolist() == of_bias.numpy()[slot].tolist(),
         }
         (self._hold_dir / "staged.part").write_text(json.dumps(staged))
         (self._hold_dir / "staged.part").rename(self._hold_dir / "staged.json")
 
 
 def build_hooks(config: HeldConfig, model_dir: str) -> Sequence[Hook]:
-    return [WriteDownStaging(Path(config.hold_dir))] if config.hold_dir else []
+    return [WriteBuffers(Path(config.hold_dir))] if config.hold_dir else []

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import Config
-from trainer.hooks import Hook
+from trainer.hooks.base import Hook
 
 if TYPE_CHECKING:
     import keras
@@ -41,9 +41,9 @@ class WriteDownDevices(Hook):
     def end(self, step: int) -> None:
         import tensorflow as tf
 
-        from strategies.ps import _KEPT
+        from strategies.ps.executor import _KEEP_ALIVE
 
-        executor: Any = _KEPT[-1]
+        executor: Any = _KEEP_ALIVE[-1]
         learner = executor._learner
         devices: dict[str, list[tuple[str, int]]] = {}
         for variable in [*learner.model.variables, *learner.optimizer.variables]:

@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from strategies.base import Metrics
+from strategies.metrics import Metrics
 from trainer.config import Config
-from trainer.hooks import Hook
+from trainer.hooks.base import Hook
 
 if TYPE_CHECKING:
     import keras

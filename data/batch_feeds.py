@@ -1,0 +1,160 @@
+"""Batches for a loop in a graph: read ahead from disk, or gathered from examples in memory.
+
+    feed = open_feed(reader, first_batch=1234, lanes=range(20))
+
+    @tf.function(input_signature=[feed.signature, tf.TensorSpec([], tf.int64)])
+    def run(taken, num_steps):
+        for i in tf.range(num_steps):
+            inputs, labels = feed.batch(taken, i)
+            ...
+
+    run(feed.take(100), 100)        # batches 1234 to 1333
+    run(feed.take(100), 100)        # and the 100 after these
+
+Cached examples do not pass through tf.data: the loop itself gathers and widens the rows of a batch.
+Only the numbers of the rows are computed ahead.
+"""
+
+import abc
+import concurrent.futures
+import dataclasses
+import math
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from typing_extensions import override
+
+from data.autograph import no_autograph
+from data.disk_reader import DiskReader
+from data.order import Plan
+from data.reader import Batch, Examples, Nest, Reader
+from data.tfrecord.byte_ranges import aligned
+
+
+class Feed(abc.ABC):
+    """Batches one after another, for a graph that asks for as many as its caller has taken.
+
+    `signature` is the type of the result of `take`: of an iterator, or of the arrays of a plan.
+    """
+
+    signature: Nest
+
+    @abc.abstractmethod
+    def take(self, num_batches: int) -> Nest:
+        """Takes the next `num_batches` batches. The result is an argument of the graph."""
+
+    @abc.abstractmethod
+    def batch(self, taken: Nest, index: tf.Tensor) -> Batch:
+        """In the graph: batch `index` of `taken`. Called exactly once for each, in order."""
+
+
+def open_feed(reader: Reader, first_batch: int, lanes: range) -> Feed:
+    """The batches of `reader` from `first_batch`: from memory if it caches its examples."""
+    if reader.caches_examples:
+        return CachedFeed(reader, first_batch, lanes)
+    return StreamedFeed(DiskReader(reader).batches(first_batch, lanes))
+
+
+class StreamedFeed(Feed):
+    """The elements of a tf.data pipeline, which reads and parses ahead."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self.signature = tf.data.IteratorSpec(dataset.element_spec)
+        self._iterator = iter(dataset)
+
+    @override
+    def take(self, num_batches: int) -> Nest:
+        return self._iterator
+
+    @override
+    @no_autograph
+    def batch(self, taken: Nest, index: tf.Tensor) -> Batch:
+        batch: Batch = next(taken)
+        return batch
+
+
+class CachedFeed(Feed):
+    """Batches of examples that are all in memory."""
+
+    def __init__(self, reader: Reader, first_batch: int, lanes: range) -> None:
+        self._reader, self._examples = reader, cached_examples(reader)
+        self.signature = reader.row_spec(lanes=lanes)
+        self._plans = (reader.row_plan(*run, lanes) for run in reader.runs(first_batch))
+        self._planner = concurrent.futures.ThreadPoolExecutor(1, "feed")
+        self._ahead: concurrent.futures.Future[Plan] | None = None
+
+    @override
+    def take(self, num_batches: int) -> dict[str, tf.Tensor]:
+        plan = self._planned(self._ahead.result() if self._ahead else {}, num_batches)
+        with tf.device("CPU:0"):
+            taken = {name: tf.constant(values[:num_batches]) for name, values in plan.items()}
+        left = {name: values[num_batches:] for name, values in plan.items()}
+        # While the graph runs, as many batches are planned for the next call.
+        self._ahead = self._planner.submit(self._planned, left, num_batches)
+        return taken
+
+    def _planned(self, plan: Plan, num_batches: int) -> Plan:
+        plans, num_planned = [plan] if plan else [], len(plan.get("gather", ()))
+        while num_planned < num_batches:
+            plans.append(next(self._plans))
+            num_planned += len(plans[-1]["gather"])
+        if len(plans) == 1:
+            return plans[0]
+        return {name: np.concatenate([p[name] for p in plans]) for name in self.signature}
+
+    @override
+    @no_autograph
+    def batch(self, taken: dict[str, tf.Tensor], index: tf.Tensor) -> Batch:
+        with tf.device("CPU:0"):
+            plan = {name: tf.gather(values, index) for name, values in taken.items()}
+
+            def rows(numbers: tf.Tensor) -> Nest:
+                return tf.nest.map_structure(lambda t: tf.gather(t, numbers), self._examples)
+
+            return self._reader.gather_rows(rows, plan)
+
+
+# A run that goes back to a checkpoint opens another feed of its reader.
+_cached_examples: "weakref.WeakKeyDictionary[Reader, Examples]" = weakref.WeakKeyDictionary()
+
+
+def cached_examples(reader: Reader) -> Examples:
+    """All examples of `reader` by record number, as `cached_specs`, on the CPU; parsed once."""
+    if reader not in _cached_examples:
+        _cached_examples[reader] = _parse_all(reader)
+    return _cached_examples[reader]
+
+
+def _parse_all(reader: Reader) -> Examples:
+    size, num_examples = reader.group_examples(reader.cached_specs), reader.split.num_examples
+    in_order = dataclasses.replace(
+        reader.order, batch_size=size, lanes=1, window_batches=1, shuffle=False
+    )
+    narrow = dataclasses.replace(reader, order=in_order, parse=reader.cached_parse)
+    arrays: Nest = tf.nest.map_structure(
+        lambda spec: _array([num_examples, *spec.shape[1:]], spec.dtype.as_numpy_dtype),
+        reader.cached_specs,
+    )
+    batches = DiskReader(narrow).evaluation_batches(range(1))
+    for first, batch in zip(range(0, num_examples, size), batches, strict=True):
+        end = min(first + size, num_examples)
+        for values, into in zip(tf.nest.flatten(batch[:2]), tf.nest.flatten(arrays), strict=True):
+            into[first:end] = values.numpy()[: end - first]
+    with tf.device("CPU:0"):
+        examples: Examples = tf.nest.map_structure(_as_tensor, arrays)
+    return examples
+
+
+def _array(shape: list[int], dtype: npt.DTypeLike) -> npt.NDArray[np.number]:
+    """An array whose memory TensorFlow can use without a copy."""
+    memory = aligned(math.prod(shape) * np.dtype(dtype).itemsize)
+    return memory.view(dtype).reshape(shape)
+
+
+def _as_tensor(array: npt.NDArray[np.number]) -> tf.Tensor:
+    """A tensor in the memory of `array`, if DLPack knows its dtype; else a copy."""
+    if array.dtype.kind in "iuf":
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return tf.convert_to_tensor(array)

@@ -1,0 +1,306 @@
+"""The batches of a `Reader` as tf.data pipelines: files are read and parsed on this machine.
+
+    for images, labels in DiskReader(reader).batches(first_batch=1234, lanes=range(20)):
+        ...
+
+A Python generator reads the byte ranges of runs of batches ahead, in blocks of groups of batches.
+If all records have one layout, values are sliced out of their bytes instead of parsed. TensorFlow
+reads the files of other file systems (URLs), by pieces.
+"""
+
+import atexit
+import functools
+import gc
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from data.autograph import no_autograph
+from data.features import ExampleParse
+from data.order import Int64s, Plan
+from data.reader import Batch, Reader
+from data.system.cores import num_cores
+from data.system.files import is_url
+from data.tfrecord.byte_ranges import Buffers, DamagedError, Window, Windows
+from data.tfrecord.crc import HEADER_BYTES
+from data.tfrecord.fixed_layout import Layout, find_layout
+from data.tfrecord.pieces import PIECE_NAMES, Pieces
+
+_Extras = Callable[[int, int], Plan]  # (first batch, number of batches) -> `Reader.extras`.
+
+# Groups handed to tf.data at once: a handover costs about as much as 1,000 small records.
+_BLOCK_BYTES = 4 << 20
+_MAX_THREADS = 8
+
+
+class DiskReader:
+    """Reads batches of `reader` from its files; the caller says where each dataset begins."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._pieces = Pieces(reader.split)
+        self._threads = reader.num_threads or min(_MAX_THREADS, num_cores())
+
+    @no_autograph
+    def batches(
+        self, first_batch: int, lanes: range, num_batches: int | None = None
+    ) -> tf.data.Dataset:
+        """Batches first_batch, first_batch + 1, ... as (inputs [n, ...], labels [n, ...]).
+
+        If the reader `gives_seeds`, seeds int32 [n, 2] follow. n = len(lanes) * B / V, and static.
+        Endless unless `num_batches` is given. The elements of a batch and their order do not depend
+        on the number of threads or on `first_batch`.
+        """
+        stop = None if num_batches is None else first_batch + num_batches
+        return self._dataset(first_batch, stop, lanes)
+
+    @no_autograph
+    def evaluation_batches(self, lanes: range) -> tf.data.Dataset:
+        """Every record, as (inputs, labels, weights float32 [n]).
+
+        All `num_evaluation_batches` batches have the same shape. Over all lanes each record has
+        weight 1 once, and repeats in the last batch have weight 0: weighted sums are exact.
+        """
+        return self._dataset(0, self._reader.num_evaluation_batches, lanes, weights=True)
+
+    def _dataset(
+        self, first_batch: int, stop: int | None, lanes: range, *, weights: bool = False
+    ) -> tf.data.Dataset:
+        extras = functools.partial(self._reader.extras, lanes=lanes, weights=weights)
+        spec = self._reader.row_spec(lanes=lanes, weights=weights)
+        if any(is_url(path) for path in self._pieces.paths):
+            return self._by_tensorflow(first_batch, stop, lanes, extras, spec)
+        group_shape = spec.pop("gather").shape
+        spec["serialized"] = tf.TensorSpec(group_shape, tf.string)
+        spec["unread"] = tf.TensorSpec([len(PIECE_NAMES), None], tf.int64)
+        layout = self._layout
+        if layout is not None:
+            spec["frames"] = tf.TensorSpec([*group_shape, layout.frame_bytes], tf.uint8)
+        blocks = tf.data.Dataset.from_generator(
+            lambda: self._blocks(first_batch, stop, lanes, extras),
+            output_signature={
+                name: tf.TensorSpec([None, *of_group.shape], of_group.dtype)
+                for name, of_group in spec.items()
+            },
+        )
+
+        def parse_read(group: dict[str, tf.Tensor]) -> Batch:
+            read, unread = group["serialized"], group["unread"]
+
+            def read_unread() -> tf.Tensor:
+                pieces = dict(zip(PIECE_NAMES, tf.unstack(unread), strict=True))
+                return tf.reshape(self._pieces.read(pieces), [-1, read.shape[1]])
+
+            serialized = tf.cond(tf.size(unread) > 0, read_unread, lambda: read)
+            return self._reader.parse_records(tf.ensure_shape(serialized, read.shape), group)
+
+        def parse(group: dict[str, tf.Tensor]) -> Batch:
+            if layout is None:
+                return parse_read(group)
+            are_frames = tf.size(group["frames"]) > 0
+            slices = functools.partial(self._slice, layout, group)
+            batches: Batch = tf.cond(are_frames, slices, lambda: parse_read(group))
+            return batches
+
+        if self._block_batches(lanes) == self._group_batches(lanes):
+            # A block is one group. from_tensor_slices might copy its records, which are large.
+            return self._batched(
+                blocks.prefetch(1),
+                lambda block: parse({name: tf.squeeze(t, 0) for name, t in block.items()}),
+                lanes,
+            )
+        groups = blocks.prefetch(1).flat_map(tf.data.Dataset.from_tensor_slices)
+        return self._batched(groups, parse, lanes)
+
+    def _blocks(
+        self, first_batch: int, stop: int | None, lanes: range, extras: _Extras
+    ) -> Iterator[Plan]:
+        """Blocks of g groups of k batches, with their `extras`, in one of three forms.
+
+        "frames": uint8 [g, k, n, bytes], records of the layout with their framing. "serialized":
+        string [g, k, n], any records. "unread": int64 [1, 4, k * n], a piece for each record of a
+        group with records that cannot be read or verified: TensorFlow's own reader then raises the
+        error that names the fault. The two other forms are empty.
+        """
+        most = self._group_batches(lanes)
+        order, windows, buffers = self._reader.order, Windows(), Buffers()
+        for first, num_batches in self._reader.runs(first_batch, stop):
+            ranges, numbers = self._pieces.byte_ranges(order, first, num_batches, lanes)
+            try:
+                window: Window | None = windows.read(ranges)
+            except (DamagedError, OSError):
+                window = None
+            for begin, num_groups, size in _cut(num_batches, most, self._block_batches(lanes)):
+                of_block = numbers[begin : begin + num_groups * size].reshape(num_groups, size, -1)
+                blocks = [_block(window, of_block, self._layout, buffers)]
+                if blocks[0] is None:
+                    blocks = [_block(window, group[None], None, buffers) for group in of_block]
+                at = first + begin
+                num_groups //= len(blocks)
+                for block in blocks:
+                    if block is None:
+                        records = order.records(at, size, lanes).reshape(-1)
+                        block = {"unread": self._pieces.plan_one_by_one(records)[None]}
+                    yield {
+                        **self._empty_block(num_groups, lanes),
+                        **block,
+                        **{
+                            name: values.reshape(num_groups, size, *values.shape[1:])
+                            for name, values in extras(at, num_groups * size).items()
+                        },
+                    }
+                    at += num_groups * size
+
+    def _empty_block(self, num_groups: int, lanes: range) -> Plan:
+        shape = num_groups, 0, self._reader.batch_examples(lanes)
+        empty: Plan = {
+            "serialized": np.empty(shape, object),
+            "unread": np.empty((num_groups, len(PIECE_NAMES), 0), np.int64),
+        }
+        if self._layout is not None:
+            empty["frames"] = np.empty((*shape, self._layout.frame_bytes), np.uint8)
+        return empty
+
+    def _slice(self, layout: Layout, group: dict[str, tf.Tensor]) -> Batch:
+        """`parse_records` for "frames", uint8 [k, n, bytes]: records of one layout."""
+        parse, frames = self._reader.parse, group["frames"]
+        assert isinstance(parse, ExampleParse)
+        rows = tf.reshape(frames, [-1, frames.shape[-1]])
+        parsed = parse.finish(layout.slice(rows, HEADER_BYTES))
+        return self._reader.finish(parsed, tf.shape(frames)[:2], frames.shape[:2], group)
+
+    @functools.cached_property
+    def _layout(self) -> Layout | None:
+        parse = self._reader.parse
+        if not isinstance(parse, ExampleParse):
+            return None
+        try:
+            window = Windows().read(self._pieces.first_chunk())
+            (record,) = window.records(np.zeros(1, np.int64))
+        except (DamagedError, OSError):
+            return None  # `_blocks` meets the same fault, and TensorFlow's reader then names it.
+        return find_layout(record, parse.columns)
+
+    def _by_tensorflow(
+        self,
+        first_batch: int,
+        stop: int | None,
+        lanes: range,
+        extras: _Extras,
+        spec: dict[str, tf.TensorSpec],
+    ) -> tf.data.Dataset:
+        """Batches whose records TensorFlow reads, by the pieces of each run."""
+        order, piece = self._reader.order, tf.TensorSpec([None], tf.int64)
+        plans = tf.data.Dataset.from_generator(
+            lambda: (
+                {**self._pieces.plan(order, *run, lanes), **extras(*run)}
+                for run in self._reader.runs(first_batch, stop)
+            ),
+            output_signature={**dict.fromkeys(PIECE_NAMES, piece), **spec},
+        )
+
+        def in_groups(records: tf.Tensor, rows: dict[str, tf.Tensor]) -> tf.data.Dataset:
+            # Every group shares the run's records: no string is copied before it is needed.
+            shared = tf.data.Dataset.from_tensors(records).repeat()
+            groups = tf.data.Dataset.from_tensor_slices(rows).batch(self._group_batches(lanes))
+            return tf.data.Dataset.zip(shared, groups)
+
+        runs = plans.prefetch(2).map(
+            lambda plan: (self._pieces.read(plan), {name: plan[name] for name in spec}),
+            num_parallel_calls=self._threads,
+        )
+        groups = runs.flat_map(in_groups).map(
+            lambda records, rows: (tf.gather(records, rows.pop("gather")), rows)
+        )
+        return self._batched(groups, self._reader.parse_records, lanes)
+
+    def _batched(
+        self, groups: tf.data.Dataset, parse: Callable[..., Batch], lanes: range
+    ) -> tf.data.Dataset:
+        """One element a batch: inputs, labels, and weights or seeds if the batches have any.
+
+        Each thread is ahead by the group that it parses. Another stage that makes batches ahead
+        would cost small ones a tenth, and large ones their memory.
+        """
+        _collect_iterators_at_exit()
+        options = tf.data.Options()
+        options.deterministic = True
+        options.autotune.enabled = False
+        options.threading.private_threadpool_size = self._threads
+        if self._group_batches(lanes) == 1:
+            batches = groups.map(
+                lambda *group: tf.nest.map_structure(lambda t: tf.squeeze(t, 0), parse(*group)),
+                num_parallel_calls=self._threads,
+            )
+        else:
+            # One more thread: cutting a group must not wait until the next one is parsed.
+            options.threading.private_threadpool_size += 1
+            batches = groups.map(parse, num_parallel_calls=self._threads).flat_map(
+                lambda *stacked: tf.data.Dataset.from_tensor_slices(stacked)
+            )
+        if self._reader.prefetch_batches:
+            batches = batches.prefetch(self._reader.prefetch_batches)
+        return batches.with_options(options)
+
+    def _group_batches(self, lanes: range) -> int:
+        group_examples = self._reader.group_examples(self._reader.parsed_specs)
+        return max(1, group_examples // self._reader.batch_examples(lanes))
+
+    def _block_batches(self, lanes: range) -> int:
+        block_examples = _BLOCK_BYTES // self._reader.split.mean_record_bytes
+        return max(self._group_batches(lanes), block_examples // self._reader.batch_examples(lanes))
+
+
+def _cut(num_batches: int, most: int, most_of_block: int) -> Iterator[tuple[int, int, int]]:
+    """Cuts `num_batches` into groups and blocks of groups: (first batch, groups, size of a group).
+
+    A group has at most `most` batches, a block at most `most_of_block // most` groups. Groups have
+    one size, for equal work of all threads: the size for the fewest groups, or less, but more than
+    half, to divide `num_batches`. Else the last group is smaller, and a block by itself.
+    """
+    largest = -(-num_batches // -(-num_batches // most))
+    sizes = range(largest, largest // 2, -1)
+    size = next((size for size in sizes if num_batches % size == 0), largest)
+    num_full = num_batches // size
+    groups_of_block = most_of_block // most
+    for first in range(0, num_full, groups_of_block):
+        yield first * size, min(groups_of_block, num_full - first), size
+    if left := num_batches % size:
+        yield num_batches - left, 1, left
+
+
+def _block(
+    window: Window | None, numbers: Int64s, layout: Layout | None, buffers: Buffers
+) -> Plan | None:
+    """Records of a window, shaped as `numbers` [g, k, n]: "frames" if possible, else "serialized".
+
+    None if there is no window, or a record is damaged.
+    """
+    if window is None:
+        return None
+    if layout is not None:
+        frames = buffers.array((*numbers.shape, layout.frame_bytes))
+        # One group at a time, so that its bytes are checked while they are in the CPU's caches.
+        for group, into in zip(numbers, frames, strict=True):
+            into = into.reshape(-1, layout.frame_bytes)
+            if not layout.copy_frames(window, group.reshape(-1), into):
+                break
+        else:
+            return {"frames": frames}
+    records = np.empty(numbers.size, object)
+    try:
+        records[:] = window.records(numbers.reshape(-1))
+    except DamagedError:
+        return None
+    return {"serialized": records.reshape(numbers.shape)}
+
+
+@functools.cache
+def _collect_iterators_at_exit() -> None:
+    """Makes Python delete unreachable iterators at exit, before it shuts down.
+
+    A tf.function and the iterator that it takes from are a reference cycle. Deleting an iterator
+    waits for the call of its generator; once Python shuts down, that call never returns.
+    """
+    atexit.register(gc.collect)

@@ -1,0 +1,76 @@
+"""Sources -> TFRecord shards.
+
+    python -m data.prepare digits
+    python -m data.prepare mnist --source=DIR            # any set of IDX files, by any name
+    python -m data.prepare cifar10 --source=DIR          # cifar100 and svhn too
+    python -m data.prepare folder:NAME --source=DIR      # DIR/CLASS/IMAGE.png, or .jpg
+    python -m data.prepare csv:NAME --source=FILE --label=COLUMN
+    python -m data.prepare npz:NAME --source=FILE --label=COLUMN
+    python -m data.prepare tfds:cifar10
+    python -m data.prepare rewrite --source=DIR --data_dir=OTHER_DIR
+
+Writes to datasets/NAME (or to --data_dir=DIR, which may be a URL): shards with their index, and
+the metadata with which `tfds.builder_from_directory` reads them too. Equal sources give equal
+bytes. A local directory with its final name is complete, because everything is written under
+another name and renamed at the end. A directory at a URL is complete when it has its
+dataset_info.json. A second call, at the same moment or later, finds the directory done.
+
+Examples are read as they are written, so memory does not grow with their number. Exceptions: 8
+bytes of each example for the index, 2 bytes of each row of a table that is divided into train and
+test, the paths of a folder's images, the labels of IDX files, and the files of SVHN.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from data.prepare.catalog import bare_name
+from data.prepare.preparing import prepare
+from data.prepare.sources import LAYOUTS, TEST_FRACTION, Options
+from data.system.files import DataError
+from data.system.flags import parse_flags
+from data.system.quiet import quiet_tensorflow
+
+_SOURCE = flags.DEFINE_string("source", None, "Directory or file to read.")
+_DATA_DIR = flags.DEFINE_string(
+    "data_dir", None, "Directory with TFRecord files, to write; datasets/NAME by default."
+)
+_LABEL = flags.DEFINE_string("label", None, "csv, npz: the column that is the label.")
+_TEST_FRACTION = flags.DEFINE_float(
+    "test_fraction",
+    None,
+    "Part of the examples that becomes the test split, for a source that has no test split; "
+    f"{TEST_FRACTION} by default.",
+)
+_SEED = flags.DEFINE_integer("seed", None, "Seed that chooses the test examples; 0 by default.")
+_LAYOUT = flags.DEFINE_enum(
+    "layout",
+    None,
+    LAYOUTS,
+    "How a record holds an image: `image`, or `image_raw` with sizes, as TensorFlow 1's MNIST "
+    "programs wrote it; tfds by default.",
+)
+
+
+def _main(argv: Sequence[str]) -> int:
+    quiet_tensorflow()
+    if len(argv) != 2:
+        got = " ".join(argv[1:]) or "nothing"
+        print(f"One NAME is needed. Received: {got}.\n\n{__doc__}", file=sys.stderr)
+        return 2
+    name = argv[1]
+    data_dir = _DATA_DIR.value or os.path.join("datasets", bare_name(name))
+    options = Options(_LABEL.value, _TEST_FRACTION.value, _SEED.value, _LAYOUT.value)
+    try:
+        prepare(name, data_dir, _SOURCE.value, options)
+    except (DataError, OSError) as error:
+        nothing = ". Nothing was written." if isinstance(error, OSError) else ""
+        print(f"data.prepare: {error}{nothing}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(_main, flags_parser=parse_flags("data.prepare", {"out": "data_dir"}))

@@ -1,0 +1,112 @@
+"""The data sets that `python -m data.prepare NAME` can write, and the source of each.
+
+    check("folder:pets", Options(seed=1))                   # a DataError if it is wrong
+    source = open_source("folder:pets", "pictures", Options(seed=1))
+    bare_name("folder:pets")                                # "pets"
+
+Each source is one file in `sources/`.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from data.prepare.sources import (
+    Options,
+    Source,
+    cifar,
+    csv,
+    digits,
+    folder,
+    idx,
+    npz,
+    rewrite,
+    svhn,
+    tfds,
+)
+from data.system.files import DataError
+
+
+class _Entry(NamedTuple):
+    source: Callable[[str, str, Options], Source]
+    options: tuple[str, ...]
+    made_from: str = ""  # What --source must be; "" if it is not needed.
+
+
+_IMAGES, _SPLITTING = ("layout",), ("test_fraction", "seed")
+_IDX = _Entry(idx.source, _IMAGES, f"the IDX files {idx.FILES}")
+_CIFAR = _Entry(cifar.source, _IMAGES, "its binary or its Python version, unpacked")
+# Fixed names, and kinds for KIND:NAME.
+_NAMES = {
+    "digits": _Entry(digits.source, _IMAGES),
+    "svhn": _Entry(svhn.source, _IMAGES, "train_32x32.mat and test_32x32.mat"),
+    **dict.fromkeys(cifar.KINDS, _CIFAR),
+    "rewrite": _Entry(rewrite.source, (), "a directory of shards (with --data_dir=OTHER_DIR)"),
+    **{
+        name: _IDX._replace(made_from=f"{_IDX.made_from} from {url}")
+        for name, url in idx.DOWNLOADS.items()
+    },
+}
+_TABLE = ("label", *_SPLITTING)
+_KINDS = {
+    "folder": _Entry(folder.source, _SPLITTING, "class folders of PNG or JPEG files"),
+    "csv": _Entry(csv.source, _TABLE, "a CSV file, or a directory with train.csv and test.csv"),
+    "npz": _Entry(npz.source, _TABLE, "an NPZ file, or a directory with train.npz and test.npz"),
+    "tfds": _Entry(tfds.source, ()),
+}
+_KNOWN = (
+    f"{', '.join(_NAMES)}, any name with --source=DIR of IDX files, "
+    f"{', '.join(f'{kind}:NAME' for kind in _KINDS)}"
+)
+# The name of a directory below datasets/, so it has no "/" and is not "..".
+_BARE_NAME = re.compile(r"\w[\w.-]*")
+
+
+def bare_name(name: str) -> str:
+    """NAME of KIND:NAME, without the version: "mnist" of "tfds:mnist/3.0.1"."""
+    kind, colon, following = name.partition(":")
+    bare = following if colon and kind in _KINDS else name
+    return re.split("[/:]", bare)[0] if kind == "tfds" else bare
+
+
+def check(name: str, options: Options) -> None:
+    """Checks that `name` is well formed and takes the `options`. Reads no file.
+
+    Raises:
+        DataError: the name is not well formed, or an option would be ignored.
+    """
+    kind, colon, following = name.partition(":")
+    if kind in _KINDS and not following:
+        raise DataError(f"{kind!r} needs a name: python -m data.prepare {kind}:NAME")
+    if (colon and kind not in _KINDS) or not _BARE_NAME.fullmatch(bare_name(name)):
+        raise DataError(
+            f"There is no data set {name!r}. Known: {_KNOWN}. NAME has letters, digits, '_', '-' "
+            "and '.', and does not begin with '-' or '.'."
+        )
+    known = (_KINDS[kind] if colon else _NAMES.get(name, _IDX)).options
+    for option, value in options.given().items():
+        if option not in known:
+            takes = f"takes {', '.join(f'--{x}' for x in known)}" if known else "takes no options"
+            raise DataError(f"--{option}={value} would be ignored: {name} {takes}. Leave it out.")
+
+
+def open_source(name: str, path: str | None, options: Options) -> Source:
+    """The source of data set `name`, which is made from `path`. No example is read yet.
+
+    Raises:
+        DataError: there is no data set of that name, or its files are wrong.
+    """
+    check(name, options)
+    kind, colon, following = name.partition(":")
+    if not colon and path is None and name not in _NAMES:
+        raise DataError(
+            f"{name!r} is not a data set that can be made from nothing. Known: {_KNOWN}. If you "
+            f"have it as IDX files: python -m data.prepare {name} --source=DIR"
+        )
+    entry = _KINDS[kind] if colon else _NAMES.get(name, _IDX)
+    if path is None and entry.made_from:
+        raise DataError(
+            f"{name} is made from {entry.made_from}, and --source does not say where. "
+            f"python -m data.prepare {name} --source=PATH"
+        )
+    return entry.source(following or name, path or "", options)

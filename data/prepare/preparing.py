@@ -1,0 +1,243 @@
+"""Writes a data set to a directory, complete or not at all.
+
+    prepare("digits", "datasets/digits")
+    write_new("datasets/b", "a copy of a", lambda: source)
+
+Several processes may call these functions at the same moment: one writes, the others wait for it.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from data.prepare import writing
+from data.prepare.catalog import bare_name, check, open_source
+from data.prepare.sources import Options, Source, SourceSplit, rewrite
+from data.system import files
+from data.system.cores import num_cores
+from data.system.files import DataError
+from data.tfrecord.crc import FRAME_BYTES
+
+_SHARD_BYTES = 128 << 20
+_REPORT_EXAMPLES = 100_000
+_REFRESH_EXAMPLES = 256
+_MAX_PROCESSES = 8
+# Never a command that removes the directory: it may hold files that this program did not write.
+_GIVE_ANOTHER = "Give another directory: --data_dir=DIR."
+
+
+def prepare(
+    name: str,
+    data_dir: str,
+    source: str | None = None,
+    options: Options | None = None,
+    num_processes: int = 0,
+) -> None:
+    """Writes the data set `name` to `data_dir`, unless it is there already.
+
+    Several processes may call this at once, on several hosts that share a file system with locks.
+    A URL has no locks: only one process may write to it. Progress goes to stderr. `num_processes`
+    does not change the files; 0 is one for each core, at most 8 and at most the number of shards.
+
+    Raises:
+        DataError: the name or the source is wrong, or `data_dir` holds something else.
+    """
+    options = options or Options()
+    check(name, options)
+    data_dir = files.absolute(data_dir)
+    if source and files.absolute(source) == data_dir:
+        raise DataError(f"--source={source} is the directory to write, too. {_GIVE_ANOTHER}")
+    if _is_prepared(name, data_dir, source):
+        unlike = ", whatever its options were" if options.given() else ""
+        _say(f"{data_dir} already holds {name}{unlike}. Remove it to write it again.")
+        return
+    write_new(
+        data_dir,
+        name,
+        lambda: open_source(name, source, options),
+        lambda: _is_prepared(name, data_dir, source),
+        num_processes,
+    )
+
+
+def write_new(
+    data_dir: str,
+    what: str,
+    make_source: Callable[[], Source],
+    is_done: Callable[[], bool] = lambda: False,
+    num_processes: int = 0,
+) -> None:
+    """Writes a source to `data_dir`, completely or not at all.
+
+    A local directory is written under another name and renamed. A directory at a URL cannot be
+    renamed in one operation, so dataset_info.json, which marks it as complete, is written last.
+    `is_done` returns True if another process has written `data_dir`. `what`: named in messages.
+    """
+    partial = data_dir = files.absolute(data_dir)
+    with contextlib.ExitStack() as stack:
+        if not files.is_url(data_dir):
+            parent, base = os.path.split(data_dir)
+            partial = os.path.join(parent, f".{base}.partial")
+            stack.enter_context(_directory(parent))
+            stack.enter_context(_lock(os.path.join(parent, f".{base}.lock"), what, data_dir))
+            # This process has the lock, so a directory that exists is left of a process that died.
+            files.remove_tree(partial)
+        if is_done():
+            _say(f"{data_dir} was written by another process meanwhile.")
+            return
+        source = make_source()
+        try:
+            _write(source, partial, num_processes)
+            if partial != data_dir:
+                os.rename(partial, data_dir)
+        except BaseException:
+            files.remove_tree(partial)
+            raise
+    _say(f"{data_dir} holds {what}.")
+
+
+def _is_prepared(name: str, data_dir: str, source: str | None) -> bool:
+    """Returns True if `data_dir` is a complete directory of this data set, False if it is empty."""
+    try:
+        info = json.loads(files.read_text(files.join(data_dir, "dataset_info.json")))
+    except NotADirectoryError:
+        raise DataError(f"{data_dir} is a file. {_GIVE_ANOTHER}") from None
+    except FileNotFoundError:
+        if files.is_dir(data_dir) and files.names_in(data_dir):
+            raise DataError(
+                f"{data_dir} is not empty, and holds no data set that this program wrote. "
+                f"{_GIVE_ANOTHER}"
+            ) from None
+        return False
+    except ValueError:
+        raise DataError(
+            f"{data_dir}/dataset_info.json is not JSON. {_GIVE_ANOTHER} Or remove it first."
+        ) from None
+    # "mnist" from IDX files and "tfds:mnist/3.0.1" are the same data set.
+    wanted = bare_name(name)
+    if name == "rewrite":
+        if source is None or not files.exists(source):
+            return True  # What was rewritten may be gone.
+        wanted = rewrite.name_in(source)
+    found = info.get("name") if isinstance(info, dict) else None
+    if found != wanted:
+        raise DataError(f"{data_dir} holds {found!r}, not {wanted!r}. {_GIVE_ANOTHER}")
+    return True
+
+
+def _write(source: Source, data_dir: str, num_processes: int) -> None:
+    files.make_dirs(data_dir)
+    splits = []
+    if not num_processes:
+        num_shards = max(map(_num_shards, source.splits.values()))
+        num_processes = min(num_cores(), _MAX_PROCESSES, num_shards)
+    for split_name, split in sorted(source.splits.items()):
+        with _reported(split_name, split.num_examples) as report:
+            written = writing.write_split(
+                split.examples,
+                data_dir,
+                source.name,
+                split_name,
+                _num_shards(split),
+                split.num_examples,
+                num_processes,
+                report,
+            )
+        num_bytes = sum(s.num_bytes - FRAME_BYTES * s.num_records for s in written.shards)
+        splits.append(
+            {
+                "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+                "name": split_name,
+                "numBytes": str(num_bytes),
+                "shardLengths": [str(length) for length in written.shard_lengths],
+            }
+        )
+    info = {"fileFormat": "tfrecord", "name": source.name, "splits": splits, "version": "1.0.0"}
+    # The last file marks the directory as complete.
+    texts = {**source.files, "dataset_info.json": json.dumps(info, indent=2) + "\n"}
+    for file_name, text in texts.items():
+        files.replace_file(files.join(data_dir, file_name), text.encode())
+
+
+@contextlib.contextmanager
+def _reported(split: str, total: int) -> Iterator[Callable[[int], None]]:
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        # auto_refresh would start a thread, and the processes that write are forked later.
+        with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
+            task = progress.add_task(split, total=total)
+
+            def advance(count: int) -> None:
+                if count % _REFRESH_EXAMPLES == 0 or count == total:
+                    progress.update(task, completed=count, refresh=True)
+
+            yield advance
+        return
+    last_said = 0
+
+    def say(count: int) -> None:
+        nonlocal last_said
+        if count >= last_said + _REPORT_EXAMPLES:
+            last_said = count
+            _say(f"{split}: {count:,} of {total:,} examples")
+
+    yield say
+    _say(f"{split}: {total:,} examples")
+
+
+def _num_shards(split: SourceSplit) -> int:
+    return max(1, math.ceil(split.num_bytes / _SHARD_BYTES))
+
+
+@contextlib.contextmanager
+def _directory(path: str) -> Iterator[None]:
+    """Creates a directory; at the end removes those that it created, if they are empty."""
+    created = [path for path in (path, *map(str, Path(path).parents)) if not os.path.exists(path)]
+    os.makedirs(path, exist_ok=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Not empty.
+            for directory in created:
+                os.rmdir(directory)
+
+
+@contextlib.contextmanager
+def _lock(path: str, what: str, data_dir: str) -> Iterator[None]:
+    """Holds a lock that the operating system releases if the process dies. The file is removed."""
+    while True:
+        # The previous holder may have removed the directory that it created.
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _say(f"Another process is writing {what} in {data_dir}: waiting for it.")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            # The previous holder has removed this file; a third process may have made a new one.
+            if not _is_at(file, path):
+                continue
+            try:
+                yield
+            finally:
+                os.remove(path)
+            return
+
+
+def _is_at(file: IO[str], path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

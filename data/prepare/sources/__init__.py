@@ -1,0 +1,119 @@
+"""Sources: one file for each input format, which turns the user's files into splits of examples.
+
+Each has `source(name, path, options)`, which returns a `Source`. It reads counts, names and types
+only. The examples are read while they are written, a few at a time. Wrong or damaged input is a
+DataError, which says what to do.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from data.system.files import DataError
+
+SPLIT_NAMES = ("train", "test", "val", "valid", "validation", "extra")
+LAYOUTS = ("tfds", "image_raw")
+TEST_FRACTION = 0.1
+
+T = TypeVar("T")
+
+
+class SourceSplit(NamedTuple):
+    """One split. `examples(first, last)` yields records first..last-1, equal at every call.
+
+    Several processes may call `examples` at once. `num_bytes`: an estimate of the size of all
+    `num_examples` records, from which the number of shards is chosen.
+    """
+
+    num_examples: int
+    num_bytes: int
+    examples: Callable[[int, int], Iterator[bytes]]
+
+
+class Source(NamedTuple):
+    """A data set before it is written: its splits and its metadata files.
+
+    `name`: the first part of the shards' names. `files`: file name -> text, with features.json if
+    the features are known.
+    """
+
+    name: str
+    splits: Mapping[str, SourceSplit]
+    files: Mapping[str, str]
+
+
+class Options(NamedTuple):
+    """Options of a source; None if an option was not given.
+
+    Attributes:
+        label: Column of a table that is the label.
+        test_fraction: Part of the examples for the test split, if the files have no splits.
+        seed: Seed that chooses the test examples.
+        layout: One of LAYOUTS; how a record holds an image.
+    """
+
+    label: str | None = None
+    test_fraction: float | None = None
+    seed: int | None = None
+    layout: str | None = None
+
+    def given(self) -> dict[str, object]:
+        """Options that were given, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+def divided(keys: Iterable[str], options: Options, where: str) -> dict[str, bytes]:
+    """Chooses the test examples; returns a mask for train and test: 1 if the split has the example.
+
+    The choice depends on an example's key and the seed only, not on the other examples, so the
+    test split has about `test_fraction` of the examples.
+    """
+    fraction = TEST_FRACTION if options.test_fraction is None else options.test_fraction
+    if not 0 < fraction < 1:
+        raise DataError(
+            f"--test_fraction must be above 0 and below 1, Received: {fraction}. "
+            f"--test_fraction={TEST_FRACTION}, for example."
+        )
+    bound = int(fraction * 2**64)
+    seed = str(options.seed or 0).encode()
+
+    def is_test(key: str) -> bool:
+        digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, key=seed)
+        return int.from_bytes(digest.digest(), "big") < bound
+
+    test = bytes(map(is_test, keys))
+    masks = {"train": bytes(not chosen for chosen in test), "test": test}
+    for split, mask in masks.items():
+        if mask and not any(mask):
+            raise DataError(
+                f"--test_fraction={fraction} leaves split {split!r} without examples: {where} has "
+                f"{len(test)}, each a test example with that probability. Give another "
+                f"--test_fraction, or another --seed than {options.seed or 0}."
+            )
+    return masks
+
+
+def refuse_fraction(options: Options, why: str) -> None:
+    """Raises a DataError if a test fraction or a seed was given; for files that have splits."""
+    for name in ("test_fraction", "seed"):
+        if name in options.given():
+            raise DataError(f"--{name} would be ignored: {why}. Leave it out.")
+
+
+def joined(
+    counts: Sequence[int], rows_of: Callable[[int, int, int], Iterator[T]]
+) -> Callable[[int, int], Iterator[T]]:
+    """A function that yields rows first..last-1 of consecutive parts that have `counts` rows.
+
+    `rows_of(part, low, high)` yields rows low..high-1 of one part.
+    """
+
+    def rows(first: int, last: int) -> Iterator[T]:
+        begin = 0
+        for part, count in enumerate(counts):
+            low, high = max(first - begin, 0), min(last - begin, count)
+            if low < high:
+                yield from rows_of(part, low, high)
+            begin += count
+
+    return rows

@@ -1,0 +1,198 @@
+"""Features of an example: tf.train.Example bytes, and the features.json that describes them.
+
+    nodes = {"image": tensor("uint8", (28, 28, 1))}
+    files = feature_files(nodes, {"label": Classes(2, ("zero", "one"))})
+    record = example_bytes({"image": pixels.tobytes(), "label": 1})
+
+The nodes are those of tensorflow-datasets (tensorflow_datasets/core/proto/feature.proto), so that
+`tfds.builder_from_directory` reads the result, and `data.features` too.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from data.prepare.sources import Options, Source, SourceSplit
+from data.system.files import DataError
+
+Value = bytes | int | float | Sequence[int] | Sequence[float]
+Node = Mapping[str, object]
+# The pixels of an image, uint8 [H, W, C], and a class for each label.
+ImageRow = tuple[bytes, Sequence[int]]
+
+_CLASSES = "tensorflow_datasets.core.features."
+
+
+class ImageSplit(NamedTuple):
+    """Images of one shape. `rows(first, last)` yields images first..last-1 with their labels."""
+
+    num_examples: int
+    rows: Callable[[int, int], Iterator[ImageRow]]
+
+
+class Classes(NamedTuple):
+    """The classes of a label: their number, and their names if known."""
+
+    num_classes: int
+    names: tuple[str, ...] = ()
+
+
+def array_split(images: npt.NDArray[np.uint8], labels: npt.NDArray[np.integer]) -> ImageSplit:
+    """The split of `images` [N, H, W, C] with `labels` [N], or [N, L] for L labels of an image."""
+
+    def rows(first: int, last: int) -> Iterator[ImageRow]:
+        classes = labels.reshape(len(labels), -1)
+        for pixels, row_classes in zip(images[first:last], classes[first:last], strict=True):
+            yield pixels.tobytes(), row_classes.tolist()
+
+    return ImageSplit(len(images), rows)
+
+
+def labelled_images(
+    name: str,
+    shape: tuple[int, int, int],
+    labels: Mapping[str, Classes],
+    splits: Mapping[str, ImageSplit],
+    options: Options,
+) -> Source:
+    """A source of images of one shape as raw pixels, which need no decoding.
+
+    `labels`: in the order of the classes in a row. Layout "tfds" has `image` and the labels. Layout
+    "image_raw" has `image_raw`, `pixels`, `height`, `width`, `depth` and the labels, as TensorFlow
+    1's MNIST programs wrote them.
+    """
+    image_key, num_pixels = "image", math.prod(shape)
+    sizes: dict[str, int] = {}
+    if options.layout == "image_raw":
+        image_key = "image_raw"
+        sizes = dict(zip(("pixels", "height", "width", "depth"), (num_pixels, *shape), strict=True))
+
+    def records(split_name: str, first: int, last: int) -> Iterator[bytes]:
+        rows = splits[split_name].rows(first, last)
+        for number, (pixels, row_classes) in enumerate(rows, first):
+            named = dict(zip(labels, row_classes, strict=True))
+            for key, value in named.items():
+                if not 0 <= value < labels[key].num_classes:
+                    raise DataError(
+                        f"Image {number} of split {split_name!r} of {name} has {key} {value}; "
+                        f"needed is 0 to {labels[key].num_classes - 1}. The source is damaged, "
+                        "or of another data set."
+                    )
+            yield example_bytes({image_key: pixels, **sizes, **named})
+
+    nodes = {image_key: tensor("uint8", shape), **{key: scalar("int64") for key in sizes}}
+    source_splits = {}
+    for key, split in splits.items():
+        num_bytes = split.num_examples * (num_pixels + 50)
+        examples = functools.partial(records, key)
+        source_splits[key] = SourceSplit(split.num_examples, num_bytes, examples)
+    return Source(name, source_splits, feature_files(nodes, labels))
+
+
+def example_bytes(values: Mapping[str, Value]) -> bytes:
+    """A serialized tf.train.Example; equal values give equal bytes.
+
+    A float, or a sequence with a float, is stored as float32, other numbers as int64. The fields
+    are sorted by name. TensorFlow is not imported: that takes longer than to write 100,000 small
+    examples.
+
+    Raises:
+        ValueError: an integer does not fit into 64 bits.
+    """
+    entries = [
+        _field(1, _field(1, name) + _field(2, _feature_bytes(value)))
+        for name, value in sorted((name.encode(), value) for name, value in values.items())
+    ]
+    return _field(1, b"".join(entries)) if entries else b""
+
+
+def _feature_bytes(value: Value) -> bytes:
+    """A tf.train.Feature: bytes_list, or a packed float_list or int64_list."""
+    if isinstance(value, bytes):
+        return _field(1, _field(1, value))
+    listed = [value] if isinstance(value, (int, float)) else value
+    if any(isinstance(item, float) for item in listed):
+        with np.errstate(over="ignore"):  # A value too large for float32 becomes infinite, as in C.
+            packed = np.array(listed, "<f4").tobytes()
+        return _field(2, _field(1, packed))
+    packed = b"".join(map(_varint, listed))
+    return _field(3, _field(1, packed) if packed else b"")
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """A length-delimited field (protobuf.dev/programming-guides/encoding)."""
+    return bytes([number << 3 | 2]) + _varint(len(content)) + content
+
+
+def _varint(value: int | float) -> bytes:
+    number = int(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{number} does not fit into 64 bits")
+    number &= 2**64 - 1
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def feature_files(nodes: Mapping[str, Node], labels: Mapping[str, Classes]) -> dict[str, str]:
+    """features.json, and LABEL.labels.txt with the names of each label's classes in order.
+
+    `labels` are described too: each in its place among `nodes`, or after them.
+    """
+    label_nodes = {key: _label(classes.num_classes) for key, classes in labels.items()}
+    tree = {
+        "featuresDict": {"features": {**nodes, **label_nodes}},
+        "pythonClassName": f"{_CLASSES}features_dict.FeaturesDict",
+    }
+    files = {"features.json": json.dumps(tree, indent=4) + "\n"}
+    for key, classes in labels.items():
+        for class_name in classes.names:
+            if class_name.splitlines() != [class_name]:
+                raise DataError(
+                    f"{class_name!r} cannot be the name of a class: it is not one line of text."
+                )
+        if classes.names:
+            files[f"{key}.labels.txt"] = "".join(f"{name}\n" for name in classes.names)
+    return files
+
+
+def tensor(dtype: str, shape: Sequence[int]) -> Node:
+    """A tensor of fixed shape, stored as bytes."""
+    body = {"dtype": dtype, "encoding": "bytes", "shape": _shape(shape)}
+    return _node("tensor_feature.Tensor", tensor=body)
+
+
+def scalar(dtype: str) -> Node:
+    """One number, stored as a list of length 1."""
+    return _node("scalar.Scalar", tensor={"dtype": dtype, "encoding": "none", "shape": {}})
+
+
+def image(shape: Sequence[int], encoding: str) -> Node:
+    """An encoded image: "png", "jpeg" or "" for both; -1 in `shape` is a size that varies."""
+    body = {"dtype": "uint8", "encodingFormat": encoding, "shape": _shape(shape)}
+    return _node("image_feature.Image", image=body)
+
+
+def text() -> Node:
+    """A string in UTF-8."""
+    return _node("text_feature.Text", text={})
+
+
+def _label(num_classes: int) -> Node:
+    return _node("class_label_feature.ClassLabel", classLabel={"numClasses": str(num_classes)})
+
+
+def _node(class_name: str, **body: object) -> Node:
+    return dict(sorted({"pythonClassName": _CLASSES + class_name, **body}.items()))
+
+
+def _shape(shape: Sequence[int]) -> dict[str, list[str]]:
+    return {"dimensions": [str(size) for size in shape]}

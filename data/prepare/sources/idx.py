@@ -1,0 +1,109 @@
+"""IDX: the format of MNIST and of data sets like it (Fashion-MNIST, KMNIST, EMNIST).
+
+Four files: {train,t10k}-{images-idx3,labels-idx1}-ubyte, plain or with .gz. Each is a big-endian
+header (two zero bytes, 8 for uint8, the number of dimensions, then each dimension's size as uint32)
+and the bytes: http://yann.lecun.com/exdb/mnist, "File formats". Labels are held in memory, one byte
+an example; images are read one by one.
+"""
+
+import gzip
+import math
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO, cast
+
+from data.prepare.sources import Options, Source
+from data.prepare.sources.examples import Classes, ImageRow, ImageSplit, labelled_images
+from data.system.files import DataError
+
+DOWNLOADS = {
+    "mnist": "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    "fashion_mnist": "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+}
+
+_SPLITS = {"train": "train", "test": "t10k"}
+_IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+FILES = ", ".join(f"{prefix}-{_IMAGES}.gz, {prefix}-{_LABELS}.gz" for prefix in _SPLITS.values())
+_BLOCK_BYTES = 1 << 20
+_HEADER_BYTES = {1: 8, 3: 16}  # By the number of dimensions.
+
+
+def source(name: str, path: str, options: Options) -> Source:
+    """The IDX files in directory `path`, as splits train and test, images uint8 [H, W, 1]."""
+    splits = {}
+    shapes = {}
+    num_classes = 1
+    for split, prefix in _SPLITS.items():
+        images, labels = _find(path, f"{prefix}-{_IMAGES}"), _find(path, f"{prefix}-{_LABELS}")
+        num_images, height, width = _checked_shape(images, 3)
+        (num_labels,) = _checked_shape(labels, 1)
+        if num_images != num_labels:
+            raise DataError(
+                f"Split {split!r} of {name} has {num_images} images and {num_labels} labels: "
+                "the two files do not belong together."
+            )
+        with _open(labels) as file:
+            file.seek(_HEADER_BYTES[1])
+            classes = file.read()
+        shapes[split] = height, width, 1
+        num_classes = max(num_classes, 1 + max(classes, default=0))
+        splits[split] = _image_split(images, height * width, classes)
+    if shapes["train"] != shapes["test"]:
+        raise DataError(f"The splits of {name} have images of different shapes: {shapes}")
+    return labelled_images(name, shapes["train"], {"label": Classes(num_classes)}, splits, options)
+
+
+def _image_split(path: str, image_bytes: int, classes: bytes) -> ImageSplit:
+    def rows(first: int, last: int) -> Iterator[ImageRow]:
+        with _open(path) as file:
+            file.seek(_HEADER_BYTES[3] + first * image_bytes)
+            for number in range(first, last):
+                yield file.read(image_bytes), (classes[number],)
+
+    return ImageSplit(len(classes), rows)
+
+
+def _checked_shape(path: str, dimensions: int) -> tuple[int, ...]:
+    """The shape in the file's header, after checking that all bytes are there."""
+    header_bytes = _HEADER_BYTES[dimensions]
+    try:
+        with _open(path) as file:
+            header = file.read(header_bytes)
+            blocks = iter(lambda: file.read(_BLOCK_BYTES), b"")
+            num_bytes = len(header) + sum(map(len, blocks))
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} is a damaged GZIP file ({error}): download it again.") from None
+    expected = bytes([0, 0, 8, dimensions])
+    if header[:4] != expected:
+        raise DataError(
+            f"{path} is not an IDX file of unsigned bytes in {dimensions} dimensions: it begins "
+            f"with {header[:4].hex(' ') or 'nothing'}, needed is {expected.hex(' ')}. "
+            "Were images and labels exchanged, or a web page saved in its place?"
+        )
+    shape = struct.unpack_from(f">{dimensions}I", header.ljust(header_bytes, b"\0"), 4)
+    needed = header_bytes + math.prod(shape)
+    if num_bytes != needed:
+        raise DataError(
+            f"{path} says it holds {' x '.join(map(str, shape))} bytes, which makes "
+            f"{needed:,} with its header; it has {num_bytes:,}. Download it again."
+        )
+    return shape
+
+
+def _open(path: str) -> BinaryIO:
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    return cast(BinaryIO, gzip.open(path)) if packed else open(path, "rb")
+
+
+def _find(directory: str, name: str) -> str:
+    dotted = name.replace("-idx", ".idx")
+    for candidate in (name, f"{name}.gz", dotted, f"{dotted}.gz"):
+        path = os.path.join(directory, candidate)
+        if os.path.isfile(path):
+            return path
+    if not os.path.isdir(directory):
+        raise DataError(f"--source={directory} is not a directory. Give the one with {name}[.gz].")
+    raise DataError(f"{directory} has no {name} or {name}.gz. All four are needed: {FILES}")

@@ -1,0 +1,196 @@
+"""NPZ: NumPy's archives of named arrays, whose rows are the examples.
+
+    SOURCE.npz                 x and y, or x_train, y_train, x_test and y_test (Keras' mnist.npz)
+    SOURCE/train.npz, test.npz
+
+Arrays are read a few rows at a time, compressed or not. Numbers keep their type and exact value.
+"""
+
+import math
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import IO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from data.prepare.sources import SPLIT_NAMES, Options, Source
+from data.prepare.sources.examples import Classes, Node, Value, scalar, tensor, text
+from data.prepare.sources.tables import Table, classes_of, common_columns, split_files, table_source
+from data.system.files import DataError
+
+_SPLITS = "|".join(SPLIT_NAMES)
+_COLUMN_OF_SPLIT = re.compile(rf"(?P<column>.+)_(?P<split>{_SPLITS})")
+_SPLIT_OF_COLUMN = re.compile(rf"(?P<split>{_SPLITS})_(?P<column>.+)")
+_BLOCK_BYTES = 1 << 18
+# Types that tf.io.decode_raw knows, and types of scalars that int64 or float32 holds exactly.
+_RAW = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
+_LISTED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "float32")
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+_DAMAGE = (EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error)
+
+
+class _Column(NamedTuple):
+    """One array of an archive."""
+
+    path: str
+    member: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+    @property
+    def kind(self) -> tuple[tuple[int, ...], str]:
+        """What must be equal in all splits; strings may differ in length."""
+        return self.shape[1:], "str" if self.dtype.kind in "US" else self.dtype.name
+
+    @property
+    def is_list(self) -> bool:
+        """True if a record holds a row as a list with one number, or as one string."""
+        return len(self.shape) == 1 and (self.dtype.kind in "US" or self.dtype.name in _LISTED)
+
+    def node(self) -> Node:
+        """Its description for features.json."""
+        if self.is_list:
+            return text() if self.dtype.kind in "US" else scalar(self.dtype.name)
+        if self.dtype.name in _RAW:
+            return tensor(self.dtype.name, self.shape[1:])
+        raise DataError(
+            f"{self.path}: {self.member} is {self.dtype.name} {list(self.shape)}, which a record "
+            f"cannot hold. Save it as one of {', '.join(_RAW)}, or as strings [N]."
+        )
+
+    def values(self) -> Iterator[Value]:
+        """Yields the value of each row, as a record holds it."""
+        for block in self._blocks():
+            if self.dtype.kind == "U":
+                yield from map(str.encode, block.tolist())
+            elif self.is_list:
+                yield from block.tolist()
+            else:
+                yield from (row.tobytes() for row in block.astype(self.dtype.newbyteorder("<")))
+
+    def _blocks(self) -> Iterator[npt.NDArray[np.generic]]:
+        num_rows = self.shape[0]
+        at_once = max(1, _BLOCK_BYTES // max(1, self.row_bytes))
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open(self.member) as file:
+                _read_header(file)
+                for first in range(0, num_rows, at_once):
+                    count = min(at_once, num_rows - first)
+                    block = file.read(count * self.row_bytes)
+                    yield np.frombuffer(block, self.dtype).reshape(count, *self.shape[1:])
+        except _DAMAGE as error:
+            raise DataError(f"{self.path}: {self.member} is damaged: {error}.") from None
+
+
+def source(name: str, path: str, options: Options) -> Source:
+    """The columns of an NPZ file, or of one file for each split, as features with the same names.
+
+    The column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted
+    order. Records hold arrays of more than one dimension as bytes.
+    """
+    splits = {split: _columns(file) for split, file in split_files(path, ".npz").items()}
+    if "" in splits:
+        splits = _splits_by_name(splits[""]) or splits
+    for split, columns in splits.items():
+        counts = {key: column.shape[0] for key, column in columns.items()}
+        if len(set(counts.values())) > 1:
+            raise DataError(
+                f"{path}: columns of split {split!r} differ in their rows ({counts}). An "
+                "example is a row of every column."
+            )
+    kinds_by_split = {
+        split: {key: column.kind for key, column in columns.items()}
+        for split, columns in splits.items()
+    }
+    kinds = common_columns(path, kinds_by_split, options)
+    labels: dict[str, Classes] = {}
+    if (label := options.label) is not None:
+        shape, kind = kinds[label]
+        if shape or (kind != "str" and "int" not in kind):
+            raise DataError(
+                f"{path}: {label} is {kind} {['N', *shape]}, and a label is an integer or a name "
+                "for each row. Leave --label out, and `parse` the column yourself."
+            )
+        values = (value for columns in splits.values() for value in _classes(columns[label]))
+        labels[label] = classes_of(values, f"{path}: {label}")
+    nodes = {key: column.node() for key, column in next(iter(splits.values())).items()}
+    tables = {split: _table(columns) for split, columns in splits.items()}
+    return table_source(name, tables, nodes, labels, options)
+
+
+def _columns(path: str) -> dict[str, _Column]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            headers = {}
+            for member in archive.namelist():
+                with archive.open(member) as file:
+                    headers[member] = _read_header(file)
+    except _DAMAGE as error:
+        raise DataError(f"{path} is not an NPZ file, or is damaged: {error}.") from None
+    for member, (shape, is_fortran, dtype) in headers.items():
+        if dtype.hasobject or not shape:
+            raise DataError(
+                f"{path}: {member} is {dtype.name} {list(shape)}, and an array of numbers or "
+                "strings with a row for each example is needed."
+            )
+        if is_fortran and len(shape) > 1:
+            raise DataError(
+                f"{path}: {member} is stored column by column, so its rows cannot be read one by "
+                "one. Save np.ascontiguousarray(...) of it."
+            )
+    if not headers:
+        raise DataError(f"{path} holds no array.")
+    return {
+        member.removesuffix(".npy"): _Column(path, member, shape, dtype)
+        for member, (shape, _, dtype) in headers.items()
+    }
+
+
+def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
+    version = np.lib.format.read_magic(file)
+    if version not in _READ_HEADER:
+        raise ValueError(f"an array of format {version}")
+    return _READ_HEADER[version](file)
+
+
+def _splits_by_name(columns: Mapping[str, _Column]) -> dict[str, dict[str, _Column]]:
+    splits: dict[str, dict[str, _Column]] = {}
+    for key, column in columns.items():
+        match = _COLUMN_OF_SPLIT.fullmatch(key) or _SPLIT_OF_COLUMN.fullmatch(key)
+        if not match:
+            return {}
+        splits.setdefault(match["split"], {})[match["column"]] = column
+    return splits
+
+
+def _table(columns: Mapping[str, _Column]) -> Table:
+    def rows() -> Iterator[Mapping[str, Value]]:
+        for row in zip(*(column.values() for column in columns.values()), strict=True):
+            yield dict(zip(columns, row, strict=True))
+
+    num_rows = next(iter(columns.values())).shape[0]
+    return Table(num_rows, sum(column.row_bytes + 30 for column in columns.values()), rows)
+
+
+def _classes(column: _Column) -> Iterator[int | str]:
+    for row, value in enumerate(column.values()):
+        if isinstance(value, int):
+            yield value
+        elif isinstance(value, bytes):
+            try:
+                yield value.decode()
+            except UnicodeDecodeError:
+                raise DataError(
+                    f"{column.path}: row {row} of {column.member.removesuffix('.npy')} is "
+                    f"{value!r}, which is not UTF-8. Save np.char.decode(..., ENCODING) of it."
+                ) from None

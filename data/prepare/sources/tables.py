@@ -1,0 +1,101 @@
+"""Tables, for CSV and NPZ: rows with named columns, one of which may be the label."""
+
+import itertools
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
+
+from data.prepare.sources import SPLIT_NAMES, Options, Source, SourceSplit, divided, refuse_fraction
+from data.prepare.sources.examples import Classes, Node, Value, example_bytes, feature_files
+from data.system.files import DataError
+
+ColumnsT = TypeVar("ColumnsT", bound=Collection[str])
+
+
+class Table(NamedTuple):
+    """`num_rows` examples of about `row_bytes` bytes; `rows()` yields them in order."""
+
+    num_rows: int
+    row_bytes: int
+    rows: Callable[[], Iterator[Mapping[str, Value]]]
+
+
+def table_source(
+    name: str,
+    tables: Mapping[str, Table],
+    nodes: Mapping[str, Node],
+    labels: Mapping[str, Classes],
+    options: Options,
+) -> Source:
+    """A source whose features are the columns, described by `nodes`.
+
+    `tables`: by split. A table with the name "" is divided into train and test, row by row, by
+    `test_fraction` and `seed`. `labels`: column -> classes, if there is a label; the names of
+    classes are replaced by their numbers.
+    """
+    numbers = {
+        key: {class_name.encode(): number for number, class_name in enumerate(classes.names)}
+        for key, classes in labels.items()
+        if classes.names
+    }
+
+    def split_of(table: Table, mask: bytes) -> SourceSplit:
+        def examples(first: int, last: int) -> Iterator[bytes]:
+            chosen = itertools.compress(table.rows(), mask)
+            for row in itertools.islice(chosen, first, last):
+                classes = {key: known[row[key]] for key, known in numbers.items()}  # type: ignore[index]  # Names are bytes.
+                yield example_bytes({**row, **classes})
+
+        return SourceSplit(sum(mask), sum(mask) * table.row_bytes, examples)
+
+    if "" in tables:
+        masks = divided(map(str, range(tables[""].num_rows)), options, name)
+        splits = {split: split_of(tables[""], mask) for split, mask in masks.items()}
+    else:
+        refuse_fraction(options, "the source has its own splits")
+        splits = {key: split_of(table, b"\1" * table.num_rows) for key, table in tables.items()}
+    return Source(name, splits, feature_files(nodes, labels))
+
+
+def split_files(path: str, suffix: str) -> dict[str, str]:
+    """Split name -> file of a directory with a file for each split, or {"": path} of a file."""
+    if os.path.isfile(path):
+        return {"": path}
+    if not os.path.isdir(path):
+        raise DataError(f"There is no --source={path}.")
+    files = {name: os.path.join(path, name + suffix) for name in SPLIT_NAMES}
+    found = {name: file for name, file in files.items() if os.path.isfile(file)}
+    if "train" not in found:
+        raise DataError(
+            f"{path} has no train{suffix}. Needed are train{suffix} and test{suffix}, or a file: "
+            f"--source={os.path.join(path, 'FILE' + suffix)}"
+        )
+    return found
+
+
+def common_columns(path: str, splits: Mapping[str, ColumnsT], options: Options) -> ColumnsT:
+    """The columns of every split."""
+    (first, columns), *others = splits.items()
+    for split, found in others:
+        if found != columns:
+            raise DataError(
+                f"{path}: split {split!r} has columns {found}, but {first!r} has {columns}."
+            )
+    if options.label is not None and options.label not in columns:
+        raise DataError(
+            f"{path} has no column {options.label!r}. --label may be {', '.join(columns)}."
+        )
+    return columns
+
+
+def classes_of(values: Iterable[int | str], where: str) -> Classes:
+    """The classes of a label with these values: sorted names, or integers from 0."""
+    distinct = set(values)
+    if names := tuple(sorted(value for value in distinct if isinstance(value, str))):
+        return Classes(len(names), names)
+    numbers = [value for value in distinct if isinstance(value, int)]
+    if min(numbers, default=0) < 0:
+        raise DataError(
+            f"{where} is the label, and has {min(numbers)}; needed are integers from 0."
+        )
+    return Classes(max(numbers, default=-1) + 1)

@@ -1,0 +1,174 @@
+"""File operations with the same calls for local paths and for URLs.
+
+    if not files.exists(files.join("gs://bucket/digits", "features.json")):
+        files.replace_file("gs://bucket/digits/features.json", b"{}")
+
+A path with "://" in it is a URL, and tf.io.gfile opens it: gs://, s3://, hdfs://, ram://. Other
+paths belong to the operating system and need no TensorFlow, which takes seconds to import.
+
+An operation that is not possible is an OSError, at a URL too, but reading an open URL may raise
+TensorFlow's errors, as etils.epath does. An error that a user can correct is a DataError.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from types import ModuleType
+from typing import BinaryIO, TypeVar, cast
+
+# What to do about damaged data: `on_corrupt`.
+FAIL, SKIP = "fail", "skip"
+
+T = TypeVar("T")
+
+
+class DataError(ValueError):
+    """The data or the path to it is wrong, and the user can correct it."""
+
+
+def is_url(path: str) -> bool:
+    """Returns True if TensorFlow opens this path."""
+    return "://" in path
+
+
+def join(directory: str, name: str) -> str:
+    """The path of a file in a directory."""
+    return f"{directory.rstrip('/')}/{name}" if is_url(directory) else os.path.join(directory, name)
+
+
+def absolute(path: str) -> str:
+    """The absolute path; a URL without its last "/"."""
+    return path.rstrip("/") if is_url(path) else os.path.abspath(path)
+
+
+def parent(path: str) -> str:
+    """The directory of a file or directory; "" for the current directory."""
+    return path.rpartition("/")[0] if is_url(path) else os.path.dirname(path)
+
+
+def exists(path: str) -> bool:
+    """Returns True if there is such a file or directory."""
+    return _gfile(lambda gfile: gfile.exists(path)) if is_url(path) else os.path.exists(path)
+
+
+def is_dir(path: str) -> bool:
+    """Returns True if there is such a directory."""
+    return _gfile(lambda gfile: gfile.isdir(path)) if is_url(path) else os.path.isdir(path)
+
+
+def names_in(directory: str) -> list[str]:
+    """Names of the files and directories in a directory."""
+    if not is_url(directory):
+        return os.listdir(directory)
+    return [name.rstrip("/") for name in _gfile(lambda gfile: gfile.listdir(directory))]
+
+
+def num_bytes_of(path: str) -> int:
+    """The size of a file."""
+    return _gfile(lambda gfile: gfile.stat(path).length) if is_url(path) else os.path.getsize(path)
+
+
+def stamp(path: str) -> tuple[int, int]:
+    """Size and time of the last change, in ns; (-1, -1) if the file is missing."""
+    if not exists(path):
+        return -1, -1
+    if is_url(path):
+        status = _gfile(lambda gfile: gfile.stat(path))
+        return int(status.length), int(status.mtime_nsec)
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+def open_file(path: str) -> BinaryIO:
+    """Opens a file to read bytes; a DataError if this user may not read it."""
+    if is_url(path):
+        # gfile opens the file at the first read, and then raises TensorFlow's error.
+        if not exists(path):
+            raise FileNotFoundError(f"There is no {path}")
+        return cast(BinaryIO, _gfile(lambda gfile: gfile.GFile(path, "rb")))
+    try:
+        return open(path, "rb", buffering=0)
+    except PermissionError:
+        raise DataError(
+            f"{path} cannot be read by this user (permission denied): chmod a+r {path}"
+        ) from None
+
+
+def create_file(path: str) -> BinaryIO:
+    """Opens a file to write bytes; it is created or overwritten."""
+    if is_url(path):
+        return cast(BinaryIO, _gfile(lambda gfile: gfile.GFile(path, "wb")))
+    return open(path, "wb", buffering=1 << 20)
+
+
+def read_text(path: str) -> str:
+    """The content of a text file in UTF-8; a DataError if this user may not read it."""
+    with open_file(path) as file:
+        return file.read().decode()
+
+
+def replace_file(path: str, content: bytes) -> None:
+    """Writes a file in one operation: a reader sees all of the old file or all of the new one."""
+    partial = partial_name(path)
+
+    def write() -> None:
+        with create_file(partial) as file:
+            file.write(content)
+
+    try:
+        _gfile(lambda _: write()) if is_url(path) else write()
+        rename(partial, path)
+    finally:
+        if exists(partial):
+            remove_file(partial)
+
+
+def partial_name(path: str) -> str:
+    """A unique name for an incomplete file, which is renamed to `path` once it is complete."""
+    return f"{path}.partial-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+def rename(source: str, target: str) -> None:
+    """Moves a file; overwrites `target`."""
+    if is_url(target):
+        _gfile(lambda gfile: gfile.rename(source, target, overwrite=True))
+    else:
+        os.replace(source, target)
+
+
+def remove_file(path: str) -> None:
+    """Removes a file; a DataError if this user may not."""
+    try:
+        _gfile(lambda gfile: gfile.remove(path)) if is_url(path) else os.remove(path)
+    except PermissionError as error:
+        raise DataError(f"{path} cannot be removed by this user: {error.strerror}") from None
+
+
+def remove_tree(directory: str) -> None:
+    """Removes a directory with its content, if there is one."""
+    if not is_url(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+    elif exists(directory):
+        _gfile(lambda gfile: gfile.rmtree(directory))
+
+
+def make_dirs(directory: str) -> None:
+    """Creates a directory and its missing parents."""
+    if is_url(directory):
+        _gfile(lambda gfile: gfile.makedirs(directory))
+    else:
+        os.makedirs(directory, exist_ok=True)
+
+
+def _gfile(call: Callable[[ModuleType], T]) -> T:
+    """Calls with tf.io.gfile, imported at the first call; TensorFlow's errors become OSErrors."""
+    import tensorflow as tf
+
+    try:
+        return call(tf.io.gfile)
+    except tf.errors.NotFoundError as error:
+        raise FileNotFoundError(0, error.message) from None
+    except tf.errors.PermissionDeniedError as error:
+        raise PermissionError(0, error.message) from None
+    except tf.errors.OpError as error:
+        raise OSError(0, error.message) from None

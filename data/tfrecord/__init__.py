@@ -1,0 +1,7 @@
+"""TFRecord files: their names, their framing and checksums, an index of byte offsets, and damage.
+
+`split.py` opens the shards of a split and keeps their index. `framing.py` and `crc.py` know the
+format of a file. `pieces.py` finds records by the index, and `byte_ranges.py` reads them.
+`fixed_layout.py` slices values out of records that all have the same layout, and `damage.py` finds
+records that cannot be read. Read `split.py` first.
+"""

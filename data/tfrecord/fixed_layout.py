@@ -1,0 +1,251 @@
+"""Records of one layout: features are sliced out of the bytes instead of parsed.
+
+    layout = find_layout(record, columns)               # None if there is none
+    if layout.copy_frames(window, numbers, frames):     # uint8 [n, frame_bytes]; checks CRCs
+        values = layout.slice(frames, HEADER_BYTES)     # {"image": uint8 [n, 784], ...}
+
+Records that one program wrote mostly differ in values only. The offsets that a parser finds in a
+record depend only on tags and lengths, and on the top bit of each byte of a varint, which says that
+another byte follows (protobuf.dev/programming-guides/encoding). So two records that are equal in
+these bits have the same offsets, and a few slices cut a thousand records into features.
+
+`tf.io.parse_example` is the definition: a layout is found only for records that it accepts, and
+slices are the values that it returns.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from data.tfrecord.byte_ranges import Window
+from data.tfrecord.crc import FOOTER_BYTES, FRAME_BYTES, HEADER_BYTES, Int64s, Uint8s
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+_LENGTH_DELIMITED = 2  # A wire type.
+_MAX_VARINT_BYTES = 10
+_MAX_RECORD_BYTES = 1 << 20  # Slicing larger records saves nothing.
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A feature to take from the records, as tf.io.FixedLenFeature describes it.
+
+    Attributes:
+        shape: The shape of one example's values; () for bytes.
+        num_bytes: The length of a value of bytes; None if it may vary.
+        default: Every value of a record without the feature; None if the feature is required.
+    """
+
+    kind: Literal["bytes", "int64", "float"]
+    shape: tuple[int, ...] = ()
+    num_bytes: int | None = None
+    default: int | None = None
+
+    def on_disk(self) -> "tf.io.FixedLenFeature":
+        """The argument of tf.io.parse_example."""
+        import tensorflow as tf
+
+        dtype = {"bytes": tf.string, "int64": tf.int64, "float": tf.float32}[self.kind]
+        return tf.io.FixedLenFeature(self.shape, dtype, self.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """The place in a record of `count` consecutive values of `width` bytes each."""
+
+    kind: str
+    begin: int
+    count: int
+    width: int
+
+
+class _UnknownForm(Exception):
+    pass
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """The common layout of the records of a split.
+
+    A record fits if it equals `template` in all bits of `mask`, both uint8 [length].
+    """
+
+    template: Uint8s
+    mask: Uint8s
+    columns: Mapping[str, Column]
+    _places: Mapping[str, _Values]
+    _compared: tuple[tuple[int, int], ...]
+
+    def fits(self, records: Uint8s) -> bool:
+        """Returns True if all records, uint8 [n, length], have this layout."""
+        if records.shape[1] != len(self.template):
+            return False
+        # Only the ranges with bits in the mask: most of a record is values.
+        for begin, end in self._compared:
+            different = records[:, begin:end] ^ self.template[begin:end]
+            if (different & self.mask[begin:end]).any():
+                return False
+        return True
+
+    @property
+    def frame_bytes(self) -> int:
+        """The length of a record with its framing."""
+        return len(self.template) + FRAME_BYTES
+
+    def copy_frames(self, window: Window, numbers: Int64s, into: Uint8s) -> bool:
+        """Copies records `numbers` [n] of `window` to `into`, uint8 [n, frame_bytes].
+
+        Returns True if all of them have this layout and fit their CRCs, else `into` is undefined.
+        """
+        return window.copy_frames(numbers, into) and self.fits(into[:, HEADER_BYTES:-FOOTER_BYTES])
+
+    def slice(self, rows: "tf.Tensor", begin: int = 0) -> "dict[str, tf.Tensor]":
+        """The columns of records that fit: uint8 [n, begin + length or more] -> [n, *shape] each.
+
+        Records begin at byte `begin` of their rows. Bytes are uint8 [n, num_bytes], not strings.
+        """
+        import tensorflow as tf
+
+        num_examples = tf.shape(rows)[0]
+        values = {}
+        for name, column in self.columns.items():
+            if (place := self._places.get(name)) is None:
+                default = tf.constant(column.default, column.on_disk().dtype)
+                values[name] = tf.fill([num_examples, *column.shape], default)
+                continue
+            first = begin + place.begin
+            values[name] = rows[:, first : first + place.count * place.width]
+            if column.kind == "bytes":
+                continue
+            cut = tf.reshape(values[name], [num_examples, *column.shape, place.width])
+            values[name] = _integers(cut) if column.kind == "int64" else tf.bitcast(cut, tf.float32)
+        return values
+
+
+def find_layout(record: bytes, columns: Mapping[str, Column]) -> Layout | None:
+    """The layout of a serialized tf.train.Example, or None.
+
+    The example must have every column, except numbers with a default, as protocol buffer libraries
+    write it: lists of numbers are packed, and no field comes twice. All values of a list must have
+    one length, which integers of one and of two bytes do not have.
+    """
+    if len(record) > _MAX_RECORD_BYTES:
+        return None
+    mask = np.full(len(record), 0xFF, np.uint8)
+    try:
+        found = _features(record, mask)
+    except (_UnknownForm, IndexError, UnicodeDecodeError):
+        return None
+    for name, column in columns.items():
+        place = found.get(name)
+        if place is None:
+            fits = name not in found and column.default is not None and column.kind != "bytes"
+        elif column.kind == "bytes":
+            expected = ("bytes", (), column.num_bytes)
+            fits = (place.kind, column.shape, place.width) == expected
+        else:
+            fits = (place.kind, place.count) == (column.kind, math.prod(column.shape))
+        if not fits:
+            return None
+    places = {name: place for name, place in found.items() if place is not None}
+    bounds = np.flatnonzero(np.diff(mask != 0, prepend=False, append=False)).tolist()
+    compared = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+    return Layout(np.frombuffer(record, np.uint8), mask, dict(columns), places, compared)
+
+
+def _integers(varints: "tf.Tensor") -> "tf.Tensor":
+    """Varints of one width: uint8 [..., width] -> int64 [...]."""
+    import tensorflow as tf
+
+    width = varints.shape[-1]
+    if width == 1:
+        return tf.cast(varints[..., 0], tf.int64)
+    sevens = tf.bitwise.bitwise_and(tf.cast(varints, tf.int64), 0x7F)
+    shifts = tf.broadcast_to(tf.range(0, 7 * width, 7, dtype=tf.int64), tf.shape(sevens))
+    # No bit is set twice, so the sum is the bitwise or.
+    return tf.reduce_sum(tf.bitwise.left_shift(sevens, shifts), axis=-1)
+
+
+def _features(record: bytes, mask: Uint8s) -> dict[str, _Values | None]:
+    """Every feature by name; None for a feature without values, or with several strings.
+
+    Clears the bits of `mask` that may differ from record to record.
+    """
+    found: dict[str, _Values | None] = {}
+    begin, end = _only(record, 0, len(record), 1)
+    while begin < end:
+        entry, entry_end = _delimited(record, begin, end, 1)
+        key, key_end = _delimited(record, entry, entry_end, 1)
+        value, value_end = _delimited(record, key_end, entry_end, 2)
+        name = record[key:key_end].decode()
+        if value_end != entry_end or name in found:
+            raise _UnknownForm
+        found[name] = _values(record, value, value_end, mask)
+        begin = entry_end
+    return found
+
+
+def _values(record: bytes, begin: int, end: int, mask: Uint8s) -> _Values | None:
+    if begin == end:
+        return None
+    number = record[begin] >> 3
+    kind = {1: "bytes", 2: "float", 3: "int64"}.get(number)
+    if kind is None:
+        raise _UnknownForm
+    begin, end = _only(record, begin, end, number)
+    if begin == end:
+        return None
+    # A bytes_list of one value; packed numbers have the same form.
+    first, first_end = _delimited(record, begin, end, 1)
+    if first_end != end:
+        return None
+    if kind == "bytes":
+        mask[first:end] = 0
+        return _Values(kind, first, 1, end - first)
+    if kind == "float":
+        if (end - first) % 4:
+            raise _UnknownForm
+        mask[first:end] = 0
+        return _Values(kind, first, (end - first) // 4, 4) if end > first else None
+    widths, at = [], first
+    while at < end:
+        _, after = _varint(record, at, end)
+        widths.append(after - at)
+        at = after
+    if len(set(widths)) != 1:
+        return None
+    mask[first:end] = 0x80
+    return _Values(kind, first, len(widths), widths[0])
+
+
+def _only(record: bytes, begin: int, end: int, number: int) -> tuple[int, int]:
+    """The content of field `number`, the only one of the message in [begin, end), if any."""
+    if begin == end:
+        return begin, end
+    first, first_end = _delimited(record, begin, end, number)
+    if first_end != end:
+        raise _UnknownForm
+    return first, first_end
+
+
+def _delimited(record: bytes, begin: int, end: int, number: int) -> tuple[int, int]:
+    if begin >= end or record[begin] != number << 3 | _LENGTH_DELIMITED:
+        raise _UnknownForm
+    length, first = _varint(record, begin + 1, end)
+    if first + length > end:
+        raise _UnknownForm
+    return first, first + length
+
+
+def _varint(record: bytes, begin: int, end: int) -> tuple[int, int]:
+    value = 0
+    for i in range(begin, min(end, begin + _MAX_VARINT_BYTES)):
+        value |= (record[i] & 0x7F) << 7 * (i - begin)
+        if record[i] < 0x80:
+            return value, i + 1
+    raise _UnknownForm

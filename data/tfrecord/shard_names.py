@@ -1,0 +1,157 @@
+"""The files of a split: found by their names, and checked to be complete.
+
+Known names: `NAME-SPLIT.tfrecord-00000-of-00003` (tensorflow-datasets), `SPLIT.tfrecord*`,
+`SPLIT-00000-of-00003*` and `SPLIT-*.tfrecord`.
+"""
+
+import json
+import os
+import re
+
+from data.system import files
+from data.system.files import DataError, join
+
+_NUMBERED = re.compile(r"(\d+)-of-(\d+)")
+# The order matters: later patterns match names of earlier ones too, with another split.
+_SPLIT_OF = (
+    re.compile(r"(?:.*-)?(?P<split>[^-.]+)\.tfrecords?-\d+-of-\d+(?:\.gz)?"),
+    re.compile(r"(?P<split>[^.]+?)[-.]\d+-of-\d+(?:\.tfrecords?)?(?:\.gz)?"),
+    re.compile(r"(?P<split>[^.]+?)[-_.]?\d+\.tfrecords?(?:\.gz)?"),
+    re.compile(r"(?:.*-)?(?P<split>[^-.]+)\.tfrecords?(?:\.gz)?"),
+)
+
+
+def splits_in(data_dir: str) -> list[str]:
+    """Names of the splits that have shards in `data_dir`."""
+    return sorted(_split_names(_list(data_dir)))
+
+
+def shard_paths(data_dir: str, split: str, *, missing_too: bool = False) -> list[str]:
+    """Paths of the shards of `split`, in order and complete; no file is opened.
+
+    With `missing_too`, the missing shards of a numbered set are listed too.
+
+    Raises:
+        DataError: the directory or the split is missing, or one of its shards.
+    """
+    return [join(data_dir, name) for name in _shard_names(data_dir, split, missing_too)]
+
+
+def shard_lengths_announced(data_dir: str, split: str) -> list[int] | None:
+    """The records of each shard by dataset_info.json; None if it does not say."""
+    path = join(data_dir, "dataset_info.json")
+    if not files.exists(path):
+        return None
+    try:
+        info = json.loads(files.read_text(path))
+        for described in info["splits"]:
+            if described["name"] == split:
+                return [int(length) for length in described["shardLengths"]]
+    except (KeyError, TypeError, ValueError):
+        pass  # Another program's file. It is not needed for reading.
+    return None
+
+
+def _shard_names(data_dir: str, split: str, missing_too: bool) -> list[str]:
+    names = sorted(_list(data_dir))
+    quoted = re.escape(split)
+    for pattern in (
+        rf"(?:.*-)?{quoted}\.tfrecords?(?:-\d+-of-\d+)?(?:\.gz)?",
+        rf"{quoted}[-.]\d+-of-\d+(?:\.tfrecords?)?(?:\.gz)?",
+        rf"{quoted}[-_.]?[^.]*\.tfrecords?(?:\.gz)?",
+    ):
+        if found := [name for name in names if re.fullmatch(pattern, name)]:
+            break
+    else:
+        raise DataError(_nothing_found(data_dir, split, names))
+    numbered = [(name, match) for name in found if (match := _NUMBERED.search(name))]
+    if not numbered:
+        return found
+    sets = sorted({_NUMBERED.sub(rf"*-of-{match[2]}", name) for name, match in numbered})
+    if len(sets) > 1 or len(numbered) < len(found):
+        sets += [name for name in found if not _NUMBERED.search(name)]
+        raise DataError(
+            f"{data_dir} holds more than one set of {split!r} shards: {', '.join(sets)}. "
+            "Keep one set in the directory."
+        )
+    present = {int(match[1]): name for name, match in numbered}
+    sample, match = numbered[0]
+    total = int(match[2])
+    before, after, digits = sample[: match.start(1)], sample[match.end(1) :], len(match[1])
+    missing = {i: f"{before}{i:0{digits}d}{after}" for i in range(total) if i not in present}
+    if missing and not missing_too:
+        raise DataError(
+            f"{data_dir} has {len(present)} of the {total} shards of split {split!r}; "
+            f"{len(missing)} missing, the first is {min(missing.values())}. "
+            f"Copy what is missing, or prepare it again: {prepare_again(data_dir)}"
+        )
+    if len(present) != len(numbered) or max(present) >= total:
+        raise DataError(
+            f"{data_dir} has {len(numbered)} files for the {total} numbered shards of split "
+            f"{split!r}: keep exactly numbers 0 to {total - 1}."
+        )
+    return [(present | missing)[i] for i in range(total)]
+
+
+def _nothing_found(data_dir: str, split: str, names: list[str]) -> str:
+    needed = (
+        f"needed is {split}.tfrecord or *-{split}.tfrecord-00000-of-00001; "
+        "to write it: python -m data.prepare digits (or mnist, or tfds:NAME)"
+    )
+    if not names:
+        return f"{data_dir} is empty; {needed}"
+    if others := _split_names(names):
+        return (
+            f"{data_dir} has no split {split!r}, only {', '.join(sorted(others))}. "
+            "Name one of these splits in the config, or add the shards."
+        )
+    if below := _dirs_with_shards(data_dir, names):
+        return f"{data_dir} holds no TFRecord shards, but {below[0]} does: --data_dir={below[0]}"
+    return f"{data_dir} holds no TFRecord shards ({', '.join(names[:3])}, ...); {needed}"
+
+
+def _split_names(names: list[str]) -> set[str]:
+    matches = ([pattern.fullmatch(name) for pattern in _SPLIT_OF] for name in names)
+    return {found["split"] for of_name in matches if (found := next(filter(None, of_name), None))}
+
+
+def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:
+    if files.is_url(data_dir):
+        return []
+    found = []
+    for top in (os.path.join(data_dir, name) for name in names):
+        for root, dirs, inside in os.walk(top):
+            if _split_names(inside):
+                found.append(root)
+            if root != top:
+                dirs.clear()
+    return sorted(found)
+
+
+def _list(data_dir: str) -> list[str]:
+    try:
+        return files.names_in(data_dir)
+    except FileNotFoundError:
+        raise DataError(
+            f"There is no directory {data_dir}. Write the data there: {prepare_again(data_dir)}, "
+            "or give the directory that holds your TFRecord shards: --data_dir=DIR"
+        ) from None
+    except NotADirectoryError:
+        raise DataError(
+            f"{data_dir} is a file; --data_dir needs the directory that holds the shards: "
+            f"--data_dir={files.parent(data_dir) or '.'}"
+        ) from None
+    except PermissionError:
+        raise DataError(
+            f"{data_dir} cannot be read by this user (permission denied): chmod -R a+rX {data_dir}"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{data_dir} cannot be listed: {error.strerror}") from None
+
+
+def prepare_again(data_dir: str) -> str:
+    """The command that writes the data of `data_dir`, for messages."""
+    return (
+        f"python -m data.prepare NAME --data_dir={data_dir or '.'} "
+        "(NAME: digits, mnist, tfds:NAME, ...)"
+    )

@@ -1,0 +1,324 @@
+"""The shards of a split, with the index that makes them seekable: open and verify.
+
+    split = open_split("datasets/digits", "train")
+    print(split.num_examples, split.fingerprint)
+    for damage in verify(split):
+        print(damage)
+
+The index has the byte offset of every `chunk_examples`-th record. It is built by reading the record
+headers alone, checked by their CRCs, and saved next to the shards as `{split}.index.npz`.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import logging
+import os
+import zipfile
+
+import numpy as np
+
+from data.system import files
+from data.system.files import DataError, join, num_bytes_of, open_file, replace_file
+from data.tfrecord.crc import Int64s
+from data.tfrecord.framing import BadRecord, Damage, content_damage, refuse_gzip, walk
+from data.tfrecord.shard_names import prepare_again, shard_lengths_announced, shard_paths
+
+_INDEX_VERSION = 2
+
+_CHUNK_BYTES = 32 << 10
+_MAX_CHUNK_EXAMPLES = 64
+_MIN_CHUNKS = 1024
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """One TFRecord file, or a run of readable records of a damaged file (see damage.py).
+
+    Attributes:
+        num_bytes: The size of the file.
+        offsets: int64 [ceil(num_records / chunk_examples)], the first byte of each chunk.
+        frame_bytes: The length of each record with its framing, or 0 if lengths differ.
+        first_record: The number in the file of the first record.
+        end_offset: The end of the last record in a run of a damaged file; None for a whole file.
+    """
+
+    path: str
+    num_bytes: int
+    num_records: int
+    offsets: Int64s
+    frame_bytes: int
+    first_record: int = 0
+    end_offset: int | None = None
+
+    @property
+    def end(self) -> int:
+        """The byte at which the last record ends."""
+        return self.num_bytes if self.end_offset is None else self.end_offset
+
+    @property
+    def record_bytes(self) -> int:
+        """The bytes of all records with their framing."""
+        return self.end - int(self.offsets[0])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """The shards of one split ("train", "test") in their numbered order, seekable by their offsets.
+
+    `damages` are the records that were left out, which `on_corrupt="skip"` allows.
+    """
+
+    name: str
+    shards: tuple[Shard, ...]
+    chunk_examples: int
+    damages: tuple[Damage, ...] = ()
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of records in `damages`."""
+        return sum(damage.num_records or 0 for damage in self.damages)
+
+    @property
+    def num_examples(self) -> int:
+        """The number of records in all shards."""
+        return sum(shard.num_records for shard in self.shards)
+
+    @property
+    def shard_lengths(self) -> tuple[int, ...]:
+        """The number of records in each shard."""
+        return tuple(shard.num_records for shard in self.shards)
+
+    @property
+    def mean_record_bytes(self) -> int:
+        """The mean bytes of a record with its framing; at least 1."""
+        return max(1, sum(shard.record_bytes for shard in self.shards) // self.num_examples)
+
+    @property
+    def fingerprint(self) -> str:
+        """12 hex digits to compare data: a hash of shard names, sizes, lengths and chunk size."""
+        digest = hashlib.sha256(f"{self.name} {self.chunk_examples}\n".encode())
+        for shard in self.shards:
+            name = os.path.basename(shard.path)
+            part = "" if shard.end_offset is None else f" {shard.first_record}"
+            digest.update(f"{name} {shard.num_bytes} {shard.num_records}{part}\n".encode())
+        return digest.hexdigest()[:12]
+
+
+def chunk_examples_for(num_examples: int, num_bytes: int) -> int:
+    """How many records a chunk has: up to 64, about 32 KiB, for 1,024 chunks if possible.
+
+    A function of the split's totals alone, so that every host computes the same order.
+    """
+    mean_bytes = max(1, num_bytes // num_examples)
+    return max(1, min(_MAX_CHUNK_EXAMPLES, _CHUNK_BYTES // mean_bytes, num_examples // _MIN_CHUNKS))
+
+
+def open_split(data_dir: str, split: str) -> Split:
+    """The shards of `split` in `data_dir`, indexed.
+
+    A saved index is used if it fits. Otherwise the record headers are read, about a million a
+    second, and the index is saved if the directory can be written to.
+
+    Raises:
+        DataError: a shard is missing, unreadable, compressed, damaged, or not as its index or
+            dataset_info.json says.
+    """
+    data_dir = os.fspath(data_dir)
+    paths = shard_paths(data_dir, split)
+    sizes = [num_bytes_of(path) for path in paths]
+    if 0 in sizes:
+        raise DataError(
+            f"{paths[sizes.index(0)]} is empty (0 bytes), so it was not written to its end. "
+            f"Remove {data_dir} and prepare it again: {prepare_again(data_dir)}"
+        )
+    if saved := _fitting_index(data_dir, split, paths, sizes):
+        _check_lengths(data_dir, saved)
+        return saved
+    starts = [_record_starts(path, size) for path, size in zip(paths, sizes, strict=True)]
+    indexed = index_of(split, paths, sizes, starts)
+    _check_lengths(data_dir, indexed)
+    path = index_path(data_dir, split)
+    try:
+        write_index(path, indexed)
+    except OSError as error:
+        why = f"{error.strerror}, so every process reads all record headers again"
+        _log.warning("%s was not saved (%s). Make the directory writable once.", path, why)
+    return indexed
+
+
+def index_path(data_dir: str, split: str) -> str:
+    """The file of the index of a split."""
+    return join(data_dir, f"{split}.index.npz")
+
+
+def verify(split: Split) -> list[Damage]:
+    """Reads every byte of `split`, and names each record that does not fit its CRCs.
+
+    A Damage stands for a record; or a damaged length with the rest of its chunk; or a file whose
+    size has changed, which is not read; or an index that does not fit a complete file.
+    """
+    damages = changed_files(split)
+    changed = {damage.path for damage in damages}
+    for shard in split.shards:
+        if shard.path not in changed:
+            damages += _shard_damage(shard, split.chunk_examples)
+    return damages
+
+
+def changed_files(split: Split) -> list[Damage]:
+    """The shards whose size has changed since `split` was opened."""
+    damages = []
+    for shard in split.shards:
+        size = num_bytes_of(shard.path) if files.exists(shard.path) else 0
+        if size != shard.num_bytes:
+            record = int(np.searchsorted(shard.offsets, size)) * split.chunk_examples
+            reason = f"the file has {size} bytes; its index was built for {shard.num_bytes}"
+            offset = min(size, shard.num_bytes)
+            damages.append(Damage(shard.path, shard.first_record + record, offset, reason))
+    return damages
+
+
+def _shard_damage(shard: Shard, chunk_examples: int) -> list[Damage]:
+    damages: list[Damage] = []
+    starts: list[Int64s] = []
+    numbers: list[Int64s] = []
+    bounds = np.append(shard.offsets, shard.end)
+    with open_file(shard.path) as file:
+        for chunk in range(len(shard.offsets)):
+            expected = min(chunk_examples, shard.num_records - chunk * chunk_examples)
+            number = shard.first_record + chunk * chunk_examples
+            begin, end = int(bounds[chunk]), int(bounds[chunk + 1])
+            try:
+                found = walk(file, shard.path, begin, end, number)
+            except BadRecord as error:
+                damages.append(error.damage)
+                found = error.before
+            else:
+                if len(found) != expected:
+                    reason = f"{len(found)} records to the next chunk; the index has {expected}"
+                    damages.append(Damage(shard.path, number, begin, reason))
+            starts.append(found)
+            numbers.append(number + np.arange(len(found), dtype=np.int64))
+    if damages:
+        with contextlib.suppress(BadRecord), open_file(shard.path) as file:
+            walk(file, shard.path, 0, shard.num_bytes, 0)
+            reason = "the file is complete, but its index does not fit it: remove the index"
+            return [dataclasses.replace(damages[0], reason=reason)]
+    damages += content_damage(shard.path, np.concatenate(starts), np.concatenate(numbers))
+    return sorted(damages, key=lambda damage: damage.offset)
+
+
+def _record_starts(path: str, size: int) -> Int64s:
+    try:
+        with open_file(path) as file:
+            return walk(file, path, 0, size, 0)
+    except BadRecord as error:
+        refuse_gzip(path)
+        raise DataError(
+            f"{error.damage}. Copy the file again from where it came, or prepare it again: "
+            f"{prepare_again(os.path.dirname(path))}"
+        ) from None
+
+
+def index_of(split: str, paths: list[str], sizes: list[int], starts: list[Int64s]) -> Split:
+    """The split whose files have these sizes and these record offsets."""
+    chunk_examples = chunk_examples_for(sum(len(s) for s in starts), sum(sizes))
+    shards = tuple(
+        shard_of(path, size, at, chunk_examples)
+        for path, size, at in zip(paths, sizes, starts, strict=True)
+    )
+    return Split(split, shards, chunk_examples)
+
+
+def shard_of(
+    path: str,
+    num_bytes: int,
+    starts: Int64s,
+    chunk_examples: int,
+    first_record: int = 0,
+    end_offset: int | None = None,
+) -> Shard:
+    """The shard with records at the offsets `starts`."""
+    offsets = np.ascontiguousarray(starts[::chunk_examples])
+    lengths = np.diff(starts, append=num_bytes if end_offset is None else end_offset)
+    frame_bytes = int(lengths[0]) if len(lengths) and (lengths == lengths[0]).all() else 0
+    return Shard(path, num_bytes, len(starts), offsets, frame_bytes, first_record, end_offset)
+
+
+def write_index(path: str, split: Split) -> None:
+    """Replaces the saved index atomically: a reader sees the old one or the new one, complete."""
+    content = io.BytesIO()
+    np.savez(
+        content,
+        version=np.int64(_INDEX_VERSION),
+        names=np.array([os.path.basename(shard.path) for shard in split.shards]),
+        num_bytes=np.array([shard.num_bytes for shard in split.shards], np.int64),
+        num_records=np.array([shard.num_records for shard in split.shards], np.int64),
+        frame_bytes=np.array([shard.frame_bytes for shard in split.shards], np.int64),
+        chunk_examples=np.int64(split.chunk_examples),
+        offsets=np.concatenate([shard.offsets for shard in split.shards]),
+    )
+    replace_file(path, content.getvalue())
+
+
+def load_index(data_dir: str, split: str) -> Split | None:
+    """The saved index, which may not fit the shards on disk; None if missing or unreadable."""
+    path = index_path(data_dir, split)
+    if not files.exists(path):
+        return None
+    try:
+        with open_file(path) as file, np.load(io.BytesIO(file.read())) as saved:
+            if (version := int(saved["version"])) != _INDEX_VERSION:
+                _log.warning("%s has version %d: building it again.", path, version)
+                return None
+            chunk_examples, num_records = int(saved["chunk_examples"]), saved["num_records"]
+            chunks = -(-num_records // chunk_examples)
+            if chunks.sum() != len(saved["offsets"]):
+                raise ValueError("it does not fit its own counts")
+            offsets = np.split(np.asarray(saved["offsets"], np.int64), np.cumsum(chunks)[:-1])
+            names, num_bytes = saved["names"].tolist(), saved["num_bytes"].tolist()
+            columns = num_bytes, num_records.tolist(), offsets, saved["frame_bytes"].tolist()
+            shards = tuple(
+                Shard(join(data_dir, name), *values)
+                for name, *values in zip(names, *columns, strict=True)
+            )
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        _log.warning("%s cannot be read (%s): building it again.", path, error)
+        return None
+    return Split(split, shards, chunk_examples)
+
+
+def _fitting_index(data_dir: str, split: str, paths: list[str], sizes: list[int]) -> Split | None:
+    path = index_path(data_dir, split)
+    if (saved := load_index(data_dir, split)) is None:
+        return None
+    if [shard.path for shard in saved.shards] != paths:
+        _log.warning("%s was built for other shards: building it again.", path)
+        return None
+    for shard, size in zip(saved.shards, sizes, strict=True):
+        if shard.num_bytes != size:
+            # This error is more precise if the file ends inside a record.
+            _record_starts(shard.path, size)
+            raise DataError(
+                f"{shard.path} has {size:,} bytes, and had {shard.num_bytes:,} when {path} was "
+                "made: it was cut short, or replaced. Copy the file again; or, if it is as it "
+                f"should be, remove its index: rm {path}"
+            )
+    return saved
+
+
+def _check_lengths(data_dir: str, split: Split) -> None:
+    announced = shard_lengths_announced(data_dir, split.name)
+    if announced is None or len(announced) != len(split.shards):
+        return
+    for shard, length in zip(split.shards, announced, strict=True):
+        if shard.num_records != length:
+            raise DataError(
+                f"{shard.path} has {shard.num_records:,} records, and dataset_info.json next to it "
+                f"says {length:,}: it was cut short, or replaced. Copy the file again, or prepare "
+                f"it again: {prepare_again(data_dir)}"
+            )

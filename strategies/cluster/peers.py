@@ -1,0 +1,351 @@
+"""Waits for the other tasks, identifies them and watches them.
+
+    check_private(cluster)
+    check_own_address(cluster)
+    wait_for_servers(cluster)                       # in the chief, under ps
+    wait_for_peers(cluster)                         # in a worker, under multiworker
+    watch_peers(cluster, 150, on_silent)            # during training
+
+TensorFlow waits for other tasks without a message, and without an end if a task cannot come: its
+host does not exist, or another program uses its port. It holds Python's GIL meanwhile, so that no
+signal is handled. So this module checks first, over separate connections.
+"""
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import re
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import grpc
+
+from strategies.cluster.ports import bind, held
+from strategies.cluster.tf_config import Cluster, ClusterError, Task
+
+log = logging.getLogger(__name__)
+
+_POLL_SECS = 0.2
+_REPORT_SECS = 10.0
+# How long a host name may be unknown: some schedulers create names as tasks start.
+_UNKNOWN_HOST_SECS = 60.0
+# How long an address may belong to something that answers, but not as a TensorFlow server.
+_STRANGER_SECS = 10.0
+# How long an address may accept connections without an answer, as a server on a busy machine does.
+_SILENT_SECS = 60.0
+_ANSWER_SECS = 2.0
+# The longest interval between two checks of a task in training.
+_WATCH_SECS = 10.0
+
+_GET_STATUS = "/tensorflow.WorkerService/GetStatus"
+
+
+class UnknownHostError(OSError):
+    """The name of a host cannot be resolved at the moment."""
+
+
+class SilentPeerError(RuntimeError):
+    """A process at the address of a task accepts connections and does not answer."""
+
+
+def check_own_address(cluster: Cluster) -> None:
+    """Raises ClusterError if this process cannot serve at its own address."""
+    task, address, port = cluster.task, cluster.address, port_of(cluster.address)
+    is_in_use = False
+    try:
+        bind(port).close()
+    except OSError as error:
+        is_in_use = error.errno == errno.EADDRINUSE
+        if error.errno == errno.EACCES:
+            raise ClusterError(
+                f"{task} should serve at {address}, but this user may not open port {port}. Give "
+                "this task a port of 1024 or more, in the configuration of every task."
+            ) from None
+        if not is_in_use:
+            raise
+    with contextlib.suppress(UnknownHostError):
+        if identify(address) == task:
+            raise ClusterError(
+                f"Another process is {task} already, and serves at {address}. Each process needs "
+                "a different job or index: correct those of this process, or end the other one."
+            )
+    if is_in_use:
+        raise ClusterError(
+            f"{task} should serve at {address}, but port {port} of this machine is in use. End the "
+            f"process that uses it (`ss -tlnp 'sport = :{port}'` shows it; it may be an earlier "
+            "run), or give this task another port, in the configuration of every task."
+        )
+
+
+def check_private(cluster: Cluster) -> None:
+    """Raises ClusterError if this task would serve at an address of the public internet."""
+    with contextlib.suppress(OSError, UnicodeError):  # An unknown name is reported later.
+        found = socket.getaddrinfo(host_of(cluster.address), port_of(cluster.address))
+        for *_, (host, *_) in found:
+            if ipaddress.ip_address(str(host).partition("%")[0]).is_global:
+                raise ClusterError(
+                    f"{cluster.task} should serve at {cluster.address}, which is {host}, an "
+                    "address of the public internet. Anyone who can connect to a TensorFlow server "
+                    "can run any code as your user. Use addresses of a private network; or, if a "
+                    "firewall blocks all other hosts, add --allow_public_address."
+                )
+
+
+def wait_for_servers(cluster: Cluster) -> None:
+    """Returns once every worker and ps task of `cluster` identifies itself at its address.
+
+    Meanwhile the chief's own port accepts connections, for `watch_chief` in the servers.
+
+    Raises:
+        ClusterError: another program or another task serves at an address, or a host name is
+            unknown for a minute.
+        SilentPeerError: a process at an address accepts connections and does not answer.
+    """
+    servers = [task for task in cluster.trainers if task.job in ("worker", "ps")]
+    strange_since: dict[Task, float] = {}
+
+    def is_there(task: Task) -> bool:
+        address = cluster.address_of(task)
+        expected = f"{task} should serve at {address}, but"
+        answer = identify(address)
+        if answer == task:
+            return True
+        if isinstance(answer, Task):
+            raise ClusterError(
+                f"{expected} {answer} of another cluster answers there. Start {task} with the same "
+                "addresses as this task, or correct the address."
+            )
+        if answer is None:
+            strange_since.pop(task, None)
+            return False
+        strange_secs = _secs_since(strange_since, task)
+        if answer == "silent" and strange_secs > _SILENT_SECS:
+            raise SilentPeerError(
+                f"{expected} the process there accepts connections and has not answered for "
+                f"{_SILENT_SECS:.0f} s. It is stopped, or it is not a TensorFlow server. Continue "
+                "or restart that task, or correct the address."
+            )
+        if answer == "stranger" and strange_secs > _STRANGER_SECS:
+            raise ClusterError(
+                f"{expected} the process there is not a TensorFlow server. Correct the address, or "
+                "end the process that uses the port and start the task."
+            )
+        return False
+
+    # Without a chief task, this process is worker 0: it serves already, so its port is in use.
+    port = port_of(cluster.address)
+    with contextlib.nullcontext() if cluster.is_server else held(port):
+        # Check all again after each wait: one may have died while another was waited for.
+        while _wait(cluster, servers, is_there):
+            pass
+
+
+def wait_for_peers(cluster: Cluster) -> None:
+    """Returns once every other training task accepts connections; meanwhile this task does too.
+
+    Raises:
+        ClusterError: a host name is unknown for a minute.
+    """
+    with held(port_of(cluster.address)):
+        others = cluster.other_trainers
+        _wait(cluster, others, lambda task: _accepts_connections(cluster.address_of(task)))
+
+
+def watch_chief(cluster: Cluster, timeout_secs: float, on_gone: Callable[[str], None]) -> None:
+    """Calls `on_gone` with a message if the chief accepts no connection for `timeout_secs`.
+
+    Returns at once; the calls come on another thread. The time counts from now, so `timeout_secs`
+    is also how long the chief may take to start.
+    """
+    chief, address = cluster.chief, cluster.address_of(cluster.chief)
+
+    def watch() -> None:
+        last_seen = time.monotonic()
+        while True:
+            with contextlib.suppress(UnknownHostError):
+                if _accepts_connections(address):
+                    last_seen = time.monotonic()
+            away_secs = time.monotonic() - last_seen
+            if away_secs > timeout_secs:
+                on_gone(f"{chief} ({address}) has not answered for {away_secs:.0f} s")
+                return
+            time.sleep(min(_WATCH_SECS, timeout_secs / 10))
+
+    threading.Thread(target=watch, name="watch chief", daemon=True).start()
+
+
+def watch_peers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Task], None]) -> None:
+    """Calls `on_silent` when another training task has not answered for `timeout_secs`.
+
+    The process of such a task is stopped, or its host is disconnected; TensorFlow itself would wait
+    for it without limit. Returns at once; the calls come on another thread, one at each check until
+    the task answers. At half of `timeout_secs` a warning is logged.
+    """
+    poll_secs = min(_WATCH_SECS, timeout_secs / 10)
+
+    def watch(task: Task) -> None:
+        address = cluster.address_of(task)
+        last_seen = time.monotonic()
+        num_warnings = 0
+        while True:
+            with contextlib.suppress(UnknownHostError):
+                if identify(address) not in ("silent", None):
+                    last_seen = time.monotonic()
+            silent_secs = time.monotonic() - last_seen
+            num_half_timeouts = min(2, int(2 * silent_secs / timeout_secs))
+            if num_half_timeouts > num_warnings:
+                when = f"at {timeout_secs:.0f} s " if num_half_timeouts == 1 else ""
+                message = "%s (%s) has not answered for %.0f s: %sit is considered lost."
+                log.warning(message, task, address, silent_secs, when)
+            elif num_half_timeouts < num_warnings:
+                log.warning("%s answers again.", task)
+            num_warnings = num_half_timeouts
+            if silent_secs >= timeout_secs:
+                on_silent(task)
+            time.sleep(poll_secs)
+
+    for task in cluster.other_trainers:
+        threading.Thread(target=watch, args=[task], name=f"watch {task}", daemon=True).start()
+
+
+def cut_connections(address: str) -> int:
+    """Shuts down this process's connections to `address`; returns their number.
+
+    Calls that wait for an answer over them fail with UnavailableError. gRPC's keepalive would do
+    this for an unresponsive peer, but TensorFlow has no setting for it.
+
+    Raises:
+        UnknownHostError: the name of the host cannot be resolved.
+    """
+    try:
+        found = socket.getaddrinfo(host_of(address), port_of(address), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise UnknownHostError(error.strerror) from None
+    ends = {_host_and_port(sockaddr) for *_, sockaddr in found}
+    num_cut = 0
+    for fd in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # Closed meanwhile, or not connected.
+            if not stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(fd))) as connection:
+                is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_internet and _host_and_port(connection.getpeername()) in ends:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    num_cut += 1
+    return num_cut
+
+
+def _host_and_port(sockaddr: Sequence[object]) -> tuple[str, object]:
+    host, port, *_ = sockaddr
+    return str(host).partition("%")[0].removeprefix("::ffff:"), port
+
+
+def port_of(address: str) -> int:
+    """The port of `host:port`."""
+    return int(address.rpartition(":")[2])
+
+
+def host_of(address: str) -> str:
+    """The host of `host:port`, without the brackets of IPv6."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def own_host(towards: str) -> str:
+    """A name or address of this machine that tasks on the host of `towards` can reach.
+
+    Raises:
+        ClusterError: there is no route to that host.
+    """
+    try:
+        found = socket.getaddrinfo(host_of(towards), port_of(towards), type=socket.SOCK_DGRAM)
+        (family, *_, target), *_ = found
+        # Connecting sends nothing: it only chooses the address to send from.
+        with socket.socket(family, socket.SOCK_DGRAM) as chosen:
+            chosen.connect(target)
+            own = str(chosen.getsockname()[0])
+    except OSError as error:
+        raise ClusterError(
+            f"The host of {towards} cannot be reached from here: {error}. Correct it, or name this "
+            "task's own address: --chief_hosts=host:port."
+        ) from None
+    if ipaddress.ip_address(own).is_loopback:
+        return towards.rpartition(":")[0]
+    return f"[{own}]" if family == socket.AF_INET6 else own
+
+
+def identify(address: str) -> Task | Literal["stranger", "silent"] | None:
+    """Identifies the process that serves at `address`, by TensorFlow's own status call.
+
+    The answer to that call has the names of the server's devices, which contain its task. Returns:
+
+    - a Task, if a TensorFlow server answers;
+    - "stranger", if another program answers;
+    - "silent", if connections are accepted but the answer does not come in time;
+    - None, if no connection is accepted.
+
+    Raises:
+        UnknownHostError: the name of the host cannot be resolved.
+    """
+    if not _accepts_connections(address):
+        return None
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            answer: bytes = channel.unary_unary(_GET_STATUS)(b"", timeout=_ANSWER_SECS)
+        except grpc.RpcError as error:
+            is_late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            return "silent" if is_late else "stranger"
+    device = re.search(rb"/job:(\w+)/replica:0/task:(\d+)/", answer)
+    return Task(device[1].decode(), int(device[2])) if device else "stranger"
+
+
+def _wait(cluster: Cluster, peers: Iterable[Task], is_there: Callable[[Task], bool]) -> bool:
+    """Waits until `is_there` was True once for each of `peers`; returns True if it had to wait."""
+    missing = list(peers)
+    unknown_since: dict[Task, float] = {}
+    next_report = time.monotonic() + _REPORT_SECS
+    waited = False
+    while True:
+        for task in list(missing):
+            try:
+                if is_there(task):
+                    missing.remove(task)
+                unknown_since.pop(task, None)
+            except UnknownHostError as error:
+                if _secs_since(unknown_since, task) > _UNKNOWN_HOST_SECS:
+                    raise ClusterError(
+                        f"The host of {task} ({cluster.address_of(task)}) is unknown here: "
+                        f"its name could not be resolved for {_UNKNOWN_HOST_SECS:g} s ({error}). "
+                        "Correct the name; or, if a scheduler creates names as tasks start, start "
+                        "this task again later."
+                    ) from None
+        if not missing:
+            return waited
+        waited = True
+        if time.monotonic() > next_report:
+            next_report += _REPORT_SECS
+            notes = dict.fromkeys(unknown_since, ", unknown host")
+            listed = (f"{t} ({cluster.address_of(t)}{notes.get(t, '')})" for t in missing)
+            log.info("waiting for %s", ", ".join(listed))
+        time.sleep(_POLL_SECS)
+
+
+def _secs_since(times: dict[Task, float], task: Task) -> float:
+    """Seconds since the first call for `task` after it was last removed from `times`."""
+    now = time.monotonic()
+    return now - times.setdefault(task, now)
+
+
+def _accepts_connections(address: str) -> bool:
+    try:
+        socket.create_connection((host_of(address), port_of(address)), timeout=1).close()
+    except (socket.gaierror, UnicodeError) as error:
+        raise UnknownHostError(getattr(error, "strerror", str(error))) from None
+    except OSError:
+        return False
+    return True

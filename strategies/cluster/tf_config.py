@@ -1,0 +1,462 @@
+"""The tasks of the cluster, and the task of this process: parses and checks `TF_CONFIG`.
+
+    cluster = parse_tf_config(os.environ["TF_CONFIG"], "multiworker")
+    cluster = parse_hosts({"ps": "a:2222", "worker": "b:2222, c:2222"}, "worker", 0, "ps")
+    os.environ["TF_CONFIG"] = cluster.training_tf_config()
+
+Every mistake a user can make here is found before TensorFlow is imported. After most of them
+TensorFlow would wait without limit for a task that does not exist.
+
+    TF_CONFIG='{"cluster": {"worker": ["a:2222", "b:2222"]},
+                "task": {"type": "worker", "index": 0}}'
+
+A job is a list of addresses, or the map that Kubernetes operators write for elastic clusters:
+`{"worker": {"3": "b:2222"}}`. TensorFlow 1 programs took the same addresses from flags:
+`--ps_hosts=a:2222 --worker_hosts=b:2222,c:2222 --job_name=worker --task_index=0`.
+"""
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from strategies.cluster.ports import free_ports
+
+_JOBS = ("chief", "worker", "ps", "evaluator")
+# Other names of the same jobs, for which the closest spelling would suggest a wrong job.
+_ALSO_CALLED = {"master": "chief", "coordinator": "chief", "server": "ps", "parameter_server": "ps"}
+_EXAMPLE = {
+    "mirrored": '{"cluster": {"worker": ["host-a:2222"]}, "task": {"type": "worker", "index": 0}}',
+    "multiworker": '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}',
+    "ps": '{"cluster": {"chief": ["host-a:2222"], "worker": ["host-b:2222", "host-c:2222"], '
+    '"ps": ["host-d:2222"]}, "task": {"type": "worker", "index": 0}}',
+}
+# Where a cluster is described, and what to type to add a job there.
+_TF_CONFIG, _COMMAND_LINE = "TF_CONFIG", "the command line"
+_ADD = {_TF_CONFIG: 'Add "{}": ["host:port"]', _COMMAND_LINE: "Add --{}_hosts=host:port"}
+
+
+class ClusterError(ValueError):
+    """The description of the cluster has a mistake; the message says what to type. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of the cluster. Prints as `worker 1`."""
+
+    job: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.job} {self.index}"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The addresses of all tasks, by job and index, and the task of this process.
+
+    Built by `parse_tf_config`, `parse_hosts` or `local_cluster`, so every Cluster is checked.
+    `jobs` is read-only. It lists chief, worker, ps, evaluator in this order, without jobs that have
+    no tasks.
+    """
+
+    jobs: Mapping[str, Mapping[int, str]]
+    task: Task
+
+    def __post_init__(self) -> None:
+        known = [job for job in _JOBS if self.jobs.get(job)]
+        ordered = {job: MappingProxyType(dict(sorted(self.jobs[job].items()))) for job in known}
+        object.__setattr__(self, "jobs", MappingProxyType(ordered))
+        assert self.task in self.tasks(), f"{self.task} is not one of {self.tasks()}"
+
+    @property
+    def address(self) -> str:
+        """This task's own `host:port`."""
+        return self.address_of(self.task)
+
+    @property
+    def chief(self) -> Task:
+        """The one task that writes: chief 0, or worker 0 if there is no chief job."""
+        return Task("chief", 0) if "chief" in self.jobs else Task("worker", 0)
+
+    @property
+    def is_chief(self) -> bool:
+        """True if this task is the chief."""
+        return self.task == self.chief
+
+    @property
+    def is_server(self) -> bool:
+        """True if this task serves the chief: it is a worker or ps of a cluster with ps.
+
+        Without a chief job, worker 0 is both: its process serves, and runs the coordinator.
+        """
+        return "ps" in self.jobs and self.task.job in ("worker", "ps")
+
+    @property
+    def trainers(self) -> tuple[Task, ...]:
+        """All tasks except evaluators, in the order of `tasks`."""
+        return tuple(task for task in self.tasks() if task.job != "evaluator")
+
+    @property
+    def other_trainers(self) -> tuple[Task, ...]:
+        """`trainers` without this task."""
+        return tuple(task for task in self.trainers if task != self.task)
+
+    def num(self, job: str) -> int:
+        """Number of known tasks of `job`; 0 if the job does not exist."""
+        return len(self.jobs.get(job, {}))
+
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks: chief, worker, ps, evaluator, each by index."""
+        return tuple(Task(job, index) for job, known in self.jobs.items() for index in known)
+
+    def address_of(self, task: Task) -> str:
+        """The `host:port` of `task`."""
+        return self.jobs[task.job][task.index]
+
+    def for_task(self, task: Task) -> "Cluster":
+        """The same cluster seen from another of its tasks."""
+        return Cluster(self.jobs, task)
+
+    def with_chief(self, address: str) -> "Cluster":
+        """This cluster with a chief at `address`, seen from that chief."""
+        return Cluster({**self.jobs, "chief": {0: address}}, Task("chief", 0))
+
+    def tf_config(self) -> str:
+        """The `TF_CONFIG` of this task: `parse_tf_config` of it gives an equal Cluster."""
+        cluster = {
+            job: list(known.values()) if _is_complete(known) else dict(known)
+            for job, known in self.jobs.items()
+        }
+        task = {"type": self.task.job, "index": self.task.index}
+        return json.dumps({"cluster": cluster, "task": task})
+
+    def training_tf_config(self) -> str:
+        """`tf_config` without evaluators, for the tasks that train.
+
+        ParameterServerStrategy hangs if the cluster has an evaluator (tensorflow#46169).
+        """
+        training = {job: known for job, known in self.jobs.items() if job != "evaluator"}
+        return Cluster(training, self.task).tf_config()
+
+
+def parse_tf_config(text: str, strategy: str) -> Cluster:
+    """The Cluster that `text`, the value of `TF_CONFIG`, describes for `--strategy=<strategy>`.
+
+    Accepts spaces around addresses and a task index in quotes. Ignores keys that other programs
+    add, such as `environment`. Under ps, a worker or ps task needs only its own address, so its map
+    may leave out other tasks.
+
+    Raises:
+        ClusterError: the text is not a JSON object with a cluster and a task, an address is
+            malformed or given twice, this task is not in the cluster, or the strategy does not
+            accept these jobs.
+    """
+    form = f"It looks like {_EXAMPLE[strategy]}"
+    if not text.strip():
+        raise ClusterError(
+            "TF_CONFIG is set but empty. Unset it (`unset TF_CONFIG`) to train on this machine "
+            f"alone, or describe the cluster. {form}"
+        )
+    try:
+        config = json.loads(text, object_pairs_hook=_object_without_repeats)
+    except json.JSONDecodeError as error:
+        near = text[max(0, error.pos - 20) : error.pos + 20]
+        raise ClusterError(
+            f"TF_CONFIG is not JSON: {error.msg} at line {error.lineno}, column {error.colno}, "
+            f"near {near!r}. {form} Put it in single quotes in a shell, to keep the double quotes."
+        ) from None
+    if not isinstance(config, dict):
+        came = f"{_kind(config)}: {text.strip()[:60]!r}"
+        raise ClusterError(f"TF_CONFIG must be a JSON object, but is {came}. {form}")
+    if not isinstance(config.get("cluster"), dict) or not config["cluster"]:
+        came = _kind(config["cluster"]) if "cluster" in config else f"only {_names(config)}"
+        raise ClusterError(
+            f'TF_CONFIG needs "cluster", an object of jobs and their addresses, but has {came}. '
+            f"{form}"
+        )
+    jobs = _parse_jobs(config["cluster"])
+    if not jobs:
+        raise ClusterError(f"TF_CONFIG's cluster has no addresses. {form}")
+    cluster = Cluster(jobs, _parse_task(config, jobs, form))
+    _check_strategy(cluster, strategy, _TF_CONFIG)
+    return cluster
+
+
+def parse_hosts(
+    hosts: Mapping[str, str], job: str | None, index: int | None, strategy: str
+) -> Cluster:
+    """The Cluster that TensorFlow 1's flags describe. Raises ClusterError as `parse_tf_config`.
+
+    `hosts` maps a job to the value of its flag (--ps_hosts, --worker_hosts, --chief_hosts): a list
+    of addresses with commas between them and spaces anywhere. `job` and `index` are --job_name and
+    --task_index; None means index 0 if the job has one task.
+    """
+    # A comma at the end is ignored.
+    given = {name: text.rstrip(", \t\n") for name, text in hosts.items()}
+    listed = {name: enumerate(text.split(",")) for name, text in given.items() if text}
+    jobs = _parse_addresses(listed, _COMMAND_LINE)
+    job = _ALSO_CALLED.get(job, job) if job else job
+    if job not in jobs:
+        raise ClusterError(
+            f"--job_name says which task this process is: {_counts(jobs) or 'no job has hosts'}. "
+            f"Received: {job}. Type --job_name={' or --job_name='.join(jobs) or 'worker'}."
+        )
+    num_tasks = len(jobs[job])
+    if index is None and num_tasks == 1:
+        index = 0
+    if index is None or not 0 <= index < num_tasks:
+        raise ClusterError(
+            f"--job_name={job} needs --task_index from 0 to {num_tasks - 1}, as --{job}_hosts "
+            f"lists {num_tasks}. Received: {index}."
+        )
+    cluster = Cluster(jobs, Task(job, index))
+    _check_strategy(cluster, strategy, _COMMAND_LINE)
+    return cluster
+
+
+def local_cluster(
+    strategy: str,
+    num_workers: int,
+    num_ps: int,
+    choose_ports: Callable[[int], list[int]] = free_ports,
+) -> Cluster:
+    """A cluster on this machine, on ports that are free now, seen from its chief.
+
+    mirrored and multiworker have `num_workers` workers; ps also has a chief and `num_ps` ps tasks.
+    Another program may still take a port before its task starts. `choose_ports` finds ports in the
+    network namespace of the tasks.
+
+    Raises:
+        ClusterError: fewer than one worker, or fewer than one ps under ps.
+    """
+    if num_workers < 1:
+        raise ClusterError(
+            f"--strategy={strategy} needs at least one worker. Received: --workers={num_workers}. "
+            "Use --workers=2, or --strategy=mirrored for one process."
+        )
+    if strategy == "ps" and num_ps < 1:
+        raise ClusterError(
+            "--strategy=ps stores the variables on ps tasks and needs at least one. Received: "
+            f"--ps={num_ps}. Use --ps=1, or --strategy=multiworker, which needs none."
+        )
+    sizes = {"worker": num_workers}
+    if strategy == "ps":
+        sizes = {"chief": 1, "worker": num_workers, "ps": num_ps}
+    try:
+        ports = iter(choose_ports(sum(sizes.values())))
+    except OSError as error:
+        raise ClusterError(f"{error}. End what listens on them, or use fewer tasks.") from None
+    jobs = {job: {i: f"localhost:{next(ports)}" for i in range(n)} for job, n in sizes.items()}
+    return Cluster(jobs, Task(next(iter(jobs)), 0))
+
+
+def _is_complete(known: Mapping[int, str]) -> bool:
+    return sorted(known) == list(range(len(known)))
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def _names(items: Iterable[str]) -> str:
+    return ", ".join(f'"{item}"' for item in items) or "nothing"
+
+
+def _counts(jobs: Mapping[str, Mapping[int, str]]) -> str:
+    return ", ".join(f"{job} ({len(known)})" for job, known in jobs.items())
+
+
+def _object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ClusterError(
+                f'TF_CONFIG names "{key}" twice in one object, and JSON would drop the first. '
+                "Put all of it under one name."
+            )
+        result[key] = value
+    return result
+
+
+def _parse_jobs(cluster: Mapping[str, object]) -> dict[str, dict[int, str]]:
+    for job in cluster:
+        if job not in _JOBS:
+            near = difflib.get_close_matches(job.lower(), _JOBS, n=1, cutoff=0.4)
+            guesses = [_ALSO_CALLED[job.lower()]] if job.lower() in _ALSO_CALLED else near
+            hint = f'Did you mean "{guesses[0]}"? ' if guesses else ""
+            raise ClusterError(f'TF_CONFIG names the job "{job}". {hint}Jobs are {_names(_JOBS)}.')
+    numbered = {job: _numbered(job, listed) for job, listed in cluster.items()}
+    return _parse_addresses(numbered, _TF_CONFIG)
+
+
+def _numbered(job: str, listed: object) -> Iterable[tuple[int, object]]:
+    if isinstance(listed, list):
+        return enumerate(listed)
+    if not isinstance(listed, dict):
+        raise ClusterError(
+            f'TF_CONFIG\'s job "{job}" must be a list of addresses, but is {_kind(listed)}: '
+            f'{listed!r}. Write "{job}": ["host:port"], one entry for each task.'
+        )
+    numbered: dict[int, object] = {}
+    for key, address in listed.items():
+        if not _is_index(key):
+            raise ClusterError(
+                f'TF_CONFIG\'s job "{job}" is a map from task index to address, but has the key '
+                f'{key!r}. Write "{job}": {{"0": "host:port"}}, or a list.'
+            )
+        if int(key) in numbered:
+            raise ClusterError(
+                f"TF_CONFIG names {Task(job, int(key))} twice. Give each task one address."
+            )
+        numbered[int(key)] = address
+    return numbered.items()
+
+
+def _is_index(text: str) -> bool:
+    return text.isascii() and text.strip().isdigit() and len(text) < 10
+
+
+def _parse_addresses(
+    numbered: Mapping[str, Iterable[tuple[int, object]]], source: str
+) -> dict[str, dict[int, str]]:
+    jobs: dict[str, dict[int, str]] = {}
+    owner: dict[str, Task] = {}
+    for job, listed in numbered.items():
+        for index, given in listed:
+            task = Task(job, index)
+            address = _parse_address(task, given, source)
+            if address in owner:
+                raise ClusterError(
+                    f"In {source}, {address} is the address of both {owner[address]} and "
+                    f"{task}. Each task needs a different address: change a host or a port."
+                )
+            owner[address] = task
+            jobs.setdefault(job, {})[index] = address
+    return jobs
+
+
+def _parse_address(task: Task, given: object, source: str) -> str:
+    where = f"In {source}, the address of {task}"
+    if not isinstance(given, str):
+        raise ClusterError(
+            f"{where} must be a string, but is {_kind(given)}: {given!r}. "
+            'Write "host:port", for example "localhost:2222".'
+        )
+    host, colon, port = (part.strip() for part in given.strip().rpartition(":"))
+    if fault := _fault_of_address(given.strip(), host, colon, port, task.job):
+        raise ClusterError(f"{where} is {given!r}{fault}")
+    return f"{host.lower()}:{int(port)}"
+
+
+def _fault_of_address(address: str, host: str, colon: str, port: str, job: str) -> str | None:
+    """The mistake in `address`, as the end of a message; None if it is valid."""
+    has_brackets = host.startswith("[") and host.endswith("]")
+    if "," in address:
+        form = f'"{job}": ["a:1", "b:1"]'
+        return f": several addresses in one string. Write a list, one for each task: {form}."
+    if "/" in address:
+        return '. It must be "host:port" alone, without a scheme or a path.'
+    if not colon or (host.startswith("[") and not has_brackets):
+        return f', without a port. Add one: "{address}:2222".'
+    if ":" in host and not has_brackets:
+        return f'. An IPv6 address needs brackets before the port: "[{host}]:{port}".'
+    if host in ("", "[]"):
+        own = f'"localhost:{port or 2222}"'
+        return f", without a host. Other tasks must find this one: {own} on one machine."
+    if any(character.isspace() for character in host):
+        return ": the host has a space in it. Write one host for each task."
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        return f", whose host is not a valid name: {error}. Correct it."
+    if not _is_index(port) or not 1 <= int(port) <= 65535:
+        return f': {port!r} is not a port. Use a number from 1 to 65535: "{host}:2222".'
+    return None
+
+
+def _parse_task(
+    config: Mapping[str, object], jobs: Mapping[str, Mapping[int, str]], form: str
+) -> Task:
+    task = config.get("task")
+    if not isinstance(task, dict) or not {"type", "index"} <= task.keys():
+        came = "none" if task is None else json.dumps(task)
+        raise ClusterError(
+            'TF_CONFIG needs "task", which says which task of the cluster this process is, by '
+            f'"type" and "index". Received: {came}. {form}'
+        )
+    job, index = task["type"], task["index"]
+    if not isinstance(job, str) or job not in jobs:
+        raise ClusterError(
+            f"TF_CONFIG's task type is {json.dumps(job)}, but its cluster has {_counts(jobs)}. Set "
+            f"the type to {' or '.join(map(json.dumps, jobs))}, or add this task's address."
+        )
+    if isinstance(index, str) and _is_index(index):
+        index = int(index)
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise ClusterError(
+            f"TF_CONFIG's task index must be an integer from 0, but is {_kind(index)}: "
+            f'{json.dumps(index)}. Write "task": {{"type": "{job}", "index": 0}}.'
+        )
+    known = jobs[job]
+    if index not in known:
+        is_range = _is_complete(known) and len(known) > 1
+        which = f"0 to {len(known) - 1}" if is_range else ", ".join(map(str, known))
+        raise ClusterError(
+            f"TF_CONFIG's task is {Task(job, index)}, but its cluster has {len(known)} {job} "
+            f"(index {which}). Indices start at 0: correct the index, or add this task's address."
+        )
+    return Task(job, index)
+
+
+def _check_strategy(cluster: Cluster, strategy: str, source: str) -> None:
+    jobs, task, names, add = cluster.jobs, cluster.task, f"{source} names", _ADD[source]
+    if "chief" in jobs and list(jobs["chief"]) != [0]:
+        raise ClusterError(
+            f"A cluster has one chief, chief 0, but {names} {cluster.num('chief')} "
+            f"(index {', '.join(map(str, jobs['chief']))}). Make the others workers."
+        )
+    if cluster.num("evaluator") > 1:
+        raise ClusterError(
+            f"A run has one evaluator, but {names} {cluster.num('evaluator')}: they would write "
+            "the same files. Remove all but one."
+        )
+    if strategy == "mirrored" and ("ps" in jobs or len(cluster.trainers) != 1):
+        raise ClusterError(
+            f"--strategy=mirrored trains in one process, but {names} {_counts(jobs)}. "
+            f"Use --strategy={'ps' if 'ps' in jobs else 'multiworker'} for several processes, "
+            "or describe no cluster."
+        )
+    if strategy == "ps":
+        for job, use in (("ps", "stores the variables"), ("worker", "computes the gradients")):
+            if job not in jobs:
+                raise ClusterError(
+                    f'--strategy=ps needs a "{job}" task, but {names} only {_counts(jobs)}. '
+                    f"It {use}. {add.format(job)}, or use --strategy=multiworker."
+                )
+    if strategy == "multiworker" and "ps" in jobs:
+        raise ClusterError(
+            f'--strategy=multiworker has no "ps" task, but {names} {_counts(jobs)}. '
+            "Use --strategy=ps, or remove the ps tasks."
+        )
+    if not cluster.trainers:
+        raise ClusterError(
+            f"--strategy={strategy} needs workers, but {names} only {_counts(jobs)}. "
+            f"{add.format('worker')}."
+        )
+    if "ps" in jobs and "chief" not in jobs and 0 not in jobs["worker"]:
+        raise ClusterError(
+            f"{task} must know where its chief is: {names} neither a chief nor worker 0, whose "
+            f"process runs the coordinator if there is no chief. {add.format('chief')}."
+        )
+    connects_to_all = strategy == "multiworker" or cluster.is_chief
+    for job, known in jobs.items():
+        if connects_to_all and job != "evaluator" and not _is_complete(known):
+            missing = sorted(set(range(max(known) + 1)) - set(known))
+            raise ClusterError(
+                f"{task} connects to every task, but {names} {job} {', '.join(map(str, known))} "
+                f"and not {job} {', '.join(map(str, missing))}. Give the address of each."
+            )

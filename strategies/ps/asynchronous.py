@@ -1,0 +1,306 @@
+"""`--strategy=ps`: variables on parameter servers, gradients from workers that do not wait.
+
+    executor = AsynchronousExecutor.connect(cluster, versions)  # in the chief
+
+The chief hands out *tickets*: k consecutive batches, as a list of the records to read, or of the
+rows to take if workers cache the examples. A worker reads them in the graph, so no input state is
+lost with a worker. It computes k gradients, each of one batch, and each is applied to the variables
+at once. If a worker dies, its ticket is handed out again (at least once); the other workers
+continue meanwhile.
+"""
+
+import collections
+import functools
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+from typing_extensions import override
+
+from data.tickets import TicketSource
+from strategies.base import Batch, Learner, Position, Tensor, read_now, refuse_open_sub_batches
+from strategies.cluster.tf_config import Cluster
+from strategies.gradients.compression import Compression
+from strategies.metrics import Metrics, to_metrics
+from strategies.ps.closures import (
+    STEPS_PER_CLOSURE,
+    Closure,
+    closure_sizes,
+    fetched,
+    packed,
+    unpacked,
+)
+from strategies.ps.executor import ParameterServerExecutor
+from strategies.ps.worker_step import compute_gradients, read_variables, send_to_servers, unstack
+from strategies.worker_stats import WorkerStats
+
+# In place of a gradient's staleness, if the gradient was too old.
+DROPPED = -1
+
+
+class AsynchronousExecutor(ParameterServerExecutor):
+    """The chief of asynchronous parameter servers: a step is one worker's gradient."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.ParameterServerStrategy,
+        cluster: Cluster,
+        *,
+        max_staleness: int | None = None,
+        wire_dtype: str = "float32",
+    ) -> None:
+        """A gradient that is older than `max_staleness` steps when it arrives is dropped.
+
+        Its batch is handed out again. None applies all gradients.
+        """
+        super().__init__(strategy, cluster, wire_dtype=wire_dtype)
+        self._max_staleness = max_staleness
+        # Of each worker, the number of gradients of each staleness, and of DROPPED.
+        self._ages = collections.defaultdict[str, collections.Counter[int]](collections.Counter)
+
+    @property
+    @override
+    def replicas_a_step(self) -> int:
+        return 1
+
+    @property
+    @override
+    def position(self) -> Position:
+        """The next batch to hand out; all batches before it are consumed when `run` returns."""
+        return Position(self._next_batch, (), self._skipped)
+
+    @override
+    def _counts_since_start(self) -> WorkerStats:
+        """`worker_steps` are counted on the server that has the step counter.
+
+        Steps count as repeated if the worker was lost before it reported them. (A worker that is
+        lost between a step and its count leaves a step that counts for no worker.) `staleness` is
+        of the gradients of finished tickets. `batches` adds up: applied gradients are finished or
+        repeated.
+        """
+        applied = dict(zip(self._workers(), self._steps.applied.numpy().tolist(), strict=True))
+        staleness = {
+            name: {age: n for age, n in sorted(self._ages[name].items()) if age != DROPPED}
+            for name in applied
+        }
+        finished = {name: sum(ages.values()) for name, ages in staleness.items()}
+        num_finished = sum(finished.values())
+        batch_size = self._source.order.batch_size
+        return {
+            "worker_steps": applied,
+            "worker_examples": {name: steps * batch_size for name, steps in applied.items()},
+            "worker_dropped": {name: self._ages[name][DROPPED] for name in applied},
+            "worker_repeated": {name: steps - finished[name] for name, steps in applied.items()},
+            "staleness": staleness,
+            "batches": {
+                "handed_out": self._next_batch - self._first_batch,
+                "finished": num_finished,
+                "repeated": int(self._learner.step.numpy()) - self._first_step - num_finished,
+            },
+        }
+
+    @functools.cached_property
+    def _steps(self) -> "_Steps":
+        """Made once: graphs that are traced again use the same counters and locks."""
+        return _Steps(
+            self.strategy,
+            self._learner,
+            self._source,
+            self._compression,
+            num_workers=self.num_replicas,
+            max_staleness=self._max_staleness,
+        )
+
+    @override
+    def _make_graphs(self) -> None:
+        self._train_unrolled, self._train_looped = self._steps.closures()
+
+    @override
+    def _set_position(self, position: Position) -> None:
+        refuse_open_sub_batches(position, self._source.order)
+        self._first_batch = self._next_batch = position.next_batch
+        self._skipped = position.skipped
+        self._first_step = int(self._learner.step.numpy())
+        self._ages.clear()
+        self._steps.applied.assign(tf.zeros_like(self._steps.applied))
+
+    @override
+    def _run(self, num_steps: int) -> tuple[Metrics, float]:
+        """Runs a few more steps if a worker died when a part of its ticket was done."""
+        started = time.monotonic()
+        runs = self._source.ticket_runs(self._next_batch)
+        tickets: list[tuple[int, int]] = []
+        for size in closure_sizes(num_steps, self.num_replicas, runs):
+            tickets.append((self._next_batch, size))
+            self._next_batch += size
+        totals = np.zeros([len(self._learner.metric_names), 2])
+        while tickets:
+            closures = []
+            for first, size in tickets:
+                train = self._train_unrolled if size == STEPS_PER_CLOSURE else self._train_looped
+                closures.append((first, self._schedule(train, self._source.ticket(first, size))))
+            self._join()
+            tickets = []
+            for first, closure in closures:
+                closure_totals, worker, ages = unpacked(fetched(closure), totals.shape)
+                totals += closure_totals
+                self._ages[f"worker {worker}"].update(ages.tolist())
+                # Batches of dropped gradients are handed out again, one by one.
+                tickets += [(first + int(i), 1) for i in np.flatnonzero(ages == DROPPED)]
+        self._stopping = self._stop_requested
+        return to_metrics(self._learner.metric_names, totals), time.monotonic() - started
+
+
+class _Steps:
+    """The graphs: a worker computes a gradient, and the servers apply it at once."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.ParameterServerStrategy,
+        learner: Learner,
+        source: TicketSource,
+        compression: Compression,
+        *,
+        num_workers: int,
+        max_staleness: int | None,
+    ) -> None:
+        """`strategy` has placed the variables of `learner`; workers parse tickets of `source`."""
+        self._strategy = strategy
+        self._learner = learner
+        self._source = source
+        self._compression = compression
+        self._max_staleness = max_staleness
+        # `applied` is the number of applied gradients of each worker.
+        with strategy.scope(), strategy.extended.colocate_vars_with(learner.step):
+            self.applied = tf.Variable(tf.zeros([num_workers], tf.int64), trainable=False)
+        with tf.device(learner.step.device):
+            name = f"applying-{os.getpid()}-{time.time_ns()}"
+            self._locks = [tf.raw_ops.MutexV2(shared_name=f"{name}-{i}") for i in range(2)]
+
+    def closures(self) -> tuple[Closure, Closure]:
+        """A closure for tickets of STEPS_PER_CLOSURE batches, unrolled, and one for any other.
+
+        They return the argument of `unpacked`. Unrolled steps are faster than a loop in the graph.
+        But each number of unrolled steps needs a graph, which takes seconds to trace and to send.
+        """
+        source, learner = self._source, self._learner
+        step = self._unbounded_step if self._max_staleness is None else self._bounded_step
+        step_device = learner.step.device
+
+        def this_worker() -> tuple[Tensor, Tensor]:
+            """The index of the worker, on the worker and on the step device."""
+            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            with tf.device(step_device):
+                return worker, tf.identity(worker)
+
+        @tf.function(input_signature=[source.ticket_spec(STEPS_PER_CLOSURE)])
+        def unrolled(ticket: dict[str, Tensor]) -> Tensor:
+            batches = unstack(source.parse_ticket(ticket), STEPS_PER_CLOSURE)
+            worker, worker_at_step = this_worker()
+            totals: list[Tensor] = []
+            ages: list[Tensor] = []
+            for batch in batches:
+                if self._compression.is_lossy:  # The residual of one step goes into the next step.
+                    with tf.control_dependencies(ages[-1:]):
+                        batch = tf.nest.map_structure(tf.identity, batch)
+                step_totals, age = step(batch, worker_at_step)
+                totals.append(step_totals)
+                ages.append(age)
+            with tf.device(step_device):  # The ages travel as one tensor.
+                all_ages = tf.stack(ages)
+            return _result(tf.stack(totals), worker, all_ages)
+
+        @tf.function(input_signature=[source.ticket_spec()])
+        def looped(ticket: dict[str, Tensor]) -> Tensor:
+            # Called outside of the loop, because inner graphs do not know the worker's index.
+            worker, worker_at_step = this_worker()
+            stacked = source.parse_ticket(ticket)
+            num_steps = tf.shape(ticket["gather"])[0]
+            totals = tf.TensorArray(
+                tf.float64, num_steps, element_shape=[len(learner.metric_names), 2]
+            )
+            ages = tf.TensorArray(tf.int64, num_steps, element_shape=[])
+            for i in tf.range(num_steps):
+                batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
+                step_totals, age = step(batch, worker_at_step)
+                totals = totals.write(i, step_totals)
+                ages = ages.write(i, age)
+            return _result(totals.stack(), worker, ages.stack())
+
+        return Closure(unrolled), Closure(looped)
+
+    def _unbounded_step(self, batch: Batch, worker: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of `worker`, an index: its metric totals, and its staleness, int64.
+
+        Staleness is the step counter at the application, less the counter before the variables were
+        read: the number of steps of other workers that this gradient does not know of.
+        """
+        before, arrived, totals = self._compute(batch)
+        return totals, self._apply_and_count(arrived, worker, before)
+
+    def _bounded_step(self, batch: Batch, worker: Tensor) -> tuple[Tensor, Tensor]:
+        """`_unbounded_step`, but returns DROPPED if the gradient is too old when it arrives.
+
+        No other gradient is applied between that check and the application. Only servers take part
+        in both, so a worker that is unresponsive blocks no other worker. A dropped gradient also
+        loses the residual of --wire_dtype that was added to it; its own residual stays.
+        """
+        before, arrived, totals = self._compute(batch)
+        waited_for = [worker]
+        for gradient in arrived:
+            if isinstance(gradient, tf.IndexedSlices):
+                waited_for += [gradient.values, gradient.indices]
+            elif gradient is not None:
+                waited_for.append(gradient)
+        # TensorFlow frees a lock when an op that waits for it is cancelled, which happens when a
+        # worker ends. The next op then waits for the second lock. Two gradients hold both locks
+        # only if several workers end while others wait.
+        held = []
+        with tf.device(self._learner.step.device):
+            for lock in self._locks:
+                with tf.control_dependencies(waited_for):
+                    # TensorFlow frees the lock with the graph that holds it, however that ends.
+                    held.append(tf.raw_ops.MutexLock(mutex=lock))
+                waited_for = held[-1:]
+            with tf.control_dependencies(held):
+                age = read_now(self._learner.step) - before
+            # The age is below 0 if the counter was set back since the variables were read.
+            if (age < 0) | (age > self._max_staleness):
+                age = tf.constant(DROPPED, tf.int64)
+            else:
+                age = self._apply_and_count(arrived, worker, before)
+            done = age
+            for lock in reversed(held):
+                with tf.control_dependencies([done]):
+                    done = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+            with tf.control_dependencies([done]):
+                return totals, tf.identity(age)
+
+    def _compute(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+        """The step counter; gradients at variables read after it, on the servers; metric totals."""
+        learner = self._learner
+        with tf.device(learner.step.device):
+            before = read_now(learner.step)
+        arrived, values = read_variables(learner, before)
+        gradients, totals = compute_gradients(values, arrived, learner, self._strategy, batch)
+        return before, send_to_servers(learner.variables, gradients, self._compression), totals
+
+    def _apply_and_count(self, arrived: Sequence[Tensor], worker: Tensor, before: Tensor) -> Tensor:
+        """Applies gradients that have `arrived`, counts them for `worker`; returns the staleness.
+
+        All ops are on the device of the step counter: an unrolled step sends gradients, and gets
+        nothing back.
+        """
+        step = self._strategy.run(self._learner.apply, args=(arrived,))
+        with tf.device(self._learner.step.device), tf.control_dependencies([step]):
+            self.applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
+            return tf.cast(step - 1 - before, tf.int64)
+
+
+def _result(totals: Tensor, worker: Tensor, ages: Tensor) -> Tensor:
+    """`packed`, with the sum of `totals`, [steps, metrics, 2], of gradients that were applied."""
+    dropped = tf.equal(ages, DROPPED)[:, tf.newaxis, tf.newaxis]
+    applied = tf.reduce_sum(tf.where(dropped, tf.zeros_like(totals), totals), axis=0)
+    return packed(applied, worker, ages)

@@ -1,0 +1,101 @@
+"""Closures for the coordinator: how many steps each has, how it is scheduled, what it returns.
+
+    sizes = closure_sizes(num_steps, num_workers, source.ticket_runs(first_batch))
+    closure = Closure(function)                     # a function of a ticket; returns packed(...)
+    value = closure.schedule(coordinator, ticket)   # for each ticket
+    coordinator.join()
+    totals, worker, ages = unpacked(fetched(value), totals_shape)
+
+The chief does all of this for each closure while the worker waits, so it must be fast.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from strategies.base import PeerLostError
+
+# The most steps in a closure, which costs a few milliseconds in addition to its steps.
+STEPS_PER_CLOSURE = 16
+
+
+class Closure:
+    """A tf.function with an input signature, which workers run.
+
+    The coordinator traces the function once. After that it gets the concrete function: otherwise it
+    would look that up again for each closure, which takes longer than the rest of scheduling.
+    """
+
+    def __init__(self, function: tf.types.experimental.PolymorphicFunction) -> None:
+        self._function = function
+        self._concrete: tf.types.experimental.ConcreteFunction | None = None
+
+    def schedule(
+        self, coordinator: tf.distribute.coordinator.ClusterCoordinator, *args: object
+    ) -> tf.distribute.coordinator.RemoteValue:
+        """Gives the function and `args` to the next idle worker; returns the remote result."""
+        if self._concrete is not None:
+            return coordinator.schedule(self._concrete, args=args)
+        value = coordinator.schedule(self._function, args=args)
+        # The coordinator traces in the scope; outside of it the function would be traced again.
+        with coordinator.strategy.scope():
+            self._concrete = self._function.get_concrete_function()
+        return value
+
+
+def closure_sizes(num_steps: int, num_workers: int, runs: Iterator[tuple[int, int]]) -> list[int]:
+    """The number of steps of each closure; the sum is `num_steps`.
+
+    Each worker gets at least one closure, if there are enough steps. A closure does not cross the
+    border of two `runs`, (first batch, number of batches), each of which is read at once.
+    """
+    sizes: list[int] = []
+    most = max(1, min(STEPS_PER_CLOSURE, num_steps // num_workers))
+    left = num_steps
+    while left:
+        in_run = min(next(runs)[1], left)
+        left -= in_run
+        while in_run:
+            sizes.append(min(in_run, most))
+            in_run -= sizes[-1]
+    return sizes
+
+
+def packed(metric_totals: tf.Tensor, worker: tf.Tensor, ages: tf.Tensor) -> tf.Tensor:
+    """The results of a training closure as one tensor, because each tensor is a transfer.
+
+    Indices of workers and ages of gradients have fewer than the 53 bits that float64 can hold.
+    """
+    parts = [worker[tf.newaxis], ages, tf.reshape(metric_totals, [-1])]
+    return tf.concat([tf.cast(part, tf.float64) for part in parts], axis=0)
+
+
+def unpacked(
+    result: npt.NDArray[np.float64], totals_shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.float64], int, npt.NDArray[np.int64]]:
+    """The arguments of `packed`: metric totals, index of the worker, age of each gradient."""
+    worker, ages, totals = np.split(result, [1, len(result) - math.prod(totals_shape)])
+    return totals.reshape(totals_shape), int(worker[0]), ages.astype(np.int64)
+
+
+def fetched(value: tf.distribute.coordinator.RemoteValue) -> npt.NDArray[np.float64]:
+    """The result of a closure as a NumPy array or scalar; the function must not return None.
+
+    Raises:
+        PeerLostError: the function returned, but its result was lost on the way.
+    """
+    result: npt.NDArray[np.float64] | None = value.fetch()
+    if result is not None:
+        return result
+    # If a closure fails after its function returned, the coordinator drops the result, and sets the
+    # error a moment later.
+    while True:
+        try:
+            value.fetch()
+        except Exception as error:
+            raise PeerLostError("The result of a worker was lost", error) from error
+        time.sleep(0.01)

@@ -1,0 +1,314 @@
+"""What both kinds of parameter servers share: the chief, which hands out work and does not train.
+
+    executor = AsynchronousExecutor.connect(cluster, versions)      # or SynchronousExecutor
+    learner = executor.build(make_learner)          # places the variables on the servers
+    executor.start(learner, source, evaluation, Position())
+    metrics = executor.run(100)
+    executor.close()                                # ends all worker and ps tasks
+
+The base class connects, places the variables, evaluates, watches the other tasks and ends them. The
+subclasses train.
+"""
+
+import abc
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import numpy as np
+import tensorflow as tf
+from typing_extensions import override
+
+from data.order import Plan
+from data.reader import Reader
+from data.tickets import DiskTickets, ticket_source
+from strategies.base import Executor, Learner, Made, PeerLostError, Position, Tensor
+from strategies.cluster.peers import (
+    SilentPeerError,
+    UnknownHostError,
+    cut_connections,
+    identify,
+    wait_for_servers,
+    watch_peers,
+)
+from strategies.cluster.ports import free_ports
+from strategies.cluster.tf_config import Cluster, Task
+from strategies.gradients.coalescing import read_together
+from strategies.gradients.compression import Compression
+from strategies.metrics import Metrics, to_metrics
+from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
+from strategies.ps.placement import dry_run, place, placed
+from strategies.ps.servers import check_versions, end_servers, listen_for_stop
+from strategies.ps.worker_step import compute_metrics, unstack
+from strategies.worker_stats import WorkerStats, added, with_shares
+
+log = logging.getLogger(__name__)
+
+_LEASE_SECS = 0.5
+
+# The answer of a task to a request with a damaged device name. Seen once or twice in hundreds of
+# runs, when several threads copied results of the first closures of a run or of an evaluation: most
+# likely a race inside TensorFlow, between a function that runs and a function that is traced.
+_DAMAGED_REQUEST = "Unable to parse request"
+
+# DeadlineExceededError is that of a message.
+_LOSSES = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError)
+
+# Executors live until the process ends: destructors of closures would call servers that have ended.
+_KEEP_ALIVE: list["ParameterServerExecutor"] = []
+
+
+class ParameterServerExecutor(Executor):
+    """The chief of one kind of parameter servers, without the training."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.ParameterServerStrategy,
+        cluster: Cluster,
+        *,
+        wire_dtype: str = "float32",
+    ) -> None:
+        """`strategy` connects to the tasks of `cluster`, and to a chief if that has none."""
+        super().__init__()
+        self.strategy = strategy
+        self._cluster = cluster
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self._compression = Compression(wire_dtype)
+        self._counts_before: WorkerStats = {}
+        # The number of gradients of each variable that its server stores.
+        self._num_gradient_buffers = 0
+        _KEEP_ALIVE.append(self)
+        self.io_device = "/job:chief/replica:0/task:0/device:CPU:0"
+
+    @classmethod
+    def connect(
+        cls,
+        cluster: Cluster,
+        versions: Mapping[str, str],
+        **options: Any,  # Arguments of __init__, which differ between the subclasses.
+    ) -> Self:
+        """Connects to all worker and ps tasks, and waits until they have started.
+
+        If the cluster has no chief, this task is worker 0, which serves already. The coordinator in
+        the same process then gets a second address, which the other tasks learn when it connects.
+        `versions` are the versions of this task.
+
+        Raises:
+            ClusterError: a task has another name or runs other versions than it should, or the name
+                of a host stays unknown for a minute.
+            PeerLostError: a task started and went away again, or serves another chief.
+        """
+        try:
+            wait_for_servers(cluster)
+        except SilentPeerError as error:
+            raise PeerLostError("A task does not answer", error) from error
+        with losses_explained():
+            check_versions(cluster, cluster.other_trainers, versions)
+        coordinator = cluster
+        if cluster.task.job != "chief":
+            host = cluster.address.rpartition(":")[0]
+            coordinator = cluster.with_chief(f"{host}:{free_ports(1)[0]}")
+        os.environ["TF_CONFIG"] = coordinator.training_tf_config()
+        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        try:
+            strategy = tf.distribute.ParameterServerStrategy(resolver)
+        except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+            raise PeerLostError("A task went away while all connected", error) from error
+        _take_lease(coordinator)
+        executor = cls(strategy, cluster, **options)
+        with losses_explained():
+            listen_for_stop(cluster, executor._stop_for)
+        return executor
+
+    @override
+    def build(self, make: Callable[[], Made]) -> Made:
+        """Calls `make` twice: sizes must be known before the first variable is placed."""
+        _, groups = dry_run(make)
+        num_ps = self._cluster.num("ps")
+        self._placement = place(groups, num_ps, num_gradient_buffers=self._num_gradient_buffers)
+        with self.strategy.scope(), placed(self._placement):
+            return make()
+
+    @override
+    def placement_table(self) -> str:
+        return self._placement.table()
+
+    @property
+    @override
+    def num_replicas(self) -> int:
+        """The number of workers."""
+        return self._cluster.num("worker")
+
+    @override
+    def worker_stats(self) -> WorkerStats:
+        """Counts of the whole run.
+
+        | name | of each worker |
+        | --- | --- |
+        | worker_steps | gradients that became part of a step |
+        | worker_examples | the examples of these gradients |
+        | worker_share | its part of all worker_steps |
+        | worker_dropped | gradients that were too old |
+        | worker_repeated | gradients in time whose examples were still assigned again |
+        """
+        return with_shares(added(self._counts_before, self._counts_since_start()))
+
+    @override
+    def restore_worker_stats(self, counts: WorkerStats) -> None:
+        self._counts_before = counts
+
+    @abc.abstractmethod
+    def _counts_since_start(self) -> WorkerStats:
+        """The counts of this process, which is a part of the run if the run was resumed."""
+
+    def _workers(self) -> list[str]:
+        return [f"worker {index}" for index in self._cluster.jobs["worker"]]
+
+    @override
+    def start(
+        self, learner: Learner, source: Reader, evaluation: Reader, position: Position
+    ) -> None:
+        self._learner = learner
+        self._source = ticket_source(source)
+        self._evaluation = evaluation
+        per_worker = -(-evaluation.num_evaluation_batches // self.num_replicas)
+        self._evaluation_tickets = DiskTickets(evaluation, weights=True)
+        self._evaluation_ticket_batches = min(per_worker, STEPS_PER_CLOSURE)
+        self._evaluate_closure = self._make_evaluate_closure()
+        self._make_graphs()
+        self._set_position(position)
+
+    @override
+    def _drop_residuals(self) -> None:
+        """Graphs hold the residuals, so they are traced again."""
+        if self._compression.is_lossy:
+            self._compression.forget_residuals()
+            self._make_graphs()
+
+    @abc.abstractmethod
+    def _make_graphs(self) -> None:
+        """Makes the graphs of training; called by `start`, and again after residuals are reset."""
+
+    @property
+    @override
+    def _evaluation_unit(self) -> int:
+        return self._evaluation_ticket_batches * self.num_replicas
+
+    @override
+    def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
+        started = time.monotonic()
+        size = self._evaluation_ticket_batches
+        end = min(first_batch + num_batches, self._num_evaluation_batches)
+        closures = [
+            self._schedule(self._evaluate_closure, self._evaluation_tickets.ticket(first, size))
+            for first in range(first_batch, end, size)
+        ]
+        self._join()
+        if first_batch == 0:
+            self._evaluation_totals = np.zeros([len(self._learner.metric_names), 2])
+        for closure in closures:
+            self._evaluation_totals += fetched(closure)
+        self._stopping = self._stop_requested
+        metrics = to_metrics(self._learner.metric_names, self._evaluation_totals)
+        return metrics, time.monotonic() - started
+
+    def _make_evaluate_closure(self) -> Closure:
+        source, learner, strategy = self._evaluation_tickets, self._learner, self.strategy
+        size = self._evaluation_ticket_batches
+
+        @tf.function(input_signature=[source.ticket_spec(size)])
+        def evaluate(ticket: dict[str, Tensor]) -> Tensor:
+            batches = unstack(source.parse_ticket(ticket), size)
+            # Variables do not change during an evaluation, so they are read once for all batches.
+            _, values = read_together(learner.evaluation_inputs, [], learner.step.device)
+            return tf.add_n([compute_metrics(values, learner, strategy, b) for b in batches])
+
+        return Closure(evaluate)
+
+    def _schedule(self, closure: Closure, ticket: Plan) -> tf.distribute.coordinator.RemoteValue:
+        """Gives `closure` and `ticket` to the next idle worker; returns the remote result.
+
+        Arrays become tensors of this process here. The coordinator would make the tensors on the
+        worker's device, and would hold Python's global lock meanwhile: while the worker does not
+        answer, no thread of this process would run.
+        """
+        with losses_explained(), tf.device(self.io_device):
+            return closure.schedule(self._coordinator, tf.nest.map_structure(tf.constant, ticket))
+
+    def _join(self) -> None:
+        with losses_explained():
+            self._coordinator.join()
+
+    @override
+    def watch_peers(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
+        """Training continues without a silent worker, until that worker answers again."""
+
+        def on_silent(task: Task) -> None:
+            if task.job == "ps":
+                on_lost(f"{task} does not answer")
+            # The coordinator then gives the worker's closure to another worker.
+            with contextlib.suppress(UnknownHostError):
+                cut_connections(self._cluster.address_of(task))
+
+        watch_peers(self._cluster, timeout_secs, on_silent)
+
+    @override
+    def close_after_error(self, *, lost: bool) -> None:
+        if not lost:
+            self.close()
+
+    @override
+    def close(self, exit_code: int = 0) -> None:
+        """Ends every worker and ps task with `exit_code`."""
+        for task in end_servers(self._cluster, self._cluster.other_trainers, exit_code):
+            log.warning("%s does not answer: it was not told that the run is over.", task)
+
+    def _stop_for(self, task: str) -> None:
+        log.warning("%s was asked to end: stopping after the steps in flight.", task)
+        self.request_stop()
+
+
+def _take_lease(coordinator: Cluster) -> None:
+    """Takes the servers for this chief: servers would serve two chiefs, and both could end them."""
+    device = "/job:ps/replica:0/task:0/device:CPU:0"
+    key = tf.constant([0], tf.int64)
+    with tf.device(device):
+        table = tf.raw_ops.MutableHashTableV2(
+            key_dtype=tf.int64, value_dtype=tf.string, shared_name="chief of these servers"
+        )
+
+        def holder() -> str:
+            found = tf.raw_ops.LookupTableFindV2(
+                table_handle=table, keys=key, default_value=tf.constant("")
+            )
+            return str(found.numpy()[0].decode())
+
+        chief = holder()
+        if chief in ("", coordinator.address) or identify(chief) != coordinator.task:
+            tf.raw_ops.LookupTableInsertV2(
+                table_handle=table, keys=key, values=tf.constant([coordinator.address])
+            )
+            # If another chief comes at the same moment, the last writer gets the servers.
+            time.sleep(_LEASE_SECS)
+            chief = holder()
+    if chief != coordinator.address:
+        raise PeerLostError(
+            "The servers serve another chief",
+            RuntimeError(f"it is at {chief}. Start this chief when the other one has ended"),
+        )
+
+
+@contextlib.contextmanager
+def losses_explained() -> Iterator[None]:
+    """Raises PeerLostError if a ps, or a message, was lost. A lost worker causes no error here."""
+    try:
+        yield
+    except _LOSSES as error:
+        raise PeerLostError("A parameter server was lost", error) from error
+    except tf.errors.InternalError as error:
+        if _DAMAGED_REQUEST not in str(error):
+            raise
+        raise PeerLostError("A message to another task was damaged", error) from error

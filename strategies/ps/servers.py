@@ -1,0 +1,186 @@
+"""Worker and ps tasks: TensorFlow's servers, from their start until the chief ends them.
+
+serve(cluster, 0, 600, versions=versions, on_gone=end, on_end=end_with)     # never returns
+start_server(cluster, num_threads)      # in worker 0 of a cluster without a chief
+ask_chief_to_stop(cluster)              # in a worker or ps task that is asked to end
+check_versions(cluster, tasks, versions)        # in the chief
+listen_for_stop(cluster, on_stop)               # in the chief
+end_servers(cluster, tasks, exit_code)          # in the chief
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+import tensorflow as tf
+
+from data.system.cores import num_cores
+from strategies.cluster.peers import watch_chief
+from strategies.cluster.tf_config import Cluster, ClusterError, Task
+from strategies.ps.mailbox import Mailbox
+
+log = logging.getLogger(__name__)
+
+# The time-out of a message. A server on a busy machine may answer late.
+_MESSAGE_SECS = 5.0
+# The time-out of the first message: a server answers before it has sent its versions.
+_START_SECS = 60.0
+# The time that a running chief may take to receive a stop request.
+_STOP_SECS = 5.0
+_POLL_SECS = 0.1
+_SHUTDOWN_GRACE_SECS = 0.2
+
+# A closure holds one of these threads until its end, and needs at least one more thread to run its
+# ops. A second closure, of a chief that has died, may hold another thread.
+_MIN_THREADS_BETWEEN_OPS = 4
+
+# Until the process ends: TensorFlow cannot stop a server, and logs an error if one is deleted.
+_KEEP_ALIVE: list[tf.distribute.Server] = []
+
+_MAX_CONNECTIONS = 32
+
+
+def start_server(cluster: Cluster, num_threads: int = 0) -> tf.distribute.Server:
+    """Serves as this task from now on, on TensorFlow's threads.
+
+    An op uses `num_threads` threads; 0 means one for each core. The number of ops that run at the
+    same time is the same, but at least four. (Servers ignore tf.config.threading.)
+
+    Raises:
+        ClusterError: the port was taken after `check_own_address` had tested it.
+    """
+    between_ops = max(_MIN_THREADS_BETWEEN_OPS, num_threads or num_cores())
+    # Without the chief: it sends its own address when it connects.
+    jobs = {task.job: dict(cluster.jobs[task.job]) for task in cluster.trainers}
+    try:
+        server = tf.distribute.Server(
+            tf.train.ClusterSpec(jobs),
+            job_name=cluster.task.job,
+            task_index=cluster.task.index,
+            protocol="grpc",
+            config=tf.compat.v1.ConfigProto(
+                intra_op_parallelism_threads=num_threads,
+                inter_op_parallelism_threads=between_ops,
+            ),
+        )
+    except tf.errors.OpError as error:
+        raise ClusterError(f"{cluster.task} cannot serve at {cluster.address}: {error}") from error
+    _KEEP_ALIVE.append(server)
+    log.info("%s serves at %s", cluster.task, cluster.address)
+    return server
+
+
+def serve(
+    cluster: Cluster,
+    num_threads: int,
+    chief_timeout_secs: float | None,
+    *,
+    versions: Mapping[str, str],
+    on_gone: Callable[[str], None],
+    on_end: Callable[[int], None],
+) -> NoReturn:
+    """Calls `start_server`, and serves until the chief sends an exit code.
+
+    `on_end` is called with this code, and must end the process. `on_gone` is called with a message
+    if the chief cannot be reached for `chief_timeout_secs`; None means no limit. Both are called on
+    another thread. `versions` are the versions of this task.
+    """
+    server = start_server(cluster, num_threads)
+    Mailbox(cluster, cluster.task, "versions").put(json.dumps(dict(versions)), _START_SECS)
+    if chief_timeout_secs is not None:
+        watch_chief(cluster, chief_timeout_secs, on_gone)
+
+    def wait_for_end() -> None:
+        exit_code = int(Mailbox(cluster, cluster.task, "end").take())
+        # Otherwise the chief would not learn that the message was taken.
+        time.sleep(_SHUTDOWN_GRACE_SECS)
+        on_end(exit_code)
+
+    threading.Thread(target=wait_for_end, name="end", daemon=True).start()
+    server.join()
+    raise AssertionError("tf.distribute.Server.join returned")
+
+
+def check_versions(cluster: Cluster, tasks: Sequence[Task], versions: Mapping[str, str]) -> None:
+    """Returns if each of `tasks` runs the same `versions` as this task, the chief.
+
+    Raises:
+        ClusterError: a task runs other versions; the message names them.
+        tf.errors.OpError: a task cannot be reached.
+    """
+
+    def ask(task: Task) -> dict[str, str]:
+        mailbox = Mailbox(cluster, task, "versions")
+        text = mailbox.take(_START_SECS)
+        mailbox.put(text, _MESSAGE_SECS)  # For the next chief.
+        theirs: dict[str, str] = json.loads(text)
+        return theirs
+
+    with concurrent.futures.ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
+        for task, theirs in zip(tasks, pool.map(ask, tasks), strict=True):
+            different = [
+                f"{name} ({theirs.get(name)} there, {versions.get(name)} here)"
+                for name in sorted({*versions, *theirs})
+                if theirs.get(name) != versions.get(name)
+            ]
+            if different:
+                raise ClusterError(
+                    f"{task} ({cluster.address_of(task)}) and {cluster.task} differ in "
+                    f"{', '.join(different)}. Install the same versions in all tasks, and start "
+                    "them again."
+                )
+
+
+def end_servers(cluster: Cluster, tasks: Sequence[Task], exit_code: int) -> list[Task]:
+    """Ends each of `tasks` with `exit_code`; returns the tasks that did not receive it."""
+
+    def end(task: Task) -> bool:
+        return Mailbox(cluster, task, "end").put(str(exit_code), _MESSAGE_SECS)
+
+    # In parallel, because each task may take seconds to answer.
+    with concurrent.futures.ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
+        are_received = pool.map(end, tasks)
+        return [task for task, ok in zip(tasks, are_received, strict=True) if not ok]
+
+
+def ask_chief_to_stop(cluster: Cluster) -> bool:
+    """Asks the chief to save and end the run; returns True if a chief has received it."""
+    mailbox = _stop_mailbox(cluster)
+    if not mailbox.put(str(cluster.task), _MESSAGE_SECS):
+        return False
+    deadline = time.monotonic() + _STOP_SECS
+    # If the ps that has the mailbox is lost, so is the run.
+    with contextlib.suppress(tf.errors.OpError):
+        while time.monotonic() < deadline:
+            if not mailbox.size(_MESSAGE_SECS):
+                return True
+            time.sleep(_POLL_SECS)
+        mailbox.clear(_MESSAGE_SECS)  # Otherwise the next chief would receive it.
+    return False
+
+
+def listen_for_stop(cluster: Cluster, on_stop: Callable[[str], None]) -> None:
+    """In the chief: calls `on_stop` with the name of each task that asks, on another thread.
+
+    Raises:
+        tf.errors.OpError: ps 0 cannot be reached.
+    """
+    mailbox = _stop_mailbox(cluster)
+    mailbox.clear(_MESSAGE_SECS)  # Requests to an earlier chief.
+
+    def listen() -> None:
+        with contextlib.suppress(tf.errors.OpError):  # The executor notices a lost ps itself.
+            while True:
+                on_stop(mailbox.take())
+
+    threading.Thread(target=listen, name="stop", daemon=True).start()
+
+
+def _stop_mailbox(cluster: Cluster) -> Mailbox:
+    """On the first ps: servers know its address, but may not know the chief's."""
+    return Mailbox(cluster, Task("ps", min(cluster.jobs["ps"])), "stop")

@@ -1,0 +1,25 @@
+"""`--strategy=ps --sync_replicas`: a step is the sum of the first n gradients.
+
+No Python and no chief takes part in a round. A worker's closure is a *worker loop*: it takes
+*assignments* from the queue of its *worker slot*, one after the other. Each has a sub-batch to
+compute. The *aggregator*, a loop on the parameter server that counts the steps, assigns:
+
+| who | does | where |
+| --- | --- | --- |
+| chief | plans the batches; starts the loops; watches the rounds | executor.py, worker_loops.py |
+| aggregator | gives an assignment to each worker slot that waits | aggregator.py |
+| worker loop | reads variables; writes its gradient; sends a message | worker_loop.py |
+| aggregator | takes the first n gradients in time; applies their sum | |
+| aggregator | assigns the sub-batches of late gradients again | |
+
+They meet at the gradient buffers and the queues (gradient_buffers.py), and exchange the types of
+protocol.py. An assignment carries the step, and is taken before the variables are read. So a
+gradient of variables of two steps is tagged with the older step, and dropped. If a worker dies
+while it writes, its incomplete gradient is never summed. If a gradient is overwritten before it is
+summed, its sub-batch is repeated.
+
+A worker loop ends with an assignment that is its *last*, so that closures of evaluation find idle
+workers. If the worker dies, the coordinator gives the loop to another worker, or waits until the
+worker comes back. The loop begins with a message, and the aggregator assigns the lost sub-batch
+again.
+"""

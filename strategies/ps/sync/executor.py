@@ -1,0 +1,311 @@
+"""`--strategy=ps --sync_replicas`: a step is the first n gradients computed on the same variables.
+
+    executor = SynchronousExecutor.connect(cluster, versions, replicas_to_aggregate=2)
+
+If a step has fewer gradients than there are workers, the other workers are backups (Chen et al.,
+"Revisiting Distributed Synchronous SGD", 2016): a step does not wait for the slowest. TensorFlow 1
+had this in SyncReplicasOptimizer; TensorFlow 2 does not.
+
+A batch is cut into n *sub-batches*, by lanes, as a batch of n replicas is. `__init__.py` says what
+the servers and the workers do; the chief also keeps the state between two calls. The servers store
+one gradient of each variable for each worker. That is more memory than an accumulator needs, but
+the gradients are added in a fixed order, so a run is repeatable with any number of workers.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from typing_extensions import override
+
+from data.order import replica_lanes
+from data.tickets import pack_tickets
+from strategies.base import PeerLostError, Position, Tensor, refuse_open_sub_batches
+from strategies.cluster.tf_config import Cluster
+from strategies.gradients.coalescing import is_small
+from strategies.metrics import Metrics, to_metrics
+from strategies.ps.executor import ParameterServerExecutor, losses_explained
+from strategies.ps.sync.aggregator import Aggregator
+from strategies.ps.sync.gradient_buffers import GradientBuffers
+from strategies.ps.sync.protocol import (
+    IDLE,
+    NONE,
+    Counters,
+    EndReason,
+    Kind,
+    Progress,
+    WorkerSlot,
+    pack,
+)
+from strategies.ps.sync.worker_loop import WorkerLoop
+from strategies.ps.sync.worker_loops import POLL_SECS, WorkerLoops, in_background
+from strategies.worker_stats import WorkerStats
+
+# If no step is made for this time, or for four times the duration of a step, workers may be
+# missing.
+_PATIENCE_SECS = 2.0
+
+# Assignments in one iteration of a worker loop, if its call has at least _LONG times as many
+# rounds: up to three assignments after the last one are skipped. If a call has fewer rounds, either
+# they are slow, or the caller wants few.
+_UNROLLED = 4
+_LONG = 8
+
+# The assumed duration of the first round of a graph, which is traced and sent before.
+_FIRST_ROUND_SECS = 30.0
+
+
+class SynchronousExecutor(ParameterServerExecutor):
+    """The chief of synchronous parameter servers."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.ParameterServerStrategy,
+        cluster: Cluster,
+        replicas_to_aggregate: int,
+        *,
+        wire_dtype: str = "float32",
+    ) -> None:
+        """A step is the first `replicas_to_aggregate` gradients of as many workers or more."""
+        super().__init__(strategy, cluster, wire_dtype=wire_dtype)
+        self._num_sub_batches = replicas_to_aggregate
+        self._num_slots = self._num_gradient_buffers = self.num_replicas
+        self._loops = WorkerLoops(lambda slot: self._buffers.end_loop(slot))
+        self._next_attempt = 0
+        # Workers that were seen since some were found missing; None while no worker is missing.
+        self._seen_workers: set[int] | None = None
+
+    @property
+    @override
+    def replicas_a_step(self) -> int:
+        return self._num_sub_batches
+
+    @property
+    @override
+    def position(self) -> Position:
+        """Sub-batches in flight are not consumed: their gradients will come too late."""
+        next_batch = -(-self._next_sub_batch // self._num_sub_batches)
+        unassigned = range(self._next_sub_batch, next_batch * self._num_sub_batches)
+        numbers = [*self._returned, *unassigned, *self._in_flight()]
+        places = [divmod(number, self._num_sub_batches) for number in sorted(numbers)]
+        open_sub_batches = [(batch, self._lanes[i][0], self._lanes[i][-1]) for batch, i in places]
+        return Position(next_batch, tuple(open_sub_batches), self._skipped)
+
+    def _in_flight(self) -> list[int]:
+        return [int(number) for number in self._slots.sub_batch if number != NONE]
+
+    @override
+    def _counts_since_start(self) -> WorkerStats:
+        finished, examples, dropped, repeated = (
+            dict(zip(self._workers(), counts, strict=True)) for counts in self._counters.T.tolist()
+        )
+        return {
+            "worker_steps": finished,
+            "worker_examples": examples,
+            "worker_dropped": dropped,
+            "worker_repeated": repeated,
+        }
+
+    @override
+    def _make_graphs(self) -> None:
+        number, num_lanes = self._num_sub_batches, self._source.order.lanes
+        self._lanes = [replica_lanes(num_lanes, index, number) for index in range(number)]
+        # Of each window, by its first batch: the batch after it, bytes [sub-batches, parts].
+        self._tickets: dict[int, tuple[int, npt.NDArray[np.object_]]] = {}
+        self._sent_loops: set[WorkerLoop] = set()
+        self._secs_per_round = _FIRST_ROUND_SECS
+        learner, source, strategy, lanes = self._learner, self._source, self.strategy, self._lanes
+        self._buffers = GradientBuffers(learner, strategy, num_slots=self._num_slots)
+        self._aggregator = Aggregator(learner, source, strategy, self._buffers, lanes)
+        loops = functools.partial(
+            WorkerLoop, learner, source, strategy, self._compression, self._buffers, lanes
+        )
+        self._short_loop = self._long_loop = loops(num_unrolled=1)
+        if all(map(is_small, learner.variables)):  # Large ones travel for skipped assignments too.
+            self._long_loop = loops(num_unrolled=_UNROLLED)
+
+    @override
+    def _set_position(self, position: Position) -> None:
+        if any(
+            range(first, last + 1) not in self._lanes
+            for _, first, last in position.open_sub_batches
+        ):
+            refuse_open_sub_batches(position, self._source.order)
+        self._skipped = position.skipped
+        self._counters = np.zeros([self._num_slots, len(Counters._fields)], np.int64)
+        self._slots = WorkerSlot(*np.tile(np.array(IDLE)[:, np.newaxis], self._num_slots))
+        self._next_sub_batch = position.next_batch * self._num_sub_batches
+        self._returned = [
+            batch * self._num_sub_batches + self._lanes.index(range(first, last + 1))
+            for batch, first, last in position.open_sub_batches
+        ]
+
+    @override
+    def _run(self, num_steps: int) -> tuple[Metrics, float]:
+        started = time.monotonic()
+        starts, tickets = self._plan(num_steps)
+        with losses_explained():
+            self._end_old_loops()
+        aggregator = in_background(lambda: self._aggregate(num_steps))
+        try:
+            self._keep_loops_running(aggregator, starts, tickets, num_steps)
+        except BaseException:
+            if not aggregator.done():
+                with contextlib.suppress(tf.errors.OpError):  # Perhaps its ps was lost.
+                    self._buffers.tell(Kind.STOP, self._num_sub_batches)
+            raise
+        with losses_explained():
+            totals = aggregator.result()
+        seconds = time.monotonic() - started
+        if self._seen_workers is None:
+            self._secs_per_round = seconds / num_steps
+        self._stopping = self._stop_requested
+        return to_metrics(self._learner.metric_names, totals), seconds
+
+    def _aggregate(self, num_rounds: int) -> npt.NDArray[np.float64]:
+        """Runs the rounds and updates what is known; returns metric totals. Runs on a thread."""
+        loops_give_way = int(self._seen_workers is not None)
+        before = Progress(num_rounds, loops_give_way, self._next_sub_batch, self._next_attempt)
+        progress, slots, returned, totals, counters = self._aggregator.graph(
+            tf.constant(before, tf.int64),
+            pack(self._slots),
+            tf.constant(self._returned, tf.int64, [len(self._returned)]),
+        )
+        after = Progress(*progress.numpy().tolist())
+        self._next_sub_batch, self._next_attempt = after.next_sub_batch, after.next_attempt
+        self._slots = WorkerSlot(*slots.numpy().T.copy())
+        self._returned = returned.numpy().tolist()
+        self._counters += counters.numpy()
+        if after.loops_give_way and self._seen_workers is None:
+            # Workers that were seen in this call may have been lost later in it.
+            self._seen_workers = set()
+        elif self._seen_workers is not None:
+            self._seen_workers.update(np.flatnonzero(counters.numpy().any(axis=1)).tolist())
+            if len(self._seen_workers) == self._num_slots:
+                self._seen_workers = None
+        found: npt.NDArray[np.float64] = totals.numpy()
+        return found
+
+    def _end_old_loops(self) -> None:
+        """Ends the loops of former calls after their current assignment: they lack new tickets."""
+        is_idle = self._slots.sub_batch == NONE
+        has_last = self._slots.last != EndReason.CONTINUES
+        # These have done their last assignment and end without END_ASSIGNMENT, which would stay in
+        # the queue for the next loop of that worker slot.
+        self._loops.wait_for_all(np.flatnonzero(is_idle & has_last), self._secs_per_round)
+        self._loops.take_ended()
+        for slot in range(self._num_slots):
+            self._slots.is_old[slot] = slot in self._loops.running
+            if slot in self._loops.running:
+                if is_idle[slot] or not has_last[slot]:
+                    self._buffers.end_loop(slot)
+            elif is_idle[slot]:
+                self._buffers.clear_queue(slot)
+
+    def _keep_loops_running(
+        self,
+        aggregator: concurrent.futures.Future[npt.NDArray[np.float64]],
+        starts: Tensor,
+        tickets: Tensor,
+        num_rounds: int,
+    ) -> None:
+        """Begins a loop for each worker slot, and again when it ends, until the rounds are done."""
+        progressed, step = time.monotonic(), -1
+        old = set(self._loops.running)
+        done: set[int] = set()  # Slots whose loop of this call ended with the last round.
+        while not aggregator.done():
+            for slot in range(self._num_slots):
+                if slot not in self._loops.running and slot not in done:
+                    self._begin_loop(slot, starts, tickets, num_rounds)
+            patience = max(_PATIENCE_SECS, 4 * self._secs_per_round)
+            self._loops.wait_for_any(aggregator, progressed + patience - time.monotonic())
+            ended = self._loops.take_ended()
+            final = {slot for slot, reason in ended.items() if reason == EndReason.FINAL}
+            done |= final - old
+            old -= set(ended)
+            if time.monotonic() >= progressed + patience:
+                with losses_explained():
+                    latest = int(self._learner.step.numpy())
+                    if latest == step:
+                        # Makes each assignment the last of its loop from now on, and ends loops
+                        # that wait. A worker that is present can then take over the loop of a
+                        # missing worker.
+                        self._buffers.tell(Kind.NUDGE, self._num_sub_batches)
+                        done.clear()  # The last round may have to be repeated.
+                progressed, step = time.monotonic(), latest
+
+    def _begin_loop(self, slot: int, starts: Tensor, tickets: Tensor, num_rounds: int) -> None:
+        # If the call began while workers were missing, each assignment is the last of its loop.
+        num_rounds = num_rounds if self._seen_workers is None else 1
+        loop = self._long_loop if num_rounds >= _LONG * _UNROLLED else self._short_loop
+        if loop not in self._sent_loops:
+            self._sent_loops.add(loop)
+            self._secs_per_round = _FIRST_ROUND_SECS
+        arguments = loop.arguments(slot, starts, tickets)
+        with losses_explained(), tf.device(self.io_device):
+            self._loops.begin(slot, self._coordinator.schedule(loop.graph, args=arguments))
+
+    @override
+    def _drain(self) -> None:
+        """A gradient that arrives after the step counter was set back would seem to be in time."""
+        self._loops.drain()
+
+    @override
+    def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
+        """Workers that are late with a gradient take part when it is done."""
+        is_over = threading.Event()
+
+        def end_loops() -> None:
+            while not is_over.wait(POLL_SECS):
+                with contextlib.suppress(PeerLostError):  # The evaluation raises it too.
+                    self._loops.end_all()
+
+        self._loops.end_all()
+        if not self._loops.running:
+            return super()._evaluate(first_batch, num_batches)
+        ending = in_background(end_loops)
+        try:
+            return super()._evaluate(first_batch, num_batches)
+        finally:
+            is_over.set()
+            ending.result()
+
+    def _plan(self, num_rounds: int) -> tuple[Tensor, Tensor]:
+        """Plans all sub-batches that may be assigned in `num_rounds`.
+
+        Returns the first batch of each window, int64 [windows], in ascending order, and the tickets
+        of each window, string [windows, sub-batches, parts].
+        """
+        # A late worker gets another sub-batch.
+        most = num_rounds * (self._num_sub_batches + self._num_slots) + self._num_slots
+        open_batches = [
+            number // self._num_sub_batches for number in (*self._returned, *self._in_flight())
+        ]
+        first = self._next_sub_batch // self._num_sub_batches
+        end = (self._next_sub_batch + most) // self._num_sub_batches + 1
+        oldest = min([first, *open_batches])
+        self._tickets = {
+            begin: window for begin, window in self._tickets.items() if window[0] > oldest
+        }
+        for batch in open_batches:
+            self._plan_window(batch)
+        while first < end:
+            first = self._plan_window(first)
+        begins = sorted(self._tickets)
+        tickets = np.array([self._tickets[begin][1] for begin in begins], object)
+        return tf.constant(begins, tf.int64), tf.constant(tickets)
+
+    def _plan_window(self, batch: int) -> int:
+        """Plans the window of `batch`, unless it is planned; returns the batch after the window."""
+        for begin, (end, _) in self._tickets.items():
+            if begin <= batch < end:
+                return end
+        begin, count = next(self._source.order.windows(batch))
+        tickets = pack_tickets(self._source, begin, count, self._lanes)
+        self._tickets[begin] = (begin + count, tickets)
+        return begin + count

@@ -1,0 +1,191 @@
+"""Where worker loops and aggregator meet: queues and gradient buffers on the parameter servers.
+
+    buffers = GradientBuffers(learner, strategy, num_slots=3)
+
+    buffers.assign(slot, rows)                          # aggregator
+    row = buffers.take(queue)                           # worker loop
+    buffers.write(bucket, lock)                         # worker loop, on each ps
+    buffers.send(message, totals)                       # worker loop
+    messages, totals = buffers.receive(n)               # aggregator
+    is_complete, summed = buffers.total(slots, attempts, step, n)
+
+Each trainable variable has a buffer [worker slots, ...] on its server. Each worker slot has a tag
+(attempt, step) on each server. If a worker dies between two of its buffers, it leaves no message,
+and no tag on the servers with an incomplete gradient, so nothing of it is ever summed. A worker
+that was given up may still write. It must hold the lock of its worker slot on that server, as all
+writers must, and it changes the tag first, so a reader notices it afterwards.
+"""
+
+import os
+import time
+
+import tensorflow as tf
+
+from strategies.base import Learner, Tensor
+from strategies.gradients.coalescing import Bucket
+from strategies.ps.sync.protocol import END_ASSIGNMENT, Assignment, Kind, Message, unpack
+
+_ASSIGNMENT_SHAPE = [len(Assignment._fields)]
+_MESSAGE_SHAPE = [len(Message._fields)]
+
+
+class GradientBuffers:
+    """The gradient buffers of `num_slots` workers, their assignment queues, a message queue.
+
+    Attributes:
+        step_device: The device of the step counter, which has the queues.
+        devices: The devices of all variables: a gradient is complete when each has its bucket.
+        queues: The assignment queue of each worker slot, resources.
+        locks: The locks of each worker slot, one on each of `devices`, resources.
+        totals_shape: The shape of the metric totals of a gradient, float64.
+        name: Unique; for resources with names on workers.
+    """
+
+    def __init__(
+        self, learner: Learner, strategy: tf.distribute.Strategy, *, num_slots: int
+    ) -> None:
+        """`strategy` has placed the variables of `learner`."""
+        self.step_device: str = learner.step.device
+        self.name = f"{os.getpid()}-{time.time_ns()}"
+        self.totals_shape = (len(learner.metric_names), 2)
+        self._gradients: list[tf.Variable] = []
+        self._tags: dict[str, tf.Variable] = {}
+        with strategy.scope():
+            for variable in (learner.step, *learner.variables):
+                with strategy.extended.colocate_vars_with(variable):
+                    if variable.device not in self._tags:
+                        none = -tf.ones([num_slots, 2], tf.int64)
+                        self._tags[variable.device] = tf.Variable(none, trainable=False)
+                    if variable is not learner.step:
+                        zeros = tf.zeros([num_slots, *variable.shape], variable.dtype)
+                        self._gradients.append(tf.Variable(zeros, trainable=False))
+        with tf.device(self.step_device):
+            self.queues = [
+                tf.raw_ops.FIFOQueueV2(
+                    component_types=[tf.int64],
+                    shapes=[_ASSIGNMENT_SHAPE],
+                    shared_name=f"assignments-{self.name}-{slot}",
+                )
+                for slot in range(num_slots)
+            ]
+            self._messages = tf.raw_ops.FIFOQueueV2(
+                component_types=[tf.int64, tf.float64],
+                shapes=[_MESSAGE_SHAPE, self.totals_shape],
+                shared_name=f"messages-{self.name}",
+            )
+        self.devices = list(self._tags)
+        self.locks: list[list[Tensor]] = [[] for _ in range(num_slots)]
+        for device in self.devices:
+            with tf.device(device):
+                for slot, locks in enumerate(self.locks):
+                    locks.append(tf.raw_ops.MutexV2(shared_name=f"slot-{self.name}-{slot}"))
+
+    def assign(self, slot: int, rows: Tensor) -> None:
+        """Puts packed assignments, int64 [n, 4] with any n, into the queue of a worker slot."""
+        tf.raw_ops.QueueEnqueueManyV2(handle=self.queues[slot], components=[rows])
+
+    def num_queued(self, slot: int) -> Tensor:
+        """How many assignments are in the queue of a worker slot, int32."""
+        return tf.raw_ops.QueueSizeV2(handle=self.queues[slot])
+
+    def take(self, queue: Tensor) -> Tensor:
+        """Waits for the next packed assignment of `queue`, int64 [4]."""
+        (row,) = tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.int64])
+        return tf.ensure_shape(row, _ASSIGNMENT_SHAPE)
+
+    def end_loop(self, slot: int) -> None:
+        """Ends the loop of a worker slot after the assignments in its queue."""
+        with tf.device(self.step_device):
+            if not int(self.num_queued(slot).numpy()):
+                self.assign(slot, tf.constant([END_ASSIGNMENT], tf.int64))
+
+    def clear_queue(self, slot: int) -> None:
+        """Takes all assignments out of the queue of a worker slot that has no loop."""
+        with tf.device(self.step_device):
+            for _ in range(int(self.num_queued(slot).numpy())):
+                self.take(self.queues[slot])
+
+    def send(self, message: Tensor, metric_totals: Tensor | None = None) -> Tensor:
+        """Puts a packed message into the aggregator's queue; returns the op."""
+        if metric_totals is None:
+            metric_totals = tf.zeros(self.totals_shape, tf.float64)
+        return tf.raw_ops.QueueEnqueueV2(handle=self._messages, components=[message, metric_totals])
+
+    def tell(self, kind: Kind, number: int) -> None:
+        """Sends a message from the chief, filled up to `number` messages with NOTHING.
+
+        The aggregator waits for `number` messages at most, so it handles this one at once.
+        """
+        with tf.device(self.step_device):
+            kinds = [kind] + [Kind.NOTHING] * (number - 1)
+            messages = tf.constant([Message(kind, 0, 0, 0, 0) for kind in kinds], tf.int64)
+            totals = tf.zeros([number, *self.totals_shape], tf.float64)
+            tf.raw_ops.QueueEnqueueManyV2(handle=self._messages, components=[messages, totals])
+
+    def receive(self, number: Tensor) -> tuple[Tensor, Tensor]:
+        """Waits for `number` messages: int64 [n, 5], and metric totals [n, metrics, 2]."""
+        messages, totals = tf.raw_ops.QueueDequeueManyV2(
+            handle=self._messages,
+            n=tf.cast(number, tf.int32),
+            component_types=[tf.int64, tf.float64],
+        )
+        return tf.ensure_shape(messages, [None, *_MESSAGE_SHAPE]), totals
+
+    def write(self, bucket: Bucket, lock: Tensor) -> Tensor:
+        """Writes the gradients of `bucket`; the tag is unset until they are complete.
+
+        `bucket.metadata[0]` is the worker's message; `lock` is the lock of its worker slot on this
+        device. Returns the worker slot, after the write.
+
+        One gap is left: TensorFlow frees a lock when an op that waits for it is cancelled, so a
+        third writer could come between.
+        """
+        tags = self._tags[bucket.device]
+        message = unpack(Message, bucket.metadata[0])
+        slot = message.worker_slot
+        with tf.control_dependencies(list(bucket.gradients.values())):
+            # TensorFlow frees the lock with the graph that holds it, however that ends.
+            held = tf.raw_ops.MutexLock(mutex=lock)
+        with tf.control_dependencies([held]):
+            untagged = _write_row(tags, slot, tf.constant([-1, -1], tf.int64))
+        written = []
+        for index, gradient in bucket.gradients.items():
+            buffer = self._gradients[index]
+            with tf.control_dependencies([untagged]):
+                written.append(_write_row(buffer, slot, tf.cast(gradient, buffer.dtype)))
+        with tf.control_dependencies([untagged, *written]):
+            tagged = _write_row(tags, slot, tf.stack([message.attempt, message.step]))
+        with tf.control_dependencies([tagged]):
+            released = tf.raw_ops.ConsumeMutexLock(mutex_lock=held)
+        with tf.control_dependencies([released]):
+            return tf.identity(slot)
+
+    def total(
+        self, slots: Tensor, attempts: Tensor, step: Tensor, number: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The sum of the gradients of `number` worker slots, in the order of `slots`, int64 [n].
+
+        The first result is True if these are the gradients of `attempts` at `step`, and none of
+        them was overwritten meanwhile.
+        """
+        expected = tf.stack([attempts, tf.fill(tf.shape(attempts), step)], axis=1)
+        summed = []
+        read: dict[str, list[Tensor]] = {device: [] for device in self._tags}
+        for buffer in self._gradients:
+            with tf.device(buffer.device):
+                # Not tf.reduce_sum: from 8 rows on it adds them in another order.
+                total, *rows = tf.unstack(buffer.sparse_read(slots), num=number)
+                for row in rows:
+                    total += row
+                summed.append(total)
+                read[buffer.device].append(total)
+        are_expected = []
+        for device, tags in self._tags.items():
+            # Tags are read after the rows: a writer to one of the rows has changed its tag before.
+            with tf.device(device), tf.control_dependencies(read[device]):
+                are_expected.append(tf.reduce_all(tf.equal(tags.sparse_read(slots), expected)))
+        return tf.reduce_all(tf.stack(are_expected)), summed
+
+
+def _write_row(variable: tf.Variable, slot: Tensor, row: Tensor) -> Tensor:
+    return tf.raw_ops.ResourceScatterNdUpdate(ref=variable.handle, indices=[[slot]], updates=[row])

@@ -1,0 +1,225 @@
+"""What a worker of synchronous parameter servers runs: a loop that takes assignments.
+
+    loop = WorkerLoop(learner, source, strategy, compression, buffers, lanes, num_unrolled=4)
+    coordinator.schedule(loop.graph, args=loop.arguments(slot, starts, tickets))
+
+A `tf.while_loop` that spans two processes costs three control messages an iteration, besides the
+two messages that carry variables and gradients. So the loop can be unrolled: one iteration then
+handles several assignments. Assignments after the last one are *skipped* then: both processes know
+that without a message; nothing is computed, written or sent to the aggregator. But small variables
+and zeros in place of gradients travel all the same, so unrolling pays in long loops of short steps.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from data.tickets import PackedTickets, TicketSource
+from strategies.base import Batch, Learner, Tensor
+from strategies.gradients.coalescing import Bucket, buckets
+from strategies.gradients.compression import Compression
+from strategies.ps.sync.gradient_buffers import GradientBuffers
+from strategies.ps.sync.protocol import (
+    END,
+    NONE,
+    SKIPPED,
+    Assignment,
+    EndReason,
+    Kind,
+    Message,
+    pack,
+    unpack,
+)
+from strategies.ps.worker_step import compute_gradients, read_variables
+
+
+class _Inputs(NamedTuple):
+    """What does not change while a worker loop runs."""
+
+    queue: Tensor  # Of assignments, a resource.
+    locks: dict[str, Tensor]  # On each device: resources.
+    slot: Tensor
+    worker: Tensor
+    starts: Tensor
+    tickets: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerLoop:
+    """The graph of a worker's closure."""
+
+    learner: Learner
+    source: TicketSource
+    strategy: tf.distribute.Strategy
+    compression: Compression
+    buffers: GradientBuffers
+    lanes: Sequence[range]  # Of each sub-batch of a batch of `source`.
+    num_unrolled: int  # The number of assignments that one iteration handles.
+
+    @functools.cached_property
+    def _specs(self) -> list[dict[str, tf.TensorSpec]]:
+        return [self.source.ticket_spec(lanes=lanes) for lanes in self.lanes]
+
+    def arguments(self, slot: int, starts: Tensor, tickets: Tensor) -> tuple[object, ...]:
+        """The arguments of `graph` for a worker slot.
+
+        `tickets`, string [windows, sub-batches, parts], begin at the batches `starts`,
+        int64 [windows].
+        """
+        buffers = self.buffers
+        of_slot = buffers.queues[slot], buffers.locks[slot], tf.constant(slot, tf.int64)
+        return *of_slot, starts, tickets
+
+    @functools.cached_property
+    def graph(self) -> tf.types.experimental.PolymorphicFunction:
+        """A tf.function of the result of `arguments`.
+
+        It returns the EndReason of its last assignment: FINAL or GIVES_WAY.
+        """
+        num_parts = len(self._specs[0])
+
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([], tf.resource),
+                [tf.TensorSpec([], tf.resource) for _ in self.buffers.devices],
+                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([None], tf.int64),
+                tf.TensorSpec([None, len(self.lanes), num_parts], tf.string),
+            ],
+            autograph=False,
+        )
+        def loop(
+            queue: Tensor, locks: list[Tensor], slot: Tensor, starts: Tensor, tickets: Tensor
+        ) -> Tensor:
+            # Called outside of the loop, because inner graphs do not know the worker's index.
+            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            worker = tf.cast(worker, tf.int64)
+            with tf.control_dependencies([self.source.prepare()]):
+                slot = tf.identity(slot)
+            with tf.device(self.buffers.step_device), tf.control_dependencies([slot]):
+                num_queued = tf.cast(tf.raw_ops.QueueSizeV2(handle=queue), tf.int64)
+                message = Message(Kind.BEGUN, slot, num_queued, worker, 0)
+                begun = self.buffers.send(pack(message))
+            with tf.control_dependencies([begun]):
+                none = tf.constant(Assignment(SKIPPED, NONE, EndReason.CONTINUES, 0), tf.int64)
+
+            locks_of = dict(zip(self.buffers.devices, locks, strict=True))
+            inputs = _Inputs(queue, locks_of, slot, worker, starts, tickets)
+
+            def iterate(_: Tensor) -> tuple[Tensor]:
+                row, at_queue = self._do_assignment(inputs, None)
+                for _ in range(1, self.num_unrolled):
+                    row, at_queue = self._do_assignment(inputs, at_queue)
+                return (row,)
+
+            (row,) = tf.while_loop(_continues, iterate, (none,), parallel_iterations=1)
+
+            def send_end() -> Tensor:
+                message = Message(Kind.DONE, slot, END, worker, NONE)
+                with tf.control_dependencies([self.buffers.send(pack(message))]):
+                    return tf.constant(True)
+
+            with tf.device(self.buffers.step_device):
+                sent = tf.cond(tf.equal(row[_ATTEMPT], END), send_end, lambda: tf.constant(True))
+            with tf.control_dependencies([sent]):
+                return tf.identity(row[_LAST])
+
+        return loop
+
+    def _do_assignment(self, inputs: _Inputs, former: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Waits for an assignment, and writes the gradients of its sub-batch.
+
+        `former` is the assignment before, packed, on the device of the queue; None if that was not
+        the last one. Returns this assignment, packed, on the worker and on the device of the queue;
+        the latter comes after all writes.
+        """
+        learner, buffers = self.learner, self.buffers
+
+        def take() -> Tensor:
+            return buffers.take(inputs.queue)
+
+        with tf.device(buffers.step_device):
+            if former is None:
+                at_queue = take()
+            else:
+                at_queue = tf.cond(_continues(former), take, lambda: _skipped(former))
+        row, values = read_variables(learner, at_queue)
+        assignment = unpack(Assignment, row)
+        is_assigned = assignment.attempt >= 0
+        present: list[int] = []  # The indices of gradients that are not None.
+
+        def compute() -> list[Tensor]:
+            batch = self._batch(assignment.sub_batch, inputs.starts, inputs.tickets)
+            gradients, totals = compute_gradients(values, row, learner, self.strategy, batch)
+            present[:] = [index for index, g in enumerate(gradients) if g is not None]
+            shapes = [variable.shape for variable in learner.variables]
+            dense = (tf.ensure_shape(gradients[index], shapes[index]) for index in present)
+            return [totals, *dense]
+
+        def skip() -> list[Tensor]:
+            no_totals = tf.zeros(buffers.totals_shape, tf.float64)
+            absent = [learner.variables[index] for index in present]
+            return [no_totals, *(tf.zeros(like.shape, like.dtype) for like in absent)]
+
+        totals, *computed = tf.cond(is_assigned, compute, skip)
+        gradients = dict(zip(present, computed, strict=True))
+        # Outside of the branch: outputs of a branch wait for all of its side effects.
+        sent = self.compression.compress_all(
+            [gradients.get(index) for index in range(len(learner.variables))], is_assigned
+        )
+        attempt, step = assignment.attempt, assignment.step
+        message = pack(Message(Kind.DONE, inputs.slot, attempt, inputs.worker, step))
+        found = buckets(learner.variables, sent, [message, totals], buffers.devices)
+        (with_message,) = (bucket for bucket in found if bucket.device == buffers.step_device)
+
+        def write(bucket: Bucket) -> Tensor:
+            return buffers.write(bucket, inputs.locks[bucket.device])
+
+        others = []
+        for bucket in found:
+            if bucket is not with_message:
+                with tf.device(bucket.device):
+                    others.append(_if_assigned(bucket, functools.partial(write, bucket)))
+
+        def write_and_send() -> Tensor:
+            with tf.control_dependencies([write(with_message)]):
+                sent = buffers.send(*with_message.metadata)
+            with tf.control_dependencies([sent]):
+                return tf.identity(with_message.metadata[0][_MESSAGE_SLOT])
+
+        with tf.device(buffers.step_device), tf.control_dependencies(others):
+            done = _if_assigned(with_message, write_and_send)
+            with tf.control_dependencies([done]):
+                return row, tf.identity(at_queue)
+
+    def _batch(self, number: Tensor, starts: Tensor, tickets: Tensor) -> Batch:
+        batch, index = number // len(self.lanes), number % len(self.lanes)
+        packed = PackedTickets(self._specs, starts, tickets)
+        return self.source.sub_batch(batch, index, packed, self.buffers.name)
+
+
+# Fields of packed rows. With `unpack` instead of slices in these places, TensorFlow 2.21 crashes.
+_ATTEMPT, _LAST = Assignment._fields.index("attempt"), Assignment._fields.index("last")
+_MESSAGE_SLOT = Message._fields.index("worker_slot")
+_MESSAGE_ATTEMPT = Message._fields.index("attempt")
+
+
+def _continues(row: Tensor) -> Tensor:
+    return tf.equal(row[_LAST], EndReason.CONTINUES)
+
+
+def _skipped(row: Tensor) -> Tensor:
+    """The assignment after the last one, `row`. After END it is END again, so the loop knows it."""
+    attempt = tf.where(tf.equal(row[_ATTEMPT], END), row[_ATTEMPT], tf.constant(SKIPPED, tf.int64))
+    return tf.concat([[attempt], row[1:]], axis=0)
+
+
+def _if_assigned(bucket: Bucket, write: Callable[[], Tensor]) -> Tensor:
+    """Calls `write` unless the assignment of `bucket` is skipped; the result comes after that."""
+    message = bucket.metadata[0]
+    return tf.cond(
+        message[_MESSAGE_ATTEMPT] >= 0, write, lambda: tf.identity(message[_MESSAGE_SLOT])
+    )

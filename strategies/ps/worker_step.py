@@ -1,0 +1,131 @@
+"""What a worker computes in one step, with variables that live on other processes.
+
+    (step,), values = read_variables(learner, step)
+    gradients, metrics = compute_gradients(values, step, learner, strategy, batch)
+    arrived = send_to_servers(learner.variables, gradients, compression)
+
+    _, values = read_together(learner.evaluation_inputs, [], learner.step.device)
+    metrics = compute_metrics(values, learner, strategy, batch)
+
+Both kinds of parameter servers use these functions inside the graphs of their closures.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from data.autograph import autograph, no_autograph
+from strategies.base import Batch, Learner, Tensor
+from strategies.gradients.coalescing import buckets, num_bytes, read_together
+from strategies.gradients.compression import Compression
+
+# Gradients, in the order of the learner's variables, and metric totals.
+_Computed = tuple[Sequence[Tensor], Tensor]
+
+
+def read_variables(learner: Learner, first: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """`first`, and the values of `learner.gradient_inputs`, read after it.
+
+    `first` is on the device of the step counter. Both results are on the worker; large values stay
+    on their server until they are used.
+    """
+    (arrived,), values = read_together(learner.gradient_inputs, [first], learner.step.device)
+    return arrived, values
+
+
+@no_autograph
+def compute_gradients(
+    values: Sequence[Tensor],
+    after: Tensor,
+    learner: Learner,
+    strategy: tf.distribute.Strategy,
+    batch: Batch,
+) -> _Computed:
+    """A worker's gradients and metric totals, at `values` of `learner.gradient_inputs`.
+
+    If `values` is empty, the learner reads its variables itself, after the op `after`.
+    """
+
+    def compute(batch: Batch, values: Sequence[Tensor], after: Tensor) -> _Computed:
+        # The scopes are entered here: the strategy calls this function on another thread, where
+        # scopes of the caller have no effect.
+        if values:
+            with _gather_rows_on_servers():
+                return learner.gradients_at(batch, values)
+        with tf.control_dependencies([after]):
+            return autograph(learner.gradients)(batch)
+
+    computed: _Computed = strategy.run(compute, args=(batch, values, after))
+    return computed
+
+
+@no_autograph
+def compute_metrics(
+    values: Sequence[Tensor], learner: Learner, strategy: tf.distribute.Strategy, batch: Batch
+) -> Tensor:
+    """A worker's metric totals, at `values` of `learner.evaluation_inputs`.
+
+    If `values` is empty, the learner reads its variables itself.
+    """
+
+    def evaluate(batch: Batch, values: Sequence[Tensor]) -> Tensor:
+        if not values:
+            return autograph(learner.evaluate)(batch)
+        with _gather_rows_on_servers():
+            return learner.evaluate_at(batch, values)
+
+    return strategy.run(evaluate, args=(batch, values))
+
+
+@no_autograph
+def send_to_servers(
+    variables: Sequence[Tensor], gradients: Sequence[Tensor], compression: Compression
+) -> list[Tensor]:
+    """Sends each gradient to the device of its variable; returns the gradients as they arrive."""
+    arrived = list(gradients)
+    for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
+        if isinstance(gradient, tf.IndexedSlices):
+            with tf.device(variable.device):
+                values, indices = tf.identity(gradient.values), tf.identity(gradient.indices)
+            arrived[index] = tf.IndexedSlices(values, indices, gradient.dense_shape)
+    for bucket in buckets(variables, compression.compress_all(gradients)):
+        for index, sent in bucket.gradients.items():
+            with tf.device(bucket.device):
+                arrived[index] = tf.cast(sent, gradients[index].dtype)
+    return arrived
+
+
+def unstack(stacked: Batch, num_batches: int) -> list[Batch]:
+    """Batches from nested tensors [num_batches, n, ...]."""
+    return [tf.nest.map_structure(lambda t, i=i: t[i], stacked) for i in range(num_batches)]
+
+
+@contextlib.contextmanager
+def _gather_rows_on_servers() -> Iterator[None]:
+    """Places each gather of rows on the device of its table, so that the table does not travel.
+
+    If the rows have as many bytes as the table, the gather stays on the worker.
+    """
+
+    def device_of(op: tf.Operation) -> str:
+        if op.type != "GatherV2":
+            return str(op.device)
+        rows, table = op.outputs[0], op.inputs[0]
+        is_known = rows.shape.is_fully_defined() and table.shape.is_fully_defined()
+        if is_known and num_bytes(rows) >= num_bytes(table):
+            return str(op.device)
+        return str(_outside_of_branches(table).device or op.device)
+
+    with tf.zeros([]).graph.device(device_of):
+        yield
+
+
+def _outside_of_branches(tensor: Tensor) -> Tensor:
+    """Follows the captures of `tf.cond` branches to the tensor that was computed outside."""
+    while tensor.op.type == "Placeholder":
+        outers = [outer for outer, inner in tensor.graph.captures if inner is tensor]
+        if not outers or not hasattr(outers[0], "op"):
+            break
+        tensor = outers[0]
+    return tensor

@@ -1,0 +1,78 @@
+"""The all-reduce: its sums, on all replicas and in all types in which gradients are sent."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from strategies.base import Position
+from strategies.gradients.all_reduce import all_reduced
+from strategies.gradients.compression import Compression
+from strategies.mirrored import MirroredExecutor
+from strategies.worker_stats import WorkerStats
+from tests.unit.replicas import replicas
+from tests.unit.test_compression import DTYPES, RELATIVE_ERROR
+from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
+from trainer.learner import Learner
+from trainer.step.losses import sparse_categorical_crossentropy
+
+
+@pytest.mark.parametrize("dtype", ["float32", *DTYPES])
+def test_all_reduce_sums_what_each_replica_has_sent(dtype: str) -> None:
+    strategy, compression = replicas(2), Compression(dtype, num_senders=2)
+    random = np.random.default_rng(0)
+    parts = random.normal(size=(20, 2, 3, 5)).astype(np.float32)
+
+    @tf.function
+    def summed(part: Any) -> Any:
+        rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([4, 2]))
+        return all_reduced([part, None, rows, part[0]], compression)[::3]
+
+    totals = np.zeros([3, 5])
+    for both in parts:
+        part = strategy.experimental_distribute_values_from_function(
+            lambda context, both=both: tf.constant(both[context.replica_id_in_sync_group])
+        )
+        dense, row = strategy.run(summed, args=(part,))
+        for copies in (dense, row):
+            first, second = strategy.experimental_local_results(copies)
+            assert first.dtype == tf.float32
+            np.testing.assert_array_equal(first, second)
+        totals += strategy.experimental_local_results(dense)[0].numpy()
+    exact = parts.sum(axis=(0, 1), dtype=np.float64)
+    if dtype == "float32":
+        np.testing.assert_allclose(totals, exact, atol=1e-5)
+    else:
+        # The sum is rounded once more in each step, without a residual.
+        bound = 20 * RELATIVE_ERROR[dtype] * np.abs(parts).max() * 2
+        assert 0 < np.abs(totals - exact).max() < bound
+
+
+def test_rolled_back_training_starts_without_residuals(tmp_path: Path) -> None:
+    executor = MirroredExecutor(replicas(2), wire_dtype="bfloat16")
+
+    def make() -> Learner:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(CLASSES)])
+        loss = sparse_categorical_crossentropy
+        return Learner(model, keras.optimizers.SGD(0.5), loss, {}, batch_size=BATCH)
+
+    learner = executor.build(make)
+    reader = make_reader(write_split(tmp_path))
+    executor.start(learner, reader, reader, Position())
+    origin = learner.model.get_weights()
+
+    def restore() -> tuple[Position, WorkerStats]:
+        learner.model.set_weights(origin)
+        learner.step.assign(0)
+        return Position(), {}
+
+    ends = []
+    for _ in range(2):
+        executor.run(6)
+        ends.append(learner.model.get_weights())
+        executor.roll_back(restore)
+    for first, second in zip(*ends, strict=True):
+        np.testing.assert_array_equal(first, second)

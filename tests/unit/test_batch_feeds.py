@@ -1,0 +1,121 @@
+"""Feeds give a loop in a graph the batches of the order, from memory and from disk."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from data import batch_feeds as feeds
+from data import order
+from data import reader as pipeline
+from data.disk_reader import DiskReader
+from data.tfrecord import split as records
+from tests.unit.test_reader import (
+    NUM_EXAMPLES,
+    NUM_LANES,
+    copy_split,
+    copy_to_ram,
+    make_reader,
+    write_split,
+)
+
+CACHE_BYTES = NUM_EXAMPLES * 12  # An example is a float32 and an int64.
+CALLS = (1, 2, 40, 7, 20)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> records.Split:
+    return write_split(tmp_path_factory.mktemp("split"))
+
+
+@pytest.fixture(params=[0, CACHE_BYTES], ids=["read", "cached"])
+def cache_bytes(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+class Fed:
+    """What a graph is given, call after call."""
+
+    def __init__(self, reader: pipeline.Reader, first_batch: int, lanes: range) -> None:
+        self.feed = feeds.open_feed(reader, first_batch, lanes)
+        spec = DiskReader(reader).batches(first_batch, lanes).element_spec
+
+        @tf.function(input_signature=[self.feed.signature, tf.TensorSpec([], tf.int64)])
+        def run(taken: Any, num_batches: Any) -> Any:
+            return tf.map_fn(
+                lambda index: self.feed.batch(taken, index),
+                tf.range(num_batches),
+                fn_output_signature=spec,
+                parallel_iterations=1,
+            )
+
+        self._run = run
+
+    def take(self, calls: Sequence[int]) -> list[np.ndarray]:
+        """Inputs [sum(calls), n, ...], labels, and what follows."""
+        parts = [self._run(self.feed.take(n), tf.constant(n, tf.int64)) for n in calls]
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_batches_are_those_of_the_order_from_anywhere(
+    split: records.Split, cache_bytes: int, num_replicas: int, shuffle: bool
+) -> None:
+    reader = dataclasses.replace(make_reader(split, shuffle=shuffle), cache_bytes=cache_bytes)
+    assert reader.caches_examples == (cache_bytes > 0)
+    for replica in range(num_replicas):
+        lanes = order.replica_lanes(NUM_LANES, replica, num_replicas)
+        for first_batch in (0, 59, 1234):
+            inputs, labels = Fed(reader, first_batch, lanes).take(CALLS)
+            assert np.array_equal(labels, reader.order.records(first_batch, sum(CALLS), lanes))
+            assert np.array_equal(inputs[..., 0] * 2, labels)
+
+
+def test_seeds_and_augmented_examples_are_the_same_from_memory(split: records.Split) -> None:
+    def augment(inputs: Any, labels: Any, seeds: Any) -> tuple[Any, Any]:
+        return inputs + tf.cast(seeds[:, :1], tf.float32), labels
+
+    reader = dataclasses.replace(make_reader(split), augment=augment, gives_seeds=True)
+    caching = dataclasses.replace(reader, cache_bytes=CACHE_BYTES)
+    read, cached = [Fed(r, 58, range(3, 7)).take(CALLS) for r in (reader, caching)]
+    assert len(cached) == 3, "inputs, labels, seeds"
+    assert all(np.array_equal(*both) for both in zip(read, cached, strict=True))
+    assert np.array_equal(cached[2], reader.order.seeds(58, sum(CALLS), range(3, 7)))
+
+
+def test_examples_are_cached_only_if_they_fit(split: records.Split, tmp_path: Path) -> None:
+    for cache_bytes, is_cached in ((CACHE_BYTES, True), (CACHE_BYTES - 1, False)):
+        copied = copy_split(split, tmp_path / str(cache_bytes))
+        reader = dataclasses.replace(make_reader(copied), cache_bytes=cache_bytes)
+        fed = Fed(reader, 0, range(NUM_LANES))
+        fed.take([1])
+        for shard in copied.shards:
+            Path(shard.path).unlink()
+        if is_cached:
+            assert len(fed.take([200])[0]) == 200
+        else:
+            with pytest.raises(tf.errors.NotFoundError):
+                fed.take([200])
+
+
+def test_files_of_another_file_system_are_fed_too(split: records.Split, cache_bytes: int) -> None:
+    remote = records.open_split(copy_to_ram(split, f"fed{cache_bytes}"), "train")
+    reader = dataclasses.replace(make_reader(remote), cache_bytes=cache_bytes)
+    _, labels = Fed(reader, 3, range(4)).take([90])
+    assert np.array_equal(labels, reader.order.records(3, 90, range(4)))
+
+
+def test_what_is_cached_is_parsed_once_for_all_feeds(split: records.Split, tmp_path: Path) -> None:
+    copied = copy_split(split, tmp_path)
+    reader = dataclasses.replace(make_reader(copied), cache_bytes=CACHE_BYTES)
+    Fed(reader, 0, range(NUM_LANES)).take([1])
+    for shard in copied.shards:
+        Path(shard.path).unlink()
+    feed = feeds.open_feed(reader, 7, range(NUM_LANES))
+    _, labels = feed.batch(feed.take(1), tf.constant(0, tf.int64))
+    assert np.array_equal(labels, reader.order.records(7, 1)[0])

@@ -1,0 +1,583 @@
+"""Checkpoints: complete or not used, of this run or refused, and all but the newest removed."""
+
+import json
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from data.tfrecord.split import Split
+from strategies.base import Position
+from strategies.mirrored import MirroredExecutor
+from tests.unit.replicas import replicas
+from tests.unit.toy import BATCH, CLASSES, Toy, file_size_limit, write_split
+from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError, signed
+from trainer.checkpoints.snapshot import Snapshot
+from trainer.learner import Learner
+from trainer.step.losses import sparse_categorical_crossentropy
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    return write_split(tmp_path_factory.mktemp("toy"))
+
+
+def rebuild(
+    toy: Toy,
+    make_model: Callable[[], keras.Model],
+    make_optimizer: Callable[[], keras.Optimizer] = lambda: keras.optimizers.Adam(0.01),
+    keep: int = 2,
+) -> None:
+    """Gives `toy` another model and optimizer."""
+    toy.learner = toy.executor.build(
+        lambda: Learner(
+            make_model(), make_optimizer(), sparse_categorical_crossentropy, {}, batch_size=BATCH
+        )
+    )
+    toy.checkpointer = Checkpointer(f"{toy.model_dir}/checkpoints", toy.learner, {}, keep=keep)
+
+
+def sequential(*layers: keras.Layer) -> keras.Model:
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+
+class DroppingToy(Toy):
+    """With dropout, whose masks depend on a state that no other layer has."""
+
+    def __init__(self, split: Split, model_dir: Path, *, keep: int = 2, seed: int = 0) -> None:
+        super().__init__(split, model_dir, keep=keep, seed=seed)
+        dense, dropout = keras.layers.Dense, keras.layers.Dropout
+        rebuild(
+            self, lambda: sequential(dense(16), dropout(0.5, seed=seed), dense(CLASSES)), keep=keep
+        )
+
+
+def trained(
+    split: Split, model_dir: Path, steps: list[int], keep: int = 3, kind: type[Toy] = Toy
+) -> dict[int, object]:
+    """Trains, saving at `steps`; returns the state at each."""
+    toy = kind(split, model_dir, keep=keep)
+    toy.start()
+    states: dict[int, object] = {}
+    for step in steps:
+        toy.executor.run(step - toy.step)
+        toy.checkpointer.save(step, toy.executor.position, {})
+        states[step] = toy.state()
+    toy.checkpointer.wait()
+    return states
+
+
+def assert_restores(split: Split, model_dir: Path, step: int, state: object) -> None:
+    toy = Toy(split, model_dir, seed=1)
+    saved = toy.checkpointer.restore()
+    assert saved is not None
+    assert (saved.step, saved.position) == (step, Position(step))
+    assert toy.step == step
+    assert isinstance(state, list)
+    for left, right in zip(state, toy.state(), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_newest_is_restored_bit_for_bit_with_the_optimizers_state(
+    split: Split, tmp_path: Path
+) -> None:
+    states = trained(split, tmp_path, [3, 7])
+    fresh = Toy(split, tmp_path, seed=1)
+    assert any((a != b).any() for a, b in zip(fresh.state(), states[7], strict=True))  # type: ignore[call-overload]
+    assert_restores(split, tmp_path, 7, states[7])
+
+
+def test_nothing_is_restored_from_an_empty_directory(split: Split, tmp_path: Path) -> None:
+    toy = Toy(split, tmp_path)
+    toy.checkpointer.check()
+    assert toy.checkpointer.restore() is None
+    assert toy.step == 0
+
+
+@pytest.mark.parametrize("kind", [Toy, DroppingToy])
+def test_resumed_training_continues_bit_for_bit(
+    kind: type[Toy], split: Split, tmp_path: Path
+) -> None:
+    uninterrupted = trained(split, tmp_path / "uninterrupted", [30], kind=kind)
+    trained(split, tmp_path / "parts", [11], kind=kind)
+    toy = kind(split, tmp_path / "parts", seed=1)
+    saved = toy.checkpointer.restore()
+    assert saved is not None
+    toy.start(saved.position)
+    toy.executor.run(19)
+    expected = uninterrupted[30]
+    assert isinstance(expected, list)
+    for left, right in zip(expected, toy.state(), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_all_but_the_newest_and_the_best_are_removed(split: Split, tmp_path: Path) -> None:
+    toy = Toy(split, tmp_path, keep=2)
+    toy.start()
+    for step, score in ((1, 0.5), (2, 0.9), (3, 0.7), (4, float("nan"))):
+        toy.executor.run(1)
+        toy.checkpointer.save(step, toy.executor.position, {})
+        toy.checkpointer.save_best(step, toy.executor.position, score)
+    toy.checkpointer.wait()
+    assert toy.checkpoints() == ["best-00000002", "step-00000003", "step-00000004"]
+
+
+def resumed(split: Split, model_dir: Path, step: int, keep: int = 2) -> Toy:
+    """A run that continues from `step`, where it must find its checkpoint."""
+    toy = Toy(split, model_dir, keep=keep)
+    saved = toy.checkpointer.restore()
+    assert saved is not None
+    assert saved.step == step
+    toy.start(saved.position)
+    return toy
+
+
+def save_after(toy: Toy, num_steps: int) -> None:
+    toy.executor.run(num_steps)
+    toy.checkpointer.save(toy.step, toy.executor.position, {})
+    assert toy.checkpointer.has_saved(toy.step)
+
+
+def remove_mark(path: Path) -> None:
+    (path / "checkpoint.json").unlink()
+
+
+def truncate(path: Path) -> None:
+    data = next(path.glob("variables.data-*"))
+    data.write_bytes(data.read_bytes()[:-1])
+
+
+def lose_a_file(path: Path) -> None:
+    (path / "variables.index").unlink()
+
+
+def garble(path: Path) -> None:
+    """Keeps the size, so that only reading the file detects it."""
+    index = path / "variables.index"
+    index.write_bytes(bytes(len(index.read_bytes())))
+
+
+def flip_a_bit(path: Path, name: str) -> None:
+    """Damages parts too that TensorFlow does not check."""
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+
+
+def flip_a_bit_of_the_index(path: Path) -> None:
+    flip_a_bit(path, "variables.index")
+
+
+def flip_a_bit_of_the_data(path: Path) -> None:
+    flip_a_bit(path, "variables.data-00000-of-00001")
+
+
+def raise_a_number_of_the_mark(path: Path) -> None:
+    mark = path / "checkpoint.json"
+    before = mark.read_text()
+    mark.write_text(before.replace('"next_batch": ', '"next_batch": 1'))
+    assert mark.read_text() != before
+
+
+def edit_mark(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edits the mark and its checksum, like another version of this program."""
+    mark = path / "checkpoint.json"
+    document = json.loads(mark.read_text())
+    edit(document)
+    mark.write_text(json.dumps(signed(document)))
+
+
+def mark_without(key: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        edit_mark(path, lambda document: document.pop(key))
+
+    damage.__name__ = f"mark_without_{key}"
+    return damage
+
+
+def mark_is_a_list(path: Path) -> None:
+    (path / "checkpoint.json").write_text("[]")
+
+
+def mark_is_null_inside(path: Path) -> None:
+    edit_mark(path, lambda document: document.update(dict.fromkeys(document)))
+
+
+DAMAGED_MARKS = [
+    mark_is_a_list,
+    mark_is_null_inside,
+    *map(mark_without, ("step", "next_batch", "open_shares", "skipped", "files", "identity")),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (remove_mark, "checkpoint.json is missing"),
+        (truncate, r"variables.data-00000-of-00001 has 1,\d{3} bytes instead of 1,\d{3}\."),
+        (lose_a_file, "variables.index is missing"),
+        (garble, "variables.index has another checksum"),
+        (flip_a_bit_of_the_index, "variables.index has another checksum"),
+        (flip_a_bit_of_the_data, "variables.data-00000-of-00001 has another checksum"),
+        (raise_a_number_of_the_mark, "checkpoint.json has another checksum"),
+        *((damage, "checkpoint.json is not one of this program") for damage in DAMAGED_MARKS),
+    ],
+)
+def test_damaged_checkpoint_is_reported_and_the_one_before_it_used(
+    damage: Callable[[Path], None],
+    named: str,
+    split: Split,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    states = trained(split, tmp_path, [3, 7])
+    damage(tmp_path / "checkpoints" / "step-00000007")
+    with caplog.at_level(logging.WARNING):
+        assert_restores(split, tmp_path, 3, states[3])
+    warnings = [r.message for r in caplog.records if r.name == "trainer.checkpoints.checkpointer"]
+    (warning,) = warnings
+    assert "step-00000007" in warning
+    assert re.search(named, warning)
+    assert "\n" not in warning
+
+
+@pytest.mark.parametrize("damage", [remove_mark, garble])
+def test_damaged_checkpoint_is_written_anew(
+    damage: Callable[[Path], None], split: Split, tmp_path: Path
+) -> None:
+    trained(split, tmp_path, [3, 7])
+    damage(tmp_path / "checkpoints" / "step-00000007")
+    toy = resumed(split, tmp_path, 3)
+    save_after(toy, 4)
+    assert_restores(split, tmp_path, 7, toy.state())
+
+
+def test_restored_checkpoint_is_not_written_again(split: Split, tmp_path: Path) -> None:
+    trained(split, tmp_path, [3])
+    mark = tmp_path / "checkpoints" / "step-00000003" / "checkpoint.json"
+    before = mark.stat()
+    toy = resumed(split, tmp_path, 3)
+    save_after(toy, 0)
+    assert (mark.stat().st_ino, mark.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("damage", [remove_mark, truncate, garble])
+def test_damaged_newer_checkpoints_do_not_count_and_are_removed_by_the_next_save(
+    damage: Callable[[Path], None], split: Split, tmp_path: Path
+) -> None:
+    trained(split, tmp_path, [3, 7, 8, 9], keep=4)
+    for name in ("step-00000008", "step-00000009"):
+        damage(tmp_path / "checkpoints" / name)
+    toy = resumed(split, tmp_path, 7, keep=3)
+    assert toy.checkpoints()[2:] == ["step-00000008", "step-00000009"]
+    save_after(toy, 1)
+    assert toy.checkpoints() == ["step-00000003", "step-00000007", "step-00000008"]
+    assert_restores(split, tmp_path, 8, toy.state())
+
+
+def test_new_checkpoint_is_not_removed_though_older_than_damaged_checkpoints(
+    split: Split, tmp_path: Path
+) -> None:
+    trained(split, tmp_path, [3, 7, 9])
+    for name in ("step-00000007", "step-00000009"):
+        garble(tmp_path / "checkpoints" / name)
+    toy = resumed(split, tmp_path, 3, keep=1)
+    save_after(toy, 1)
+    assert toy.checkpoints() == ["step-00000004"]
+
+
+def test_unfinished_checkpoint_does_not_count_as_one_of_the_newest(
+    split: Split, tmp_path: Path
+) -> None:
+    trained(split, tmp_path, [3, 5, 7])
+    truncate(tmp_path / "checkpoints" / "step-00000005")
+    toy = resumed(split, tmp_path, 7, keep=3)
+    save_after(toy, 1)
+    assert toy.checkpoints() == ["step-00000003", "step-00000007", "step-00000008"]
+
+
+@pytest.mark.parametrize("damage", [truncate, lose_a_file, garble, mark_is_a_list])
+def test_training_is_refused_if_no_checkpoint_can_be_read(
+    damage: Callable[[Path], None], split: Split, tmp_path: Path
+) -> None:
+    trained(split, tmp_path, [3, 7])
+    for name in ("step-00000003", "step-00000007"):
+        damage(tmp_path / "checkpoints" / name)
+    toy = Toy(split, tmp_path)
+    # Without reading variables `check` cannot find a garbled one.
+    for refuse in (toy.checkpointer.restore, *([toy.checkpointer.check] * (damage is not garble))):
+        with pytest.raises(ModelDirError, match=r"none can be read: .*0007.*0003.*--model_dir"):
+            refuse()
+
+
+def test_training_starts_from_step_0_if_the_first_save_was_never_finished(
+    split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(split, tmp_path, [3])
+    remove_mark(tmp_path / "checkpoints" / "step-00000003")
+    toy = Toy(split, tmp_path)
+    toy.checkpointer.check()
+    with caplog.at_level(logging.WARNING):
+        assert toy.checkpointer.restore() is None
+    assert ["step-00000003" in r.message for r in caplog.records] == [True]
+    toy.start()
+    save_after(toy, 2)
+    assert toy.checkpoints() == ["step-00000002"]
+
+
+def test_checkpoint_of_another_model_optimizer_or_order_is_refused(
+    split: Split, tmp_path: Path
+) -> None:
+    trained(split, tmp_path, [3])
+    others = {
+        "variables": Toy(split, tmp_path, width=4),
+        "optimizer": Toy(split, tmp_path, optimizer=keras.optimizers.SGD(0.1)),
+    }
+    for name, other in others.items():
+        before = other.state()
+        for refuse in (other.checkpointer.check, other.checkpointer.restore):
+            with pytest.raises(ModelDirError, match=f"{name}: .* there, .* here"):
+                refuse()
+        for left, right in zip(before, other.state(), strict=True):
+            np.testing.assert_array_equal(left, right)
+
+    path = tmp_path / "checkpoints" / "step-00000003"
+    edit_mark(path, lambda document: document["identity"].update(batch_size=16))
+    with pytest.raises(ModelDirError, match="batch_size: 16 there, 8 here"):
+        Toy(split, tmp_path).checkpointer.restore()
+
+
+def test_changed_setting_of_the_optimizer_is_refused_by_name(split: Split, tmp_path: Path) -> None:
+    def rebuilt(optimizer: Callable[[], keras.Optimizer]) -> Toy:
+        toy = Toy(split, tmp_path)
+        rebuild(toy, lambda: sequential(keras.layers.Dense(CLASSES)), optimizer)
+        return toy
+
+    plain = rebuilt(lambda: keras.optimizers.SGD(0.1))
+    plain.start()
+    save_after(plain, 3)
+    other = rebuilt(lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+    for refuse in (other.checkpointer.check, other.checkpointer.restore):
+        with pytest.raises(ModelDirError, match=r"optimizer's variables: .* there, .* here"):
+            refuse()
+
+
+def test_model_of_the_same_variables_put_together_in_another_way_is_refused(
+    split: Split, tmp_path: Path
+) -> None:
+    def flat() -> keras.Model:
+        return sequential(keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES))
+
+    toy = Toy(split, tmp_path)
+    rebuild(toy, flat)
+    toy.checkpointer.save(0, Position(), {})
+    toy.checkpointer.wait()
+    rebuild(toy, lambda: sequential(flat()))
+    with pytest.raises(ModelDirError, match="put together in another way"):
+        toy.checkpointer.restore()
+
+
+def test_differences_are_named_in_one_order(split: Split, tmp_path: Path) -> None:
+    trained(split, tmp_path, [3])
+    names = [f"setting {letter}" for letter in "abcdefghij"]
+    more = dict.fromkeys(reversed(names), 1)
+    path = tmp_path / "checkpoints" / "step-00000003"
+    edit_mark(path, lambda document: document["identity"].update(more))
+    with pytest.raises(ModelDirError) as caught:
+        Toy(split, tmp_path).checkpointer.check()
+    lines = str(caught.value).splitlines()[1:-1]
+    assert [line.strip().partition(":")[0] for line in lines] == names
+
+
+def test_checkpoints_may_be_moved(split: Split, tmp_path: Path) -> None:
+    states = trained(split, tmp_path / "here", [3])
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    assert_restores(split, tmp_path / "there", 3, states[3])
+
+
+class NestedToy(Toy):
+    """With what Keras tracks in other ways: layers of layers, statistics, seeds, an embedding."""
+
+    def __init__(self, split: Split, model_dir: Path, num_replicas: int) -> None:
+        super().__init__(split, model_dir)
+        self.executor = MirroredExecutor(replicas(num_replicas))
+        layers = keras.layers
+
+        def model() -> keras.Model:
+            inner = sequential(layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.5))
+            inputs = keras.Input((3,))
+            numbers = layers.Lambda(lambda x: keras.ops.cast(x > 0, "int32"))(inputs)
+            embedded = layers.Flatten()(layers.Embedding(2, 4)(numbers))
+            outputs = layers.Dense(CLASSES)(layers.Concatenate()([inner(inputs), embedded]))
+            return keras.Model(inputs, outputs)
+
+        rebuild(self, model)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_files_are_equal_to_those_of_tensorflow(
+    num_replicas: int, split: Split, tmp_path: Path
+) -> None:
+    toy = NestedToy(split, tmp_path, num_replicas)
+    toy.start()
+    save_after(toy, 3)
+    original = toy.checkpointer._checkpoint
+    original.write(str(tmp_path / "original"))
+    ours = tf.train.load_checkpoint(str(tmp_path / "checkpoints/step-00000003/variables"))
+    theirs = tf.train.load_checkpoint(str(tmp_path / "original"))
+    names = ours.get_variable_to_shape_map()
+    assert names == theirs.get_variable_to_shape_map()
+    assert len(names) > 20
+    # The graph of objects, by which TensorFlow finds out what is whose, is one of them.
+    assert [n for n in names if np.any(ours.get_tensor(n) != theirs.get_tensor(n))] == []
+    assert "_CHECKPOINTABLE_OBJECT_GRAPH" in names
+
+
+class Gate:
+    """Holds writes of the variables back until it is opened; how many have come and gone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        self.come, self.gone = threading.Semaphore(0), 0
+        write = Snapshot.write
+
+        def held(snapshot: Snapshot, *args: Any) -> None:
+            self.come.release()
+            assert self.is_open.wait(60)
+            write(snapshot, *args)
+            self.gone += 1
+
+        monkeypatch.setattr(Snapshot, "write", held)
+
+
+def test_training_continues_while_variables_are_written_without_changing_the_files(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    states = {}
+    for step in (2, 4):  # The first copy, and one over it.
+        gate = Gate(monkeypatch)
+        toy.executor.run(2)
+        states[step] = toy.state()
+        toy.checkpointer.save(step, toy.executor.position, {})
+        assert gate.come.acquire(timeout=60)
+        toy.executor.run(1)
+        toy.learner.model.variables[0].assign(np.zeros((3, 3)))
+        toy.learner.optimizer.iterations.assign(step)
+        assert not gate.gone, "was not written meanwhile"
+        gate.is_open.set()
+        toy.checkpointer.wait()
+        monkeypatch.undo()
+    for step in (4, 2):
+        other = Toy(split, tmp_path, seed=1)
+        assert other.checkpointer.restore_step(step)
+        for left, right in zip(states[step], other.state(), strict=True):
+            np.testing.assert_array_equal(left, right)
+
+
+def test_one_copy_is_written_at_a_time_and_serves_the_best_of_the_same_step(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    toy = Toy(split, tmp_path)
+    toy.start()
+    toy.executor.run(1)
+    toy.checkpointer.save_best(1, Position(1), 0.5)
+    toy.checkpointer.save(1, Position(1), {})
+    assert gate.come.acquire(timeout=60)
+    assert not gate.come.acquire(timeout=0.1), "two writes at a time"
+    toy.executor.run(1)
+    opened = threading.Timer(0.2, gate.is_open.set)
+    opened.start()
+    toy.checkpointer.save(2, Position(2), {})
+    assert gate.is_open.is_set()
+    assert gate.gone == 2, "variables were copied over while they were written"
+    toy.checkpointer.wait()
+    assert toy.checkpoints() == ["best-00000001", "step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("what", ["variables", "mark"])
+def test_save_that_fails_is_reported_cleaned_up_and_costs_no_other_checkpoint(
+    what: str, split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = Toy(split, tmp_path, keep=1)
+    if what == "mark":  # So long that the variables fit, and it does not.
+        identity = {"long": "x" * 20_000}
+        toy.checkpointer = Checkpointer(f"{tmp_path}/checkpoints", toy.learner, identity, keep=1)
+    toy.start()
+    save_after(toy, 1)
+    state = toy.state()
+    with file_size_limit(10_000 if what == "mark" else 500):
+        for step in (2, 3):
+            toy.executor.run(1)
+            toy.checkpointer.save(step, toy.executor.position, {})
+            toy.checkpointer.save_best(step, toy.executor.position, 0.5)
+            assert not toy.checkpointer.has_saved(step)
+    failures = [record.message for record in caplog.records]
+    files = [what if what == "variables" else "checkpoint.json" in line for line in failures]
+    assert len(files) == 4
+    assert all(files)
+    assert all("File too large" in line for line in failures)
+    assert all("the newest complete checkpoint is of step 1" in line for line in failures)
+    assert toy.checkpoints() == ["step-00000001"]
+    if what == "variables":
+        assert_restores(split, tmp_path, 1, state)
+    save_after(toy, 1)
+    assert toy.checkpoints() == ["step-00000004"]
+
+
+def test_checkpoint_that_cannot_be_removed_is_reported_and_the_new_one_counts(
+    split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Toy(split, tmp_path, keep=1)
+    toy.start()
+    save_after(toy, 1)
+
+    def refuse(path: str) -> None:
+        raise tf.errors.PermissionDeniedError(None, None, f"{path}; Read-only file system")
+
+    monkeypatch.setattr(tf.io.gfile, "rmtree", refuse)
+    save_after(toy, 1)
+    assert toy.checkpoints() == ["step-00000001", "step-00000002"]
+    assert ["Read-only file system" in record.message for record in caplog.records] == [True]
+
+
+def test_checkpoint_written_while_another_step_is_restored_is_finished_first(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    gate = Gate(monkeypatch)
+    toy.executor.run(3)
+    toy.checkpointer.save(3, toy.executor.position, {})
+    threading.Timer(0.2, gate.is_open.set).start()
+    saved = toy.checkpointer.restore()
+    assert saved is not None
+    assert saved.step == 3
+
+
+def test_later_checkpoints_that_not_all_tasks_can_read_are_skipped_and_written_anew(
+    split: Split, tmp_path: Path
+) -> None:
+    trained(split, tmp_path, [3, 7])
+    toy = Toy(split, tmp_path)
+    for at_most, step in ((None, 7), (6, 3)):
+        saved = toy.checkpointer.restore(at_most)
+        assert saved is not None
+        assert saved.step == step
+    assert toy.checkpointer.restore(2) is None
+    toy.checkpointer.restore(6)
+    toy.start(Position(3))
+    mark = tmp_path / "checkpoints/step-00000007/checkpoint.json"
+    before = mark.stat().st_mtime_ns
+    save_after(toy, 4)
+    assert mark.stat().st_mtime_ns > before

@@ -1,0 +1,238 @@
+"""Tensors sent together arrive unchanged; variables are read in the right order."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from strategies.gradients.coalescing import (
+    is_small,
+    read_together,
+    sent_together,
+)
+from strategies.ps.worker_step import compute_gradients, compute_metrics
+from tests.unit.replicas import replicas
+from trainer.learner import Learner
+from trainer.step.losses import sparse_categorical_crossentropy
+from trainer.step.options import EmaConfig, Options
+
+LARGE = [600, 600]
+
+
+def test_tensors_that_are_sent_together_arrive_unchanged() -> None:
+    random = np.random.default_rng(0)
+    tensors = [
+        tf.constant(3.5),
+        tf.zeros([0, 3]),
+        *(tf.cast(random.normal(size=(3, 5)), dtype) for dtype in ("float16", "bfloat16")),
+        tf.constant(random.integers(-(2**40), 2**40, size=7), tf.int64),
+        tf.constant([[1, 255]], tf.uint8),
+        tf.constant([True, False]),
+        tf.constant("text"),
+        tf.constant(random.normal(size=LARGE), tf.float32),
+        tf.constant(random.normal(size=4), tf.float64),
+    ]
+    assert [is_small(t) for t in tensors] == [True] * 6 + [False] * 3 + [True]
+    for arrived in (sent_together(tensors), tf.function(lambda: sent_together(tensors))()):
+        for received, sent in zip(arrived, tensors, strict=True):
+            assert received.dtype == sent.dtype
+            assert received.shape == sent.shape
+            np.testing.assert_array_equal(received.numpy(), sent.numpy())
+
+
+def make_learner(micro_batches: int = 1, decay: float = 0.0) -> Learner:
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input(LARGE[:1]),
+            layers.Dense(LARGE[1]),
+            layers.BatchNormalization(),
+            layers.Dense(3),
+        ]
+    )
+    return Learner(
+        model,
+        keras.optimizers.SGD(0.1),
+        sparse_categorical_crossentropy,
+        {},
+        batch_size=8,
+        options=Options(micro_batches=micro_batches, ema=EmaConfig(decay=decay)),
+    )
+
+
+def batch() -> tuple[tf.Tensor, tf.Tensor]:
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(8, LARGE[0])).astype(np.float32)
+    return tf.constant(inputs), tf.constant(random.integers(0, 3, size=8))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_at_values_equal_those_at_the_variables(micro_batches: int) -> None:
+    found = []
+    for is_given in (False, True):
+        keras.utils.set_random_seed(0)
+        learner = make_learner(micro_batches)
+        if is_given:
+            device = learner.step.device
+            (_,), values = read_together(learner.gradient_inputs, [tf.constant(1)], device)
+            gradients, totals = learner.gradients_at(batch(), values)
+        else:
+            gradients, totals = learner.gradients(batch())
+        found.append([*gradients, totals, *learner.model.get_weights()])
+    for given, read in zip(*found, strict=True):
+        np.testing.assert_array_equal(given, read)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_evaluation_at_values_reads_no_variable(decay: float) -> None:
+    learner = make_learner(decay=decay)
+    for variable in learner.evaluation_inputs:
+        if variable.dtype.is_floating:
+            variable.assign(np.random.default_rng(1).uniform(0.1, 1, variable.shape))
+    weighted = (*batch(), tf.constant([1.0] * 7 + [0.0]))
+    _, values = read_together(learner.evaluation_inputs, [], learner.step.device)
+
+    evaluate = tf.function(learner.evaluate_at).get_concrete_function(weighted, values)
+
+    assert "ReadVariableOp" not in {op.type for op in evaluate.graph.get_operations()}
+    expected = learner.evaluate(weighted)
+    np.testing.assert_array_equal(learner.evaluate_at(weighted, values), expected)
+    learner.evaluation_inputs[1].assign_add(tf.ones(LARGE[1]))
+    np.testing.assert_array_equal(learner.evaluate_at(weighted, values), expected)
+    assert np.any(learner.evaluate(weighted) != expected)
+
+
+class Branching(Learner):
+    """A learner as a config file may define it, with Python's `if` on tensors."""
+
+    __module__ = "somewhere.else"
+
+    def gradients(self, batch: Any, *, training: bool = True) -> Any:
+        gradients, totals = super().gradients(batch, training=training)
+        if tf.reduce_sum(totals) < 0:
+            totals = tf.zeros_like(totals)
+        return gradients, totals
+
+    def evaluate(self, batch: Any) -> Any:
+        totals = super().evaluate(batch)
+        if tf.reduce_sum(totals) < 0:
+            totals = tf.zeros_like(totals)
+        return totals
+
+
+Branching.gradients.__module__ = Branching.evaluate.__module__ = "somewhere.else"
+
+
+def test_learner_of_a_config_file_reads_its_own_variables_and_is_converted_by_autograph() -> None:
+    strategy = replicas(1)
+    with strategy.scope():
+        learner = make_learner()
+    learner.__class__ = Branching
+    assert not learner.evaluation_inputs
+    assert not learner.gradient_inputs
+
+    @tf.function
+    def compute() -> Any:
+        weighted = (*batch(), tf.ones([8]))
+        evaluated = compute_metrics([], learner, strategy, weighted)
+        return *compute_gradients([], tf.constant(0), learner, strategy, batch()), evaluated
+
+    _, totals, evaluated = compute()
+    assert totals[0, 1] == evaluated[0, 1] == 8
+
+
+@pytest.mark.parametrize("in_branch", [False, True])
+@pytest.mark.parametrize("num_rows", [100_000, 65_536])
+def test_rows_are_gathered_on_the_device_of_a_table_that_is_larger(
+    num_rows: int, in_branch: bool
+) -> None:
+    """A kernel of any size is multiplied on the device of the batch."""
+    replicas(2)
+    here, there = tf.config.list_logical_devices("CPU")[:2]
+    is_less = num_rows > 65_536
+    layers = keras.layers
+    with tf.device(there.name):
+        model = keras.Sequential(
+            [keras.Input([32_768]), layers.Embedding(num_rows, 4), layers.Flatten()]
+        )
+        model.add(layers.Dense(3))
+        learner = Learner(
+            model, keras.optimizers.SGD(0.1), sparse_categorical_crossentropy, {}, batch_size=2
+        )
+    one = tf.distribute.OneDeviceStrategy(here.name)
+    labels, weights = tf.constant([0, 1]), tf.ones([2])
+    inputs = tf.reshape(tf.range(65_536.0), [2, 32_768])
+    graphs = []
+
+    def compute_all(values: Any, step: Any) -> Any:
+        graphs.append(step.graph)
+        evaluated = compute_metrics(values, learner, one, (inputs, labels, weights))
+        gradients, totals = compute_gradients(values, step, learner, one, (inputs, labels))
+        return gradients[0].indices, totals, evaluated
+
+    @tf.function(autograph=False)
+    def compute() -> Any:
+        device = learner.step.device
+        (step,), values = read_together(
+            learner.gradient_inputs, [learner.step.read_value()], device
+        )
+        if not in_branch:
+            return compute_all(values, tf.identity(step))
+
+        def branch() -> Any:
+            return compute_all(values, tf.identity(step))
+
+        def nothing() -> Any:
+            return tf.zeros([65_536], tf.int32), *[tf.zeros([1, 2], tf.float64)] * 2
+
+        return tf.cond(step >= 0, branch, nothing)
+
+    indices, totals, evaluated = compute()
+    ops = graphs[0].get_operations()
+    for kind, is_there in (("GatherV2", is_less), ("MatMul", False)):
+        found = [tf.DeviceSpec.from_string(op.device) for op in ops if op.type == kind]
+        assert {device.device_index for device in found} == {int(is_there)}
+    np.testing.assert_array_equal(indices, np.arange(65_536))
+    np.testing.assert_allclose(evaluated, totals, rtol=1e-6)
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_each_variable_is_read_after_the_metadata(has_own: bool) -> None:
+    class Own(Learner):
+        def gradients(self, batch: Any, *, training: bool = True) -> Any:
+            return super().gradients(batch, training=training)
+
+    strategy = replicas(1)
+    with strategy.scope():
+        learner = make_learner()
+        learner.__class__ = Own if has_own else Learner
+    queue = tf.queue.FIFOQueue(1, tf.int64, [[]])
+    assert bool(learner.gradient_inputs) != has_own
+
+    @tf.function
+    def compute() -> Any:
+        number = queue.dequeue()
+        device = learner.step.device
+        (number,), values = read_together(learner.gradient_inputs, [number], device)
+        return compute_gradients(values, number, learner, strategy, batch())
+
+    graph = compute.get_concrete_function().graph
+    reads = [op for op in graph.get_operations() if op.type == "ReadVariableOp"]
+    assert len(reads) >= len(learner.variables)
+    for read in reads:
+        assert "QueueDequeueV2" in {op.type for op in ancestors(read)}, read.name
+
+
+def ancestors(op: tf.Operation) -> Iterator[tf.Operation]:
+    """Ops that run before `op`."""
+    seen: set[str] = set()
+    pending = [op]
+    while pending:
+        found = pending.pop()
+        if found.name not in seen:
+            seen.add(found.name)
+            yield found
+            pending += [*(tensor.op for tensor in found.inputs), *found.control_inputs]

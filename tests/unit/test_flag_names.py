@@ -1,0 +1,95 @@
+"""A flag of one name means the same in every command, and a former name is refused with the new."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ABOUT_RECORDS = "Directory with TFRecord files"
+
+
+class Flag(NamedTuple):
+    command: str
+    name: str
+    kind: str
+    meaning: str
+
+    @property
+    def subject(self) -> str:
+        """The meaning up to what differs from command to command, such as the default."""
+        return re.split("[.,;:]", self.meaning)[0].split(" of the ")[0].split(" that ")[0]
+
+
+def commands() -> list[str]:
+    """The modules that are run with flags of absl: `trainer`, `data.prepare`, ..."""
+    found = []
+    for folder in ("trainer", "data", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "app.run(" in path.read_text():
+                module = path.relative_to(ROOT).with_suffix("").parts
+                found.append(".".join(part for part in module if part != "__main__"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def flags() -> list[Flag]:
+    return [flag for command in commands() for flag in flags_of(command)]
+
+
+def flags_of(command: str) -> Iterator[Flag]:
+    argv = [sys.executable, "-m", command, "--helpxml"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    for flag in ElementTree.fromstring(done.stdout).iter("flag"):
+        text = {child.tag: child.text or "" for child in flag}
+        if not text["file"].startswith("absl"):
+            meaning = " ".join(text["meaning"].split())
+            yield Flag(command, text["name"], text["type"], meaning)
+
+
+def test_flag_of_one_name_has_one_type_and_one_meaning(flags: list[Flag]) -> None:
+    by_name: dict[str, list[Flag]] = {}
+    for flag in flags:
+        by_name.setdefault(flag.name, []).append(flag)
+    shared = {name: found for name, found in by_name.items() if len(found) > 1}
+    assert {"data_dir", "model_dir", "num_examples", "split"} <= shared.keys()
+    for name, found in shared.items():
+        assert len({flag.kind for flag in found}) == 1, f"--{name}: {found}"
+        assert len({flag.subject for flag in found}) == 1, f"--{name}: {found}"
+
+
+def test_directory_with_records_is_always_data_dir(flags: list[Flag]) -> None:
+    assert {flag.name for flag in flags if ABOUT_RECORDS in flag.meaning} == {"data_dir"}
+    data_dirs = {flag.command for flag in flags if flag.name == "data_dir"}
+    assert {"trainer", "trainer.predict", "data.prepare", "data.inspect"} <= data_dirs
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("data.prepare", "digits", "--out=datasets/a"), "write --data_dir"),
+        (("data.prepare", "digits", "--out", "datasets/a"), "write --data_dir"),
+        (("data.inspect", "datasets/a"), "Write --data_dir=datasets/a"),
+        (("trainer", f"--config={ROOT}/configs/digits.py", "--bind_cores=on"), "--cpu_affinity"),
+    ],
+)
+def test_former_spelling_is_refused_with_the_new_one(
+    tmp_path: Path, argv: tuple[str, ...], message: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *argv],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing is written"

@@ -1,0 +1,234 @@
+"""Processes of a fork server: their parent, open files, imports and exit codes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has subreapers")
+
+# Run in a subprocess, since a process stays a subreaper until it ends.
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+
+import psutil
+
+NUMPY_THREADS = int(sys.argv[2])
+
+from trainer.cli.commands import fork_server
+from trainer.local.launcher import TARGET
+
+directory = Path(sys.argv[1])
+read, write = os.pipe()
+
+def start(server, *argv, env={}):
+    with (directory / "printed").open("w") as file:
+        fds = {1: file.fileno(), 2: file.fileno(), 600: write}
+        argv = ["--config=" + str(directory / "config.py"), *argv]
+        return server.spawn(TARGET, "worker-7", argv, env, fds)
+
+def await_file(name):
+    deadline = time.monotonic() + 60
+    while not (directory / name).exists():
+        assert time.monotonic() < deadline, (directory / "printed").read_text()
+        time.sleep(0.01)
+
+with fork_server("label") as server:
+    others = {process.pid for process in psutil.Process().children()}
+    child = start(server, env={"SAID": "to the task"})
+    task = psutil.Process(child.pid)
+    assert task.ppid() == os.getpid()
+    assert os.getsid(child.pid) == os.getpgid(child.pid) == child.pid
+    await_file("began")
+    said, tensorflow, *drawn, fds = (directory / "began").read_text().splitlines()
+    assert said == "to the task"
+    assert tensorflow == "imported", tensorflow
+    assert fds == "[0, 1, 2, 600]", fds
+    assert task.name() == "worker-7", task.name()
+    # Only NumPy's threads: TensorFlow starts its own with the first op, and a fork would miss them.
+    (server_pid,) = others
+    assert len(os.listdir(f"/proc/{server_pid}/task")) <= NUMPY_THREADS
+    child.wait()
+    assert child.wait() == child.returncode == 2, child.returncode
+    printed = (directory / "printed").read_text()
+    assert "error: " in printed and "train_steps" in printed, printed
+
+    (directory / "began").unlink()
+    child = start(server, env={"STAY": "1"})
+    await_file("began")
+    _, _, *other, _ = (directory / "began").read_text().splitlines()
+    assert not set(drawn) & set(other), "two tasks draw the same numbers"
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+
+    # A child that a task leaves behind is reaped, too.
+    child = start(server, env={"LEAVE": "1"})
+    child.wait()
+    deadline = time.monotonic() + 10
+    while len(psutil.Process().children()) > 1:
+        assert time.monotonic() < deadline
+        server.reap_orphans(set())
+        time.sleep(0.01)
+
+    # A killed fork server is replaced.
+    (first,) = others
+    os.kill(first, signal.SIGKILL)
+    assert start(server).wait() == 2
+    (second,) = psutil.Process().children()
+    assert second.pid != first
+    assert "label" in second.cmdline()
+assert psutil.Process().children() == []
+print("passed")
+"""
+
+# The task, a trainer, executes this: it notes its state, then ends because of a usage error.
+CONFIG = """
+import os, random, sys, time
+from pathlib import Path
+
+import numpy as np
+
+from trainer.config import Config
+
+directory = Path(__file__).parent
+is_there = "tensorflow" in sys.modules and "keras" in sys.modules
+with os.scandir("/proc/self/fd") as entries:
+    fds = sorted(int(entry.name) for entry in entries)
+fds = [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")]
+(directory / "began.part").write_text("\\n".join((
+    os.environ.get("SAID", ""),
+    "imported" if is_there else "",
+    str(random.random()), str(np.random.random()),
+    str(fds),
+)))
+(directory / "began.part").rename(directory / "began")
+time.sleep(60 if "STAY" in os.environ else 0)
+if "LEAVE" in os.environ and os.fork() == 0:
+    time.sleep(0.5)
+    os._exit(0)
+
+def get_config():
+    return Config(dataset="digits", train_steps=-1)
+
+def build_model(config):
+    raise AssertionError("nothing is built")
+"""
+
+
+def test_tasks_are_children_with_tensorflow_imported_and_only_their_own_files_open(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.py").write_text(CONFIG)
+    count = "import os, numpy; print(len(os.listdir('/proc/self/task')))"
+    threads = subprocess.run(
+        [sys.executable, "-c", count], capture_output=True, text=True, timeout=100, check=True
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), threads.stdout],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.stdout == "passed\n", ended.stderr
+
+
+TARGET = """
+import json, os, sys
+
+print("set up by", sys.argv[0].rpartition("/")[2], flush=True)
+
+def set_up():
+    os.environ["IS_SET_UP"] = "1"
+
+def write_state():
+    is_preloaded = "wave" in sys.modules
+    os.write(700, json.dumps([sys.argv, os.environ["IS_SET_UP"], is_preloaded]).encode())
+
+def fail():
+    raise ConnectionResetError("of the target")
+"""
+SPAWN = """
+import json, os
+from trainer.local.fork_server import ForkServer
+
+with ForkServer("label", setup=["task:set_up"], preload=["wave"]) as server:
+    read, write = os.pipe()
+    child = server.spawn("task:write_state", "name", ["--flag"], {}, {700: write})
+    assert child.wait() == 0
+    state = json.loads(os.read(read, 1000))
+    assert state == [["name", "--flag"], "1", True], state
+    # An error of the target is an exit code, whatever its type.
+    assert server.spawn("task:fail", "name", [], {}, {}).wait() == 1
+    assert server.spawn("task:missing", "name", [], {}, {}).wait() == 1
+"""
+
+
+def test_target_is_called_after_setup_and_preload(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(TARGET)
+    ended = subprocess.run(
+        [sys.executable, "-c", SPAWN],
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "set up by fork_server.py\n"  # Imported once.
+    assert "ConnectionResetError: of the target" in ended.stderr
+
+
+def test_module_that_cannot_be_imported_is_an_error_of_the_caller() -> None:
+    program = (
+        "from trainer.local.fork_server import ForkServer\n"
+        "with ForkServer('label', preload=['no_such_module']) as server:\n"
+        "    try:\n"
+        "        server.spawn('os:getpid', 'name', [], {}, {})\n"
+        "    except OSError as error:\n"
+        "        print(error)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout == "the fork server has ended\n", ended.stderr
+    assert "No module named 'no_such_module'" in ended.stderr
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_fork_server_ends_with_its_launcher_even_during_the_import(is_stopped: bool) -> None:
+    program = (
+        "import sys\n"
+        "from trainer.cli.commands import fork_server\n"
+        "with fork_server('label') as server:\n"
+        "    print(server._process.pid, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        deadline = time.monotonic() + 60
+        while "tensorflow" not in Path(f"/proc/{pid}/maps").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
+        launcher.kill()
+    # In a container whose first process reaps no orphans, it stays a zombie.
+    deadline = time.monotonic() + 10
+    while _runs(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

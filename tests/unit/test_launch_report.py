@@ -1,0 +1,71 @@
+"""The exit code of a local cluster, and the failure to look at first."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from strategies.cluster.tf_config import Task
+from trainer.local.deaths import TaskEnd
+from trainer.local.launch_report import LaunchReport, Restart, print_summary
+
+KILLED = -signal.SIGKILL
+
+
+def end(index: int, code: int, *, survived: bool = False, was_overdue: bool = False) -> TaskEnd:
+    failure = f"exit code {code}" if code else ""
+    return TaskEnd(
+        Task("worker", index),
+        is_chief=index == 0,
+        is_ps_worker=False,
+        pid=100 + index,
+        exit_code=code,
+        seconds=1.0,
+        failure=failure,
+        was_overdue=was_overdue,
+        last_lines=("last",),
+        survived=survived,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_stopped", "exit_code", "first"),
+    [
+        ([end(0, 0), end(1, 0)], False, 0, None),
+        ([end(1, KILLED, survived=True), end(0, 0)], False, 0, 1),
+        ([end(1, KILLED), end(0, 75)], False, 75, 1),
+        # An exit with 75 follows from another failure, whichever was recorded first.
+        ([end(0, 75), end(1, 1)], False, 1, 1),
+        ([end(0, 75), end(1, 75)], False, 75, 0),
+        ([end(0, KILLED, survived=True), end(1, 75)], False, 75, 1),
+        ([end(0, 1), end(1, 2)], False, 2, 0),
+        ([end(0, 0), end(1, -signal.SIGTERM, was_overdue=True)], False, 1, 1),
+        # A stop was requested.
+        ([end(0, 75), end(1, 75)], True, 75, 0),
+        ([end(0, 0), end(1, 0)], True, 0, None),
+        ([end(1, 0)], True, 75, None),
+        ([end(0, KILLED, was_overdue=True)], True, 75, 0),
+    ],
+)
+def test_exit_code_and_first_failure(
+    ends: list[TaskEnd], is_stopped: bool, exit_code: int, first: int | None
+) -> None:
+    report = LaunchReport(tuple(ends), (), is_stopped)
+    assert report.exit_code == exit_code
+    assert (report.first_failure and report.first_failure.task.index) == first
+
+
+def test_summary_has_the_last_restarts_and_the_lines_of_the_failed_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = end(1, 1)
+    restarts = [Restart(end(1, KILLED), (Task("worker", 1),), f"at {i}") for i in range(22)]
+    report = LaunchReport((failed,), tuple(restarts), is_stopped=False)
+    print_summary(report, tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"2 earlier restarts are in {tmp_path}/restarts.jsonl",
+        *(f"at {i}  worker 1 died: exit code -9; restarted worker 1" for i in range(2, 22)),
+        "[worker 1] last",
+        f"worker 1 failed after 1.0 s: exit code 1. Its log: {tmp_path}/worker-1.log",
+    ]

@@ -1,0 +1,876 @@
+"""LocalCluster with small stand-in programs: real processes, signals and pipes, no TensorFlow."""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from strategies.cluster.tf_config import Cluster, Task, local_cluster
+from trainer.local.launch_report import LaunchReport
+from trainer.local.launcher import LocalCluster
+from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
+from trainer.local.restarts import Restarts
+
+# The head of every stand-in program: its task, functions to note events, and the parent watch of
+# real tasks.
+PREAMBLE = """
+import json, os, signal, sys, time
+from pathlib import Path
+from trainer.local.parent_watch import watch_parent
+watch_parent()
+config = json.loads(os.environ["TF_CONFIG"])
+job, index = config["task"]["type"], config["task"]["index"]
+model_dir = Path(sys.argv[-1].removeprefix("--model_dir="))
+def note(word):
+    part = model_dir / f"{word}-{job}-{index}.part"
+    part.write_text(str(os.getpid()))
+    part.rename(part.with_suffix(""))
+def await_note(name):
+    while not (model_dir / name).exists():
+        time.sleep(0.01)
+def save_and_end(signum, frame):
+    note("saved")
+    sys.exit(75)
+# How many times this task has started, including this one.
+with open(model_dir / f"starts-{job}-{index}", "a+") as starts:
+    starts.write(".")
+    starts.seek(0)
+    start = len(starts.read())
+"""
+WAIT_SECS = 20.0
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[[str], list[str]]:
+    """Writes a stand-in program and returns the command that runs it."""
+
+    def write(body: str) -> list[str]:
+        path = tmp_path / "program.py"
+        path.write_text(PREAMBLE + textwrap.dedent(body))
+        return [sys.executable, str(path)]
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def notes(model_dir: Path, word: str) -> dict[str, int]:
+    """The tasks that noted `word`, with their process ids."""
+    paths = [path for path in model_dir.glob(f"{word}-*") if path.suffix != ".part"]
+    return {path.name.removeprefix(f"{word}-"): int(path.read_text()) for path in paths}
+
+
+def is_gone(pid: int) -> bool:
+    """True if the process has ended. It may stay a zombie if no process reaps orphans."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def by_task(report: LaunchReport) -> dict[str, int]:
+    return {str(end.task): end.exit_code for end in report.tasks}
+
+
+def launch(
+    cluster: Cluster,
+    model_dir: Path,
+    command: Sequence[str],
+    grace_secs: float = 5.0,
+    restarts: Restarts | None = None,
+    namespace: Namespace | None = None,
+    stall_timeout_secs: float = 0.0,
+) -> LaunchReport:
+    """Runs the cluster here, and asserts that no process outlives it."""
+    report = LocalCluster(
+        cluster,
+        [],
+        model_dir,
+        restarts or no_progress(0),
+        namespace=namespace,
+        grace_secs=grace_secs,
+        stall_timeout_secs=stall_timeout_secs,
+        command=command,
+    ).run()
+    num_starts = len(cluster.tasks()) + sum(len(restart.tasks) for restart in report.restarts)
+    assert len(report.tasks) == num_starts
+    assert not any(psutil.pid_exists(end.pid) for end in report.tasks)
+    assert not psutil.Process().children(recursive=True)
+    return report
+
+
+@contextlib.contextmanager
+def when_noted(model_dir: Path, word: str, count: int, act: Callable[[], None]) -> Iterator[None]:
+    """Calls `act` in a thread when `count` tasks have noted `word`; asserts that it was called."""
+    acted = threading.Event()
+
+    def watch() -> None:
+        wait_for(lambda: len(notes(model_dir, word)) >= count)
+        act()
+        acted.set()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    assert acted.is_set()
+
+
+def test_all_tasks_end_with_zero_and_so_does_the_cluster(
+    tmp_path: Path, program: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = program("print('hello from', job, index, sys.argv[1:-1], os.getcwd())")
+    cluster = local_cluster("ps", num_workers=2, num_ps=1)
+
+    report = LocalCluster(
+        cluster, ["--flag=1"], tmp_path / "run", no_progress(0), command=command
+    ).run()
+
+    assert report.exit_code == 0
+    assert report.first_failure is None
+    assert by_task(report) == {"chief 0": 0, "worker 0": 0, "worker 1": 0, "ps 0": 0}
+    hello = f"['--flag=1'] {os.getcwd()}\n"
+    logs = {path.name: path.read_text() for path in (tmp_path / "run" / "tasks").iterdir()}
+    assert logs.keys() == {f"{task.job}-{task.index}.log" for task in cluster.tasks()}
+    for end in report.tasks:
+        mark, line = logs[f"{end.task.job}-{end.task.index}.log"].splitlines()
+        assert mark.startswith(f"=== {end.task}, start 1, process {end.pid}, ")
+        assert f"{line}\n" == f"hello from {end.task} {hello}"
+    assert capfd.readouterr() == (f"hello from chief 0 {hello}", "")
+
+
+def test_task_sees_its_own_place_in_one_cluster(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("note(os.environ['TF_CONFIG'].replace('/', '|'))")
+    cluster = local_cluster("multiworker", num_workers=2, num_ps=0)
+    launch(cluster, tmp_path, command)
+    for task in cluster.tasks():
+        config = cluster.for_task(task).tf_config()
+        assert (tmp_path / f"{config}-{task.job}-{task.index}").exists()
+
+
+def test_logs_are_appended_to_and_bad_bytes_kept(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program(r"sys.stdout.buffer.write(b'\xff no line end')")
+    cluster = local_cluster("multiworker", num_workers=1, num_ps=0)
+    launch(cluster, tmp_path, command)
+    launch(cluster, tmp_path, command)
+    log = (tmp_path / "tasks" / "worker-0.log").read_bytes()
+    mark, line, second_mark, second_line = log.splitlines()
+    assert line == second_line == b"\xff no line end"
+    assert mark.split()[:3] == second_mark.split()[:3] == [b"===", b"worker", b"0,"]
+
+
+def test_first_failure_is_the_cause_and_not_the_peer_that_gave_up_first(
+    tmp_path: Path, program: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = program("""
+        if index == 0:
+            note("gave-up")
+            sys.exit(75)
+        print("\\n".join(f"line {i}" for i in range(100)))
+        await_note("gave-up-worker-0")
+        while True:  # Until that peer's process has ended: this fixes the order.
+            pid = int((model_dir / "gave-up-worker-0").read_text())
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                sys.exit(1)
+            time.sleep(0.01)
+    """)
+    report = launch(local_cluster("multiworker", 2, 0), tmp_path, command)
+
+    assert [(str(end.task), end.exit_code) for end in report.tasks] == [
+        ("worker 0", 75),
+        ("worker 1", 1),
+    ]
+    assert report.first_failure == report.tasks[1]
+    assert report.exit_code == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:-1] == [f"[worker 1] line {i}" for i in range(60, 100)]
+    assert "worker 1" in lines[-1]
+    assert "worker-1.log" in lines[-1]
+
+
+def test_killed_worker_ends_the_others_and_asks_for_a_restart(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note("running")
+        if index == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await_note("running-worker-0")
+        sys.exit(75)
+    """)
+    report = launch(local_cluster("multiworker", 2, 0), tmp_path, command)
+    assert by_task(report) == {"worker 0": -signal.SIGKILL, "worker 1": 75}
+    assert report.exit_code == 75
+    assert report.first_failure is not None
+    assert report.first_failure.task == Task("worker", 0)
+    assert "Killed" in report.first_failure.failure
+
+
+def test_peer_that_hangs_after_a_failure_is_ended(
+    tmp_path: Path, program: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.local.launcher._PEER_LOST_SECS", 0.2)
+    command = program("""
+        signal.signal(signal.SIGTERM, lambda *_: note("asked"))
+        note("running")
+        await_note("running-worker-1")
+        if index == 0:
+            sys.exit(1)
+        while True:
+            time.sleep(60)
+    """)
+    report = launch(local_cluster("multiworker", 2, 0), tmp_path, command, grace_secs=0.5)
+    assert by_task(report) == {"worker 0": 1, "worker 1": -signal.SIGKILL}
+    assert set(notes(tmp_path, "asked")) == {"worker-1"}
+    assert report.exit_code == 1
+    assert report.first_failure is not None
+    assert report.first_failure.task == Task("worker", 0)
+
+
+def test_bad_usage_of_one_task_stops_the_others_at_once_and_is_the_exit_code(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note("running")
+        if job == "worker" and index == 1:
+            await_note("running-chief-0")
+            sys.exit(2)
+        time.sleep(60)
+    """)
+    began = time.monotonic()
+    report = launch(local_cluster("ps", 2, 1), tmp_path, command)
+    assert report.exit_code == 2
+    assert report.first_failure is not None
+    assert report.first_failure.task == Task("worker", 1)
+    assert time.monotonic() - began < 5
+
+
+def test_killed_ps_worker_leaves_the_others_training(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note("running")
+        if job == "chief":
+            await_note("running-worker-1")
+            victim = int((model_dir / "running-worker-1").read_text())
+            os.kill(victim, signal.SIGKILL)
+            while Path(f"/proc/{victim}").exists():  # Reaped by the launcher.
+                time.sleep(0.01)
+            note("done")
+        elif (job, index) == ("worker", 1):
+            time.sleep(60)
+        else:
+            await_note("done-chief-0")
+    """)
+    report = launch(local_cluster("ps", 2, 1), tmp_path, command)
+    assert by_task(report) == {
+        "chief 0": 0,
+        "worker 0": 0,
+        "worker 1": -signal.SIGKILL,
+        "ps 0": 0,
+    }
+    assert report.first_failure is not None
+    assert report.first_failure.task == Task("worker", 1)
+    assert report.exit_code == 0  # The chief did without it.
+
+
+@pytest.mark.parametrize("victim", ["worker", "ps"])
+def test_last_worker_or_a_ps_killed_ends_the_run(
+    victim: str,
+    tmp_path: Path,
+    program: Callable[[str], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.local.launcher._PEER_LOST_SECS", 0.1)
+    command = program(f"""
+        note("running")
+        if job == "chief":
+            signal.signal(signal.SIGTERM, save_and_end)
+            await_note("running-{victim}-0")
+            os.kill(int((model_dir / "running-{victim}-0").read_text()), signal.SIGKILL)
+        time.sleep(60)
+    """)
+    monkeypatch.setattr("trainer.local.launcher._SERVERS_ALONE_SECS", 0.1)
+    report = launch(local_cluster("ps", 1, 1), tmp_path, command)
+    assert set(notes(tmp_path, "saved")) == {"chief-0"}
+    assert by_task(report) == {
+        "chief 0": 75,
+        f"{victim} 0": -signal.SIGKILL,
+        f"{'ps' if victim == 'worker' else 'worker'} 0": -signal.SIGTERM,
+    }
+    assert report.first_failure is not None
+    assert report.first_failure.task == Task(victim, 0)
+    assert report.exit_code == 75
+
+
+def test_task_still_running_after_the_chief_is_done_is_an_error(
+    tmp_path: Path, program: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.local.launcher._SHUTDOWN_GRACE_SECS", 0.2)
+    command = program("""
+        note("running")
+        if job == "chief":
+            await_note("running-ps-0")
+        if job == "ps":
+            time.sleep(60)
+    """)
+    report = launch(local_cluster("ps", 1, 1), tmp_path, command)
+    assert by_task(report) == {"chief 0": 0, "worker 0": 0, "ps 0": -signal.SIGTERM}
+    assert report.first_failure is not None
+    assert report.first_failure.task == Task("ps", 0)
+    assert "after chief 0 was done" in report.first_failure.failure
+    assert report.exit_code == 1
+
+
+@pytest.fixture(params=[False, True], ids=["", "isolated"])
+def namespace(request: pytest.FixtureRequest) -> Iterator[Namespace | None]:
+    """None, or a network namespace for the tasks if this machine allows one."""
+    if not request.param:
+        yield None
+        return
+    try:
+        namespace = open_namespace()
+    except IsolationError as error:
+        pytest.skip(f"no network namespace here: {error}")
+    with namespace:
+        yield namespace
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_makes_every_worker_save_and_end(
+    signum: signal.Signals,
+    namespace: Namespace | None,
+    tmp_path: Path,
+    program: Callable[[str], list[str]],
+) -> None:
+    command = program("""
+        signal.signal(signal.SIGTERM, save_and_end)
+        note("running")
+        time.sleep(60)
+    """)
+    # These tests may run under nohup, which ignores SIGHUP.
+    former = signal.signal(signum, signal.default_int_handler)
+    try:
+        with when_noted(tmp_path, "running", 2, partial(os.kill, os.getpid(), signum)):
+            report = launch(
+                local_cluster("multiworker", 2, 0), tmp_path, command, namespace=namespace
+            )
+        assert signal.getsignal(signum) is signal.default_int_handler
+    finally:
+        signal.signal(signum, former)
+    assert set(notes(tmp_path, "saved")) == {"worker-0", "worker-1"}
+    assert by_task(report) == {"worker 0": 75, "worker 1": 75}
+    assert report.exit_code == 75
+
+
+def test_closed_terminal_does_not_end_a_run_under_nohup(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note("running")
+        await_note("hung-up")
+    """)
+
+    def hang_up() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        (tmp_path / "hung-up").touch()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with when_noted(tmp_path, "running", 1, hang_up):
+            report = launch(local_cluster("multiworker", 1, 0), tmp_path, command)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert report.exit_code == 0
+
+
+def test_signal_under_ps_asks_only_the_chief_which_ends_the_servers(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        signal.signal(signal.SIGTERM, save_and_end)
+        note("running")
+        if job == "chief":
+            time.sleep(60)
+        await_note("saved-chief-0")
+    """)
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    with when_noted(tmp_path, "running", 4, stop):
+        report = launch(local_cluster("ps", 2, 1), tmp_path, command)
+    assert set(notes(tmp_path, "saved")) == {"chief-0"}
+    assert by_task(report) == {"chief 0": 75, "worker 0": 0, "worker 1": 0, "ps 0": 0}
+    assert report.exit_code == 75
+
+
+def test_task_that_ignores_the_signal_is_killed_after_grace_secs_and_named(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        signal.signal(signal.SIGTERM, lambda *_: note("asked"))
+        note("running")
+        while True:
+            time.sleep(60)
+    """)
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    with when_noted(tmp_path, "running", 1, stop):
+        report = launch(local_cluster("multiworker", 1, 0), tmp_path, command, grace_secs=0.5)
+    assert set(notes(tmp_path, "asked")) == {"worker-0"}
+    assert by_task(report) == {"worker 0": -signal.SIGKILL}
+    assert report.first_failure is not None
+    assert "0.5 s" in report.first_failure.failure
+    assert report.exit_code == 75
+
+
+def test_second_signal_kills_at_once(tmp_path: Path, program: Callable[[str], list[str]]) -> None:
+    command = program("""
+        signal.signal(signal.SIGTERM, lambda *_: note("asked"))
+        note("running")
+        while True:
+            time.sleep(60)
+    """)
+    stop = partial(os.kill, os.getpid(), signal.SIGINT)
+    with (
+        when_noted(tmp_path, "running", 2, stop),
+        when_noted(tmp_path, "asked", 2, stop),
+    ):
+        report = launch(local_cluster("multiworker", 2, 0), tmp_path, command, grace_secs=600)
+    assert by_task(report) == {"worker 0": -signal.SIGKILL, "worker 1": -signal.SIGKILL}
+    assert report.exit_code == 75
+
+
+def test_children_of_a_task_do_not_outlive_it(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        import subprocess
+        child = subprocess.Popen(["sleep", "60"])
+        (model_dir / "child").write_text(str(child.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    report = launch(local_cluster("multiworker", 1, 0), tmp_path, command)
+    assert report.exit_code == 75
+    child = int((tmp_path / "child").read_text())
+    wait_for(lambda: is_gone(child))
+
+
+def test_killed_launcher_leaves_no_orphan(
+    namespace: Namespace | None, tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note("running")
+        while True:
+            time.sleep(60)
+    """)
+    launcher = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys\n"
+            "from strategies.cluster.tf_config import local_cluster\n"
+            "from trainer.local.network_namespace import Namespace\n"
+            "from trainer.local.launcher import LocalCluster\n"
+            "directory, fds, *command = sys.argv[1:]\n"
+            "namespace = Namespace(map(int, fds.split(','))) if fds else None\n"
+            "cluster = local_cluster('ps', 2, 1)\n"
+            "from trainer.local.restarts import Restarts\n"
+            "restarts = Restarts(0, lambda: (0, 0))\n"
+            "options = {'namespace': namespace, 'command': command}\n"
+            "LocalCluster(cluster, [], directory, restarts, **options).run()\n",
+            str(tmp_path),
+            ",".join(map(str, namespace.fds)) if namespace else "",
+            *command,
+        ],
+        pass_fds=namespace.fds if namespace else (),
+    )
+    try:
+        wait_for(lambda: len(notes(tmp_path, "running")) == 4)
+        assert not any(map(is_gone, notes(tmp_path, "running").values()))
+        launcher.kill()
+        launcher.wait()
+        wait_for(lambda: all(map(is_gone, notes(tmp_path, "running").values())))
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for pid in notes(tmp_path, "running").values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_program_that_cannot_be_started_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        launch(local_cluster("multiworker", 2, 0), tmp_path, [str(tmp_path / "missing")])
+    assert not psutil.Process().children(recursive=True)
+
+
+def no_progress(max_restarts: int) -> Restarts:
+    return Restarts(max_restarts, lambda: (0, 0))
+
+
+def causes(report: LaunchReport) -> list[tuple[str, int, int]]:
+    """For each restart: the task that died, its exit code, and the number of restarted tasks."""
+    return [(str(r.cause.task), r.cause.exit_code, len(r.tasks)) for r in report.restarts]
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(75)"])
+@pytest.mark.parametrize("num_workers", [1, 2], ids=["the last worker", "one of two workers"])
+def test_ps_worker_is_restarted_alone_at_its_address(
+    num_workers: int, end: str, tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program(f"""
+        note(f"running-{{start}}-{{config['cluster'][job][index]}}")
+        if (job, index) == ("worker", 0):
+            if start == 1:
+                {end}
+            note("again")
+        await_note("again-worker-0")
+    """)
+    cluster = local_cluster("ps", num_workers, 1)
+    report = launch(cluster, tmp_path, command, restarts=no_progress(1))
+
+    code = 75 if "75" in end else -signal.SIGKILL
+    assert causes(report) == [("worker 0", code, 1)]
+    assert report.exit_code == 0
+    assert sorted(path.read_text() for path in tmp_path.glob("starts-*")) == [
+        *["."] * (len(cluster.tasks()) - 1),
+        "..",
+    ]
+    address = cluster.address_of(Task("worker", 0))
+    assert {f"running-{n}-{address}-worker-0" for n in (1, 2)} <= set(os.listdir(tmp_path))
+    assert (tmp_path / "tasks" / "worker-0.log").read_text().count("=== worker 0, start") == 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "victim"),
+    [("ps", "chief 0"), ("ps", "ps 0"), ("multiworker", "worker 0"), ("multiworker", "worker 1")],
+)
+def test_all_tasks_are_restarted_if_the_others_cannot_continue(
+    strategy: str, victim: str, tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program(f"""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # They are killed, not asked to end.
+        print("start", start)
+        note(f"running-{{start}}")
+        if start == 1:
+            if f"{{job}} {{index}}" == "{victim}":
+                for task in {list(map(str, local_cluster(strategy, 2, 1).tasks()))}:
+                    await_note("running-1-" + task.replace(" ", "-"))
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+    """)
+    cluster = local_cluster(strategy, 2, 1)
+    began = time.monotonic()
+    report = launch(cluster, tmp_path, command, restarts=no_progress(1))
+
+    assert time.monotonic() - began < 10, "the launcher waited until the others noticed"
+    assert causes(report) == [(victim, -signal.SIGKILL, len(cluster.tasks()))]
+    assert report.exit_code == 0
+    assert report.first_failure is not None
+    assert report.first_failure.survived
+    assert len(notes(tmp_path, "running-2")) == len(cluster.tasks())
+    (line,) = (tmp_path / "tasks" / "restarts.jsonl").read_text().splitlines()
+    written = json.loads(line)
+    assert written["task"] == victim
+    assert written["exit_code"] == -signal.SIGKILL
+    assert written["started_again"] == list(map(str, cluster.tasks()))
+    assert written["last_lines"] == ["start 1"]
+
+
+def test_tasks_that_end_themselves_after_a_peer_are_not_killed(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    """After a SIGTERM to one of them, all save, and exit with 75 one after another."""
+    command = program("""
+        if start > 1:
+            sys.exit(0)
+        note("running")
+        if index == 0:
+            await_note("running-worker-1")
+            sys.exit(75)
+        await_note("running-worker-0")
+        pid = int((model_dir / "running-worker-0").read_text())
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        note("saved")
+        sys.exit(75)
+    """)
+    cluster = local_cluster("multiworker", 2, 0)
+    report = launch(cluster, tmp_path, command, restarts=no_progress(1))
+    assert set(notes(tmp_path, "saved")) == {"worker-1"}
+    assert [end.exit_code for end in report.tasks] == [75, 75, 0, 0]
+    assert causes(report) == [("worker 0", 75, 2)]
+    assert report.exit_code == 0
+
+
+def test_servers_that_the_chief_ends_with_75_cause_no_separate_restart(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    """After a SIGTERM to one of them, the chief saves, has the servers end, and ends."""
+    command = program("""
+        if start > 1:
+            sys.exit(0)
+        note("running")
+        if job == "chief":
+            pids = []
+            for name in ("worker-0", "worker-1", "ps-0"):
+                await_note("running-" + name)
+                pids.append((model_dir / ("running-" + name)).read_text())
+            note("end")
+            while any(Path(f"/proc/{pid}").exists() for pid in pids):
+                time.sleep(0.01)
+            time.sleep(0.2)
+        await_note("end-chief-0")
+        sys.exit(75)
+    """)
+    cluster = local_cluster("ps", 2, 1)
+    report = launch(cluster, tmp_path, command, restarts=no_progress(1))
+    (restart,) = report.restarts
+    assert len(restart.tasks) == 4
+    assert [end.exit_code for end in report.tasks] == [75] * 4 + [0] * 4
+    assert report.exit_code == 0
+
+
+def test_servers_that_the_chief_ends_with_75_after_a_signal_have_not_failed(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        signal.signal(signal.SIGTERM, save_and_end)
+        note("running")
+        if job == "chief":
+            time.sleep(60)
+        await_note("saved-chief-0")
+        sys.exit(75)
+    """)
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    with when_noted(tmp_path, "running", 3, stop):
+        report = launch(local_cluster("ps", 1, 1), tmp_path, command, restarts=no_progress(3))
+    assert by_task(report) == {"chief 0": 75, "worker 0": 75, "ps 0": 75}
+    assert report.first_failure is None
+    assert report.restarts == ()
+    assert report.exit_code == 75
+
+
+def test_worker_restarted_when_the_chief_is_done_is_ended_without_a_failure(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note(f"running-{start}")
+        if job == "chief":
+            await_note("running-2-worker-0")
+        elif job == "worker":
+            if start == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+    """)
+    report = launch(local_cluster("ps", 1, 1), tmp_path, command, restarts=no_progress(1))
+    assert causes(report) == [("worker 0", -signal.SIGKILL, 1)]
+    assert report.tasks[-1].task == Task("worker", 0)
+    assert report.tasks[-1].failure == ""
+    assert report.exit_code == 0
+
+
+def test_unresponsive_peer_is_killed_and_restarted_with_the_task_that_lost_it(
+    tmp_path: Path, program: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.local.launcher._PEER_LOST_SECS", 0.2)
+    command = program("""
+        if start > 1:
+            sys.exit(0)
+        note("running")
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        await_note("running-worker-1")
+        pid = (model_dir / "running-worker-1").read_text()
+        while Path(f"/proc/{pid}/stat").read_text().split()[2] != "T":
+            time.sleep(0.01)
+        sys.exit(75)
+    """)
+    report = launch(local_cluster("multiworker", 2, 0), tmp_path, command, restarts=no_progress(1))
+    assert causes(report) == [("worker 0", 75, 2)]
+    assert [end.exit_code for end in report.tasks] == [75, -signal.SIGKILL, 0, 0]
+    assert report.exit_code == 0
+
+
+@pytest.mark.parametrize("victim", ["chief 0", "worker 0", "ps 0"])
+def test_unresponsive_task_is_killed_and_restarted_with_the_tasks_that_depend_on_it(
+    victim: str, tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program(f"""
+        if f"{{job}} {{index}}" == "{victim}":
+            if start == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            note("again")
+        for task in ["{victim.replace(" ", "-")}"]:
+            await_note("again-" + task)
+        if job != "chief":
+            await_note("done-chief-0")
+        note("done")
+    """)
+    cluster = local_cluster("ps", 1, 1)
+    report = launch(cluster, tmp_path, command, restarts=no_progress(1), stall_timeout_secs=6.0)
+
+    assert causes(report) == [(victim, -signal.SIGKILL, 1 if victim == "worker 0" else 3)]
+    assert "unresponsive" in report.restarts[0].cause.failure
+    assert report.exit_code == 0
+
+
+def test_bug_behind_a_lost_peer_ends_the_run(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note("running")
+        if index == 0:
+            await_note("running-worker-1")
+            sys.exit(75)
+        await_note("running-worker-0")
+        pid = int((model_dir / "running-worker-0").read_text())
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.01)
+        sys.exit(1)
+    """)
+    report = launch(local_cluster("multiworker", 2, 0), tmp_path, command, restarts=no_progress(3))
+    assert by_task(report) == {"worker 0": 75, "worker 1": 1}
+    assert report.restarts == ()
+    assert report.first_failure is not None
+    assert report.first_failure.task == Task("worker", 1)
+    assert report.exit_code == 1
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_exit_that_would_happen_again_is_not_followed_by_a_restart(
+    code: int, tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program(f"""
+        signal.signal(signal.SIGTERM, save_and_end)
+        note("running")
+        if job == "worker":
+            await_note("running-chief-0")
+            sys.exit({code})
+        if job == "chief":
+            await_note("running-worker-0")
+            while Path(f"/proc/{{(model_dir / 'running-worker-0').read_text()}}").exists():
+                time.sleep(0.01)
+            sys.exit(75)
+        time.sleep(60)
+    """)
+    report = launch(local_cluster("ps", 1, 1), tmp_path, command, restarts=no_progress(3))
+    assert report.restarts == ()
+    assert report.exit_code == code
+
+
+def test_crash_loop_ends_and_names_the_task_and_its_signal(
+    tmp_path: Path,
+    program: Callable[[str], list[str]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.local.launcher._PEER_LOST_SECS", 0.1)
+    command = program("""
+        if index == 1:
+            print("start", start, "fails")
+            os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(60)
+    """)
+    began = time.monotonic()
+    report = launch(local_cluster("multiworker", 2, 0), tmp_path, command, restarts=no_progress(2))
+    assert time.monotonic() - began >= 1, "there was no delay before the second restart"
+    assert causes(report) == [("worker 1", -signal.SIGSEGV, 2)] * 2
+    assert report.exit_code == 75
+    assert report.first_failure is not None
+    assert not report.first_failure.survived
+    error = capfd.readouterr().err
+    assert "2 restarts within 10 minutes (--max_restarts)" in error
+    assert "[worker 1] start 3 fails" in error
+    assert error.count("restarted all tasks") == 2
+
+
+def test_worker_that_dies_at_once_is_restarted_with_growing_delays_while_the_others_run(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note(f"start-{start}")
+        if (job, index) == ("worker", 1) and start < 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await_note("start-4-worker-1")
+    """)
+    steps = itertools.count()
+    began = time.monotonic()
+    report = launch(
+        local_cluster("ps", 2, 1),
+        tmp_path,
+        command,
+        restarts=Restarts(1, lambda: (0, next(steps))),
+    )
+    assert time.monotonic() - began >= 0 + 1 + 2
+    assert causes(report) == [("worker 1", -signal.SIGKILL, 1)] * 3
+    assert report.exit_code == 0
+
+
+def test_signal_while_a_restart_is_awaited_ends_the_run_at_once(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    class Later(Restarts):
+        def next_delay_secs(self, num_short_lives: int) -> float | None:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            return 60.0
+
+    command = program("os.kill(os.getpid(), signal.SIGKILL)")
+    began = time.monotonic()
+    report = launch(
+        local_cluster("multiworker", 1, 0), tmp_path, command, restarts=Later(1, lambda: (0, 0))
+    )
+    assert 0.5 <= time.monotonic() - began < 30
+    assert report.restarts == ()
+    assert report.exit_code == 75
+
+
+def test_task_killed_after_the_chief_is_done_does_not_fail_the_run(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    command = program("""
+        note("running")
+        if job == "chief":
+            await_note("running-ps-0")
+            sys.exit(0)
+        pid = (model_dir / "running-chief-0")
+        if job == "ps":
+            await_note("running-chief-0")
+            while Path(f"/proc/{pid.read_text()}").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    report = launch(local_cluster("ps", 1, 1), tmp_path, command, restarts=no_progress(1))
+    assert by_task(report)["ps 0"] == -signal.SIGKILL
+    assert report.restarts == ()
+    assert report.exit_code == 0

@@ -1,0 +1,128 @@
+"""A network namespace: who can connect, the identity of processes inside, and its end.
+
+Skipped, with the kernel's reason, if this user cannot make one.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65534
+LISTEN = """
+import socket, sys
+with socket.create_server(("localhost", int(sys.argv[1]))) as server:
+    print("listens", flush=True)
+    server.accept()
+"""
+CONNECT = "import socket, sys; socket.create_connection(('localhost', int(sys.argv[1]))).close()"
+
+
+@pytest.fixture
+def namespace() -> Iterator[Namespace]:
+    try:
+        namespace = open_namespace()
+    except IsolationError as error:
+        pytest.skip(f"no network namespace here: {error}")
+    with namespace:
+        yield namespace
+
+
+def takes_connections(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_port_inside_accepts_connections_only_from_inside(namespace: Namespace) -> None:
+    (port,) = namespace.free_ports(1)
+    listen, connect = (
+        namespace.command([sys.executable, "-c", program, str(port)])
+        for program in (LISTEN, CONNECT)
+    )
+    with subprocess.Popen(listen, pass_fds=namespace.fds, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"listens\n"
+        for host in ("127.0.0.1", "::1", socket.gethostname()):
+            assert not takes_connections(host, port)
+        assert server.poll() is None, "a connection came from outside"
+        # The server listened all the time.
+        subprocess.run(connect, pass_fds=namespace.fds, check=True)
+        assert server.wait(10) == 0
+
+
+def test_ports_that_are_taken_outside_are_free_inside(namespace: Namespace) -> None:
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        listen = namespace.command([sys.executable, "-c", LISTEN, str(port)])
+        with subprocess.Popen(listen, pass_fds=namespace.fds, stdout=subprocess.PIPE) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == b"listens\n"
+            server.kill()
+
+
+def test_process_inside_is_the_same_process_and_user_as_outside(
+    namespace: Namespace, tmp_path: Path
+) -> None:
+    program = "import os, sys; open(sys.argv[1], 'w').write(f'{os.getpid()} {os.geteuid()}')"
+    made = tmp_path / "made"
+    command = namespace.command([sys.executable, "-c", program, str(made)])
+    with subprocess.Popen(command, pass_fds=namespace.fds) as process:
+        assert process.wait(10) == 0
+    assert made.read_text() == f"{process.pid} {os.geteuid()}"
+    assert made.stat().st_uid == os.geteuid()
+
+
+def test_no_process_keeps_the_namespace_alive(namespace: Namespace) -> None:
+    print_inode = [sys.executable, "-c", "import os; print(os.stat('/proc/self/ns/net').st_ino)"]
+    ours = os.stat("/proc/self/ns/net").st_ino
+    inside = subprocess.check_output(namespace.command(print_inode), pass_fds=namespace.fds)
+    assert int(inside) != ours
+    assert os.fstat(namespace.fds[-1]).st_ino == int(inside)
+    namespaces = {p.stat().st_ino for p in Path("/proc").glob("[0-9]*/ns/net") if os.access(p, 4)}
+    assert int(inside) not in namespaces, "a process keeps it alive"
+
+
+def test_user_without_rights_keeps_identity_and_files() -> None:
+    """Root needs no user namespace, so root becomes another user here."""
+    interpreter = next(filter(None, map(shutil.which, ("/usr/bin/python3", sys.executable))), "")
+    program = f"""
+import os, subprocess, sys
+sys.path.insert(0, {str(ROOT)!r})
+from trainer.local.network_namespace import open_namespace
+with open_namespace() as namespace:
+    assert len(namespace.fds) == 2, "no user namespace"
+    subprocess.run(namespace.command(["touch", sys.argv[1]]), pass_fds=namespace.fds, check=True)
+    ports = namespace.free_ports(2)
+    assert len(set(ports)) == 2
+"""
+    as_user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o777)
+        made = Path(directory) / "made"
+        try:
+            run = subprocess.run(
+                [interpreter, "-c", program, str(made)],
+                cwd=directory,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                **as_user,  # type: ignore[call-overload]
+            )
+        except PermissionError:
+            pytest.skip(f"user {NOBODY} may not run {interpreter}")
+        if "IsolationError" in run.stderr or "Permission denied" in run.stderr:
+            pytest.skip(run.stderr.splitlines()[-1])
+        assert run.returncode == 0, run.stderr
+        assert made.stat().st_uid == (NOBODY if as_user else os.geteuid())

@@ -1,0 +1,342 @@
+"""Shards on disk: what is written is found again, and what is wrong is named with file and
+place."""
+
+import gzip
+import logging
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data.prepare import writing
+from data.system import files
+from data.tfrecord import shard_names as names
+from data.tfrecord import split as records
+
+
+def write(
+    directory: Path, examples: list[bytes], num_shards: int = 2, split: str = "train"
+) -> records.Split:
+    return writing.write_shards(
+        examples, str(directory), "toy", split, num_shards, num_examples=len(examples)
+    )
+
+
+def contents(split: records.Split) -> list[bytes]:
+    paths = [shard.path for shard in split.shards]
+    return [bytes(record.numpy()) for record in tf.data.TFRecordDataset(paths)]
+
+
+def flip(path: str, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+def rebuilt(directory: Path, split: str = "train") -> records.Split:
+    (directory / f"{split}.index.npz").unlink(missing_ok=True)
+    return records.open_split(str(directory), split)
+
+
+def assert_same(a: records.Split, b: records.Split) -> None:
+    assert (a.name, a.chunk_examples, a.fingerprint) == (b.name, b.chunk_examples, b.fingerprint)
+    for x, y in zip(a.shards, b.shards, strict=True):
+        assert (x.path, x.num_bytes, x.num_records) == (y.path, y.num_bytes, y.num_records)
+        assert np.array_equal(x.offsets, y.offsets)
+
+
+EXAMPLES = [bytes([i % 256]) * (i % 37) for i in range(5000)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@given(
+    lengths=st.lists(st.integers(0, 9000), min_size=1, max_size=40),
+    repeats=st.sampled_from([1, 3, 60]),
+    num_shards=st.integers(1, 5),
+)
+def test_index_written_kept_and_rebuilt_are_the_same(
+    tmp_path: Path, lengths: list[int], repeats: int, num_shards: int
+) -> None:
+    shutil.rmtree(tmp_path)
+    examples = [os.urandom(n) for n in lengths * repeats]
+    written = write(tmp_path, examples, num_shards)
+    assert contents(written) == examples
+    assert_same(records.open_split(str(tmp_path), "train"), written)
+    assert_same(rebuilt(tmp_path), written)
+    assert written.num_examples == len(examples)
+    counts = written.shard_lengths
+    assert max(counts) - min(counts) <= 1
+    for shard in written.shards:
+        data = Path(shard.path).read_bytes()
+        for number, offset in enumerate(shard.offsets):
+            first = sum(counts[: written.shards.index(shard)]) + number * written.chunk_examples
+            assert struct.unpack_from("<Q", data, offset)[0] == len(examples[first])
+
+
+def test_records_longer_than_what_is_read_at_once_are_indexed(tmp_path: Path) -> None:
+    examples = [bytes(3 << 20), b"", bytes(40_000), *[bytes(70_000)] * 60, bytes(5)]
+    written = write(tmp_path, examples, num_shards=1)
+    assert_same(rebuilt(tmp_path), written)
+    assert written.chunk_examples == 1
+    assert written.shards[0].num_records == 64
+
+
+def test_chunks_are_small_in_bytes_and_many() -> None:
+    assert records.chunk_examples_for(num_examples=1_000_000, num_bytes=830_000_000) == 39
+    assert records.chunk_examples_for(num_examples=1_000_000, num_bytes=20_000_000) == 64
+    assert records.chunk_examples_for(num_examples=1_000_000, num_bytes=10**11) == 1
+    assert records.chunk_examples_for(num_examples=5_000, num_bytes=100_000) == 4
+    assert records.chunk_examples_for(num_examples=3, num_bytes=48) == 1
+
+
+def test_kept_index_is_used_and_one_that_does_not_fit_is_built_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, EXAMPLES)
+    index = tmp_path / "train.index.npz"
+    before = index.stat().st_mtime_ns
+    records.open_split(str(tmp_path), "train")
+    assert index.stat().st_mtime_ns == before, "a saved index that fits is left alone"
+    other = tmp_path / "other"
+    written = write(other, EXAMPLES[:4321], num_shards=3)
+    for path in tmp_path.glob("toy-train*"):
+        path.unlink()
+    for shard in written.shards:
+        shutil.copy(shard.path, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        found = records.open_split(str(tmp_path), "train")
+    assert "building it again" in caplog.text
+    assert found.num_examples == 4321
+    assert found.fingerprint == written.fingerprint, "directories do not count"
+    index.write_bytes(b"PK not an index")
+    assert records.open_split(str(tmp_path), "train").num_examples == 4321
+    assert index.stat().st_size > 100, "and it was saved again"
+
+
+def test_fingerprint_tells_data_apart(tmp_path: Path) -> None:
+    one = write(tmp_path / "a", EXAMPLES)
+    fewer = write(tmp_path / "b", EXAMPLES[1:])
+    sharded = write(tmp_path / "c", EXAMPLES, num_shards=3)
+    assert len({one.fingerprint, fewer.fingerprint, sharded.fingerprint}) == 3
+
+
+def test_directory_that_cannot_be_written_to_is_indexed_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write(tmp_path, EXAMPLES)
+    (tmp_path / "train.index.npz").unlink()
+    if os.geteuid() == 0:
+        # Root may write anywhere, so the refusal must come from the call itself.
+        def refuse(source: str, target: str) -> None:
+            raise PermissionError(13, "Permission denied", target)
+
+        monkeypatch.setattr(os, "replace", refuse)
+    else:
+        tmp_path.chmod(0o555)
+    with caplog.at_level(logging.WARNING):
+        found = records.open_split(str(tmp_path), "train")
+    tmp_path.chmod(0o755)
+    assert_same(found, written)
+    assert "Permission denied" in caplog.text
+    assert not list(tmp_path.glob("*index*")), "nothing is left behind"
+
+
+def test_many_records_are_indexed_and_opened_fast(tmp_path: Path) -> None:
+    # A loose bound, ten times what it takes: only a scan that reads each record for itself, or an
+    # index that is not used, would miss it.
+    record = one_record(tmp_path, b"x" * 20)
+    (tmp_path / "train.tfrecord").write_bytes(record * 200_000)
+    begin = time.perf_counter()
+    split = records.open_split(str(tmp_path), "train")
+    scanned = time.perf_counter()
+    assert split.num_examples == 200_000
+    records.open_split(str(tmp_path), "train")
+    opened = time.perf_counter()
+    assert scanned - begin < 2.0
+    assert opened - scanned < 0.5
+
+
+def one_record(tmp_path: Path, data: bytes) -> bytes:
+    path = tmp_path / "one"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        writer.write(data)
+    content = path.read_bytes()
+    path.unlink()
+    return content
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["mnist-train.tfrecord-00000-of-00002", "mnist-train.tfrecord-00001-of-00002"],
+        ["train.tfrecord"],
+        ["train.tfrecords"],
+        ["train.tfrecord-00000-of-00001"],
+        ["train-00000-of-00002", "train-00001-of-00002"],
+        ["train-00000-of-00002.tfrecord", "train-00001-of-00002.tfrecord"],
+        ["train_0.tfrecord", "train_1.tfrecord"],
+        ["my-set-train.tfrecord-00000-of-00001"],
+    ],
+)
+def test_usual_names_of_shards_are_found_in_order(tmp_path: Path, names: list[str]) -> None:
+    record = one_record(tmp_path, b"abc")
+    for name in [*names, "toy-test.tfrecord-00000-of-00001", "pretrain.tfrecord"]:
+        (tmp_path / name).write_bytes(record)
+    (tmp_path / "dataset_info.json").write_text("{}")
+    split = records.open_split(str(tmp_path), "train")
+    assert [os.path.basename(shard.path) for shard in split.shards] == names
+
+
+def fail(directory: Path | str, split: str = "train") -> str:
+    with pytest.raises(files.DataError) as caught:
+        records.open_split(str(directory), split)
+    return str(caught.value)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    write(tmp_path, EXAMPLES, num_shards=4)
+    (tmp_path / "toy-train.tfrecord-00002-of-00004").unlink()
+    message = fail(tmp_path)
+    assert "toy-train.tfrecord-00002-of-00004" in message
+    assert "3 of the 4" in message
+    assert "python -m data.prepare" in message
+
+
+def test_two_sets_of_shards_in_one_directory_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, EXAMPLES, num_shards=2)
+    write(tmp_path, EXAMPLES, num_shards=3)
+    message = fail(tmp_path)
+    assert "of-00002" in message
+    assert "of-00003" in message
+
+
+def test_missing_empty_and_wrong_directories_say_what_to_type(tmp_path: Path) -> None:
+    assert "python -m data.prepare" in fail(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    message = fail(tmp_path / "empty")
+    assert "is empty" in message
+    assert "python -m data.prepare" in message
+    (tmp_path / "file").touch()
+    assert f"--data_dir={tmp_path}" in fail(tmp_path / "file")
+    write(tmp_path / "mnist" / "3.0.1", EXAMPLES)
+    assert f"--data_dir={tmp_path / 'mnist' / '3.0.1'}" in fail(tmp_path)
+    assert "only train" in fail(tmp_path / "mnist" / "3.0.1", "test")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")
+def test_unreadable_directory_says_so(tmp_path: Path) -> None:
+    tmp_path.chmod(0)
+    message = fail(tmp_path)
+    tmp_path.chmod(0o755)
+    assert "permission denied" in message
+
+
+def test_file_of_no_bytes_is_named(tmp_path: Path) -> None:
+    write(tmp_path, EXAMPLES)
+    path = tmp_path / "toy-train.tfrecord-00001-of-00002"
+    path.write_bytes(b"")
+    message = fail(tmp_path)
+    assert str(path) in message
+    assert "0 bytes" in message
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20, 40])
+def test_truncated_shard_is_named_with_record_and_offset(tmp_path: Path, cut: int) -> None:
+    split = write(tmp_path, [b"x" * 30] * 4000)
+    shard = split.shards[1]
+    os.truncate(shard.path, shard.num_bytes - cut)
+    message = fail(tmp_path)
+    assert shard.path in message
+    # Records are 46 bytes: a cut of 40 leaves 6 bytes of the last record, less than a header.
+    assert "record 1999 at byte 91954" in message
+    assert "cut short" in message
+    [damage] = records.verify(split)
+    assert (damage.path, damage.offset) == (shard.path, shard.num_bytes - cut)
+
+
+def test_gzip_is_refused_with_the_command_that_rewrites_it(tmp_path: Path) -> None:
+    split = write(tmp_path, EXAMPLES, num_shards=1)
+    path = Path(split.shards[0].path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    message = fail(tmp_path)
+    assert f"python -m data.prepare rewrite --source={tmp_path}" in message
+
+
+def test_file_that_is_no_tfrecord_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.tfrecord").write_bytes(b"This is no TFRecord file at all." * 10)
+    assert "not a TFRecord" in fail(tmp_path)
+
+
+def test_whole_split_verifies(tmp_path: Path) -> None:
+    assert records.verify(write(tmp_path, EXAMPLES)) == []
+
+
+def test_flipped_bits_in_data_are_found_with_file_record_and_offset(tmp_path: Path) -> None:
+    split = write(tmp_path, [b"x" * 30] * 6000)
+    shard = split.shards[1]
+    for record in (0, 7, 8, 1500, 2999):
+        flip(shard.path, record * 46 + 12 + 3)
+    found = records.verify(split)
+    assert [(d.path, d.record, d.offset) for d in found] == [
+        (shard.path, record, record * 46) for record in (0, 7, 8, 1500, 2999)
+    ]
+    assert f"{shard.path}: record 7 at byte 322: " in str(found[1])
+
+
+def test_flipped_bit_in_a_length_is_found_and_what_follows_is_still_checked(
+    tmp_path: Path,
+) -> None:
+    split = write(tmp_path, [b"x" * 30] * 6000)
+    assert split.chunk_examples == 5
+    shard = split.shards[0]
+    flip(shard.path, 101 * 46)
+    flip(shard.path, 104 * 46 + 20)  # Same chunk: cannot be told apart from the damaged length.
+    flip(shard.path, 106 * 46 + 20)
+    found = records.verify(split)
+    assert [(d.record, d.offset) for d in found] == [(101, 101 * 46), (106, 106 * 46)]
+    assert "length" in found[0].reason
+    assert "record 101 at byte 4646" in fail_after_index_is_lost(tmp_path)
+
+
+def fail_after_index_is_lost(directory: Path) -> str:
+    (directory / "train.index.npz").unlink()
+    return fail(directory)
+
+
+def test_writing_fewer_or_more_examples_than_announced_leaves_nothing(tmp_path: Path) -> None:
+    for announced in (4, 6):
+        with pytest.raises(files.DataError, match=f"{announced}"):
+            writing.write_shards([b"x"] * 5, str(tmp_path), "toy", "train", 2, announced)
+        assert list(tmp_path.iterdir()) == []
+    with pytest.raises(files.DataError, match="no examples"):
+        writing.write_shards([], str(tmp_path), "toy", "train", 2, 0)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "toy-{}.tfrecord-{:05}-of-{:05}",
+        "{}-{:05}-of-{:05}",
+        "{}-{:05}-of-{:05}.tfrecord",
+        "{}-{}.tfrecord",
+        "{}_{}.tfrecord",
+    ],
+)
+def test_splits_are_known_by_all_names_that_shards_may_have(tmp_path: Path, pattern: str) -> None:
+    write(tmp_path / "written", [b"x"] * 6)
+    written = sorted((tmp_path / "written").glob("*tfrecord*"))
+    for split in ("train", "test"):
+        for i, path in enumerate(written):
+            (tmp_path / pattern.format(split, i, len(written))).write_bytes(path.read_bytes())
+    assert names.splits_in(str(tmp_path)) == ["test", "train"]
+    for split in ("train", "test"):
+        assert records.open_split(str(tmp_path), split).num_examples == 6

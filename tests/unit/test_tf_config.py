@@ -1,0 +1,378 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strategies.cluster.peers import check_own_address
+from strategies.cluster.tf_config import (
+    Cluster,
+    ClusterError,
+    Task,
+    local_cluster,
+    parse_hosts,
+    parse_tf_config,
+)
+
+WORKERS = ["a:2222", "b:2222"]
+PS_CLUSTER = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["d:1"]}
+
+
+def tf_config(cluster: object, job: object = "worker", index: object = 0) -> str:
+    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+
+
+def error_of(text: str, strategy: str = "multiworker") -> str:
+    with pytest.raises(ClusterError) as caught:
+        parse_tf_config(text, strategy)
+    return str(caught.value)
+
+
+def assert_teaches(message: str, *substance: str) -> None:
+    """The message has these parts in this order: what came, what is needed, what to type."""
+    pattern = ".*".join(map(re.escape, substance))
+    assert re.search(pattern, message, re.DOTALL), f"{message!r} lacks {pattern!r}"
+
+
+def test_workers_alone_make_worker_0_the_chief() -> None:
+    cluster = parse_tf_config(tf_config({"worker": WORKERS}, index=1), "multiworker")
+    assert cluster.jobs == {"worker": {0: "a:2222", 1: "b:2222"}}
+    assert cluster.task == Task("worker", 1)
+    assert str(cluster.task) == "worker 1"
+    assert cluster.address == "b:2222"
+    assert not cluster.is_chief
+    assert cluster.for_task(Task("worker", 0)).is_chief
+    assert not cluster.is_server
+    assert (cluster.num("worker"), cluster.num("ps")) == (2, 0)
+
+
+def test_chief_task_is_the_chief_under_multiworker_too() -> None:
+    cluster = parse_tf_config(tf_config({"worker": ["b:1"], "chief": ["a:1"]}), "multiworker")
+    assert cluster.tasks() == (Task("chief", 0), Task("worker", 0))
+    assert [cluster.for_task(task).is_chief for task in cluster.tasks()] == [True, False]
+
+
+def test_under_ps_workers_and_ps_serve_the_chief() -> None:
+    cluster = parse_tf_config(tf_config(PS_CLUSTER, "ps"), "ps")
+    views = [cluster.for_task(task) for task in cluster.tasks()]
+    assert [str(view.task) for view in views] == ["chief 0", "worker 0", "worker 1", "ps 0"]
+    assert [view.is_chief for view in views] == [True, False, False, False]
+    assert [view.is_server for view in views] == [False, True, True, True]
+
+
+def test_without_a_chief_worker_0_serves_and_coordinates() -> None:
+    cluster = parse_tf_config(tf_config({"worker": WORKERS, "ps": ["d:1"]}), "ps")
+    views = [cluster.for_task(task) for task in cluster.tasks()]
+    assert [view.is_chief for view in views] == [True, False, False]
+    assert all(view.is_server for view in views)
+    assert views[1].address_of(views[1].chief) == "a:2222"
+    chief = cluster.with_chief("a:9")
+    assert str(chief.task) == "chief 0"
+    assert (chief.address, chief.is_chief, chief.is_server) == ("a:9", True, False)
+
+
+def test_one_task_is_enough_for_mirrored() -> None:
+    cluster = parse_tf_config(tf_config({"worker": ["a:1"], "evaluator": ["b:1"]}), "mirrored")
+    assert cluster.is_chief
+
+
+def test_map_form_spaces_and_quoted_index_are_understood() -> None:
+    cluster = parse_tf_config(
+        tf_config({"worker": {"1": " B : 2222 ", "0": "a:2222"}}, index="1"), "multiworker"
+    )
+    assert cluster.jobs == {"worker": {0: "a:2222", 1: "b:2222"}}
+    assert cluster.address == "b:2222"
+
+
+def test_map_form_may_leave_out_tasks_that_a_server_does_not_need() -> None:
+    sparse = PS_CLUSTER | {"worker": {"3": "a:1"}}
+    cluster = parse_tf_config(tf_config(sparse, "worker", 3), "ps")
+    assert cluster.address == "a:1"
+    assert json.loads(cluster.tf_config())["cluster"]["worker"] == {"3": "a:1"}
+
+
+def test_keys_of_other_programs_are_ignored() -> None:
+    config = json.loads(tf_config({"worker": WORKERS})) | {"environment": "cloud"}
+    assert parse_tf_config(json.dumps(config), "multiworker").num("worker") == 2
+
+
+def test_ipv6_addresses_are_understood() -> None:
+    cluster = parse_tf_config(tf_config({"worker": ["[::1]:2222", "[FE80::2]:1"]}), "multiworker")
+    assert list(cluster.jobs["worker"].values()) == ["[::1]:2222", "[fe80::2]:1"]
+
+
+def test_training_tf_config_has_no_evaluator() -> None:
+    cluster = parse_tf_config(tf_config(PS_CLUSTER | {"evaluator": ["e:1"]}, "chief"), "ps")
+    assert "evaluator" in json.loads(cluster.tf_config())["cluster"]
+    assert json.loads(cluster.training_tf_config()) == json.loads(tf_config(PS_CLUSTER, "chief"))
+
+
+def test_cluster_cannot_be_changed() -> None:
+    cluster = parse_tf_config(tf_config({"worker": WORKERS}), "multiworker")
+    with pytest.raises(TypeError):
+        cluster.jobs["worker"][0] = "z:1"  # type: ignore[index]  # The test is that this fails.
+
+
+@pytest.mark.parametrize(
+    ("text", "substance"),
+    [
+        ("", ("empty", "unset TF_CONFIG")),
+        ("{'cluster': 1}", ("not JSON", "line 1, column 2", "single quotes")),
+        ('{"a":\n [1,}', ("not JSON", "line 2, column 5")),
+        ("[1]", ("object", "a list", '{"cluster"')),
+        ("{}", ('needs "cluster"', "nothing", '{"cluster"')),
+        ('{"task": {}, "job": 1}', ('needs "cluster"', '"task", "job"')),
+        ('{"cluster": []}', ('needs "cluster"', "a list")),
+        ('{"cluster": {"worker": []}}', ("no addresses", '"worker": [')),
+        ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', ('"worker" twice',)),
+        ('{"cluster": {"worker": ["a:1"]}}', ('needs "task"', "none", '"index": 0')),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}', ('needs "task"',)),
+    ],
+)
+def test_malformed_tf_config_is_explained(text: str, substance: tuple[str, ...]) -> None:
+    assert_teaches(error_of(text), *substance)
+
+
+@pytest.mark.parametrize(
+    ("job", "index", "substance"),
+    [
+        ("ps", 0, ('"ps"', "worker (2)", 'Set the type to "worker"')),
+        (None, 0, ("null", "worker (2)")),
+        ("worker", 2, ("worker 2", "2 worker", "0 to 1", "start at 0")),
+        ("worker", -1, ("worker -1", "0 to 1")),
+        ("worker", "x", ("an integer", "a string", '"x"', '"index": 0')),
+        ("worker", 1.5, ("an integer", "1.5")),
+        ("worker", True, ("an integer", "a boolean")),
+    ],
+)
+def test_task_that_is_not_in_the_cluster_is_explained(
+    job: object, index: object, substance: tuple[str, ...]
+) -> None:
+    assert_teaches(error_of(tf_config({"worker": WORKERS}, job, index)), *substance)
+
+
+@pytest.mark.parametrize(
+    ("address", "substance"),
+    [
+        ("host", ("worker 0", "'host'", "without a port", '"host:2222"')),
+        ("[::1]", ("without a port", '"[::1]:2222"')),
+        ("host:", ("'' is not a port", "1 to 65535")),
+        ("host:http", ("'http' is not a port",)),
+        ("host:0", ("'0' is not a port",)),
+        ("host:65536", ("'65536' is not a port",)),
+        ("host:٣", ("is not a port",)),
+        (":2222", ("without a host", '"localhost:2222"')),
+        ("[]:2222", ("without a host",)),
+        ("::1:2222", ("IPv6", '"[::1]:2222"')),
+        ("http://host:1", ("scheme",)),
+        ("a:1, b:1", ("several", '"worker": [')),
+        ("a b:1", ("space",)),
+        (2222, ("a string", "a number", "2222", '"localhost:2222"')),
+        (None, ("a string", "null")),
+    ],
+)
+def test_malformed_address_is_explained(address: object, substance: tuple[str, ...]) -> None:
+    assert_teaches(error_of(tf_config({"worker": [address]})), *substance)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "substance"),
+    [
+        ({"worker": "a:1,b:1"}, ('"worker"', "list", "a string", '["host:port"]')),
+        ({"worker": {"x": "a:1"}}, ('"worker"', "'x'", '{"0": "host:port"}')),
+        ({"worker": {"1": "a:1", "01": "b:1"}}, ("worker 1 twice",)),
+        ({"worker": {"0": "a:1", "2": "b:1"}}, ("worker 0, 2", "not worker 1")),
+        ({"worker": ["a:1", "A:1 "]}, ("a:1", "both worker 0 and worker 1")),
+        ({"worker": ["a:1"], "chief": ["a:1"]}, ("both worker 0 and chief 0",)),
+        ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, ("one chief", "2", "Make the others")),
+        ({"chief": {"1": "a:1"}, "worker": ["c:1"]}, ("chief 0", "index 1")),
+        ({"workers": ["a:1"]}, ('"workers"', 'Did you mean "worker"?', '"evaluator"')),
+        ({"Worker": ["a:1"]}, ('Did you mean "worker"?',)),
+        ({"master": ["a:1"]}, ('Did you mean "chief"?',)),
+        ({"xyz": ["a:1"]}, ('"xyz". Jobs are',)),
+    ],
+)
+def test_malformed_job_is_explained(cluster: object, substance: tuple[str, ...]) -> None:
+    assert_teaches(error_of(tf_config(cluster)), *substance)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cluster", "substance"),
+    [
+        ("multiworker", PS_CLUSTER, ('no "ps" task', "ps (1)", "--strategy=ps")),
+        ("multiworker", {"evaluator": ["a:1"]}, ("needs workers", "evaluator (1)", '"worker": [')),
+        (
+            "ps",
+            {"worker": WORKERS},
+            ('needs a "ps" task', "worker (2)", '"ps": ["host:port"]', "--strategy=multiworker"),
+        ),
+        ("ps", {"chief": ["a:1"], "ps": ["b:1"]}, ('needs a "worker" task', '"worker": [')),
+        ("ps", {"worker": {"1": "a:1"}, "ps": ["b:1"]}, ("where its chief is", "worker 0")),
+        ("mirrored", {"worker": WORKERS}, ("one process", "worker (2)", "--strategy=multiworker")),
+        ("mirrored", PS_CLUSTER, ("one process", "--strategy=ps")),
+        ("mirrored", {"ps": ["a:1"]}, ("one process", "ps (1)")),
+        ("ps", PS_CLUSTER | {"evaluator": ["e:1", "f:1"]}, ("one evaluator", "2")),
+        ("mirrored", {"evaluator": ["a:1"]}, ("one process", "evaluator (1)")),
+    ],
+)
+def test_jobs_that_a_strategy_does_not_accept_are_explained(
+    strategy: str, cluster: dict[str, list[str] | dict[str, str]], substance: tuple[str, ...]
+) -> None:
+    job = next(iter(cluster))
+    index = next(iter(cluster[job])) if isinstance(cluster[job], dict) else 0
+    assert_teaches(error_of(tf_config(cluster, job, index), strategy), *substance)
+
+
+HOSTS = {"ps": "d:1", "worker": " a : 2222 , b:2222, "}
+
+
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_host_flags_and_tf_config_give_equal_clusters(job: str) -> None:
+    cluster = parse_hosts(HOSTS, job, 0, "ps")
+    assert cluster == parse_tf_config(tf_config({"ps": ["d:1"], "worker": WORKERS}, job), "ps")
+
+
+def test_index_of_the_only_task_of_a_job_may_be_left_out() -> None:
+    assert parse_hosts(HOSTS, "ps", None, "ps").task == Task("ps", 0)
+
+
+def test_host_flags_describe_multiworker_too() -> None:
+    cluster = parse_hosts({"worker": "a:1,b:1"}, "worker", 1, "multiworker")
+    assert cluster.tasks() == (Task("worker", 0), Task("worker", 1))
+    assert not cluster.is_chief
+
+
+@pytest.mark.parametrize(
+    ("hosts", "job", "index", "substance"),
+    [
+        (HOSTS, None, 0, ("--job_name", "worker (2)", "None", "--job_name=worker")),
+        (HOSTS, "chief", 0, ("--job_name", "worker (2)", "chief")),
+        (HOSTS, "evaluator", 0, ("--job_name", "evaluator")),
+        (HOSTS, "worker", None, ("--task_index from 0 to 1", "--worker_hosts", "None")),
+        (HOSTS, "worker", 2, ("--task_index from 0 to 1", "2")),
+        (HOSTS, "ps", -1, ("--task_index from 0 to 0", "-1")),
+        ({"worker": "a:1"}, "worker", 0, ('needs a "ps" task', "the command line", "--ps_hosts=")),
+        ({"ps": "a:1"}, "ps", 0, ('needs a "worker" task', "--worker_hosts=")),
+        (HOSTS | {"worker": "a,b:1"}, "ps", 0, ("command line", "worker 0 is 'a'", '"a:2222"')),
+        (HOSTS | {"worker": "a:1,,b:1"}, "ps", 0, ("command line", "worker 1 is ''")),
+        (HOSTS | {"worker": "d:1"}, "ps", 0, ("command line", "d:1", "both ps 0 and worker 0")),
+        (HOSTS | {"chief": "e:1,f:1"}, "ps", 0, ("one chief", "names 2")),
+        (HOSTS | {"worker": ""}, "ps", 0, ('needs a "worker" task', "ps (1)")),
+    ],
+)
+def test_mistakes_in_host_flags_are_explained(
+    hosts: dict[str, str], job: str | None, index: int | None, substance: tuple[str, ...]
+) -> None:
+    with pytest.raises(ClusterError) as caught:
+        parse_hosts(hosts, job, index, "ps")
+    assert_teaches(str(caught.value), *substance)
+
+
+def test_ps_chief_must_know_every_worker() -> None:
+    sparse = PS_CLUSTER | {"worker": {"3": "a:1"}}
+    message = error_of(tf_config(sparse, "chief"), "ps")
+    assert_teaches(message, "chief 0", "worker 3", "not worker 0, 1, 2", "address")
+
+
+ADDRESSES = st.builds(
+    "{}:{}".format,
+    st.from_regex(r"[a-z][a-z0-9-]{0,8}|\[[0-9a-f:]{1,8}\]|\d{1,3}\.0\.0\.1", fullmatch=True),
+    st.integers(1, 65535),
+)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[Cluster, str]:
+    strategy = draw(st.sampled_from(["multiworker", "ps"]))
+    num_workers = draw(st.integers(1, 12))
+    sizes = {"chief": 1, "worker": num_workers, "evaluator": draw(st.integers(0, 1))}
+    if strategy == "ps":
+        sizes["ps"] = draw(st.integers(1, 3))
+    elif draw(st.booleans()):
+        del sizes["chief"]
+    total = sum(sizes.values())
+    addresses = iter(draw(st.lists(ADDRESSES, min_size=total, max_size=total, unique=True)))
+    jobs = {job: {i: next(addresses) for i in range(size)} for job, size in sizes.items()}
+    task = draw(st.sampled_from([Task(job, i) for job, known in jobs.items() for i in known]))
+    if strategy == "ps" and task.job == "worker" and draw(st.booleans()):
+        jobs["worker"] = {task.index: jobs["worker"][task.index]}
+    return Cluster(jobs, task), strategy
+
+
+@given(clusters())
+def test_tf_config_of_a_cluster_parses_to_the_same_cluster(made: tuple[Cluster, str]) -> None:
+    cluster, strategy = made
+    assert parse_tf_config(cluster.tf_config(), strategy) == cluster
+
+
+@given(clusters())
+def test_exactly_one_task_is_chief(made: tuple[Cluster, str]) -> None:
+    cluster, _ = made
+    if 0 in cluster.jobs["worker"] or "chief" in cluster.jobs:
+        assert sum(cluster.for_task(task).is_chief for task in cluster.tasks()) == 1
+
+
+@given(
+    st.text(max_size=40)
+    | st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["cluster", "task", "worker", "ps", "chief", "type", "index", "0"]),
+                inner,
+                max_size=4,
+            )
+        ),
+        max_leaves=12,
+    ).map(json.dumps)
+)
+def test_any_text_gives_a_cluster_or_a_cluster_error(text: str) -> None:
+    try:
+        cluster = parse_tf_config(text, "multiworker")
+    except ClusterError:
+        return
+    assert cluster.task in cluster.tasks()
+
+
+def test_local_cluster_has_the_tasks_asked_for_on_different_free_ports() -> None:
+    cluster = local_cluster("ps", num_workers=3, num_ps=2)
+    assert [cluster.num(job) for job in ("chief", "worker", "ps")] == [1, 3, 2]
+    assert cluster.is_chief
+    addresses = [cluster.for_task(task).address for task in cluster.tasks()]
+    assert len(set(addresses)) == 6
+    for task in cluster.tasks():
+        check_own_address(cluster.for_task(task))
+    assert parse_tf_config(cluster.tf_config(), "ps") == cluster
+
+    cluster = local_cluster("multiworker", num_workers=2, num_ps=1)
+    assert cluster.tasks() == (Task("worker", 0), Task("worker", 1))
+    assert cluster.is_chief
+
+
+def test_local_ports_are_never_given_to_outgoing_connections() -> None:
+    kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not kernel.exists():
+        pytest.skip("only Linux tells which ports it uses for outgoing connections")
+    first_outgoing = int(kernel.read_text().split()[0])
+    cluster = local_cluster("multiworker", num_workers=20, num_ps=0)
+    ports = [int(address.rpartition(":")[2]) for address in cluster.jobs["worker"].values()]
+    assert max(ports) < first_outgoing
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_workers", "num_ps", "substance"),
+    [
+        ("multiworker", 0, 0, ("at least one worker", "--workers=0", "--workers=2")),
+        ("ps", -1, 1, ("at least one worker", "--workers=-1")),
+        ("ps", 2, 0, ("ps tasks", "--ps=0", "--ps=1")),
+    ],
+)
+def test_local_cluster_without_tasks_is_refused(
+    strategy: str, num_workers: int, num_ps: int, substance: tuple[str, ...]
+) -> None:
+    with pytest.raises(ClusterError) as caught:
+        local_cluster(strategy, num_workers, num_ps)
+    assert_teaches(str(caught.value), *substance)

@@ -1,0 +1,94 @@
+"""Imports and memory settings, in new processes."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+
+def imported_by(program: str) -> set[str]:
+    program += "\nimport sys; print(*sorted(n for n in sys.modules if sys.modules[n]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
+    )
+    return set(ended.stdout.splitlines()[-1].split())
+
+
+def test_scikit_learn_is_not_imported_but_can_be_later() -> None:
+    names = imported_by("from trainer.tf_setup import import_tensorflow; import_tensorflow()")
+    assert {"tensorflow", "keras"} <= names
+    assert "sklearn" not in names
+    later = (
+        "from trainer.tf_setup import import_tensorflow; import_tensorflow(); import sklearn.base"
+    )
+    assert "sklearn.base" in imported_by(later)
+
+
+def test_keras_alone_imports_scikit_learn() -> None:
+    """Otherwise the special import would have no effect."""
+    assert "sklearn" in imported_by("import keras")
+
+
+FAULTS = """
+import os, resource, threading
+from trainer.tf_setup import keep_freed_memory
+
+def take():
+    for _ in range({times}):
+        bytearray({num_bytes})
+
+{call}
+if {in_thread}:
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+else:
+    take()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+# More than glibc ever keeps by itself, and less than an arena; and more than an arena.
+NUM_BYTES, MANY_BYTES, TIMES = 40 << 20, 80 << 20, 20
+
+
+def pages_taken_again(
+    call: str, num_bytes: int = NUM_BYTES, in_thread: bool = False, **variables: str
+) -> int:
+    """Pages that 20 blocks take from the system, one after the other, beyond those of the first."""
+
+    def faults(times: int) -> int:
+        program = FAULTS.format(call=call, times=times, num_bytes=num_bytes, in_thread=in_thread)
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**env, **variables},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        )
+        return int(ended.stdout)
+
+    return faults(TIMES + 1) - faults(1)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_freed_memory_is_reused_unless_the_user_has_malloc_settings() -> None:
+    all_pages = TIMES * NUM_BYTES // os.sysconf("SC_PAGE_SIZE")
+    call = "keep_freed_memory()"
+    assert pages_taken_again("") > all_pages / 2, "it is not needed any more"
+    assert pages_taken_again(call) < all_pages / 10
+    assert pages_taken_again(call, MALLOC_ARENA_MAX="2") > all_pages / 2
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_freed_memory_of_threads_is_reused_on_few_cores() -> None:
+    all_pages = TIMES * MANY_BYTES // os.sysconf("SC_PAGE_SIZE")
+
+    def taken_again(num_cores: int) -> int:
+        call = f"os.sched_getaffinity = lambda _: range({num_cores}); keep_freed_memory()"
+        return pages_taken_again(call, MANY_BYTES, in_thread=True)
+
+    assert taken_again(4) < all_pages / 10
+    assert taken_again(64) > all_pages / 2, "all threads may as well have arenas of their own"

@@ -1,0 +1,5 @@
+"""Checkpoints: what is saved, in the background, and how a damaged one is detected and skipped.
+
+`checkpointer.py` saves and restores: read it first. `snapshot.py` copies the variables so that
+training can continue meanwhile. `file_checks.py` has checksums and the errors of a full disk.
+"""

@@ -1,0 +1,424 @@
+"""Checkpoints: what is saved, which task saves, and how a damaged checkpoint is skipped.
+
+    checkpointer = Checkpointer("model_dir/checkpoints", learner, identity, keep=3)
+    saved = checkpointer.restore()                      # the newest complete one, or None
+    checkpointer.save(step, position, counts)           # only the chief; returns before it is done
+    checkpointer.has_saved(step)                        # waits
+
+A checkpoint is a directory, `step-00001000`, with TensorFlow's files and a mark, `checkpoint.json`,
+which is written last. It is not complete if there is no mark, or if a file has another size or
+checksum than the mark says. Under multiworker only the chief saves and every worker restores, so
+`model_dir` must be in a file system that all of them see.
+
+The training thread copies the variables (snapshot.py) while no step is in flight. One other thread
+writes files, checksums and the mark, and removes old checkpoints, one save after the other. If a
+save fails, the error is logged, its files are removed, training continues, and older checkpoints
+stay until a newer one is complete.
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import google_crc32c
+import keras
+import tensorflow as tf
+
+from strategies.base import Position
+from strategies.worker_stats import WorkerStats
+from trainer.checkpoints.file_checks import (
+    STORAGE_ERRORS,
+    contents_of,
+    damage_of,
+    flush_to_disk,
+    size_damage_of,
+)
+from trainer.checkpoints.snapshot import Snapshot
+from trainer.exit_codes import first_line
+from trainer.learner import Learner
+from trainer.run_files import CHECKPOINT_MARK
+
+log = logging.getLogger(__name__)
+
+
+class ModelDirError(ValueError):
+    """The model directory cannot be used for this run. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The progress that a checkpoint holds: steps applied, position in the data, worker_stats."""
+
+    step: int
+    position: Position
+    counts: WorkerStats = field(default_factory=dict)  # JSON has converted the keys to strings.
+
+
+class _DamagedError(Exception):
+    """A checkpoint is not complete; the message names the file and the damage."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The contents of checkpoint.json; only a best-* has a `score`."""
+
+    saved: Saved
+    identity: Mapping[str, object]
+    files: Mapping[str, Mapping[str, int | str]]
+    score: float
+
+
+class Checkpointer:
+    """Saves and restores a learner. Every task may restore; only the chief saves."""
+
+    def __init__(
+        self,
+        directory: str,
+        learner: Learner,
+        identity: Mapping[str, object],
+        *,
+        keep: int,
+        io_device: str | None = None,
+    ) -> None:
+        """Reads and writes nothing yet.
+
+        Args:
+            directory: The directory of the checkpoints.
+            learner: Its model, its optimizer with the step, and its `state` are saved.
+            identity: JSON values that must be equal for a run to continue from a checkpoint.
+            keep: The number of newest checkpoints that are not removed.
+            io_device: The device whose file system has `directory`; None is the local one.
+        """
+        self._directory = directory
+        self._checkpoint = _checkpoint_of(learner)
+        ours = {
+            "variables": _specs(learner.model.variables),
+            "optimizer": type(learner.optimizer).__name__,
+            "optimizer's variables": _specs(learner.optimizer.variables),
+            **{name: _specs(variables) for name, variables in learner.state.items()},
+        }
+        self._identity = json.loads(json.dumps({**identity, **ours}))
+        self._keep = keep
+        # Checkpoints that this process wrote or read: their checksums were right, not only sizes.
+        self._verified: set[str] = set()
+        self._resumed_step = 0
+        self._saved_step: int | None = None
+        self._device = io_device or "CPU:0"
+        self._options = tf.train.CheckpointOptions(experimental_io_device=io_device)
+        self._snapshot: Snapshot | None = None
+        self._snapshot_step: int | None = None
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
+        self._writes: list[concurrent.futures.Future[None]] = []
+
+    def save(self, step: int, position: Position, counts: WorkerStats) -> None:
+        """Copies the variables, after a former write, and starts to write a checkpoint of `step`.
+
+        When it is complete, others are removed: incomplete checkpoints; newer checkpoints that
+        `restore` skipped; and the oldest beyond `keep`.
+        """
+
+        def write() -> None:
+            name = f"step-{step:08d}"
+            if self._written(name, step, position, {"counts": counts}):
+                self._saved_step = step
+                self._rotate(name)
+
+        self._write_later(step, write)
+
+    def save_best(self, step: int, position: Position, score: float) -> None:
+        """Saves as best-* if `score` is the highest so far; then removes the former best."""
+
+        def write() -> None:
+            former = self._names("best-")
+            marks = map(self._mark_if_complete, former)
+            # NaN is never better: neither as the new score nor as an old one.
+            if math.isnan(score) or any(mark and mark.score >= score for mark in marks):
+                return
+            name = f"best-{step:08d}"
+            if self._written(name, step, position, {"score": score}):
+                for other in set(former) - {name}:
+                    self._remove(other)
+
+        self._write_later(step, write)
+
+    def wait(self) -> None:
+        """Returns when all writes have ended."""
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write.result()
+
+    def has_saved(self, step: int) -> bool:
+        """Returns True if the last complete checkpoint written or restored is of `step`; waits."""
+        self.wait()
+        return self._saved_step == step
+
+    def check(self) -> Saved | None:
+        """As `restore`, but reads neither variables nor checksums, and restores nothing."""
+        names = self._names("step-")
+        for name in reversed(names):
+            if mark := self._mark_if_complete(name):
+                self._check_identity(name, mark)
+                return mark.saved
+        self._refuse_damaged(names)
+        return None
+
+    def newest(self) -> Saved | None:
+        """Returns the progress of the newest checkpoint with complete files (by size), or None."""
+        marks = map(self._mark_if_complete, reversed(self._names("step-")))
+        return next((mark.saved for mark in marks if mark), None)
+
+    def restore_step(self, step: int) -> bool:
+        """As `restore`, of the checkpoint of `step`; False, with the reason logged, if damaged."""
+        self.wait()
+        try:
+            self._read(f"step-{step:08d}")
+        except _DamagedError as error:
+            log.warning("%s/step-%08d is not complete: %s.", self._directory, step, error)
+            return False
+        return True
+
+    def restore(self, at_most: int | None = None) -> Saved | None:
+        """Restores the newest complete checkpoint; returns None if none was ever finished.
+
+        A damaged one is logged, and the one before it is used. Checkpoints of steps after `at_most`
+        are skipped.
+
+        Raises:
+            ModelDirError: it is of another model, optimizer, data set or data order; or all
+                checkpoints are damaged.
+            tf.errors.UnavailableError: a parameter server was lost.
+        """
+        self.wait()
+        self._verified.clear()
+        self._saved_step = None
+        names = [n for n in self._names("step-") if at_most is None or _step(n) <= at_most]
+        for name in reversed(names):
+            try:
+                saved = self._read(name)
+            except _DamagedError as error:
+                path = f"{self._directory}/{name}"
+                log.warning("%s is not complete: %s. Using the one before it.", path, error)
+            else:
+                self._resumed_step = self._saved_step = saved.step
+                return saved
+        self._refuse_damaged(names)
+        return None
+
+    def _read(self, name: str) -> Saved:
+        """Restores a checkpoint. Raises _DamagedError, or ModelDirError if it is of another run."""
+        path = f"{self._directory}/{name}"
+        # The copy is outdated now, even if the next save is of the same step.
+        self._snapshot_step = None
+        mark = _complete_mark(path)
+        self._check_identity(name, mark)
+        for file, contents in mark.files.items():
+            if damage := damage_of(f"{path}/{file}", contents):
+                raise _DamagedError(damage)
+        try:
+            status = self._checkpoint.read(f"{path}/variables", options=self._options)
+        except tf.errors.UnavailableError:
+            raise  # The files may be complete.
+        except (tf.errors.OpError, ValueError) as error:
+            raise _DamagedError(f"it cannot be read ({first_line(error)})") from error
+        try:
+            status.assert_consumed()
+        except AssertionError as error:
+            # Otherwise TensorFlow would warn again when the process ends.
+            status.expect_partial()
+            raise ModelDirError(
+                f"{path} has variables of the same shapes, but its model or optimizer was put "
+                f"together in another way: {first_line(error)}. Give another --model_dir, or the "
+                "former model and optimizer."
+            ) from error
+        self._verified.add(name)
+        return mark.saved
+
+    def _write_later(self, step: int, write: Callable[[], None]) -> None:
+        """Copies the variables, unless the copy is of `step`; calls `write` on the other thread."""
+        if self._snapshot_step != step:
+            # The copy must not change while it is written.
+            self.wait()
+            self._snapshot_step = None
+            if self._snapshot is None:
+                self._snapshot = Snapshot(self._checkpoint, device=self._device)
+            else:
+                self._snapshot.take()
+            self._snapshot_step = step
+        self._writes.append(self._writer.submit(self._tolerating, write))
+
+    def _tolerating(self, write: Callable[[], None]) -> None:
+        # An error in reading or removing old checkpoints does not end the run.
+        try:
+            write()
+        except STORAGE_ERRORS as error:
+            log.warning("%s could not be tidied: %s", self._directory, first_line(error))
+
+    def _written(
+        self, name: str, step: int, position: Position, more: Mapping[str, object]
+    ) -> bool:
+        """Writes the copy as checkpoint `name`. If this fails, logs it and returns False."""
+        path = f"{self._directory}/{name}"
+        if name in self._verified and self._mark_if_complete(name):
+            return True
+        try:
+            if tf.io.gfile.exists(path):
+                self._remove(name)
+            self._write(path, step, position, more)
+        except STORAGE_ERRORS as error:
+            text = "there is no complete checkpoint"
+            with contextlib.suppress(*STORAGE_ERRORS):
+                if newest := self.newest():
+                    text = f"the newest complete checkpoint is of step {newest.step}"
+            message = "%s could not be written: %s. The next save tries again; %s."
+            log.warning(message, path, first_line(error), text)
+            # If it cannot be removed it is skipped later, because it has no mark.
+            with contextlib.suppress(*STORAGE_ERRORS):
+                self._remove(name)
+            return False
+        self._verified.add(name)
+        return True
+
+    def _write(self, path: str, step: int, position: Position, more: Mapping[str, object]) -> None:
+        assert self._snapshot is not None, "_write_later takes it"
+        tf.io.gfile.makedirs(path)
+        self._snapshot.write(f"{path}/variables", self._options)
+        files = {}
+        for file in sorted(tf.io.gfile.listdir(path)):
+            files[file] = contents_of(f"{path}/{file}")
+            flush_to_disk(f"{path}/{file}")
+        mark = {
+            "step": step,
+            "next_batch": position.next_batch,
+            "open_shares": position.open_sub_batches,
+            "skipped": position.skipped,
+            **more,
+            "files": files,
+            "identity": self._identity,
+        }
+        with tf.io.gfile.GFile(f"{path}/{CHECKPOINT_MARK}.tmp", "w") as file:
+            file.write(json.dumps(signed(mark), indent=2))
+        flush_to_disk(f"{path}/{CHECKPOINT_MARK}.tmp")
+        tf.io.gfile.rename(f"{path}/{CHECKPOINT_MARK}.tmp", f"{path}/{CHECKPOINT_MARK}")
+        for directory in (path, self._directory):
+            flush_to_disk(directory)
+
+    def _rotate(self, just_written: str) -> None:
+        useful = []
+        for name in self._names("step-"):
+            was_skipped = _step(name) > self._resumed_step and name not in self._verified
+            if was_skipped or self._mark_if_complete(name) is None:
+                self._remove(name)
+            elif name != just_written:
+                useful.append(name)
+        for name in useful[: max(0, len(useful) + 1 - self._keep)]:
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        # The mark first: if this is killed, the other files must not look like a damaged one.
+        mark = f"{self._directory}/{name}/{CHECKPOINT_MARK}"
+        if tf.io.gfile.exists(mark):
+            tf.io.gfile.remove(mark)
+        tf.io.gfile.rmtree(f"{self._directory}/{name}")
+
+    def _names(self, prefix: str) -> list[str]:
+        if not tf.io.gfile.isdir(self._directory):
+            return []
+        names = (name.rstrip("/") for name in tf.io.gfile.listdir(self._directory))
+        return sorted(name for name in names if re.fullmatch(prefix + r"\d+", name))
+
+    def _mark_if_complete(self, name: str) -> _Mark | None:
+        with contextlib.suppress(_DamagedError):
+            return _complete_mark(f"{self._directory}/{name}")
+        return None
+
+    def _refuse_damaged(self, names: Sequence[str]) -> None:
+        """Raises ModelDirError if a checkpoint of `names`, all of which are damaged, has a mark."""
+        paths = [f"{self._directory}/{name}" for name in reversed(names)]
+        # Without a mark it was never finished, and is not damaged.
+        damaged = [path for path in paths if tf.io.gfile.exists(f"{path}/{CHECKPOINT_MARK}")]
+        if damaged:
+            raise ModelDirError(
+                f"{self._directory} has checkpoints, but none can be read: {', '.join(damaged)}. "
+                "Put a copy of one in their place, or give another --model_dir to begin anew."
+            )
+
+    def _check_identity(self, name: str, mark: _Mark) -> None:
+        saved, ours = mark.identity, self._identity
+        different = [
+            f"{key}: {_short(saved.get(key))} there, {_short(ours.get(key))} here"
+            for key in sorted(saved.keys() | ours.keys())
+            if saved.get(key) != ours.get(key)
+        ]
+        if different:
+            raise ModelDirError(
+                f"{self._directory}/{name} is of another run, which this one cannot continue:\n  "
+                + "\n  ".join(different)
+                + "\nGive another --model_dir, or the former settings."
+            )
+
+
+def _checkpoint_of(learner: Learner) -> tf.train.Checkpoint:
+    state = {name: list(variables) for name, variables in learner.state.items()}
+    checkpoint = tf.train.Checkpoint(model=learner.model, optimizer=learner.optimizer, **state)
+    reached = {id(node) for node in tf.train.TrackableView(checkpoint).descendants()}
+    # keras.random.SeedGenerator is not a Trackable: the state of dropout would be left out.
+    checkpoint.missed = {
+        str(index): variable
+        for index, variable in enumerate(learner.model.variables)
+        if id(variable) not in reached and id(variable.value) not in reached
+    }
+    return checkpoint
+
+
+def _specs(variables: Sequence[keras.Variable | tf.Variable]) -> list[str]:
+    return [f"{index} {v.dtype}{list(v.shape)}" for index, v in enumerate(variables)]
+
+
+def signed(mark: Mapping[str, object]) -> dict[str, object]:
+    """Returns `mark` as it is after a round trip through JSON, with a checksum of its contents."""
+    contents = json.loads(json.dumps({**mark, "crc32c": None}))
+    del contents["crc32c"]
+    canonical = json.dumps(contents, sort_keys=True).encode()
+    return {**contents, "crc32c": f"{google_crc32c.value(canonical):08x}"}
+
+
+def _complete_mark(path: str) -> _Mark:
+    """Returns the mark. Raises _DamagedError if it is damaged, or a file has another size."""
+    try:
+        with tf.io.gfile.GFile(f"{path}/{CHECKPOINT_MARK}") as file:
+            mark = json.loads(file.read())
+    except tf.errors.NotFoundError:
+        message = f"{CHECKPOINT_MARK} is missing: never finished, or half deleted"
+        raise _DamagedError(message) from None
+    except (*STORAGE_ERRORS, ValueError) as error:
+        raise _DamagedError(f"{CHECKPOINT_MARK} cannot be read ({first_line(error)})") from error
+    try:
+        if mark["crc32c"] != signed(mark)["crc32c"]:
+            raise _DamagedError(f"{CHECKPOINT_MARK} has another checksum than when it was written")
+        shares = tuple((int(b), int(first), int(last)) for b, first, last in mark["open_shares"])
+        skipped = tuple(map(int, mark["skipped"]))
+        position = Position(int(mark["next_batch"]), shares, skipped)
+        saved = Saved(int(mark["step"]), position, dict(mark.get("counts", {})))
+        score = float(mark.get("score", -math.inf))
+        found = _Mark(saved, dict(mark["identity"]), dict(mark["files"]), score)
+    # KeyError: a part is missing; the others: a part has another type.
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _DamagedError(f"{CHECKPOINT_MARK} is not one of this program: {error!r}") from error
+    for file, contents in found.files.items():
+        if damage := size_damage_of(f"{path}/{file}", contents):
+            raise _DamagedError(damage)
+    return found
+
+
+def _step(name: str) -> int:
+    return int(name.partition("-")[2])
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 200 else f"{text[:150]} ... ({len(text)} characters)"

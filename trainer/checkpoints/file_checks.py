@@ -1,0 +1,73 @@
+"""Checks of files on a disk that may be full, read-only or failing.
+
+contents = contents_of("variables.index")      # when the file is written
+damage_of("variables.index", contents)         # later: "", or a description of the damage
+"""
+
+import errno
+import os
+from collections.abc import Mapping
+
+import google_crc32c
+import tensorflow as tf
+
+from data.system.files import is_url
+
+# Errors of reading and writing: Python's own, and those of TensorFlow's file systems.
+STORAGE_ERRORS = (OSError, tf.errors.OpError)
+
+_BLOCK_BYTES = 1 << 20
+# The errors of a file system that cannot flush a file, or more often a directory.
+_CANNOT_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+def contents_of(path: str) -> dict[str, int | str]:
+    """Returns the length and checksum of a file: {"bytes": 10, "crc32c": "8 hexadecimal digits"}.
+
+    Raises one of STORAGE_ERRORS if it cannot be read.
+    """
+    checksum = google_crc32c.Checksum()
+    with tf.io.gfile.GFile(path, "rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            checksum.update(block)
+        return {"bytes": file.tell(), "crc32c": checksum.hexdigest().decode()}
+
+
+def size_damage_of(path: str, contents: Mapping[str, int | str]) -> str:
+    """Describes the damage of a file that had `contents`, by its length; "" if there is none."""
+    name = os.path.basename(path)
+    try:
+        num_bytes = int(tf.io.gfile.stat(path).length)
+    except STORAGE_ERRORS as error:
+        return f"{name} is missing or cannot be accessed ({error})"
+    is_same = num_bytes == contents["bytes"]
+    return "" if is_same else f"{name} has {num_bytes:,} bytes instead of {contents['bytes']:,}"
+
+
+def damage_of(path: str, contents: Mapping[str, int | str]) -> str:
+    """Describes the damage of a file that had `contents`, reading all of it; "" if none."""
+    if damage := size_damage_of(path, contents):
+        return damage
+    name = os.path.basename(path)
+    try:
+        is_same = contents_of(path) == contents
+    except STORAGE_ERRORS as error:
+        return f"{name} cannot be read ({error})"
+    return "" if is_same else f"{name} has another checksum than when it was written"
+
+
+def flush_to_disk(path: str) -> None:
+    """Returns when a local file or directory is on the disk, if the file system can flush.
+
+    Other file systems (`gs://`) are durable when a file is closed.
+    """
+    if is_url(path):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH:
+            raise
+    finally:
+        os.close(descriptor)

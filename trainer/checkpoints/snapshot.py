@@ -1,0 +1,66 @@
+"""A copy of all variables, which another thread writes to disk while training continues.
+
+    snapshot = Snapshot(tf.train.Checkpoint(model=model, optimizer=optimizer), device="CPU:0")
+    snapshot.take()                             # copies the values; no step may be in flight
+    snapshot.write("path/variables", options)   # on any thread; the files of Checkpoint.write
+
+TensorFlow's asynchronous checkpoints (`experimental_enable_async_checkpoint`) fail with Keras 3,
+whose variables create a tf.Variable inside the tf.function that copies.
+"""
+
+import keras
+import tensorflow as tf
+
+
+class Snapshot:
+    """Copies of all variables below a tf.train.Checkpoint, on `device`.
+
+    They have the names of the original, and so the same files. On a CPU `take` is cheap: both
+    variables share one buffer, which TensorFlow copies when a step changes one (copy on write).
+    """
+
+    def __init__(self, checkpoint: tf.train.Checkpoint, *, device: str) -> None:
+        self._pairs: list[tuple[tf.Variable, tf.Variable]] = []  # (original, copy)
+        with tf.device(device):
+            self._copy = self._copy_graph(checkpoint)
+
+    @tf.function  # In one graph, so that parameter servers are read in parallel.
+    def take(self) -> None:
+        """Copies the current values. Waits for devices and for parameter servers.
+
+        Raises tf.errors.UnavailableError if a parameter server was lost.
+        """
+        for variable, copy in self._pairs:
+            copy.assign(variable.read_value())
+
+    def write(self, prefix: str, options: tf.train.CheckpointOptions) -> None:
+        """Writes the copies to files that begin with `prefix`. Do not call `take` meanwhile.
+
+        Raises OSError or tf.errors.OpError if a file cannot be written.
+        """
+        self._copy.write(prefix, options=options)
+
+    def _copy_graph(self, checkpoint: tf.train.Checkpoint) -> tf.train.Checkpoint:
+        view = tf.train.TrackableView(checkpoint)
+        # Holds a reference to each node: an id is unique only while its object lives.
+        nodes = view.descendants()
+        copies: dict[int, tf.Variable | tf.train.Checkpoint] = {}
+        inner = []
+        for node in nodes:
+            if isinstance(node, keras.Variable | tf.Variable):
+                copies[id(node)] = self._copy_variable(node)
+            # Other leaves are not copied: a lookup table is written as it is.
+            elif view.children(node):
+                copies[id(node)] = tf.train.Checkpoint()
+                inner.append(node)
+        for node in inner:
+            for name, child in view.children(node).items():
+                setattr(copies[id(node)], name, copies.get(id(child), child))
+        return copies[id(checkpoint)]
+
+    def _copy_variable(self, node: keras.Variable | tf.Variable) -> tf.Variable:
+        variable = node.value if isinstance(node, keras.Variable) else node
+        name = variable.name.partition(":")[0]
+        copy = tf.Variable(variable.read_value(), trainable=False, name=name)
+        self._pairs.append((variable, copy))
+        return copy

@@ -1,0 +1,306 @@
+"""What a command line asks for: a task, --keep_serving, a local cluster, --check, --download_only.
+
+    outcome = main(sys.argv)        # an exit code, or the TaskSpec of the task to run
+
+`trainer.__main__` imports this module only after the flags are parsed, so `--help` is fast.
+"""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from data.system.cores import num_cores
+from data.system.files import is_url
+from strategies.cluster.ports import free_ports
+from strategies.cluster.tf_config import Cluster, Task, local_cluster
+from trainer import tf_setup
+from trainer.cli import flag_checks, flags
+from trainer.config import ConfigError, Recipe, check_replicas, data_dir
+from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
+from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
+from trainer.local.fork_server import ForkServer
+from trainer.local.keep_serving import keep_serving
+from trainer.local.launcher import LocalCluster
+from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
+from trainer.local.parent_watch import ParentWatch, watch_parent
+from trainer.local.restarts import Restarts
+from trainer.local.task_process import say
+from trainer.run_files import progress_of
+from trainer.task_spec import TaskSpec
+
+# Exit code of `check_before_launch` if the cluster must be launched: unlikely from a user's code.
+_READY = 113
+
+
+def main(argv: Sequence[str]) -> int | TaskSpec:
+    """Does what the command line asks for; returns the exit code, or the task to run.
+
+    The caller runs the task, to keep the call stack of training short.
+    """
+    pin_to_cpus()
+    is_launched = watch_parent()
+    recipe, cluster = _read(argv, is_launched=is_launched)
+    if flags.DOWNLOAD_ONLY.value:
+        tf_setup.import_tensorflow()
+        from trainer.inputs import prepare_inputs
+
+        prepare_inputs(recipe)
+        return EXIT_DONE
+    # With --max_restarts the launcher also starts, and restarts, a single process.
+    is_one = flags.STRATEGY.value == "mirrored" and not flags.MAX_RESTARTS.present
+    if cluster is None and not is_one and not is_launched:
+        return _launch(recipe)
+    if cluster is not None and flags.KEEP_SERVING.value and not is_launched:
+        return keep_serving(cluster.task, [sys.executable, "-m", "trainer", *sys.argv[1:]])
+    return _task(recipe, cluster, is_launched=is_launched)
+
+
+def check_before_launch(argv: Sequence[str]) -> int:
+    """Finds all mistakes that can be found before tasks are started.
+
+    Called in a fork: TensorFlow and its memory stay out of the launcher, which checks in its own
+    process only if it cannot fork. Returns _READY if the cluster must be launched.
+    """
+    watch_parent()
+    recipe, _ = _read(argv, is_launched=False)
+    return _check_before_launch(recipe)
+
+
+def _read(argv: Sequence[str], *, is_launched: bool) -> tuple[Recipe, Cluster | None]:
+    """The checked command line; also sets up logging and the environment of TensorFlow."""
+    tf_setup.configure_logging()
+    if len(argv) > 1:
+        raise ConfigError(f"Unexpected arguments: {' '.join(argv[1:])}. Options start with --.")
+    recipe = flag_checks.read_recipe()
+    cluster = flag_checks.read_cluster(is_launched=is_launched)
+    tf_setup.set_environment()
+    tf_setup.keep_freed_memory()
+    return recipe, cluster
+
+
+def _local_cluster(choose_ports: Callable[[int], list[int]] = free_ports) -> Cluster:
+    strategy = flags.STRATEGY.value
+    num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
+    return local_cluster(strategy, num_workers, flags.PS.value, choose_ports)
+
+
+def _launch(recipe: Recipe) -> int:
+    strategy, cluster = flags.STRATEGY.value, _local_cluster()
+    num_workers = cluster.num("worker")
+    flag_checks.check_wire(num_workers)
+    if strategy == "ps":
+        flag_checks.num_to_aggregate(recipe, num_workers)
+    else:
+        check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
+    num_threads = flags.NUM_THREADS.value or max(1, num_cores() // num_workers)
+    cores = _cores(cluster, num_threads) if strategy == "multiworker" else {}
+    model_dir = _model_dir(recipe)
+    argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
+    with contextlib.ExitStack() as stack:
+        forks = None
+        if sys.platform == "linux":
+            forks = stack.enter_context(fork_server(f"--model_dir={model_dir}"))
+        exit_code = _run_check_before_launch(recipe, argv, forks)
+        if exit_code != _READY:
+            return exit_code
+        namespace = None
+        if strategy != "mirrored":
+            argv = [*argv, f"--num_threads={num_threads}"]
+            namespace = _namespace(recipe, model_dir)
+        if cores:
+            fewest = min(map(len, cores.values()))
+            each = f"at least {fewest} cores" if fewest > 1 else "one core"
+            say(f"CPU affinity: each worker has {each} for itself.")
+        if namespace:
+            stack.enter_context(namespace)
+            cluster = _local_cluster(namespace.free_ports)
+        launched = LocalCluster(
+            cluster,
+            argv,
+            model_dir,
+            restarts=Restarts(flags.MAX_RESTARTS.value, lambda: progress_of(model_dir)),
+            namespace=namespace,
+            cores=cores,
+            grace_secs=flags.GRACE_SECS.value,
+            stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
+            fork_server=forks,
+        )
+        return launched.run().exit_code
+
+
+def fork_server(label: str) -> ForkServer:
+    """A process that has imported all that a task needs, but has run no TensorFlow op."""
+    steps = ("configure_logging", "set_environment", "keep_freed_memory", "import_tensorflow")
+    return ForkServer(
+        label,
+        setup=[f"trainer.tf_setup:{step}" for step in steps],
+        preload=["trainer.__main__", "trainer.cli.commands", "trainer.preflight", "trainer.task"],
+    )
+
+
+def _run_check_before_launch(recipe: Recipe, argv: Sequence[str], forks: ForkServer | None) -> int:
+    if forks is None:
+        return _check_before_launch(recipe)
+    with ParentWatch() as parent_watch:
+        fds = {1: 1, 2: 2, parent_watch.fd: parent_watch.fd}
+        try:
+            target = "trainer.__main__:check_before_launch"
+            child = forks.spawn(target, "preflight", argv, parent_watch.env, fds)
+        except OSError:  # Perhaps TensorFlow cannot be imported: then this process says why.
+            return _check_before_launch(recipe)
+
+        def stop(signum: int, frame: object) -> None:
+            child.kill()
+            end_at_once(signum, frame)
+
+        former = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+        exit_code = child.wait()
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        say(f"error: {name} ended the process that checks before the launch.")
+        return EXIT_RESTART
+    return exit_code
+
+
+def _check_before_launch(recipe: Recipe) -> int:
+    model_dir = _model_dir(recipe)
+    if _say_if_finished(recipe, model_dir):
+        return EXIT_DONE
+    if flags.CHECK.value:
+        return _check(recipe, model_dir, _local_cluster())
+    from trainer import preflight
+
+    preflight.preflight(recipe, model_dir)
+    preflight.check_model_dir(model_dir)
+    return _READY
+
+
+def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:
+    tasks = cluster.tasks()
+    if flags.CPU_AFFINITY.value == "off" or len(tasks) == 1:  # One task has all cores.
+        return {}
+    groups = cpu_groups(len(tasks))
+    fewest = min(map(len, groups))
+    if sys.platform != "linux":
+        why_not = f"{sys.platform} has no CPU affinity"
+    elif fewest == 0:
+        why_not = f"{len(tasks)} workers are more than the {num_cores()} core(s)"
+    elif num_threads > fewest:
+        why_not = (
+            f"{num_cores()} cores for {len(tasks)} workers, of --num_threads={num_threads} each"
+        )
+    else:
+        return dict(zip(tasks, groups, strict=True))
+    if flags.CPU_AFFINITY.value == "on":
+        raise ConfigError(
+            f"--cpu_affinity=on, but workers cannot have cores for themselves: {why_not}. Use "
+            "--cpu_affinity=auto, or fewer --workers or --num_threads."
+        )
+    return {}
+
+
+def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
+    wanted = flags.ISOLATE.value
+    urls = [path for path in (model_dir, data_dir(recipe.config)) if is_url(path)]
+    if wanted == "off":
+        why_not = "--isolate=off"
+    elif wanted == "auto" and urls:
+        why_not = f"{urls[0]} is reached over the network"
+    else:
+        try:
+            namespace = open_namespace()
+        except IsolationError as error:
+            why_not = str(error)
+        else:
+            say("isolated: the tasks have a separate network namespace, unreachable from outside.")
+            return namespace
+    if wanted == "on":
+        raise ConfigError(
+            f"--isolate=on, but a network namespace cannot be made: {why_not}. Use --isolate=auto, "
+            "and close this machine's ports to other hosts."
+        )
+    say(f"not isolated ({why_not}): hosts that reach these ports can run code in tasks.")
+    return None
+
+
+def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int | TaskSpec:
+    replicas_to_aggregate = flag_checks.num_to_aggregate(recipe, _num_workers(cluster))
+    flag_checks.check_wire(_num_workers(cluster))
+    model_dir = _model_dir(recipe)
+    serves = cluster is not None and flag_checks.serves(cluster)
+    is_evaluator = cluster is not None and cluster.task.job == "evaluator"
+    serves_many = serves and (flags.KEEP_SERVING.value or flags.MODEL_DIR.value is None)
+    # If the run is finished, no chief would end its server. An evaluator may have work left.
+    if not (serves_many or is_evaluator) and _say_if_finished(recipe, model_dir):
+        return EXIT_DONE
+    if flags.CHECK.value:
+        return _check(recipe, model_dir, cluster)
+    tf_setup.import_tensorflow()
+    return TaskSpec(
+        strategy=flags.STRATEGY.value,
+        recipe=recipe,
+        cluster=cluster,
+        model_dir=model_dir,
+        replicas=flags.REPLICAS.value,
+        num_gpus=flags.NUM_GPUS.value,
+        communication=flags.COMMUNICATION.value,
+        wire_dtype=flags.WIRE_DTYPE.value,
+        num_threads=flags.NUM_THREADS.value,
+        log_device_placement=flags.LOG_DEVICE_PLACEMENT.value,
+        replicas_to_aggregate=replicas_to_aggregate,
+        max_staleness=flags.MAX_STALENESS.value,
+        is_checked=is_launched,
+        serves=serves,
+        chief_timeout_secs=None if flags.KEEP_SERVING.value else flags.CHIEF_TIMEOUT_SECS.value,
+        grace_secs=flags.GRACE_SECS.value,
+        stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
+    )
+
+
+def _num_workers(cluster: Cluster | None) -> int:
+    return (
+        1
+        if cluster is None
+        else cluster.num("worker")
+        if cluster.num("ps")
+        else len(cluster.trainers)
+    )
+
+
+def _check(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> int:
+    from trainer import preflight
+
+    num_workers, num_ps = _num_workers(cluster), cluster.num("ps") if cluster else 0
+    if not num_ps:
+        check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
+    found = preflight.preflight(recipe, model_dir)
+    print(found.describe(num_ps, num_workers if flags.SYNC_REPLICAS.value else 0))
+    return EXIT_DONE
+
+
+def _model_dir(recipe: Recipe) -> str:
+    if flags.MODEL_DIR.value is not None:
+        return str(flags.MODEL_DIR.value)
+    now = time.strftime("%Y%m%d-%H%M%S")
+    return str(Path("runs") / f"{Path(recipe.path).stem}-{flags.STRATEGY.value}-{now}")
+
+
+def _say_if_finished(recipe: Recipe, model_dir: str) -> bool:
+    tf_setup.import_tensorflow()
+    from trainer import preflight
+
+    result = preflight.finished_result(model_dir, recipe.config)
+    if result is None:
+        return False
+    preflight.preflight(recipe, model_dir)  # The finished run may be of another config.
+    measured = "  ".join(f"{name} {value:.4f}" for name, value in result["eval"].items())
+    print(
+        f"{model_dir} is finished: step {result['step']:,}  {measured}. To train further, raise "
+        "--train_steps; to train anew, give another --model_dir."
+    )
+    return True

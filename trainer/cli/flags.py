@@ -1,0 +1,303 @@
+"""The command line: every flag, declared once with its scope, and the parsing.
+
+    with _scope(_CLUSTERS, LOCAL):
+        WORKERS = flags.DEFINE_integer("workers", 2, "...")
+    FLAGS(parse(sys.argv))
+
+A flag that would be ignored, because of the strategy or of where the cluster comes from, is an
+error; trainer/cli/flag_checks.py finds it by the flag's scope. This module imports nothing slow, so
+that `--help` is fast.
+"""
+
+import contextlib
+import difflib
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from absl import flags
+from ml_collections import config_flags
+
+from trainer.exit_codes import EXIT_USAGE
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+FLAGS = flags.FLAGS
+STRATEGIES = ("mirrored", "multiworker", "ps")
+_CLUSTERS = ("multiworker", "ps")
+_PS = ("ps",)
+
+# Where a flag applies: anywhere; in a cluster on this machine; in a task of a cluster that
+# TF_CONFIG or --worker_hosts describes; or as a part of that description.
+ANYWHERE, LOCAL, DESCRIBED, HOSTS_OF_TASKS = "anywhere", "local", "described", "hosts"
+
+
+class Scope(NamedTuple):
+    """The strategies that use a flag, and where it applies."""
+
+    strategies: Sequence[str]
+    where: str
+
+
+SCOPES: dict[str, Scope] = {}  # By the name of the flag. A flag that is not here applies always.
+
+
+@contextlib.contextmanager
+def _scope(strategies: Sequence[str], where: str = ANYWHERE) -> Iterator[None]:
+    """Gives the flags that are defined inside this scope."""
+    defined = set(FLAGS)
+    yield
+    SCOPES.update({name: Scope(strategies, where) for name in FLAGS if name not in defined})
+
+
+STRATEGY = flags.DEFINE_enum(
+    "strategy",
+    "mirrored",
+    STRATEGIES,
+    "mirrored: one process, all its GPUs. multiworker: many processes, gradients summed over a "
+    "ring. ps: parameter servers, and workers that do not wait for each other.",
+)
+_HELP = ("help", "helpshort", "helpfull", "helpxml")
+_DEFAULT_CONFIG = "configs/digits.py"
+CONFIG = config_flags.DEFINE_config_file(
+    "config",
+    None,  # `parse` sets it: a default would be read, with its mistakes, at import.
+    f"What to train; by default {_DEFAULT_CONFIG}. Fields: --config.FIELD=VALUE, after --config.",
+    lock_config=False,
+)
+MODEL_DIR = flags.DEFINE_string(
+    "model_dir",
+    None,
+    "The directory of the run; a run in the same directory resumes. By default a new directory "
+    "under runs/. A cluster on many hosts needs it, on a file system that all tasks see.",
+)
+CHECK = flags.DEFINE_boolean(
+    "check",
+    False,
+    "Check flags, config, data, model and checkpoints; print what would be trained and the "
+    "placement of its variables; and end. Starts no task, and writes only data that must be "
+    "prepared or indexed anyway.",
+)
+DOWNLOAD_ONLY = flags.DEFINE_boolean(
+    "download_only",
+    False,
+    "Prepare the data set that the config names, or open and index what is in --data_dir; then "
+    "end, without training.",
+)
+GRACE_SECS = flags.DEFINE_float(
+    "grace_secs",
+    30.0,
+    "A task that is asked to stop (SIGTERM, Ctrl-C) saves the state of the run and stops it. After "
+    "this time it ends at once, and the run resumes from an earlier checkpoint.",
+    lower_bound=0.0,
+)
+STALL_TIMEOUT_SECS = flags.DEFINE_float(
+    "stall_timeout_secs",
+    300.0,
+    "A task that trains but makes no progress for this time writes the Python stacks to its log, "
+    "and ends with 75; before the first steps it has four times as long. Another task that does "
+    "not answer for half of this time is considered lost. 0 has no limit.",
+    lower_bound=0.0,
+)
+NUM_GPUS = flags.DEFINE_integer(
+    "num_gpus", None, "GPUs that each process uses; all by default.", lower_bound=0
+)
+NUM_THREADS = flags.DEFINE_integer(
+    "num_threads",
+    0,
+    "Threads of TensorFlow in each process (servers of ps run at least 4 ops at a time). 0: "
+    "TensorFlow chooses; in a cluster on this machine, the workers share the cores equally.",
+    lower_bound=0,
+)
+LOG_DEVICE_PLACEMENT = flags.DEFINE_boolean(
+    "log_device_placement", False, "Log where each op runs."
+)
+# The config fields that users change most.
+SHORTCUTS = {
+    "batch_size": flags.DEFINE_integer("batch_size", None, "Short for --config.batch_size."),
+    "learning_rate": flags.DEFINE_float("learning_rate", None, "Short for --config.learning_rate."),
+    "train_steps": flags.DEFINE_integer(
+        "train_steps", None, "Steps of a run. Short for --config.train_steps."
+    ),
+    "data_dir": flags.DEFINE_string(
+        "data_dir", None, "Directory with TFRecord files. Short for --config.data_dir."
+    ),
+}
+with _scope(_CLUSTERS, LOCAL):
+    WORKERS = flags.DEFINE_integer("workers", 2, "Workers of a cluster on this machine.")
+    ISOLATE = flags.DEFINE_enum(
+        "isolate",
+        "auto",
+        ("auto", "on", "off"),
+        "Runs a cluster on this machine in a separate network namespace: no other host reaches "
+        "its ports, and it reaches no other host. auto: if the kernel allows it, and neither "
+        "--model_dir nor --data_dir is a URL.",
+    )
+with _scope(_PS, LOCAL):
+    PS = flags.DEFINE_integer("ps", 1, "Parameter servers of a cluster on this machine.")
+with _scope(STRATEGIES, LOCAL):
+    MAX_RESTARTS = flags.DEFINE_integer(
+        "max_restarts",
+        3,
+        "How often tasks of a cluster on this machine are restarted within 10 minutes without a "
+        "new checkpoint or a later step; 0 is never. mirrored: if given, the process is "
+        "supervised too.",
+        lower_bound=0,
+    )
+with _scope(("multiworker",), LOCAL):
+    CPU_AFFINITY = flags.DEFINE_enum(
+        "cpu_affinity",
+        "auto",
+        ("auto", "on", "off"),
+        "multiworker: pins each worker of a cluster on this machine to different cores. auto: if "
+        "there are at least as many cores as workers, and no worker has more threads "
+        "(--num_threads) than cores. Use off if other programs keep some of the cores busy.",
+    )
+
+with _scope(_PS):
+    _PS_HOSTS = flags.DEFINE_string(
+        "ps_hosts", None, "In place of TF_CONFIG: host:port of each ps, joined by commas."
+    )
+    _CHIEF_HOSTS = flags.DEFINE_string(
+        "chief_hosts",
+        None,
+        "In place of TF_CONFIG: host:port of the chief. Without a chief, the process of worker "
+        "0 also coordinates.",
+    )
+with _scope(_CLUSTERS):
+    _WORKER_HOSTS = flags.DEFINE_string(
+        "worker_hosts", None, "In place of TF_CONFIG: host:port of each worker, joined by commas."
+    )
+HOSTS = {"ps": _PS_HOSTS, "worker": _WORKER_HOSTS, "chief": _CHIEF_HOSTS}
+
+with _scope(_CLUSTERS, HOSTS_OF_TASKS):
+    JOB_NAME = flags.DEFINE_string(
+        "job_name",
+        None,
+        "In place of TF_CONFIG, with --worker_hosts: this task's job, chief, worker or ps.",
+    )
+    TASK_INDEX = flags.DEFINE_integer(
+        "task_index", None, "In place of TF_CONFIG: this task's index in the hosts of its job."
+    )
+with _scope(_PS, HOSTS_OF_TASKS):
+    EXISTING_SERVERS = flags.DEFINE_boolean(
+        "existing_servers",
+        False,
+        "ps, with --ps_hosts and --worker_hosts: this process is the chief of servers that already "
+        "run, each started with --keep_serving, and does not end them.",
+    )
+
+with _scope(_PS, DESCRIBED):
+    KEEP_SERVING = flags.DEFINE_boolean(
+        "keep_serving", False, "ps, in worker and ps tasks: serve one chief after another."
+    )
+with _scope(_CLUSTERS, DESCRIBED):
+    CHIEF_TIMEOUT_SECS = flags.DEFINE_float(
+        "chief_timeout_secs",
+        600.0,
+        "Worker and ps tasks, and an evaluator, end with 75 when the chief does not answer for "
+        "this time, before or after it has started.",
+        lower_bound=1.0,
+    )
+    ALLOW_PUBLIC_ADDRESS = flags.DEFINE_boolean(
+        "allow_public_address",
+        False,
+        "Serve at an address of the public internet. TensorFlow's servers have no authentication: "
+        "use this only behind a firewall.",
+    )
+
+with _scope(_PS):
+    MAX_STALENESS = flags.DEFINE_integer(
+        "max_staleness",
+        None,
+        "ps without --sync_replicas: a gradient is dropped, and its batch handed out again, if "
+        "more steps than this were applied since it read the variables.",
+        lower_bound=0,
+    )
+    SYNC_REPLICAS = flags.DEFINE_boolean(
+        "sync_replicas", False, "ps: a step sums gradients computed on the same variables."
+    )
+    REPLICAS_TO_AGGREGATE = flags.DEFINE_integer(
+        "replicas_to_aggregate",
+        None,
+        "With --sync_replicas: how many gradients a step sums, the first to arrive. The other "
+        "workers are backups for slow workers. By default the number of workers.",
+    )
+with _scope(("mirrored",)):
+    REPLICAS = flags.DEFINE_integer(
+        "replicas",
+        0,
+        "mirrored: replicas; 0 is one per GPU, or one CPU. On CPUs, logical devices.",
+        lower_bound=0,
+    )
+with _scope(("multiworker",)):
+    COMMUNICATION = flags.DEFINE_enum(
+        "communication", "auto", ("auto", "ring", "nccl"), "multiworker: how gradients are summed."
+    )
+with _scope(_CLUSTERS):
+    WIRE_DTYPE = flags.DEFINE_enum(
+        "wire_dtype",
+        "float32",
+        ("float32", "float16", "bfloat16"),
+        "multiworker, ps: the type in which gradients are sent. 16 bits halve the bytes; the "
+        "rounding error of a gradient is added to the next gradient. A resumed run is then not "
+        "bit for bit the same.",
+    )
+
+_RENAMED = {"bind_cores": "cpu_affinity"}  # Former name of a flag -> its name today.
+
+
+def parse(argv: Sequence[str]) -> list[str]:
+    """Parses the command line, or ends with one message and exit code 2."""
+    for argument in argv[1:]:
+        if argument.startswith("-") and argument.lstrip("-") in _HELP:
+            FLAGS([argv[0], argument])  # Prints the help, and exits.
+    from trainer.config import ConfigError, load_recipe
+
+    paths = _config_paths(argv)
+    if len(paths) > 1:
+        _end_with(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
+    path = paths[0] if paths else _DEFAULT_CONFIG
+    if not paths:
+        argv = [argv[0], f"--config={path}", *argv[1:]]
+    try:
+        config = load_recipe(path).config
+    except ConfigError as error:
+        _end_with(str(error))
+    try:
+        return FLAGS(argv)  # type: ignore[no-any-return]
+    except flags.UnrecognizedFlagError as error:
+        name = _RENAMED.get(error.flagname, error.flagname)
+        near = difflib.get_close_matches(name, list(FLAGS), n=1, cutoff=0.6)
+        hint = f" Did you mean --{near[0]}?" if near else " --help lists all."
+        message = f"There is no flag --{error.flagname}.{hint}"
+    except (AttributeError, KeyError, flags.Error) as error:
+        message = _explain_flag_error(argv, config, error)
+    _end_with(message)
+
+
+def _end_with(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(EXIT_USAGE)
+
+
+def _config_paths(argv: Sequence[str]) -> list[str]:
+    paths = []
+    for argument, following in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        if name in ("--config", "-config"):
+            paths.append(value if equals else following)
+    return paths
+
+
+def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception) -> str:
+    from trainer.config import explain_unknown_field, flatten
+
+    known = flatten(config)
+    for argument in argv:
+        override = argument.lstrip("-").partition("=")[0]
+        if override.startswith("config.") and override.removeprefix("config.") not in known:
+            return explain_unknown_field(override.removeprefix("config."), config)
+    return str(error)

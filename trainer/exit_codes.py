@@ -1,0 +1,33 @@
+"""Exit codes, which a scheduler can act on, and the one line that says why."""
+
+import os
+import re
+import signal
+import sys
+
+EXIT_DONE = 0
+EXIT_BUG = 1  # Or training diverged.
+EXIT_USAGE = 2  # Bad usage, config or data: a restart would end in the same way.
+# A peer was lost, this task was asked to stop, or the last state could not be saved: the last
+# checkpoint is complete, restart to resume.
+EXIT_RESTART = 75
+
+_STYLE = re.compile("\x1b\\[[0-9;]*m")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what `error` says, or its type if it says nothing.
+
+    Skips the first line of Keras' errors: it names a layer, and the reason follows in bold.
+    """
+    lines = [line.strip() for line in _STYLE.sub("", str(error)).splitlines()]
+    told = [line for line in lines if line and not line.startswith("Exception encountered when")]
+    return (told or lines or [""])[0] or type(error).__name__
+
+
+def end_at_once(signum: int, frame: object) -> None:
+    """A signal handler for the time when there is no state to save."""
+    # Not an exception, which would appear in the middle of an import.
+    message = f"{signal.Signals(signum).name}: ending; nothing has started.\n"
+    os.write(sys.stderr.fileno(), message.encode())
+    os._exit(EXIT_RESTART)

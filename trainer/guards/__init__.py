@@ -1,0 +1,5 @@
+"""What protects a run: signals, a watchdog, and a comparison of what the tasks run.
+
+`signals.py` turns SIGTERM and Ctrl-C into a request to stop and save: read it first. `watchdog.py`
+ends a stalled task. `fingerprint.py` finds tasks with different code, versions or configs.
+"""

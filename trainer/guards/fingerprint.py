@@ -1,0 +1,54 @@
+"""What must be equal in all tasks of a run: the code, the versions, and the config.
+
+    versions()                  # of the code that this task runs
+    fingerprint(recipe)         # `versions`, and what this task trains
+
+Tasks of different versions or configs could connect, and train a model that no user asked for.
+"""
+
+import functools
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from trainer.config import Recipe, flatten
+
+_PACKAGES = ("trainer", "strategies", "data")
+
+
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Maps each part of the software of this task to its version or hash."""
+    root = Path(__file__).resolve().parents[2]
+    files = sorted(path for name in _PACKAGES for path in (root / name).rglob("*.py"))
+    code = hashlib.sha256()
+    for path in files:
+        code.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return {
+        "code of this program": code.hexdigest()[:12],
+        "keras": keras.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "tensorflow": tf.__version__,
+    }
+
+
+def fingerprint(recipe: Recipe) -> Mapping[str, str]:
+    """Returns `versions`, the hash of the config file, and every field of the config."""
+    fields = {
+        f"config.{name}": json.dumps(value)
+        for name, value in flatten(recipe.config).items()
+        if name != "data_dir"  # It may differ between hosts; the data is compared elsewhere.
+    }
+    config_file = hashlib.sha256(Path(recipe.path).read_bytes()).hexdigest()[:12]
+    return {**versions(), "config file": config_file, **fields}
+
+
+def as_number(value: object) -> int:
+    """A hash of `value` below 2**52, which a float64 holds exactly, for tasks to compare."""
+    digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 12

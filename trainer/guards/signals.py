@@ -1,0 +1,95 @@
+"""SIGTERM and Ctrl-C: the first one requests a stop with state saved, the second ends at once.
+
+    with StopSignals() as signals:
+        executor = connect()                    # A signal here ends the process: no state to save.
+        signals.on_stop(executor.request_stop, grace_secs=30)   # A signal after this calls it.
+
+Python runs signal handlers between bytecodes of the main thread, so none runs while TensorFlow
+waits there for a peer. The interpreter's wake-up descriptor is written at once, and a thread reads
+it.
+"""
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Self
+
+from trainer.exit_codes import EXIT_RESTART
+
+log = logging.getLogger(__name__)
+
+_STOP = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """Handles stop signals while the context is open. Used in the main thread."""
+
+    def __init__(self) -> None:
+        self._stop: Callable[[], None] | None = None
+        self._grace_secs = 0.0
+        self._overdue: threading.Timer | None = None
+
+    def on_stop(self, stop: Callable[[], None], grace_secs: float) -> None:
+        """From now on, the first signal calls `stop` on another thread.
+
+        The process ends `grace_secs` after that signal, even if the stop is not complete.
+        """
+        self._stop, self._grace_secs = stop, grace_secs
+        # Again, because the coordination service of a multiworker cluster replaces SIGTERM's.
+        _set_handlers()
+
+    def __enter__(self) -> Self:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno())
+        self._previous_handlers = {number: signal.getsignal(number) for number in _STOP}
+        _set_handlers()
+        threading.Thread(target=self._watch, name="stop signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        self._writer.close()
+
+    def _watch(self) -> None:
+        is_stop_requested = False
+        while numbers := self._reader.recv(1):
+            if numbers[0] not in _STOP:
+                continue
+            name = signal.Signals(numbers[0]).name
+            if is_stop_requested or self._stop is None:
+                log.warning("%s: this task ends at once.", name)
+                os._exit(EXIT_RESTART)
+            log.warning(
+                "%s: this task saves and ends after the steps in flight. Send the signal again to "
+                "end it at once.",
+                name,
+            )
+            is_stop_requested = True
+            self._overdue = threading.Timer(self._grace_secs, self._end_overdue, [name])
+            self._overdue.daemon = True
+            self._overdue.start()
+            threading.Thread(target=self._stop, name="stop", daemon=True).start()
+        self._reader.close()
+
+    def _end_overdue(self, name: str) -> None:
+        log.warning(
+            "The stop was not complete %g s after %s (--grace_secs), so this task ends now. "
+            "Checkpoints that were saved before are complete.",
+            self._grace_secs,
+            name,
+        )
+        os._exit(EXIT_RESTART)
+
+
+def _set_handlers() -> None:
+    """Sets handlers that do nothing, since the thread acts."""
+    for number in _STOP:
+        signal.signal(number, lambda *_: None)

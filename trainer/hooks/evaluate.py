@@ -1,0 +1,119 @@
+"""Evaluation while training, and early stopping.
+
+evaluate = Evaluate(executor, learner, writers, every_steps=500, last_step=1000, ...)
+early_stop = EarlyStop(executor, evaluate, config.early_stopping, "loss", history=json_lines.read)
+hooks = [..., evaluate, early_stop, ...]        # in this order
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+from typing_extensions import override
+
+from strategies.base import Executor, Position
+from strategies.metrics import Metrics, means
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.hooks.base import Hook, PeriodicHook
+from trainer.hooks.finite import NonFiniteLossError, require_finite
+from trainer.hooks.writers import Values, Writer
+from trainer.learner import Learner
+from trainer.step.options import EarlyStoppingConfig
+
+
+@dataclass(eq=False)
+class Evaluate(PeriodicHook):
+    """Writes evaluation metrics to all writers. All tasks that run the loop, or none, have it."""
+
+    executor: Executor
+    learner: Learner
+    writers: Sequence[Writer]
+    _: KW_ONLY
+    best_metric: str
+    checkpointer: Checkpointer | None  # The chief's; it saves the best state by `best_metric`.
+    position: Callable[[], Position]  # Of the evaluated state, in the data.
+    clock: Callable[[], float] = time.monotonic
+    latest: dict[str, float] = field(default_factory=dict, init=False)  # The last metrics.
+    latest_step: int = field(default=-1, init=False)
+
+    @override
+    def act(self, step: int) -> None:
+        if self.executor.stopping and step < self.last_step:
+            return
+        started = self.clock()
+        metrics = self.executor.evaluate(must_complete=step >= self.last_step)
+        if not metrics:
+            return
+        self.latest, self.latest_step = means(metrics), step
+        if not math.isfinite(self.latest["loss"]):
+            raise NonFiniteLossError(
+                f"The evaluation loss at step {step} is {self.latest['loss']}. Lower "
+                "--learning_rate; the last checkpoint is from before."
+            )
+        seconds = self.clock() - started
+        values = {**self.latest, "examples": int(metrics["loss"][1]), "seconds": seconds}
+        for writer in self.writers:
+            writer.write(step, "eval", values)
+        # In every task, though only the chief saves: an error must end the run in all tasks.
+        require_finite(self.learner, step)
+        if self.checkpointer is not None:
+            value = self.latest[self.best_metric]
+            self.checkpointer.save_best(step, self.position(), _score(self.best_metric, value))
+
+    @override
+    def result(self) -> Mapping[str, object]:
+        return {"eval": self.latest}
+
+
+@dataclass(eq=False)
+class EarlyStop(Hook):
+    """Ends training when evaluations no longer improve. All tasks that evaluate must have it.
+
+    The chief decides and the other tasks follow: only the chief has the evaluations from before a
+    resume.
+    """
+
+    executor: Executor
+    evaluate: Evaluate  # The hook that comes before this one.
+    options: EarlyStoppingConfig
+    metric: str
+    _: KW_ONLY
+    history: Callable[[], Sequence[Values]]  # The reports of the run so far (the chief's).
+    # Hooks for which training is complete when it stops early.
+    to_end: list[PeriodicHook] = field(default_factory=list, init=False)
+    _best_score: float = field(default=-math.inf, init=False)
+    _num_without_improvement: int = field(default=0, init=False)
+
+    @override
+    def begin(self, step: int) -> None:
+        # Counts past evaluations, so a resumed run stops where an uninterrupted one does.
+        self._best_score, self._num_without_improvement = -math.inf, 0
+        for report in self.history():
+            if report["split"] == "eval" and report["step"] <= step:
+                self._count(report[self.metric])
+
+    @override
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        if self.evaluate.latest_step != step:
+            return
+        self._count(self.evaluate.latest[self.metric])
+        is_over = self._num_without_improvement >= self.options.patience
+        if self.executor.gathered(int(is_over))[0]:
+            self.done = (
+                f"no better {self.metric} in {self.options.patience} evaluations: stopped early"
+            )
+            for hook in self.to_end:
+                hook.last_step = step
+
+    def _count(self, value: float | None) -> None:
+        # JSON has no NaN, so it is None there. NaN is no improvement.
+        score = _score(self.metric, math.nan if value is None else value)
+        if score > self._best_score + self.options.min_delta:
+            self._best_score, self._num_without_improvement = score, 0
+        else:
+            self._num_without_improvement += 1
+
+
+def _score(metric: str, value: float) -> float:
+    return -value if metric == "loss" else value

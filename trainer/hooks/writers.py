@@ -1,0 +1,260 @@
+"""Writers: where reports go (the console, metrics.jsonl, TensorBoard), by chief or evaluator.
+
+    writer = Lossy(JsonLines("model_dir/metrics.jsonl"), "model_dir/metrics.jsonl")
+    writer.write(step, "train", {"loss": 0.5, "worker_share": {"worker 0": 0.6, "worker 1": 0.4}})
+
+A report is a step, a split ("train" or "eval") and named values. A report that cannot be written
+does not end a run: see Lossy.
+"""
+
+import abc
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import rich.console
+import rich.progress
+import tensorflow as tf
+from tensorboard.compat.proto import summary_pb2
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+from typing_extensions import override
+
+from strategies.metrics import Metrics
+from trainer.checkpoints.file_checks import STORAGE_ERRORS
+from trainer.exit_codes import first_line
+from trainer.hooks.base import Hook
+from trainer.run_files import step_of, without_nan
+
+log = logging.getLogger(__name__)
+
+_MAX_SHOWN_WORKERS = 8
+# A number; or by worker a number or a histogram {value: count}, as in Executor.worker_stats. Any:
+# each writer distinguishes the three when it writes.
+Values = Mapping[str, Any]
+
+
+class Writer(Hook, abc.ABC):
+    """A hook that takes reports."""
+
+    @abc.abstractmethod
+    def write(self, step: int, split: str, values: Values) -> None:
+        """Writes one report. Raises one of STORAGE_ERRORS if it cannot be written."""
+
+
+class Lossy(Writer):
+    """Counts reports that cannot be written, in place of an error; logs the first, and the count.
+
+    `where` is what `writer` writes, for messages.
+    """
+
+    def __init__(self, writer: Writer, where: str) -> None:
+        self._writer = writer
+        self._where = where
+        self._num_lost = 0
+
+    @override
+    def begin(self, step: int) -> None:
+        try:
+            self._writer.begin(step)
+        except STORAGE_ERRORS as error:
+            log.warning("%s cannot be written: %s", self._where, first_line(error))
+
+    @override
+    def write(self, step: int, split: str, values: Values) -> None:
+        try:
+            self._writer.write(step, split, values)
+        except STORAGE_ERRORS as error:
+            if not self._num_lost:
+                message = "%s cannot be written: %s. Training continues; the next report is tried."
+                log.warning(message, self._where, first_line(error))
+            self._num_lost += 1
+
+    @override
+    def end(self, step: int) -> None:
+        if self._num_lost:
+            log.warning("%s lacks %d report(s).", self._where, self._num_lost)
+
+
+class JsonLines(Writer):
+    """One JSON object per report, appended to `metrics.jsonl`.
+
+    Every line of a split gets the values that `always` has for this split.
+    """
+
+    def __init__(self, path: str, always: Mapping[str, Values] | None = None) -> None:
+        self._path = path
+        self._always = always or {}
+        # None: all lines are valid. Else damaged lines, and lines of later steps, must be dropped.
+        self._last_valid_step: float | None = None
+
+    @override
+    def begin(self, step: int) -> None:
+        # The steps after `step` will be repeated.
+        self._drop_invalid_lines(step)
+
+    def read(self) -> list[Values]:
+        """Returns the reports so far, without a damaged one."""
+        lines = self._text().splitlines()
+        return [json.loads(line) for line in lines if not math.isnan(step_of(line, math.nan))]
+
+    @override
+    def write(self, step: int, split: str, values: Values) -> None:
+        report = {"step": step, "split": split, **values, **self._always.get(split, {})}
+        line = json.dumps(without_nan(report), allow_nan=False)
+        if self._last_valid_step is not None:
+            self._drop_invalid_lines(self._last_valid_step)
+        # Until the write returns: a full disk may take only a part of the line.
+        self._last_valid_step = math.inf
+        with tf.io.gfile.GFile(self._path, "a") as file:
+            file.write(f"{line}\n")
+        self._last_valid_step = None
+
+    def _drop_invalid_lines(self, last_valid_step: float) -> None:
+        self._last_valid_step = last_valid_step
+        text = self._text()
+        # NaN <= x is False for every x.
+        lines = [line for line in text.splitlines() if step_of(line, math.nan) <= last_valid_step]
+        valid = "".join(f"{line}\n" for line in lines)
+        if valid != text:
+            with tf.io.gfile.GFile(f"{self._path}.tmp", "w") as file:
+                file.write(valid)
+            tf.io.gfile.rename(f"{self._path}.tmp", self._path, overwrite=True)
+        self._last_valid_step = None
+
+    def _text(self) -> str:
+        if not tf.io.gfile.exists(self._path):
+            return ""
+        with tf.io.gfile.GFile(self._path) as file:
+            return str(file.read())
+
+
+class TensorBoard(Writer):
+    """Scalars and histograms in `tensorboard/train` and `tensorboard/eval`."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._writers: dict[str, tf.summary.SummaryWriter] = {}
+
+    @contextlib.contextmanager
+    def writing(self, split: str, step: int) -> Iterator[None]:
+        """Inside it tf.summary writes to `split`; on exit all is flushed."""
+        try:
+            if split not in self._writers:
+                self._writers[split] = tf.summary.create_file_writer(f"{self._directory}/{split}")
+            with self._writers[split].as_default(step=step):
+                yield
+            self._writers[split].flush()
+        except STORAGE_ERRORS:
+            # TensorBoard stops reading a file at a damaged record: the next write needs a new file.
+            self._writers.pop(split, None)
+            # Otherwise each attempt to write to a full disk would leave an empty file.
+            with contextlib.suppress(*STORAGE_ERRORS):
+                for path in tf.io.gfile.glob(f"{self._directory}/{split}/events*"):
+                    if not tf.io.gfile.stat(path).length:
+                        tf.io.gfile.remove(path)
+            raise
+
+    @override
+    def write(self, step: int, split: str, values: Values) -> None:
+        # All values in one op: a call of tf.summary.scalar takes 0.5 ms.
+        summary = summary_pb2.Summary()
+        for name, value in values.items():
+            if not isinstance(value, Mapping):
+                summary.MergeFrom(scalar_pb(name, value))
+                continue
+            for worker, number in value.items():
+                if isinstance(number, Mapping):
+                    summary.MergeFrom(histogram_pb(f"{name}/{worker}", _samples(number)))
+                else:
+                    summary.MergeFrom(scalar_pb(f"{name}/{worker}", number))
+        with self.writing(split, step):
+            tf.summary.experimental.write_raw_pb(summary.SerializeToString())
+
+
+class Console(Writer):
+    """One line per report; on a terminal also a progress bar towards `last_step`."""
+
+    def __init__(self, last_step: int) -> None:
+        self._console = rich.console.Console(highlight=False, soft_wrap=True)
+        self._last_step = last_step
+        self._has_failed = False
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("step"),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.BarColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._bar_task = self._bar.add_task("train", total=last_step)
+
+    @override
+    def begin(self, step: int) -> None:
+        self._bar.update(self._bar_task, completed=step)
+        self._bar.start()
+
+    @override
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self._bar.update(self._bar_task, completed=min(step, self._last_step))
+
+    def stop(self) -> None:
+        """Removes the bar. Called also when training failed."""
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar. If standard output cannot be written, warns once."""
+        try:
+            self._console.print(text, markup=False)
+        except OSError as error:  # For example a file on a full disk.
+            if not self._has_failed:
+                log.warning("The console cannot be written: %s. Training continues.", error)
+            self._has_failed = True
+
+    @override
+    def write(self, step: int, split: str, values: Values) -> None:
+        """Prints `step 400/1,000  train  loss 0.1230  12,345 examples/s  0.0081 s/batch  ...`."""
+        omitted = ("learning_rate", "examples", "steps_per_sec", "seconds", "examples_per_sec")
+        words = [f"step {step:,}/{self._last_step:,}", f"{split:5}"]
+        words += [
+            f"{name} {value:.4f}"
+            for name, value in values.items()
+            if name not in omitted and isinstance(value, float)
+        ]
+        if "examples_per_sec" in values:
+            secs_per_step = 1 / max(values["steps_per_sec"], 1e-9)
+            words.append(f"{values['examples_per_sec']:,.0f} examples/s")
+            words.append(f"{secs_per_step:.2g} s/batch")
+            words.append(f"{_clock(max(0, self._last_step - step) * secs_per_step)} left")
+        else:
+            words.append(f"{values['examples']:,} examples")
+        if "worker_share" in values:
+            words.append(f"({_balance(values['worker_share'])})")
+        self.say("  ".join(words))
+
+
+def _samples(counts: Mapping[int, int]) -> npt.NDArray[np.int64]:
+    # int64 is given because of a worker that has no counts yet.
+    values = np.array(list(counts), np.int64)
+    repeats = np.array(list(counts.values()), np.int64)
+    return np.repeat(values, -(-repeats // max(1, repeats.sum() // 10_000)))
+
+
+def _balance(shares: Mapping[str, float]) -> str:
+    """`worker 0: 51%  worker 1: 49%`; of many workers the two with the least and the most work."""
+    if len(shares) <= _MAX_SHOWN_WORKERS:
+        return "  ".join(f"{name}: {share:.0%}" for name, share in shares.items())
+    ends = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    return "  ".join([f"{len(shares)} workers", *(f"{name}: {shares[name]:.1%}" for name in ends)])
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

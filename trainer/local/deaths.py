@@ -1,0 +1,131 @@
+"""What the launcher does after a process of a task has ended: pure functions, no processes.
+
+    failure = failure_of(code, unresponsive="", end_reason=None, is_stopped=False)
+    action = decide(end, run)        # each time a process has ended
+    action = decide_loss(end, run)   # a second after Action.WAIT
+
+`decide` takes the first row that fits. `decide_loss` has the rows from "lost" on.
+
+| exit of | with | state of the run | action |
+| --- | --- | --- | --- |
+| the chief | 0 | any | FINISH |
+| any task | 2 (bad usage) | any | ABORT |
+| any task, except for a bug behind a 75 | any | all are being restarted | GO_DOWN |
+| any task | 0 | any | NONE |
+| a ps worker, or a task that is not overdue | not 1 (a bug) | the chief is done | IGNORE |
+| a ps worker | 75 | not ending | WAIT |
+| lost: a ps worker | a signal, or 75 | a restart is allowed | RESTART_TASK |
+| lost: another task | a signal, or 75 | a restart is allowed | RESTART_ALL |
+| lost: a ps worker | a signal that was not to end the run | other workers run | CONTINUE |
+| lost: any task | any | any | END_RUN |
+
+An unresponsive task, which the launcher kills, counts as lost. A ps worker is the only task that
+can be lost alone: the chief reconnects to it. The variables are lost with a ps task. Variable
+updates that a dead chief sent may still arrive, and must not reach the variables of the next chief.
+No multiworker step is complete without all workers. Exits with 1 and 2 would happen again.
+"""
+
+import enum
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from strategies.cluster.tf_config import Task
+from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
+
+
+class Action(enum.Enum):
+    """What the launcher does after an exit."""
+
+    FINISH = "The run is complete: end the remaining tasks, which should end by themselves."
+    ABORT = "End all tasks at once: a restart would end in the same way."
+    GO_DOWN = "Continue to end all tasks, and restart them when the last one has ended."
+    NONE = "Nothing: the task is done."
+    IGNORE = "Nothing: the chief is done and did not need the task."
+    WAIT = "Decide a second later: if the chief ended this worker, the chief itself ends by then."
+    RESTART_TASK = "Restart this task alone."
+    RESTART_ALL = "End all tasks, then restart them."
+    CONTINUE = "The other workers continue without this one."
+    END_RUN = "Have the remaining tasks save and end."
+
+
+@dataclass
+class TaskEnd:
+    """How one process of a task ended, `seconds` after its start."""
+
+    task: Task
+    is_chief: bool
+    is_ps_worker: bool
+    pid: int
+    exit_code: int  # As in subprocess: -n is death by signal n.
+    seconds: float
+    failure: str  # Why the exit is a failure; empty if it is none.
+    was_overdue: bool = False  # It did not end in time, so the launcher ended it; see `failure`.
+    last_lines: tuple[str, ...] = field(default=(), repr=False)
+    survived: bool = False  # The run continued after this failure.
+
+
+class RunState(NamedTuple):
+    """The state of the run when a process ended."""
+
+    is_chief_done: bool
+    is_ending: bool  # Nothing is started any more.
+    restart_cause: int | None  # The exit code because of which all tasks are being restarted.
+    has_other_workers: bool
+    may_restart: bool
+
+
+def is_chief_done(ends: Iterable[TaskEnd]) -> bool:
+    """Returns True if the chief has ended with 0."""
+    return any(end.is_chief and end.exit_code == 0 for end in ends)
+
+
+def decide(end: TaskEnd, run: RunState) -> Action:
+    """The action for a process that has just ended."""
+    if end.is_chief and end.exit_code == 0:
+        return Action.FINISH
+    if end.exit_code == EXIT_USAGE:
+        return Action.ABORT
+    # A peer that exits with 75 lost a task; a bug in that task is the cause and ends the run.
+    is_bug_behind_restart = end.exit_code == EXIT_BUG and run.restart_cause == EXIT_RESTART
+    if run.restart_cause is not None and not is_bug_behind_restart:
+        return Action.GO_DOWN
+    if end.exit_code == 0:
+        return Action.NONE
+    is_unneeded = end.is_ps_worker or not end.was_overdue
+    if run.is_chief_done and is_unneeded and end.exit_code != EXIT_BUG:
+        return Action.IGNORE
+    if end.exit_code == EXIT_RESTART and end.is_ps_worker and not run.is_ending:
+        return Action.WAIT
+    return decide_loss(end, run)
+
+
+def decide_loss(end: TaskEnd, run: RunState) -> Action:
+    """The action for a task that the run has lost: it did not end as planned."""
+    is_transient = end.exit_code < 0 or end.exit_code == EXIT_RESTART
+    if is_transient and run.may_restart and not run.is_ending:
+        return Action.RESTART_TASK if end.is_ps_worker else Action.RESTART_ALL
+    was_killed = end.exit_code < 0 and end.failure  # Not killed to end the run.
+    if was_killed and end.is_ps_worker and run.has_other_workers:
+        return Action.CONTINUE
+    return Action.END_RUN
+
+
+def failure_of(code: int, *, unresponsive: str, end_reason: str | None, is_stopped: bool) -> str:
+    """Why an exit with `code` is a failure; empty if it is none.
+
+    TaskProcess explains `unresponsive` and `end_reason`. `is_stopped` is True if the user or a
+    scheduler has asked the run to stop.
+    """
+    if unresponsive and code == -signal.SIGKILL:
+        return unresponsive
+    if end_reason:
+        return end_reason
+    if end_reason is not None and code in (EXIT_RESTART, -signal.SIGTERM, -signal.SIGKILL):
+        return ""
+    if is_stopped and code == EXIT_RESTART:  # The chief passes the stop on to its servers.
+        return ""
+    if code < 0:
+        return f"signal {-code} ({signal.strsignal(-code)})"
+    return f"exit code {code}" if code else ""

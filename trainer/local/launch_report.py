@@ -1,0 +1,112 @@
+"""How a local cluster ended: all exits and restarts, the exit code, and the messages about them.
+
+report = LaunchReport(ends, restarts, is_stopped=False)
+print_summary(report, logs_of("runs/a"))
+sys.exit(report.exit_code)
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.system.files import is_url
+from strategies.cluster.tf_config import Task
+from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
+from trainer.local.deaths import TaskEnd, is_chief_done
+from trainer.local.task_process import log_name, say
+
+_RESTARTS = "restarts.jsonl"
+_NUM_SHOWN_RESTARTS = 20
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The tasks that were restarted because `cause` had ended, and when."""
+
+    cause: TaskEnd
+    tasks: tuple[Task, ...]
+    when: str
+
+
+@dataclass(frozen=True)
+class LaunchReport:
+    """How the cluster ended: all processes in the order of their ends, and all restarts."""
+
+    tasks: tuple[TaskEnd, ...]
+    restarts: tuple[Restart, ...]
+    is_stopped: bool  # The user or a scheduler has asked the cluster to stop.
+
+    @property
+    def first_failure(self) -> TaskEnd | None:
+        """The task to look at first. Survived failures, and 75s after lost peers, come last."""
+        return min(
+            (end for end in self.tasks if end.failure),
+            key=lambda end: (end.survived, end.exit_code == EXIT_RESTART),
+            default=None,
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """The first that fits. Stopped: 0 if the chief and all needed tasks ended with 0, else 75.
+
+        0 without a failure that ended the run. 2 after bad usage. 75 if the first failure is a 75
+        or a signal, and was not overdue: the same command resumes. Otherwise 1.
+        """
+        first = self.first_failure
+        codes = [end.exit_code for end in self.tasks if not end.survived]
+        if self.is_stopped:
+            return EXIT_RESTART if any(codes) or not is_chief_done(self.tasks) else 0
+        if first is None or first.survived:
+            return 0
+        if EXIT_USAGE in codes:
+            return EXIT_USAGE
+        was_lost = first.exit_code < 0 or first.exit_code == EXIT_RESTART
+        return EXIT_RESTART if was_lost and not first.was_overdue else EXIT_BUG
+
+
+def logs_of(model_dir: str | Path) -> Path:
+    """The directory of the tasks' logs: in `model_dir`, or under runs/ if that is a URL."""
+    if is_url(str(model_dir)):
+        return Path("runs", str(model_dir).rstrip("/").rpartition("/")[2], "tasks").resolve()
+    return Path(model_dir).resolve() / "tasks"
+
+
+def write_restart(restart: Restart, logs: Path) -> None:
+    """Appends `restart` to restarts.jsonl."""
+    cause = restart.cause
+    document = {
+        "time": restart.when,
+        "started_again": [str(task) for task in restart.tasks],
+        "task": str(cause.task),
+        "process": cause.pid,
+        "seconds": round(cause.seconds, 1),
+        "exit_code": cause.exit_code,
+        "why": cause.failure,
+        "last_lines": [line.rstrip() for line in cause.last_lines],
+    }
+    path = logs / _RESTARTS
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(document) + "\n")
+    except OSError as error:  # The disk is full.
+        say(f"The restart after the death of {cause.task} is missing in {path}: {error}")
+
+
+def print_summary(report: LaunchReport, logs: Path) -> None:
+    """Prints the restarts and the failure that ended the run, if any, to standard error."""
+    if (num_before := len(report.restarts) - _NUM_SHOWN_RESTARTS) > 0:
+        say(f"{num_before} earlier restarts are in {logs / _RESTARTS}")
+    for restart in report.restarts[-_NUM_SHOWN_RESTARTS:]:
+        cause, tasks = restart.cause, restart.tasks
+        what = tasks[0] if len(tasks) == 1 else "all tasks"
+        say(f"{restart.when}  {cause.task} died: {cause.failure}; restarted {what}")
+    first = report.first_failure
+    if first is None or first.survived:
+        return
+    if not first.is_chief:  # The chief's lines were printed when they came.
+        for line in first.last_lines:
+            say(f"[{first.task}] {line.rstrip()}")
+    say(
+        f"{first.task} failed after {first.seconds:.1f} s: {first.failure}. "
+        f"Its log: {logs / log_name(first.task)}"
+    )

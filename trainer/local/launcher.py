@@ -1,0 +1,386 @@
+"""A whole cluster on this machine: starts one process for each task, supervises and ends them.
+
+    cluster = local_cluster("ps", num_workers=2, num_ps=1)
+    report = LocalCluster(cluster, sys.argv[1:], model_dir, restarts).run()
+    sys.exit(report.exit_code)
+
+Output: the lines of the chief (of worker 0 if there is no chief task) appear on the launcher's
+standard output, so a cluster looks like a single process. The lines of every task, with one more at
+each start, are in `<model_dir>/tasks/<job>-<index>.log`; for a URL, in runs/<name>/tasks.
+
+Servers are ps tasks and ps workers; trainers are the chief and multiworker workers. A task that
+died is restarted: a ps worker alone, any other with all tasks, which resume from the newest
+checkpoint. For that the launcher kills the peers at once; after an exit with 75 it first lets them
+end by themselves for 15 s. deaths.py has the table; restarts.py ends a run without progress.
+
+The run ends when the chief exits with 0, when a failure cannot be repaired by a restart, or when
+the launcher receives a signal. Every process is started in a new session: Ctrl-C in a terminal
+reaches only the launcher, which asks the tasks to save and end.
+
+No process is left when `run` returns: process groups are killed by their id. If the launcher itself
+is killed, a socket that it held closes, and the tasks end (parent_watch.py).
+"""
+
+import queue
+import sched
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from pathlib import Path
+
+from data.system.files import absolute
+from strategies.cluster.tf_config import Cluster, Task
+from trainer.exit_codes import EXIT_BUG, EXIT_RESTART
+from trainer.local.cpu_affinity import affinity_env
+from trainer.local.deaths import (
+    Action,
+    RunState,
+    TaskEnd,
+    decide,
+    decide_loss,
+    failure_of,
+    is_chief_done,
+)
+from trainer.local.fork_server import ForkServer
+from trainer.local.launch_report import LaunchReport, Restart, logs_of, print_summary, write_restart
+from trainer.local.network_namespace import Namespace
+from trainer.local.parent_watch import ParentWatch
+from trainer.local.restarts import Restarts
+from trainer.local.task_process import Child, TaskProcess, log_name, now, say
+
+TARGET = "trainer.__main__:run_from_command_line"  # What a task runs if it is forked.
+_PEER_LOST_SECS = 15.0  # TensorFlow's coordination service reports a dead peer within 10 s.
+_SHUTDOWN_GRACE_SECS = 10.0  # From the chief's exit with 0 to SIGTERM for tasks that still run.
+_SERVERS_ALONE_SECS = 2.0  # From the failure of the last trainer to SIGTERM for servers.
+_CHIEF_FOLLOWS_SECS = 1.0  # From a ps worker's 75 to the chief's, if the chief ended the worker.
+_SHORT_LIFE_SECS = 10.0  # A task that died sooner has not trained.
+_LATE_SECS = 2.0  # From the time when a task should have ended by itself to SIGKILL.
+_POLLS_PER_TIMEOUT = 10  # Heartbeats are read this many times in each stall time-out.
+_STATELESS_GRACE_SECS = 5.0  # From SIGTERM to SIGKILL for tasks without state to save.
+
+
+@dataclass(eq=False)
+class LocalCluster:
+    """Starts, supervises and ends the tasks of one cluster, each as `command argv --model_dir=...`.
+
+    A process is executed, or forked from a process that has already imported TensorFlow. The task's
+    place in the cluster is in its `TF_CONFIG`. It inherits the launcher's working directory and
+    environment.
+    """
+
+    cluster: Cluster  # With the tasks' addresses inside `namespace`, if there is one.
+    argv: Sequence[str]  # Without the program and --model_dir.
+    model_dir: str | Path  # A path or a URL.
+    restarts: Restarts  # Limits how often tasks are restarted.
+    _: KW_ONLY
+    namespace: Namespace | None = None  # Tasks run inside it.
+    cores: Mapping[Task, Collection[int]] = field(default_factory=dict)  # Their CPU affinity.
+    grace_secs: float = 30.0  # Trainers may save for this long when they are asked to stop.
+    stall_timeout_secs: float = 0.0  # A task without a heartbeat for this long is killed; 0: never.
+    fork_server: ForkServer | None = None  # If it is None or fails, tasks execute `command`.
+    command: Sequence[str] = (sys.executable, "-m", "trainer")
+
+    def __post_init__(self) -> None:
+        self._logs = logs_of(self.model_dir)
+        self._argv = [*self.argv, f"--model_dir={absolute(str(self.model_dir))}"]
+        self._chief = self.cluster.chief
+        self._clusters = {task: self.cluster.for_task(task) for task in self.cluster.tasks()}
+        self._events: queue.SimpleQueue[TaskProcess | signal.Signals] = queue.SimpleQueue()
+        self._running: dict[Task, TaskProcess] = {}
+        self._plans = sched.scheduler(time.monotonic)
+        self._num_starts: Counter[Task] = Counter()
+        self._num_short_lives: Counter[Task] = Counter()  # Consecutive ones.
+        self._restarted_alone: set[Task] = set()
+        self._ends: list[TaskEnd] = []
+        self._restarts: list[Restart] = []
+        # While all tasks are being ended for a restart: its cause, and its earliest time.
+        self._restart_of_all: tuple[TaskEnd, float] | None = None
+        self._is_ending = False
+        self._num_stops = 0
+
+    def run(self) -> LaunchReport:
+        """Runs the cluster to its end. Called once, in the main thread.
+
+        Raises OSError if a log file or a process could not be made.
+        """
+        self._logs.mkdir(parents=True, exist_ok=True)
+        stops = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored.
+            stops.append(signal.SIGHUP)
+        handlers = {signum: signal.signal(signum, self._on_signal) for signum in stops}
+        try:
+            self._start(self._clusters)
+            if self.stall_timeout_secs:
+                self._kill_unresponsive()
+            while self._running or self._planned_starts():
+                self._handle_next_event()
+        finally:
+            for process in self._running.values():
+                process.send(signal.SIGKILL)
+                process.reap()
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+        report = LaunchReport(tuple(self._ends), tuple(self._restarts), self._num_stops > 0)
+        print_summary(report, self._logs)
+        return report
+
+    def _start(self, tasks: Iterable[Task]) -> None:
+        for task in tasks:
+            self._num_starts[task] += 1
+            self._running[task] = TaskProcess(
+                task,
+                partial(self._start_process, self._clusters[task]),
+                self._logs / log_name(task),
+                self._events,
+                is_shown=task == self._chief,
+                start=self._num_starts[task],
+            )
+
+    def _start_process(self, cluster: Cluster, watch: ParentWatch, output: int) -> Child:
+        affinity = affinity_env(self.cores.get(cluster.task, ()))
+        env = {**affinity, "TF_CONFIG": cluster.tf_config()}
+        namespace_fds = self.namespace.fds if self.namespace else ()
+        if self.fork_server:
+            try:
+                return self.fork_server.spawn(
+                    TARGET,
+                    f"{cluster.task.job}-{cluster.task.index}",
+                    self._argv,
+                    {**env, **watch.env},
+                    {1: output, 2: output, watch.fd: watch.fd},
+                    namespace_fds,
+                )
+            except OSError as error:
+                say(
+                    f"The fork server failed ({error}); {cluster.task} is started as a new Python "
+                    "process, which takes a few seconds more"
+                )
+        command = [*self.command, *self._argv]
+        if self.namespace:
+            command = self.namespace.command(command)
+        return watch.start(command, namespace_fds, env, output)
+
+    def _on_signal(self, signum: int, frame: object) -> None:
+        # SimpleQueue.put may interrupt a get of the same thread; Queue.put would dead-lock.
+        self._events.put(signal.Signals(signum))
+
+    def _handle_next_event(self) -> None:
+        planned = self._plans.queue
+        timeout_secs = max(0.0, planned[0].time - time.monotonic()) if planned else None
+        try:
+            event = self._events.get(timeout=timeout_secs)
+        except queue.Empty:
+            self._plans.run(blocking=False)
+        else:
+            if isinstance(event, TaskProcess):
+                self._on_exit(event)
+            else:
+                self._on_stop(event)
+
+    def _kill_unresponsive(self) -> None:
+        for process in self._running.values():
+            silent_secs = process.watch.silent_secs()
+            if silent_secs > self.stall_timeout_secs and not process.unresponsive:
+                reason = f"unresponsive for {silent_secs:.0f} s (--stall_timeout_secs)"
+                process.unresponsive = reason
+                process.send(signal.SIGKILL)
+        self._plans.enter(self.stall_timeout_secs / _POLLS_PER_TIMEOUT, 0, self._kill_unresponsive)
+
+    def _on_stop(self, signum: signal.Signals) -> None:
+        self._num_stops += 1
+        self._start_nothing_more()
+        if self._num_stops > 1:
+            self._end(self._running, 0, signal.SIGKILL)
+            return
+        say(
+            f"{signum.name}: the tasks are asked to save and end within {self.grace_secs:g} s. "
+            "Send the signal again to kill them at once."
+        )
+        overdue = f"did not save and end within {self.grace_secs:g} s after SIGTERM"
+        self._end(self._trainers(), 0, signal.SIGTERM)
+        patience = self.grace_secs + _LATE_SECS
+        self._end(self._trainers(), patience, signal.SIGKILL, overdue)
+        self._end_stateless(self._servers(), patience)
+
+    def _on_exit(self, process: TaskProcess) -> None:
+        task = process.task
+        del self._running[task]
+        code = process.reap()
+        if self.fork_server:
+            self.fork_server.reap_orphans({other.pid for other in self._running.values()})
+        end = TaskEnd(
+            task,
+            is_chief=task == self._chief,
+            is_ps_worker=self._clusters[task].is_server and task.job == "worker",
+            pid=process.pid,
+            exit_code=code,
+            seconds=process.seconds(),
+            failure=failure_of(
+                code,
+                unresponsive=process.unresponsive,
+                end_reason=process.end_reason,
+                is_stopped=self._num_stops > 0,
+            ),
+            was_overdue=bool(process.end_reason),
+            last_lines=tuple(process.tail),
+        )
+        self._ends.append(end)
+        match decide(end, self._state(end)):
+            case Action.FINISH:
+                self._finish()
+            case Action.ABORT:
+                self._start_nothing_more()
+                self._end_stateless(self._running, 0)
+            case Action.GO_DOWN:
+                self._go_down()
+            case Action.NONE:
+                pass
+            case Action.IGNORE:
+                _mark_survived([end])
+            case Action.WAIT:
+                self._plans.enter(_CHIEF_FOLLOWS_SECS, 0, self._on_loss, (end,))
+            case _:
+                self._on_loss(end)
+
+    def _on_loss(self, end: TaskEnd) -> None:
+        state = self._state(end)
+        action = decide_loss(end, state)
+        if action in (Action.RESTART_TASK, Action.RESTART_ALL):
+            delay_secs = self._next_delay_secs(end)
+            if delay_secs is not None:
+                self._restart(end, delay_secs, is_alone=action is Action.RESTART_TASK)
+                return
+            action = decide_loss(end, state._replace(may_restart=False))
+        if action is Action.CONTINUE:
+            _mark_survived([end])
+            say(f"{_death(end)}. The other workers continue without it.")
+        else:
+            self._end_run()
+
+    def _state(self, end: TaskEnd) -> RunState:
+        return RunState(
+            is_chief_done=is_chief_done(self._ends),
+            is_ending=self._is_ending,
+            restart_cause=self._restart_of_all[0].exit_code if self._restart_of_all else None,
+            has_other_workers=any(other.job == end.task.job for other in self._running),
+            may_restart=self.restarts.max_restarts > 0,
+        )
+
+    def _finish(self) -> None:
+        self._start_nothing_more()
+        # The run did without these tasks, or they died when it did not need them any more.
+        _mark_survived(end for end in self._ends if end.exit_code != EXIT_BUG)
+        # A task that was just restarted may wait for a chief that it has never seen.
+        late = [task for task in self._restarted_alone if task in self._running]
+        self._end(late, _SERVERS_ALONE_SECS, signal.SIGKILL)
+        overdue = f"was still running {_SHUTDOWN_GRACE_SECS:g} s after {self._chief} was done"
+        self._end_stateless(self._running, _SHUTDOWN_GRACE_SECS, overdue)
+
+    def _end_run(self) -> None:
+        """Has the remaining tasks save and end, after a failure that no restart repairs."""
+        self._start_nothing_more()
+        patience = _PEER_LOST_SECS + self.grace_secs
+        if not self._num_stops:  # A second SIGTERM would keep tasks from saving.
+            self._end(self._trainers(), _PEER_LOST_SECS, signal.SIGTERM)
+            self._end(self._trainers(), patience, signal.SIGKILL)
+        # Servers run as long as a trainer may save what they hold. Without one they never end.
+        self._end_stateless(self._servers(), patience if self._trainers() else _SERVERS_ALONE_SECS)
+
+    def _next_delay_secs(self, end: TaskEnd) -> float | None:
+        if end.seconds > _SHORT_LIFE_SECS:
+            self._num_short_lives[end.task] = 0
+        delay_secs = self.restarts.next_delay_secs(self._num_short_lives[end.task])
+        self._num_short_lives[end.task] += end.seconds <= _SHORT_LIFE_SECS
+        if delay_secs is None:
+            say(
+                f"{_death(end)}. It is not restarted: {self.restarts.max_restarts} restarts within "
+                "10 minutes (--max_restarts) have brought neither a new checkpoint nor a later "
+                "step."
+            )
+        return delay_secs
+
+    def _restart(self, cause: TaskEnd, delay_secs: float, *, is_alone: bool) -> None:
+        what = cause.task if is_alone else "all tasks"
+        when = f"in {delay_secs:g} s" if delay_secs else "now"
+        say(f"{_death(cause)}. Restarting {what} {when}.")
+        if is_alone:
+            _mark_survived([cause])
+            self._restarted_alone.add(cause.task)
+            self._plans.enter(delay_secs, 0, self._start_again, (cause, [cause.task]))
+            return
+        self._forget_plans()
+        self._restart_of_all = (cause, time.monotonic() + delay_secs)
+        # After an exit with 75 the other tasks may be about to end by themselves, with state saved.
+        patience = _PEER_LOST_SECS if cause.exit_code == EXIT_RESTART else 0.0
+        self._end(self._running, patience, signal.SIGKILL)
+        self._go_down()
+
+    def _go_down(self) -> None:
+        """Continues a restart of all tasks: ends the servers, then plans the start of all."""
+        assert self._restart_of_all is not None
+        if not self._trainers():
+            self._end(self._servers(), 0, signal.SIGKILL)
+        if self._running:
+            return
+        cause, when = self._restart_of_all
+        self._forget_plans()
+        _mark_survived(self._ends)
+        self._plans.enterabs(when, 0, self._start_again, (cause, self._clusters))
+
+    def _start_again(self, cause: TaskEnd, tasks: Iterable[Task]) -> None:
+        self._restarts.append(Restart(cause, tuple(tasks), now()))
+        write_restart(self._restarts[-1], self._logs)
+        self._start(tasks)
+
+    def _forget_plans(self) -> None:
+        """Drops all plans before a restart of all tasks: they were for the old processes."""
+        for plan in self._plans.queue:
+            if plan.action != self._kill_unresponsive:
+                self._plans.cancel(plan)
+        self._restarted_alone.clear()
+        self._restart_of_all = None
+
+    def _start_nothing_more(self) -> None:
+        self._is_ending = True
+        for plan in self._planned_starts():
+            self._plans.cancel(plan)
+        self._restart_of_all = None
+
+    def _planned_starts(self) -> list[sched.Event]:
+        return [plan for plan in self._plans.queue if plan.action == self._start_again]
+
+    def _servers(self) -> list[Task]:
+        return [task for task in self._running if self._clusters[task].is_server]
+
+    def _trainers(self) -> list[Task]:
+        return [task for task in self._running if not self._clusters[task].is_server]
+
+    def _end_stateless(self, tasks: Iterable[Task], after_secs: float, overdue: str = "") -> None:
+        """Plans the end of tasks that have nothing to save; see `_end`."""
+        self._end(tasks, after_secs, signal.SIGTERM, overdue)
+        self._end(tasks, after_secs + _STATELESS_GRACE_SECS, signal.SIGKILL)
+
+    def _end(
+        self, tasks: Iterable[Task], after_secs: float, signum: signal.Signals, overdue: str = ""
+    ) -> None:
+        """Signals `tasks` that still run in `after_secs`; `overdue`: why they failed, if so."""
+        for task in tasks:
+            self._plans.enter(after_secs, 0, self._send, (self._running[task], signum, overdue))
+
+    def _send(self, process: TaskProcess, signum: signal.Signals, overdue: str) -> None:
+        if self._running.get(process.task) is process:
+            process.end_reason = process.end_reason or overdue
+            process.send(signum)
+
+
+def _mark_survived(ends: Iterable[TaskEnd]) -> None:
+    for end in ends:
+        end.survived = bool(end.failure)
+
+
+def _death(end: TaskEnd) -> str:
+    return f"{end.task} (process {end.pid}) died: {end.failure}"

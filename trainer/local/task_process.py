@@ -1,0 +1,148 @@
+"""One task of a local cluster as a process: its output, its log, its end.
+
+process = TaskProcess(task, start_process, log, events, is_shown=True, start=1)
+process.send(signal.SIGTERM)
+exit_code = events.get().reap()     # It has ended.
+"""
+
+import contextlib
+import datetime
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO, TypeAlias
+
+from strategies.cluster.tf_config import Task
+from trainer.local.fork_server import Fork
+from trainer.local.parent_watch import ParentWatch
+
+_TAIL_LINES = 40
+Child: TypeAlias = subprocess.Popen[bytes] | Fork  # In a new session.
+
+
+class TaskProcess:
+    """One task's process and process group, and the threads that follow its output and its end.
+
+    `events` receives this object when the process has ended. Until `reap` the process id stays
+    taken, so that a signal cannot reach another process. The methods are for the main thread.
+
+    Attributes:
+        tail: The last lines of the output.
+        unresponsive: Why the launcher killed the process, if it sent no heartbeats; else empty.
+        end_reason: None until the launcher signals the process to end, except as unresponsive;
+            then why the process failed (it did not end in time), or empty if it did not fail.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        start_process: Callable[[ParentWatch, int], Child],
+        log: Path,
+        events: "queue.SimpleQueue[TaskProcess | signal.Signals]",
+        *,
+        is_shown: bool,
+        start: int,
+    ) -> None:
+        """Starts the process, for the `start`th time that the task is started.
+
+        `start_process(watch, output)` starts a process that prints to the descriptor `output`. Its
+        output is appended to `log`, and, if `is_shown`, copied to standard output.
+
+        Raises OSError if the log or the process could not be made.
+        """
+        self.task = task
+        self.watch = ParentWatch()
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.unresponsive = ""
+        self.end_reason: str | None = None
+        self._is_shown = is_shown
+        self._events = events
+        self._log_file = log.open("ab", buffering=0)
+        self._started = time.monotonic()
+        read, write = os.pipe()
+        try:
+            self._child = start_process(self.watch, write)
+        except OSError:
+            self._log_file.close()
+            self.watch.close()
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        self.pid = self._child.pid
+        self._pipe = os.fdopen(read, "rb")
+        self._is_logging = True
+        # The previous process may have been killed in the middle of a line.
+        line_end = "" if self._log_file.tell() == 0 else "\n"
+        self._write(f"{line_end}=== {task}, start {start}, process {self.pid}, {now()}\n".encode())
+        self._output = threading.Thread(target=self._copy_output, daemon=True)
+        self._exit = threading.Thread(target=self._await_exit, daemon=True)
+        self._output.start()
+        self._exit.start()
+
+    def seconds(self) -> float:
+        """The time since the start."""
+        return time.monotonic() - self._started
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signals the task, which ends its own children; SIGKILL goes to its process group."""
+        if self._child.returncode is None:
+            kill = os.killpg if signum == signal.SIGKILL else os.kill
+            kill(self.pid, signum)
+
+    def reap(self) -> int:
+        """Waits for the end and for the last line; returns the exit code, or -n for signal n."""
+        if self._child.returncode is None:
+            self._exit.join()
+            # Its children: until it is reaped, no other process group has its id.
+            self.send(signal.SIGKILL)
+            self._child.wait()
+            self._output.join(timeout=1.0)  # A child that left the group may hold the pipe open.
+            self.watch.close()
+        return self._child.wait()
+
+    def _await_exit(self) -> None:
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        self._events.put(self)
+
+    def _copy_output(self) -> None:
+        with self._log_file, self._pipe:
+            for line in self._pipe:
+                text = line.decode(errors="replace")
+                self.tail.append(text)
+                # An error here must not end this loop: a task blocks when its pipe is full.
+                self._write(line)
+                if self._is_shown:
+                    say(text, sys.stdout, end="")
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._log_file.write(line)
+        except OSError as error:  # The disk is full.
+            if self._is_logging:
+                say(f"Lines of {self.task} are missing in {self._log_file.name}: {error}")
+            self._is_logging = False
+
+
+def log_name(task: Task) -> str:
+    """The name of the task's log file."""
+    return f"{task.job}-{task.index}.log"
+
+
+def now() -> str:
+    """The local time, such as 2026-11-21T14:42:07+00:00."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
+    """Prints `text` at once, by default to standard error. An error of the stream is ignored."""
+    # A closed terminal, or `| head`, must not end a run.
+    with contextlib.suppress(OSError):
+        print(text, end=end, file=stream or sys.stderr, flush=True)

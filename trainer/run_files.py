@@ -1,0 +1,131 @@
+"""The names and formats of the files that a run leaves in its --model_dir.
+
+    RunFiles("runs/a").write_result({"step": 1000, "exit_code": 0, "why": "done"})
+    saved, reported = progress_of("runs/a")
+
+| name | contents | written by |
+| --- | --- | --- |
+| config.json | the config, the cluster, the data and the versions | task.py, before training |
+| metrics.jsonl | one JSON object per report | hooks/writers.py |
+| checkpoints/ | step-* and best-*, each with a checkpoint.json | checkpoints/ |
+| tensorboard/ | train and eval | hooks/writers.py, hooks/inspect.py |
+| export/ | model.keras and saved_model | hooks/ |
+| result.json | last step, evaluation, exit code, reason | task.py: last, or after error or stall |
+| evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
+| tasks/ | one log per task of a local cluster | local/launcher.py |
+
+No TensorFlow is imported for local paths: the launcher reads these files too.
+"""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, TypeAlias, cast
+
+from data.system.files import (
+    exists,
+    join,
+    names_in,
+    num_bytes_of,
+    open_file,
+    read_text,
+    remove_file,
+    replace_file,
+)
+
+CHECKPOINT_MARK = "checkpoint.json"  # In the directory of a checkpoint, written last.
+_TAIL_BYTES = 65_536  # Reports are short: the last part of metrics.jsonl has the last ones.
+# The newest step with a checkpoint, and the newest reported step.
+Progress: TypeAlias = tuple[int, int]
+Document: TypeAlias = Mapping[str, Any]  # A JSON object. Its values have no common type.
+
+
+class RunFiles:
+    """The paths of the files of a run, and the contents of its JSON files."""
+
+    def __init__(self, model_dir: str) -> None:
+        """For an evaluator's files, `model_dir` is `evaluator` of the run's."""
+        self.config = join(model_dir, "config.json")
+        self.result = join(model_dir, "result.json")
+        self.metrics = join(model_dir, "metrics.jsonl")
+        self.checkpoints = join(model_dir, "checkpoints")
+        self.tensorboard = join(model_dir, "tensorboard")
+        self.export = join(model_dir, "export")
+        self.model = join(self.export, "model.keras")
+        self.evaluator = join(model_dir, "evaluator")
+
+    def write_config(self, document: Document) -> None:
+        """Raises OSError if config.json cannot be written."""
+        _write_json(self.config, document)
+
+    def read_config(self) -> Document:
+        """Raises OSError if there is no config.json."""
+        return _read_json(self.config)
+
+    def write_result(self, document: Document) -> str:
+        """Writes result.json. Returns the reason if that failed, for example a full disk, or ""."""
+        try:
+            _write_json(self.result, document)
+        except OSError as error:
+            return f"{self.result} could not be written: {error}"
+        return ""
+
+    def read_result(self) -> Document | None:
+        """The contents of result.json, or None if there is none."""
+        return _read_json(self.result) if exists(self.result) else None
+
+    def remove_result(self) -> None:
+        """Removes result.json: the result of a former run says nothing about this one."""
+        if exists(self.result):
+            remove_file(self.result)
+
+
+def progress_of(model_dir: str) -> Progress:
+    """The newest step with a finished checkpoint in `model_dir`, and the newest reported step.
+
+    Files that cannot be read are treated as missing.
+    """
+    files, saved, reported = RunFiles(model_dir), 0, 0
+    with contextlib.suppress(Exception):  # Each file system raises other errors.
+        saved = _newest_finished(files.checkpoints)
+    with contextlib.suppress(Exception), open_file(files.metrics) as file:
+        file.seek(max(0, num_bytes_of(files.metrics) - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+        reported = int(max((step_of(line, 0) for line in lines), default=0))
+    return saved, reported
+
+
+def _newest_finished(directory: str) -> int:
+    finished = (
+        int(name.removeprefix("step-"))
+        for name in names_in(directory)
+        if re.fullmatch(r"step-\d+", name) and exists(join(join(directory, name), CHECKPOINT_MARK))
+    )
+    return max(finished, default=0)
+
+
+def step_of(line: str, if_damaged: float) -> float:
+    """The step of a report; `if_damaged` for a part of a line, for example of a killed run."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return if_damaged
+
+
+def _write_json(path: str, document: Document) -> None:
+    """Writes `document` to `path` in one piece: a reader sees the old file or the new one."""
+    text = json.dumps(without_nan(document), indent=2, allow_nan=False)
+    replace_file(path, f"{text}\n".encode())
+
+
+def _read_json(path: str) -> Document:
+    return cast(Document, json.loads(read_text(path)))
+
+
+def without_nan(value: object) -> object:
+    """`value` with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,312 @@
+"""Options of a training step: groups of config fields, each with its checks.
+
+    config.clip.global_norm = 1.0           # or --config.clip.global_norm=1.0
+    check_options(config)
+
+Patterns are Python regular expressions. A pattern matches if it is found anywhere in the path of a
+variable, for example "conv2d/kernel", or of a layer, for example "conv2d".
+"""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+# A check of a number: the requirement in words, and the test.
+_Bound: TypeAlias = tuple[str, Callable[[float], bool]]
+_AT_LEAST_0: _Bound = ("0 or more", lambda x: 0 <= x < math.inf)
+_FRACTION: _Bound = ("from 0 to 1", lambda x: 0 <= x <= 1)
+_BELOW_1: _Bound = ("at least 0 and below 1", lambda x: 0 <= x < 1)
+_ABOVE_0: _Bound = ("above 0", lambda x: 0 < x < math.inf)
+_AT_LEAST_1: _Bound = ("1 or more", lambda x: 1 <= x < math.inf)
+
+PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
+
+
+def at_least(least: int, default: int) -> int:
+    """Declares a whole number of a config with its lower bound, which trainer/config.py tests."""
+    return field(default=default, metadata={"at_least": least})
+
+
+class ConfigError(ValueError):
+    """A user's mistake in a config; the message says what to type. Exit code 2."""
+
+
+def must_be(needed: str, name: str, value: object, example: object) -> ConfigError:
+    """The error for a `value` of config field `name` that is not as `needed`."""
+    return ConfigError(
+        f"config.{name} must be {needed}. Received: {value!r}. Type --config.{name}={example}, "
+        "for example."
+    )
+
+
+def _number(default: float, bound: _Bound) -> float:
+    return field(default=default, metadata={"bound": bound})
+
+
+@dataclass
+class ScheduleConfig:
+    """The learning rate as a function of the number of steps done, `t`.
+
+    Each kind gives a factor of `config.learning_rate`; warm-up and linear scaling multiply it.
+
+    | kind | factor | fields |
+    | --- | --- | --- |
+    | constant | 1 | |
+    | exponential | decay_rate ** (t / decay_steps) | decay_steps, decay_rate, staircase |
+    | step | decay_rate ** (number of boundaries <= t) | boundaries, decay_rate |
+    | cosine | from 1 to end_fraction in decay_steps, as half a cosine | decay_steps, end_fraction |
+    | polynomial | the same, as (1 - t / decay_steps) ** power | decay_steps, end_fraction, power |
+
+    Attributes:
+        kind: One of the kinds above.
+        warmup_steps: The rate rises linearly in this number of steps; the last has the full rate.
+        warmup_start: The fraction of the rate at which the warm-up starts.
+        decay_steps: The length of the decay; 0 is train_steps, but exponential needs a value.
+        decay_rate: The factor of the rate at each decay.
+        staircase: exponential: t / decay_steps is rounded down.
+        boundaries: step: the numbers of steps done at which the rate changes, in rising order.
+        end_fraction: The fraction of the rate that is left after decay_steps.
+        power: The exponent of the polynomial.
+        base_batch_size: If not 0, learning_rate is for this batch_size, and is multiplied by
+            batch_size / base_batch_size (Goyal et al., "Accurate, Large Minibatch SGD", 2017).
+    """
+
+    kind: str = "constant"
+    warmup_steps: int = at_least(0, 0)
+    warmup_start: float = _number(0.0, _FRACTION)
+    decay_steps: int = at_least(0, 0)
+    decay_rate: float = _number(0.1, _ABOVE_0)
+    staircase: bool = False
+    boundaries: tuple[int, ...] = ()
+    end_fraction: float = _number(0.0, _FRACTION)
+    power: float = _number(1.0, _ABOVE_0)
+    base_batch_size: int = at_least(0, 0)
+
+    def check(self) -> None:
+        """Raises ConfigError if a field does not fit the kind."""
+        if self.kind not in _FIELDS_OF_KIND:
+            kinds = f"one of {', '.join(_FIELDS_OF_KIND)}"
+            raise must_be(kinds, "schedule.kind", self.kind, "cosine")
+        used = _FIELDS_OF_KIND[self.kind]
+        for kind, names in _FIELDS_OF_KIND.items():
+            for name in names:
+                value = getattr(self, name)
+                if name not in used and value != getattr(ScheduleConfig(), name):
+                    raise ConfigError(
+                        f"config.schedule.{name}={value} means nothing to kind={self.kind}. Leave "
+                        f"it out, or type --config.schedule.kind={kind}."
+                    )
+        if self.kind == "exponential" and self.decay_steps < 1:
+            raise ConfigError(
+                "config.schedule.kind=exponential needs to know in how many steps the rate is "
+                "multiplied by decay_rate. Type --config.schedule.decay_steps=1000, for example."
+            )
+        if self.kind == "step":
+            bounds = self.boundaries
+            are_positive_ints = all(type(b) is int and b > 0 for b in bounds)  # Not bool.
+            if not bounds or not are_positive_ints or list(bounds) != sorted(set(bounds)):
+                needed = "whole numbers above 0 that rise, at least one"
+                raise must_be(needed, "schedule.boundaries", bounds, "'(32000, 48000)'")
+
+
+# The fields that only some kinds use.
+_FIELDS_OF_KIND = {
+    "constant": (),
+    "exponential": ("decay_steps", "decay_rate", "staircase"),
+    "step": ("boundaries", "decay_rate"),
+    "cosine": ("decay_steps", "end_fraction"),
+    "polynomial": ("decay_steps", "end_fraction", "power"),
+}
+
+
+@dataclass
+class ClipConfig:
+    """Clips the gradients of a step after their sum over the replicas; 0 does not clip.
+
+    At most one of the three may be set. Under asynchronous ps a step has one worker's gradient.
+
+    Attributes:
+        value: Each element is clipped to [-value, value].
+        norm: Each variable's gradient is scaled down to this Euclidean norm.
+        global_norm: All gradients together are scaled down to this norm (Pascanu et al.,
+            "On the difficulty of training recurrent neural networks", 2013).
+    """
+
+    value: float = _number(0.0, _AT_LEAST_0)
+    norm: float = _number(0.0, _AT_LEAST_0)
+    global_norm: float = _number(0.0, _AT_LEAST_0)
+
+    def check(self) -> None:
+        """Raises ConfigError if more than one field is set."""
+        chosen = [name for name, value in vars(self).items() if value]
+        if len(chosen) > 1:
+            raise ConfigError(
+                f"config.clip takes one of value, norm and global_norm. Received: {self}. Type "
+                f"--config.clip.{chosen[0]}=0, for example."
+            )
+
+
+@dataclass
+class PenaltyConfig:
+    """Adds l1 * sum(|w|) + l2 * sum(w ** 2) to the loss of a step, once for all replicas.
+
+    These are the formulas of Keras' regularizers; TensorFlow 1's tf.nn.l2_loss is half of this L2.
+
+    `variables` is the pattern of the trainable variables that are penalised.
+    """
+
+    l1: float = _number(0.0, _AT_LEAST_0)
+    l2: float = _number(0.0, _AT_LEAST_0)
+    variables: str = "kernel|embeddings"
+
+
+@dataclass
+class WeightDecayConfig:
+    """w <- w - learning_rate * rate * w, before the optimizer's update of w.
+
+    It is decoupled from the gradient, and so from the optimizer's scaling of it (Loshchilov and
+    Hutter, "Decoupled Weight Decay Regularization", 2019). The learning rate follows the schedule.
+
+    Attributes:
+        rate: 0 is the default of the optimizer: 0.004 for adamw and muon, as in Keras, and no
+            decay for others.
+        exclude: Pattern of variables without decay, for example "bias|gamma|beta". Empty: none.
+    """
+
+    rate: float = _number(0.0, _AT_LEAST_0)
+    exclude: str = ""
+
+
+@dataclass
+class EmaConfig:
+    """An exponential moving average of the trained weights; see trainer/step/ema.py.
+
+    Evaluation and export use the averages instead of the weights; checkpoints have both.
+
+    Attributes:
+        decay: Below 1; 0 keeps no average.
+        warmup: Uses min(decay, (1 + t) / (10 + t)) as the decay after t steps.
+    """
+
+    decay: float = _number(0.0, _BELOW_1)
+    warmup: bool = False
+
+
+@dataclass
+class LossScaleConfig:
+    """Loss scaling of a model that computes in float16; see trainer/step/loss_scale.py.
+
+    Attributes:
+        initial: The scale of the first step.
+        growth_steps: The scale is doubled after this number of steps without overflow.
+    """
+
+    initial: float = _number(2.0**15, _AT_LEAST_1)
+    growth_steps: int = at_least(1, 2000)
+
+
+@dataclass
+class EarlyStoppingConfig:
+    """Training is complete when evaluations of `config.best_metric` no longer improve.
+
+    Attributes:
+        patience: The number of evaluations in a row without improvement; 0 never stops early.
+        min_delta: An improvement is larger than this: lower for `loss`, higher for other metrics.
+    """
+
+    patience: int = at_least(0, 0)
+    min_delta: float = _number(0.0, _AT_LEAST_0)
+
+
+@dataclass
+class WarmStartConfig:
+    """The source of the initial weights. The step, the optimizer and the averages are initialised.
+
+    It is read whenever a process starts, so keep it until the run is done. A run that resumes from
+    its own checkpoint takes the weights from there.
+
+    Attributes:
+        path: The directory of a checkpoint, the model_dir of a run, or a .keras file. Empty: none.
+        exclude: Pattern of variables that are initialised instead, for example those of a new head.
+    """
+
+    path: str = ""
+    exclude: str = ""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a Learner; by default all are off."""
+
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    weight_decay: WeightDecayConfig = field(default_factory=WeightDecayConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    micro_batches: int = 1  # Parts of a replica's examples, computed one after the other.
+    jit_compile: bool = False  # XLA compiles a replica's gradient.
+
+
+def check_options(config: "Config") -> None:
+    """Raises ConfigError for the first group that cannot be used. Called with all types checked."""
+    config.schedule.check()
+    _check_numbers(config)
+    config.clip.check()
+    if config.precision not in PRECISIONS:
+        needed = f"one of {', '.join(PRECISIONS)}"
+        raise must_be(needed, "precision", config.precision, PRECISIONS[-1])
+    if config.early_stopping.patience and not config.eval_every_steps:
+        raise ConfigError(
+            f"config.early_stopping.patience={config.early_stopping.patience} counts evaluations, "
+            "but there is none before the end. Type --config.eval_every_steps=1000, for example."
+        )
+    for name, other, example in (
+        ("ema.warmup", "ema.decay", 0.999),
+        ("early_stopping.min_delta", "early_stopping.patience", 3),
+        ("warm_start.exclude", "warm_start.path", "runs/RUN"),
+    ):
+        value, needed = operator.attrgetter(name, other)(config)
+        if value and not needed:
+            raise ConfigError(
+                f"config.{name}={value} means nothing without config.{other}. Type "
+                f"--config.{other}={example}, for example, or leave it out."
+            )
+    for name in ("penalty.variables", "weight_decay.exclude", "freeze", "warm_start.exclude"):
+        pattern = operator.attrgetter(name)(config)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            needed = f"a regular expression ({error})"
+            raise must_be(needed, name, pattern, "'kernel|bias'") from error
+
+
+def _check_numbers(config: "Config") -> None:
+    bounds = [("label_smoothing", _BELOW_1)]
+    for group in fields(config):
+        if is_dataclass(value := getattr(config, group.name)):
+            of_group = [item for item in fields(value) if "bound" in item.metadata]
+            bounds += [(f"{group.name}.{item.name}", item.metadata["bound"]) for item in of_group]
+    for name, (words, is_valid) in bounds:
+        value = operator.attrgetter(name)(config)
+        if not is_valid(value):  # NaN is not valid either.
+            raise must_be(words, name, value, 1.0 if is_valid(1.0) else 0.1)
+
+
+def matching(name: str, pattern: str, paths: Sequence[str]) -> list[bool]:
+    """Returns True for each of `paths` that contains `pattern`, of config field `name`.
+
+    Raises ConfigError if none does.
+    """
+    found = [re.search(pattern, path) is not None for path in paths]
+    if not any(found):
+        raise ConfigError(
+            f"config.{name}={pattern!r} is found in none of: {', '.join(paths)}. Give a pattern "
+            "that is found in one."
+        )
+    return found

@@ -1,0 +1,140 @@
+"""Warm start: initial weights from another run or a saved model; the step stays 0.
+
+    origin = warm_start(model, config.warm_start)   # in the strategy's scope, before the optimizer
+
+| path | what it is |
+| --- | --- |
+| MODEL_DIR/checkpoints/step-00001000 | a checkpoint; its weights, not their averages |
+| MODEL_DIR | its newest complete checkpoint |
+| FILE.keras | a model that Keras saved, for example MODEL_DIR/export/model.keras |
+
+Variables are matched by order, not by name: Keras numbers layers over all models of a process.
+"""
+
+import concurrent.futures
+import re
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
+
+from trainer.exit_codes import first_line
+from trainer.run_files import CHECKPOINT_MARK
+from trainer.step.options import ConfigError, WarmStartConfig, matching
+
+_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_VALUE = "VARIABLE_VALUE"
+
+# The value of each variable of a model; None if a checkpoint does not have it.
+Values: TypeAlias = Sequence[npt.NDArray[np.generic] | None]
+
+
+def warm_start(model: keras.Model, options: WarmStartConfig) -> str:
+    """Assigns the values of `options.path` to the variables of `model`; returns a line for the log.
+
+    Raises ConfigError if nothing is found at the path, or its variables have other shapes.
+    """
+    path = options.path
+    variables = model.variables
+    excluded = [False] * len(variables)
+    if options.exclude:
+        excluded = matching("warm_start.exclude", options.exclude, [v.path for v in variables])
+    values = _of_keras_file(path) if path.endswith(".keras") else _of_checkpoint(path, model)
+    if len(values) != len(variables):
+        raise ConfigError(
+            f"config.warm_start.path={path} is of another model: it has {len(values)} variables, "
+            f"but this one has {len(variables)}. Give one with equally many."
+        )
+    wanted = [i for i, is_excluded in enumerate(excluded) if not is_excluded]
+    different = [
+        f"{variables[i].path}: {_shape(values[i])} there, {list(variables[i].shape)} here"
+        for i in wanted
+        if _shape(values[i]) != list(variables[i].shape)
+    ]
+    if different:
+        raise ConfigError(
+            f"config.warm_start.path={path} is of another model:\n  "
+            + "\n  ".join(different)
+            + "\nGive a path of this model, or exclude different variables by a pattern: "
+            f"--config.warm_start.exclude='{variables[wanted[-1]].path}', for example."
+        )
+    for i in wanted:
+        variables[i].assign(values[i])
+    origin = f"warm start from {path}: {', '.join(variables[i].path for i in wanted)}"
+    initialised = [variables[i].path for i in range(len(variables)) if excluded[i]]
+    return origin + (f"; as initialised: {', '.join(initialised)}" if initialised else "")
+
+
+def _of_keras_file(path: str) -> Values:
+    try:
+        # A strategy's scope holds in one thread. In another, ordinary variables are created.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            model = pool.submit(keras.models.load_model, path, compile=False).result()
+    except Exception as error:  # A user's layer class may raise any error.
+        raise ConfigError(
+            f"config.warm_start.path={path} cannot be loaded as a Keras model: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+    return [np.asarray(variable.value.numpy()) for variable in model.variables]
+
+
+def _of_checkpoint(path: str, model: keras.Model) -> Values:
+    # A checkpoint contains its object graph: a value has the same place there as in `model`.
+    directory = _newest(path)
+    try:
+        reader = tf.train.load_checkpoint(f"{directory}/variables")
+        nodes = TrackableObjectGraph.FromString(reader.get_tensor(_GRAPH)).nodes
+        root = {child.local_name: child.node_id for child in nodes[0].children}
+        keys = _keys(nodes, model, root["model"])
+        for child in nodes[root["missed"]].children if "missed" in root else ():
+            variable = model.variables[int(child.local_name)]
+            keys |= _keys(nodes, variable, child.node_id)
+        found = [keys.get(id(v), keys.get(id(v.value))) for v in model.variables]
+        return [None if key is None else reader.get_tensor(key) for key in found]
+    except (tf.errors.OpError, ValueError, KeyError, IndexError) as error:
+        raise ConfigError(
+            f"config.warm_start.path={path}: {directory} is not a checkpoint of this program, or "
+            f"is damaged: {first_line(error)}"
+        ) from error
+
+
+def _keys(
+    nodes: Sequence[TrackableObjectGraph.TrackableObject], trackable: object, node_id: int
+) -> dict[int, str]:
+    """Returns checkpoint keys by object id, of `trackable` (node `node_id`) and all below it."""
+    keys: dict[int, str] = {}
+    todo, seen = [(trackable, node_id)], {id(trackable)}
+    while todo:
+        trackable, node_id = todo.pop()
+        for attribute in nodes[node_id].attributes:
+            if attribute.name == _VALUE:
+                keys[id(trackable)] = attribute.checkpoint_key
+        children = tf.train.TrackableView.children(trackable)
+        for child in nodes[node_id].children:
+            found = children.get(child.local_name)
+            if found is not None and id(found) not in seen:
+                seen.add(id(found))
+                todo.append((found, child.node_id))
+    return keys
+
+
+def _newest(path: str) -> str:
+    names = []
+    if tf.io.gfile.isdir(f"{path}/checkpoints"):
+        names = sorted(name.rstrip("/") for name in tf.io.gfile.listdir(f"{path}/checkpoints"))
+    steps = [f"{path}/checkpoints/{name}" for name in names if re.fullmatch(r"step-\d+", name)]
+    for directory in (path, *reversed(steps)):
+        if tf.io.gfile.exists(f"{directory}/{CHECKPOINT_MARK}"):
+            return directory
+    raise ConfigError(
+        f"config.warm_start.path={path} is neither a checkpoint, nor a directory with "
+        "checkpoints/step-*, nor a .keras file. Give the --model_dir of a run, for example."
+    )
+
+
+def _shape(value: npt.NDArray[np.generic] | None) -> list[int] | None:
+    return None if value is None else list(value.shape)

@@ -1,0 +1,412 @@
+"""One task of a run, from a checked command line to its exit code.
+
+    spec = TaskSpec(strategy="mirrored", recipe=recipe, cluster=None, model_dir="runs/a")
+    exit_code = run(spec)
+
+`run` is the whole life of a task, in eight numbered steps. The order is given by TensorFlow and by
+the user: mistakes in the cluster and the data are found before this task connects (mistakes in the
+model: in step 5), devices are configured before the first op, and the executor is connected before
+the first variable.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import keras
+import tensorflow as tf
+
+from data.system.files import DataError
+from strategies.base import DataFaultError, Executor, PeerLostError, Position, PositionError
+from strategies.cluster.peers import check_own_address, port_of
+from strategies.cluster.ports import held
+from strategies.cluster.tf_config import ClusterError
+from strategies.mirrored import DeviceError, MirroredExecutor, replica_devices, use_gpus
+from strategies.multiworker import MultiWorkerExecutor
+from strategies.ps.asynchronous import AsynchronousExecutor
+from strategies.ps.placement import PlacementError
+from strategies.ps.servers import ask_chief_to_stop, serve, start_server
+from strategies.ps.sync.executor import SynchronousExecutor
+from trainer.build import Parts, build_checkpointer, build_learner, chief_hooks, shared_hooks
+from trainer.checkpoints.checkpointer import ModelDirError
+from trainer.config import ConfigError, check_replicas, data_dir, to_json
+from trainer.evaluator import follow
+from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE, first_line
+from trainer.guards.fingerprint import as_number, fingerprint, versions
+from trainer.guards.signals import StopSignals
+from trainer.guards.watchdog import Watchdog
+from trainer.hooks.base import Hook
+from trainer.hooks.writers import Console
+from trainer.inputs import Inputs, check_batches, data_errors_explained, open_inputs
+from trainer.preflight import check_model_dir
+from trainer.resume import restore_together, train_recovering
+from trainer.run_files import Document, RunFiles
+from trainer.step.optimizers import OptimizerError
+from trainer.task_spec import TaskSpec
+
+log = logging.getLogger(__name__)
+
+# Unavailable: a parameter server was lost while a hook read a variable.
+_LOST = (PeerLostError, tf.errors.UnavailableError)
+
+# A user's mistakes: one message, exit code 2.
+USER_ERRORS = (
+    ClusterError,
+    ConfigError,
+    DataError,
+    DeviceError,
+    ModelDirError,
+    OptimizerError,
+    PlacementError,
+    PositionError,
+)
+
+
+def run(spec: TaskSpec) -> int:
+    """Runs one task to its end; returns its exit code.
+
+    Raises NonFiniteLossError if training diverged, and one of USER_ERRORS for a user's mistake.
+    """
+    with StopSignals() as signals:
+        # 1. Check what is known without TensorFlow's runtime.
+        _check_cluster(spec)
+        # 2. Configure TensorFlow, before it touches a device. Evaluators and servers end here.
+        _configure_tensorflow(spec)
+        if spec.cluster and spec.cluster.task.job == "evaluator":
+            with held(port_of(spec.cluster.address)):  # So that a second evaluator is refused.
+                return follow(spec, signals)
+        num_gpus = use_gpus(spec.num_gpus)
+        if spec.serves:
+            _serve(spec, signals)
+        # 3. Open the data, before other tasks wait for this one.
+        with _answering_servers(spec):
+            inputs = open_inputs(spec.recipe, spec.num_threads)
+            check_model_dir(spec.model_dir)
+        # 4. Connect, before the first variable.
+        try:
+            executor = _connect(spec, num_gpus)
+        except PeerLostError as error:
+            log.error("%s", error)
+            return EXIT_RESTART
+        started = time.monotonic()
+        with _supervised(spec, signals, executor) as outcome:
+            # 5. Build the model, the optimizer and the checkpointer.
+            parts = _build(spec, inputs, executor)
+            # 6. Resume. From here on the files of a former run are overwritten.
+            first_step = _resume(spec, parts)
+            # 7. Train.
+            config = spec.recipe.config
+            console = Console(config.train_steps) if spec.is_chief else None
+            hooks = _begin(spec, parts, console, first_step)
+            with _failure_recorded(spec, parts, console, started):
+                step = train_recovering(
+                    executor,
+                    parts.learner,
+                    parts.checkpointer,
+                    hooks,
+                    parts.inputs.train.order,
+                    config,
+                )
+            outcome.exit_code = _record_end(spec, parts, hooks, console, step, started)
+            # 8. Close: `_supervised` does it when this block ends, also after an error.
+        return EXIT_RESTART if outcome.exit_code is None else outcome.exit_code
+
+
+@dataclass
+class _Outcome:
+    """The exit code of this task once everything is trained and saved; None before."""
+
+    exit_code: int | None = None
+
+
+def _check_cluster(spec: TaskSpec) -> None:
+    if spec.cluster is None:
+        return
+    if spec.has_evaluator and spec.recipe.config.early_stopping.patience:
+        raise ConfigError(
+            "config.early_stopping needs a run that evaluates, but TF_CONFIG names an evaluator, "
+            "whose results come too late for the tasks that train. Leave one of the two out."
+        )
+    check_own_address(spec.cluster)
+
+
+def _configure_tensorflow(spec: TaskSpec) -> None:
+    if spec.num_threads:
+        tf.config.threading.set_intra_op_parallelism_threads(spec.num_threads)
+        tf.config.threading.set_inter_op_parallelism_threads(spec.num_threads)
+    tf.config.set_soft_device_placement(True)
+    tf.debugging.set_log_device_placement(spec.log_device_placement)
+
+
+def _serve(spec: TaskSpec, signals: StopSignals) -> NoReturn:
+    cluster = spec.cluster
+    assert cluster is not None
+
+    def leave() -> None:
+        if not ask_chief_to_stop(cluster):
+            log.warning("there is no chief: ending.")
+            os._exit(EXIT_RESTART)
+        log.info("%s: the chief saves, and then ends all tasks.", cluster.task)
+
+    def end_without_chief(message: str) -> None:
+        log.error("%s: ending. Restart this task when there is a chief.", message)
+        os._exit(EXIT_RESTART)
+
+    signals.on_stop(leave, spec.grace_secs)
+    serve(
+        cluster,
+        spec.num_threads,
+        spec.chief_timeout_secs,
+        versions=versions(),
+        on_gone=end_without_chief,
+        on_end=lambda exit_code: os._exit(exit_code),
+    )
+
+
+def _answering_servers(spec: TaskSpec) -> contextlib.AbstractContextManager[None]:
+    """Under ps, opens the chief's port early, so that servers that wait for the chief see it."""
+    if spec.cluster is not None and "ps" in spec.cluster.jobs:
+        if not spec.cluster.is_server:
+            return held(port_of(spec.cluster.address))
+        start_server(spec.cluster, spec.num_threads)
+    return contextlib.nullcontext()
+
+
+def _connect(spec: TaskSpec, num_gpus: int) -> Executor:
+    cluster, wire_dtype = spec.cluster, spec.wire_dtype
+    if cluster is None:
+        return MirroredExecutor.on(replica_devices(spec.replicas, num_gpus))
+    if spec.strategy == "multiworker":
+        return MultiWorkerExecutor.connect(cluster, spec.communication, wire_dtype=wire_dtype)
+    if to_aggregate := spec.replicas_to_aggregate:
+        return SynchronousExecutor.connect(
+            cluster, versions(), replicas_to_aggregate=to_aggregate, wire_dtype=wire_dtype
+        )
+    return AsynchronousExecutor.connect(
+        cluster, versions(), max_staleness=spec.max_staleness, wire_dtype=wire_dtype
+    )
+
+
+@contextlib.contextmanager
+def _supervised(spec: TaskSpec, signals: StopSignals, executor: Executor) -> Iterator[_Outcome]:
+    """Stops on signals, ends this process if nothing moves, and closes the executor in the end.
+
+    A lost peer ends the context without an error, and without an exit code in the outcome.
+    """
+    outcome = _Outcome()
+
+    def end_stalled(message: str) -> None:
+        if outcome.exit_code is not None:
+            log.warning("%s; training was complete and saved before.", message)
+            os._exit(outcome.exit_code)
+        log.error("%s: ending. The last checkpoint is complete; restart to resume.", message)
+        # Without the step: it is on devices that may not answer.
+        _write_result(spec, {"step": None, "exit_code": EXIT_RESTART, "why": message})
+        os._exit(EXIT_RESTART)
+
+    signals.on_stop(executor.request_stop, spec.grace_secs)
+    if spec.stall_timeout_secs:
+        # Half the time: the name of a silent peer explains more than "nothing moved".
+        executor.watch_peers(spec.stall_timeout_secs / 2, end_stalled)
+    with Watchdog(spec.stall_timeout_secs, end_stalled) as watchdog:
+        executor.on_progress = watchdog.moved
+        try:
+            yield outcome
+        except _LOST as error:
+            log.error("%s. The last checkpoint is complete; restart to resume.", first_line(error))
+            executor.close_after_error(lost=True)
+            return
+        except Exception:
+            executor.close_after_error(lost=False)
+            raise
+        assert outcome.exit_code is not None
+        try:
+            executor.close(outcome.exit_code)
+        except PeerLostError as error:
+            log.warning("%s; training was complete and saved before.", error)
+
+
+def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
+    check_replicas(spec.recipe.config, executor.replicas_a_step)
+    learner = executor.build(lambda: build_learner(spec.recipe))
+    if not spec.is_checked:
+        check_batches(inputs, learner, spec.recipe)
+    train = dataclasses.replace(inputs.train, gives_seeds=learner.needs_seeds)
+    inputs = dataclasses.replace(inputs, train=train)
+    checkpointer = build_checkpointer(
+        spec.recipe, spec.model_dir, inputs, learner, executor.io_device
+    )
+    _check_agreement(spec, executor)
+    return Parts(spec.recipe, spec.model_dir, inputs, executor, learner, checkpointer)
+
+
+def _check_agreement(spec: TaskSpec, executor: Executor) -> None:
+    ours = {
+        **fingerprint(spec.recipe),
+        "--wire_dtype": spec.wire_dtype,
+        # Tasks that do not evaluate would wait for the others without end.
+        "the evaluator of TF_CONFIG": "an evaluator" if spec.has_evaluator else "none",
+    }
+    if not _differs(executor, dict(ours)):
+        return
+    # If the names differ too, only the names that every task has can be compared.
+    if _differs(executor, list(ours)):
+        ours = dict(versions())
+    different = [name for name, value in ours.items() if _differs(executor, [name, value])]
+    listed = ", ".join(f"{name} ({ours[name]} here)" for name in different)
+    raise ClusterError(
+        f"The tasks of this run differ in {listed}. Give all of them the same command, cluster, "
+        "config file and code, and install the same versions."
+    )
+
+
+def _differs(executor: Executor, value: object) -> bool:
+    """Returns True if tasks that run the loop have different values. All must call it together."""
+    return len(set(executor.gathered(as_number(value)))) > 1
+
+
+def _resume(spec: TaskSpec, parts: Parts) -> int:
+    executor = parts.executor
+    saved = restore_together(executor, parts.checkpointer, parts.learner)
+    if spec.is_chief:
+        files = RunFiles(spec.model_dir)
+        files.write_config(_config_document(spec, parts.inputs))
+        files.remove_result()
+    with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
+        position = saved.position if saved else Position()
+        executor.start(parts.learner, parts.inputs.train, parts.inputs.evaluation, position)
+    executor.restore_worker_stats(saved.counts if saved else {})
+    if saved:
+        return saved.step
+    if spec.is_chief and spec.recipe.config.recover_from_nan:
+        parts.checkpointer.save(0, Position(), executor.worker_stats())  # To go back to.
+    return 0
+
+
+def _config_document(spec: TaskSpec, inputs: Inputs) -> Document:
+    return {
+        "strategy": spec.strategy,
+        "recipe": os.path.abspath(spec.recipe.path),
+        "data_dir": data_dir(spec.recipe.config),
+        "config": json.loads(to_json(spec.recipe.config)),
+        "wire_dtype": spec.wire_dtype,
+        "cluster": None if spec.cluster is None else json.loads(spec.cluster.tf_config()),
+        "train_examples": inputs.train.split.num_examples,
+        "eval_examples": inputs.evaluation.split.num_examples,
+        "records_skipped": inputs.records_skipped,
+        "versions": {
+            "python": platform.python_version(),
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+        },
+    }
+
+
+def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: int) -> list[Hook]:
+    if console is None:
+        return shared_hooks(parts, evaluates=not spec.has_evaluator)
+    config, inputs = spec.recipe.config, parts.inputs
+    console.say(f"config {spec.recipe.path}: {to_json(config)}")
+    console.say(
+        f"{spec.strategy}: {parts.executor.num_replicas} replica(s), batch {config.batch_size:,}, "
+        f"{inputs.train.split.num_examples:,} training and "
+        f"{inputs.evaluation.split.num_examples:,} evaluation examples, "
+        f"{parts.learner.model.count_params():,} parameters; {spec.model_dir}"
+    )
+    if spec.has_evaluator:
+        console.say("the evaluator task evaluates; this one does not")
+    if table := parts.executor.placement_table():
+        console.say(table)
+    if first_step:
+        console.say(f"resuming from step {first_step:,}")
+    elif parts.learner.origin:
+        console.say(parts.learner.origin)
+    return chief_hooks(parts, console, evaluates=not spec.has_evaluator)
+
+
+@contextlib.contextmanager
+def _failure_recorded(
+    spec: TaskSpec, parts: Parts, console: Console | None, started: float
+) -> Iterator[None]:
+    """Writes an error to result.json, with the file and offset if the data caused it.
+
+    On leaving, also finishes a checkpoint that is being written, and removes the progress bar.
+    """
+    try:
+        try:
+            yield
+        except DataFaultError as error:
+            with data_errors_explained(parts.inputs):
+                raise error.__cause__ or error from None
+    except Exception as error:
+        is_lost = isinstance(error, _LOST)
+        exit_code = EXIT_USAGE if isinstance(error, USER_ERRORS) else EXIT_BUG
+        failed = {
+            "step": None if is_lost else int(parts.learner.step.numpy()),
+            "seconds": round(time.monotonic() - started, 3),
+            "exit_code": EXIT_RESTART if is_lost else exit_code,
+            "why": first_line(error),
+        }
+        _write_result(spec, failed)  # The training error matters more than an error of this.
+        raise
+    finally:
+        parts.checkpointer.wait()
+        if console:
+            console.stop()
+
+
+def _record_end(
+    spec: TaskSpec,
+    parts: Parts,
+    hooks: Sequence[Hook],
+    console: Console | None,
+    step: int,
+    started: float,
+) -> int:
+    """Writes result.json; returns the exit code, the same in all tasks that run the loop."""
+    config, executor = spec.recipe.config, parts.executor
+    stopped_early = next((hook.done for hook in hooks if hook.done), "")
+    is_complete = step >= config.train_steps or bool(stopped_early)
+    failures = [hook.failure for hook in hooks if hook.failure]
+    if spec.is_chief and not parts.checkpointer.has_saved(step):
+        failures.insert(0, f"Step {step:,} could not be saved")
+    reason = (stopped_early or "done") if is_complete else "asked to stop"
+    result: dict[str, Any] = {"eval": {}}  # JSON values.
+    for hook in hooks:
+        result |= hook.result()
+    result |= {
+        "step": step,
+        "examples": executor.position.num_examples(parts.inputs.train.order),
+        "seconds": round(time.monotonic() - started, 3),
+        "exit_code": EXIT_DONE if is_complete and not failures else EXIT_RESTART,
+        "why": "; ".join(failures) or reason,
+    }
+    if stopped_early:
+        result["stopped_early_by"] = dataclasses.asdict(config.early_stopping)
+    if parts.inputs.records_skipped is not None:
+        result["records_skipped"] = parts.inputs.records_skipped
+    if skips := executor.position.skipped:
+        result |= {"nan_recoveries": len(skips), "examples_skipped": sum(skips)}
+    result |= {name: dict(by_worker) for name, by_worker in executor.worker_stats().items()}
+    if failure := _write_result(spec, result):
+        failures.append(failure)
+    if console:
+        measured = "  ".join(f"{name} {value:.4f}" for name, value in result["eval"].items())
+        console.say(f"{result['why']}: step {step:,}  {measured}  {result['seconds']:.1f} s")
+        console.say(RunFiles(spec.model_dir).result)
+    for failure in failures:
+        log.error("%s. Restart when the cause is removed, to resume from what was saved.", failure)
+    # Only the chief writes, so only the chief can fail to; the other tasks end like the chief.
+    num_failures = executor.gathered(len(failures))[0]
+    return EXIT_DONE if is_complete and not num_failures else EXIT_RESTART
+
+
+def _write_result(spec: TaskSpec, result: Document) -> str:
+    return RunFiles(spec.model_dir).write_result(result) if spec.is_chief else ""

@@ -1,0 +1,39 @@
+"""TaskSpec: what one task must do, checked; from the command line to the code that does it."""
+
+from dataclasses import dataclass
+
+from strategies.cluster.tf_config import Cluster
+from trainer.config import Recipe
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """What one task must do. trainer/cli/flags.py explains the fields that are named like flags."""
+
+    strategy: str
+    recipe: Recipe
+    cluster: Cluster | None  # With this task's place in it; None for a single process.
+    model_dir: str
+    replicas: int = 0
+    num_gpus: int | None = None
+    communication: str = "auto"
+    wire_dtype: str = "float32"
+    num_threads: int = 0
+    log_device_placement: bool = False
+    replicas_to_aggregate: int = 0  # ps: gradients per step; 0 for asynchronous steps.
+    max_staleness: int | None = None
+    is_checked: bool = False  # A launcher has just checked that the data fits the model.
+    serves: bool = False  # This task only executes what a chief in another process sends.
+    chief_timeout_secs: float | None = None  # None waits without a limit.
+    grace_secs: float = 30.0
+    stall_timeout_secs: float = 300.0
+
+    @property
+    def has_evaluator(self) -> bool:
+        """True if the cluster has an evaluator task, so that the other tasks do not evaluate."""
+        return self.cluster is not None and self.cluster.num("evaluator") > 0
+
+    @property
+    def is_chief(self) -> bool:
+        """True for the task that writes the files of the run."""
+        return self.cluster is None or self.cluster.is_chief
