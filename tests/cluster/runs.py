@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = Path(__file__).resolve().parent / "configs"
 # Shorter than pytest's limit, which ends the complete session.
 TIMEOUT_SECS = 100.0
+# The kernel kills what a process leaves behind when it ends, and needs a moment for it.
+KILL_SECS = 5.0
 
 NUM_NUMBERED = 800
 
@@ -187,11 +189,11 @@ class Process:
         starts = re.findall(r"^=== .*, process (\d+), ", log.read_text(), re.MULTILINE)
         return psutil.Process(int(starts[-1]))
 
-    def wait_for_family_to_end(self) -> None:
+    def wait_for_family_to_end(self, timeout_secs: float = TIMEOUT_SECS) -> None:
         """Returns when all descendants of this process have ended; fails at the time limit."""
-        deadline = time.monotonic() + TIMEOUT_SECS
+        deadline = time.monotonic() + timeout_secs
         while family := self.family():
-            assert time.monotonic() < deadline, f"still run: {family}"
+            assert time.monotonic() < deadline, f"processes outlived the run: {family}"
             time.sleep(0.01)
 
     def send(self, signum: signal.Signals) -> None:
@@ -224,7 +226,7 @@ class Process:
     def wait(self, timeout_secs: float = TIMEOUT_SECS) -> Run:
         """Waits for the end; checks that no process and no open port is left."""
         run = self.wait_alone(timeout_secs)
-        assert not self.family(), "processes outlived the run"
+        self.wait_for_family_to_end(KILL_SECS)
         assert_nothing_left(self.model_dir)
         return run
 
