@@ -21,6 +21,7 @@ from absl import app, flags
 
 from benchmarks.table import machine
 from data.prepare.preparing import prepare
+from data.system.flags import parse_flags
 from strategies.base import Position
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from trainer.build import build_checkpointer, build_learner
@@ -130,4 +131,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags("benchmarks.checkpointing"))

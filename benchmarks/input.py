@@ -38,6 +38,7 @@ from data.features import ExampleParse, default_parse, read_features
 from data.order import Order
 from data.prepare.writing import write_shards
 from data.reader import Reader
+from data.system.flags import parse_flags
 from data.tfrecord.split import Split, open_split
 from trainer.config import DataConfig
 from trainer.tf_setup import keep_freed_memory
@@ -457,4 +458,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags("benchmarks.input"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from absl import app, flags
 
 from benchmarks.table import MNIST_SOURCE, machine, prepare_mnist, run
+from data.system.flags import parse_flags
 
 _SEEDS = range(3)
 _EPOCHS = 20
@@ -71,4 +72,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     flags.mark_flag_as_required(MNIST_SOURCE.name)
-    app.run(main)
+    app.run(main, flags_parser=parse_flags("benchmarks.linear_scaling"))

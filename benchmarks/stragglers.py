@@ -16,6 +16,7 @@ from pathlib import Path
 from absl import app, flags
 
 from benchmarks.table import machine, run
+from data.system.flags import parse_flags
 
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", "datasets/digits", "Directory with TFRecord files of the digits."
@@ -64,4 +65,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags("benchmarks.stragglers"))

@@ -20,6 +20,8 @@ from typing import Any
 
 from absl import app, flags
 
+from data.system.flags import parse_flags
+
 MNIST_SOURCE = flags.DEFINE_string(
     "mnist_source", None, "Directory with the IDX files of MNIST; by default MNIST is left out."
 )
@@ -103,4 +105,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags("benchmarks.table"))

@@ -24,6 +24,7 @@ import psutil
 from absl import app, flags
 
 from benchmarks.table import MNIST_SOURCE, machine, prepare_mnist, train_reports
+from data.system.flags import parse_flags
 
 _STEPS = 3000
 _REPORT_STEPS = 300
@@ -119,4 +120,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     flags.mark_flag_as_required(MNIST_SOURCE.name)
-    app.run(main)
+    app.run(main, flags_parser=parse_flags("benchmarks.wire"))

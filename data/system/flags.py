@@ -1,10 +1,23 @@
-"""Parsing of command-line flags where a mistake ends with one message and exit code 2."""
+"""Parsing of command-line flags: help ends with exit code 0, a mistake with one message and 2."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from absl import flags
+
+_HELP = ("help", "h", "?", "helpshort", "helpfull", "helpxml")
+
+
+def show_help(argv: Sequence[str]) -> None:
+    """Prints the help and exits with 0 if `argv` asks for it; absl itself would exit with 1."""
+    for argument in argv[1:]:
+        name = argument.lstrip("-")
+        if argument.startswith("-") and name in _HELP:
+            with contextlib.suppress(SystemExit):
+                flags.FLAGS([argv[0], "--help" if name == "h" else argument])
+            sys.exit(0)
 
 
 def parse_flags(
@@ -16,6 +29,7 @@ def parse_flags(
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
+        show_help(argv)
         try:
             return flags.FLAGS(argv)  # type: ignore[no-any-return]
         except flags.Error as error:

@@ -52,6 +52,15 @@ def flags_of(command: str) -> Iterator[Flag]:
             yield Flag(command, text["name"], text["type"], meaning)
 
 
+@pytest.mark.parametrize("spelling", ["--help", "-h"])
+@pytest.mark.parametrize("command", ["trainer", "trainer.predict", "data.prepare", "data.inspect"])
+def test_help_is_no_mistake(command: str, spelling: str) -> None:
+    argv = [sys.executable, "-m", command, "--no_such_flag", spelling]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "--" in done.stdout
+
+
 def test_flag_of_one_name_has_one_type_and_one_meaning(flags: list[Flag]) -> None:
     by_name: dict[str, list[Flag]] = {}
     for flag in flags:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from absl import flags
 from ml_collections import config_flags
 
+from data.system.flags import show_help
 from trainer.exit_codes import EXIT_USAGE
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ STRATEGY = flags.DEFINE_enum(
     "mirrored: one process, all its GPUs. multiworker: many processes, gradients summed over a "
     "ring. ps: parameter servers, and workers that do not wait for each other.",
 )
-_HELP = ("help", "helpshort", "helpfull", "helpxml")
 _DEFAULT_CONFIG = "configs/digits.py"
 CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -251,9 +251,7 @@ _RENAMED = {"bind_cores": "cpu_affinity"}  # Former name of a flag -> its name t
 
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses the command line, or ends with one message and exit code 2."""
-    for argument in argv[1:]:
-        if argument.startswith("-") and argument.lstrip("-") in _HELP:
-            FLAGS([argv[0], argument])  # Prints the help, and exits.
+    show_help(argv)
     from trainer.config import ConfigError, load_recipe
 
     paths = _config_paths(argv)
