@@ -1,14 +1,14 @@
 """Ports of this machine: finds free ones, and holds one until a server takes it over.
 
 first, second = free_ports(2)
-with held(first):                    # other tasks can connect, and see that this task exists
-    prepare()
+with held(first):                # other tasks can connect, and see that this task exists
+prepare()
 """
 
 import contextlib
-import errno
 import random
 import socket
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,13 +18,21 @@ _PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 def bind(port: int) -> socket.socket:
     """A socket bound as TensorFlow's server binds: on every interface, IPv6 and IPv4."""
+    # Otherwise connections of an earlier run in TIME_WAIT would block the port for a minute.
+    return _bound(port, may_share=True)
+
+
+def _bound(port: int, *, may_share: bool) -> socket.socket:
+    """A socket bound to `port`, or to any free port if that is 0.
+
+    With `may_share` other sockets may be bound to the port, if they allow it too and do not listen.
+    """
     try:
         bound = socket.socket(socket.AF_INET6)
         bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     except OSError:  # A kernel without IPv6.
         bound = socket.socket(socket.AF_INET)
-    # Otherwise connections of an earlier run in TIME_WAIT would block the port for a minute.
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_share)
     try:
         bound.bind(("", port))
     except OSError:
@@ -66,8 +74,11 @@ def free_ports(num_ports: int) -> list[int]:
     task listens. A task that retries to connect to a dead peer may even get the peer's own port and
     connect to itself, so that the peer cannot restart.
 
-    The ports are reserved while this process or a fork of it lives. So clusters that start at the
-    same time, and listen some seconds later, use different ports.
+    If that range leaves fewer than 100 ports for each port asked for, from 10,000 on, ports of the
+    range are returned nevertheless, as binding to port 0 gives them.
+
+    On Linux the ports are reserved while this process or a fork of it lives. So clusters that start
+    at the same time, and listen some seconds later, use different ports.
 
     Raises:
         OSError: there are too few free ports.
@@ -81,33 +92,27 @@ def free_ports(num_ports: int) -> list[int]:
     if len(candidates) >= 100 * num_ports:
         # Randomness from the system: launchers with equal seeds must choose different ports.
         tries = random.SystemRandom().sample(candidates, 50 * num_ports)
-    # All stay bound until all are chosen, so that none is chosen twice.
-    with contextlib.ExitStack() as bound_ports:
-        ports: list[int] = []
+    with contextlib.ExitStack() as stack:
+        bound: list[socket.socket] = []
         for port in tries:
             try:
-                bound = bound_ports.enter_context(bind(port))
-                if port:
-                    _reserve(port)
+                bound.append(stack.enter_context(_bound(port, may_share=False)))
             except OSError:
                 continue
-            ports.append(bound.getsockname()[1])
-            if len(ports) == num_ports:
+            if len(bound) == num_ports:
+                ports = [reservation.getsockname()[1] for reservation in bound]
+                if sys.platform == "linux":
+                    for reservation in bound:
+                        _keep(reservation)
                 return ports
     raise OSError(f"This machine has no {num_ports} free ports")
 
 
-def _reserve(port: int) -> None:
-    """Reserves the port until this process ends, by binding a Linux abstract socket named for it.
+def _keep(reservation: socket.socket) -> None:
+    """Keeps the socket bound until this process ends, and lets a server bind the same port.
 
-    Raises OSError if the port is reserved. If a sandbox forbids such sockets, nothing is reserved.
+    Linux lets sockets share a port if all of them allow it and none listens. A server allows it,
+    and so does the reservation from now on. `free_ports` does not, and so finds the port taken.
     """
-    reservation = socket.socket(socket.AF_UNIX)
-    try:
-        reservation.bind(f"\0trainer-port-{port}")
-    except OSError as error:
-        reservation.close()
-        if error.errno == errno.EADDRINUSE:
-            raise
-        return
-    reservation.detach()  # It stays open until the process ends.
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.detach()

@@ -1,10 +1,14 @@
 """Ports chosen by programs that start at the same time are different."""
 
+import contextlib
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from strategies.cluster import ports
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _CHOOSE = """
@@ -27,5 +31,35 @@ def test_processes_that_live_at_the_same_time_choose_different_ports() -> None:
     ):
         assert first.stdout is not None
         assert second.stdout is not None
-        ports = [*first.stdout.readline().split(), *second.stdout.readline().split()]
-    assert len(set(ports)) == len(ports) == 1200
+        chosen = [*first.stdout.readline().split(), *second.stdout.readline().split()]
+    assert len(set(chosen)) == len(chosen) == 1200
+
+
+def test_names_that_other_users_take_reserve_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Abstract socket names have no owner: any user of the machine could take all of them."""
+    if not _RANGE.exists():
+        pytest.skip("abstract socket names are Linux's")
+    (tmp_path / "range").write_text("10400 60999")
+    monkeypatch.setattr(ports, "_PORT_RANGE_FILE", tmp_path / "range")
+    with contextlib.ExitStack() as stack:
+        for port in range(10_000, 10_400):
+            name = stack.enter_context(socket.socket(socket.AF_UNIX))
+            with contextlib.suppress(OSError):  # Taken already.
+                name.bind(f"\0trainer-port-{port}")
+        found = ports.free_ports(4)
+    assert set(found) <= set(range(10_000, 10_400))
+
+
+def test_reserved_port_is_for_a_task_which_may_also_return() -> None:
+    (port,) = ports.free_ports(1)
+    if _RANGE.exists():
+        # A program that knows nothing of reservations does not get the port.
+        with socket.socket(socket.AF_INET6) as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+    for _ in range(2):
+        with ports.bind(port) as server:
+            server.listen()
+            with socket.create_connection(("localhost", port)):
+                server.accept()[0].close()  # First, so that the port is in TIME_WAIT.
