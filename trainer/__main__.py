@@ -22,7 +22,7 @@ import absl.flags
 from absl import app
 
 from trainer.cli import flags
-from trainer.exit_codes import EXIT_BUG, EXIT_USAGE, end_at_once
+from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE, end_at_once
 
 if TYPE_CHECKING:
     from trainer.task_spec import TaskSpec
@@ -73,17 +73,21 @@ def _explain(error: Exception) -> int:
     from strategies.cluster.tf_config import ClusterError
     from trainer.config import ConfigError
 
-    is_users = isinstance(error, (ConfigError, ClusterError))
-    if not is_users:
+    exit_code = EXIT_USAGE
+    if not isinstance(error, (ConfigError, ClusterError)):
         from trainer.hooks.finite import NonFiniteLossError
+        from trainer.preflight import DiskError
         from trainer.task import USER_ERRORS
 
-        is_users = isinstance(error, USER_ERRORS)
-        if not is_users and not isinstance(error, NonFiniteLossError):
+        if isinstance(error, DiskError):
+            exit_code = EXIT_RESTART
+        elif isinstance(error, NonFiniteLossError):
+            exit_code = EXIT_BUG
+        elif not isinstance(error, USER_ERRORS):
             traceback.print_exception(error)
             return EXIT_BUG
     print(f"error: {error}", file=sys.stderr)
-    return EXIT_USAGE if is_users else EXIT_BUG
+    return exit_code
 
 
 def run_from_command_line(command: Command | None = None) -> NoReturn:

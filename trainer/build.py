@@ -24,11 +24,11 @@ from trainer.hooks.export import Export
 from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.inspect import Histograms, Profile
 from trainer.hooks.report import Report
-from trainer.hooks.save import SaveCheckpoint
+from trainer.hooks.save import KeepConfig, SaveCheckpoint
 from trainer.hooks.writers import Console, JsonLines, Lossy, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
-from trainer.run_files import RunFiles
+from trainer.run_files import Document, RunFiles
 from trainer.step.losses import PerExample, accuracy, smoothed_crossentropy
 from trainer.step.optimizers import optimizer_named, supported_optimizers
 from trainer.step.options import Options, ScheduleConfig, matching
@@ -184,8 +184,13 @@ def shared_hooks(parts: Parts, *, evaluates: bool) -> list[Hook]:
     ]
 
 
-def chief_hooks(parts: Parts, console: Console, *, evaluates: bool) -> list[Hook]:
-    """The hooks of the chief: the shared hooks, and the hooks that write, in their order."""
+def chief_hooks(
+    parts: Parts, console: Console, config_document: Document, *, evaluates: bool
+) -> list[Hook]:
+    """The hooks of the chief: the shared hooks, and the hooks that write, in their order.
+
+    `config_document` is what config.json holds.
+    """
     recipe, config, files = parts.recipe, parts.recipe.config, RunFiles(parts.model_dir)
     lines = build_json_lines(files.metrics, parts.inputs)
     json_lines = Lossy(lines, files.metrics)
@@ -194,6 +199,12 @@ def chief_hooks(parts: Parts, console: Console, *, evaluates: bool) -> list[Hook
     writers: list[Writer] = [console, json_lines, lossy_tensorboard]
     hooks: list[Hook] = [
         StopOnNonFinite(parts.learner.loss_scale),
+        KeepConfig(
+            files,
+            config_document,
+            every_steps=config.checkpoint_every_steps,
+            last_step=config.train_steps,
+        ),
         json_lines,
         lossy_tensorboard,
         console,

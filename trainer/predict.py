@@ -15,8 +15,8 @@ from absl import app, flags
 
 from data.system.flags import parse_flags
 from trainer.config import ConfigError
-from trainer.exit_codes import EXIT_DONE, EXIT_USAGE
-from trainer.run_files import RunFiles
+from trainer.exit_codes import EXIT_DONE, EXIT_USAGE, first_line
+from trainer.run_files import RunFileError, RunFiles
 from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
 
 _MODEL_DIR = flags.DEFINE_string(
@@ -38,6 +38,7 @@ def predict(
 
     Raises:
         ConfigError, DataError: the export or the data is missing, or the model has several outputs.
+        RunFileError: config.json is missing or damaged.
     """
     import keras
     import tensorflow as tf
@@ -59,7 +60,14 @@ def predict(
     data_dir = data_dir or run["data_dir"]
     records = open_split(data_dir, split or run["config"]["data"]["eval_split"])
     parse = recipe.parse or default_parse(read_features(data_dir))
-    model = keras.models.load_model(path)
+    try:
+        model = keras.models.load_model(path)
+    except Exception as error:  # A user's layer class may raise any error.
+        raise ConfigError(
+            f"{path} cannot be loaded: {type(error).__name__}: {first_line(error)}. If the file is "
+            f"damaged, remove {files.result}, and start the training command of this run again "
+            "with the same --model_dir: it exports anew."
+        ) from error
 
     wanted = num_examples or records.num_examples
     dataset = tf.data.TFRecordDataset([shard.path for shard in records.shards]).take(wanted)
@@ -90,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         for line in predict(_MODEL_DIR.value, _SPLIT.value, _DATA_DIR.value, _NUM_EXAMPLES.value):
             print(json.dumps(line))
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, RunFileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     return EXIT_DONE

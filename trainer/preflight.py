@@ -5,23 +5,30 @@
 No GPU is used: their memory is for the processes that train.
 """
 
+import contextlib
 import dataclasses
+import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import tensorflow as tf
-
+from data.system import files
 from strategies.mirrored import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import ModelDirError, Saved
 from trainer.config import Config, Recipe, data_dir, to_json
-from trainer.exit_codes import EXIT_DONE, first_line
+from trainer.exit_codes import EXIT_DONE
 from trainer.inputs import Inputs, check_batches, open_inputs
 from trainer.run_files import Document, RunFiles
 
 _PROBE_BYTES = 1 << 16  # Not 0: an empty file fits on a full disk.
+# Errors of a disk, which need no other command: out of room or quota, or failing.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+class DiskError(RuntimeError):
+    """The disk of --model_dir is full or fails. Exit code 75: start again when it is repaired."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +91,40 @@ def finished_result(model_dir: str, config: Config) -> Document | None:
 
 
 def check_model_dir(model_dir: str) -> None:
-    """Creates `model_dir`. Raises ModelDirError if no file can be written to it."""
-    probe = f"{model_dir}/.writable-{os.getpid()}"
-    try:
-        tf.io.gfile.makedirs(model_dir)
-        with tf.io.gfile.GFile(probe, "w") as file:
-            file.write("." * _PROBE_BYTES)
-        tf.io.gfile.remove(probe)
-    except (tf.errors.OpError, OSError) as error:
+    """Creates `model_dir`.
+
+    Raises:
+        ModelDirError: no file can be written to it, or it has a file of a run's directory's name.
+        DiskError: its disk is full or fails, or has become read-only since a run wrote there.
+    """
+    run = RunFiles(model_dir)
+    if path := run.name_of_wrong_kind():
+        found, needed = "directory", "file"
+        if not files.is_dir(path):
+            found, needed = needed, found
         raise ModelDirError(
-            f"--model_dir={model_dir} cannot be written: {first_line(error)}. "
-            "Give a directory that this user may write to, on a disk with room."
+            f"{path} is a {found}, and a run writes a {needed} of this name. Move it to another "
+            "place, or give another --model_dir."
+        )
+    with disk_errors_explained(model_dir):
+        files.make_dirs(model_dir)
+        probe = files.join(model_dir, f".writable-{os.getpid()}")
+        files.replace_file(probe, b"." * _PROBE_BYTES)
+        files.remove_file(probe)
+
+
+@contextlib.contextmanager
+def disk_errors_explained(model_dir: str) -> Iterator[None]:
+    """Raises DiskError or ModelDirError, as `check_model_dir` does, for an OSError inside it."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"--model_dir={model_dir} cannot be written: {error.strerror or error}."
+        was_writable = error.errno == errno.EROFS and files.exists(RunFiles(model_dir).config)
+        if error.errno in _DISK_ERRORS or was_writable:
+            raise DiskError(
+                f"{reason} Make room on its disk, or repair it, and start again."
+            ) from error
+        raise ModelDirError(
+            f"{reason} Give a directory that this user may write to, on a disk with room."
         ) from error

@@ -15,18 +15,26 @@
 | tasks/ | one log per task of a local cluster | local/launcher.py |
 
 No TensorFlow is imported for local paths: the launcher reads these files too.
+
+A damaged file never ends a process with a traceback. A message names it, and it is made anew if the
+run can do without it; otherwise the message says what to do, and the exit code is 2.
 """
 
 import contextlib
+import functools
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from data.system.files import (
     exists,
+    is_dir,
+    is_url,
     join,
+    make_dirs,
     names_in,
     num_bytes_of,
     open_file,
@@ -41,12 +49,19 @@ _TAIL_BYTES = 65_536  # Reports are short: the last part of metrics.jsonl has th
 Progress: TypeAlias = tuple[int, int]
 Document: TypeAlias = Mapping[str, Any]  # A JSON object. Its values have no common type.
 
+log = logging.getLogger(__name__)
+
+
+class RunFileError(ValueError):
+    """A file of a run is missing or damaged, and the run cannot make it anew. Exit code 2."""
+
 
 class RunFiles:
     """The paths of the files of a run, and the contents of its JSON files."""
 
     def __init__(self, model_dir: str) -> None:
         """For an evaluator's files, `model_dir` is `evaluator` of the run's."""
+        self.model_dir = model_dir
         self.config = join(model_dir, "config.json")
         self.result = join(model_dir, "result.json")
         self.metrics = join(model_dir, "metrics.jsonl")
@@ -55,14 +70,36 @@ class RunFiles:
         self.export = join(model_dir, "export")
         self.model = join(self.export, "model.keras")
         self.evaluator = join(model_dir, "evaluator")
+        self.tasks = join(model_dir, "tasks")
+
+    def name_of_wrong_kind(self) -> str:
+        """A path where a run needs a directory and finds a file, or the reverse; else ""."""
+        if is_url(self.model_dir):  # Object stores have no directories.
+            return ""
+        directories = (self.checkpoints, self.tensorboard, self.export, self.evaluator, self.tasks)
+        for path in (*directories, self.config, self.result, self.metrics):
+            if exists(path) and is_dir(path) != (path in directories):
+                return path
+        return ""
 
     def write_config(self, document: Document) -> None:
-        """Raises OSError if config.json cannot be written."""
+        """Writes config.json, in a directory that is created. Raises OSError if that fails."""
+        make_dirs(self.model_dir)
         _write_json(self.config, document)
 
     def read_config(self) -> Document:
-        """Raises OSError if there is no config.json."""
-        return _read_json(self.config)
+        """The contents of config.json. Raises RunFileError if it is missing or damaged."""
+        try:
+            document = _read_json(self.config, {"recipe": str, "data_dir": str, "config": dict})
+            _check_types(document["config"], {"data": dict})
+            _check_types(document["config"]["data"], {"eval_split": str})
+            return document
+        except (OSError, ValueError) as error:
+            raise RunFileError(
+                f"{self.config} is missing or damaged: {error}. Remove {self.result}, and start "
+                "the training command of this run again with the same --model_dir: it writes both "
+                "anew."
+            ) from error
 
     def write_result(self, document: Document) -> str:
         """Writes result.json. Returns the reason if that failed, for example a full disk, or ""."""
@@ -73,8 +110,17 @@ class RunFiles:
         return ""
 
     def read_result(self) -> Document | None:
-        """The contents of result.json, or None if there is none."""
-        return _read_json(self.result) if exists(self.result) else None
+        """The contents of result.json; None if there is none, or if it is damaged: then warns."""
+        if not exists(self.result):
+            return None
+        try:
+            document = _read_json(self.result, {"exit_code": int})
+            if document["exit_code"] == 0:
+                _check_types(document, {"step": int, "eval": dict})
+        except (OSError, ValueError) as error:
+            _warn_once(f"{self.result} is damaged: {error}. The run writes it anew at its end.")
+            return None
+        return document
 
     def remove_result(self) -> None:
         """Removes result.json: the result of a former run says nothing about this one."""
@@ -92,7 +138,7 @@ def progress_of(model_dir: str) -> Progress:
         saved = _newest_finished(files.checkpoints)
     with contextlib.suppress(Exception), open_file(files.metrics) as file:
         file.seek(max(0, num_bytes_of(files.metrics) - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+        lines = file.read().splitlines()
         reported = int(max((step_of(line, 0) for line in lines), default=0))
     return saved, reported
 
@@ -106,11 +152,12 @@ def _newest_finished(directory: str) -> int:
     return max(finished, default=0)
 
 
-def step_of(line: str, if_damaged: float) -> float:
+def step_of(line: bytes, if_damaged: float) -> float:
     """The step of a report; `if_damaged` for a part of a line, for example of a killed run."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        # Not json.loads alone, which guesses UTF-16 and UTF-32 from zero bytes.
+        return int(json.loads(line.decode())["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return if_damaged
 
 
@@ -120,8 +167,27 @@ def _write_json(path: str, document: Document) -> None:
     replace_file(path, f"{text}\n".encode())
 
 
-def _read_json(path: str) -> Document:
-    return cast(Document, json.loads(read_text(path)))
+def _read_json(path: str, types: Mapping[str, type]) -> Document:
+    """The JSON object in `path`. Raises ValueError if it has no values of these `types`."""
+    try:
+        document = json.loads(read_text(path))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _check_types(document, types)
+    return document  # type: ignore[no-any-return]
+
+
+def _check_types(document: object, types: Mapping[str, type]) -> None:
+    if not isinstance(document, dict):
+        raise ValueError(f"it holds a {type(document).__name__}, not an object")
+    for key, wanted in types.items():
+        if not isinstance(document.get(key), wanted):
+            raise ValueError(f"it has no {key!r} of type {wanted.__name__}")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
 
 
 def without_nan(value: object) -> object:

@@ -45,7 +45,7 @@ from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import Hook
 from trainer.hooks.writers import Console
 from trainer.inputs import Inputs, check_batches, data_errors_explained, open_inputs
-from trainer.preflight import check_model_dir
+from trainer.preflight import check_model_dir, disk_errors_explained
 from trainer.resume import restore_together, train_recovering
 from trainer.run_files import Document, RunFiles
 from trainer.step.optimizers import OptimizerError
@@ -277,8 +277,9 @@ def _resume(spec: TaskSpec, parts: Parts) -> int:
     saved = restore_together(executor, parts.checkpointer, parts.learner)
     if spec.is_chief:
         files = RunFiles(spec.model_dir)
-        files.write_config(_config_document(spec, parts.inputs))
-        files.remove_result()
+        with disk_errors_explained(spec.model_dir):
+            files.write_config(_config_document(spec, parts.inputs))
+            files.remove_result()
     with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
         position = saved.position if saved else Position()
         executor.start(parts.learner, parts.inputs.train, parts.inputs.evaluation, position)
@@ -328,7 +329,8 @@ def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: in
         console.say(f"resuming from step {first_step:,}")
     elif parts.learner.origin:
         console.say(parts.learner.origin)
-    return chief_hooks(parts, console, evaluates=not spec.has_evaluator)
+    document = _config_document(spec, inputs)
+    return chief_hooks(parts, console, document, evaluates=not spec.has_evaluator)
 
 
 @contextlib.contextmanager

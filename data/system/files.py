@@ -10,6 +10,7 @@ An operation that is not possible is an OSError, at a URL too, but reading an op
 TensorFlow's errors, as etils.epath does. An error that a user can correct is a DataError.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -170,5 +171,7 @@ def _gfile(call: Callable[[ModuleType], T]) -> T:
         raise FileNotFoundError(0, error.message) from None
     except tf.errors.PermissionDeniedError as error:
         raise PermissionError(0, error.message) from None
+    except tf.errors.ResourceExhaustedError as error:
+        raise OSError(errno.ENOSPC, error.message) from None
     except tf.errors.OpError as error:
         raise OSError(0, error.message) from None

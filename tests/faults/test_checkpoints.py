@@ -25,6 +25,7 @@ from tests.cluster.runs import (
     start,
     train,
 )
+from tests.faults.disks import mounted
 
 STEPS = 300
 # More than a terminal, a report or a mark takes, and less than the variables: see slow.py.
@@ -54,19 +55,6 @@ def complete_steps(model_dir: Path) -> list[int]:
     """The steps of complete checkpoints."""
     marks = model_dir.glob("checkpoints/step-*/checkpoint.json")
     return sorted(int(mark.parent.name.partition("-")[2]) for mark in marks)
-
-
-@contextlib.contextmanager
-def mounted(*command: str, at: Path) -> Iterator[None]:
-    """Mounts a file system at `at` while the context lasts; skips the test without that right."""
-    result = subprocess.run(["mount", *command, str(at)], capture_output=True, text=True)
-    if result.returncode:
-        pytest.skip(f"needs the right to mount: {result.stderr.strip()}")
-    try:
-        yield
-    finally:
-        # Lazily: a process that has been killed may hold it a moment longer.
-        subprocess.run(["umount", "-l", str(at)], check=True)
 
 
 @contextlib.contextmanager
@@ -195,11 +183,34 @@ def test_run_whose_last_state_cannot_be_saved_says_so_and_finishes_when_there_is
             assert not (model_dir / "result.json").exists()
             with start(ALONE, model_dir, *flags) as process:
                 refused = process.wait()
-                assert refused.exit_code == 2, process.output()
-            assert "on a disk with room" in refused.stderr
+                assert refused.exit_code == 75, process.output()
+            assert "error: --model_dir=" in refused.stderr
+            assert "No space left on device. Make room" in refused.stderr
+            assert "Traceback" not in refused.stderr
 
     complete = train(ALONE, model_dir, *flags)
     assert complete.result["step"] == STEPS
+    assert_same_weights(complete, undisturbed)
+
+
+def test_task_that_dies_on_a_full_disk_ends_with_75_and_resumes_when_there_is_room(
+    flags: tuple[str, ...], undisturbed: Run, small_disk: Path
+) -> None:
+    model_dir = small_disk / "run"
+    supervised = (*flags, "--max_restarts=1")
+    with start(ALONE, model_dir, *supervised) as process:
+        process.wait_until(lambda: len(complete_steps(model_dir)) > 1, "checkpoints")
+        with full_disk(process):
+            process.wait_until(lambda: process.warned("could not be written") > 0, "a failed save")
+            process.task("worker 0").kill()
+            run = process.wait()
+    assert run.exit_code == 75, process.output()
+    assert "worker 0 (process" in run.stderr
+    assert "died: signal 9 (Killed). Restarting all tasks now." in run.stderr
+    assert "No space left on device. Make room" in run.stdout
+    assert "Traceback" not in run.stderr + run.stdout
+
+    complete = train(ALONE, model_dir, *flags, "--config.pause_secs=0")
     assert_same_weights(complete, undisturbed)
 
 

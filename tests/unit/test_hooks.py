@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
 
 from data.tfrecord.split import Split
+from strategies.metrics import Metrics
 from tests.unit.toy import NUM_EXAMPLES, Toy, file_size_limit, write_split
 from trainer.hooks.base import Hook
 from trainer.hooks.evaluate import EarlyStop, Evaluate
@@ -22,10 +24,11 @@ from trainer.hooks.export import Export
 from trainer.hooks.finite import NonFiniteLossError, StopOnNonFinite
 from trainer.hooks.inspect import Histograms
 from trainer.hooks.report import Report
-from trainer.hooks.save import SaveCheckpoint
+from trainer.hooks.save import KeepConfig, SaveCheckpoint
 from trainer.hooks.writers import Console, JsonLines, Lossy, TensorBoard, Writer
 from trainer.inputs import batch_at
 from trainer.loop import train
+from trainer.run_files import RunFiles
 from trainer.step.loss_scale import LossScale
 from trainer.step.options import EarlyStoppingConfig, LossScaleConfig
 
@@ -146,14 +149,21 @@ LINES = ['{"step": 10, "split": "train"}', '{"step": 10, "split": "eval"}', '{"s
         ("\n".join(LINES[:2]) + '\n{"step": 1', LINES[:2]),
         ("\n".join(LINES[:2]), LINES[:2]),
         ("", []),
+        ("\n".join(LINES[:2]) + '\n{"step": 1, "split": "\udcff"}\n', LINES[:2]),
+        ("\n".join(LINES[:2]) + "\n" + "\0" * 50, LINES[:2]),
+        ("\n".join(LINES[:2]) + '\n{"step": 1e999}\n', LINES[:2]),
+        ("\n".join(LINES[:2]) + '\n["step"]\n7\n', LINES[:2]),
     ],
-    ids=["later steps", "complete", "damaged line", "line without its end", "empty"],
+    ids=[
+        *("later steps", "complete", "damaged line", "line without its end", "empty"),
+        *("not UTF-8", "zeros", "an infinite step", "no object"),
+    ],
 )
 def test_metrics_of_repeated_steps_are_dropped(
     text: str, expected: list[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     writer = JsonLines(str(path))
     writer.begin(15)
     writer.write(16, "train", {"loss": 0.5})
@@ -161,6 +171,60 @@ def test_metrics_of_repeated_steps_are_dropped(
     assert lines[:-2] == expected
     assert json.loads(lines[-2]) == {"step": 16, "split": "train", "loss": 0.5}
     assert lines[-1] == ""
+
+
+def test_damaged_lines_are_not_read_and_the_file_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "\xff": 0}\n\0\0\0{"step": 3}\n')
+    writer = JsonLines(str(path))
+    assert writer.read() == [{"step": 1}]
+    writer.begin(5)
+    assert caplog.messages == [f"{path} has 2 damaged line(s), which are removed."]
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_files_deleted_during_a_run_are_written_anew_at_the_next_save(
+    split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_dir = tmp_path / "run"
+    toy = Toy(split, model_dir)
+    toy.start()
+    files = RunFiles(str(model_dir))
+    files.write_config({"a": 1})
+    keep = KeepConfig(files, {"a": 1}, every_steps=4, last_step=8)
+    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=8)
+    json_lines, board = JsonLines(files.metrics), TensorBoard(files.tensorboard)
+    writer = Lossy(json_lines, files.metrics)
+    board.write(1, "train", {"loss": 1.0})
+
+    class Delete(Hook):
+        def __call__(self, step: int, metrics: Metrics) -> None:
+            writer.write(step, "train", {"loss": 1.0})
+            board.write(step, "train", {"loss": 1.0})
+            if step in (4, 8):
+                toy.checkpointer.wait()
+                assert toy.checkpoints() == [f"step-{step:08d}"]
+                shutil.rmtree(model_dir)
+
+    hooks = [keep, writer, save, Delete()]
+    train(toy.executor, toy.learner, hooks, steps=8, steps_per_call=2)
+    toy.checkpointer.wait()
+    assert json.loads(Path(files.config).read_text()) == {"a": 1}
+    assert toy.checkpoints() == ["step-00000008"]
+    assert keep.result() == {"files_deleted_before_steps": [8, 8]}
+    said = [message for message in caplog.messages if "was deleted before step 8" in message]
+    assert len(said) == 2
+    assert not KeepConfig(files, {"a": 1}).result()
+
+
+def test_tensorboard_writes_to_a_new_file_after_its_files_were_deleted(tmp_path: Path) -> None:
+    board = TensorBoard(str(tmp_path / "board"))
+    board.write(1, "train", {"loss": 1.0})
+    shutil.rmtree(tmp_path / "board")
+    board.write(2, "train", {"loss": 1.0})
+    assert scalar_steps(tmp_path / "board" / "train") == [2]
 
 
 def test_damaged_variables_are_not_saved_though_the_loss_was_finite(

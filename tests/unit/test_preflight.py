@@ -1,26 +1,30 @@
-"""A complete run is recognised, so that it is not trained again."""
+"""What is found in a model directory before a run: its result, damage, and a disk without room."""
 
 import dataclasses
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faults.disks import mounted
+from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.config import Config
-from trainer.preflight import finished_result
+from trainer.preflight import DiskError, check_model_dir, finished_result
 
 CONFIG = Config(dataset="digits", train_steps=100)
+DONE: dict[str, Any] = {"exit_code": 0, "eval": {}}
 EARLY = dataclasses.asdict(CONFIG.early_stopping)
 
 
 @pytest.mark.parametrize(
     ("result", "is_finished"),
     [
-        ({"step": 100, "exit_code": 0}, True),
-        ({"step": 99, "exit_code": 0}, False),
-        ({"step": 50, "exit_code": 0, "stopped_early_by": EARLY}, True),
-        ({"step": 50, "exit_code": 0, "stopped_early_by": {**EARLY, "patience": 9}}, False),
+        ({"step": 100, **DONE}, True),
+        ({"step": 99, **DONE}, False),
+        ({"step": 50, **DONE, "stopped_early_by": EARLY}, True),
+        ({"step": 50, **DONE, "stopped_early_by": {**EARLY, "patience": 9}}, False),
         ({"step": 100, "exit_code": 75}, False),
         # Ended while a step was on devices that did not answer.
         ({"step": None, "exit_code": 75}, False),
@@ -35,3 +39,64 @@ def test_only_a_run_of_enough_steps_that_ended_well_is_finished(
 
 def test_run_without_a_result_is_not_finished(tmp_path: Path) -> None:
     assert finished_result(str(tmp_path), CONFIG) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "damage"),
+    [
+        (b"", "Expecting value"),
+        (b'{"step": 100, "exit_c', "Unterminated string"),
+        (b'{"step": 100, "eval": {}}', "no 'exit_code'"),
+        (b'{"exit_code": 0, "eval": {}}', "no 'step'"),
+        (b'{"step": 100, "exit_code": 0}', "no 'eval'"),
+        (b"[]", "a list"),
+        (b"\xff\xfe\x00", "decode"),
+        (b"\0" * 300, "Expecting value"),
+        (b"[" * 100_000, "too deeply"),
+    ],
+)
+def test_damaged_result_is_named_and_counts_as_missing(
+    content: bytes, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "result.json"
+    path.write_bytes(content)
+    for _ in range(2):  # An evaluator reads it once a second.
+        assert finished_result(str(tmp_path), CONFIG) is None
+    (message,) = caplog.messages
+    assert f"{path} is damaged" in message
+    assert damage in message
+
+
+def test_result_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "result.json").mkdir()
+    assert finished_result(str(tmp_path), CONFIG) is None
+    with pytest.raises(ModelDirError, match=r"result\.json is a directory.* writes a file"):
+        check_model_dir(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tasks", "checkpoints", "tensorboard", "export", "evaluator"])
+def test_file_in_the_place_of_a_directory_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ModelDirError, match=f"{name} is a file.* Move it"):
+        check_model_dir(str(tmp_path))
+
+
+def test_full_disk_is_no_usage_error(tmp_path: Path) -> None:
+    with mounted("-t", "tmpfs", "-o", "size=32k", "tmpfs", at=tmp_path):
+        with pytest.raises(DiskError, match=r"No space left on device\. Make room"):
+            check_model_dir(f"{tmp_path}/run")
+        assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_disk_that_became_read_only_is_no_usage_error(tmp_path: Path) -> None:
+    with mounted("-t", "tmpfs", "tmpfs", at=tmp_path):
+        check_model_dir(f"{tmp_path}/run")
+        remount = ["mount", "-o", "remount,ro", str(tmp_path)]
+        subprocess.run(remount, check=True)
+        with pytest.raises(ModelDirError, match=r"Read-only file system\. Give a directory"):
+            check_model_dir(f"{tmp_path}/run")
+        subprocess.run([*remount[:2], "remount,rw", str(tmp_path)], check=True)
+        (tmp_path / "run" / "config.json").write_text("{}")
+        subprocess.run(remount, check=True)
+        with pytest.raises(DiskError, match=r"Read-only file system\. Make room"):
+            check_model_dir(f"{tmp_path}/run")

@@ -153,9 +153,12 @@ class Checkpointer:
             write.result()
 
     def has_saved(self, step: int) -> bool:
-        """Returns True if the last complete checkpoint written or restored is of `step`; waits."""
+        """Returns True if the last checkpoint written or restored is of `step`, and exists; waits.
+
+        It does not exist if the model directory was deleted during the run.
+        """
         self.wait()
-        return self._saved_step == step
+        return self._saved_step == step and self._mark_if_complete(f"step-{step:08d}") is not None
 
     def check(self) -> Saved | None:
         """As `restore`, but reads neither variables nor checksums, and restores nothing."""

@@ -298,7 +298,8 @@ def _say_if_finished(recipe: Recipe, model_dir: str) -> bool:
     if result is None:
         return False
     preflight.preflight(recipe, model_dir)  # The finished run may be of another config.
-    measured = "  ".join(f"{name} {value:.4f}" for name, value in result["eval"].items())
+    values = {name: value for name, value in result["eval"].items() if isinstance(value, float)}
+    measured = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
     print(
         f"{model_dir} is finished: step {result['step']:,}  {measured}. To train further, raise "
         "--train_steps; to train anew, give another --model_dir."

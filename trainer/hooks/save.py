@@ -1,14 +1,25 @@
-"""SaveCheckpoint: the state of the run, at multiples of `every_steps` and at the last step."""
+"""SaveCheckpoint: the state of the run, at multiples of `every_steps` and at the last step.
 
-from dataclasses import dataclass
+hooks = [KeepConfig(files, document, every_steps=100), ..., SaveCheckpoint(..., every_steps=100)]
+
+KeepConfig looks at the same steps whether the model directory is still there.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from typing_extensions import override
 
+from data.system.files import exists
 from strategies.base import Executor
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.hooks.base import PeriodicHook
 from trainer.hooks.finite import require_finite
 from trainer.learner import Learner
+from trainer.run_files import Document, RunFiles
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -36,3 +47,41 @@ class SaveCheckpoint(PeriodicHook):
         if self.checkpointer is not None and not self.checkpointer.has_saved(step):
             self.act(step)
             self.checkpointer.wait()
+
+
+@dataclass(eq=False)
+class KeepConfig(PeriodicHook):
+    """Writes config.json anew, with a warning, if it was deleted during the run.
+
+    Usually the complete model directory was. The hook is before the writers in the list of hooks,
+    so that reports have their directory again.
+    """
+
+    files: RunFiles
+    document: Document
+    _steps: list[int] = field(default_factory=list, init=False)
+
+    @override
+    def act(self, step: int) -> None:
+        if exists(self.files.config):
+            return
+        self._steps.append(step)
+        log.warning(
+            "%s was deleted before step %s, perhaps with the complete directory. It is written "
+            "anew; earlier reports and checkpoints may be missing.",
+            self.files.config,
+            f"{step:,}",
+        )
+        try:
+            self.files.write_config(self.document)
+        except OSError as error:
+            log.warning("%s could not be written: %s", self.files.config, error)
+
+    @override
+    def end(self, step: int) -> None:
+        """Looks again: the files of a finished run must be complete."""
+        self._act(step)
+
+    @override
+    def result(self) -> Mapping[str, object]:
+        return {"files_deleted_before_steps": self._steps} if self._steps else {}

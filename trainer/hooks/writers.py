@@ -95,12 +95,15 @@ class JsonLines(Writer):
 
     @override
     def begin(self, step: int) -> None:
+        steps = [step_of(line, math.nan) for line in self._content().splitlines()]
+        if num_damaged := sum(map(math.isnan, steps)):
+            log.warning("%s has %d damaged line(s), which are removed.", self._path, num_damaged)
         # The steps after `step` will be repeated.
         self._drop_invalid_lines(step)
 
     def read(self) -> list[Values]:
         """Returns the reports so far, without a damaged one."""
-        lines = self._text().splitlines()
+        lines = self._content().splitlines()
         return [json.loads(line) for line in lines if not math.isnan(step_of(line, math.nan))]
 
     @override
@@ -117,21 +120,22 @@ class JsonLines(Writer):
 
     def _drop_invalid_lines(self, last_valid_step: float) -> None:
         self._last_valid_step = last_valid_step
-        text = self._text()
+        content = self._content()
+        lines = content.splitlines()
         # NaN <= x is False for every x.
-        lines = [line for line in text.splitlines() if step_of(line, math.nan) <= last_valid_step]
-        valid = "".join(f"{line}\n" for line in lines)
-        if valid != text:
-            with tf.io.gfile.GFile(f"{self._path}.tmp", "w") as file:
+        lines = [line for line in lines if step_of(line, math.nan) <= last_valid_step]
+        valid = b"".join(line + b"\n" for line in lines)
+        if valid != content:
+            with tf.io.gfile.GFile(f"{self._path}.tmp", "wb") as file:
                 file.write(valid)
             tf.io.gfile.rename(f"{self._path}.tmp", self._path, overwrite=True)
         self._last_valid_step = None
 
-    def _text(self) -> str:
+    def _content(self) -> bytes:
         if not tf.io.gfile.exists(self._path):
-            return ""
-        with tf.io.gfile.GFile(self._path) as file:
-            return str(file.read())
+            return b""
+        with tf.io.gfile.GFile(self._path, "rb") as file:
+            return file.read()  # type: ignore[no-any-return]
 
 
 class TensorBoard(Writer):
@@ -145,6 +149,9 @@ class TensorBoard(Writer):
     def writing(self, split: str, step: int) -> Iterator[None]:
         """Inside it tf.summary writes to `split`; on exit all is flushed."""
         try:
+            # If the files were deleted, the former writer would write without an error.
+            if not tf.io.gfile.exists(f"{self._directory}/{split}"):
+                self._writers.pop(split, None)
             if split not in self._writers:
                 self._writers[split] = tf.summary.create_file_writer(f"{self._directory}/{split}")
             with self._writers[split].as_default(step=step):
