@@ -73,6 +73,16 @@ def test_corrupt_record_is_named_before_the_first_step_if_records_are_cached(
         assert_one_error(process.wait(), shard.name, "corrupt", SKIP)
 
 
+def predict(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainer.predict", *flags],
+        capture_output=True,
+        cwd=ROOT,
+        text=True,
+        timeout=TIMEOUT_SECS,
+    )
+
+
 @pytest.fixture(scope="module")
 def exported(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run on undamaged data, which would fail on damaged data."""
@@ -93,18 +103,54 @@ def test_undamaged_data_ends_in_the_same_weights_with_and_without_skip(
     assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
+def test_damaged_reports_and_result_of_a_run_are_named_and_made_anew(
+    exported: Run, tmp_path: Path
+) -> None:
+    model_dir = tmp_path / "run"
+    shutil.copytree(exported.model_dir, model_dir)
+    result, metrics = model_dir / "result.json", model_dir / "metrics.jsonl"
+    result.write_bytes(result.read_bytes()[:20])
+    reports = metrics.read_bytes()
+    metrics.write_bytes(b"\xff\xfe{\n" + reports)
+    flags = (CONFIG, f"--data_dir={exported.config['data_dir']}", "--train_steps=20")
+    run = train(TOPOLOGIES["mirrored-1"], model_dir, *flags)
+    assert f"{result} is damaged: " in run.stderr
+    assert f"{metrics} has 1 damaged line(s), which are removed." in run.stderr
+    assert "resuming from step 20" in run.stdout
+    assert metrics.read_bytes().startswith(reports)
+    assert run.result["step"] == 20
+    assert run.result["exit_code"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"[]", "config.json is missing or damaged: it holds a list"),
+        ("config.json", None, "config.json is missing or damaged: "),
+        ("export/model.keras", b"PK", "model.keras cannot be loaded"),
+    ],
+)
+def test_prediction_with_a_damaged_file_of_the_run_says_how_to_make_it_anew(
+    name: str, content: bytes | None, message: str, exported: Run, tmp_path: Path
+) -> None:
+    model_dir = tmp_path / "run"
+    shutil.copytree(exported.model_dir, model_dir)
+    (model_dir / name).unlink()
+    if content is not None:
+        (model_dir / name).write_bytes(content)
+    done = predict(f"--model_dir={model_dir}")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert f"Remove {model_dir}/result.json" in done.stderr.replace("remove", "Remove")
+    assert "Traceback" not in done.stderr
+
+
 def test_prediction_on_a_corrupt_record_ends_with_2_and_the_command_that_names_the_record(
     exported: Run, digits: Path, tmp_path: Path
 ) -> None:
     data = damaged_copy(digits, tmp_path)
     flags = (f"--model_dir={exported.model_dir}", f"--data_dir={data}", "--split=train")
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer.predict", *flags],
-        capture_output=True,
-        cwd=ROOT,
-        text=True,
-        timeout=TIMEOUT_SECS,
-    )
+    done = predict(*flags)
     assert done.returncode == 2
     assert "error: Records are corrupt" in done.stderr
     assert "python -m data.inspect --data_dir=DIR --verify" in done.stderr

@@ -200,9 +200,12 @@ def test_task_that_dies_on_a_full_disk_ends_with_75_and_resumes_when_there_is_ro
     supervised = (*flags, "--max_restarts=1")
     with start(ALONE, model_dir, *supervised) as process:
         process.wait_until(lambda: len(complete_steps(model_dir)) > 1, "checkpoints")
+        task = process.task("worker 0")
         with full_disk(process):
-            process.wait_until(lambda: process.warned("could not be written") > 0, "a failed save")
-            process.task("worker 0").kill()
+            process.wait_until(
+                lambda: "could not be written" in process.output(), "a save that fails"
+            )
+            task.kill()
             run = process.wait()
     assert run.exit_code == 75, process.output()
     assert "worker 0 (process" in run.stderr
@@ -212,6 +215,45 @@ def test_task_that_dies_on_a_full_disk_ends_with_75_and_resumes_when_there_is_ro
 
     complete = train(ALONE, model_dir, *flags, "--config.pause_secs=0")
     assert_same_weights(complete, undisturbed)
+
+
+def test_model_dir_deleted_during_a_run_is_written_anew_and_said(
+    flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
+) -> None:
+    model_dir = tmp_path / "run"
+    with start(ALONE, model_dir, *flags, "--max_restarts=1") as process:
+        process.wait_until(lambda: len(complete_steps(model_dir)) > 1, "checkpoints")
+        task = process.task("worker 0")
+        task.suspend()  # So that it writes nothing while its directory is deleted.
+        shutil.rmtree(model_dir)
+        task.resume()
+        run = process.wait()
+    assert run.exit_code == 0, process.output()
+    output = run.stdout + run.stderr
+    assert f"{model_dir}/config.json was deleted before step" in output
+    # By the launcher: the complete directory, unless the task has made it anew before.
+    assert run.stderr.count("was deleted, with") == 1
+    (step,) = run.result["files_deleted_before_steps"]
+    assert run.config["strategy"] == "mirrored"
+    assert [line["step"] for line in run.metrics("train") if line["step"] >= step]
+    assert "Traceback" not in output
+    assert_same_weights(run, undisturbed)
+
+
+def test_model_dir_deleted_before_a_restart_is_said(flags: tuple[str, ...], tmp_path: Path) -> None:
+    model_dir = tmp_path / "run"
+    quick = (*flags, "--train_steps=100", "--max_restarts=1")
+    with start(ALONE, model_dir, *quick) as process:
+        process.wait_until(lambda: bool(complete_steps(model_dir)), "a checkpoint")
+        task = process.task("worker 0")
+        task.suspend()
+        shutil.rmtree(model_dir)
+        task.kill()
+        run = process.wait()
+    assert run.exit_code == 0, process.output()
+    assert f"{model_dir} was deleted, with all files of the run so far." in run.stderr
+    assert "resuming" not in run.stdout
+    assert run.result["step"] == 100
 
 
 def test_all_tasks_end_with_75_where_the_chief_cannot_save_the_last_step(

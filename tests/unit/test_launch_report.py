@@ -8,6 +8,7 @@ import pytest
 from strategies.cluster.tf_config import Task
 from trainer.local.deaths import TaskEnd
 from trainer.local.launch_report import LaunchReport, Restart, print_summary
+from trainer.local.task_logs import TaskLogs
 
 KILLED = -signal.SIGKILL
 
@@ -61,7 +62,7 @@ def test_summary_has_the_last_restarts_and_the_lines_of_the_failed_task(
     failed = end(1, 1)
     restarts = [Restart(end(1, KILLED), (Task("worker", 1),), f"at {i}") for i in range(22)]
     report = LaunchReport((failed,), tuple(restarts), is_stopped=False)
-    print_summary(report, tmp_path)
+    print_summary(report, TaskLogs(tmp_path))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         f"2 earlier restarts are in {tmp_path}/restarts.jsonl",

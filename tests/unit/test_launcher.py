@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,6 +186,54 @@ def test_logs_are_appended_to_and_bad_bytes_kept(
     mark, line, second_mark, second_line = log.splitlines()
     assert line == second_line == b"\xff no line end"
     assert mark.split()[:3] == second_mark.split()[:3] == [b"===", b"worker", b"0,"]
+
+
+def test_logs_deleted_during_the_run_are_made_anew_with_one_message(
+    tmp_path: Path, program: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = program("""
+        print("first", flush=True)
+        if start == 1:
+            note("printed")
+            await_note("deleted")
+            print("later", flush=True)
+            if (job, index) == ("worker", 0):
+                os.kill(os.getpid(), signal.SIGKILL)
+        note("done")
+        await_note("done-worker-0")
+    """)
+    cluster = local_cluster("ps", num_workers=2, num_ps=1)
+    logs = tmp_path / "tasks"
+
+    def delete() -> None:
+        wait_for(lambda: all("first" in path.read_text() for path in logs.glob("*.log")))
+        assert len(list(logs.iterdir())) == len(cluster.tasks())
+        shutil.rmtree(logs)
+        (tmp_path / "deleted").touch()
+
+    with when_noted(tmp_path, "printed", len(cluster.tasks()), delete):
+        report = launch(cluster, tmp_path, command, restarts=no_progress(1))
+    assert report.exit_code == 0
+    said = f"{logs} was deleted, with earlier logs. It is made anew."
+    assert capsys.readouterr().err.count(said) == 1
+    for task in cluster.tasks():
+        text = (logs / f"{task.job}-{task.index}.log").read_text()
+        assert text.startswith("later\n")
+    assert "=== worker 0, start 2" in (logs / "worker-0.log").read_text()
+    (restart,) = (logs / "restarts.jsonl").read_text().splitlines()
+    assert json.loads(restart)["task"] == "worker 0"
+
+
+def test_run_goes_on_without_logs_if_their_directory_cannot_be_made(
+    tmp_path: Path, program: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tasks").write_text("mine")
+    report = launch(local_cluster("multiworker", 2, 0), tmp_path, program('print("a")\nprint("b")'))
+    assert report.exit_code == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("Lines are missing in") == 2
+    assert captured.out == "a\nb\n"
+    assert (tmp_path / "tasks").read_text() == "mine"
 
 
 def test_first_failure_is_the_cause_and_not_the_peer_that_gave_up_first(

@@ -27,7 +27,7 @@ from trainer.local.launcher import LocalCluster
 from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
 from trainer.local.parent_watch import ParentWatch, watch_parent
 from trainer.local.restarts import Restarts
-from trainer.local.task_process import say
+from trainer.local.task_logs import say
 from trainer.run_files import progress_of
 from trainer.task_spec import TaskSpec
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.local.parent_watch import ParentWatch
-from trainer.local.task_process import say
+from trainer.local.task_logs import say
 
 _PAUSE_SECS = 1.0  # Before the next start, because a server may fail at once.
 

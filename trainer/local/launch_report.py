@@ -1,7 +1,7 @@
 """How a local cluster ended: all exits and restarts, the exit code, and the messages about them.
 
 report = LaunchReport(ends, restarts, is_stopped=False)
-print_summary(report, logs_of("runs/a"))
+print_summary(report, TaskLogs(directory_of_logs("runs/a")))
 sys.exit(report.exit_code)
 """
 
@@ -13,7 +13,7 @@ from data.system.files import is_url
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.local.deaths import TaskEnd, is_chief_done
-from trainer.local.task_process import log_name, say
+from trainer.local.task_logs import TaskLogs, say
 
 _RESTARTS = "restarts.jsonl"
 _NUM_SHOWN_RESTARTS = 20
@@ -64,14 +64,14 @@ class LaunchReport:
         return EXIT_RESTART if was_lost and not first.was_overdue else EXIT_BUG
 
 
-def logs_of(model_dir: str | Path) -> Path:
+def directory_of_logs(model_dir: str | Path) -> Path:
     """The directory of the tasks' logs: in `model_dir`, or under runs/ if that is a URL."""
     if is_url(str(model_dir)):
         return Path("runs", str(model_dir).rstrip("/").rpartition("/")[2], "tasks").resolve()
     return Path(model_dir).resolve() / "tasks"
 
 
-def write_restart(restart: Restart, logs: Path) -> None:
+def write_restart(restart: Restart, logs: TaskLogs) -> None:
     """Appends `restart` to restarts.jsonl."""
     cause = restart.cause
     document = {
@@ -84,18 +84,13 @@ def write_restart(restart: Restart, logs: Path) -> None:
         "why": cause.failure,
         "last_lines": [line.rstrip() for line in cause.last_lines],
     }
-    path = logs / _RESTARTS
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps(document) + "\n")
-    except OSError as error:  # The disk is full.
-        say(f"The restart after the death of {cause.task} is missing in {path}: {error}")
+    logs.append(_RESTARTS, json.dumps(document))
 
 
-def print_summary(report: LaunchReport, logs: Path) -> None:
+def print_summary(report: LaunchReport, logs: TaskLogs) -> None:
     """Prints the restarts and the failure that ended the run, if any, to standard error."""
     if (num_before := len(report.restarts) - _NUM_SHOWN_RESTARTS) > 0:
-        say(f"{num_before} earlier restarts are in {logs / _RESTARTS}")
+        say(f"{num_before} earlier restarts are in {logs.directory / _RESTARTS}")
     for restart in report.restarts[-_NUM_SHOWN_RESTARTS:]:
         cause, tasks = restart.cause, restart.tasks
         what = tasks[0] if len(tasks) == 1 else "all tasks"
@@ -108,5 +103,5 @@ def print_summary(report: LaunchReport, logs: Path) -> None:
             say(f"[{first.task}] {line.rstrip()}")
     say(
         f"{first.task} failed after {first.seconds:.1f} s: {first.failure}. "
-        f"Its log: {logs / log_name(first.task)}"
+        f"Its log: {logs.path(first.task)}"
     )

@@ -46,11 +46,18 @@ from trainer.local.deaths import (
     is_chief_done,
 )
 from trainer.local.fork_server import ForkServer
-from trainer.local.launch_report import LaunchReport, Restart, logs_of, print_summary, write_restart
+from trainer.local.launch_report import (
+    LaunchReport,
+    Restart,
+    directory_of_logs,
+    print_summary,
+    write_restart,
+)
 from trainer.local.network_namespace import Namespace
 from trainer.local.parent_watch import ParentWatch
 from trainer.local.restarts import Restarts
-from trainer.local.task_process import Child, TaskProcess, log_name, now, say
+from trainer.local.task_logs import TaskLogs, now, say
+from trainer.local.task_process import Child, TaskProcess
 
 TARGET = "trainer.__main__:run_from_command_line"  # What a task runs if it is forked.
 _PEER_LOST_SECS = 15.0  # TensorFlow's coordination service reports a dead peer within 10 s.
@@ -85,7 +92,7 @@ class LocalCluster:
     command: Sequence[str] = (sys.executable, "-m", "trainer")
 
     def __post_init__(self) -> None:
-        self._logs = logs_of(self.model_dir)
+        self._logs = TaskLogs(directory_of_logs(self.model_dir))
         self._argv = [*self.argv, f"--model_dir={absolute(str(self.model_dir))}"]
         self._chief = self.cluster.chief
         self._clusters = {task: self.cluster.for_task(task) for task in self.cluster.tasks()}
@@ -105,9 +112,8 @@ class LocalCluster:
     def run(self) -> LaunchReport:
         """Runs the cluster to its end. Called once, in the main thread.
 
-        Raises OSError if a log file or a process could not be made.
+        Raises OSError if a process could not be made.
         """
-        self._logs.mkdir(parents=True, exist_ok=True)
         stops = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored.
             stops.append(signal.SIGHUP)
@@ -134,7 +140,7 @@ class LocalCluster:
             self._running[task] = TaskProcess(
                 task,
                 partial(self._start_process, self._clusters[task]),
-                self._logs / log_name(task),
+                self._logs.open(task),
                 self._events,
                 is_shown=task == self._chief,
                 start=self._num_starts[task],

@@ -6,7 +6,6 @@ exit_code = events.get().reap()     # It has ended.
 """
 
 import contextlib
-import datetime
 import os
 import queue
 import signal
@@ -16,12 +15,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from typing import TextIO, TypeAlias
+from typing import TypeAlias
 
 from strategies.cluster.tf_config import Task
 from trainer.local.fork_server import Fork
 from trainer.local.parent_watch import ParentWatch
+from trainer.local.task_logs import TaskLog, now, say
 
 _TAIL_LINES = 40
 Child: TypeAlias = subprocess.Popen[bytes] | Fork  # In a new session.
@@ -44,7 +43,7 @@ class TaskProcess:
         self,
         task: Task,
         start_process: Callable[[ParentWatch, int], Child],
-        log: Path,
+        log: TaskLog,
         events: "queue.SimpleQueue[TaskProcess | signal.Signals]",
         *,
         is_shown: bool,
@@ -55,7 +54,7 @@ class TaskProcess:
         `start_process(watch, output)` starts a process that prints to the descriptor `output`. Its
         output is appended to `log`, and, if `is_shown`, copied to standard output.
 
-        Raises OSError if the log or the process could not be made.
+        Raises OSError if the process could not be made.
         """
         self.task = task
         self.watch = ParentWatch()
@@ -64,13 +63,12 @@ class TaskProcess:
         self.end_reason: str | None = None
         self._is_shown = is_shown
         self._events = events
-        self._log_file = log.open("ab", buffering=0)
+        self._log = log
         self._started = time.monotonic()
         read, write = os.pipe()
         try:
             self._child = start_process(self.watch, write)
         except OSError:
-            self._log_file.close()
             self.watch.close()
             os.close(read)
             raise
@@ -78,10 +76,7 @@ class TaskProcess:
             os.close(write)
         self.pid = self._child.pid
         self._pipe = os.fdopen(read, "rb")
-        self._is_logging = True
-        # The previous process may have been killed in the middle of a line.
-        line_end = "" if self._log_file.tell() == 0 else "\n"
-        self._write(f"{line_end}=== {task}, start {start}, process {self.pid}, {now()}\n".encode())
+        self._log.begin(f"=== {task}, start {start}, process {self.pid}, {now()}")
         self._output = threading.Thread(target=self._copy_output, daemon=True)
         self._exit = threading.Thread(target=self._await_exit, daemon=True)
         self._output.start()
@@ -113,36 +108,11 @@ class TaskProcess:
         self._events.put(self)
 
     def _copy_output(self) -> None:
-        with self._log_file, self._pipe:
+        with contextlib.closing(self._log), self._pipe:
             for line in self._pipe:
                 text = line.decode(errors="replace")
                 self.tail.append(text)
                 # An error here must not end this loop: a task blocks when its pipe is full.
-                self._write(line)
+                self._log.write(line)
                 if self._is_shown:
                     say(text, sys.stdout, end="")
-
-    def _write(self, line: bytes) -> None:
-        try:
-            self._log_file.write(line)
-        except OSError as error:  # The disk is full.
-            if self._is_logging:
-                say(f"Lines of {self.task} are missing in {self._log_file.name}: {error}")
-            self._is_logging = False
-
-
-def log_name(task: Task) -> str:
-    """The name of the task's log file."""
-    return f"{task.job}-{task.index}.log"
-
-
-def now() -> str:
-    """The local time, such as 2026-11-21T14:42:07+00:00."""
-    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
-    """Prints `text` at once, by default to standard error. An error of the stream is ignored."""
-    # A closed terminal, or `| head`, must not end a run.
-    with contextlib.suppress(OSError):
-        print(text, end=end, file=stream or sys.stderr, flush=True)

@@ -1,0 +1,114 @@
+"""What the launcher writes: messages to its console, and the logs of the tasks.
+
+    logs = TaskLogs(Path("runs/a/tasks"))
+    log = logs.open(Task("worker", 0))
+    log.begin("=== worker 0, start 1")
+    log.write(b"what the task prints")
+    logs.append("restarts.jsonl", "{}")
+
+A log never ends a run. Logs that are deleted during the run are made anew, with one message. Lines
+that cannot be written are missing, with one message for each file.
+"""
+
+import contextlib
+import datetime
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from strategies.cluster.tf_config import Task
+
+
+class TaskLogs:
+    """The logs in `directory`, which is made when the first log is written."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._was_made = False
+        self._lock = threading.Lock()  # Each task's output has its own thread.
+
+    def path(self, task: Task) -> Path:
+        """The log of `task`."""
+        return self.directory / f"{task.job}-{task.index}.log"
+
+    def open(self, task: Task) -> "TaskLog":
+        """Opens the log of `task` to append to it."""
+        return TaskLog(self, self.path(task))
+
+    def append(self, name: str, line: str) -> None:
+        """Appends a line to the file `name`."""
+        log = TaskLog(self, self.directory / name)
+        log.write(f"{line}\n".encode())
+        log.close()
+
+    def make(self) -> None:
+        """Makes the directory if it is missing. Raises OSError if that fails."""
+        with self._lock:
+            if self.directory.is_dir():
+                return
+            run = self.directory.parent
+            deleted, lost = self.directory, "earlier logs"
+            if not run.is_dir():
+                deleted, lost = run, "all files of the run so far"
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if self._was_made:
+                say(f"{deleted} was deleted, with {lost}. It is made anew.")
+            self._was_made = True
+
+
+class TaskLog:
+    """A log file to which lines are appended. Methods raise no error."""
+
+    def __init__(self, logs: TaskLogs, path: Path) -> None:
+        """`logs` makes the directory of `path`."""
+        self._logs = logs
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._is_complete = True
+
+    def begin(self, text: str) -> None:
+        """Writes `text` as a line of its own: a former process may have been killed in a line."""
+        self._write(text.encode() + b"\n", begins_line=True)
+
+    def write(self, content: bytes) -> None:
+        """Appends `content`."""
+        self._write(content, begins_line=False)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, content: bytes, *, begins_line: bool) -> None:
+        try:
+            file = self._opened()
+            if begins_line and file.tell():
+                content = b"\n" + content
+            file.write(content)
+        except OSError as error:  # For example, the disk is full.
+            if self._is_complete:
+                say(f"Lines are missing in {self._path}: {error}")
+            self._is_complete = False
+
+    def _opened(self) -> BinaryIO:
+        if self._file is not None and os.fstat(self._file.fileno()).st_nlink:
+            return self._file
+        self.close()  # It was deleted.
+        self._file = None
+        self._logs.make()
+        self._file = self._path.open("ab", buffering=0)
+        return self._file
+
+
+def now() -> str:
+    """The local time, such as 2026-11-21T14:42:07+00:00."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
+    """Prints `text` at once, by default to standard error. An error of the stream is ignored."""
+    # A closed terminal, or `| head`, must not end a run.
+    with contextlib.suppress(OSError):
+        print(text, end=end, file=stream or sys.stderr, flush=True)
