@@ -9,15 +9,16 @@ Every task that runs the loop has all three, and restores. Only the chief saves,
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import keras
 
-from strategies.base import Executor
+from strategies.base import Batch, Executor
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.config import Config, ConfigError, Recipe, flatten
+from trainer.config_file import errors_explained
 from trainer.hooks.base import Hook
 from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.export import Export
@@ -28,6 +29,7 @@ from trainer.hooks.save import KeepConfig, SaveCheckpoint
 from trainer.hooks.writers import Console, JsonLines, Lossy, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
+from trainer.models import build_from_specs, check_model, is_built
 from trainer.run_files import Document, RunFiles
 from trainer.step.losses import PerExample, accuracy, smoothed_crossentropy
 from trainer.step.optimizers import optimizer_named, supported_optimizers
@@ -39,16 +41,14 @@ from trainer.step.warm_start import warm_start
 _IN_GRADIENTS = ("micro_batches", "penalty.l1", "penalty.l2", "jit_compile")
 
 
-def build_learner(recipe: Recipe) -> Learner:
-    """The learner of `recipe`, with the same initial weights in every process."""
+def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
+    """The learner of `recipe`, with the same initial weights in every process.
+
+    A model that is not built yet is built from `input_specs`, the tensor specs of its inputs.
+    """
     config = recipe.config
     keras.utils.set_random_seed(config.seed)
-    model = build_model(recipe)
-    if not isinstance(model, keras.Model) or not model.built:
-        raise ConfigError(
-            f"build_model() of {recipe.path} must return a built keras.Model, but returned "
-            f"{type(model).__name__}. Give it a keras.Input."
-        )
+    model = build_model(recipe, input_specs)
     # Before averages and optimizer states that are initialised from the weights.
     origin = warm_start(model, config.warm_start) if config.warm_start.path else ""
     if config.freeze:
@@ -80,16 +80,18 @@ def build_learner(recipe: Recipe) -> Learner:
             config.schedule, train_steps=config.train_steps, batch_size=config.batch_size
         )
     make = partial(recipe.build_learner, config) if recipe.build_learner else Learner
-    learner = make(
-        model=model,
-        optimizer=optimizer,
-        loss=_loss(recipe),
-        metrics=metrics,
-        batch_size=config.batch_size,
-        rate_factor=factor,
-        options=options,
-        origin=origin,
-    )
+    loss = _loss(recipe)
+    with errors_explained(f"build_learner(config, **parts) of {recipe.path}"):
+        learner = make(
+            model=model,
+            optimizer=optimizer,
+            loss=loss,
+            metrics=metrics,
+            batch_size=config.batch_size,
+            rate_factor=factor,
+            options=options,
+            origin=origin,
+        )
     _check_learner(learner, recipe)
     return learner
 
@@ -117,19 +119,30 @@ def _check_learner(learner: object, recipe: Recipe) -> None:
         )
 
 
-def build_model(recipe: Recipe) -> keras.Model:
-    """The model of `recipe`, in the precision that its config names.
+def build_model(recipe: Recipe, input_specs: Batch = None) -> keras.Model:
+    """The model of `recipe`, built, in the precision that its config names.
 
     float32 leaves Keras' policy as it is: a file may set one.
     """
-    if recipe.config.precision == "float32":
-        return recipe.build_model(recipe.config)
+    what, config = f"build_model(config) of {recipe.path}", recipe.config
     policy = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(recipe.config.precision)
+    if config.precision != "float32":
+        keras.config.set_dtype_policy(config.precision)
     try:
-        return recipe.build_model(recipe.config)
+        with errors_explained(what):
+            model = recipe.build_model(config)
+        check_model(model, what)
+        if not is_built(model) and input_specs is not None:
+            build_from_specs(model, input_specs, recipe.path)
     finally:
-        keras.config.set_dtype_policy(policy)
+        if config.precision != "float32":
+            keras.config.set_dtype_policy(policy)
+    if not is_built(model) or not model.variables:
+        raise ConfigError(
+            f"{what} must return a built keras.Model with weights, but {type(model).__name__} has "
+            f"{len(model.variables)}. Give it a keras.Input, or call its layers in `call`."
+        )
+    return model
 
 
 def build_checkpointer(
@@ -167,6 +180,7 @@ class Parts:
     recipe: Recipe
     model_dir: str
     inputs: Inputs
+    input_specs: Batch
     executor: Executor
     learner: Learner
     checkpointer: Checkpointer
@@ -235,16 +249,39 @@ def chief_hooks(
         )
         hooks.append(profile)
     if recipe.build_hooks:
-        hooks += recipe.build_hooks(config, parts.model_dir)
+        hooks += _hooks_of_user(recipe, parts.model_dir)
     hooks.append(_save_hook(parts, parts.checkpointer))
     if config.export:
+        specs = parts.input_specs
         export = Export(
-            parts.learner, lambda: build_model(recipe), files.export, last_step=config.train_steps
+            parts.learner,
+            lambda: build_model(recipe, specs),
+            files.export,
+            last_step=config.train_steps,
         )
         for hook in hooks:
             if isinstance(hook, EarlyStop):
                 hook.to_end.append(export)
         hooks.append(export)
+    return hooks
+
+
+def _hooks_of_user(recipe: Recipe, model_dir: str) -> list[Hook]:
+    assert recipe.build_hooks is not None
+    what = f"build_hooks(config, model_dir) of {recipe.path}"
+    with errors_explained(what):
+        returned = recipe.build_hooks(recipe.config, model_dir)
+        hooks = list(returned) if isinstance(returned, Iterable) else [returned]
+    for hook in hooks:
+        if isinstance(hook, keras.callbacks.Callback):
+            raise ConfigError(
+                f"{what} returned {type(hook).__name__}, which is a callback of Keras. Return it "
+                "from `def build_callbacks(config)` instead; see docs/keras.md."
+            )
+        if not isinstance(hook, Hook):
+            raise ConfigError(
+                f"{what} must return a list of trainer.hooks.base.Hook. Received: {hook!r}."
+            )
     return hooks
 
 
@@ -312,7 +349,8 @@ def _loss(recipe: Recipe) -> PerExample:
 def _optimizer(recipe: Recipe) -> tuple[keras.Optimizer, float]:
     config, rate = recipe.config, recipe.config.weight_decay.rate
     if recipe.build_optimizer is not None:
-        optimizer = recipe.build_optimizer(config)
+        with errors_explained(f"build_optimizer(config) of {recipe.path}"):
+            optimizer = recipe.build_optimizer(config)
         schedules = keras.optimizers.schedules.LearningRateSchedule
         own_schedule = isinstance(getattr(optimizer, "_learning_rate", None), schedules)
         if own_schedule and config.schedule != ScheduleConfig():

@@ -32,16 +32,15 @@ functions, and must not create a tensor: multiworker must be set up before the f
 
 import dataclasses
 import difflib
-import importlib.util
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from data.system.files import FAIL, SKIP
+from trainer.config_file import errors_explained, load_module, split_target
 from trainer.step.options import (
     ClipConfig,
     EarlyStoppingConfig,
@@ -194,28 +193,35 @@ class Recipe:
     metrics: Mapping[str, "PerExample"] | None = None
     build_hooks: Callable[[Config, str], Iterable["Hook"]] | None = None
     build_learner: Callable[..., "Learner"] | None = None
+    files: tuple[str, ...] = ()  # The config file, and the neighbours that it imports.
 
 
 def load_recipe(path: str, config: Config | None = None) -> Recipe:
-    """The functions that the file at `path` defines, with its config, or `config` in its place.
+    """The functions that the file or module `path` defines, with its config, or with `config`.
+
+    `path` may end with `:function`, which is called in place of `get_config`.
 
     Raises ConfigError if there is no such file, it cannot be run, or a function is missing.
     """
-    module = _load_module(path)
-    for name in ("get_config", "build_model"):
+    place, get_config = split_target(path)
+    module, files = load_module(place)
+    for name in (get_config, "build_model"):
         if not callable(getattr(module, name, None)):
             raise ConfigError(f"--config={path} defines no {name}(). See configs/digits.py.")
     if config is None:
-        config = module.get_config()
+        with errors_explained(f"{get_config}() of {place}"):
+            config = getattr(module, get_config)()
     if not isinstance(config, Config):
         raise ConfigError(
-            f"get_config() of {path} returned {type(config).__name__}, but must return a "
+            f"{get_config}() of {place} returned {type(config).__name__}, but must return a "
             "trainer.config.Config, or a dataclass derived from it."
         )
-    names = (item.name for item in dataclasses.fields(Recipe)[2:])
+    with errors_explained(f"The annotations of {type(config).__name__} in {place}"):
+        _resolve_annotations(config)
+    names = (item.name for item in dataclasses.fields(Recipe)[2:-1])
     # Any: functions of a user's module, which has no types.
     functions: dict[str, Any] = {name: getattr(module, name, None) for name in names}
-    return Recipe(path, config, **functions)
+    return Recipe(path, config, **functions, files=files)
 
 
 def check(config: Config) -> None:
@@ -342,20 +348,14 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
-def _load_module(path: str) -> ModuleType:
-    if not Path(path).is_file():
-        shipped = (str(p) for p in sorted(Path("configs").glob("*.py")) if p.stem != "__init__")
-        raise ConfigError(
-            f"--config={path}: there is no such file (looked in {Path.cwd()}). "
-            f"Known: {', '.join(shipped) or 'none here'}."
-        )
-    spec = importlib.util.spec_from_file_location(f"recipe_{Path(path).stem}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"--config={path} is no Python file. See configs/digits.py.")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # A user's code, which may fail in any way.
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"--config={path} cannot be run: {reason}") from error
-    return module
+def _resolve_annotations(config: object) -> None:
+    """Makes types of annotations that are text, as after `from __future__ import annotations`.
+
+    ml_collections needs the types of the fields that flags set.
+    """
+    items = dataclasses.fields(config)  # type: ignore[arg-type]  # It is a dataclass.
+    hints = get_type_hints(type(config)) if any(isinstance(i.type, str) for i in items) else {}
+    for item in items:
+        item.type = hints.get(item.name, item.type)
+        if dataclasses.is_dataclass(value := getattr(config, item.name)):
+            _resolve_annotations(value)

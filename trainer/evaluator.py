@@ -24,7 +24,7 @@ from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.guards.signals import StopSignals
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.writers import Console, Lossy, TensorBoard
-from trainer.inputs import check_batches, open_inputs
+from trainer.inputs import check_batches, input_specs, open_inputs
 from trainer.preflight import check_model_dir, finished_result
 from trainer.run_files import RunFiles
 from trainer.task_spec import TaskSpec
@@ -53,7 +53,8 @@ def follow(spec: TaskSpec, signals: StopSignals) -> int:
     if spec.chief_timeout_secs is not None:
         watch_chief(spec.cluster, spec.chief_timeout_secs, end_unless_done)
     executor = MirroredExecutor.on(replica_devices(1, use_gpus(spec.num_gpus)))
-    learner = executor.build(lambda: build_learner(spec.recipe))
+    specs = input_specs(inputs, spec.recipe)
+    learner = executor.build(lambda: build_learner(spec.recipe, specs))
     check_batches(inputs, learner, spec.recipe)
     executor.start_evaluation(learner, inputs.evaluation)
     checkpointer = build_checkpointer(spec.recipe, spec.model_dir, inputs, learner)

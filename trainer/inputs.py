@@ -17,20 +17,28 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
+from data.autograph import autograph, no_autograph
 from data.disk_reader import DiskReader
-from data.features import default_parse, read_features
+from data.features import ExampleParse, default_parse, read_features
 from data.order import Order
-from data.reader import Reader
+from data.reader import Parse, Reader
 from data.system.files import SKIP, DataError
 from data.tfrecord.damage import open_split
 from data.tfrecord.split import changed_files, verify
 from strategies.base import Batch
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
+from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
 from trainer.step.losses import PerExample
 
 log = logging.getLogger(__name__)
+
+_PARSE_HINT = (
+    "\n  parse gets n records at once, string [n], and returns (inputs [n, ...], labels [n, ...]): "
+    "use tf.io.parse_example, not tf.io.parse_single_example, and tf.map_fn where an op takes one "
+    "record."
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
     train = Reader(
         train_split,
         order,
-        recipe.parse or default_parse(read_features(directory)),
+        _returns_tuples(recipe.parse) if recipe.parse else default_parse(read_features(directory)),
         num_threads,
         augment=recipe.augment,
         cache_bytes=data.cache_bytes,
@@ -97,6 +105,23 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
     )
     skipped = {"train": train_split.num_skipped, "eval": eval_split.num_skipped}
     return Inputs(train, evaluation, skipped if data.on_corrupt == SKIP else None)
+
+
+def _returns_tuples(parse: Parse) -> Parse:
+    """`parse`, with tuples for lists: tf.data makes a single tensor of a list."""
+    if isinstance(parse, ExampleParse):
+        return parse
+
+    def parse_to_tuples(serialized: tf.Tensor) -> Batch:
+        return _as_tuples(autograph(parse)(serialized))
+
+    return no_autograph(parse_to_tuples)
+
+
+def _as_tuples(nest: Batch) -> Batch:
+    if isinstance(nest, dict):
+        return {name: _as_tuples(part) for name, part in nest.items()}
+    return tuple(map(_as_tuples, nest)) if type(nest) in (list, tuple) else nest
 
 
 def prepare_inputs(recipe: Recipe) -> None:
@@ -127,6 +152,34 @@ def _prepare_if_missing(config: Config) -> None:
         ) from error
 
 
+def input_specs(inputs: Inputs, recipe: Recipe) -> Batch:
+    """The tensor specs of the model's inputs, as `parse` returns them. No record is read.
+
+    Raises ConfigError if `parse` fails for string [n], or does not return (inputs, labels).
+    """
+    what = f"parse(serialized) of {recipe.path}"
+    with errors_explained(what, _PARSE_HINT):
+        specs = inputs.train.parsed_specs
+    if not isinstance(specs, tuple) or len(specs) != 2:
+        shapes = tf.nest.map_structure(_described, specs)
+        raise ConfigError(
+            f"{what} must return a pair, (inputs, labels), but returned {shapes}. If there are no "
+            "labels, return zeros: return inputs, tf.zeros([tf.shape(serialized)[0]])."
+        )
+    for part, spec in zip(("inputs", "labels"), specs, strict=True):
+        for each in tf.nest.flatten(spec):
+            if each.shape.rank == 0:
+                raise ConfigError(
+                    f"{what} must return {part} of n examples, [n, ...], but returned "
+                    f"{_described(each)}.{_PARSE_HINT}"
+                )
+    return specs[0]
+
+
+def _described(spec: tf.TensorSpec | tf.Tensor) -> str:
+    return f"{spec.dtype.name}{spec.shape}"
+
+
 def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
     """Puts the first batch of each split through `learner`'s model, loss and metrics.
 
@@ -138,14 +191,7 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
     for reader in (inputs.train, inputs.evaluation):
         where = f"The first batch of split {reader.split.name!r}"
         with data_errors_explained(inputs):
-            batch = batch_at(reader, 0)
-            try:
-                examples, labels = batch
-            except (TypeError, ValueError) as error:
-                raise DataError(
-                    f"{where}: parse() must return (inputs, labels), but returned "
-                    f"{tf.nest.map_structure(lambda t: t.shape, batch)}."
-                ) from error
+            examples, labels = batch_at(reader, 0)
         try:
             outputs = learner.model(examples, training=False)
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
@@ -158,15 +204,13 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
         if recipe.loss is None:
             _check_labels(where, labels.numpy(), outputs.shape[-1])
         num_examples = tf.nest.flatten(examples)[0].shape[0]
+        shapes = tf.nest.map_structure(_described, (labels, outputs))
+        given = f"labels: {shapes[0]}, outputs: {shapes[1]}"
         for name, function in learner.functions.items():
             called = name if name == "loss" else f"metrics[{name!r}]"
             what = f"{where}: {called}(labels, outputs) of {recipe.path}"
-            try:
+            with errors_explained(what, f"\n  {given}"):
                 shape = _shape_of(function, labels, outputs)
-            except Exception as error:  # A user's code, which may fail in any way.
-                raise ConfigError(
-                    f"{what} fails: {type(error).__name__}: {first_line(error)}"
-                ) from error
             _check_shape(what, shape, num_examples)
 
 
@@ -210,18 +254,14 @@ def _check_augment(inputs: Inputs, recipe: Recipe) -> None:
         return
     with data_errors_explained(inputs):
         batch = batch_at(dataclasses.replace(reader, augment=None), 0)
-    if len(batch) != 2:
-        return  # `parse` is wrong; check_batches explains it.
     seeds = tf.constant(reader.order.seeds(0, 1)[0])
     # In a graph and for any number of examples, as in training.
     specs = tf.nest.map_structure(
         lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), (*batch, seeds)
     )
     what = f"augment(inputs, labels, seeds) of {recipe.path}"
-    try:
+    with errors_explained(what):
         returned = tf.function(reader.augment, input_signature=specs)(*batch, seeds)
-    except Exception as error:  # A user's code, which may fail in any way.
-        raise ConfigError(f"{what} fails: {type(error).__name__}: {first_line(error)}") from error
     num_examples = reader.order.batch_size
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     shapes = [getattr(value, "shape", None) for value in tf.nest.flatten(returned)]

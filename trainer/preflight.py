@@ -19,7 +19,7 @@ from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import ModelDirError, Saved
 from trainer.config import Config, Recipe, data_dir, to_json
 from trainer.exit_codes import EXIT_DONE
-from trainer.inputs import Inputs, check_batches, open_inputs
+from trainer.inputs import Inputs, check_batches, input_specs, open_inputs
 from trainer.run_files import Document, RunFiles
 
 _PROBE_BYTES = 1 << 16  # Not 0: an empty file fits on a full disk.
@@ -72,7 +72,8 @@ def preflight(recipe: Recipe, model_dir: str) -> Findings:
     """
     use_gpus(0)
     inputs = open_inputs(recipe)
-    learner, groups = dry_run(lambda: build_learner(recipe))
+    specs = input_specs(inputs, recipe)
+    learner, groups = dry_run(lambda: build_learner(recipe, specs))
     check_batches(inputs, learner, recipe)
     saved = build_checkpointer(recipe, model_dir, inputs, learner).check()
     return Findings(recipe, inputs, groups, saved)

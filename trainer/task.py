@@ -37,6 +37,7 @@ from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import Parts, build_checkpointer, build_learner, chief_hooks, shared_hooks
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.config import ConfigError, check_replicas, data_dir, to_json
+from trainer.config_file import absolute
 from trainer.evaluator import follow
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE, first_line
 from trainer.guards.fingerprint import as_number, fingerprint, versions
@@ -44,7 +45,13 @@ from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import Hook
 from trainer.hooks.writers import Console
-from trainer.inputs import Inputs, check_batches, data_errors_explained, open_inputs
+from trainer.inputs import (
+    Inputs,
+    check_batches,
+    data_errors_explained,
+    input_specs,
+    open_inputs,
+)
 from trainer.preflight import check_model_dir, disk_errors_explained
 from trainer.resume import restore_together, train_recovering
 from trainer.run_files import Document, RunFiles
@@ -235,7 +242,8 @@ def _supervised(spec: TaskSpec, signals: StopSignals, executor: Executor) -> Ite
 
 def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     check_replicas(spec.recipe.config, executor.replicas_a_step)
-    learner = executor.build(lambda: build_learner(spec.recipe))
+    specs = input_specs(inputs, spec.recipe)
+    learner = executor.build(lambda: build_learner(spec.recipe, specs))
     if not spec.is_checked:
         check_batches(inputs, learner, spec.recipe)
     train = dataclasses.replace(inputs.train, gives_seeds=learner.needs_seeds)
@@ -244,7 +252,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         spec.recipe, spec.model_dir, inputs, learner, executor.io_device
     )
     _check_agreement(spec, executor)
-    return Parts(spec.recipe, spec.model_dir, inputs, executor, learner, checkpointer)
+    return Parts(spec.recipe, spec.model_dir, inputs, specs, executor, learner, checkpointer)
 
 
 def _check_agreement(spec: TaskSpec, executor: Executor) -> None:
@@ -294,7 +302,7 @@ def _resume(spec: TaskSpec, parts: Parts) -> int:
 def _config_document(spec: TaskSpec, inputs: Inputs) -> Document:
     return {
         "strategy": spec.strategy,
-        "recipe": os.path.abspath(spec.recipe.path),
+        "recipe": absolute(spec.recipe.path),
         "data_dir": data_dir(spec.recipe.config),
         "config": json.loads(to_json(spec.recipe.config)),
         "wire_dtype": spec.wire_dtype,

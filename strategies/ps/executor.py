@@ -40,6 +40,7 @@ from strategies.gradients.coalescing import read_together
 from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics, to_metrics
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
+from strategies.ps.lookup_tables import capture_outside_of_branches
 from strategies.ps.placement import dry_run, place, placed
 from strategies.ps.servers import check_versions, end_servers, listen_for_stop
 from strategies.ps.worker_step import compute_metrics, unstack
@@ -73,6 +74,7 @@ class ParameterServerExecutor(Executor):
     ) -> None:
         """`strategy` connects to the tasks of `cluster`, and to a chief if that has none."""
         super().__init__()
+        capture_outside_of_branches()
         self.strategy = strategy
         self._cluster = cluster
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)

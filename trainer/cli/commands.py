@@ -287,7 +287,7 @@ def _model_dir(recipe: Recipe) -> str:
     if flags.MODEL_DIR.value is not None:
         return str(flags.MODEL_DIR.value)
     now = time.strftime("%Y%m%d-%H%M%S")
-    return str(Path("runs") / f"{Path(recipe.path).stem}-{flags.STRATEGY.value}-{now}")
+    return str(Path("runs") / f"{Path(recipe.files[-1]).stem}-{flags.STRATEGY.value}-{now}")
 
 
 def _say_if_finished(recipe: Recipe, model_dir: str) -> bool:

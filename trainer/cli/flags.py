@@ -67,6 +67,18 @@ CONFIG = config_flags.DEFINE_config_file(
     f"What to train; by default {_DEFAULT_CONFIG}. Fields: --config.FIELD=VALUE, after --config.",
     lock_config=False,
 )
+
+
+class _ConfigParser(flags.ArgumentParser):
+    """Loads the config file as a module; ml_collections would execute it without neighbours."""
+
+    def parse(self, argument: str) -> "Config":
+        from trainer.config import load_recipe
+
+        return load_recipe(argument).config
+
+
+FLAGS["config"].parser = _ConfigParser()
 MODEL_DIR = flags.DEFINE_string(
     "model_dir",
     None,

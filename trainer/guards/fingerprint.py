@@ -38,14 +38,16 @@ def versions() -> Mapping[str, str]:
 
 
 def fingerprint(recipe: Recipe) -> Mapping[str, str]:
-    """Returns `versions`, the hash of the config file, and every field of the config."""
+    """Returns `versions`, the hash of the config file with its neighbours, and every field."""
     fields = {
         f"config.{name}": json.dumps(value)
         for name, value in flatten(recipe.config).items()
         if name != "data_dir"  # It may differ between hosts; the data is compared elsewhere.
     }
-    config_file = hashlib.sha256(Path(recipe.path).read_bytes()).hexdigest()[:12]
-    return {**versions(), "config file": config_file, **fields}
+    code = hashlib.sha256()
+    for path in map(Path, recipe.files):
+        code.update(f"{path.name}\n".encode() + path.read_bytes())
+    return {**versions(), "config file": code.hexdigest()[:12], **fields}
 
 
 def as_number(value: object) -> int:

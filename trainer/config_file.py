@@ -1,0 +1,191 @@
+"""Config files as modules, and errors in their functions explained by the user's own lines.
+
+    module, files = load_module("my_model.py")          # or "my_package.my_config"
+    with errors_explained("build_model(config) of my_model.py"):
+        model = module.build_model(config)
+
+A config file may import its neighbours, be part of a package, and use any other feature of a
+module. It is executed once in a process.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import linecache
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from trainer.exit_codes import first_line
+from trainer.step.options import ConfigError
+
+_PROGRAM = Path(__file__).resolve().parents[1]
+_PACKAGES = ("data", "strategies", "trainer")
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+# A line of a traceback, also of AutoGraph's, which is a part of the error's message.
+_PLACE = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
+# Errors of other tasks: a user's code did not cause them.
+_LOSSES = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """The file or module that `--config` names, and the function that returns the config."""
+    place, colon, function = target.partition(":")
+    return place, function if colon else "get_config"
+
+
+def absolute(target: str) -> str:
+    """`target` for a process with another current directory."""
+    place, function = split_target(target)
+    file = str(Path(str(load_module(place)[0].__file__)).resolve())
+    return f"{file}:{function}" if ":" in target else file
+
+
+@functools.cache
+def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
+    """The module of a file or of a dotted name; its file, and the neighbours that it imports.
+
+    Raises ConfigError if it does not exist, cannot be executed, or creates a tensor.
+    """
+    modules_before, had_tensors = set(sys.modules), _has_tensors()
+    try:
+        module = _import_file(place) if _is_file_name(place) else _import_name(place)
+    except ConfigError:
+        raise
+    except Exception as error:  # A user's code, which may fail in any way.
+        raise ConfigError(f"--config={place} cannot be run: {explained(error)}") from error
+    if _has_tensors() and not had_tensors:
+        raise ConfigError(
+            f"--config={place} creates a tensor when it is imported{_tensors_of(module)}: devices "
+            "and other tasks must be set up before the first tensor. Create it inside the function "
+            "that uses it, or write it as a NumPy array."
+        )
+    loaded = [sys.modules[name] for name in set(sys.modules) - modules_before]
+    files = {str(getattr(each, "__file__", None) or "") for each in loaded}
+    own = str(module.__file__)
+    return module, (own, *sorted(file for file in files - {own} if _is_users(file)))
+
+
+@contextlib.contextmanager
+def errors_explained(what: str, hint: str = "") -> Iterator[None]:
+    """Turns an error of a user's code into a ConfigError that shows the reason and the line.
+
+    Errors that this program raises for users' mistakes, and lost tasks, pass.
+    """
+    try:
+        yield
+    except Exception as error:  # A user's code, which may fail in any way.
+        kind = type(error)
+        if kind.__module__.partition(".")[0] in _PACKAGES or kind.__name__ in _LOSSES:
+            raise
+        raise ConfigError(f"{what} fails: {explained(error)}{hint}") from error
+
+
+def explained(error: BaseException) -> str:
+    """The type and reason of `error`, and the last line of a user's file that led to it.
+
+    If AutoGraph or Keras wrapped the error, its reason is at the end of a long message.
+    """
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error}"
+    text, kind = str(error), type(error).__name__
+    places = list(_PLACE.finditer(text))
+    if places and "in user code:" in text:
+        # The line of code, then the error.
+        last = text[places[-1].end() :].partition("\n")[2].partition("\n")[2].strip()
+        named = re.match(r"(\w+): ", last)
+        if named:
+            kind, last = named[1], last[named.end() :]
+        reason = first_line(Exception(last))
+    else:
+        reason = first_line(error)
+    frames = [(found[1], int(found[2]), found[3]) for found in places]
+    raised = traceback.extract_tb(error.__traceback__)
+    frames = [(f.filename, f.lineno or 0, f.name) for f in raised] + frames
+    for file, number, name in reversed(frames):
+        if _is_users(file):
+            code = linecache.getline(file, number).strip()
+            return f"{kind}: {reason}\n  {file}, line {number}, in {name}: {code}"
+    return f"{kind}: {reason}"
+
+
+def _is_users(file: str) -> bool:
+    """Returns True if `file` is neither of a library, nor of this program, nor generated."""
+    if not file.endswith(".py") or "__autograph_generated_file" in file:
+        return False
+    path = Path(file).resolve()
+    if any(path.is_relative_to(library) for library in _LIBRARIES):
+        return False
+    return not any(path.is_relative_to(_PROGRAM / package) for package in _PACKAGES)
+
+
+def _is_file_name(place: str) -> bool:
+    return place.endswith(".py") or "/" in place or Path(place).exists()
+
+
+def _import_name(name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # It exists, and imports something that does not.
+        raise _not_found(name, "file and no such module") from None
+
+
+def _import_file(place: str) -> ModuleType:
+    path = Path(place)
+    if not path.is_file():
+        raise _not_found(place, "file")
+    path = path.resolve()
+    root, name = path.parent, path.stem
+    while (root / "__init__.py").is_file():  # A part of a package, with relative imports.
+        root, name = root.parent, f"{root.name}.{name}"
+    # Last: a neighbour must not replace a module of this program or of a library.
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    if "." in name:
+        module = importlib.import_module(name)
+        if Path(str(module.__file__)).resolve() == path:
+            return module
+        raise ConfigError(
+            f"--config={place} is module {name}, but Python finds {name} in {module.__file__}. "
+            "Rename the package of one of the two."
+        )
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--config={place} is no Python file. See configs/digits.py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dataclasses look up their annotations there.
+    spec.loader.exec_module(module)
+    return module
+
+
+def _not_found(place: str, what: str) -> ConfigError:
+    shipped = (str(p) for p in sorted(Path("configs").glob("*.py")) if p.stem != "__init__")
+    return ConfigError(
+        f"--config={place}: there is no such {what} (looked in {Path.cwd()}). "
+        f"Known: {', '.join(shipped) or 'none here'}."
+    )
+
+
+def _has_tensors() -> bool:
+    """Returns True if TensorFlow has initialised its devices, which the first tensor does."""
+    context = sys.modules.get("tensorflow.python.eager.context")
+    current = context.context_safe() if context else None
+    return current is not None and current._context_handle is not None
+
+
+def _tensors_of(module: ModuleType) -> str:
+    import keras
+    import tensorflow as tf
+
+    kinds = (tf.Tensor, tf.Variable, keras.Variable, keras.Layer, keras.Optimizer)
+    names = [name for name, value in vars(module).items() if isinstance(value, kinds)]
+    return f" ({', '.join(names)})" if names else ""
