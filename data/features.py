@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from data.system import files
@@ -75,6 +75,12 @@ class Features(dict[str, Feature]):
         columns = self.columns(self if names is None else names)
         return self.decode(_parse_columns(serialized, columns))
 
+    def is_number(self, name: str) -> bool:
+        """Returns True if the feature is a single number, no label."""
+        feature = self[name]
+        is_text = feature.dtype in ("string", "object")
+        return feature.kind == "tensor" and not feature.shape and not is_text
+
     def columns(self, names: Iterable[str]) -> dict[str, Column]:
         """How records store these features; see `parse_example` for errors."""
         return {name: _column(self[name], self.source) for name in names}
@@ -107,6 +113,7 @@ class ExampleParse:
     columns: Mapping[str, Column]
     decode: "Callable[[Mapping[str, tf.Tensor]], tuple[tf.Tensor, tf.Tensor]]"
     widen: "Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]] | None" = None
+    note: str = ""  # For users: which features are used.
 
     def __call__(self, serialized: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
         """All steps."""
@@ -164,44 +171,101 @@ def read_features(data_dir: str) -> Features:
         ) from None
 
 
-def default_parse(features: Features) -> ExampleParse:
-    """A parse function for classification: string [n] -> (float32 [n, ...], int64 [n]).
+def default_parse(
+    features: Features, inputs: Sequence[str] = (), label: str = "", *, as_dict: bool = False
+) -> ExampleParse:
+    """A parse function made of the features: string [n] -> (inputs [n, ...], labels [n]).
 
-    The label is the only ClassLabel, or the ClassLabel with the name "label". The input is the only
-    image or tensor; without any, the input is all single numbers, [n, k] in the file's order. A
-    uint8 image or tensor is scaled from 0..255 to [0, 1]; other inputs are only cast.
+    Without `label`, the label is the only ClassLabel, or the ClassLabel with the name "label". A
+    ClassLabel or an integer becomes int64, another number float32. Without `inputs`, the input is
+    the only image or tensor; without any, all single numbers.
+
+    One input is a tensor. Several single numbers are one tensor, float32 [n, k], in the order of
+    `inputs` or of the file. Other inputs, and all with `as_dict`, are a dict of tensors by name, in
+    which text is a string and integers stay int64. A uint8 image or tensor is scaled from 0..255 to
+    [0, 1]; other inputs are only cast. `note` of the result says what is used and left out.
 
     Raises:
-        DataError: the features are not exactly one label and one input of fixed shape.
+        DataError: there is no such feature, or it is not clear which one is the label or the input.
     """
     import tensorflow as tf
 
-    labels = [name for name, feature in features.items() if feature.kind == "label"]
-    if len(labels) > 1 and "label" in labels:
-        labels = ["label"]
-    tensors = [name for name, feature in features.items() if feature.kind in ("image", "tensor")]
-    inputs = [name for name in tensors if features[name].kind == "image" or features[name].shape]
-    scalars = [name for name in tensors if name not in inputs]
-    numbers = [name for name in scalars if features[name].dtype not in ("string", "object")]
-    if len(labels) != 1 or len(inputs) > 1 or not (inputs or numbers):
+    if unknown := [name for name in (*inputs, *filter(None, [label])) if name not in features]:
         raise DataError(
-            f"{features.source} has {len(labels)} ClassLabels ({', '.join(labels) or 'none'}) and "
-            f"{len(inputs)} images or tensors ({', '.join(inputs) or 'none'}); the default needs "
-            f"exactly one of each. {_PARSE_HINT}"
+            f"{features.source} has no feature {unknown[0]!r}. It has: {', '.join(features)}."
         )
-    (label_name,) = labels
-    names = inputs or numbers
-    are_bytes = bool(inputs) and features[inputs[0]].dtype == "uint8"
+    label = label or _only_label(features)
+    if features[label].kind not in ("label", "tensor") or features[label].shape:
+        raise DataError(
+            f"Feature {label!r} in {features.source} is no number, so that it cannot be the label. "
+            "Choose another with --config.data.label=NAME."
+        )
+    names = list(inputs) or _only_input(features, label)
+    are_numbers = all(map(features.is_number, names)) and not as_dict
+    is_single = len(names) == 1 and not are_numbers and not as_dict
+    are_bytes = is_single and features[names[0]].dtype == "uint8"
+
+    def cast(name: str, value: tf.Tensor) -> tf.Tensor:
+        if value.dtype in (tf.string, tf.bool):
+            return value
+        return tf.cast(value, tf.float32 if value.dtype.is_floating else tf.int64)
 
     def decode(raw: Mapping[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         example = features.decode(raw)
-        dtype = tf.uint8 if are_bytes else tf.float32
-        columns = [tf.cast(example[name], dtype) for name in names]
-        values = columns[0] if inputs else tf.stack(columns, axis=1)
-        return values, tf.cast(example[label_name], tf.int64)
+        labels = cast(label, example[label])
+        if is_single:
+            value = example[names[0]]
+            is_text = value.dtype == tf.string
+            return (value if are_bytes or is_text else tf.cast(value, tf.float32)), labels
+        if are_numbers:
+            return tf.stack([tf.cast(example[name], tf.float32) for name in names], axis=1), labels
+        images = [
+            name for name in names if features[name].dtype == "uint8" and features[name].shape
+        ]
+        scaled = {name: from_bytes(example[name]) for name in images}
+        return {name: scaled.get(name, cast(name, example[name])) for name in names}, labels
 
-    columns = features.columns((*names, label_name))
-    return ExampleParse(columns, decode, _bytes_to_floats if are_bytes else None)
+    left_out = [
+        f"{name} ({feature.kind if feature.kind != 'unsupported' else feature.type_name})"
+        for name, feature in features.items()
+        if name not in (*names, label)
+    ]
+    note = f"inputs: {', '.join(names)}; label: {label}"
+    if left_out:
+        note += f"; left out: {', '.join(left_out)} (--config.data.inputs chooses)"
+    columns = features.columns((*names, label))
+    return ExampleParse(columns, decode, _bytes_to_floats if are_bytes else None, note)
+
+
+def _only_label(features: Features) -> str:
+    labels = [name for name, feature in features.items() if feature.kind == "label"]
+    if "label" in labels:
+        return "label"
+    if len(labels) != 1:
+        raise DataError(
+            f"{features.source} has {len(labels)} ClassLabels ({', '.join(labels) or 'none'}); the "
+            f"default needs exactly one. Choose one, or a number, with --config.data.label=NAME. "
+            f"Or: {_PARSE_HINT}"
+        )
+    return labels[0]
+
+
+def _only_input(features: Features, label: str) -> list[str]:
+    """The only image or tensor, or else all single numbers."""
+    others = {name: feature for name, feature in features.items() if name != label}
+    numbers = [name for name in others if features.is_number(name)]
+    tensors = [
+        name
+        for name, feature in others.items()
+        if feature.kind in ("image", "tensor") and (feature.kind == "image" or feature.shape)
+    ]
+    if len(tensors) > 1 or not (tensors or numbers):
+        raise DataError(
+            f"{features.source} has {len(tensors)} images or tensors "
+            f"({', '.join(tensors) or 'none'}); the default needs exactly one, or numbers. Choose "
+            f"inputs with --config.data.inputs=\"('NAME', ...)\". Or: {_PARSE_HINT}"
+        )
+    return tensors or numbers
 
 
 def from_bytes(values: "tf.Tensor") -> "tf.Tensor":

@@ -20,6 +20,7 @@ from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.config import Config, ConfigError, Recipe, flatten
 from trainer.config_file import errors_explained
 from trainer.hooks.base import Hook
+from trainer.hooks.callbacks import Callbacks, build_callbacks
 from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.export import Export
 from trainer.hooks.finite import StopOnNonFinite
@@ -191,9 +192,11 @@ def shared_hooks(parts: Parts, *, evaluates: bool) -> list[Hook]:
 
     With `evaluates` False, the cluster has an evaluator task.
     """
+    evaluation = _evaluation_hooks(parts, [], None, history=list) if evaluates else []
     return [
         StopOnNonFinite(parts.learner.loss_scale),
-        *(_evaluation_hooks(parts, [], None, history=list) if evaluates else []),
+        *evaluation,
+        *_callback_hooks(parts, evaluation),
         _save_hook(parts, None),
     ]
 
@@ -231,8 +234,10 @@ def chief_hooks(
             order=parts.inputs.train.order,
         ),
     ]
+    evaluation: list[Hook] = []
     if evaluates:
-        hooks += _evaluation_hooks(parts, writers, parts.checkpointer, history=lines.read)
+        evaluation = _evaluation_hooks(parts, writers, parts.checkpointer, history=lines.read)
+    hooks += [*evaluation, *_callback_hooks(parts, evaluation)]
     if config.histogram_every_steps:
         histograms = Histograms(
             parts.learner,
@@ -260,7 +265,7 @@ def chief_hooks(
             last_step=config.train_steps,
         )
         for hook in hooks:
-            if isinstance(hook, EarlyStop):
+            if isinstance(hook, (EarlyStop, Callbacks)):
                 hook.to_end.append(export)
         hooks.append(export)
     return hooks
@@ -293,11 +298,14 @@ def _evaluation_hooks(
     history: Callable[[], Sequence[Values]],
 ) -> list[Hook]:
     config = parts.recipe.config
+    every_steps = config.eval_every_steps
+    if not every_steps and parts.recipe.build_callbacks:
+        every_steps = _steps_per_epoch(parts)  # As `fit` does with validation data.
     evaluate = Evaluate(
         parts.executor,
         parts.learner,
         writers,
-        every_steps=config.eval_every_steps,
+        every_steps=every_steps,
         last_step=config.train_steps,
         best_metric=config.best_metric,
         checkpointer=checkpointer,
@@ -309,6 +317,27 @@ def _evaluation_hooks(
         parts.executor, evaluate, config.early_stopping, config.best_metric, history=history
     )
     return [evaluate, early_stop]
+
+
+def _callback_hooks(parts: Parts, evaluation: Sequence[Hook]) -> list[Callbacks]:
+    callbacks = build_callbacks(parts.recipe)
+    if not callbacks:
+        return []
+    hook = Callbacks(
+        parts.executor,
+        parts.learner,
+        callbacks,
+        path=parts.recipe.path,
+        steps_per_epoch=_steps_per_epoch(parts),
+        last_step=parts.recipe.config.train_steps,
+        evaluate=next((hook for hook in evaluation if isinstance(hook, Evaluate)), None),
+    )
+    return [hook]
+
+
+def _steps_per_epoch(parts: Parts) -> int:
+    order = parts.inputs.train.order
+    return -(-order.num_examples // order.batch_size)
 
 
 def _save_hook(parts: Parts, checkpointer: Checkpointer | None) -> SaveCheckpoint:

@@ -16,6 +16,7 @@ A config file is a user's whole plug-in. It defines
 | `metrics` | no | {name: function(labels, outputs) -> [B]}; else accuracy |
 | `build_learner(config, **parts)` | no | returns a Learner; `parts` are its arguments, built |
 | `build_hooks(config, model_dir)` | no | returns a list of trainer.hooks.base.Hook, for the chief |
+| `build_callbacks(config)` | no | returns a list of callbacks of Keras: docs/keras.md |
 
 `parse` and `augment` must treat each example independently of B: they may get several batches at
 once, or a part of a batch. Random numbers must come from the seeds: use
@@ -89,6 +90,10 @@ class DataConfig:
             the step. Cached examples are also augmented in the step, so a slow `augment` is faster
             without a cache, and prefetch_batches has no effect. Workers of ps read the whole set
             with their first ticket, and again after a restart.
+        inputs: The features that the default `parse` gives to the model. Empty: the names of the
+            model's inputs, if they are a dict; else the only image or tensor, or all numbers.
+        label: The feature that is the label: a ClassLabel or a number. Empty: the only ClassLabel,
+            or the one that is called label.
     """
 
     train_split: str = "train"
@@ -99,6 +104,8 @@ class DataConfig:
     prefetch_batches: int = at_least(0, 0)
     on_corrupt: str = FAIL
     cache_bytes: int = at_least(0, 0)
+    inputs: tuple[str, ...] = ()
+    label: str = ""
 
 
 @dataclass
@@ -193,6 +200,7 @@ class Recipe:
     metrics: Mapping[str, "PerExample"] | None = None
     build_hooks: Callable[[Config, str], Iterable["Hook"]] | None = None
     build_learner: Callable[..., "Learner"] | None = None
+    build_callbacks: Callable[[Config], Iterable["keras.callbacks.Callback"]] | None = None
     files: tuple[str, ...] = ()  # The config file, and the neighbours that it imports.
 
 

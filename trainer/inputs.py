@@ -11,9 +11,11 @@ All code that reads batches does so within `data_errors_explained`.
 import contextlib
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -24,7 +26,7 @@ from data.order import Order
 from data.reader import Parse, Reader
 from data.system.files import SKIP, DataError
 from data.tfrecord.damage import open_split
-from data.tfrecord.split import changed_files, verify
+from data.tfrecord.split import Split, changed_files, verify
 from strategies.base import Batch
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
 from trainer.config_file import errors_explained
@@ -48,6 +50,12 @@ class Inputs:
     train: Reader
     evaluation: Reader
     records_skipped: Mapping[str, int] | None = None  # By split; None if damage is fatal.
+
+    @property
+    def note(self) -> str:
+        """Which features the default `parse` uses; empty with another `parse`."""
+        parse = self.train.parse
+        return parse.note if isinstance(parse, ExampleParse) else ""
 
 
 def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
@@ -94,7 +102,7 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
     train = Reader(
         train_split,
         order,
-        _returns_tuples(recipe.parse) if recipe.parse else default_parse(read_features(directory)),
+        parse_of(recipe, directory),
         num_threads,
         augment=recipe.augment,
         cache_bytes=data.cache_bytes,
@@ -105,6 +113,42 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
     )
     skipped = {"train": train_split.num_skipped, "eval": eval_split.num_skipped}
     return Inputs(train, evaluation, skipped if data.on_corrupt == SKIP else None)
+
+
+def parse_of(recipe: Recipe, directory: str, model: keras.Model | None = None) -> Parse:
+    """The `parse` of the config file, or the default for the features of `directory`.
+
+    If the inputs of `model` are a dict, the default returns a dict with the same names.
+    """
+    data = recipe.config.data
+    if recipe.parse is None:
+        taken = _input_names(model)
+        features = read_features(directory)
+        return default_parse(features, data.inputs or taken, data.label, as_dict=bool(taken))
+    for name in ("inputs", "label"):
+        if chosen := getattr(data, name):
+            raise ConfigError(
+                f"config.data.{name}={chosen!r} is for the default parse, but {recipe.path} "
+                f"defines another. Leave one of them out."
+            )
+    return _returns_tuples(recipe.parse)
+
+
+def fitted_to_model(inputs: Inputs, recipe: Recipe, model: keras.Model) -> Inputs:
+    """`inputs` with a dict of features where `model` takes a dict and there is no own `parse`."""
+    if recipe.parse is not None or not _input_names(model):
+        return inputs
+    parse = parse_of(recipe, data_dir(recipe.config), model)
+    train = dataclasses.replace(inputs.train, parse=parse)
+    evaluation = dataclasses.replace(inputs.evaluation, parse=parse)
+    return dataclasses.replace(inputs, train=train, evaluation=evaluation)
+
+
+def _input_names(model: keras.Model | None) -> tuple[str, ...]:
+    """The names of the inputs of `model` if it says that they are a dict."""
+    if model is None or not getattr(model, "inputs", None):  # Subclassed models have none.
+        return ()
+    return tuple(model.input) if isinstance(model.input, dict) else ()
 
 
 def _returns_tuples(parse: Parse) -> Parse:
@@ -245,7 +289,43 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
             ) from error
         # The first paragraphs are the trace of the graph.
         reason = error.message.strip().split("\n\n")[-1].splitlines()[0]
-        raise DataError(f"The data does not suit the model or its features: {reason}") from error
+        reason = re.sub(r"\{\{function_node [^}]*\}\} ?", "", reason)
+        raise DataError(
+            f"The data does not suit the model or its features: {reason}"
+            f"{_feature_of(error.message, inputs.train.split)}"
+        ) from error
+
+
+def _feature_of(message: str, split: Split) -> str:
+    """How the first record stores the feature that TensorFlow could not parse, and how to read it.
+
+    Empty if the error is about something else.
+    """
+    found = re.search(r"Key: (.+?)(?:, Index: \d+)?\.  |Feature: (.+?) \(data type", message)
+    if not found:
+        return ""
+    record = next(iter(tf.data.TFRecordDataset(split.shards[0].path))).numpy()
+    features = tf.train.Example.FromString(record).features.feature
+    name = found[1] or found[2]
+    if name not in features:
+        return (
+            f"\n  The first record has no feature {name!r}. It has: {', '.join(sorted(features))}."
+        )
+    kind = features[name].WhichOneof("kind")
+    values = getattr(features[name], kind).value if kind else []
+    dtype = {"int64_list": "int64", "float_list": "float32"}.get(kind, "string")
+    shape = "[]" if len(values) == 1 else f"[{len(values)}]"
+    advice = (
+        f"\n  The first record stores feature {name!r} as {len(values)} value(s) of {dtype}: read "
+        f"it with tf.io.FixedLenFeature({shape}, tf.{dtype})"
+    )
+    if dtype == "string":
+        num_bytes = len(values[0]) if values else 0
+        advice += (
+            f". If its {num_bytes:,} bytes are numbers, then tf.io.decode_raw(value, tf.float32). "
+            "The default parse does this for the records of data.prepare: leave `parse` out"
+        )
+    return f"{advice}."
 
 
 def _check_augment(inputs: Inputs, recipe: Recipe) -> None:

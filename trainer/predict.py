@@ -3,21 +3,30 @@
     python -m trainer.predict --model_dir=runs/a --num_examples=3
     {"example": 0, "label": 7, "predicted": 7, "output": [-8.1, ...]}
 
-Reads `export/model.keras`, and the run's config.json to parse examples as in training. For a
-classifier, `predicted` is the class with the largest output.
+Reads the weights in `export/model.keras`, and the run's config.json: its config file builds the
+model, and parses examples as in training. For a classifier, `predicted` is the class with the
+largest output.
 """
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from absl import app, flags
 
 from data.system.flags import parse_flags
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE, EXIT_USAGE, first_line
-from trainer.run_files import RunFileError, RunFiles
+from trainer.run_files import Document, RunFileError, RunFiles
 from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
+
+if TYPE_CHECKING:
+    import keras
+
+    from strategies.base import Batch
+    from trainer.config import Recipe
 
 _MODEL_DIR = flags.DEFINE_string(
     "model_dir", None, "The directory of the run, which must be complete.", required=True
@@ -40,13 +49,11 @@ def predict(
         ConfigError, DataError: the export or the data is missing, or the model has several outputs.
         RunFileError: config.json is missing or damaged.
     """
-    import keras
     import tensorflow as tf
 
-    from data.features import default_parse, read_features
     from data.tfrecord.damage import readable
     from data.tfrecord.split import open_split
-    from trainer.config import load_recipe
+    from trainer.inputs import parse_of
 
     files = RunFiles(model_dir)
     path = files.model
@@ -56,24 +63,18 @@ def predict(
             "--config.export=false. Give the --model_dir of a run that exported."
         )
     run = files.read_config()
-    recipe = load_recipe(run["recipe"])
+    recipe = _recipe_of(run)
     data_dir = data_dir or run["data_dir"]
     records = open_split(data_dir, split or run["config"]["data"]["eval_split"])
-    parse = recipe.parse or default_parse(read_features(data_dir))
-    try:
-        model = keras.models.load_model(path)
-    except Exception as error:  # A user's layer class may raise any error.
-        raise ConfigError(
-            f"{path} cannot be loaded: {type(error).__name__}: {first_line(error)}. If the file is "
-            f"damaged, remove {files.result}, and start the training command of this run again "
-            "with the same --model_dir: it exports anew."
-        ) from error
-
+    parse, model = parse_of(recipe, data_dir), None
     wanted = num_examples or records.num_examples
     dataset = tf.data.TFRecordDataset([shard.path for shard in records.shards]).take(wanted)
     example = 0
     for serialized in readable(dataset.batch(256)):
-        inputs, labels = parse(serialized)
+        if model is None:
+            model = _load_model(model_dir, recipe, parse(serialized)[0])
+            parse = parse_of(recipe, data_dir, model)
+        inputs, labels, *_ = parse(serialized)
         outputs = model(inputs, training=False)
         if not isinstance(outputs, tf.Tensor):
             raise ConfigError(
@@ -86,6 +87,53 @@ def predict(
                 line["predicted"] = int(output.argmax())
             yield {**line, "output": [round(float(value), 4) for value in output.ravel()]}
             example += 1
+
+
+def _recipe_of(run: Document) -> "Recipe":
+    """The recipe of a run, with the config that it trained with."""
+    from trainer.config import load_recipe
+
+    recipe = load_recipe(run["recipe"])
+    _set_fields(recipe.config, run["config"])
+    return recipe
+
+
+def _set_fields(config: object, values: Document) -> None:
+    for name, value in values.items():
+        if not hasattr(config, name):
+            continue  # The config file has lost this field since.
+        if dataclasses.is_dataclass(field := getattr(config, name)):
+            _set_fields(field, value)
+        else:
+            setattr(config, name, tuple(value) if isinstance(field, tuple) else value)
+
+
+def _load_model(model_dir: str, recipe: "Recipe", inputs: "Batch") -> "keras.Model":
+    """The model that the config file builds, with the exported weights.
+
+    Not `keras.models.load_model`, which does not know the classes of a config file.
+    """
+    import tensorflow as tf
+
+    from trainer.build import build_model
+
+    path = RunFiles(model_dir).model
+    specs = tf.nest.map_structure(tf.type_spec_from_value, inputs)
+    model = build_model(recipe, specs)
+    try:
+        model.load_weights(path)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"The weights in {path} do not fit the model that {recipe.path} builds: "
+            f"{first_line(error)} Put the config file back as it was in the run."
+        ) from error
+    except Exception as error:  # A damaged file may raise any error.
+        raise ConfigError(
+            f"{path} cannot be loaded: {type(error).__name__}: {first_line(error)}. If the file is "
+            f"damaged, remove {RunFiles(model_dir).result}, and start the training command of this "
+            "run again with the same --model_dir: it exports anew."
+        ) from error
+    return model
 
 
 def main(argv: Sequence[str]) -> int:

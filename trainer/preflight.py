@@ -19,7 +19,8 @@ from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import ModelDirError, Saved
 from trainer.config import Config, Recipe, data_dir, to_json
 from trainer.exit_codes import EXIT_DONE
-from trainer.inputs import Inputs, check_batches, input_specs, open_inputs
+from trainer.hooks.callbacks import build_callbacks
+from trainer.inputs import Inputs, check_batches, fitted_to_model, input_specs, open_inputs
 from trainer.run_files import Document, RunFiles
 
 _PROBE_BYTES = 1 << 16  # Not 0: an empty file fits on a full disk.
@@ -52,6 +53,7 @@ class Findings:
             f"{self.inputs.train.split.num_examples:,} training and "
             f"{self.inputs.evaluation.split.num_examples:,} evaluation examples in "
             f"{data_dir(config)}",
+            *filter(None, [self.inputs.note]),
             f"{num_bytes:,} bytes of variables, optimizer slots included",
         ]
         if num_ps:
@@ -71,9 +73,11 @@ def preflight(recipe: Recipe, model_dir: str) -> Findings:
     Raises DataError, ConfigError, ModelDirError or OptimizerError for a user's mistake.
     """
     use_gpus(0)
+    build_callbacks(recipe)
     inputs = open_inputs(recipe)
     specs = input_specs(inputs, recipe)
     learner, groups = dry_run(lambda: build_learner(recipe, specs))
+    inputs = fitted_to_model(inputs, recipe, learner.model)
     check_batches(inputs, learner, recipe)
     saved = build_checkpointer(recipe, model_dir, inputs, learner).check()
     return Findings(recipe, inputs, groups, saved)

@@ -49,6 +49,7 @@ from trainer.inputs import (
     Inputs,
     check_batches,
     data_errors_explained,
+    fitted_to_model,
     input_specs,
     open_inputs,
 )
@@ -244,6 +245,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     check_replicas(spec.recipe.config, executor.replicas_a_step)
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))
+    inputs = fitted_to_model(inputs, spec.recipe, learner.model)
     if not spec.is_checked:
         check_batches(inputs, learner, spec.recipe)
     train = dataclasses.replace(inputs.train, gives_seeds=learner.needs_seeds)
@@ -329,6 +331,8 @@ def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: in
         f"{inputs.evaluation.split.num_examples:,} evaluation examples, "
         f"{parts.learner.model.count_params():,} parameters; {spec.model_dir}"
     )
+    if inputs.note:
+        console.say(inputs.note)
     if spec.has_evaluator:
         console.say("the evaluator task evaluates; this one does not")
     if table := parts.executor.placement_table():

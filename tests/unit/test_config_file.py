@@ -1,0 +1,335 @@
+"""Config files are ordinary modules, and each mistake in them is one message with its line."""
+
+import dataclasses
+import textwrap
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+from data.prepare.preparing import prepare
+from trainer.config import Config, ConfigError, load_recipe
+from trainer.config_file import absolute, load_module
+from trainer.guards.fingerprint import fingerprint
+from trainer.preflight import preflight
+
+COMPLETE = """
+    from trainer.config import Config
+
+    def get_config():
+        return Config(batch_size=8, train_steps=3)
+
+    def build_model(config):
+        import keras
+
+        layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
+        return keras.Sequential(layers)
+"""
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("datasets") / "digits"
+    prepare("digits", str(directory))
+    return directory
+
+
+def written(directory: Path, source: str, name: str = "mine.py") -> str:
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(source))
+    return str(path)
+
+
+def checked(path: str, digits: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    recipe.config.data_dir = str(digits)
+    preflight(recipe, str(tmp_path / "run"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """What is added to a complete config file, and what the message must say."""
+
+    source: str
+    said: tuple[str, ...]
+
+
+MISTAKES = {
+    "parse of one example": Mistake(
+        """
+        def parse(serialized):
+            import tensorflow as tf
+            spec = {"label": tf.io.FixedLenFeature([], tf.int64)}
+            example = tf.io.parse_single_example(serialized, spec)
+            return example["label"], example["label"]
+        """,
+        ("parse(serialized)", "in parse: example = tf.io.parse_single", "use tf.io.parse_example,"),
+    ),
+    "parse that returns one thing": Mistake(
+        """
+        def parse(serialized):
+            import tensorflow as tf
+            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1])
+        """,
+        ("parse(serialized)", "must return", "(inputs, labels)", "float32(None, 8, 8, 1)"),
+    ),
+    "parse that returns a scalar": Mistake(
+        """
+        def parse(serialized):
+            import tensorflow as tf
+            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), tf.constant(1)
+        """,
+        ("parse(serialized)", "must return labels", "int32()"),
+    ),
+    "parse with a type that the records do not have": Mistake(
+        """
+        def parse(serialized):
+            import tensorflow as tf
+            spec = {"label": tf.io.FixedLenFeature([], tf.float32)}
+            labels = tf.io.parse_example(serialized, spec)["label"]
+            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), labels
+        """,
+        ("'label'", "int64", "FixedLenFeature([], tf.int64)"),
+    ),
+    "error in build_model": Mistake(
+        """
+        def build_model(config):
+            import keras
+            return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Dense(config.width)])
+        """,
+        ("build_model(config)", "no attribute 'width'", "mine.py, line 15, in build_model"),
+    ),
+    "error in a layer of build_model": Mistake(
+        """
+        def build_model(config):
+            import keras
+            x = keras.Input((8, 8, 1))
+            return keras.Model(x, keras.layers.LSTM(3)(x))
+        """,
+        ("build_model(config)", "ndim=4", "in build_model: return keras.Model(x, keras.layers.LS"),
+    ),
+    "model that is not returned": Mistake(
+        "def build_model(config):\n            pass", ("must return a keras.Model", "NoneType")
+    ),
+    "model without weights": Mistake(
+        """
+        def build_model(config):
+            import keras
+            return keras.Sequential([keras.layers.Flatten()])
+        """,
+        ("build_model(config)", "with weights"),
+    ),
+    "train_step of the model": Mistake(
+        """
+        def build_model(config):
+            import keras
+            class Own(keras.Model):
+                def train_step(self, data):
+                    return {}
+            return Own()
+        """,
+        ("overrides train_step()", "loss(labels, outputs)", "build_learner"),
+    ),
+    "swapped arguments of the loss": Mistake(
+        """
+        def loss(outputs, labels):
+            import tensorflow as tf
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=outputs)
+        """,
+        (
+            "loss(labels, outputs) of",
+            "ValueError",
+            "in loss: return tf.nn.sparse",
+            "labels: int64(8,)",
+            "outputs: float32(8, 10)",
+        ),
+    ),
+    "error in augment": Mistake(
+        """
+        def augment(inputs, labels, seeds):
+            return inputs + labels, labels
+        """,
+        ("augment(inputs, labels, seeds)", "in augment: return inputs + labels, labels"),
+    ),
+    "error in build_optimizer": Mistake(
+        """
+        def build_optimizer(config):
+            import keras
+            return keras.optimizers.SGD(rate=1)
+        """,
+        ("build_optimizer(config)", "rate", "in build_optimizer: return keras.optimizers.SGD("),
+    ),
+    "error in build_learner": Mistake(
+        """
+        def build_learner(config, **parts):
+            return parts["nothing"]
+        """,
+        ("build_learner(config, **parts)", "KeyError: 'nothing'", "in build_learner"),
+    ),
+    "callback that is none": Mistake(
+        """
+        def build_callbacks(config):
+            return ["stop"]
+        """,
+        ("build_callbacks(config)", "list of keras.callbacks.Callback", "'stop'"),
+    ),
+    "callback that cannot work": Mistake(
+        """
+        def build_callbacks(config):
+            import keras
+            return [keras.callbacks.BackupAndRestore("somewhere")]
+        """,
+        ("BackupAndRestore", "cannot work here", "--model_dir"),
+    ),
+    "callback for the batches of an evaluation": Mistake(
+        """
+        def build_callbacks(config):
+            import keras
+            class Own(keras.callbacks.Callback):
+                def on_test_batch_end(self, batch, logs=None):
+                    pass
+            return Own()
+        """,
+        ("Own", "on_test_batch_end", "on_test_end"),
+    ),
+    "callback that changes weights": Mistake(
+        """
+        def build_callbacks(config):
+            import keras
+            return [keras.callbacks.EarlyStopping(restore_best_weights=True)]
+        """,
+        ("EarlyStopping(restore_best_weights=True)", "best-*"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_mistake_is_one_message_with_its_reason(
+    mistake: Mistake, digits: Path, tmp_path: Path
+) -> None:
+    path = written(tmp_path, COMPLETE + textwrap.indent(textwrap.dedent(mistake.source), "    "))
+    with pytest.raises((ConfigError, ValueError)) as raised:
+        checked(path, digits, tmp_path)
+    assert type(raised.value).__module__.startswith(("trainer.", "data.")), raised.value
+    for part in mistake.said:
+        assert part in str(raised.value)
+
+
+def test_error_of_the_import_names_the_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "import os\n\nSIZE = int('many')\n")
+    with pytest.raises(ConfigError, match=r"ValueError: .*'many'\n.*line 3, .*: SIZE = int"):
+        load_recipe(path)
+
+
+def test_error_in_get_config_names_the_line(tmp_path: Path) -> None:
+    path = written(
+        tmp_path, "def get_config():\n    return 1 / 0\ndef build_model(config):\n    pass\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"(?s)get_config\(\) of .*line 2, in get_config: return 1"
+    ):
+        load_recipe(path)
+
+
+def test_tensor_at_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # This process has tensors already: pretend that it has none before the import.
+    answers = iter([False, True])
+    monkeypatch.setattr("trainer.config_file._has_tensors", lambda: next(answers))
+    path = written(tmp_path, COMPLETE + "\n    import tensorflow as tf\n    MEAN = tf.zeros([3])\n")
+    with pytest.raises(ConfigError, match=r"creates a tensor when it is imported \(MEAN\)"):
+        load_recipe(path)
+
+
+def test_tensors_are_noticed() -> None:
+    from trainer.config_file import _has_tensors
+
+    tf.zeros([1])
+    assert _has_tensors()
+
+
+FUTURE = """
+    from __future__ import annotations
+    import dataclasses
+    from trainer.config import Config
+    from {parent}neighbour_of_mine import WIDTH
+
+    @dataclasses.dataclass
+    class Mine(Config):
+        width: int = WIDTH
+
+    def get_config() -> Mine:
+        return Mine()
+
+    def wide() -> Mine:
+        return Mine(width=99)
+
+    def build_model(config: Mine):
+        pass
+"""
+
+
+def test_file_may_import_its_neighbour_and_postpone_annotations(tmp_path: Path) -> None:
+    written(tmp_path, "WIDTH = 7", "neighbour_of_mine.py")
+    path = written(tmp_path, FUTURE.format(parent=""))
+    recipe = load_recipe(path)
+    assert recipe.config.width == 7  # type: ignore[attr-defined]
+    types = {item.name: item.type for item in dataclasses.fields(recipe.config)}
+    assert types["width"] is int
+    assert load_recipe(f"{path}:wide").config.width == 99  # type: ignore[attr-defined]
+    assert [Path(file).name for file in recipe.files] == ["mine.py", "neighbour_of_mine.py"]
+
+
+def test_tasks_compare_the_neighbours_too(tmp_path: Path) -> None:
+    prints = []
+    for width in (7, 8):
+        directory = tmp_path / str(width)
+        written(directory, f"WIDTH = {width}", f"neighbour_{width}.py")
+        path = written(
+            directory, f"from neighbour_{width} import WIDTH\n" + textwrap.dedent(COMPLETE)
+        )
+        recipe = load_recipe(path)
+        prints.append(fingerprint(recipe)["config file"])
+        assert len(recipe.files) == 2
+        alone = fingerprint(dataclasses.replace(recipe, files=recipe.files[:1]))
+        assert alone["config file"] != prints[-1]
+    assert prints[0] != prints[1]
+
+
+def test_file_in_a_package_may_import_relatively(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, "", "package_of_mine/__init__.py")
+    written(tmp_path, "WIDTH = 5", "package_of_mine/neighbour_of_mine.py")
+    path = written(tmp_path, FUTURE.format(parent="."), "package_of_mine/mine.py")
+    assert load_recipe(path).config.width == 5  # type: ignore[attr-defined]
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("package_of_mine.mine:wide").config.width == 99  # type: ignore[attr-defined]
+    # For `trainer.predict`, which may run in another directory.
+    assert absolute("package_of_mine.mine:wide") == f"{path}:wide"
+
+
+def test_file_is_executed_once(tmp_path: Path) -> None:
+    # The second execution would fail.
+    log = str(tmp_path / "log")
+    path = written(tmp_path, COMPLETE + f"\n    import os\n    os.mkdir({log!r})\n")
+    for _ in range(2):
+        assert isinstance(load_recipe(path).config, Config)
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "no_such.module", "no_such.py"])
+def test_missing_module_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--config={name}: there is no such .*Known: configs/"):
+        load_module(name)
+
+
+def test_missing_function_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, COMPLETE)
+    with pytest.raises(ConfigError, match=r"mine.py:large defines no large\(\)"):
+        load_recipe(f"{path}:large")
+
+
+def test_module_that_imports_what_does_not_exist_names_the_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "import no_such_thing\n")
+    with pytest.raises(ConfigError, match=r"no_such_thing'\n.*line 1, .*: import no_such_thing"):
+        load_recipe(path)

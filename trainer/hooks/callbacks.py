@@ -1,0 +1,223 @@
+"""Callbacks: calls the callbacks of Keras that `build_callbacks(config)` of a config file returns.
+
+    callbacks = build_callbacks(recipe)                      # checked, in every task
+    hook = Callbacks(executor, learner, callbacks, ..., evaluate=evaluate)
+
+Only the chief calls them. After each call all tasks that run the loop agree on two results: whether
+training stops (`self.model.stop_training`), and the learning rate. An epoch is the training
+examples / batch_size, in steps, rounded up. docs/keras.md says which callbacks work.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+import keras
+import numpy as np
+from keras.callbacks import Callback
+from typing_extensions import override
+
+from strategies.base import Executor
+from strategies.metrics import Metrics, add_metrics, means
+from trainer.config import Recipe
+from trainer.config_file import errors_explained
+from trainer.hooks.base import NEVER, Hook, PeriodicHook, next_multiple
+from trainer.hooks.evaluate import Evaluate
+from trainer.learner import Learner
+from trainer.step.options import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+_REFUSED: Mapping[type, str] = {
+    keras.callbacks.BackupAndRestore: "a run with the same --model_dir resumes; leave it out",
+    keras.callbacks.ProgbarLogger: "the console shows the progress; set config.log_every_steps",
+    keras.callbacks.SwapEMAWeights: "set config.ema.decay: the averages are evaluated and exported",
+    keras.callbacks.TensorBoard: "MODEL_DIR/tensorboard has the metrics of every run; set "
+    "config.histogram_every_steps and config.profile_first_step for the rest",
+}
+_BATCH_METHODS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+_NEVER_CALLED = ("on_test_batch_begin", "on_test_batch_end", "on_predict_begin", "on_predict_end")
+
+
+def build_callbacks(recipe: Recipe) -> list[Callback]:
+    """The callbacks of the config file.
+
+    Raises ConfigError if one of them is no callback, or cannot do its work here.
+    """
+    if recipe.build_callbacks is None:
+        return []
+    what = f"build_callbacks(config) of {recipe.path}"
+    with errors_explained(what):
+        returned = recipe.build_callbacks(recipe.config)
+        callbacks = list(returned) if isinstance(returned, Iterable) else [returned]
+    for callback in callbacks:
+        name = type(callback).__name__
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"{what} must return a list of keras.callbacks.Callback. Received: {callback!r}."
+            )
+        for refused, instead in _REFUSED.items():
+            if isinstance(callback, refused):
+                raise ConfigError(f"{what} returned {name}, which cannot work here: {instead}.")
+        if getattr(callback, "restore_best_weights", False):
+            raise ConfigError(
+                f"{what} returned {name}(restore_best_weights=True), which would change the "
+                "weights in one task only. Leave restore_best_weights out: MODEL_DIR/checkpoints "
+                "keeps the best state as best-*, and config.best_metric chooses the metric."
+            )
+        for method in _NEVER_CALLED:
+            if _overrides(callback, method):
+                raise ConfigError(
+                    f"{what} returned {name}, which defines {method}: an evaluation is one call, "
+                    "and nothing is predicted. Use on_test_end, which gets its metrics."
+                )
+    return callbacks
+
+
+def _overrides(callback: Callback, method: str) -> bool:
+    # Keras marks its empty methods.
+    return not getattr(getattr(callback, method), "_is_default", False)
+
+
+def _needs_each_batch(callback: Callback) -> bool:
+    """Returns True if calls after several steps at once would be too few."""
+    if isinstance(callback, keras.callbacks.TerminateOnNaN):  # A loss that is NaN ends every run.
+        return False
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return bool(callback.save_freq != "epoch")
+    return any(_overrides(callback, method) for method in _BATCH_METHODS)
+
+
+@dataclass(eq=False)
+class Callbacks(Hook):
+    """Calls callbacks of Keras. All tasks that run the loop must have this hook.
+
+    If a callback has a method for batches, each call of the executor is one step, which is slower.
+    """
+
+    executor: Executor
+    learner: Learner
+    callbacks: Sequence[Callback]
+    _: KW_ONLY
+    path: str  # Of the config file.
+    steps_per_epoch: int
+    last_step: int
+    evaluate: Evaluate | None  # The hook that comes before this one, if this run evaluates.
+    # Hooks for which training is complete when a callback stops it.
+    to_end: list[PeriodicHook] = field(default_factory=list, init=False)
+    _metrics: Metrics = field(default_factory=dict, init=False)  # Of the epoch so far.
+    _logs: dict[str, float] = field(default_factory=dict, init=False)  # Of the last epoch.
+    _epoch_end: int = field(default=NEVER, init=False)
+    _step: int = field(default=-1, init=False)  # The last one; -1 before `begin`.
+
+    def __post_init__(self) -> None:
+        self._each_batch = [cb for cb in self.callbacks if _needs_each_batch(cb)]
+        if self._each_batch and self.executor.is_chief:
+            names = ", ".join(type(callback).__name__ for callback in self._each_batch)
+            log.warning(
+                "%s of build_callbacks wants each batch: one step a call, which is slower.", names
+            )
+        self._check_monitors()
+
+    @override
+    def begin(self, step: int) -> None:
+        self._metrics = {}
+        self._epoch_end = self._next_epoch_end(step)
+        is_first, self._step = self._step < 0, step
+        model, is_chief = self.learner.model, self.executor.is_chief
+        if is_first and is_chief:
+            model.stop_training = False
+            # Not an attribute that Keras and TensorFlow track: checkpoints would change.
+            object.__setattr__(model, "optimizer", self.learner.optimizer)
+            epochs = -(-self.last_step // self.steps_per_epoch)
+            params = {"verbose": 0, "epochs": epochs, "steps": self.steps_per_epoch}
+            for callback in self.callbacks:
+                callback.set_params(params)
+                callback.set_model(model)
+                self._choose_direction(callback)
+            self._call("on_train_begin", {})
+        if is_chief and step < self.last_step:
+            self._call("on_epoch_begin", step // self.steps_per_epoch, {})
+            self._call("on_train_batch_begin", step % self.steps_per_epoch, {})
+        self._agree()
+
+    @override
+    def next_step(self, step: int) -> int:
+        return step + 1 if self._each_batch else self._next_epoch_end(step)
+
+    @override
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self._metrics = add_metrics(self._metrics, metrics)
+        self._step = step
+        is_epoch_end = step >= self._epoch_end
+        if self.executor.is_chief:
+            self._after_batch(step, metrics, is_epoch_end)
+        if is_epoch_end:
+            self._metrics = {}
+            self._epoch_end = self._next_epoch_end(step)
+        self._agree()
+
+    def _after_batch(self, step: int, metrics: Metrics, is_epoch_end: bool) -> None:
+        epoch, batch = divmod(step - 1, self.steps_per_epoch)
+        self._call("on_train_batch_end", batch, means(metrics))
+        if self.evaluate is not None and self.evaluate.latest_step == step:
+            self._call("on_test_begin", {})
+            self._call("on_test_end", dict(self.evaluate.latest))
+            self._logs |= {f"val_{name}": v for name, v in self.evaluate.latest.items()}
+        if is_epoch_end:
+            self._logs |= means(self._metrics)
+            self._call("on_epoch_end", epoch, dict(self._logs))
+            if step < self.last_step and not self.learner.model.stop_training:
+                self._call("on_epoch_begin", epoch + 1, {})
+        if step < self.last_step:
+            self._call("on_train_batch_begin", step % self.steps_per_epoch, {})
+
+    @override
+    def end(self, step: int) -> None:
+        if self.executor.is_chief:
+            self._call("on_train_end", dict(self._logs))
+
+    def _agree(self) -> None:
+        """Takes over the chief's wish to stop and its learning rate, in all tasks."""
+        rate = getattr(self.learner.optimizer, "_learning_rate", None)
+        rate = rate if isinstance(rate, keras.Variable) else None  # Or a schedule.
+        ours = np.float32(0.0 if rate is None else rate.numpy())
+        stops = bool(self.executor.is_chief and self.learner.model.stop_training)
+        theirs = self.executor.gathered(stops << 32 | int(ours.view(np.uint32)))[0]
+        chosen = np.uint32(theirs & 0xFFFFFFFF).view(np.float32)
+        if rate is not None and chosen != ours:
+            rate.assign(chosen)
+        if theirs >> 32:
+            self.done = "stopped by a callback"
+            for hook in self.to_end:
+                hook.last_step = self._step
+
+    def _call(self, method: str, *args: object) -> None:
+        for callback in self.callbacks:
+            what = f"{method} of {type(callback).__name__}, of build_callbacks in {self.path},"
+            with errors_explained(what):
+                getattr(callback, method)(*args)
+
+    def _next_epoch_end(self, step: int) -> int:
+        end = next_multiple(step, self.steps_per_epoch)
+        return min(end, self.last_step) if step < self.last_step else end
+
+    def _check_monitors(self) -> None:
+        names = list(self.learner.metric_names)
+        if self.evaluate is not None:
+            names += [f"val_{name}" for name in names]
+        for callback in self.callbacks:
+            monitor = getattr(callback, "monitor", names[0])
+            is_used = getattr(callback, "save_best_only", True)
+            if is_used and monitor not in names:
+                raise ConfigError(
+                    f"{type(callback).__name__}(monitor={monitor!r}) of {self.path}: there is no "
+                    f"such metric. Known: {', '.join(names)}."
+                )
+
+    def _choose_direction(self, callback: Callback) -> None:
+        """Chooses mode="auto" as config.best_metric does: less loss, more of other metrics."""
+        monitor = getattr(callback, "monitor", "loss").removeprefix("val_")
+        if getattr(callback, "mode", "") not in ("min", "max") and monitor != "loss":
+            callback.mode = "max"
