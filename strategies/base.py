@@ -16,7 +16,7 @@
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -197,6 +197,16 @@ class Executor(abc.ABC):
     def placement_table(self) -> str:
         """The places of the variables, one line a place; empty if each replica has all of them."""
         return ""
+
+    def choose_buckets(
+        self, learner: Learner, recorded: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        """Chooses how the all-reduce divides gradients; returns what config.json must record.
+
+        `recorded` is the record of the run that this task resumes; only the chief's counts. Called
+        before `start`, in all tasks together. Empty if there is nothing to choose.
+        """
+        return {}
 
     @abc.abstractmethod
     def start(

@@ -8,6 +8,7 @@ and cuts it into one slice a replica, so a batch has the same examples for any n
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -82,6 +83,7 @@ class MirroredExecutor(Executor):
         super().__init__()
         self.strategy = strategy
         self._compression = Compression(wire_dtype, self.num_replicas)
+        self._bucket_bytes = math.inf  # One all-reduce for all gradients.
         self._local_replicas = self._replicas_of_this_process()
         self._seconds = {"run": 0.0, "evaluate": 0.0}
 
@@ -111,7 +113,7 @@ class MirroredExecutor(Executor):
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
             gradients, metrics = learner.gradients(batch)
-            gradients = all_reduced(gradients, self._compression)
+            gradients = all_reduced(gradients, self._compression, self._bucket_bytes)
             learner.apply(gradients)
             return totals + metrics
 

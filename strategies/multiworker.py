@@ -5,21 +5,33 @@
 The step is that of mirrored.py: every worker runs the same graph on its part of each batch. The
 all-reduce of the gradients synchronises the workers. On CPUs it is TensorFlow's ring, but two
 workers exchange small vectors (gradients/all_reduce.py). On GPUs `--communication=nccl` is
-NVIDIA's NCCL.
+NVIDIA's NCCL. Gradients are summed in buckets while the backward pass continues; their size follows
+from the latency and the bandwidth of the network, which are measured once a run.
 """
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 import tensorflow as tf
 from typing_extensions import override
 
-from strategies.base import PeerLostError
+from strategies.base import Learner, PeerLostError
 from strategies.cluster.peers import UnknownHostError, identify, wait_for_peers, watch_peers
 from strategies.cluster.tf_config import Cluster
+from strategies.gradients.all_reduce import all_reduced
+from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
+from strategies.gradients.coalescing import num_bytes
+from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
+
+# Measured vectors, and how often each is summed in a measurement.
+_SMALL_BYTES, _LARGE_BYTES = 1 << 8, 4 << 20
+_SMALL_SUMS, _LARGE_SUMS = 20, 2
+_MEASUREMENTS = 3
 
 # The errors TensorFlow raises when a peer of a collective has died or has given up.
 _LOST = (
@@ -34,11 +46,18 @@ class MultiWorkerExecutor(MirroredExecutor):
     """This worker's part of the replicas of every step."""
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, cluster: Cluster, *, wire_dtype: str = "float32"
+        self,
+        strategy: tf.distribute.Strategy,
+        cluster: Cluster,
+        *,
+        wire_dtype: str = "float32",
+        bucket_mb: float | None = None,
     ) -> None:
+        """`bucket_mb` is in MiB; if it is None, `choose_buckets` measures it."""
         self._cluster = cluster
         super().__init__(strategy, wire_dtype=wire_dtype)
         self.is_chief = cluster.is_chief
+        self._given_bucket_mb = bucket_mb
 
         @tf.function
         def gather(number: tf.Tensor) -> tf.Tensor:
@@ -53,7 +72,12 @@ class MultiWorkerExecutor(MirroredExecutor):
 
     @classmethod
     def connect(
-        cls, cluster: Cluster, communication: str, *, wire_dtype: str = "float32"
+        cls,
+        cluster: Cluster,
+        communication: str,
+        *,
+        wire_dtype: str = "float32",
+        bucket_mb: float | None = None,
     ) -> "MultiWorkerExecutor":
         """Joins the other workers; waits until all of them have started.
 
@@ -74,7 +98,55 @@ class MultiWorkerExecutor(MirroredExecutor):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         except _LOST as error:
             raise PeerLostError("The workers could not connect to each other", error) from error
-        return cls(strategy, cluster, wire_dtype=wire_dtype)
+        return cls(strategy, cluster, wire_dtype=wire_dtype, bucket_mb=bucket_mb)
+
+    @override
+    def choose_buckets(
+        self, learner: Learner, recorded: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        """The given size, the recorded one, or the best one for the measured network.
+
+        All workers use the chief's size: it decides in which order each element is summed.
+        """
+        gradient_bytes = sum(map(num_bytes, learner.variables))
+        if self._given_bucket_mb is not None:
+            recorded = {"bucket_mb": self._given_bucket_mb}
+        bucket_bytes = self._bucket_bytes_of(recorded)
+        if not bucket_bytes and gradient_bytes > LEAST_BYTES and self.num_replicas > 1:
+            network = self._measure_network()
+            recorded = {
+                "bucket_mb": best_bucket_mb(gradient_bytes, network),
+                "latency_ms": round(1e3 * network.latency_secs, 3),
+                "mb_per_sec": round(1e-6 * network.bytes_per_sec, 1),
+            }
+            bucket_bytes = self._bucket_bytes_of(recorded)
+        self._bucket_bytes = bucket_bytes or math.inf
+        return recorded
+
+    def _bucket_bytes_of(self, recorded: Mapping[str, float]) -> int:
+        """The chief's bucket size; 0 if the chief has none."""
+        return self.gathered(int(recorded.get("bucket_mb", 0) * 2**20))[0]
+
+    def _measure_network(self) -> Network:
+        """The time of a small all-reduce, and the rate of a large one."""
+
+        @tf.function
+        def sum_repeatedly(vector: tf.Tensor, num_times: tf.Tensor) -> tf.Tensor:
+            for _ in tf.range(num_times):  # Zeros, so that sums of sums do not overflow.
+                vector = self.strategy.run(lambda v: all_reduced([v], Compression())[0], (vector,))
+            return vector
+
+        def secs_of(size: int, num_times: int) -> float:
+            began = time.monotonic()
+            sum_repeatedly(tf.zeros([size // 4]), tf.constant(num_times)).numpy()
+            return (time.monotonic() - began) / num_times
+
+        with self._losses_explained("while the network was measured"):
+            for size in (_SMALL_BYTES, _LARGE_BYTES):
+                secs_of(size, 1)  # Traces the graph.
+            latency = min(secs_of(_SMALL_BYTES, _SMALL_SUMS) for _ in range(_MEASUREMENTS))
+            large = min(secs_of(_LARGE_BYTES, _LARGE_SUMS) for _ in range(_MEASUREMENTS))
+        return Network(latency, _LARGE_BYTES / max(large - latency, 1e-6))
 
     @override
     def run(self, num_steps: int) -> Metrics:

@@ -101,6 +101,12 @@ class RunFiles:
                 "anew."
             ) from error
 
+    def recorded(self, name: str) -> Document:
+        """The object `name` in config.json; empty if it or the file is missing or damaged."""
+        with contextlib.suppress(Exception):  # Each file system raises other errors.
+            return dict(self.read_config()[name])
+        return {}
+
     def write_result(self, document: Document) -> str:
         """Writes result.json. Returns the reason if that failed, for example a full disk, or ""."""
         try:

@@ -192,7 +192,9 @@ def _connect(spec: TaskSpec, num_gpus: int) -> Executor:
     if cluster is None:
         return MirroredExecutor.on(replica_devices(spec.replicas, num_gpus))
     if spec.strategy == "multiworker":
-        return MultiWorkerExecutor.connect(cluster, spec.communication, wire_dtype=wire_dtype)
+        return MultiWorkerExecutor.connect(
+            cluster, spec.communication, wire_dtype=wire_dtype, bucket_mb=spec.bucket_mb
+        )
     if to_aggregate := spec.replicas_to_aggregate:
         return SynchronousExecutor.connect(
             cluster, versions(), replicas_to_aggregate=to_aggregate, wire_dtype=wire_dtype
@@ -261,6 +263,7 @@ def _check_agreement(spec: TaskSpec, executor: Executor) -> None:
     ours = {
         **fingerprint(spec.recipe),
         "--wire_dtype": spec.wire_dtype,
+        "--bucket_mb": str(spec.bucket_mb),
         # Tasks that do not evaluate would wait for the others without end.
         "the evaluator of TF_CONFIG": "an evaluator" if spec.has_evaluator else "none",
     }
@@ -285,10 +288,12 @@ def _differs(executor: Executor, value: object) -> bool:
 def _resume(spec: TaskSpec, parts: Parts) -> int:
     executor = parts.executor
     saved = restore_together(executor, parts.checkpointer, parts.learner)
+    files = RunFiles(spec.model_dir)
+    recorded = files.recorded("all_reduce") if saved and spec.is_chief else {}
+    all_reduce = executor.choose_buckets(parts.learner, recorded)
     if spec.is_chief:
-        files = RunFiles(spec.model_dir)
         with disk_errors_explained(spec.model_dir):
-            files.write_config(_config_document(spec, parts.inputs))
+            files.write_config({**_config_document(spec, parts.inputs), "all_reduce": all_reduce})
             files.remove_result()
     with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
         position = saved.position if saved else Position()
@@ -337,6 +342,9 @@ def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: in
         console.say("the evaluator task evaluates; this one does not")
     if table := parts.executor.placement_table():
         console.say(table)
+    if all_reduce := RunFiles(spec.model_dir).recorded("all_reduce"):
+        items = ", ".join(f"{name} {value:g}" for name, value in all_reduce.items())
+        console.say(f"all-reduce: {items}")
     if first_step:
         console.say(f"resuming from step {first_step:,}")
     elif parts.learner.origin:

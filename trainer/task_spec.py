@@ -18,6 +18,7 @@ class TaskSpec:
     num_gpus: int | None = None
     communication: str = "auto"
     wire_dtype: str = "float32"
+    bucket_mb: float | None = None  # None: measured, or as recorded in the run that is resumed.
     num_threads: int = 0
     log_device_placement: bool = False
     replicas_to_aggregate: int = 0  # ps: gradients per step; 0 for asynchronous steps.

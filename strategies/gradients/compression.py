@@ -75,14 +75,15 @@ class Compression:
             return gradient
         if gradient.dtype.size <= self._dtype.size:
             return gradient
+        # A tf.function creates all handles in their order, so a handle waits for no gradient.
+        residual = tf.raw_ops.VarHandleOp(
+            dtype=gradient.dtype, shape=gradient.shape, shared_name=f"{self._name}-{key}"
+        )
         # Each step of an unrolled graph has its own handle of the residual, and TensorFlow does not
         # order accesses through different handles. So control dependencies do: the residual is read
         # after its gradient is computed, and written before the gradient is sent. The caller must
         # order the next gradient after that.
         with tf.control_dependencies([gradient]):
-            residual = tf.raw_ops.VarHandleOp(
-                dtype=gradient.dtype, shape=gradient.shape, shared_name=f"{self._name}-{key}"
-            )
             is_initialized = tf.raw_ops.VarIsInitializedOp(resource=residual)
         former = tf.cond(
             is_initialized,

@@ -51,6 +51,8 @@ CLASSES = 5
 # Not a multiple of the batch: an epoch ends inside one.
 EXAMPLES = 110
 OVERFLOWING, OVERFLOWING_EXAMPLE = "overflowing", 77
+# 96 bytes: each weight matrix has its own all-reduce.
+BUCKET_MB = 96 / 2**20
 # Asynchronous parameter servers with --max_staleness.
 BOUNDED = "ps-bounded"
 
@@ -280,6 +282,7 @@ def train(
     check_replicas(recipe.config, executor.replicas_a_step)
     learner = executor.build(lambda: build_learner(recipe))
     source = dataclasses.replace(reader, gives_seeds=learner.needs_seeds)
+    executor.choose_buckets(learner, {})
     executor.start(learner, source, reader, Position())
     for num_steps in calls:
         executor.run(num_steps)
@@ -312,7 +315,7 @@ def executors(name: str) -> Callable[[], Executor]:
     if strategy_name == "multiworker":
         cluster = parse_tf_config(os.environ["TF_CONFIG"], "multiworker")
         ring = MultiWorkerExecutor.connect(cluster, "ring").strategy
-        return lambda: MultiWorkerExecutor(ring, cluster)
+        return lambda: MultiWorkerExecutor(ring, cluster, bucket_mb=BUCKET_MB)
     cluster = local_cluster("ps", int(num_workers), 1)
     for task in cluster.trainers:
         if task.job != "chief":

@@ -92,12 +92,17 @@ def flags(topology: Topology, digits: Path) -> tuple[str, ...]:
     )
 
 
+def buckets(topology: Topology) -> tuple[str, ...]:
+    """Flags for several all-reduces a step. A run that resumes takes their size from config.json."""
+    return ("--bucket_mb=0.0625",) if topology.strategy == "multiworker" else ()
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(
     topology: Topology, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
     model_dir = tmp_path_factory.mktemp(f"uninterrupted-{topology}") / "run"
-    return train(topology, model_dir, *flags, QUICKLY)
+    return train(topology, model_dir, *flags, *buckets(topology), QUICKLY)
 
 
 def assert_bit_for_bit_equal(left: Run, right: Run) -> None:
@@ -113,7 +118,7 @@ def test_run_in_parts_ends_bit_for_bit_as_one(
     topology: Topology, flags: tuple[str, ...], uninterrupted: Run, tmp_path: Path
 ) -> None:
     """The first part ends by itself, the second by a signal."""
-    first = train(topology, tmp_path, *flags, QUICKLY, "--train_steps=110")
+    first = train(topology, tmp_path, *flags, *buckets(topology), QUICKLY, "--train_steps=110")
     assert first.checkpoints() == ["best-00000110", "step-00000070", "step-00000110"]
     assert largest_difference(first.weights(), uninterrupted.weights()) > 1e-3
 
@@ -130,6 +135,8 @@ def test_run_in_parts_ends_bit_for_bit_as_one(
     finished = train(topology, tmp_path, *flags, QUICKLY)
 
     assert finished.result["step"] == 300
+    assert finished.config["all_reduce"] == first.config["all_reduce"]
+    assert bool(first.config["all_reduce"]) == bool(buckets(topology))
     assert_bit_for_bit_equal(finished, uninterrupted)
     assert finished.result["eval"] == uninterrupted.result["eval"]
     steps = [report["step"] for report in finished.metrics("train")]

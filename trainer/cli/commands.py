@@ -250,6 +250,7 @@ def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int 
         num_gpus=flags.NUM_GPUS.value,
         communication=flags.COMMUNICATION.value,
         wire_dtype=flags.WIRE_DTYPE.value,
+        bucket_mb=flags.BUCKET_MB.value,
         num_threads=flags.NUM_THREADS.value,
         log_device_placement=flags.LOG_DEVICE_PLACEMENT.value,
         replicas_to_aggregate=replicas_to_aggregate,

@@ -248,6 +248,14 @@ with _scope(("multiworker",)):
     COMMUNICATION = flags.DEFINE_enum(
         "communication", "auto", ("auto", "ring", "nccl"), "multiworker: how gradients are summed."
     )
+    BUCKET_MB = flags.DEFINE_float(
+        "bucket_mb",
+        None,
+        "multiworker: gradients are summed in buckets of about this many MiB, each as soon as the "
+        "backward pass has computed it. By default measured at the start of a run, and kept when "
+        "the run resumes. More than the size of all gradients: one sum after the backward pass.",
+        lower_bound=0.001,
+    )
 with _scope(_CLUSTERS):
     WIRE_DTYPE = flags.DEFINE_enum(
         "wire_dtype",
