@@ -95,6 +95,12 @@ class Cluster:
         return "ps" in self.jobs and self.task.job in ("worker", "ps")
 
     @property
+    def num_hosts(self) -> int:
+        """The number of different hosts in the addresses."""
+        addresses = (address for tasks in self.jobs.values() for address in tasks.values())
+        return len({address.rpartition(":")[0] for address in addresses})
+
+    @property
     def trainers(self) -> tuple[Task, ...]:
         """All tasks except evaluators, in the order of `tasks`."""
         return tuple(task for task in self.tasks() if task.job != "evaluator")

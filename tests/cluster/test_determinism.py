@@ -93,7 +93,7 @@ def flags(topology: Topology, digits: Path) -> tuple[str, ...]:
 
 
 def buckets(topology: Topology) -> tuple[str, ...]:
-    """Flags for several all-reduces a step. A run that resumes takes their size from config.json."""
+    """Flags for several all-reduces a step. A resumed run takes their size from config.json."""
     return ("--bucket_mb=0.0625",) if topology.strategy == "multiworker" else ()
 
 

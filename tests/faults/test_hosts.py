@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.hosts import Host, hosts, reason_why_not
 from strategies.cluster.tf_config import Cluster, Task
 from tests.cluster.runs import Tasks, by_hand, read_metrics
-from tests.faults.hosts import Host, hosts, reason_why_not
 
 pytestmark = pytest.mark.skipif(
     bool(reason_why_not()), reason=reason_why_not() or "hosts can be made"

@@ -43,6 +43,7 @@ def test_workers_alone_make_worker_0_the_chief() -> None:
     assert str(cluster.task) == "worker 1"
     assert cluster.address == "b:2222"
     assert not cluster.is_chief
+    assert cluster.num_hosts == 2
     assert cluster.for_task(Task("worker", 0)).is_chief
     assert not cluster.is_server
     assert (cluster.num("worker"), cluster.num("ps")) == (2, 0)
@@ -376,3 +377,7 @@ def test_local_cluster_without_tasks_is_refused(
     with pytest.raises(ClusterError) as caught:
         local_cluster(strategy, num_workers, num_ps)
     assert_teaches(str(caught.value), *substance)
+
+
+def test_tasks_of_one_machine_are_one_host() -> None:
+    assert local_cluster("ps", 3, 2).num_hosts == 1

@@ -119,7 +119,8 @@ NUM_GPUS = flags.DEFINE_integer(
 NUM_THREADS = flags.DEFINE_integer(
     "num_threads",
     0,
-    "Threads of TensorFlow in each process (servers of ps run at least 4 ops at a time). 0: "
+    "Threads of TensorFlow in each process (servers of ps, and workers of multiworker on several "
+    "hosts, run at least 4 ops at a time). 0: "
     "TensorFlow chooses; in a cluster on this machine, the workers share the cores equally.",
     lower_bound=0,
 )

@@ -2,6 +2,7 @@
 
     with hosts(3) as (a, b, c):
         subprocess.run([*a.command, "ping", "-c1", b.address])
+        a.limit_rate("500mbit")     # of what a sends
         with b.link_down():
             ...                     # b reaches no host, and no host reaches b
 
@@ -33,6 +34,12 @@ class Host:
         """The prefix of a command that runs it on this host."""
         return ("ip", "netns", "exec", self.name)
 
+    def limit_rate(self, rate: str) -> None:
+        """Limits the rate at which this host sends, with tc's token bucket: 500mbit, 2gbit."""
+        shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "200ms")
+        command = ["tc", "-n", self.name, "qdisc", "replace", "dev", "eth0", *shape]
+        subprocess.run(command, check=True, capture_output=True)
+
     @contextlib.contextmanager
     def link_down(self) -> Iterator[None]:
         """Takes the link down while the context lasts."""
@@ -47,8 +54,9 @@ class Host:
 
 def reason_why_not() -> str:
     """Returns why `hosts` would fail here; empty if it would work."""
-    if shutil.which("ip") is None:
-        return "the `ip` command is missing"
+    for command in ("ip", "tc"):
+        if shutil.which(command) is None:
+            return f"the `{command}` command is missing (package iproute2)"
     if os.geteuid() != 0:
         return "network namespaces with links need root"
     probe = f"probe-{os.getpid()}"
