@@ -21,6 +21,10 @@ import scipy.optimize
 RING, ASYNC, SYNC = "multiworker", "ps", "ps --sync_replicas"
 STRATEGIES = (RING, ASYNC, SYNC)
 
+# The part of a gradient's computation that is the backward pass: two products for each layer, where
+# the forward pass has one.
+_BACKWARD = 2 / 3
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -171,9 +175,28 @@ class Hosts:
         """Time to send all variables to `workers` workers, or to receive their gradients."""
         return max(self.worker_secs, workers * self.server_secs)
 
+    def exposed_secs(self, workers: int) -> float:
+        """The part of the all-reduce that does not overlap with the backward pass.
+
+        The gradients are summed in buckets (strategies/gradients/buckets.py). All but the last one
+        overlap, as far as the backward pass lasts.
+        """
+        # Imported here because it imports TensorFlow.
+        from strategies.gradients.buckets import Network, best_bucket_mb
+
+        whole = self._sum_secs(workers)
+        fixed = ring_messages(workers, self.gradient_bytes) * self.message_secs
+        if whole <= fixed:
+            return whole
+        network = Network(fixed, self.gradient_bytes / (whole - fixed))
+        bucket_bytes = best_bucket_mb(int(self.gradient_bytes), network) * 2**20
+        num_buckets = max(1.0, self.gradient_bytes / bucket_bytes)
+        whole += (num_buckets - 1) * fixed
+        return max(whole / num_buckets, whole - _BACKWARD * self.compute_secs)
+
     def ring(self, workers: int) -> float:
         """Rate of synchronous workers with a ring all-reduce."""
-        step = self._slowest_secs(workers) + self._sum_secs(workers) + self.apply_secs
+        step = self._slowest_secs(workers) + self.exposed_secs(workers) + self.apply_secs
         return workers / step
 
     def ps_async(self, workers: int) -> float:

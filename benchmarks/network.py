@@ -50,7 +50,7 @@ _STEPS = flags.DEFINE_integer(
     "steps", 16, "Steps of a run; the first 4 are warm-up.", lower_bound=8
 )
 _BUCKET_MB = flags.DEFINE_float(
-    "bucket_mb", None, "--bucket_mb of this program; default: measured."
+    "bucket_mb", None, "multiworker: its --bucket_mb; by default measured."
 )
 _ONLY = flags.DEFINE_list("only", [], "Measure only these ways, for example compute,program.")
 _TORCH = flags.DEFINE_string(
@@ -103,7 +103,7 @@ def ways(torch: str | None) -> list[Way]:
         found.append(
             Way("ddp", "PyTorch DDP", (torch, *ddp, *steps, "--rank={rank}", "--address={address}"))
         )
-    return [way for way in found if not _ONLY.value or way.name in _ONLY.value]
+    return found
 
 
 def transfer_secs(rate: str) -> float:
@@ -220,9 +220,12 @@ def _check() -> None:
             transfer_secs(rate)
         except (KeyError, ValueError):
             _end_with(f"--rates={rate}: type a number and kbit, mbit or gbit, for example 500mbit.")
-    names = [way.name for way in ways(sys.executable)]
+    for number in _EXAMPLES.value:
+        if not number.isdecimal() or int(number) < 1:
+            _end_with(f"--examples={number}: type whole numbers above 0, for example 2048,512.")
+    names = [way.name for way in ways("torch")]
     for name in _ONLY.value:
-        if name not in [way.name for way in ways("torch")]:
+        if name not in names:
             _end_with(f"--only={name}: it takes {', '.join(names)}.")
     if why := reason_why_not():
         _end_with(f"{why}. It is needed to make hosts on this machine.")
@@ -233,7 +236,8 @@ def _check() -> None:
 def main(argv: Sequence[str]) -> None:
     """Prints the table."""
     _check()
-    torch = _find_torch()
+    torch, has_failed = _find_torch(), False
+    chosen = [way for way in ways(torch) if not _ONLY.value or way.name in _ONLY.value]
     if not torch:
         print("DDP is left out: it needs PyTorch. Give --torch_python.", file=sys.stderr)
     print(f"{machine()}, {GRADIENT_BYTES / 1e6:.0f} MB of gradients:\n")
@@ -244,9 +248,9 @@ def main(argv: Sequence[str]) -> None:
         write_random_mnist(directory / "random")
         prepare("mnist", directory / "mnist", f"--source={directory / 'random'}")
         for rate, examples in zip(_RATES.value, map(int, _EXAMPLES.value), strict=True):
-            secs: dict[str, list[float]] = {way.name: [] for way in ways(torch)}
+            secs: dict[str, list[float]] = {way.name: [] for way in chosen}
             for number in range(_ROUNDS.value):
-                for way in ways(torch):
+                for way in chosen:
                     where = directory / f"{rate}-{number}-{way.name}"
                     where.mkdir()
                     # New hosts for each run: a port of a former run may still be in use.
@@ -257,6 +261,7 @@ def main(argv: Sequence[str]) -> None:
                             taken = step_secs(way, places, examples, directory / "mnist", where)
                         except (RunError, ValueError) as error:
                             print(f"{way.name} failed: {error}", file=sys.stderr, flush=True)
+                            has_failed = True
                             continue
                     secs[way.name].append(taken)
                     turn = f"{rate} {number + 1}/{_ROUNDS.value} {way.name}"
@@ -264,6 +269,8 @@ def main(argv: Sequence[str]) -> None:
                     print(said, file=sys.stderr, flush=True)
             for row in rows(rate, examples, secs):
                 print(row, flush=True)
+    if has_failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

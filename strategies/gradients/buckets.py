@@ -21,7 +21,6 @@ from strategies.gradients.coalescing import num_bytes
 
 # Smaller gradients are summed as one vector: there is nothing to gain.
 LEAST_BYTES = 1 << 20
-_MOST_MB = 64
 
 
 class Network(NamedTuple):
@@ -61,5 +60,4 @@ def best_bucket_mb(gradient_bytes: int, network: Network) -> float:
     same network differ.
     """
     best_bytes = math.sqrt(gradient_bytes * network.latency_secs * network.bytes_per_sec)
-    exponent = round(math.log2(max(best_bytes, LEAST_BYTES) / 2**20))
-    return min(2.0**exponent, _MOST_MB)
+    return 2.0 ** round(math.log2(max(best_bytes, LEAST_BYTES) / 2**20))

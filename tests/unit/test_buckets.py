@@ -28,8 +28,8 @@ def test_buckets_have_one_type_and_leave_out_sparse_and_missing_gradients() -> N
     [
         (54e6, 1e-3, 250e6, 4),  # sqrt(54e6 * 1e-3 * 250e6) = 3.7e6
         (54e6, 1e-3, 62.5e6, 2),
-        (54e6, 1e-6, 1e6, 1),  # Never less than 1 MiB ...
-        (1e12, 1, 1e9, 64),  # ... or more than 64.
+        (54e6, 1e-6, 1e6, 1),  # Never less than 1 MiB.
+        (100e6, 1, 1e9, 256),  # A single sum, because each has a high cost.
     ],
 )
 def test_bucket_size_weighs_the_fixed_cost_against_the_last_transfer(

@@ -59,6 +59,18 @@ def test_ring_sends_each_part_twice_around() -> None:
     assert cost_model.ring_messages(2, num_bytes=100e6) == 2
 
 
+def test_ring_hides_the_transfer_as_far_as_the_backward_pass_lasts() -> None:
+    # 2 workers send 100 MB in 80 ms, and the backward pass takes 133 ms.
+    hidden = HOSTS.exposed_secs(2)
+    assert 0.002 < hidden < 0.02
+    slow = dataclasses.replace(HOSTS, bytes_per_sec=0.125e9)
+    assert slow.exposed_secs(2) == pytest.approx(0.8 - 2 / 3 * 0.2, rel=0.1)
+    # A model that fits one bucket is summed after the backward pass.
+    small = dataclasses.replace(HOSTS, gradient_bytes=300e3)
+    assert small.exposed_secs(2) == pytest.approx(1e-3 + 300e3 / 1.25e9)
+    assert HOSTS.exposed_secs(1) == 0
+
+
 def test_more_servers_spare_servers_and_not_a_workers_own_link() -> None:
     many = dataclasses.replace(HOSTS, num_ps=100, apply_secs=0.0)
     few = dataclasses.replace(HOSTS, num_ps=1, apply_secs=0.0)
