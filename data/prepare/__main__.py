@@ -13,7 +13,9 @@ Writes to datasets/NAME (or to --data_dir=DIR, which may be a URL): shards with 
 the metadata with which `tfds.builder_from_directory` reads them too. Equal sources give equal
 bytes. A local directory with its final name is complete, because everything is written under
 another name and renamed at the end. A directory at a URL is complete when it has its
-dataset_info.json. A second call, at the same moment or later, finds the directory done.
+dataset_info.json. A second call, at the same moment or later, finds the directory done. It is
+refused if the files of the source have other sizes or times than when they were read (source.json
+keeps both), or if the options differ. --overwrite writes the data set again.
 
 Examples are read as they are written, so memory does not grow with their number. Exceptions: 8
 bytes of each example for the index, 2 bytes of each row of a table that is divided into train and
@@ -52,6 +54,9 @@ _LAYOUT = flags.DEFINE_enum(
     "How a record holds an image: `image`, or `image_raw` with sizes, as TensorFlow 1's MNIST "
     "programs wrote it; tfds by default.",
 )
+_OVERWRITE = flags.DEFINE_bool(
+    "overwrite", False, "Write a data set again that --data_dir already holds."
+)
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -64,7 +69,7 @@ def _main(argv: Sequence[str]) -> int:
     data_dir = _DATA_DIR.value or os.path.join("datasets", bare_name(name))
     options = Options(_LABEL.value, _TEST_FRACTION.value, _SEED.value, _LAYOUT.value)
     try:
-        prepare(name, data_dir, _SOURCE.value, options)
+        prepare(name, data_dir, _SOURCE.value, options, overwrite=_OVERWRITE.value)
     except (DataError, OSError) as error:
         nothing = ". Nothing was written." if isinstance(error, OSError) else ""
         print(f"data.prepare: {error}{nothing}", file=sys.stderr)

@@ -9,7 +9,7 @@ Each source is one file in `sources/`.
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from data.prepare.sources import (
     Options,
@@ -26,32 +26,45 @@ from data.prepare.sources import (
 )
 from data.system.files import DataError
 
+_MakeSource: TypeAlias = Callable[[str, str, Options], Source]
+
 
 class _Entry(NamedTuple):
-    source: Callable[[str, str, Options], Source]
+    source: _MakeSource
     options: tuple[str, ...]
     made_from: str = ""  # What --source must be; "" if it is not needed.
+    reads: tuple[str, ...] = ("*",)  # Patterns of what is read in a directory.
 
 
 _IMAGES, _SPLITTING = ("layout",), ("test_fraction", "seed")
-_IDX = _Entry(idx.source, _IMAGES, f"the IDX files {idx.FILES}")
+_IDX = _Entry(idx.source, _IMAGES, f"the IDX files {idx.FILES}", ("*-ubyte", "*-ubyte.gz"))
 _CIFAR = _Entry(cifar.source, _IMAGES, "its binary or its Python version, unpacked")
 # Fixed names, and kinds for KIND:NAME.
 _NAMES = {
     "digits": _Entry(digits.source, _IMAGES),
-    "svhn": _Entry(svhn.source, _IMAGES, "train_32x32.mat and test_32x32.mat"),
+    "svhn": _Entry(svhn.source, _IMAGES, "train_32x32.mat and test_32x32.mat", ("*.mat",)),
     **dict.fromkeys(cifar.KINDS, _CIFAR),
-    "rewrite": _Entry(rewrite.source, (), "a directory of shards (with --data_dir=OTHER_DIR)"),
+    "rewrite": _Entry(
+        rewrite.source,
+        (),
+        "a directory of shards (with --data_dir=OTHER_DIR)",
+        ("*.tfrecord*", "features.json", "dataset_info.json", "*.labels.txt"),
+    ),
     **{
         name: _IDX._replace(made_from=f"{_IDX.made_from} from {url}")
         for name, url in idx.DOWNLOADS.items()
     },
 }
-_TABLE = ("label", *_SPLITTING)
+
+
+def _table(source: _MakeSource, made_from: str, pattern: str) -> _Entry:
+    return _Entry(source, ("label", *_SPLITTING), made_from, (pattern,))
+
+
 _KINDS = {
     "folder": _Entry(folder.source, _SPLITTING, "class folders of PNG or JPEG files"),
-    "csv": _Entry(csv.source, _TABLE, "a CSV file, or a directory with train.csv and test.csv"),
-    "npz": _Entry(npz.source, _TABLE, "an NPZ file, or a directory with train.npz and test.npz"),
+    "csv": _table(csv.source, "a CSV file, or a directory with train.csv and test.csv", "*.csv"),
+    "npz": _table(npz.source, "an NPZ file, or a directory with train.npz and test.npz", "*.npz"),
     "tfds": _Entry(tfds.source, ()),
 }
 _KNOWN = (
@@ -88,6 +101,12 @@ def check(name: str, options: Options) -> None:
         if option not in known:
             takes = f"takes {', '.join(f'--{x}' for x in known)}" if known else "takes no options"
             raise DataError(f"--{option}={value} would be ignored: {name} {takes}. Leave it out.")
+
+
+def files_read(name: str) -> tuple[str, ...]:
+    """Patterns of the names of files and directories that are read in the source of `name`."""
+    kind, colon, _ = name.partition(":")
+    return (_KINDS[kind] if colon else _NAMES.get(name, _IDX)).reads
 
 
 def open_source(name: str, path: str | None, options: Options) -> Source:

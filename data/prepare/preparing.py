@@ -11,13 +11,14 @@ import fcntl
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from data.prepare import writing
-from data.prepare.catalog import bare_name, check, open_source
+from data.prepare import origin, writing
+from data.prepare.catalog import bare_name, check, files_read, open_source
 from data.prepare.sources import Options, Source, SourceSplit, rewrite
 from data.system import files
 from data.system.cores import num_cores
@@ -28,6 +29,7 @@ _SHARD_BYTES = 128 << 20
 _REPORT_EXAMPLES = 100_000
 _REFRESH_EXAMPLES = 256
 _MAX_PROCESSES = 8
+_SHOWN_CHANGES = 5
 # Never a command that removes the directory: it may hold files that this program did not write.
 _GIVE_ANOTHER = "Give another directory: --data_dir=DIR."
 
@@ -38,31 +40,54 @@ def prepare(
     source: str | None = None,
     options: Options | None = None,
     num_processes: int = 0,
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Writes the data set `name` to `data_dir`, unless it is there already.
+
+    With `overwrite` it is written in any case. The former one is removed when the new one is
+    complete; at a URL it is removed before. `options` None accepts what was written with any.
 
     Several processes may call this at once, on several hosts that share a file system with locks.
     A URL has no locks: only one process may write to it. Progress goes to stderr. `num_processes`
     does not change the files; 0 is one for each core, at most 8 and at most the number of shards.
 
     Raises:
-        DataError: the name or the source is wrong, or `data_dir` holds something else.
+        DataError: the name or the source is wrong, or `data_dir` holds something else, or what it
+            holds was made of other files or with other options.
     """
-    options = options or Options()
-    check(name, options)
+    given = options or Options()
+    check(name, given)
     data_dir = files.absolute(data_dir)
     if source and files.absolute(source) == data_dir:
         raise DataError(f"--source={source} is the directory to write, too. {_GIVE_ANOTHER}")
-    if _is_prepared(name, data_dir, source):
-        unlike = ", whatever its options were" if options.given() else ""
-        _say(f"{data_dir} already holds {name}{unlike}. Remove it to write it again.")
+
+    def is_prepared() -> bool:
+        if not _is_prepared(name, data_dir, source):
+            return False
+        if not overwrite:
+            _check_origin(name, data_dir, source, options)
+        return True
+
+    if is_prepared() and not overwrite:
+        _say(f"{data_dir} already holds {name}. Add --overwrite to write it again.")
         return
+
+    def make_source() -> Source:
+        # Before it is read: what changes meanwhile differs from this afterwards.
+        now = origin.origin(given, source, files_read(name), data_dir)
+        opened = open_source(name, source, given)
+        text = json.dumps(now, indent=2) + "\n"
+        return opened._replace(files={**opened.files, origin.FILE_NAME: text})
+
+    former = bare_name(name) if overwrite else ""
     write_new(
         data_dir,
         name,
-        lambda: open_source(name, source, options),
-        lambda: _is_prepared(name, data_dir, source),
+        make_source,
+        lambda: is_prepared() and not overwrite,
         num_processes,
+        former=former,
     )
 
 
@@ -72,14 +97,20 @@ def write_new(
     make_source: Callable[[], Source],
     is_done: Callable[[], bool] = lambda: False,
     num_processes: int = 0,
+    *,
+    former: str = "",
 ) -> None:
     """Writes a source to `data_dir`, completely or not at all.
 
     A local directory is written under another name and renamed. A directory at a URL cannot be
     renamed in one operation, so dataset_info.json, which marks it as complete, is written last.
     `is_done` returns True if another process has written `data_dir`. `what`: named in messages.
+    `former`: the name of a data set that is replaced, if it is there.
+
+    Raises DataError if the directory of the former data set also holds files of others.
     """
-    partial = data_dir = files.absolute(data_dir)
+    data_dir = files.absolute(data_dir)
+    partial = data_dir = data_dir if files.is_url(data_dir) else os.path.realpath(data_dir)
     with contextlib.ExitStack() as stack:
         if not files.is_url(data_dir):
             parent, base = os.path.split(data_dir)
@@ -87,15 +118,24 @@ def write_new(
             stack.enter_context(_directory(parent))
             stack.enter_context(_lock(os.path.join(parent, f".{base}.lock"), what, data_dir))
             # This process has the lock, so a directory that exists is left of a process that died.
+            replaced = os.path.join(parent, f".{base}.replaced")
             files.remove_tree(partial)
+            files.remove_tree(replaced)
         if is_done():
             _say(f"{data_dir} was written by another process meanwhile.")
             return
+        to_remove = _files_of_former(former, data_dir) if former else []
         source = make_source()
         try:
+            if partial == data_dir:
+                for path in to_remove:
+                    files.remove_file(path)
             _write(source, partial, num_processes)
             if partial != data_dir:
+                if to_remove:
+                    os.rename(data_dir, replaced)
                 os.rename(partial, data_dir)
+                files.remove_tree(replaced)
         except BaseException:
             files.remove_tree(partial)
             raise
@@ -129,6 +169,46 @@ def _is_prepared(name: str, data_dir: str, source: str | None) -> bool:
     if found != wanted:
         raise DataError(f"{data_dir} holds {found!r}, not {wanted!r}. {_GIVE_ANOTHER}")
     return True
+
+
+def _check_origin(name: str, data_dir: str, source: str | None, options: Options | None) -> None:
+    """Raises DataError if the data set in `data_dir` was made of other files, or with others."""
+    try:
+        then = json.loads(files.read_text(files.join(data_dir, origin.FILE_NAME)))
+        then = {"options": dict(then["options"]), "files": dict(then["files"])}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return  # Of another program, or of a former version: nothing is known.
+    if name == "rewrite" and (source is None or not files.exists(source)):
+        return
+    now = dict(origin.origin(options, source, files_read(name), data_dir))
+    if options is None:
+        now["options"] = then["options"]
+    if source is None:
+        now["files"] = then["files"]
+    if changed := origin.changes(then, now):
+        more = f"; and {len(changed) - _SHOWN_CHANGES} more" * (len(changed) > _SHOWN_CHANGES)
+        raise DataError(
+            f"{data_dir} holds {name}, but not of this source and these options: "
+            f"{'; '.join(changed[:_SHOWN_CHANGES])}{more}. Add --overwrite to write it again; or, "
+            f"to keep it, give the former options, and no --source. {_GIVE_ANOTHER}"
+        )
+
+
+def _files_of_former(name: str, data_dir: str) -> list[str]:
+    """The files of data set `name` in `data_dir`, first the file that marks it as complete."""
+    if not files.is_dir(data_dir):
+        return []
+    ours = re.compile(
+        rf"(dataset_info|features|source)\.json|.*\.labels\.txt|.*\.index\.npz(\.partial-.*)?|"
+        rf"{re.escape(name)}-.*\.tfrecord.*"
+    )
+    names = sorted(files.names_in(data_dir), key=lambda file: file != "dataset_info.json")
+    if others := [file for file in names if not ours.fullmatch(file)]:
+        raise DataError(
+            f"{data_dir} also holds {', '.join(others[:_SHOWN_CHANGES])}, which data.prepare did "
+            f"not write: --overwrite would remove it. Move it away. {_GIVE_ANOTHER}"
+        )
+    return [files.join(data_dir, file) for file in names]
 
 
 def _write(source: Source, data_dir: str, num_processes: int) -> None:

@@ -35,8 +35,11 @@ needs_tfds = pytest.mark.skipif(
 
 
 def digest(directory: Path) -> dict[str, str]:
+    """Of all files except source.json, which has the times of the source's files."""
     return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.iterdir()
+        if path.name != "source.json"
     }
 
 
@@ -64,7 +67,7 @@ def test_url_is_written_to_as_a_directory_is_and_nothing_half_done_is_left(
     prepare("digits", url)
     prepare("digits", str(tmp_path / "digits"))
     wanted = digest(tmp_path / "digits")
-    assert sorted(tf.io.gfile.listdir(url)) == sorted(wanted)
+    assert sorted(tf.io.gfile.listdir(url)) == sorted([*wanted, "source.json"])
     for name, sha256 in wanted.items():
         with tf.io.gfile.GFile(f"{url}/{name}", "rb") as file:
             assert hashlib.sha256(file.read()).hexdigest() == sha256, name
@@ -411,6 +414,60 @@ def test_layout_of_tensorflow_1_programs_is_written_and_read_by_either_parse(
     parsed_images, parsed_labels = features.image_raw_parse((4, 5, 1))(serialized)
     assert np.array_equal(images, parsed_images)
     assert np.array_equal(labels, parsed_labels)
+
+
+@pytest.mark.parametrize("out", ["url", "path"])
+def test_changed_source_is_refused_and_written_again_with_overwrite(
+    out: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data_dir = f"ram://changed/{tmp_path.name}" if out == "url" else f"{tmp_path}/out"
+    source = tmp_path / "a.csv"
+    source.write_text("x,label\n" + "1,a\n2,b\n" * 50)
+    options = Options(label="label")
+    prepare("csv:a", data_dir, str(source), options)
+    prepare("csv:a", data_dir, str(source), options)
+    prepare("csv:a", data_dir)  # As a run does, which does not know the source.
+    assert capfd.readouterr().err.count("already holds csv:a. Add --overwrite") == 2
+    assert records.open_split(data_dir, "train").num_examples < 100
+
+    with pytest.raises(DataError, match=r"--seed was 0, and is now 5.* --overwrite"):
+        prepare("csv:a", data_dir, None, options._replace(seed=5))
+    source.write_text("x,label\n" + "3,a\n4,b\n" * 500)
+    with pytest.raises(DataError, match=r"a\.csv was 1 file.* of 408 bytes.* now 1 file.* 4,008"):
+        prepare("csv:a", data_dir, str(source), options)
+    prepare("csv:a", data_dir, str(source), options, overwrite=True)
+    assert records.open_split(data_dir, "train").num_examples > 800
+    times = source.stat().st_atime_ns, source.stat().st_mtime_ns + 1
+    os.utime(source, ns=times)  # As many bytes, written later.
+    with pytest.raises(DataError, match=r"a\.csv was 1 file"):
+        prepare("csv:a", data_dir, str(source), options)
+
+
+def test_new_files_in_a_source_are_noticed_and_files_of_others_are_not(
+    tmp_path: Path, idx_files: Path
+) -> None:
+    out = idx_files / "out"  # Below its source.
+    prepare("kuzushiji", str(out), str(idx_files))
+    (idx_files / "notes.txt").write_text("no part of the data")
+    prepare("kuzushiji", str(out), str(idx_files), Options())
+    (idx_files / "train-labels-idx1-ubyte").write_bytes(b"")
+    with pytest.raises(DataError, match="train-labels-idx1-ubyte was missing, and is now 1 file"):
+        prepare("kuzushiji", str(out), str(idx_files), Options())
+
+
+def test_overwriting_removes_no_file_that_the_program_did_not_write(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("digits", f"--data_dir={out}", cwd=tmp_path).returncode == 0
+    before = digest(out)
+    (out / "thesis.txt").write_text("dear to me")
+    done = run("digits", f"--data_dir={out}", "--overwrite", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "also holds thesis.txt" in done.stderr
+    (out / "thesis.txt").rename(tmp_path / "thesis.txt")
+    (out / "features.json").write_text("damaged")
+    assert run("digits", f"--data_dir={out}", "--overwrite", cwd=tmp_path).returncode == 0
+    assert digest(out) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "thesis.txt"]
 
 
 @needs_mnist

@@ -61,6 +61,11 @@ class Options(NamedTuple):
         """Options that were given, by name."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
+    def complete(self) -> dict[str, object]:
+        """All options by name, with the defaults of those that were not given."""
+        defaults = Options(None, TEST_FRACTION, 0, LAYOUTS[0])
+        return {**defaults._asdict(), **self.given()}
+
 
 def divided(keys: Iterable[str], options: Options, where: str) -> dict[str, bytes]:
     """Chooses the test examples; returns a mask for train and test: 1 if the split has the example.
