@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import tensorflow as tf
 
-from data.order import Order
+from data.order import Order, replica_lanes
 from data.reader import Reader
 from strategies.metrics import Metrics, add_metrics
 from strategies.worker_stats import WorkerStats
@@ -134,7 +134,11 @@ class Learner(Protocol):
 
 @dataclass
 class _CallSize:
-    """How many steps (or evaluation units) one call runs, so that it takes `_SECS_PER_CALL`."""
+    """How many steps (or evaluation units) one call runs, so that it takes `_SECS_PER_CALL`.
+
+    Under mirrored and multiworker the duration is that of the previous call: it is summed over the
+    tasks in the graph of a call, before the duration of this call is known.
+    """
 
     size: int = 1
 
@@ -153,7 +157,8 @@ class Executor(abc.ABC):
     """Runs a learner's steps on one strategy's devices.
 
     The promise that everything else relies on: **when `run(n)` returns, no step is in flight
-    anywhere**, so the caller may read, save or restore any variable.
+    anywhere**, so the caller may read or save any variable. Variables are set back to a checkpoint
+    only before `start` and within `roll_back`.
 
     Attributes:
         strategy: The strategy in whose scope variables are created.
@@ -182,7 +187,7 @@ class Executor(abc.ABC):
         """Number of replicas that share the work."""
 
     @property
-    def replicas_a_step(self) -> int:
+    def replicas_per_step(self) -> int:
         """Number of replicas that share the batch of one step."""
         return self.num_replicas
 
@@ -319,7 +324,10 @@ class Executor(abc.ABC):
     # Other tasks.
 
     def gathered(self, number: int) -> list[int]:
-        """The `number` of each task that runs the loop, the chief's first; all call it together."""
+        """The `number` of each task that runs the loop, the chief's first; all call it together.
+
+        A task with several replicas has one entry for each replica.
+        """
         return [number]
 
     def worker_stats(self) -> WorkerStats:
@@ -332,8 +340,8 @@ class Executor(abc.ABC):
     def watch_peers(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
         """Watches the other tasks; a task that is unresponsive for `timeout_secs` is lost.
 
-        Returns at once. If the run cannot continue without the lost task, calls `on_lost` with a
-        message, on another thread. TensorFlow itself only reports tasks that end.
+        Returns immediately. If the run cannot continue without the lost task, calls `on_lost` with
+        a message, on another thread. TensorFlow itself only reports tasks that end.
         """
 
     def request_stop(self) -> None:
@@ -368,8 +376,14 @@ def _data_errors_wrapped() -> Iterator[None]:
 def refuse_open_sub_batches(position: Position, order: Order) -> None:
     """Raises PositionError if `position` has open sub-batches; names the flags that can resume."""
     if position.open_sub_batches:
-        _, first, last = position.open_sub_batches[0]
-        num_sub_batches = max(1, order.lanes // (last + 1 - first))
+        open_lanes = {range(first, last + 1) for _, first, last in position.open_sub_batches}
+        # The smallest number of sub-batches among which are all that are open.
+        num_sub_batches = next(
+            number
+            for number in range(1, order.lanes + 1)
+            if number == order.lanes
+            or open_lanes <= {replica_lanes(order.lanes, i, number) for i in range(number)}
+        )
         raise PositionError(
             f"The checkpoint has {len(position.open_sub_batches)} unfinished sub-batch(es) of "
             "backup workers. Continue with --strategy=ps --sync_replicas --replicas_to_aggregate="

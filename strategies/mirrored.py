@@ -2,9 +2,9 @@
 
     executor = MirroredExecutor.on(replica_devices(2, use_gpus(None)))
 
-The inner loop runs in one graph: n steps a call, without Python between them. The training step is
-the function `step`: gradients, all-reduce, apply. It reads this process's part of the batch once
-and cuts it into one slice a replica, so a batch has the same examples for any number of replicas.
+The inner loop runs in one graph: n steps per call, without Python between them. The training step
+is the function `step`: gradients, all-reduce, apply. It reads this process's part of the batch once
+and cuts it into one slice per replica, so a batch has the same examples for any number of replicas.
 """
 
 import dataclasses

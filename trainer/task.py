@@ -253,7 +253,7 @@ def _supervised(spec: TaskSpec, signals: StopSignals, executor: Executor) -> Ite
 
 
 def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
-    check_replicas(spec.recipe.config, executor.replicas_a_step)
+    check_replicas(spec.recipe.config, executor.replicas_per_step)
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))
     inputs = fitted_to_model(inputs, spec.recipe, learner.model)

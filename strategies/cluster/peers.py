@@ -35,7 +35,7 @@ _POLL_SECS = 0.2
 _REPORT_SECS = 10.0
 # How long a host name may be unknown: some schedulers create names as tasks start.
 _UNKNOWN_HOST_SECS = 60.0
-# How long an address may belong to something that answers, but not as a TensorFlow server.
+# How long another program may answer at the address of a task, before that is an error.
 _STRANGER_SECS = 10.0
 # How long an address may accept connections without an answer, as a server on a busy machine does.
 _SILENT_SECS = 60.0
@@ -160,7 +160,7 @@ def wait_for_peers(cluster: Cluster) -> None:
 def watch_chief(cluster: Cluster, timeout_secs: float, on_gone: Callable[[str], None]) -> None:
     """Calls `on_gone` with a message if the chief accepts no connection for `timeout_secs`.
 
-    Returns at once; the calls come on another thread. The time counts from now, so `timeout_secs`
+    Returns immediately; the calls come on another thread. The time counts from now: `timeout_secs`
     is also how long the chief may take to start.
     """
     chief, address = cluster.chief, cluster.address_of(cluster.chief)
@@ -184,8 +184,8 @@ def watch_peers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Task
     """Calls `on_silent` when another training task has not answered for `timeout_secs`.
 
     The process of such a task is stopped, or its host is disconnected; TensorFlow itself would wait
-    for it without limit. Returns at once; the calls come on another thread, one at each check until
-    the task answers. At half of `timeout_secs` a warning is logged.
+    for it without limit. Returns immediately; the calls come on another thread, one at each check
+    until the task answers. At half of `timeout_secs` a warning is logged.
     """
     poll_secs = min(_WATCH_SECS, timeout_secs / 10)
 

@@ -43,7 +43,7 @@ def _bound(port: int, *, may_share: bool) -> socket.socket:
 
 @contextlib.contextmanager
 def held(port: int) -> Iterator[None]:
-    """Within it, `port` of this machine accepts connections, and closes them at once.
+    """Within it, `port` of this machine accepts connections, and closes them immediately.
 
     Raises:
         OSError: the port is in use.

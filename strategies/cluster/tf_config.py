@@ -102,7 +102,10 @@ class Cluster:
 
     @property
     def trainers(self) -> tuple[Task, ...]:
-        """All tasks except evaluators, in the order of `tasks`."""
+        """The tasks of the jobs chief, worker and ps, in the order of `tasks`: no evaluators.
+
+        Under ps the parameter servers are among them.
+        """
         return tuple(task for task in self.tasks() if task.job != "evaluator")
 
     @property
@@ -160,7 +163,7 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
             malformed or given twice, this task is not in the cluster, or the strategy does not
             accept these jobs.
     """
-    form = f"It looks like {_EXAMPLE[strategy]}"
+    form = f"Example: {_EXAMPLE[strategy]}"
     if not text.strip():
         raise ClusterError(
             "TF_CONFIG is set but empty. Unset it (`unset TF_CONFIG`) to train on this machine "

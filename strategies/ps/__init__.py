@@ -1,6 +1,7 @@
 """`--strategy=ps`: parameter servers hold the variables, workers compute the gradients.
 
 The chief hands out work and does not train. `executor.py` has what both kinds share,
-`asynchronous.py` applies each gradient at once, and `sync/` sums the first n gradients of a step.
+`asynchronous.py` applies each gradient when it arrives, and `sync/` sums the first n gradients of a
+step.
 `worker_step.py` is what a worker computes. Read `executor.py` first, then `worker_step.py`.
 """

@@ -5,7 +5,7 @@
 The chief hands out *tickets*: k consecutive batches, as a list of the records to read, or of the
 rows to take if workers cache the examples. A worker reads them in the graph, so no input state is
 lost with a worker. It computes k gradients, each of one batch, and each is applied to the variables
-at once. If a worker dies, its ticket is handed out again (at least once); the other workers
+immediately. If a worker dies, its ticket is handed out again (at least once); the other workers
 continue meanwhile.
 """
 
@@ -62,7 +62,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
 
     @property
     @override
-    def replicas_a_step(self) -> int:
+    def replicas_per_step(self) -> int:
         return 1
 
     @property
@@ -154,7 +154,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
 
 
 class _Steps:
-    """The graphs: a worker computes a gradient, and the servers apply it at once."""
+    """The graphs: a worker computes a gradient, and the servers apply it immediately."""
 
     def __init__(
         self,

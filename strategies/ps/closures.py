@@ -51,7 +51,7 @@ def closure_sizes(num_steps: int, num_workers: int, runs: Iterator[tuple[int, in
     """The number of steps of each closure; the sum is `num_steps`.
 
     Each worker gets at least one closure, if there are enough steps. A closure does not cross the
-    border of two `runs`, (first batch, number of batches), each of which is read at once.
+    border of two `runs`, (first batch, number of batches), each of which is read in one piece.
     """
     sizes: list[int] = []
     most = max(1, min(STEPS_PER_CLOSURE, num_steps // num_workers))

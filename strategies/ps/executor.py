@@ -107,7 +107,7 @@ class ParameterServerExecutor(Executor):
             wait_for_servers(cluster)
         except SilentPeerError as error:
             raise PeerLostError("A task does not answer", error) from error
-        with losses_explained():
+        with losses_explained("A worker or parameter server was lost while this task connected"):
             check_versions(cluster, cluster.other_trainers, versions)
         coordinator = cluster
         if cluster.task.job != "chief":
@@ -121,7 +121,7 @@ class ParameterServerExecutor(Executor):
             raise PeerLostError("A task went away while all connected", error) from error
         _take_lease(coordinator)
         executor = cls(strategy, cluster, **options)
-        with losses_explained():
+        with losses_explained("A worker or parameter server was lost while this task connected"):
             listen_for_stop(cluster, executor._stop_for)
         return executor
 
@@ -154,7 +154,11 @@ class ParameterServerExecutor(Executor):
         | worker_examples | the examples of these gradients |
         | worker_share | its part of all worker_steps |
         | worker_dropped | gradients that were too old |
-        | worker_repeated | gradients in time whose examples were still assigned again |
+        | worker_repeated | gradients whose examples were assigned again, see below |
+
+        worker_repeated has another meaning in each kind. Asynchronous: gradients that were applied,
+        but whose worker was lost before it reported them. Synchronous: gradients in time that were
+        overwritten before they could be summed.
         """
         return with_shares(added(self._counts_before, self._counts_since_start()))
 
@@ -304,12 +308,15 @@ def _take_lease(coordinator: Cluster) -> None:
 
 
 @contextlib.contextmanager
-def losses_explained() -> Iterator[None]:
-    """Raises PeerLostError if a ps, or a message, was lost. A lost worker causes no error here."""
+def losses_explained(what: str = "A parameter server was lost") -> Iterator[None]:
+    """Raises PeerLostError, which says `what`, if a server, or a message, was lost.
+
+    In training a lost worker causes no error here: the coordinator handles it.
+    """
     try:
         yield
     except _LOSSES as error:
-        raise PeerLostError("A parameter server was lost", error) from error
+        raise PeerLostError(what, error) from error
     except tf.errors.InternalError as error:
         if _DAMAGED_REQUEST not in str(error):
             raise

@@ -279,7 +279,7 @@ def train(
     recipe: Recipe, executor: Executor, reader: Reader, calls: Sequence[int]
 ) -> dict[str, npt.NDArray[Any]]:
     """The weights and other results of STEPS steps; `calls` are the steps of each call of `run`."""
-    check_replicas(recipe.config, executor.replicas_a_step)
+    check_replicas(recipe.config, executor.replicas_per_step)
     learner = executor.build(lambda: build_learner(recipe))
     source = dataclasses.replace(reader, gives_seeds=learner.needs_seeds)
     executor.choose_buckets(learner, {})

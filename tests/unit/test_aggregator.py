@@ -339,7 +339,7 @@ DONE = Message(Kind.DONE, 0, 3, 1, STEP)
 END_DONE = Message(Kind.DONE, 0, END, 1, NONE)
 BEGUN = Message(Kind.BEGUN, 0, 0, 1, 0)
 CONTINUES = WorkerSlot(6, 3, EndReason.CONTINUES, 1, 0, 0, 1)
-LAST = CONTINUES._replace(last=EndReason.FINAL)
+LAST = CONTINUES._replace(end_reason=EndReason.FINAL)
 HELD = CONTINUES._replace(is_held=1)
 FREE = CONTINUES._replace(sub_batch=NONE)
 LATE = DONE._replace(step=STEP - 1)
@@ -351,7 +351,7 @@ LATE = DONE._replace(step=STEP - 1)
         (DONE, CONTINUES, 0, {"hold"}),
         (DONE, CONTINUES, 1, {"hold"}),
         (DONE, LAST, 0, {"hold", "loop_ended"}),
-        (DONE, CONTINUES._replace(last=EndReason.GIVES_WAY), 0, {"hold", "loop_ended"}),
+        (DONE, CONTINUES._replace(end_reason=EndReason.GIVES_WAY), 0, {"hold", "loop_ended"}),
         (LATE, CONTINUES, 0, {"drop", "assign_other"}),
         (LATE, CONTINUES._replace(is_old=1), 0, {"drop", "assign_other"}),
         (LATE, LAST, 0, {"drop", "loop_ended"}),
@@ -360,7 +360,7 @@ LATE = DONE._replace(step=STEP - 1)
         (LATE._replace(attempt=2), CONTINUES, 0, set()),
         (DONE, HELD, 0, set()),
         (LATE, HELD, 0, set()),
-        (DONE, HELD._replace(last=EndReason.FINAL), 0, set()),
+        (DONE, HELD._replace(end_reason=EndReason.FINAL), 0, set()),
         (DONE, FREE, 0, set()),
         (END_DONE, FREE, 0, {"loop_ended"}),
         (END_DONE, CONTINUES, 0, {"loop_ended", "assign_same"}),

@@ -3,6 +3,7 @@ anywhere."""
 
 import dataclasses
 import itertools
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,22 @@ from hypothesis import strategies as st
 from benchmarks import mixing
 from data.order import Order, replica_lanes
 from data.tfrecord.split import chunk_examples_for
+from strategies.base import Position, PositionError, refuse_open_sub_batches
 from trainer.config import Config, DataConfig, num_lanes
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 19, 20])
+@pytest.mark.parametrize("index", [0, -1])
+def test_refused_sub_batches_name_a_number_that_divides_a_batch_at_their_lanes(
+    number: int, index: int
+) -> None:
+    order = Order((100,), 10, batch_size=40, lanes=20, window_batches=2, seed=0, shuffle=False)
+    lanes = [replica_lanes(20, i, number) for i in range(number)][index]
+    position = Position(3, ((2, lanes.start, lanes.stop - 1),))
+    with pytest.raises(PositionError, match="--replicas_to_aggregate=") as refusal:
+        refuse_open_sub_batches(position, order)
+    named = re.findall(r"--replicas_to_aggregate=(\d+)", str(refusal.value))
+    assert lanes in [replica_lanes(20, i, int(named[0])) for i in range(int(named[0]))]
 
 
 @st.composite

@@ -3,9 +3,10 @@
     aggregator = Aggregator(learner, source, strategy, buffers, lanes)
     progress, slots, returned, totals, counters = aggregator.graph(progress, slots, returned)
 
-n messages are taken at once, and handled together if all of them are gradients in time; otherwise
-one by one: `judge` says what a message means, and `Aggregator._answer` gives its sender the next
-assignment.
+A step needs n gradients. While h of them are held, the aggregator takes n - h messages together
+from the queue, or one while loops give way. If all of them are gradients in time, it handles them
+together. Otherwise it handles them one by one: `judge` says what a message means, and
+`Aggregator._answer` gives its sender the next assignment.
 """
 
 import functools
@@ -76,7 +77,7 @@ def judge(message: Message, slot: WorkerSlot, step: Tensor, num_queued: Tensor) 
     has_sub_batch = slot.sub_batch >= 0
     is_expected = is_done & has_sub_batch & is_free & tf.equal(slot.attempt, message.attempt)
     is_in_time = tf.equal(message.step, step)
-    continues = tf.equal(slot.last, EndReason.CONTINUES)
+    continues = tf.equal(slot.end_reason, EndReason.CONTINUES)
     is_end = is_done & tf.equal(message.attempt, END)
     was_queued = tf.where(is_end, num_queued, message.attempt)
     begins = has_begun & is_free & ~has_sub_batch
@@ -220,7 +221,7 @@ class Aggregator:
         are_in_time = tf.equal(messages.kind, Kind.DONE) & (slots.sub_batch >= 0)
         are_in_time &= tf.equal(slots.attempt, messages.attempt) & tf.equal(slots.is_held, 0)
         are_in_time &= tf.equal(messages.step, state.step)
-        are_in_time &= tf.equal(slots.last, EndReason.CONTINUES)
+        are_in_time &= tf.equal(slots.end_reason, EndReason.CONTINUES)
 
         def hold_all() -> tuple[Tensor, ...]:
             held = slots._replace(is_held=tf.ones_like(slots.is_held), worker=messages.worker)
@@ -300,7 +301,7 @@ class Aggregator:
         assignment = Assignment(
             attempt=state.next_attempt,
             sub_batch=tf.where(verdict.assign_other, other, slot.sub_batch),
-            last=self._end_reason(state, slot.is_old, rounds),
+            end_reason=self._end_reason(state, slot.is_old, rounds),
             step=state.step,
         )
         is_sender = tf.equal(tf.range(self._num_slots, dtype=tf.int64), message.worker_slot)
@@ -312,7 +313,7 @@ class Aggregator:
         slot = slot._replace(
             sub_batch=assignment.sub_batch,  # Unchanged if nothing is assigned.
             attempt=tf.where(assigns, assignment.attempt, slot.attempt),
-            last=tf.where(assigns, assignment.last, slot.last),
+            end_reason=tf.where(assigns, assignment.end_reason, slot.end_reason),
         )
         return state._replace(
             slots=_put(state.slots, message.worker_slot, pack(slot)),
@@ -368,12 +369,14 @@ class Aggregator:
         assignments = Assignment(
             attempt=state.next_attempt + rank,
             sub_batch=tf.gather(tf.concat([state.returned, new], axis=0), rank),
-            last=self._end_reason(state, slots.is_old, rounds),
+            end_reason=self._end_reason(state, slots.is_old, rounds),
             step=tf.fill([self._num_slots], state.step),
         )
         self._assign(pack(assignments), waits)
         assigned = slots._replace(
-            sub_batch=assignments.sub_batch, attempt=assignments.attempt, last=assignments.last
+            sub_batch=assignments.sub_batch,
+            attempt=assignments.attempt,
+            end_reason=assignments.end_reason,
         )
         num_assigned = tf.reduce_sum(_int(waits))
         num_returned = tf.minimum(num_assigned, tf.size(state.returned, tf.int64))

@@ -82,7 +82,7 @@ class SynchronousExecutor(ParameterServerExecutor):
 
     @property
     @override
-    def replicas_a_step(self) -> int:
+    def replicas_per_step(self) -> int:
         return self._num_sub_batches
 
     @property
@@ -194,7 +194,7 @@ class SynchronousExecutor(ParameterServerExecutor):
     def _end_old_loops(self) -> None:
         """Ends the loops of former calls after their current assignment: they lack new tickets."""
         is_idle = self._slots.sub_batch == NONE
-        has_last = self._slots.last != EndReason.CONTINUES
+        has_last = self._slots.end_reason != EndReason.CONTINUES
         # These have done their last assignment and end without END_ASSIGNMENT, which would stay in
         # the queue for the next loop of that worker slot.
         self._loops.wait_for_all(np.flatnonzero(is_idle & has_last), self._secs_per_round)
@@ -214,7 +214,10 @@ class SynchronousExecutor(ParameterServerExecutor):
         tickets: Tensor,
         num_rounds: int,
     ) -> None:
-        """Begins a loop for each worker slot, and again when it ends, until the rounds are done."""
+        """Begins a loop for each worker slot, and again when it ends, until the rounds are done.
+
+        Sends a NUDGE when the step counter has not changed for `patience` seconds.
+        """
         progressed, step = time.monotonic(), -1
         old = set(self._loops.running)
         done: set[int] = set()  # Slots whose loop of this call ended with the last round.

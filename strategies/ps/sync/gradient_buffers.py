@@ -94,7 +94,10 @@ class GradientBuffers:
         return tf.ensure_shape(row, _ASSIGNMENT_SHAPE)
 
     def end_loop(self, slot: int) -> None:
-        """Ends the loop of a worker slot after the assignments in its queue."""
+        """Ends the loop of a worker slot that waits for an assignment.
+
+        Does nothing if its queue has an assignment: the loop is not waiting.
+        """
         with tf.device(self.step_device):
             if not int(self.num_queued(slot).numpy()):
                 self.assign(slot, tf.constant([END_ASSIGNMENT], tf.int64))
@@ -114,7 +117,7 @@ class GradientBuffers:
     def tell(self, kind: Kind, number: int) -> None:
         """Sends a message from the chief, filled up to `number` messages with NOTHING.
 
-        The aggregator waits for `number` messages at most, so it handles this one at once.
+        The aggregator waits for `number` messages at most, so it handles this one immediately.
         """
         with tf.device(self.step_device):
             kinds = [kind] + [Kind.NOTHING] * (number - 1)

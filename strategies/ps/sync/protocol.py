@@ -16,7 +16,8 @@ import tensorflow as tf
 NONE = -1
 # The attempt of an assignment that has no sub-batch and only ends the worker loop.
 END = -2
-# The attempt of an assignment that no worker loop was given: it comes after the last one.
+# The attempt of an assignment that no queue had: an unrolled iteration of a worker loop computes
+# nothing for it, because the last assignment of the loop came before.
 SKIPPED = -3
 
 
@@ -25,14 +26,16 @@ class EndReason(enum.IntEnum):
 
     CONTINUES = 0  # It is not the last one.
     GIVES_WAY = 1  # Another worker loop may need this worker.
-    FINAL = 2  # No round follows.
+    FINAL = 2  # The call of the aggregator has no further round for this worker loop.
 
 
 class Kind(enum.IntEnum):
     """What a message says."""
 
     DONE = 0  # A gradient was written; or, if the attempt is END, the loop has ended.
-    BEGUN = 1  # A worker loop has begun. Its attempt is the number of assignments in its queue.
+    # A worker loop has begun, for the first time or again on another worker. Instead of an attempt
+    # the message has the number of assignments in the queue of its worker slot at that time.
+    BEGUN = 1
     NUDGE = 2  # No step was made for some time: workers may be missing.
     STOP = 3  # The chief wants no more rounds.
     NOTHING = 4  # Only fills up the number of messages that the aggregator waits for.
@@ -43,7 +46,7 @@ class Assignment(NamedTuple):
 
     attempt: tf.Tensor  # The number of this assignment, or END, or SKIPPED.
     sub_batch: tf.Tensor  # batch * (sub-batches of a batch) + index.
-    last: tf.Tensor  # An EndReason.
+    end_reason: tf.Tensor  # An EndReason.
     step: tf.Tensor  # The step counter when the assignment was made.
 
 
@@ -66,7 +69,7 @@ class WorkerSlot(NamedTuple):
 
     sub_batch: tf.Tensor  # The one that was assigned to it, or NONE.
     attempt: tf.Tensor  # The number of that assignment, or NONE.
-    last: tf.Tensor  # The EndReason of that assignment.
+    end_reason: tf.Tensor  # The EndReason of that assignment.
     has_loop: tf.Tensor  # A worker loop takes its assignments.
     is_old: tf.Tensor  # That loop began in an earlier call, and has no tickets of this call.
     is_held: tf.Tensor  # Its gradient is written, and waits for those of the others.

@@ -125,7 +125,7 @@ class WorkerLoop:
             with tf.device(self.buffers.step_device):
                 sent = tf.cond(tf.equal(row[_ATTEMPT], END), send_end, lambda: tf.constant(True))
             with tf.control_dependencies([sent]):
-                return tf.identity(row[_LAST])
+                return tf.identity(row[_END_REASON])
 
         return loop
 
@@ -202,13 +202,13 @@ class WorkerLoop:
 
 
 # Fields of packed rows. With `unpack` instead of slices in these places, TensorFlow 2.21 crashes.
-_ATTEMPT, _LAST = Assignment._fields.index("attempt"), Assignment._fields.index("last")
+_ATTEMPT, _END_REASON = Assignment._fields.index("attempt"), Assignment._fields.index("end_reason")
 _MESSAGE_SLOT = Message._fields.index("worker_slot")
 _MESSAGE_ATTEMPT = Message._fields.index("attempt")
 
 
 def _continues(row: Tensor) -> Tensor:
-    return tf.equal(row[_LAST], EndReason.CONTINUES)
+    return tf.equal(row[_END_REASON], EndReason.CONTINUES)
 
 
 def _skipped(row: Tensor) -> Tensor:
