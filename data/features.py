@@ -226,7 +226,7 @@ def default_parse(
         return {name: scaled.get(name, cast(name, example[name])) for name in names}, labels
 
     left_out = [
-        f"{name} ({feature.kind if feature.kind != 'unsupported' else feature.type_name})"
+        f"{name} ({'number' if features.is_number(name) else feature.type_name})"
         for name, feature in features.items()
         if name not in (*names, label)
     ]

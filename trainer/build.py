@@ -133,15 +133,17 @@ def build_model(recipe: Recipe, input_specs: Batch = None) -> keras.Model:
         with errors_explained(what):
             model = recipe.build_model(config)
         check_model(model, what)
-        if not is_built(model) and input_specs is not None:
+        if not is_built(model):
+            if input_specs is None:
+                raise ConfigError(f"{what} must return a built model. Give it a keras.Input.")
             build_from_specs(model, input_specs, recipe.path)
     finally:
         if config.precision != "float32":
             keras.config.set_dtype_policy(policy)
-    if not is_built(model) or not model.variables:
+    if not model.trainable_variables:
         raise ConfigError(
-            f"{what} must return a built keras.Model with weights, but {type(model).__name__} has "
-            f"{len(model.variables)}. Give it a keras.Input, or call its layers in `call`."
+            f"{what} must return a keras.Model with weights to train, but {type(model).__name__} "
+            "has none. Add a layer such as keras.layers.Dense."
         )
     return model
 

@@ -59,7 +59,7 @@ class Inputs:
 
 
 def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
-    """Opens the data of `recipe`. Prepares the digits first if they are missing.
+    """Opens the data of `recipe`. Prepares data that comes with scikit-learn if it is missing.
 
     `num_threads` threads of this process read and parse; 0 chooses a number.
 
@@ -67,7 +67,7 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
     """
     config, data = recipe.config, recipe.config.data
     directory = data_dir(config)
-    if config.dataset == "digits":
+    if config.dataset in ("digits", "diabetes"):
         _prepare_if_missing(config)
     train_split = open_split(directory, data.train_split, data.on_corrupt)
     eval_split = open_split(directory, data.eval_split, data.on_corrupt)
@@ -148,7 +148,8 @@ def _input_names(model: keras.Model | None) -> tuple[str, ...]:
     """The names of the inputs of `model` if it says that they are a dict."""
     if model is None or not getattr(model, "inputs", None):  # Subclassed models have none.
         return ()
-    return tuple(model.input) if isinstance(model.input, dict) else ()
+    taken = getattr(model, "input", None)  # A Sequential model has none.
+    return tuple(taken) if isinstance(taken, dict) else ()
 
 
 def _returns_tuples(parse: Parse) -> Parse:
@@ -239,7 +240,10 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
         try:
             outputs = learner.model(examples, training=False)
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-            taken = tf.nest.map_structure(lambda t: f"{t.dtype}{t.shape}", learner.model.inputs)
+            declared = getattr(learner.model, "inputs", None) or "inputs without declared shapes"
+            taken = tf.nest.map_structure(
+                lambda t: t if isinstance(t, str) else f"{t.dtype}{t.shape}", declared
+            )
             shapes = tf.nest.map_structure(lambda t: f"{t.dtype.name}{t.shape}", examples)
             raise DataError(
                 f"{where} does not fit the model of {recipe.path}: inputs are {shapes}, the model "

@@ -83,7 +83,12 @@ def predict(
             )
         for label, output in zip(labels.numpy(), outputs.numpy(), strict=True):
             line = {"example": example, "label": label.tolist()}
-            if output.ndim == 1 and label.ndim == 0:
+            if (
+                output.ndim == 1
+                and output.size > 1
+                and label.ndim == 0
+                and label.dtype.kind in "iu"
+            ):
                 line["predicted"] = int(output.argmax())
             yield {**line, "output": [round(float(value), 4) for value in output.ravel()]}
             example += 1

@@ -16,6 +16,7 @@ from data.prepare.sources import (
     Source,
     cifar,
     csv,
+    diabetes,
     digits,
     folder,
     idx,
@@ -43,6 +44,7 @@ _CIFAR = _Entry(cifar.source, _IMAGES, "its binary or its Python version, unpack
 _NAMES = {
     "digits": _Entry(digits.source, _IMAGES),
     "svhn": _Entry(svhn.source, _IMAGES, "train_32x32.mat and test_32x32.mat", ("*.mat",)),
+    "diabetes": _Entry(diabetes.source, _SPLITTING),
     **dict.fromkeys(cifar.KINDS, _CIFAR),
     "rewrite": _Entry(
         rewrite.source,

@@ -118,7 +118,7 @@ MISTAKES = {
             import keras
             return keras.Sequential([keras.layers.Flatten()])
         """,
-        ("build_model(config)", "with weights"),
+        ("build_model(config)", "with weights to train"),
     ),
     "train_step of the model": Mistake(
         """

@@ -159,17 +159,18 @@ class Callbacks(Hook):
         self._agree()
 
     def _after_batch(self, step: int, metrics: Metrics, is_epoch_end: bool) -> None:
-        epoch, batch = divmod(step - 1, self.steps_per_epoch)
+        batch = (step - 1) % self.steps_per_epoch
         self._call("on_train_batch_end", batch, means(metrics))
         if self.evaluate is not None and self.evaluate.latest_step == step:
             self._call("on_test_begin", {})
             self._call("on_test_end", dict(self.evaluate.latest))
             self._logs |= {f"val_{name}": v for name, v in self.evaluate.latest.items()}
         if is_epoch_end:
+            epoch = (self._epoch_end - 1) // self.steps_per_epoch
             self._logs |= means(self._metrics)
             self._call("on_epoch_end", epoch, dict(self._logs))
             if step < self.last_step and not self.learner.model.stop_training:
-                self._call("on_epoch_begin", epoch + 1, {})
+                self._call("on_epoch_begin", step // self.steps_per_epoch, {})
         if step < self.last_step:
             self._call("on_train_batch_begin", step % self.steps_per_epoch, {})
 

@@ -55,7 +55,8 @@ def source(name: str, path: str, options: Options) -> Source:
         if kinds[label] == "number":
             raise DataError(
                 f"{path}: {label} is the label, and has numbers with fractions; needed are "
-                "integers from 0, or names. Leave --label out, and `parse` the column yourself."
+                "integers from 0, or names. Leave --label out, and train with "
+                f"--config.data.label={label}."
             )
         convert = int if kinds[label] == "integer" else str
         classes[label] = classes_of(map(convert, label_values), f"{path}: {label}")

@@ -119,7 +119,8 @@ def source(name: str, path: str, options: Options) -> Source:
         if shape or (kind != "str" and "int" not in kind):
             raise DataError(
                 f"{path}: {label} is {kind} {['N', *shape]}, and a label is an integer or a name "
-                "for each row. Leave --label out, and `parse` the column yourself."
+                "for each row. Leave --label out, and train with "
+                f"--config.data.label={label}, or with a `parse`."
             )
         values = (value for columns in splits.values() for value in _classes(columns[label]))
         labels[label] = classes_of(values, f"{path}: {label}")

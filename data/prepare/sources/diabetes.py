@@ -1,0 +1,34 @@
+"""Diabetes: 442 patients with ten measurements, and how the disease progressed; from scikit-learn.
+
+Efron, Hastie, Johnstone, Tibshirani, "Least Angle Regression" (2004). No download.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from data.prepare.sources import Options, Source
+from data.prepare.sources.examples import Value, scalar
+from data.prepare.sources.tables import Table, table_source
+from data.system.files import DataError
+
+
+def source(name: str, path: str, options: Options) -> Source:
+    """Ten columns of numbers, and `target`, a number. No file is read: `path` is not used.
+
+    Each column of numbers has mean 0 and a sum of squares of 1.
+    """
+    try:
+        from sklearn.datasets import load_diabetes
+    except ImportError:
+        raise DataError(
+            "The diabetes data set comes with scikit-learn, which is not installed: "
+            "pip install scikit-learn"
+        ) from None
+    found = load_diabetes()
+    columns = [*found.feature_names, "target"]
+
+    def rows() -> Iterator[Mapping[str, Value]]:
+        for values, target in zip(found.data, found.target, strict=True):
+            yield dict(zip(columns, [*map(float, values), float(target)], strict=True))
+
+    table = Table(len(found.target), 30 * len(columns), rows)
+    return table_source(name, {"": table}, dict.fromkeys(columns, scalar("float32")), {}, options)

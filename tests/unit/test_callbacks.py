@@ -1,0 +1,229 @@
+"""Callbacks of Keras are called at the steps of `fit`, and act in all tasks."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import callbacks as K
+
+from data.tfrecord.split import Split
+from tests.unit.toy import BATCH, NUM_EXAMPLES, Overshooting, Toy, write_split
+from trainer.config import ConfigError
+from trainer.hooks.callbacks import Callbacks
+from trainer.hooks.evaluate import Evaluate
+from trainer.hooks.export import Export
+from trainer.loop import train
+
+EPOCH = -(-NUM_EXAMPLES // BATCH)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    return write_split(tmp_path_factory.mktemp("toy"))
+
+
+class Recorded(K.Callback):
+    """A callback that records the calls for epochs, evaluations and training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.calls.append("begin")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.calls.append(("epoch", epoch))
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.calls.append("test")
+        assert logs.keys() == {"loss", "accuracy"}
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.calls.append(("end", epoch))
+        self.logs.append(logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.calls.append("end")
+
+
+def run(
+    toy: Toy, callbacks: Sequence[K.Callback], steps: int, *, evaluates: bool = True
+) -> tuple[int, Callbacks]:
+    toy.start()
+    evaluate = Evaluate(
+        toy.executor,
+        toy.learner,
+        [],
+        every_steps=EPOCH,
+        last_step=steps,
+        best_metric="loss",
+        checkpointer=None,
+        position=lambda: toy.executor.position,
+    )
+    hook = Callbacks(
+        toy.executor,
+        toy.learner,
+        callbacks,
+        path="mine.py",
+        steps_per_epoch=EPOCH,
+        last_step=steps,
+        evaluate=evaluate if evaluates else None,
+    )
+    hooks = [evaluate, hook] if evaluates else [hook]
+    return train(toy.executor, toy.learner, hooks, steps=steps, steps_per_call=1000), hook
+
+
+def test_epochs_evaluations_and_the_end_are_told(split: Split, tmp_path: Path) -> None:
+    recorded, history = Recorded(), K.History()
+    assert run(Toy(split, tmp_path), [recorded, history], 2 * EPOCH + 3)[0] == 2 * EPOCH + 3
+    epochs = [[("epoch", i), "test", ("end", i)] for i in range(3)]
+    assert recorded.calls == ["begin", *itertools.chain(*epochs), "end"]
+    assert [sorted(logs) for logs in recorded.logs] == [
+        ["accuracy", "loss", "val_accuracy", "val_loss"]
+    ] * 3
+    assert history.history["loss"] == [logs["loss"] for logs in recorded.logs]
+    assert recorded.logs[2]["loss"] < recorded.logs[0]["loss"]
+
+
+def test_epoch_that_was_overshot_ends_once(split: Split, tmp_path: Path) -> None:
+    recorded = Recorded()
+    step, _ = run(Toy(split, tmp_path, executor=Overshooting), [recorded], 3 * EPOCH)
+    assert step >= 3 * EPOCH
+    begun = [call[1] for call in recorded.calls if call[0] == "epoch"]
+    ended = [call[1] for call in recorded.calls if call[0] == "end"]
+    # How far it overshoots depends on how fast the steps are.
+    assert begun == ended == sorted(set(ended))
+    assert ended[0] == 0
+
+
+def test_callback_for_batches_is_called_for_each(split: Split, tmp_path: Path) -> None:
+    batches: list[int] = []
+    losses: list[float] = []
+
+    def note(batch: int, logs: Any) -> None:
+        batches.append(batch)
+        losses.append(logs["loss"])
+
+    run(Toy(split, tmp_path), [K.LambdaCallback(on_train_batch_end=note)], EPOCH + 2)
+    assert batches == [*range(EPOCH), 0, 1]
+    assert len(set(losses)) == len(losses)
+
+
+def test_callback_for_epochs_does_not_make_calls_small(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    toy = Toy(split, tmp_path)
+    stock: Callable[[int], Any] = toy.executor.run
+
+    def run_and_note(num_steps: int) -> Any:
+        sizes.append(num_steps)
+        return stock(num_steps)
+
+    monkeypatch.setattr(toy.executor, "run", run_and_note)
+    saved = K.ModelCheckpoint(str(tmp_path / "model.keras"))
+    run(toy, [Recorded(), saved, K.TerminateOnNaN()], 2 * EPOCH)
+    assert sizes == [EPOCH, EPOCH]
+    kept = keras.models.load_model(tmp_path / "model.keras")
+    for ours, theirs in zip(kept.weights, toy.learner.model.weights, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_wish_to_stop_completes_training(split: Split, tmp_path: Path) -> None:
+    toy = Toy(split, tmp_path)
+
+    class Stop(K.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = epoch == 1
+
+    toy.start()
+    export = Export(toy.learner, lambda: toy.learner.model, str(tmp_path), last_step=99 * EPOCH)
+    hook = Callbacks(
+        toy.executor,
+        toy.learner,
+        [Stop()],
+        path="mine.py",
+        steps_per_epoch=EPOCH,
+        last_step=99 * EPOCH,
+        evaluate=None,
+    )
+    hook.to_end.append(export)
+    step = train(toy.executor, toy.learner, [hook], steps=99 * EPOCH, steps_per_call=1000)
+    assert step == 2 * EPOCH
+    assert "callback" in hook.done
+    assert export.last_step == step
+
+
+def test_schedule_of_a_callback_is_followed(split: Split, tmp_path: Path) -> None:
+    toy = Toy(split, tmp_path)
+    run(toy, [K.LearningRateScheduler(lambda epoch, rate: rate / 2)], 3 * EPOCH)
+    assert toy.learner.learning_rate == pytest.approx(0.01 / 8)
+
+
+def test_other_tasks_take_over_the_chiefs_rate_and_stop(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tasks in turn: what the chief gives to `gathered` is what the other task gets."""
+    given: list[int] = []
+    chief = Toy(split, tmp_path / "chief")
+
+    def gathered(number: int) -> list[int]:
+        given.append(number)
+        return [number]
+
+    monkeypatch.setattr(chief.executor, "gathered", gathered)
+    callbacks = [
+        K.LearningRateScheduler(lambda epoch, rate: 0.125),
+        K.EarlyStopping("val_loss", patience=1, min_delta=1e9),
+    ]
+    step, _ = run(chief, callbacks, 9 * EPOCH)
+    other = Toy(split, tmp_path / "other")
+    other.executor.is_chief = False
+    answers = iter(given)
+    monkeypatch.setattr(other.executor, "gathered", lambda n: [next(answers), n])
+    recorded = Recorded()
+    # The callbacks of the other task are never called.
+    assert run(other, [recorded], 9 * EPOCH)[0] == step == 2 * EPOCH
+    assert recorded.calls == []
+    assert other.learner.learning_rate == 0.125
+    for ours, theirs in zip(chief.state(), other.state(), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_accuracy_is_better_if_it_is_higher(split: Split, tmp_path: Path) -> None:
+    stop = K.EarlyStopping("val_accuracy", patience=9)
+    run(Toy(split, tmp_path), [stop], EPOCH)
+    assert stop.monitor_op is keras.ops.greater
+
+
+@pytest.mark.parametrize(
+    ("callback", "evaluates"),
+    [
+        (K.EarlyStopping("val_acc"), True),
+        (K.ReduceLROnPlateau("val_loss"), False),
+        (K.ModelCheckpoint("x.keras", monitor="f1", save_best_only=True), True),
+    ],
+)
+def test_metric_that_does_not_exist_is_refused_before_training(
+    split: Split, tmp_path: Path, callback: K.Callback, evaluates: bool
+) -> None:
+    toy = Toy(split, tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no such metric. Known: loss, accuracy"):
+        run(toy, [callback], EPOCH, evaluates=evaluates)
+    assert toy.step == 0
+
+
+def test_error_of_a_callback_names_its_line(split: Split, tmp_path: Path) -> None:
+    class Wrong(K.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            print(logs["f1"])
+
+    said = r"(?s)on_epoch_end of Wrong.*KeyError: 'f1'.*test_callbacks.py, line \d+.*logs\[\"f1\"\]"
+    with pytest.raises(ConfigError, match=said):
+        run(Toy(split, tmp_path), [Wrong()], EPOCH)
