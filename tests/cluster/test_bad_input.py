@@ -94,14 +94,16 @@ def build_optimizer(config):
     return keras.optimizers.SGD(0.1, clipnorm=1.0)
 """
 )
-UNBUILT = (
+PARSE_OF_ONE = (
     RECIPE
     + """
-def build_model(config):
-    import keras
-    return keras.Sequential([keras.layers.Dense(9)])
+def parse(serialized):
+    import tensorflow as tf
+    spec = {"label": tf.io.FixedLenFeature([], tf.int64)}
+    return tf.io.parse_single_example(serialized, spec)
 """
 )
+TENSOR = RECIPE + "import tensorflow as tf\nMEAN = tf.zeros([3])\n"
 WORKERS = {"worker": ["localhost:1111", "localhost:1112"]}
 PS = {"chief": ["localhost:1113"], "worker": ["localhost:1111"], "ps": ["localhost:1114"]}
 MULTI = "--strategy=multiworker"
@@ -156,8 +158,15 @@ CASES = {
         ("recipe.py", "build_model"),
         recipe="from configs.digits import get_config\n",
     ),
-    "model without an input": Case(
-        "--config={tmp}/recipe.py --data_dir={digits}", ("recipe.py", "keras.Input"), recipe=UNBUILT
+    "parse of one example": Case(
+        "--config={tmp}/recipe.py --data_dir={digits}",
+        ("recipe.py, line 6, in parse", "tf.io.parse_example"),
+        recipe=PARSE_OF_ONE,
+    ),
+    "tensor at import": Case(
+        f"{MULTI} --config={{tmp}}/recipe.py --data_dir={{digits}}",
+        ("creates a tensor when it is imported (MEAN)",),
+        recipe=TENSOR,
     ),
     "unknown optimizer": Case(
         "--config.optimizer=sdg --data_dir={digits}", ("sdg", "adam", "build_optimizer")
