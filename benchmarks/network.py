@@ -47,7 +47,7 @@ _EXAMPLES = flags.DEFINE_list(
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds to measure.", lower_bound=1)
 _STEPS = flags.DEFINE_integer(
-    "steps", 16, "Steps of a run; the first 4 are warm-up.", lower_bound=8
+    "run_steps", 16, "Steps of a run; the first 4 are warm-up.", lower_bound=8
 )
 _BUCKET_MB = flags.DEFINE_float(
     "bucket_mb", None, "multiworker: its --bucket_mb; by default measured."
