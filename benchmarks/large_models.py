@@ -33,7 +33,7 @@ from absl import app, flags
 from benchmarks.table import machine, prepare, train_reports
 
 _MEGABYTES = flags.DEFINE_list("megabytes", ["1", "100", "400"], "Sizes of the weights, in 10^6 B.")
-_STEPS = flags.DEFINE_integer("steps", 24, "Steps of a run.", lower_bound=12)
+_STEPS = flags.DEFINE_integer("steps_per_run", 24, "Steps of a run.", lower_bound=12)
 _POLL_SECS = 0.1
 _MODES = {
     "mirrored": ("--strategy=mirrored",),

@@ -26,7 +26,9 @@ from trainer.step.options import ConfigError
 
 _PROGRAM = Path(__file__).resolve().parents[1]
 _PACKAGES = ("data", "strategies", "trainer")
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+_LIBRARIES = tuple(
+    Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "purelib", "platlib")
+)
 # A line of a traceback, also of AutoGraph's, which is a part of the error's message.
 _PLACE = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 # Errors of other tasks: a user's code did not cause them.
