@@ -56,7 +56,7 @@ _ONLY = flags.DEFINE_list("only", [], "Measure only these ways, for example comp
 _TORCH = flags.DEFINE_string(
     "torch_python", None, "A Python with PyTorch; by default this one, if it has PyTorch."
 )
-_TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 600.0, "A run that takes longer has failed.")
+_TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 600.0, "A program that takes longer has failed.")
 
 _ROOT = Path(__file__).resolve().parents[1]
 _WARMUP_STEPS = 4
