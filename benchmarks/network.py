@@ -24,6 +24,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -236,6 +237,8 @@ def _check() -> None:
 def main(argv: Sequence[str]) -> None:
     """Prints the table."""
     _check()
+    # An exception, so that processes are ended and hosts removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch, has_failed = _find_torch(), False
     chosen = [way for way in ways(torch) if not _ONLY.value or way.name in _ONLY.value]
     if not torch:
