@@ -27,10 +27,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import psutil
-import tensorflow as tf
 from absl import app, flags
 
 from benchmarks.table import machine, prepare, train_reports
+from trainer.tf_setup import set_environment
 
 _MEGABYTES = flags.DEFINE_list("megabytes", ["1", "100", "400"], "Sizes of the weights, in 10^6 B.")
 _STEPS = flags.DEFINE_integer("steps_per_run", 24, "Steps of a run.", lower_bound=12)
@@ -106,6 +106,8 @@ def _add_memory(memory: Counter[str], pid: int) -> None:
 
 def weights(model_dir: Path) -> dict[str, npt.NDArray[np.float32]]:
     """The variables of the model and the optimizer in the newest checkpoint."""
+    import tensorflow as tf  # Here, after main has made it quiet.
+
     newest = max(path.name for path in (model_dir / "checkpoints").glob("step-*"))
     reader = tf.train.load_checkpoint(str(model_dir / "checkpoints" / newest / "variables"))
     names = [n for n in reader.get_variable_to_shape_map() if n.startswith(("model/", "optimizer"))]
@@ -160,6 +162,7 @@ def print_rows(megabytes: str, directory: Path, data: Path) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Prints the table."""
+    set_environment()
     print(f"{machine()}:\n")
     print("| MB | mode | start | steps/s | checkpoint | memory | difference | resumed |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")

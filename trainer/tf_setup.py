@@ -71,7 +71,8 @@ def import_tensorflow() -> None:
     That import is prevented here; a later import of scikit-learn works. The garbage collector is
     off meanwhile: the objects of 3,000 modules are no garbage.
     """
-    if "keras" in sys.modules or _WRAPPED in sys.modules:
+    if "keras" in sys.modules or _WRAPPED in sys.modules:  # A config file may import them.
+        _keep_sums_as_they_are()
         return
     collects = gc.isenabled()
     gc.disable()

@@ -31,6 +31,17 @@ def test_keras_alone_imports_scikit_learn() -> None:
     assert "sklearn" in imported_by("import keras")
 
 
+@pytest.mark.parametrize("before", ["", "import keras"])
+def test_memory_optimizer_is_off_also_if_a_config_file_has_imported_keras(before: str) -> None:
+    code = f"""{before}
+from trainer.tf_setup import import_tensorflow; import_tensorflow()
+from tensorflow.python.eager import context
+options = context.context().config.graph_options.rewrite_options
+assert options.memory_optimization == type(options).NO_MEM_OPT, options
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 FAULTS = """
 import os, resource, threading
 from trainer.tf_setup import keep_freed_memory
