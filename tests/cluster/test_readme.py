@@ -34,6 +34,7 @@ TOO_LONG = {
     "benchmarks.table": "takes many minutes, and needs MNIST files",
     "benchmarks.linear_scaling": "takes an hour, and needs MNIST files",
     "benchmarks.wire": "takes many minutes, and needs MNIST files",
+    "benchmarks.network": "takes many minutes, and needs root and PyTorch",
     "tests.chaos": "takes half an hour; tests/faults/test_chaos.py disturbs shorter runs",
 }
 NEEDS_THE_NETWORK = ("pip install ",)
