@@ -5,6 +5,8 @@
         a.limit_rate("500mbit")     # of what a sends
         with b.link_down():
             ...                     # b reaches no host, and no host reaches b
+        with dropped(b, c), dropped(c, b):
+            ...                     # packets between b and c are dropped without an error
 
 Creating hosts needs root; `reason_why_not()` says why they cannot be created here.
 """
@@ -52,11 +54,36 @@ class Host:
             _ip("link", "set", self.link, "up")
 
 
+@contextlib.contextmanager
+def dropped(sender: Host, receiver: Host) -> Iterator[None]:
+    """Drops the packets from `sender` to `receiver` while the context lasts; neither notices it.
+
+    Fails at the end of the context if no packet was dropped.
+    """
+    rule = ("INPUT", "--source", sender.address, "--jump", "DROP")
+    _iptables(receiver, "--append", *rule)
+    yield
+    counted = _iptables(receiver, "--list", "INPUT", "--verbose", "--exact", "--numeric")
+    number = [line.split()[0] for line in counted.splitlines() if f" {sender.address} " in line]
+    _iptables(receiver, "--delete", *rule)
+    assert number[0] != "0", f"{receiver.name} got no packet of {sender.name} to drop"
+
+
+@contextlib.contextmanager
+def silent(host: Host, *others: Host) -> Iterator[None]:
+    """Drops all packets between `host` and `others` while the context lasts."""
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            stack.enter_context(dropped(host, other))
+            stack.enter_context(dropped(other, host))
+        yield
+
+
 def reason_why_not() -> str:
     """Returns why `hosts` would fail here; empty if it would work."""
-    for command in ("ip", "tc"):
+    for command, package in (("ip", "iproute2"), ("tc", "iproute2"), ("iptables", "iptables")):
         if shutil.which(command) is None:
-            return f"the `{command}` command is missing (package iproute2)"
+            return f"the `{command}` command is missing (package {package})"
     if os.geteuid() != 0:
         return "network namespaces with links need root"
     probe = f"probe-{os.getpid()}"
@@ -92,6 +119,11 @@ def hosts(num_hosts: int) -> Iterator[tuple[Host, ...]]:
             _ip(*inside, "link", "set", "lo", "up")
             made.append(host)
         yield tuple(made)
+
+
+def _iptables(host: Host, *arguments: str) -> str:
+    command = [*host.command, "iptables", "--wait", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _ip(*arguments: str) -> None:

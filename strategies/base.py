@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from data.order import Order, replica_lanes
 from data.reader import Reader
+from strategies.cluster.tf_config import Cluster
 from strategies.metrics import Metrics, add_metrics
 from strategies.worker_stats import WorkerStats
 
@@ -38,6 +39,9 @@ Tensor: TypeAlias = tf.Tensor
 Batch: TypeAlias = Any
 
 Made = TypeVar("Made")
+
+# Returns a context that watches the other tasks of a cluster while TensorFlow connects them.
+Connecting: TypeAlias = Callable[[Cluster], contextlib.AbstractContextManager[None]]
 
 
 class PeerLostError(RuntimeError):

@@ -10,6 +10,7 @@ from the latency and the bandwidth of the network, which are measured once a run
 """
 
 import contextlib
+import logging
 import math
 import os
 import time
@@ -18,15 +19,24 @@ from collections.abc import Callable, Iterator, Mapping
 import tensorflow as tf
 from typing_extensions import override
 
-from strategies.base import Learner, PeerLostError
-from strategies.cluster.peers import UnknownHostError, identify, wait_for_peers, watch_peers
-from strategies.cluster.tf_config import Cluster
+from strategies.base import Connecting, Learner, PeerLostError
+from strategies.cluster.collectives import interpreter_lock_released
+from strategies.cluster.peers import (
+    SilentPeerError,
+    UnknownHostError,
+    identify,
+    wait_for_peers,
+    watch_peers,
+)
+from strategies.cluster.tf_config import Cluster, Task
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes
 from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
+
+log = logging.getLogger(__name__)
 
 # Measured vectors, and how often each is summed in a measurement.
 _SMALL_BYTES, _LARGE_BYTES = 1 << 8, 4 << 20
@@ -75,6 +85,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         cls,
         cluster: Cluster,
         communication: str,
+        connecting: Connecting = lambda _: contextlib.nullcontext(),
         *,
         wire_dtype: str = "float32",
         bucket_mb: float | None = None,
@@ -82,20 +93,27 @@ class MultiWorkerExecutor(MirroredExecutor):
         """Joins the other workers; waits until all of them have started.
 
         Must be called before any TensorFlow op of this process. There is one replica for each
-        visible GPU, or one on the CPU.
+        visible GPU, or one on the CPU. The context of `connecting` watches the other workers while
+        TensorFlow connects them.
 
         Raises:
-            ClusterError: a host name cannot be resolved.
+            ClusterError: another program serves at a worker's address, or a host name cannot be
+                resolved.
             PeerLostError: a worker started and died again meanwhile.
         """
         # The resolver reads the environment; evaluators do not belong to the training cluster.
         os.environ["TF_CONFIG"] = cluster.training_tf_config()
-        wait_for_peers(cluster)
+        try:
+            wait_for_peers(cluster)
+        except SilentPeerError as error:
+            raise PeerLostError("A worker does not answer", error) from error
+        log.info("All %d workers are there; connecting.", cluster.num("worker"))
         experimental = tf.distribute.experimental
         implementation = experimental.CommunicationImplementation[communication.upper()]
         options = experimental.CommunicationOptions(implementation=implementation)
         try:
-            strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+            with connecting(cluster), interpreter_lock_released():
+                strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         except _LOST as error:
             raise PeerLostError("The workers could not connect to each other", error) from error
         return cls(strategy, cluster, wire_dtype=wire_dtype, bucket_mb=bucket_mb)
@@ -181,20 +199,23 @@ class MultiWorkerExecutor(MirroredExecutor):
 
     @contextlib.contextmanager
     def _losses_explained(self, when: str) -> Iterator[None]:
-        """Raises PeerLostError for a failed collective; names the first unresponsive worker.
+        """Raises PeerLostError for a failed collective; names the workers that do not answer.
 
         TensorFlow's own heartbeat may detect it before `watch_peers` does, but gives no name.
         """
         try:
             yield
         except _LOST as error:
-            what = f"A worker was lost {when}"
-            for task in self._cluster.other_trainers:
-                with contextlib.suppress(UnknownHostError):
-                    if identify(self._cluster.address_of(task)) == "silent":
-                        what += f"; {task} does not answer"
-                        break
-            raise PeerLostError(what, error) from error
+            absent = [str(task) for task in self._cluster.other_trainers if self._is_absent(task)]
+            what = (
+                f"{' and '.join(absent)} does not answer: lost" if absent else "A worker was lost"
+            )
+            raise PeerLostError(f"{what} {when}", error) from error
+
+    def _is_absent(self, task: Task) -> bool:
+        with contextlib.suppress(UnknownHostError):
+            return identify(self._cluster.address_of(task)) in ("silent", None)
+        return True
 
     @override
     def _replicas_of_this_process(self) -> range:

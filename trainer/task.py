@@ -26,9 +26,9 @@ import tensorflow as tf
 from data.system.cores import num_cores
 from data.system.files import DataError
 from strategies.base import DataFaultError, Executor, PeerLostError, Position, PositionError
-from strategies.cluster.peers import check_own_address, port_of
+from strategies.cluster.peers import check_own_address, connecting, port_of
 from strategies.cluster.ports import held
-from strategies.cluster.tf_config import ClusterError
+from strategies.cluster.tf_config import Cluster, ClusterError
 from strategies.mirrored import DeviceError, MirroredExecutor, replica_devices, use_gpus
 from strategies.multiworker import MultiWorkerExecutor
 from strategies.ps.asynchronous import AsynchronousExecutor
@@ -173,7 +173,7 @@ def _serve(spec: TaskSpec, signals: StopSignals) -> NoReturn:
         log.info("%s: the chief saves, and then ends all tasks.", cluster.task)
 
     def end_without_chief(message: str) -> None:
-        log.error("%s: ending. Restart this task when there is a chief.", message)
+        log.error("%s: ending. Restart this task when it can reach the chief and each ps.", message)
         os._exit(EXIT_RESTART)
 
     signals.on_stop(leave, spec.grace_secs)
@@ -182,6 +182,8 @@ def _serve(spec: TaskSpec, signals: StopSignals) -> NoReturn:
         spec.num_threads,
         spec.chief_timeout_secs,
         versions=versions(),
+        # Later than the chief, which ends the run if a ps is silent for all tasks.
+        silence_secs=0.65 * spec.stall_timeout_secs,
         on_gone=end_without_chief,
         on_end=lambda exit_code: os._exit(exit_code),
     )
@@ -200,16 +202,24 @@ def _connect(spec: TaskSpec, num_gpus: int) -> Executor:
     cluster, wire_dtype = spec.cluster, spec.wire_dtype
     if cluster is None:
         return MirroredExecutor.on(replica_devices(spec.replicas, num_gpus))
+
+    def end_unconnected(message: str) -> None:
+        log.error("%s: ending. Start this task again when all tasks answer.", message)
+        os._exit(EXIT_RESTART)
+
+    def watched(cluster: Cluster) -> contextlib.AbstractContextManager[None]:
+        return connecting(cluster, spec.stall_timeout_secs / 2, end_unconnected)
+
     if spec.strategy == "multiworker":
         return MultiWorkerExecutor.connect(
-            cluster, spec.communication, wire_dtype=wire_dtype, bucket_mb=spec.bucket_mb
+            cluster, spec.communication, watched, wire_dtype=wire_dtype, bucket_mb=spec.bucket_mb
         )
     if to_aggregate := spec.replicas_to_aggregate:
         return SynchronousExecutor.connect(
-            cluster, versions(), replicas_to_aggregate=to_aggregate, wire_dtype=wire_dtype
+            cluster, versions(), watched, replicas_to_aggregate=to_aggregate, wire_dtype=wire_dtype
         )
     return AsynchronousExecutor.connect(
-        cluster, versions(), max_staleness=spec.max_staleness, wire_dtype=wire_dtype
+        cluster, versions(), watched, max_staleness=spec.max_staleness, wire_dtype=wire_dtype
     )
 
 

@@ -4,11 +4,14 @@
     check_own_address(cluster)
     wait_for_servers(cluster)                       # in the chief, under ps
     wait_for_peers(cluster)                         # in a worker, under multiworker
+    with connecting(cluster, 150, on_lost):         # while TensorFlow connects
+        ...
     watch_peers(cluster, 150, on_silent)            # during training
 
 TensorFlow waits for other tasks without a message, and without an end if a task cannot come: its
-host does not exist, or another program uses its port. It holds Python's GIL meanwhile, so that no
-signal is handled. So this module checks first, over separate connections.
+host does not exist, or another program uses its port. So this module checks first, over separate
+connections. A worker of multiworker has no TensorFlow server yet: until then it sends its name to
+whoever connects.
 """
 
 import contextlib
@@ -18,13 +21,13 @@ import logging
 import os
 import re
 import socket
-import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeAlias
 
 import grpc
+import psutil
 
 from strategies.cluster.ports import bind, held
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
@@ -44,6 +47,11 @@ _ANSWER_SECS = 2.0
 _WATCH_SECS = 10.0
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
+_GREETING = re.compile(rb"tf-distribution-trainer (\w+) (\d+)\n")
+
+
+# What is found at an address; `identify` explains it.
+_Identity: TypeAlias = Task | Literal["stranger", "silent"] | None
 
 
 class UnknownHostError(OSError):
@@ -81,6 +89,25 @@ def check_own_address(cluster: Cluster) -> None:
             f"process that uses it (`ss -tlnp 'sport = :{port}'` shows it; it may be an earlier "
             "run), or give this task another port, in the configuration of every task."
         )
+    with contextlib.suppress(UnknownHostError):  # Some schedulers create names as tasks start.
+        if not _leads_here(address):
+            raise ClusterError(
+                f"{task} should serve at {address}, but connections to that address do not come to "
+                "this process. Give this task an address of this machine (`hostname -I` shows "
+                "them), in the configuration of every task."
+            )
+
+
+def _leads_here(address: str) -> bool:
+    """Returns True if a connection to `address` reaches this process, which may take a while."""
+    mark = os.urandom(16)
+    with held(port_of(address), mark):
+        deadline = time.monotonic() + _STRANGER_SECS
+        while _greeting_at(address) != mark:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECS)
+    return True
 
 
 def check_private(cluster: Cluster) -> None:
@@ -108,12 +135,39 @@ def wait_for_servers(cluster: Cluster) -> None:
         SilentPeerError: a process at an address accepts connections and does not answer.
     """
     servers = [task for task in cluster.trainers if task.job in ("worker", "ps")]
-    strange_since: dict[Task, float] = {}
+    is_there = _Identification(cluster, identify)
+    # Without a chief task, this process is worker 0: it serves already, so its port is in use.
+    port = port_of(cluster.address)
+    with contextlib.nullcontext() if cluster.is_server else held(port):
+        # Check all again after each wait: one may have died while another was waited for.
+        while _wait(cluster, servers, is_there):
+            pass
 
-    def is_there(task: Task) -> bool:
-        address = cluster.address_of(task)
+
+def wait_for_peers(cluster: Cluster) -> None:
+    """Returns once every other training task identifies itself; meanwhile this task does too.
+
+    Raises the errors of `wait_for_servers`.
+    """
+    task = cluster.task
+    greeting = f"tf-distribution-trainer {task.job} {task.index}\n".encode()
+    assert _GREETING.fullmatch(greeting)
+    with held(port_of(cluster.address), greeting):
+        _wait(cluster, cluster.other_trainers, _Identification(cluster, _identify_waiting))
+
+
+class _Identification:
+    """Says whether a task is at its address; raises an error if something else stays there."""
+
+    def __init__(self, cluster: Cluster, identify_at: Callable[[str], _Identity]) -> None:
+        self._cluster = cluster
+        self._identify_at = identify_at
+        self._strange_since: dict[Task, float] = {}
+
+    def __call__(self, task: Task) -> bool:
+        address = self._cluster.address_of(task)
         expected = f"{task} should serve at {address}, but"
-        answer = identify(address)
+        answer = self._identify_at(address)
         if answer == task:
             return True
         if isinstance(answer, Task):
@@ -122,9 +176,9 @@ def wait_for_servers(cluster: Cluster) -> None:
                 "addresses as this task, or correct the address."
             )
         if answer is None:
-            strange_since.pop(task, None)
+            self._strange_since.pop(task, None)
             return False
-        strange_secs = _secs_since(strange_since, task)
+        strange_secs = _secs_since(self._strange_since, task)
         if answer == "silent" and strange_secs > _SILENT_SECS:
             raise SilentPeerError(
                 f"{expected} the process there accepts connections and has not answered for "
@@ -138,23 +192,32 @@ def wait_for_servers(cluster: Cluster) -> None:
             )
         return False
 
-    # Without a chief task, this process is worker 0: it serves already, so its port is in use.
-    port = port_of(cluster.address)
-    with contextlib.nullcontext() if cluster.is_server else held(port):
-        # Check all again after each wait: one may have died while another was waited for.
-        while _wait(cluster, servers, is_there):
-            pass
 
+@contextlib.contextmanager
+def connecting(
+    cluster: Cluster, timeout_secs: float, on_lost: Callable[[str], None]
+) -> Iterator[None]:
+    """Within it, TensorFlow connects the tasks of `cluster`, which all have identified themselves.
 
-def wait_for_peers(cluster: Cluster) -> None:
-    """Returns once every other training task accepts connections; meanwhile this task does too.
-
-    Raises:
-        ClusterError: a host name is unknown for a minute.
+    Calls `on_lost` with a message, on another thread, if another task does not answer for
+    `timeout_secs`, or if all do and the context lasts eight times as long. 0: never.
     """
-    with held(port_of(cluster.address)):
-        others = cluster.other_trainers
-        _wait(cluster, others, lambda task: _accepts_connections(cluster.address_of(task)))
+    if not timeout_secs:
+        yield
+        return
+    is_over = threading.Event()
+    # The tasks answer, but one may not have what another needs.
+    limit_secs = 8 * timeout_secs
+    message = f"the tasks answer, but could not connect to each other for {limit_secs:.0f} s"
+    overdue = threading.Timer(limit_secs, on_lost, [message])
+    overdue.daemon = True
+    overdue.start()
+    watch_peers(cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"), is_over)
+    try:
+        yield
+    finally:
+        overdue.cancel()
+        is_over.set()
 
 
 def watch_chief(cluster: Cluster, timeout_secs: float, on_gone: Callable[[str], None]) -> None:
@@ -180,23 +243,39 @@ def watch_chief(cluster: Cluster, timeout_secs: float, on_gone: Callable[[str], 
     threading.Thread(target=watch, name="watch chief", daemon=True).start()
 
 
-def watch_peers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Task], None]) -> None:
+def watch_peers(
+    cluster: Cluster,
+    timeout_secs: float,
+    on_silent: Callable[[Task], None],
+    is_over: threading.Event | None = None,
+) -> None:
     """Calls `on_silent` when another training task has not answered for `timeout_secs`.
 
     The process of such a task is stopped, or its host is disconnected; TensorFlow itself would wait
     for it without limit. Returns immediately; the calls come on another thread, one at each check
-    until the task answers. At half of `timeout_secs` a warning is logged.
+    until the task answers. A warning is logged at half of `timeout_secs`, and at the second check
+    that finds no open port. Ends when `is_over` is set.
     """
     poll_secs = min(_WATCH_SECS, timeout_secs / 10)
+    over = is_over or threading.Event()
 
     def watch(task: Task) -> None:
         address = cluster.address_of(task)
         last_seen = time.monotonic()
-        num_warnings = 0
-        while True:
+        num_warnings = num_refusals = 0
+        while not over.wait(poll_secs):
             with contextlib.suppress(UnknownHostError):
-                if identify(address) not in ("silent", None):
+                answer = identify(address)
+                if answer not in ("silent", None):
                     last_seen = time.monotonic()
+                num_refusals = num_refusals + 1 if answer is None else 0
+                if num_refusals == 2:
+                    log.warning(
+                        "%s (%s) accepts no connection: its process has ended, or its host cannot "
+                        "be reached.",
+                        task,
+                        address,
+                    )
             silent_secs = time.monotonic() - last_seen
             num_half_timeouts = min(2, int(2 * silent_secs / timeout_secs))
             if num_half_timeouts > num_warnings:
@@ -206,19 +285,44 @@ def watch_peers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Task
             elif num_half_timeouts < num_warnings:
                 log.warning("%s answers again.", task)
             num_warnings = num_half_timeouts
-            if silent_secs >= timeout_secs:
+            if silent_secs >= timeout_secs and not over.is_set():
                 on_silent(task)
-            time.sleep(poll_secs)
 
     for task in cluster.other_trainers:
         threading.Thread(target=watch, args=[task], name=f"watch {task}", daemon=True).start()
+
+
+def watch_servers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Task], None]) -> None:
+    """In a worker under ps: calls `on_silent` with a ps that only this worker cannot reach.
+
+    The ps has answered before, and has not for `timeout_secs`, while the chief is training. Returns
+    at once; the call comes on another thread. The chief cannot detect this: it reaches both.
+    """
+
+    def watch(ps: Task) -> None:
+        last_seen: float | None = None
+        while True:
+            time.sleep(min(_WATCH_SECS, timeout_secs / 10))
+            with contextlib.suppress(UnknownHostError):
+                if identify(cluster.address_of(ps)) not in ("silent", None):
+                    last_seen = time.monotonic()
+                is_silent = last_seen is not None and time.monotonic() - last_seen > timeout_secs
+                # If the ps is lost for all, the chief ends.
+                if is_silent and identify(cluster.address_of(cluster.chief)) == cluster.chief:
+                    on_silent(ps)
+                    return
+
+    for index in cluster.jobs["ps"]:
+        ps = Task("ps", index)
+        threading.Thread(target=watch, args=[ps], name=f"watch {ps}", daemon=True).start()
 
 
 def cut_connections(address: str) -> int:
     """Shuts down this process's connections to `address`; returns their number.
 
     Calls that wait for an answer over them fail with UnavailableError. gRPC's keepalive would do
-    this for an unresponsive peer, but TensorFlow has no setting for it.
+    this for an unresponsive peer, but TensorFlow has no setting for it. Connections that are being
+    opened are cut, too: where packets are dropped, gRPC would wait 20 s for each.
 
     Raises:
         UnknownHostError: the name of the host cannot be resolved.
@@ -229,15 +333,18 @@ def cut_connections(address: str) -> int:
         raise UnknownHostError(error.strerror) from None
     ends = {_host_and_port(sockaddr) for *_, sockaddr in found}
     num_cut = 0
-    for fd in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):  # Closed meanwhile, or not connected.
-            if not stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(fd))) as connection:
-                is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-                if is_internet and _host_and_port(connection.getpeername()) in ends:
-                    connection.shutdown(socket.SHUT_RDWR)
-                    num_cut += 1
+    for found_now in psutil.Process().net_connections("tcp"):
+        is_open = found_now.status in (psutil.CONN_ESTABLISHED, psutil.CONN_SYN_SENT)
+        if not is_open or _host_and_port(found_now.raddr) not in ends:
+            continue
+        with (
+            contextlib.suppress(OSError),  # Closed meanwhile.
+            socket.socket(fileno=os.dup(found_now.fd)) as connection,
+        ):
+            # Otherwise another connection has got the descriptor meanwhile.
+            if connection.getsockname()[1] == found_now.laddr.port:
+                connection.shutdown(socket.SHUT_RDWR)
+                num_cut += 1
     return num_cut
 
 
@@ -279,7 +386,7 @@ def own_host(towards: str) -> str:
     return f"[{own}]" if family == socket.AF_INET6 else own
 
 
-def identify(address: str) -> Task | Literal["stranger", "silent"] | None:
+def identify(address: str) -> _Identity:
     """Identifies the process that serves at `address`, by TensorFlow's own status call.
 
     The answer to that call has the names of the server's devices, which contain its task. Returns:
@@ -302,6 +409,26 @@ def identify(address: str) -> Task | Literal["stranger", "silent"] | None:
             return "silent" if is_late else "stranger"
     device = re.search(rb"/job:(\w+)/replica:0/task:(\d+)/", answer)
     return Task(device[1].decode(), int(device[2])) if device else "stranger"
+
+
+def _identify_waiting(address: str) -> _Identity:
+    """`identify`, also of a process in `wait_for_peers`."""
+    greeting = _greeting_at(address)
+    if greeting is None:
+        return None
+    found = _GREETING.fullmatch(greeting)
+    return Task(found[1].decode(), int(found[2])) if found else identify(address)
+
+
+def _greeting_at(address: str) -> bytes | None:
+    """What a process sends first to whoever connects; None if no connection is accepted."""
+    connection = _connect(address)
+    if connection is None:
+        return None
+    with connection, contextlib.suppress(OSError):  # It may send nothing, or close at once.
+        connection.settimeout(_ANSWER_SECS)
+        return connection.recv(100)
+    return b""
 
 
 def _wait(cluster: Cluster, peers: Iterable[Task], is_there: Callable[[Task], bool]) -> bool:
@@ -342,10 +469,16 @@ def _secs_since(times: dict[Task, float], task: Task) -> float:
 
 
 def _accepts_connections(address: str) -> bool:
+    connection = _connect(address)
+    if connection is not None:
+        connection.close()
+    return connection is not None
+
+
+def _connect(address: str) -> socket.socket | None:
     try:
-        socket.create_connection((host_of(address), port_of(address)), timeout=1).close()
+        return socket.create_connection((host_of(address), port_of(address)), timeout=1)
     except (socket.gaierror, UnicodeError) as error:
         raise UnknownHostError(getattr(error, "strerror", str(error))) from None
     except OSError:
-        return False
-    return True
+        return None

@@ -42,8 +42,8 @@ def _bound(port: int, *, may_share: bool) -> socket.socket:
 
 
 @contextlib.contextmanager
-def held(port: int) -> Iterator[None]:
-    """Within it, `port` of this machine accepts connections, and closes them immediately.
+def held(port: int, greeting: bytes = b"") -> Iterator[None]:
+    """In the context, `port` accepts connections, sends `greeting` and closes them immediately.
 
     Raises:
         OSError: the port is in use.
@@ -52,7 +52,8 @@ def held(port: int) -> Iterator[None]:
     def accept() -> None:
         with contextlib.suppress(OSError):  # Until the listener is shut down.
             while True:
-                listener.accept()[0].close()
+                with listener.accept()[0] as connection, contextlib.suppress(ConnectionError):
+                    connection.sendall(greeting)
 
     with bind(port) as listener:
         listener.listen()

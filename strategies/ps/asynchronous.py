@@ -1,6 +1,6 @@
 """`--strategy=ps`: variables on parameter servers, gradients from workers that do not wait.
 
-    executor = AsynchronousExecutor.connect(cluster, versions)  # in the chief
+    executor = AsynchronousExecutor.connect(cluster, versions, connecting)  # in the chief
 
 The chief hands out *tickets*: k consecutive batches, as a list of the records to read, or of the
 rows to take if workers cache the examples. A worker reads them in the graph, so no input state is

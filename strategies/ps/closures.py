@@ -22,6 +22,9 @@ from strategies.base import PeerLostError
 # The most steps in a closure, which costs a few milliseconds in addition to its steps.
 STEPS_PER_CLOSURE = 16
 
+_COPY_AGAIN_SECS = 1.0
+_DROPPED_SECS = 0.01
+
 
 class Closure:
     """A tf.function with an input signature, which workers run.
@@ -85,17 +88,29 @@ def unpacked(
 def fetched(value: tf.distribute.coordinator.RemoteValue) -> npt.NDArray[np.float64]:
     """The result of a closure as a NumPy array or scalar; the function must not return None.
 
+    Waits until the coordinator has it: if the worker is lost before, another worker computes it.
+
     Raises:
         PeerLostError: the function returned, but its result was lost on the way.
     """
-    result: npt.NDArray[np.float64] | None = value.fetch()
-    if result is not None:
-        return result
-    # If a closure fails after its function returned, the coordinator drops the result, and sets the
-    # error a moment later.
+    copy_error: Exception | None = None
+    was_dropped = False
     while True:
         try:
-            value.fetch()
+            result: npt.NDArray[np.float64] | None = value.fetch()
         except Exception as error:
-            raise PeerLostError("The result of a worker was lost", error) from error
-        time.sleep(0.01)
+            if was_dropped:
+                raise PeerLostError("The result of a worker was lost", error) from error
+            # A failed closure raises the same object each time. Any other error is of this copy:
+            # the worker was lost, which the coordinator notices itself.
+            if error is copy_error or not isinstance(error, tf.errors.OpError):
+                raise
+            copy_error = error
+            time.sleep(_COPY_AGAIN_SECS)
+        else:
+            if result is not None:
+                return result
+            # If a closure fails after its function returned, the coordinator drops the result, and
+            # sets the error a moment later.
+            was_dropped = True
+            time.sleep(_DROPPED_SECS)

@@ -1,6 +1,6 @@
 """What both kinds of parameter servers share: the chief, which hands out work and does not train.
 
-    executor = AsynchronousExecutor.connect(cluster, versions)      # or SynchronousExecutor
+    executor = AsynchronousExecutor.connect(cluster, versions, connecting)  # or SynchronousExecutor
     learner = executor.build(make_learner)          # places the variables on the servers
     executor.start(learner, source, evaluation, Position())
     metrics = executor.run(100)
@@ -25,7 +25,15 @@ from typing_extensions import override
 from data.order import Plan
 from data.reader import Reader
 from data.tickets import DiskTickets, ticket_source
-from strategies.base import Executor, Learner, Made, PeerLostError, Position, Tensor
+from strategies.base import (
+    Connecting,
+    Executor,
+    Learner,
+    Made,
+    PeerLostError,
+    Position,
+    Tensor,
+)
 from strategies.cluster.peers import (
     SilentPeerError,
     UnknownHostError,
@@ -42,7 +50,7 @@ from strategies.metrics import Metrics, to_metrics
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
 from strategies.ps.lookup_tables import capture_outside_of_branches
 from strategies.ps.placement import dry_run, place, placed
-from strategies.ps.servers import check_versions, end_servers, listen_for_stop
+from strategies.ps.servers import check_versions, end_servers, listen_for_losses, listen_for_stop
 from strategies.ps.worker_step import compute_metrics, unstack
 from strategies.worker_stats import WorkerStats, added, with_shares
 
@@ -90,13 +98,15 @@ class ParameterServerExecutor(Executor):
         cls,
         cluster: Cluster,
         versions: Mapping[str, str],
+        connecting: Connecting,
         **options: Any,  # Arguments of __init__, which differ between the subclasses.
     ) -> Self:
         """Connects to all worker and ps tasks, and waits until they have started.
 
         If the cluster has no chief, this task is worker 0, which serves already. The coordinator in
         the same process then gets a second address, which the other tasks learn when it connects.
-        `versions` are the versions of this task.
+        `versions` are the versions of this task. The context of `connecting` watches the other
+        tasks while TensorFlow connects to them.
 
         Raises:
             ClusterError: a task has another name or runs other versions than it should, or the name
@@ -107,22 +117,24 @@ class ParameterServerExecutor(Executor):
             wait_for_servers(cluster)
         except SilentPeerError as error:
             raise PeerLostError("A task does not answer", error) from error
-        with losses_explained("A worker or parameter server was lost while this task connected"):
-            check_versions(cluster, cluster.other_trainers, versions)
         coordinator = cluster
         if cluster.task.job != "chief":
             host = cluster.address.rpartition(":")[0]
             coordinator = cluster.with_chief(f"{host}:{free_ports(1)[0]}")
-        os.environ["TF_CONFIG"] = coordinator.training_tf_config()
-        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        try:
-            strategy = tf.distribute.ParameterServerStrategy(resolver)
-        except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
-            raise PeerLostError("A task went away while all connected", error) from error
-        _take_lease(coordinator)
+        with connecting(cluster):
+            with losses_explained("A task was lost while this task connected"):
+                check_versions(cluster, cluster.other_trainers, versions)
+            os.environ["TF_CONFIG"] = coordinator.training_tf_config()
+            resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+            try:
+                strategy = tf.distribute.ParameterServerStrategy(resolver)
+            except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+                raise PeerLostError("A task went away while all connected", error) from error
+            _take_lease(coordinator)
         executor = cls(strategy, cluster, **options)
         with losses_explained("A worker or parameter server was lost while this task connected"):
             listen_for_stop(cluster, executor._stop_for)
+            listen_for_losses(cluster)
         return executor
 
     @override

@@ -8,6 +8,7 @@
 | --- | --- | --- | --- |
 | `end` | each worker and ps | the chief: the exit code to end with | that server |
 | `stop` | ps 0 | a server that is asked to end | the chief |
+| `losses` | each worker | that worker: why it ends | the chief |
 | `versions` | each worker and ps | that server, and each chief again: its versions | each chief |
 
 Each call has its own session. The server has no eager context of a chief that it could use; and in

@@ -3,8 +3,10 @@
 serve(cluster, 0, 600, versions=versions, on_gone=end, on_end=end_with)     # never returns
 start_server(cluster, num_threads)      # in worker 0 of a cluster without a chief
 ask_chief_to_stop(cluster)              # in a worker or ps task that is asked to end
+report_loss(cluster, "no answer")       # in a worker that cannot continue
 check_versions(cluster, tasks, versions)        # in the chief
 listen_for_stop(cluster, on_stop)               # in the chief
+listen_for_losses(cluster)                      # in the chief
 end_servers(cluster, tasks, exit_code)          # in the chief
 """
 
@@ -20,7 +22,7 @@ from typing import NoReturn
 import tensorflow as tf
 
 from data.system.cores import num_cores
-from strategies.cluster.peers import watch_chief
+from strategies.cluster.peers import watch_chief, watch_servers
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
 from strategies.ps.mailbox import Mailbox
 
@@ -33,6 +35,7 @@ _START_SECS = 60.0
 # The time that a running chief may take to receive a stop request.
 _STOP_SECS = 5.0
 _POLL_SECS = 0.1
+_LISTEN_AGAIN_SECS = 1.0
 _SHUTDOWN_GRACE_SECS = 0.2
 
 # A closure holds one of these threads until its end, and needs at least one more thread to run its
@@ -81,19 +84,29 @@ def serve(
     chief_timeout_secs: float | None,
     *,
     versions: Mapping[str, str],
+    silence_secs: float,
     on_gone: Callable[[str], None],
     on_end: Callable[[int], None],
 ) -> NoReturn:
     """Calls `start_server`, and serves until the chief sends an exit code.
 
     `on_end` is called with this code, and must end the process. `on_gone` is called with a message
-    if the chief cannot be reached for `chief_timeout_secs`; None means no limit. Both are called on
-    another thread. `versions` are the versions of this task.
+    if the chief cannot be reached for `chief_timeout_secs` (None means no limit), or if a ps cannot
+    be reached for `silence_secs` from here, a worker (0 means no limit). Both are called on another
+    thread. `versions` are the versions of this task.
     """
     server = start_server(cluster, num_threads)
     Mailbox(cluster, cluster.task, "versions").put(json.dumps(dict(versions)), _START_SECS)
     if chief_timeout_secs is not None:
         watch_chief(cluster, chief_timeout_secs, on_gone)
+
+    def leave_without(ps: Task) -> None:
+        message = f"{ps} ({cluster.address_of(ps)}) does not answer {cluster.task}"
+        report_loss(cluster, f"{message}: ending. The others continue without {cluster.task}.")
+        on_gone(message)
+
+    if silence_secs and cluster.task.job == "worker":
+        watch_servers(cluster, silence_secs, leave_without)
 
     def wait_for_end() -> None:
         exit_code = int(Mailbox(cluster, cluster.task, "end").take())
@@ -179,6 +192,34 @@ def listen_for_stop(cluster: Cluster, on_stop: Callable[[str], None]) -> None:
                 on_stop(mailbox.take())
 
     threading.Thread(target=listen, name="stop", daemon=True).start()
+
+
+def report_loss(cluster: Cluster, message: str) -> None:
+    """In a worker that is about to end: waits a few seconds for the chief to log `message`."""
+    # On this worker's own server, because it may not reach any other.
+    mailbox = Mailbox(cluster, cluster.task, "losses")
+    mailbox.put(message, _MESSAGE_SECS)
+    deadline = time.monotonic() + _STOP_SECS
+    with contextlib.suppress(tf.errors.OpError):
+        while mailbox.size(_MESSAGE_SECS) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECS)
+    time.sleep(_SHUTDOWN_GRACE_SECS)  # The answer to the chief is still on its way.
+
+
+def listen_for_losses(cluster: Cluster) -> None:
+    """In the chief: logs the messages of workers that end, on other threads."""
+
+    def listen(worker: Task) -> None:
+        mailbox = Mailbox(cluster, worker, "losses")
+        while True:
+            # The worker is lost itself if it does not answer.
+            with contextlib.suppress(tf.errors.OpError):
+                log.warning("%s: %s", worker, mailbox.take())
+            time.sleep(_LISTEN_AGAIN_SECS)
+
+    for index in cluster.jobs["worker"]:
+        worker = Task("worker", index)
+        threading.Thread(target=listen, args=[worker], name=f"hear {worker}", daemon=True).start()
 
 
 def _stop_mailbox(cluster: Cluster) -> Mailbox:

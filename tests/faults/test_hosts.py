@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import Host, hosts, reason_why_not
+from benchmarks.hosts import Host, dropped, hosts, reason_why_not, silent
 from strategies.cluster.tf_config import Cluster, Task
 from tests.cluster.runs import Tasks, by_hand, read_metrics
 
@@ -117,3 +117,70 @@ def test_parameter_servers_continue_without_a_worker_that_is_cut_off_until_it_is
         runs = tasks.wait(75)
     result = runs["chief 0"].result
     assert sum(result["worker_steps"].values()) == result["step"]
+
+
+@pytest.fixture
+def four_hosts() -> Iterator[tuple[Host, ...]]:
+    with hosts(4) as made:
+        yield made
+
+
+@pytest.mark.parametrize("mode", [("--sync_replicas",), ()], ids=["sync", "async"])
+def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
+    mode: tuple[str, ...], four_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
+) -> None:
+    """The chief alone reaches all tasks; no connection is refused or reset, in either direction."""
+    first, ps, other, lost = four_hosts
+    jobs = {
+        "chief": {0: f"{first.address}:2222"},
+        "ps": {0: f"{ps.address}:2222"},
+        "worker": {0: f"{other.address}:2222", 1: f"{lost.address}:2222"},
+    }
+    places = zip(("chief", "ps", "worker", "worker"), (0, 0, 0, 1), four_hosts, strict=True)
+    commands = {Task(job, index): host.command for job, index, host in places}
+    flags = (*SLOW, *mode, f"--data_dir={digits}", "--config.train_steps=100000")
+    times = ("--stall_timeout_secs=20", "--chief_timeout_secs=10")
+
+    def last_step() -> int:
+        return int(read_metrics(tmp_path)[-1]["step"])
+
+    def steps_of_worker_1() -> int:
+        return int(read_metrics(tmp_path)[-1]["worker_steps"]["worker 1"])
+
+    cluster = Cluster(jobs, Task("chief", 0))
+    with by_hand(cluster, tmp_path, *flags, *times, under=commands) as tasks:
+        tasks.start_all()
+        chief = tasks["chief 0"]
+        chief.wait_for_step(40)
+
+        # Not the way back: the worker hears nothing, and all hear it.
+        with contextlib.ExitStack() as drops:
+            for host in (first, ps, other):
+                drops.enter_context(dropped(host, lost))
+            is_lost = f"worker 1 ({lost.address}:2222) has not answered for"
+            chief.wait_until(lambda: chief.warned(is_lost) == 2, "its loss")
+            chief.wait_for_step(last_step() + 60)
+        before = steps_of_worker_1()
+        chief.wait_until(lambda: steps_of_worker_1() > before + 20, "steps of worker 1, again")
+
+        # Only one pair: the chief reaches both.
+        worker = tasks["worker 1"]
+        with silent(lost, ps):
+            run = worker.wait_alone()
+            assert run.exit_code == 75, worker.output()
+            pair = f"ps 0 ({ps.address}:2222) does not answer worker 1"
+            assert pair in run.stderr
+            chief.wait_until(lambda: bool(chief.warned(pair)), "the pair")
+            chief.wait_for_step(last_step() + 60)
+        tasks.start(Task("worker", 1))
+        before = steps_of_worker_1()
+        chief.wait_until(lambda: steps_of_worker_1() > before + 20, "steps of worker 1, restarted")
+
+        # The run ends without the worker, which ends by itself.
+        with silent(lost, first, ps, other):
+            chief.send(signal.SIGTERM)
+            runs = tasks.wait(75)
+        assert "chief 0" in runs["worker 1"].stderr
+    result = runs["chief 0"].result
+    assert result["why"] == "asked to stop"
+    assert sum(result["worker_steps"].values()) == result["step"] * len(mode) * 2 or not mode

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the first one requests a stop with state saved, the second ends at once.
+"""SIGTERM and Ctrl-C: the first requests a stop with state saved, a second one ends at once.
 
     with StopSignals() as signals:
         executor = connect()                    # A signal here ends the process: no state to save.
@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Self
 
@@ -24,11 +25,31 @@ log = logging.getLogger(__name__)
 _STOP = (signal.SIGTERM, signal.SIGINT)
 
 
+# Signals this soon after the first one repeat it: a terminal and a wrapper may both send it.
+_REPETITION_SECS = 0.5
+
+
+class Repetitions:
+    """Tells signals that repeat the first one from later ones."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def includes_now(self) -> bool:
+        """Called for each signal: returns True if it repeats the first one."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            return False
+        return now - self._first < _REPETITION_SECS
+
+
 class StopSignals:
     """Handles stop signals while the context is open. Used in the main thread."""
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
+        self._repetitions = Repetitions()
         self._grace_secs = 0.0
         self._overdue: threading.Timer | None = None
 
@@ -61,7 +82,7 @@ class StopSignals:
     def _watch(self) -> None:
         is_stop_requested = False
         while numbers := self._reader.recv(1):
-            if numbers[0] not in _STOP:
+            if numbers[0] not in _STOP or self._repetitions.includes_now():
                 continue
             name = signal.Signals(numbers[0]).name
             if is_stop_requested or self._stop is None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
+from trainer.guards.signals import Repetitions
 from trainer.local.parent_watch import ParentWatch
 from trainer.local.task_logs import say
 
@@ -30,7 +31,11 @@ def keep_serving(task: Task, command: Sequence[str]) -> int:
     signals: list[int] = []
     server: subprocess.Popen[bytes] | None = None
 
+    repetitions = Repetitions()
+
     def on_signal(signum: int, frame: object) -> None:
+        if repetitions.includes_now():
+            return
         signals.append(signum)
         if server is None or len(signals) > 1:
             # The server ends, too: it watches this process.

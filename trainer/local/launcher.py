@@ -35,6 +35,7 @@ from pathlib import Path
 from data.system.files import absolute
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART
+from trainer.guards.signals import Repetitions
 from trainer.local.cpu_affinity import affinity_env
 from trainer.local.deaths import (
     Action,
@@ -108,6 +109,7 @@ class LocalCluster:
         self._restart_of_all: tuple[TaskEnd, float] | None = None
         self._is_ending = False
         self._num_stops = 0
+        self._repetitions = Repetitions()
 
     def run(self) -> LaunchReport:
         """Runs the cluster to its end. Called once, in the main thread.
@@ -171,8 +173,9 @@ class LocalCluster:
         return watch.start(command, namespace_fds, env, output)
 
     def _on_signal(self, signum: int, frame: object) -> None:
-        # SimpleQueue.put may interrupt a get of the same thread; Queue.put would dead-lock.
-        self._events.put(signal.Signals(signum))
+        if not self._repetitions.includes_now():
+            # SimpleQueue.put may interrupt a get of the same thread; Queue.put would dead-lock.
+            self._events.put(signal.Signals(signum))
 
     def _handle_next_event(self) -> None:
         planned = self._plans.queue

@@ -1,6 +1,6 @@
 """`--strategy=ps --sync_replicas`: a step is the first n gradients computed on the same variables.
 
-    executor = SynchronousExecutor.connect(cluster, versions, replicas_to_aggregate=2)
+    executor = SynchronousExecutor.connect(cluster, versions, connecting, replicas_to_aggregate=2)
 
 If a step has fewer gradients than there are workers, the other workers are backups (Chen et al.,
 "Revisiting Distributed Synchronous SGD", 2016): a step does not wait for the slowest. TensorFlow 1

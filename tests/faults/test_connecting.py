@@ -1,0 +1,80 @@
+"""multiworker before its first step: something else, or nothing, answers at a worker's address."""
+
+import contextlib
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from strategies.cluster.ports import free_ports
+from tests.cluster.runs import Process, assert_one_error
+
+STALLS = "--stall_timeout_secs=8"
+
+
+def worker_0(addresses: list[str], model_dir: Path, digits: Path) -> Process:
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
+    flags = ("--strategy=multiworker", f"--model_dir={model_dir}", f"--data_dir={digits}", STALLS)
+    return Process(flags, model_dir, env={"TF_CONFIG": json.dumps(config)})
+
+
+@contextlib.contextmanager
+def listener(answers: list[bytes]) -> Iterator[str]:
+    """The address of a program that answers each connection; the last answer stays."""
+    open_connections = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                for number in range(100_000):
+                    connection, _ = server.accept()
+                    open_connections.append(connection)
+                    if answer := answers[min(number, len(answers) - 1)]:
+                        connection.sendall(answer)
+                        connection.close()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        for connection in open_connections:
+            connection.close()
+
+
+def test_another_program_at_a_workers_address_is_named(digits: Path, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with (
+        listener([b"HTTP/1.0 400 Bad request\r\n\r\n"]) as address,
+        worker_0([f"127.0.0.1:{port}", address], tmp_path, digits) as process,
+    ):
+        assert_one_error(process.wait(), "worker 1", address, "is not a TensorFlow server")
+
+
+def test_own_address_of_another_machine_is_refused(digits: Path, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    address = f"192.0.2.1:{port}"  # RFC 5737 reserves it for examples.
+    with worker_0([address, "127.0.0.1:1"], tmp_path, digits) as process:
+        assert_one_error(process.wait(), "worker 0", address, "do not come to this process")
+
+
+@pytest.mark.parametrize("is_asked", [False, True], ids=["lost", "SIGTERM"])
+def test_worker_that_is_frozen_while_all_connect_is_named_and_signals_work(
+    is_asked: bool, digits: Path, tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    # It introduces itself, and then says nothing more.
+    with (
+        listener([b"tf-distribution-trainer worker 1\n", b""]) as address,
+        worker_0([f"127.0.0.1:{port}", address], tmp_path, digits) as process,
+    ):
+        connecting = "All 2 workers are there; connecting."
+        process.wait_until(lambda: bool(process.warned(connecting)), connecting)
+        if is_asked:
+            process.send(signal.SIGTERM)
+        run = process.wait(40)
+        assert run.exit_code == 75, process.output()
+        expected = "SIGTERM: this task ends at once" if is_asked else "worker 1 does not answer"
+        assert expected in run.stderr
