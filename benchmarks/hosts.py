@@ -5,7 +5,7 @@
         a.limit_rate("500mbit")     # of what a sends
         with b.link_down():
             ...                     # b reaches no host, and no host reaches b
-        with dropped(b, c), dropped(c, b):
+        with dropped((b, c), (c, b)):
             ...                     # packets between b and c are dropped without an error
 
 Creating hosts needs root; `reason_why_not()` says why they cannot be created here.
@@ -55,28 +55,31 @@ class Host:
 
 
 @contextlib.contextmanager
-def dropped(sender: Host, receiver: Host) -> Iterator[None]:
-    """Drops the packets from `sender` to `receiver` while the context lasts; neither notices it.
+def dropped(*directions: tuple[Host, Host]) -> Iterator[None]:
+    """Drops the packets of each (sender, receiver) while the context lasts; neither notices it.
 
     Fails at the end of the context if no packet was dropped.
     """
-    rule = ("INPUT", "--source", sender.address, "--jump", "DROP")
-    _iptables(receiver, "--append", *rule)
+    for sender, receiver in directions:
+        _iptables(receiver, "--append", *_drop_from(sender))
     yield
-    counted = _iptables(receiver, "--list", "INPUT", "--verbose", "--exact", "--numeric")
-    number = [line.split()[0] for line in counted.splitlines() if f" {sender.address} " in line]
-    _iptables(receiver, "--delete", *rule)
-    assert number[0] != "0", f"{receiver.name} got no packet of {sender.name} to drop"
+    number = 0
+    for sender, receiver in directions:
+        counted = _iptables(receiver, "--list", "INPUT", "--verbose", "--exact", "--numeric")
+        of_sender = (line for line in counted.splitlines() if f" {sender.address} " in line)
+        number += sum(int(line.split()[0]) for line in of_sender)
+        _iptables(receiver, "--delete", *_drop_from(sender))
+    assert number, "there was no packet to drop"
 
 
-@contextlib.contextmanager
-def silent(host: Host, *others: Host) -> Iterator[None]:
-    """Drops all packets between `host` and `others` while the context lasts."""
-    with contextlib.ExitStack() as stack:
-        for other in others:
-            stack.enter_context(dropped(host, other))
-            stack.enter_context(dropped(other, host))
-        yield
+def _drop_from(sender: Host) -> tuple[str, ...]:
+    return ("INPUT", "--source", sender.address, "--jump", "DROP")
+
+
+def silent(host: Host, *others: Host) -> contextlib.AbstractContextManager[None]:
+    """`dropped`, in both directions between `host` and each of `others`."""
+    there = [(host, other) for other in others]
+    return dropped(*there, *((other, host) for other in others))
 
 
 def reason_why_not() -> str:

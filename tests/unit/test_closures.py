@@ -77,6 +77,17 @@ def test_result_that_the_coordinator_dropped_is_lost() -> None:
         fetched(Scheduled(ValueError("of the function")))
 
 
+def test_result_that_cannot_be_copied_is_awaited_from_another_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("strategies.ps.closures._COPY_AGAIN_SECS", 0.01)
+    copies = [tf.errors.UnavailableError(None, None, "Socket closed") for _ in range(2)]
+    assert fetched(Scheduled(*copies, 3)) == 3
+    failed = tf.errors.UnavailableError(None, None, "of the closure")
+    with pytest.raises(tf.errors.UnavailableError, match="of the closure"):
+        fetched(Scheduled(copies[0], failed, failed))
+
+
 class Coordinator:
     """Runs a function when it is scheduled, and records it."""
 

@@ -1,6 +1,7 @@
 """Identifying, awaiting and watching tasks, over real sockets and TensorFlow servers."""
 
 import contextlib
+import errno
 import queue
 import socket
 import threading
@@ -152,7 +153,8 @@ def test_peers_meet() -> None:
 
     def meet(index: int) -> None:
         wait_for_peers(Cluster(jobs, Task("worker", index)))
-        with held(ports[index]):  # As TensorFlow's server does once its task continues.
+        # TensorFlow's server says its name, too, once its task continues.
+        with held(ports[index], f"tf-distribution-trainer worker {index}\n".encode()):
             both_have_met.wait()
 
     other = threading.Thread(target=meet, args=(1,))
@@ -241,6 +243,16 @@ def test_cut_connection_fails_at_both_ends_and_other_connections_stay(prefix: st
             accepted = stack.enter_context(server.accept()[0])
             ends.append((port, client, accepted))
         (port, client, accepted), (_, other, other_accepted) = ends
+        # Also a connection that nothing answers: the queue of a listener is full.
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        filling = [stack.enter_context(socket.socket()) for _ in range(4)]
+        for opening in filling:
+            opening.setblocking(False)
+            opening.connect_ex(full.getsockname())
+        assert filling[-1].connect_ex(full.getsockname()) == errno.EALREADY
+        assert cut_connections(f"localhost:{full.getsockname()[1]}") == 4
+        assert filling[-1].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
+
         assert cut_connections(f"localhost:{port}") == 1
         assert client.recv(1) == accepted.recv(1) == b""
         other.sendall(b"x")

@@ -36,7 +36,7 @@ def test_handler_that_a_library_replaced_is_set_again() -> None:
 
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
-    program = "import os, signal, threading\nfrom trainer.guards.signals import StopSignals\n"
+    program = "import os, signal, threading, time\nfrom trainer.guards.signals import StopSignals\n"
     return subprocess.run(
         [sys.executable, "-c", program + textwrap.dedent(body)],
         capture_output=True,
@@ -65,11 +65,28 @@ def test_second_signal_ends_at_once(signum: signal.Signals) -> None:
             os.kill(os.getpid(), {signum:d})
             assert asked.wait(50)
             print("asked", flush=True)
+            time.sleep(0.6)  # A repetition comes earlier.
             os.kill(os.getpid(), {signum:d})
             threading.Event().wait(50)
     """)
     assert ended.stdout == "asked\n"
     assert ended.returncode == 75
+
+
+def test_signal_that_repeats_the_first_at_once_is_ignored() -> None:
+    ended = run("""
+        asked = threading.Event()
+        with StopSignals() as signals:
+            signals.on_stop(asked.set, grace_secs=60)
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+            assert asked.wait(50)
+            time.sleep(1)
+            print("saved", flush=True)
+    """)
+    assert ended.stdout == "saved\n"
+    assert ended.returncode == 0
 
 
 def test_main_thread_that_waits_outside_python_can_be_stopped() -> None:
@@ -101,7 +118,6 @@ def test_task_that_is_not_done_after_grace_secs_is_ended() -> None:
 
 def test_timer_is_cancelled_when_the_task_is_done() -> None:
     ended = run(f"""
-        import time
         asked = threading.Event()
         with StopSignals() as signals:
             signals.on_stop(asked.set, grace_secs=0.5)
