@@ -1,19 +1,21 @@
-"""A task without progress gets a warning, then ends with the stacks of its threads printed."""
+"""A task without progress gets a warning, then ends with the stacks of its threads in a file."""
 
 import logging
 import queue
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from trainer.guards.watchdog import Watchdog
 
 
-def test_task_without_progress_gets_a_warning_and_its_stacks_are_printed(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+def test_task_without_progress_gets_a_warning_and_its_stacks_are_in_a_file(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     stalls: queue.SimpleQueue[str] = queue.SimpleQueue()
     began = time.monotonic()
     with caplog.at_level(logging.WARNING), Watchdog(0.5, stalls.put) as watchdog:
@@ -22,8 +24,10 @@ def test_task_without_progress_gets_a_warning_and_its_stacks_are_printed(
     assert time.monotonic() - began >= 0.5
     assert "no progress" in message
     assert "--stall_timeout_secs" in message
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "test_task_without_progress" in capfd.readouterr().err
+    assert [r.levelname for r in caplog.records] == ["WARNING", "ERROR"]
+    (stacks,) = tmp_path.iterdir()
+    assert str(stacks) in caplog.text
+    assert "test_task_without_progress" in stacks.read_text()
 
 
 def test_task_with_some_progress_continues() -> None:

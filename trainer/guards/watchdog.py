@@ -1,4 +1,4 @@
-"""Ends a task that is alive but makes no progress, and prints where it is stuck.
+"""Ends a task that is alive but makes no progress, and writes down where it is stuck.
 
     with Watchdog(300, on_stall=end) as watchdog:
         executor.on_progress = watchdog.moved       # after each call of the graph
@@ -10,7 +10,7 @@ native code holds Python's interpreter lock, so that no thread runs, the process
 
 import faulthandler
 import logging
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Watchdog:
 
         The first call of `moved` may take 4 times as long. After half of the time a warning is
         logged. Before `on_stall`, which runs on the watchdog's thread, the Python stacks of all
-        threads are printed to standard error.
+        threads are written to a file, which is logged.
         """
         self._timeout_secs = timeout_secs
         self._on_stall = on_stall
@@ -67,7 +67,7 @@ class Watchdog:
                 what, since, factor = "no progress", moved_at, 1.0
             allowed_secs, idle_secs = self._timeout_secs * factor, time.monotonic() - since
             if idle_secs >= allowed_secs:
-                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                _write_stacks()
                 self._on_stall(f"{what} for {idle_secs:.0f} s (--stall_timeout_secs)")
                 return
             if idle_secs < allowed_secs * _WARN_AT:
@@ -80,3 +80,14 @@ class Watchdog:
                     idle_secs,
                     allowed_secs,
                 )
+
+
+def _write_stacks() -> None:
+    # A local file: the file system of the run may be what does not answer.
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="stacks-", suffix=".txt", delete=False) as out:
+            faulthandler.dump_traceback(file=out, all_threads=True)
+    except OSError as error:  # The disk is full.
+        log.warning("The stacks of the threads could not be written: %s", error)
+    else:
+        log.error("The stacks of the threads of this task are in %s", out.name)
