@@ -12,6 +12,7 @@ subclasses train.
 
 import abc
 import contextlib
+import gc
 import logging
 import os
 import time
@@ -88,6 +89,7 @@ class ParameterServerExecutor(Executor):
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._compression = Compression(wire_dtype)
         self._counts_before: WorkerStats = {}
+        self._has_run = False
         # The number of gradients of each variable that its server stores.
         self._num_gradient_buffers = 0
         _KEEP_ALIVE.append(self)
@@ -155,6 +157,18 @@ class ParameterServerExecutor(Executor):
     def num_replicas(self) -> int:
         """The number of workers."""
         return self._cluster.num("worker")
+
+    @override
+    def run(self, num_steps: int) -> Metrics:
+        metrics = super().run(num_steps)
+        if not self._has_run:
+            # When a traced function is collected, TensorFlow waits until all tasks have removed it,
+            # and holds Python's lock: no thread would run while a worker is silent. Building has
+            # left such functions behind: they are removed now, and later collections skip the rest.
+            self._has_run = True
+            gc.collect()
+            gc.freeze()
+        return metrics
 
     @override
     def worker_stats(self) -> WorkerStats:
