@@ -139,7 +139,7 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
     places = zip(("chief", "ps", "worker", "worker"), (0, 0, 0, 1), four_hosts, strict=True)
     commands = {Task(job, index): host.command for job, index, host in places}
     flags = (*SLOW, *mode, f"--data_dir={digits}", "--config.train_steps=100000")
-    times = ("--stall_timeout_secs=20", "--chief_timeout_secs=40")
+    times = ("--stall_timeout_secs=20", "--chief_timeout_secs=100")
 
     def last_step() -> int:
         return int(read_metrics(tmp_path)[-1]["step"])
@@ -151,7 +151,7 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
     with by_hand(cluster, tmp_path, *flags, *times, under=commands) as tasks:
         tasks.start_all()
         chief = tasks["chief 0"]
-        chief.wait_for_step(40)
+        chief.wait_for_step(100)
 
         # Not the way back: the worker hears nothing, and all hear it.
         with dropped(*((host, lost) for host in (first, ps, other))):
@@ -170,7 +170,7 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
             assert pair in run.stderr
             chief.wait_until(lambda: bool(chief.warned(pair)), "the pair")
             chief.wait_for_step(last_step() + 60)
-        tasks.start(Task("worker", 1))
+        tasks.start(Task("worker", 1), flags=("--chief_timeout_secs=10",))
         before = steps_of_worker_1()
         chief.wait_until(lambda: steps_of_worker_1() > before + 20, "steps of worker 1, restarted")
 
