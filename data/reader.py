@@ -193,7 +193,8 @@ class Reader:
         "weights" in `extras` follow, or "seeds" if the reader `gives_seeds`.
         """
         if self.augment is not None and "seeds" in extras:
-            parsed = autograph(self.augment)(*parsed, tf.reshape(extras["seeds"], [-1, 2]))
+            seeds = tf.reshape(extras["seeds"], [-1, 2])
+            parsed = (*autograph(self.augment)(*parsed[:2], seeds), *parsed[2:])
 
         def stacked(value: tf.Tensor) -> tf.Tensor:
             inner = value.shape[1:]

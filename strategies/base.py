@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from data.order import Order, replica_lanes
@@ -96,11 +98,14 @@ class Position:
 
 
 class Learner(Protocol):
-    """The part of a learner that an Executor uses. Metric totals are float64 [metrics, 2]."""
+    """The part of a learner that an Executor uses. Metric totals are float64 [num_totals]."""
 
     @property
-    def metric_names(self) -> Sequence[str]:
-        """Names of the rows of the metric totals."""
+    def num_totals(self) -> int:
+        """The size of the metric totals. Totals add up over steps, replicas and workers."""
+
+    def to_metrics(self, totals: npt.NDArray[np.float64]) -> Metrics:
+        """What summed metric totals mean."""
 
     @property
     def variables(self) -> Sequence[tf.Variable]:
@@ -240,7 +245,7 @@ class Executor(abc.ABC):
             PeerLostError: a task without which no step is possible is lost.
             DataFaultError: the data of these steps cannot be read or used.
         """
-        metrics: Metrics = {}
+        metrics = Metrics()
         while num_steps > 0 and not self._stopping:
             size = min(num_steps, self._run_size.size)
             with _data_errors_wrapped():
@@ -293,7 +298,7 @@ class Executor(abc.ABC):
         Unless `must_complete`, a stop request ends it early, and the result is empty. Raises the
         errors of `run`.
         """
-        metrics: Metrics = {}
+        metrics = Metrics()
         first, end, unit = 0, self._num_evaluation_batches, self._evaluation_unit
         while first < end:
             # Batches past the end are empty and count nothing.
@@ -304,7 +309,7 @@ class Executor(abc.ABC):
             self._evaluation_size.adapt(num_units, seconds)
             self.on_progress()
             if self._stopping and not must_complete:
-                return {}
+                return Metrics()
         return metrics
 
     @property

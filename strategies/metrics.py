@@ -1,38 +1,54 @@
-"""Metrics as values: a (total, count) pair for each name.
+"""Metrics as values: a (total, count) pair for each mean, and summed states of other metrics.
 
     metrics = add_metrics(executor.run(100), executor.run(50))
-    means(metrics)                                     # {"loss": 0.31, "accuracy": 0.92}
+    means(metrics)                              # {"loss": 0.31, "accuracy": 0.92, "auc": 0.9}
 
-The pairs add up over steps, replicas and workers. They are values and not variables, because two
+All of them add up over steps, replicas and workers. They are values and not variables, because two
 asynchronous workers would overwrite each other's updates (keras.metrics loses updates).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-# (total, count) of each metric over the examples of some steps.
-Metrics = dict[str, tuple[float, float]]
+Pairs = Mapping[str, tuple[float, float]]
+Floats = npt.NDArray[np.float64]
+
+
+class Metrics(dict[str, tuple[float, float]]):
+    """The (total, count) of each mean over the examples of some steps, by name.
+
+    Attributes:
+        states: The summed states of the metrics that are not a mean over examples, float64 [n].
+        results: Computes these metrics from `states`.
+    """
+
+    def __init__(
+        self,
+        pairs: Pairs | None = None,
+        states: Floats | None = None,
+        results: Callable[[Floats], Mapping[str, float]] | None = None,
+    ) -> None:
+        super().__init__(pairs or {})
+        self.states = np.zeros([0]) if states is None else states
+        self.results = results
 
 
 def add_metrics(left: Metrics, right: Metrics) -> Metrics:
     """Metrics over the examples of both. An empty side is neutral."""
     if not left or not right:
-        return dict(left or right)
-    return {
+        return left or right
+    pairs = {
         name: (total + right[name][0], count + right[name][1])
         for name, (total, count) in left.items()
     }
-
-
-def to_metrics(names: Sequence[str], totals: npt.NDArray[np.float64]) -> Metrics:
-    """Names the (total, count) rows of `totals`, float64 [metrics, 2]."""
-    return {name: (float(row[0]), float(row[1])) for name, row in zip(names, totals, strict=True)}
+    return Metrics(pairs, left.states + right.states, left.results)
 
 
 def means(metrics: Metrics) -> dict[str, float]:
-    """The mean of each metric over all examples; NaN if there were none."""
-    return {
+    """Each metric over all examples; a mean over no examples is NaN."""
+    found = {
         name: total / count if count else float("nan") for name, (total, count) in metrics.items()
     }
+    return {**found, **(metrics.results(metrics.states) if metrics.results else {})}

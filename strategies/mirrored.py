@@ -24,7 +24,7 @@ from data.reader import Reader
 from strategies.base import Batch, Executor, Learner, Position, refuse_open_sub_batches
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
-from strategies.metrics import Metrics, to_metrics
+from strategies.metrics import Metrics
 
 
 class DeviceError(ValueError):
@@ -205,7 +205,7 @@ class MirroredExecutor(Executor):
         num_stops, seconds = summed_status.numpy()
         self._stopping = bool(num_stops > 0)
         self._seconds[call] = time.monotonic() - started
-        metrics = to_metrics(self._learner.metric_names, totals.numpy())
+        metrics = self._learner.to_metrics(totals.numpy())
         return metrics, float(seconds) / self.num_replicas
 
     def _replicas_of_this_process(self) -> range:
@@ -238,16 +238,14 @@ class MirroredExecutor(Executor):
 
     @no_autograph
     def _zero_totals(self) -> tf.Tensor:
-        return tf.zeros([len(self._learner.metric_names), 2], tf.float64)
+        return tf.zeros([self._learner.num_totals], tf.float64)
 
     @no_autograph
     def _sum_over_replicas(
         self, totals: tf.Tensor, status: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Sums metric totals and `status` over all replicas, in one all-reduce."""
-        flat = self.strategy.run(
-            lambda t: tf.concat([tf.reshape(t, [-1]), status], axis=0), args=(totals,)
-        )
-        summed = self.strategy.reduce("SUM", flat, axis=None)
-        num_totals = 2 * len(self._learner.metric_names)
-        return tf.reshape(summed[:num_totals], [-1, 2]), summed[num_totals:]
+        joined = self.strategy.run(lambda t: tf.concat([t, status], axis=0), args=(totals,))
+        summed = self.strategy.reduce("SUM", joined, axis=None)
+        num_totals = self._learner.num_totals
+        return summed[:num_totals], summed[num_totals:]

@@ -9,9 +9,10 @@ Every task that runs the loop has all three, and restores. Only the chief saves,
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import keras
 
@@ -32,14 +33,36 @@ from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
 from trainer.models import build_from_specs, check_model, is_built
 from trainer.run_files import Document, RunFiles
+from trainer.step.advice import advice
+from trainer.step.keras_losses import KerasLoss, is_keras
+from trainer.step.keras_metrics import KerasMetrics, split_metrics
 from trainer.step.losses import PerExample, accuracy, smoothed_crossentropy
-from trainer.step.optimizers import optimizer_named, supported_optimizers
-from trainer.step.options import Options, ScheduleConfig, matching
+from trainer.step.optimizers import (
+    Adopted,
+    adopt,
+    has_schedule,
+    made_optimizer,
+    optimizer_named,
+    supported_optimizers,
+    with_learning_rate,
+)
+from trainer.step.options import (
+    ClipConfig,
+    EmaConfig,
+    LossScaleConfig,
+    Options,
+    ScheduleConfig,
+    WeightDecayConfig,
+    matching,
+)
 from trainer.step.schedules import rate_factor
 from trainer.step.warm_start import warm_start
 
+# Settings that an optimizer of Keras may have, too.
+Group = TypeVar("Group", ClipConfig, WeightDecayConfig, EmaConfig, LossScaleConfig)
+
 # Options that only Learner.gradients implements.
-_IN_GRADIENTS = ("micro_batches", "penalty.l1", "penalty.l2", "jit_compile")
+_IN_GRADIENTS = ("micro_batches", "penalty.l1", "penalty.l2", "jit_compile", "class_weight")
 
 
 def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
@@ -54,47 +77,66 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
     origin = warm_start(model, config.warm_start) if config.warm_start.path else ""
     if config.freeze:
         _freeze(model, config.freeze)
-    optimizer, decay_rate = _optimizer(recipe)
-    if config.weight_decay.exclude and not decay_rate:
+    adopted = _optimizer(recipe, model)
+    options = _options(config, adopted)
+    if config.weight_decay.exclude and not options.weight_decay.rate:
         raise ConfigError(
             f"config.weight_decay.exclude={config.weight_decay.exclude!r} means nothing where "
             "nothing decays. Type --config.weight_decay.rate=0.01, for example, or leave it out."
         )
-    metrics = {"accuracy": accuracy} if recipe.metrics is None else recipe.metrics
-    if config.best_metric not in ("loss", *metrics):
-        raise ConfigError(
-            f"config.best_metric={config.best_metric!r} is none of the metrics: "
-            f"{', '.join(('loss', *metrics))}."
-        )
-    options = Options(
-        clip=config.clip,
-        penalty=config.penalty,
-        weight_decay=dataclasses.replace(config.weight_decay, rate=decay_rate),
-        ema=config.ema,
-        loss_scale=config.loss_scale,
-        micro_batches=config.micro_batches,
-        jit_compile=config.jit_compile,
-    )
+    loss = _loss(recipe)
+    functions, keras_metrics = _metrics(recipe, model)
     factor = None
     if config.schedule != ScheduleConfig():
         factor = rate_factor(
             config.schedule, train_steps=config.train_steps, batch_size=config.batch_size
         )
     make = partial(recipe.build_learner, config) if recipe.build_learner else Learner
-    loss = _loss(recipe)
     with errors_explained(f"build_learner(config, **parts) of {recipe.path}"):
         learner = make(
             model=model,
-            optimizer=optimizer,
+            optimizer=adopted.optimizer,
             loss=loss,
-            metrics=metrics,
+            metrics=functions,
+            keras_metrics=keras_metrics,
             batch_size=config.batch_size,
             rate_factor=factor,
             options=options,
             origin=origin,
         )
     _check_learner(learner, recipe)
+    learner.notes += [*adopted.notes, *advice(model, recipe, loss)]
     return learner
+
+
+def _options(config: Config, adopted: Adopted) -> Options:
+    """The options of `config`, with the settings that the user gave to the optimizer instead."""
+    clip = _merged("clip", config.clip, adopted.clip)
+    clip.check()
+    return Options(
+        clip=clip,
+        penalty=config.penalty,
+        weight_decay=_merged("weight_decay", config.weight_decay, adopted.weight_decay),
+        ema=_merged("ema", config.ema, adopted.ema),
+        loss_scale=_merged("loss_scale", config.loss_scale, adopted.loss_scale),
+        micro_batches=config.micro_batches,
+        jit_compile=config.jit_compile,
+        class_weight=config.class_weight,
+    )
+
+
+def _merged(name: str, ours: Group, of_optimizer: Group) -> Group:
+    default, changes = vars(type(ours)()), {}
+    for key, value in vars(of_optimizer).items():
+        if value in (default[key], vars(ours)[key]):
+            continue
+        if vars(ours)[key] != default[key]:
+            raise ConfigError(
+                f"The optimizer has a setting for config.{name}.{key}, {value}, and the config has "
+                f"another: {vars(ours)[key]}. Leave one of them out."
+            )
+        changes[key] = value
+    return dataclasses.replace(ours, **changes)
 
 
 def _check_learner(learner: object, recipe: Recipe) -> None:
@@ -365,37 +407,83 @@ def _freeze(model: keras.Model, pattern: str) -> None:
         )
 
 
-def _loss(recipe: Recipe) -> PerExample:
+def _loss(recipe: Recipe) -> PerExample | KerasLoss:
     smoothing = recipe.config.label_smoothing
     if recipe.loss is None:
+        _refuse_loss_weights(recipe, "the default loss")
         return smoothed_crossentropy(smoothing)
     if smoothing:
         raise ConfigError(
             f"config.label_smoothing={smoothing} is for the default loss, but {recipe.path} "
             "defines another. Smooth the labels in it, or leave label_smoothing out."
         )
+    if is_keras(recipe.loss):
+        return KerasLoss(recipe.loss, recipe.loss_weights)
+    if not callable(recipe.loss):
+        raise ConfigError(
+            f"loss of {recipe.path} is {recipe.loss!r}, but must be a name of keras.losses, an "
+            "object of it, a function of (labels, outputs), or a list or dict of these by output."
+        )
+    _refuse_loss_weights(recipe, "a function")
     return recipe.loss
 
 
-def _optimizer(recipe: Recipe) -> tuple[keras.Optimizer, float]:
-    config, rate = recipe.config, recipe.config.weight_decay.rate
-    if recipe.build_optimizer is not None:
-        with errors_explained(f"build_optimizer(config) of {recipe.path}"):
-            optimizer = recipe.build_optimizer(config)
-        schedules = keras.optimizers.schedules.LearningRateSchedule
-        own_schedule = isinstance(getattr(optimizer, "_learning_rate", None), schedules)
-        if own_schedule and config.schedule != ScheduleConfig():
-            raise ConfigError(
-                f"build_optimizer() of {recipe.path} gives its optimizer a schedule, and "
-                f"config.schedule is another: {config.schedule}. Give the optimizer "
-                "config.learning_rate, or leave config.schedule out."
-            )
-        return optimizer, rate
-    supported = supported_optimizers()
-    if config.optimizer.lower() not in supported:
+def _refuse_loss_weights(recipe: Recipe, loss: str) -> None:
+    if recipe.loss_weights is not None:
         raise ConfigError(
-            f"config.optimizer={config.optimizer!r} is none of the optimizers that a name alone "
-            f"can choose: {', '.join(sorted(supported))}. Use one of them, or define "
-            "build_optimizer(config) in the config file."
+            f"loss_weights of {recipe.path} are for several losses, a list or dict, but the loss "
+            f"is {loss}. Leave loss_weights out."
         )
-    return optimizer_named(config.optimizer.lower(), config.learning_rate, rate)
+
+
+def _metrics(
+    recipe: Recipe, model: keras.Model
+) -> tuple[Mapping[str, PerExample], KerasMetrics | None]:
+    """The metrics that are functions of each example, by name, and the metrics of Keras."""
+    metrics = _default_metrics(recipe.loss) if recipe.metrics is None else recipe.metrics
+    names = getattr(model, "output_names", None) or ()
+    functions, others = split_metrics("metrics", metrics, names)
+    unweighted, weighted = split_metrics("weighted_metrics", recipe.weighted_metrics or [], names)
+    if unweighted:
+        raise ConfigError(
+            f"weighted_metrics of {recipe.path} has functions by name, {', '.join(unweighted)}, "
+            "which get no weights. Give a list: weighted_metrics = [function, ...]."
+        )
+    return functions, KerasMetrics(others, weighted) if others or weighted else None
+
+
+def _default_metrics(loss: object) -> object:
+    """Accuracy for classes, nothing for numbers."""
+    if not is_keras(loss):
+        return {"accuracy": accuracy}
+    name = getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__)
+    is_of_classes = "crossentropy" in name.lower() or name == "ce"
+    return ["accuracy"] if is_of_classes else []
+
+
+def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
+    config = recipe.config
+    if recipe.build_optimizer is not None:
+        name = f"build_optimizer(config) of {recipe.path}"
+        with errors_explained(name):
+            made = recipe.build_optimizer(config)
+    elif isinstance(config.optimizer, str):
+        supported = supported_optimizers()
+        if config.optimizer.lower() not in supported:
+            raise ConfigError(
+                f"config.optimizer={config.optimizer!r} is none of the optimizers that a name "
+                f"alone can choose: {', '.join(sorted(supported))}. Use one of them, or define "
+                "build_optimizer(config) in the config file."
+            )
+        rate = config.weight_decay.rate
+        optimizer, rate = optimizer_named(config.optimizer.lower(), config.learning_rate, rate)
+        return Adopted(optimizer, weight_decay=WeightDecayConfig(rate=rate))
+    else:
+        made, name = with_learning_rate(config.optimizer, config.learning_rate), "config.optimizer"
+    optimizer = made_optimizer(made, name, config.learning_rate)
+    if has_schedule(optimizer) and config.schedule != ScheduleConfig():
+        raise ConfigError(
+            f"{name} has a schedule, and config.schedule is another: {config.schedule}. Give the "
+            "optimizer config.learning_rate, or leave config.schedule out."
+        )
+    return adopt(optimizer, model.trainable_variables)

@@ -9,14 +9,20 @@ A config file is a user's whole plug-in. It defines
 | --- | --- | --- |
 | `get_config()` | yes | returns a Config, or a dataclass derived from it with more fields |
 | `build_model(config)` | yes | returns a built keras.Model; labels and outputs go to `loss` |
-| `build_optimizer(config)` | no | returns a keras.Optimizer; else `config.optimizer` by name |
-| `parse(serialized)` | no | string [B] -> (inputs, labels); else made from dataset_info.json |
+| `build_optimizer(config)` | no | returns a keras.Optimizer, its config or name |
+| `parse(serialized)` | no | string [B] -> (inputs, labels) or (inputs, labels, weights) |
 | `augment(inputs, labels, seeds)` | no | -> (inputs, labels) of training; seeds int32 [B, 2] |
-| `loss(labels, outputs)` | no | -> [B]; else softmax cross entropy of integer labels and logits |
-| `metrics` | no | {name: function(labels, outputs) -> [B]}; else accuracy |
+| `loss` | no | a function (labels, outputs) -> [B], or a loss of Keras, or several by output |
+| `loss_weights` | no | the factors of several losses, a list or a dict |
+| `metrics` | no | {name: function(labels, outputs) -> [B]}, or metrics of Keras |
+| `weighted_metrics` | no | metrics of Keras that use the weights of examples |
 | `build_learner(config, **parts)` | no | returns a Learner; `parts` are its arguments, built |
 | `build_hooks(config, model_dir)` | no | returns a list of trainer.hooks.base.Hook, for the chief |
 | `build_callbacks(config)` | no | returns a list of callbacks of Keras: docs/keras.md |
+
+Without `parse`, examples are parsed as dataset_info.json says. The default loss is the softmax
+cross entropy of labels, integer or one-hot, and logits; the default metric is accuracy, where
+labels are classes. docs/keras.md has losses and metrics of Keras.
 
 `parse` and `augment` must treat each example independently of B: they may get several batches at
 once, or a part of a batch. Random numbers must come from the seeds: use
@@ -35,7 +41,7 @@ import dataclasses
 import difflib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -63,6 +69,8 @@ if TYPE_CHECKING:
     from data.reader import Augment, Parse
     from trainer.hooks.base import Hook
     from trainer.learner import Learner
+    from trainer.step.keras_losses import LossSpec
+    from trainer.step.keras_metrics import MetricSpec
     from trainer.step.losses import PerExample
 
 log = logging.getLogger(__name__)
@@ -119,7 +127,8 @@ class Config:
         batch_size: Examples per step, over all replicas. Under asynchronous ps each
             worker's gradient is a step, and covers batch_size examples.
         eval_batch_size: Examples evaluated at a time; 0 means batch_size.
-        optimizer: A name in keras.optimizers, where the file has no build_optimizer.
+        optimizer: A name in keras.optimizers, or a config dict as of keras.optimizers.serialize,
+            where the file has no build_optimizer.
         learning_rate: Given to that optimizer; `schedule` multiplies it.
         train_steps: The step at which training ends.
         steps_per_call: The most steps in one call of the graph, between checks of the hooks.
@@ -129,8 +138,8 @@ class Config:
         keep_checkpoints: The number of newest checkpoints that are kept, in addition to the best.
         recover_from_nan: The number of times in a run that training, after a NaN loss, goes back
             to the last checkpoint, and skips the examples that were consumed since.
-        best_metric: The evaluation metric whose best checkpoint is kept; the lower the better for
-            `loss`, the higher for others.
+        best_metric: The evaluation metric whose best checkpoint is kept: the lowest for a loss,
+            and for an error of keras.metrics; the highest for others.
         histogram_every_steps: TensorBoard histograms of variables and gradients; 0 is never.
         profile_first_step: Where the profiler starts; 0 is never.
         profile_num_steps: The number of steps that it records.
@@ -144,6 +153,8 @@ class Config:
         label_smoothing: The part of each label's probability that is spread over all classes
             (Szegedy et al., "Rethinking the Inception Architecture", 2016), in training and
             evaluation. Only for the default loss.
+        class_weight: The weight in training of each class, by its index; 1 for others. A weight
+            multiplies the loss of an example.
         freeze: Pattern of the paths of layers not to train, for example "conv"; empty trains all. A
             frozen BatchNormalization does not move its statistics either.
         schedule, clip, penalty, weight_decay, ema, loss_scale, early_stopping, warm_start: See
@@ -156,7 +167,7 @@ class Config:
     seed: int = at_least(0, 0)
     batch_size: int = at_least(1, 64)
     eval_batch_size: int = at_least(0, 0)
-    optimizer: str = "adam"
+    optimizer: str | dict[str, Any] = "adam"  # Any: the settings of an optimizer have no type.
     learning_rate: float = 0.001
     train_steps: int = at_least(1, 1000)
     steps_per_call: int = at_least(1, 50)
@@ -174,6 +185,7 @@ class Config:
     precision: str = "float32"
     jit_compile: bool = False
     label_smoothing: float = 0.0
+    class_weight: dict[int, float] = field(default_factory=dict)
     freeze: str = ""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
@@ -196,8 +208,10 @@ class Recipe:
     build_optimizer: Callable[[Config], "keras.Optimizer"] | None = None
     parse: "Parse | None" = None
     augment: "Augment | None" = None
-    loss: "PerExample | None" = None
-    metrics: Mapping[str, "PerExample"] | None = None
+    loss: "PerExample | LossSpec | None" = None
+    loss_weights: Mapping[str, float] | Sequence[float] | None = None
+    metrics: "MetricSpec | None" = None
+    weighted_metrics: "MetricSpec | None" = None
     build_hooks: Callable[[Config, str], Iterable["Hook"]] | None = None
     build_learner: Callable[..., "Learner"] | None = None
     build_callbacks: Callable[[Config], Iterable["keras.callbacks.Callback"]] | None = None

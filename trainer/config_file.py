@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from trainer import tf_setup
 from trainer.exit_codes import first_line
 from trainer.step.options import ConfigError
 
@@ -31,6 +32,8 @@ _LIBRARIES = tuple(
 )
 # A line of a traceback, also of AutoGraph's, which is a part of the error's message.
 _PLACE = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
+# At the left margin, so when the file is imported.
+_IMPORTS_KERAS = re.compile(r"^(import|from) (keras|tensorflow)\b", re.MULTILINE)
 # Errors of other tasks: a user's code did not cause them.
 _LOSSES = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
 
@@ -56,7 +59,8 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     """
     modules_before, had_tensors = set(sys.modules), _has_tensors()
     try:
-        module = _import_file(place) if _is_file_name(place) else _import_name(place)
+        with _metrics_without_variables(place):
+            module = _import_file(place) if _is_file_name(place) else _import_name(place)
     except ConfigError:
         raise
     except Exception as error:  # A user's code, which may fail in any way.
@@ -71,6 +75,31 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     files = {str(getattr(each, "__file__", None) or "") for each in loaded}
     own = str(module.__file__)
     return module, (own, *sorted(file for file in files - {own} if _is_users(file)))
+
+
+@contextlib.contextmanager
+def _metrics_without_variables(place: str) -> Iterator[None]:
+    """Within it, objects of keras.metrics create no variables: a config file only describes them.
+
+    Each run makes its own metrics from them (trainer/step/keras_metrics.py).
+    """
+    path = Path(place if _is_file_name(place) else place.replace(".", "/") + ".py")
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    if "keras" not in sys.modules and not _IMPORTS_KERAS.search(text):
+        yield
+        return
+    # As tasks do, and not as the file would: in less time, without TensorFlow's own messages.
+    tf_setup.set_environment()
+    tf_setup.import_tensorflow()
+    import keras
+
+    kind = keras.metrics.Metric
+    add_variable = kind.add_variable
+    kind.add_variable = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        kind.add_variable = add_variable
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.guards.signals import StopSignals
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.writers import Console, Lossy, TensorBoard
-from trainer.inputs import check_batches, fitted_to_model, input_specs, open_inputs
+from trainer.inputs import build_metrics, check_batches, fitted_to_model, input_specs, open_inputs
 from trainer.preflight import check_model_dir, finished_result
 from trainer.run_files import RunFiles
 from trainer.task_spec import TaskSpec
@@ -56,6 +56,7 @@ def follow(spec: TaskSpec, signals: StopSignals) -> int:
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))
     inputs = fitted_to_model(inputs, spec.recipe, learner.model)
+    build_metrics(inputs, learner, spec.recipe)
     check_batches(inputs, learner, spec.recipe)
     executor.start_evaluation(learner, inputs.evaluation)
     checkpointer = build_checkpointer(spec.recipe, spec.model_dir, inputs, learner)

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from data.autograph import autograph, no_autograph
@@ -32,6 +31,7 @@ from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
+from trainer.step.keras_losses import is_keras
 from trainer.step.losses import PerExample
 
 log = logging.getLogger(__name__)
@@ -205,13 +205,14 @@ def input_specs(inputs: Inputs, recipe: Recipe) -> Batch:
     what = f"parse(serialized) of {recipe.path}"
     with errors_explained(what, _PARSE_HINT):
         specs = inputs.train.parsed_specs
-    if not isinstance(specs, tuple) or len(specs) != 2:
+    if not isinstance(specs, tuple) or len(specs) not in (2, 3):
         shapes = tf.nest.map_structure(_described, specs)
         raise ConfigError(
-            f"{what} must return a pair, (inputs, labels), but returned {shapes}. If there are no "
-            "labels, return zeros: return inputs, tf.zeros([tf.shape(serialized)[0]])."
+            f"{what} must return (inputs, labels) or (inputs, labels, weights), but returned "
+            f"{shapes}. If there are no labels, return zeros: "
+            "return inputs, tf.zeros([tf.shape(serialized)[0]])."
         )
-    for part, spec in zip(("inputs", "labels"), specs, strict=True):
+    for part, spec in zip(("inputs", "labels", "weights"), specs, strict=False):
         for each in tf.nest.flatten(spec):
             if each.shape.rank == 0:
                 raise ConfigError(
@@ -219,6 +220,49 @@ def input_specs(inputs: Inputs, recipe: Recipe) -> Batch:
                     f"{_described(each)}.{_PARSE_HINT}"
                 )
     return specs[0]
+
+
+def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
+    """Prepares the loss and the metrics of `learner` for the labels that `parse` returns.
+
+    Raises ConfigError if they do not fit.
+    """
+    specs, labels, *weights = inputs.train.parsed_specs
+    if recipe.config.class_weight and (weights or tf.nest.is_nested(labels)):
+        other = "weights of examples too" if weights else "several labels"
+        raise ConfigError(
+            f"config.class_weight is for one label an example, but parse() of {recipe.path} "
+            f"returns {other}. Multiply the weights in parse()."
+        )
+    has_default_accuracy = recipe.metrics is None and recipe.loss is not None
+    if has_default_accuracy or is_keras(recipe.loss) or learner.keras_metrics:
+        taken = tf.nest.map_structure(
+            lambda spec: keras.KerasTensor((None, *spec.shape[1:]), spec.dtype.name), specs
+        )
+        outputs = learner.model.compute_output_spec(taken)
+        if has_default_accuracy and not _are_classes(labels, outputs):
+            learner.leave_out_accuracy()
+        learner.build_metrics(labels, outputs)
+    check_best_metric(recipe.config, learner)
+
+
+def check_best_metric(config: Config, learner: Learner) -> None:
+    """Raises ConfigError if no metric of `learner` has the name config.best_metric."""
+    if config.best_metric not in learner.metric_names:
+        raise ConfigError(
+            f"config.best_metric={config.best_metric!r} is none of the metrics: "
+            f"{', '.join(learner.metric_names)}."
+        )
+
+
+def _are_classes(labels: Batch, outputs: Batch) -> bool:
+    """Returns True if labels are classes, integer or one-hot, and outputs a value for each."""
+    if tf.nest.is_nested(labels) or tf.nest.is_nested(outputs):
+        return False
+    num_classes = outputs.shape[-1] if len(outputs.shape) == 2 else 1
+    if labels.shape.rank == 1:
+        return bool(labels.dtype.is_integer and num_classes != 1)
+    return bool(labels.shape.rank == 2 and labels.shape[-1] == num_classes != 1)
 
 
 def _described(spec: tf.TensorSpec | tf.Tensor) -> str:
@@ -236,7 +280,7 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
     for reader in (inputs.train, inputs.evaluation):
         where = f"The first batch of split {reader.split.name!r}"
         with data_errors_explained(inputs):
-            examples, labels = batch_at(reader, 0)
+            examples, labels, *weights = batch_at(reader, 0)
         try:
             outputs = learner.model(examples, training=False)
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
@@ -250,7 +294,7 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
                 f"takes {taken}. {first_line(error)}"
             ) from error
         if recipe.loss is None:
-            _check_labels(where, labels.numpy(), outputs.shape[-1])
+            _check_labels(where, labels, outputs.shape[-1])
         num_examples = tf.nest.flatten(examples)[0].shape[0]
         shapes = tf.nest.map_structure(_described, (labels, outputs))
         given = f"labels: {shapes[0]}, outputs: {shapes[1]}"
@@ -260,6 +304,11 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
             with errors_explained(what, f"\n  {given}"):
                 shape = _shape_of(function, labels, outputs)
             _check_shape(what, shape, num_examples)
+        if learner.keras_metrics and num_examples > 1:
+            with errors_explained(f"{where}: the metrics of {recipe.path}", f"\n  {given}"):
+                learner.keras_metrics.require_sums(labels, outputs)
+        for weight in tf.nest.flatten(weights):
+            _check_weights(where, weight, num_examples)
 
 
 def batch_at(reader: Reader, batch: int) -> Batch:
@@ -341,11 +390,11 @@ def _check_augment(inputs: Inputs, recipe: Recipe) -> None:
     seeds = tf.constant(reader.order.seeds(0, 1)[0])
     # In a graph and for any number of examples, as in training.
     specs = tf.nest.map_structure(
-        lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), (*batch, seeds)
+        lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), (*batch[:2], seeds)
     )
     what = f"augment(inputs, labels, seeds) of {recipe.path}"
     with errors_explained(what):
-        returned = tf.function(reader.augment, input_signature=specs)(*batch, seeds)
+        returned = tf.function(reader.augment, input_signature=specs)(*batch[:2], seeds)
     num_examples = reader.order.batch_size
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     shapes = [getattr(value, "shape", None) for value in tf.nest.flatten(returned)]
@@ -384,14 +433,27 @@ def _check_shape(what: str, shape: tf.TensorShape | None, num_examples: int) -> 
     )
 
 
-def _check_labels(where: str, labels: np.ndarray, num_classes: int) -> None:
-    if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
+def _check_weights(where: str, weights: tf.Tensor, num_examples: int) -> None:
+    is_number = weights.dtype.is_floating or weights.dtype.is_integer
+    if not is_number or weights.shape.rank == 0 or weights.shape[0] != num_examples:
         raise DataError(
-            f"{where} has labels {labels.dtype}{list(labels.shape)}, but the loss needs one "
-            "integer an example. Define `loss` in the config file for other labels."
+            f"{where} has weights {_described(weights)} for {num_examples} examples, but needs "
+            "a number for each, [n]. parse() returns (inputs, labels, weights)."
         )
-    if labels.min() < 0 or labels.max() >= num_classes:
+
+
+def _check_labels(where: str, labels: tf.Tensor, num_classes: int) -> None:
+    if labels.dtype.is_floating and labels.shape.rank == 2 and labels.shape[1] == num_classes:
+        return  # One-hot, or probabilities.
+    if not labels.dtype.is_integer or labels.shape.rank != 1:
         raise DataError(
-            f"{where} has labels from {labels.min()} to {labels.max()}, but the model has "
+            f"{where} has labels {labels.dtype.name}{list(labels.shape)}, but the default loss "
+            f"needs an integer for each example, or {num_classes} probabilities. Define `loss` in "
+            "the config file for other labels: loss = 'mse' for numbers."
+        )
+    values = labels.numpy()
+    if values.min() < 0 or values.max() >= num_classes:
+        raise DataError(
+            f"{where} has labels from {values.min()} to {values.max()}, but the model has "
             f"{num_classes} outputs. Labels must be 0 to {num_classes - 1}."
         )

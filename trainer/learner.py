@@ -30,9 +30,12 @@ import tensorflow as tf
 
 from data.autograph import autograph, no_autograph
 from strategies.base import Batch, read_now
+from strategies.metrics import Metrics
 from trainer.step.ema import ExponentialMovingAverage
 from trainer.step.fused_updates import fused_update, supports
 from trainer.step.gradients import Gradient, add_gradients, clip_gradients, to_dense
+from trainer.step.keras_losses import KerasLoss, class_weights, output_names, weighted
+from trainer.step.keras_metrics import KerasMetrics
 from trainer.step.loss_scale import LossScale, all_finite, computes_in_float16, unscaled
 from trainer.step.losses import PerExample, metric_totals, require_per_example
 from trainer.step.optimizers import check_optimizer
@@ -70,6 +73,8 @@ class Learner:
         variables: The trainable variables, in the order of `gradients`.
         step: The optimizer's counter, an integer scalar; it also counts steps that float16 skips.
         needs_seeds: True if the model has random layers, which draw from the examples' seeds.
+        keras_metrics: The metrics that are not functions of one example; None if there are none.
+        notes: What the user should know about the model, the loss and the optimizer.
         loss_scale: The scale of the loss if the model computes in float16, else None.
     """
 
@@ -77,10 +82,11 @@ class Learner:
         self,
         model: keras.Model,
         optimizer: keras.Optimizer,
-        loss: PerExample,
+        loss: PerExample | KerasLoss,
         metrics: Mapping[str, PerExample],
         *,
         batch_size: int,
+        keras_metrics: KerasMetrics | None = None,
         rate_factor: RateFactor | None = None,
         options: Options | None = None,
         origin: str = "",
@@ -89,6 +95,7 @@ class Learner:
 
         `batch_size` is that of a step, over all replicas. `rate_factor` multiplies the optimizer's
         learning rate. `origin` is the source of the weights, in words; empty if initialised.
+        A learner with `keras_metrics` needs a call of `build_metrics` before its first step.
 
         Raises:
             OptimizerError: the optimizer has a setting that would be ignored, or the model has
@@ -100,7 +107,10 @@ class Learner:
         self.optimizer = optimizer
         self.step: tf.Variable = optimizer.iterations.value
         self.origin = origin
-        self._loss = autograph(loss)
+        self.keras_metrics = keras_metrics
+        self.notes: list[str] = []
+        self._loss = loss if isinstance(loss, KerasLoss) else autograph(loss)
+        self._output_losses: Sequence[str] = ()  # Outputs whose loss is also reported alone.
         self._metrics = {name: autograph(metric) for name, metric in metrics.items()}
         self.batch_size = batch_size
         self.needs_seeds = bind(model)
@@ -130,15 +140,55 @@ class Learner:
             compiled = tf.function(self._differentiate_at, jit_compile=True, autograph=False)
             self._differentiate_with_xla = compiled
 
+    @no_autograph
+    def build_metrics(self, labels: Batch, outputs: Batch) -> None:
+        """Prepares what depends on the shapes of `labels` and `outputs`, nests of specs.
+
+        Raises ConfigError if a metric does not fit them.
+        """
+        names = output_names(self.model, outputs)
+        if isinstance(self._loss, KerasLoss) and len(names) > 1:
+            self._output_losses = self._loss.outputs_with_loss(names)
+        if self.keras_metrics:
+            self.keras_metrics.build(labels, outputs, names)
+
+    def leave_out_accuracy(self) -> None:
+        """Leaves out the default metric, where labels are not classes."""
+        self._metrics.pop("accuracy", None)
+
     @property
     def metric_names(self) -> Sequence[str]:
         """`loss`, then the names of the metrics."""
-        return tuple(self.functions)
+        return (*self._mean_names, *(self.keras_metrics.names if self.keras_metrics else ()))
+
+    @property
+    def _mean_names(self) -> Sequence[str]:
+        return ("loss", *(f"{name}_loss" for name in self._output_losses), *self._metrics)
+
+    @property
+    def num_totals(self) -> int:
+        """The size of the metric totals: a total and a count of each mean, then other states."""
+        num_states = self.keras_metrics.size if self.keras_metrics else 0
+        return 2 * len(self._mean_names) + num_states
+
+    def to_metrics(self, totals: npt.NDArray[np.float64]) -> Metrics:
+        """What summed metric totals, float64 [num_totals], mean."""
+        names = self._mean_names
+        pairs = totals[: 2 * len(names)].reshape(-1, 2).tolist()
+        named = {name: (total, count) for name, (total, count) in zip(names, pairs, strict=True)}
+        results = self.keras_metrics.results if self.keras_metrics else None
+        return Metrics(named, totals[2 * len(names) :], results)
+
+    def is_better_lower(self, metric: str) -> bool:
+        """Returns True for losses and errors, False for accuracies, for example."""
+        falling = self.keras_metrics.falling if self.keras_metrics else ()
+        losses = ("loss", *(f"{name}_loss" for name in self._output_losses))
+        return metric in losses or metric in falling
 
     @property
     def functions(self) -> Mapping[str, PerExample]:
-        """The function of each of `metric_names`: (labels, outputs) -> [B]."""
-        return {"loss": self._loss, **self._metrics}
+        """The loss, and each metric that is a function: (labels, outputs) -> [B]."""
+        return {"loss": self._loss_values, **self._metrics}
 
     @property
     def learning_rate(self) -> float:
@@ -172,9 +222,9 @@ class Learner:
     def gradients(self, batch: Batch, *, training: bool = True) -> tuple[list[Gradient], tf.Tensor]:
         """Returns this replica's part of the gradient, and the metric totals of its examples.
 
-        `batch` is (inputs, labels), each of B examples; then their seeds, int32 [B, 2], if
-        `needs_seeds`. There is a gradient for each of `variables`, None where the loss does not
-        depend on it. The totals are float64 [metrics, 2].
+        `batch` is (inputs, labels), each of B examples; then their weights, if `parse` returns
+        some; then their seeds, int32 [B, 2], if `needs_seeds`. There is a gradient for each of
+        `variables`, None where the loss does not depend on it. The totals are float64 [num_totals].
 
         Raises ValueError, while tracing, if the loss or a metric is not one value per example.
         """
@@ -252,11 +302,15 @@ class Learner:
         scale: tf.Tensor | None,
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Returns the gradient with respect to `sources` (`variables`, or values), and totals."""
-        inputs, labels, *seeds = batch
+        inputs, labels, *others = batch
+        seeds = [others.pop()] if self.needs_seeds and others else []
+        weights = others[0] if others else None
+        if self._options.class_weight and weights is None:
+            weights = class_weights(labels, self._options.class_weight)
         with tf.GradientTape() as tape:
             tape.watch(sources)
             outputs = self.forward(inputs, *seeds, training=training)
-            losses = self._losses(labels, outputs)
+            losses = self._losses(labels, outputs, weights)
             loss = tf.reduce_sum(losses) / self.batch_size
             if penalties := self._penalties():
                 penalty = functools.reduce(operator.add, penalties)
@@ -268,12 +322,19 @@ class Learner:
         gradients = tape.gradient(scaled, sources)
         if scale is not None:
             gradients = unscaled(gradients, scale)
-        return gradients, self.measure(labels, outputs, losses)
+        return gradients, self.measure(labels, outputs, losses, weights=weights)
 
-    def _losses(self, labels: Batch, outputs: Batch) -> tf.Tensor:
+    def _losses(self, labels: Batch, outputs: Batch, weights: Batch | None = None) -> tf.Tensor:
         """Returns the loss of each example, float32 [B]: a sum in 16 bits would lose precision."""
-        value = self._loss(labels, outputs)
+        value = self._loss_values(labels, outputs, weights)
         return tf.cast(require_per_example("loss", value, labels, outputs), tf.float32)
+
+    def _loss_values(
+        self, labels: Batch, outputs: Batch, weights: Batch | None = None
+    ) -> tf.Tensor:
+        if isinstance(self._loss, KerasLoss):
+            return self._loss(labels, outputs, output_names(self.model, outputs), weights)
+        return weighted(self._loss(labels, outputs), weights)
 
     def _penalties(self) -> list[tf.Tensor]:
         """Returns the penalties of the options, [], and of the layers, [] or [B]: float32."""
@@ -355,9 +416,13 @@ class Learner:
         self.optimizer.update_step(gradient, variable, rate)
 
     def _rate(self, step: tf.Tensor) -> tf.Tensor:
-        rate = self.optimizer.learning_rate
+        rate = self.optimizer._learning_rate
         if isinstance(rate, keras.Variable):
             rate = read_now(rate.value)
+        elif isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            rate = rate(step)
+        else:  # A function without arguments.
+            rate = self.optimizer.learning_rate
         return rate if self._rate_factor is None else rate * self._rate_factor(step)
 
     @property
@@ -366,9 +431,10 @@ class Learner:
 
     @no_autograph
     def evaluate(self, batch: Batch) -> tf.Tensor:
-        """Returns the metric totals of (inputs, labels, weights), float64 [metrics, 2].
+        """Returns the metric totals of (inputs, labels, counts), float64 [num_totals].
 
-        A weight, [B], is 1 for an example that counts, and 0 for padding.
+        `counts`, [B], is 1 for an example that counts, and 0 for padding. Before it come the
+        weights of the examples, if `parse` returns some.
         """
         averages = self._ema.shadow_variables if self._ema else ()
         return self.evaluate_at(batch, [tf.convert_to_tensor(average) for average in averages])
@@ -382,24 +448,41 @@ class Learner:
     @no_autograph
     def evaluate_at(self, batch: Batch, values: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns `evaluate(batch)` at `values`, read from the first of `evaluation_inputs`."""
-        inputs, labels, weights = batch
+        inputs, labels, *others, counts = batch
+        weights = others[0] if others else None
         mapping = list(zip(self._keras_variables, values, strict=False))
         with keras.StatelessScope(state_mapping=mapping):  # Nothing is assigned.
             outputs = self.model(inputs, training=False)
-        return self.measure(labels, outputs, self._losses(labels, outputs), weights)
+        losses = self._losses(labels, outputs, weights)
+        return self.measure(labels, outputs, losses, counts, weights=weights)
 
     @no_autograph
     def measure(
-        self, labels: Batch, outputs: Batch, losses: tf.Tensor, weights: tf.Tensor | None = None
+        self,
+        labels: Batch,
+        outputs: Batch,
+        losses: tf.Tensor,
+        counts: tf.Tensor | None = None,
+        *,
+        weights: Batch | None = None,
     ) -> tf.Tensor:
-        """Returns (total, count) of `losses`, [B], and of each metric: float64 [metrics, 2].
+        """Returns the totals of `losses`, [B], and of each metric: float64 [num_totals].
 
-        Examples of weight 0 do not count.
+        Examples of which `counts` is 0 do not count. `weights` are those of the examples.
         """
         values = [losses]
+        if self._output_losses:
+            assert isinstance(self._loss, KerasLoss)
+            names = output_names(self.model, outputs)
+            of_outputs = self._loss.by_output(labels, outputs, names, weights)
+            values += [of_outputs[name] for name in self._output_losses]
         for name, metric in self._metrics.items():
             values.append(require_per_example(name, metric(labels, outputs), labels, outputs))
-        return metric_totals(values, weights)
+        totals = metric_totals(values, counts)
+        if self.keras_metrics is None:
+            return totals
+        states = self.keras_metrics.update(labels, outputs, weights, counts)
+        return tf.concat([totals, states], axis=0)
 
 
 def _micro_batch(batch: Batch, index: int, num_parts: int) -> Batch:

@@ -20,7 +20,14 @@ from trainer.checkpoints.checkpointer import ModelDirError, Saved
 from trainer.config import Config, Recipe, data_dir, to_json
 from trainer.exit_codes import EXIT_DONE
 from trainer.hooks.callbacks import build_callbacks
-from trainer.inputs import Inputs, check_batches, fitted_to_model, input_specs, open_inputs
+from trainer.inputs import (
+    Inputs,
+    build_metrics,
+    check_batches,
+    fitted_to_model,
+    input_specs,
+    open_inputs,
+)
 from trainer.run_files import Document, RunFiles
 
 _PROBE_BYTES = 1 << 16  # Not 0: an empty file fits on a full disk.
@@ -78,6 +85,7 @@ def preflight(recipe: Recipe, model_dir: str) -> Findings:
     specs = input_specs(inputs, recipe)
     learner, groups = dry_run(lambda: build_learner(recipe, specs))
     inputs = fitted_to_model(inputs, recipe, learner.model)
+    build_metrics(inputs, learner, recipe)
     check_batches(inputs, learner, recipe)
     saved = build_checkpointer(recipe, model_dir, inputs, learner).check()
     return Findings(recipe, inputs, groups, saved)

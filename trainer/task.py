@@ -48,6 +48,7 @@ from trainer.hooks.base import Hook
 from trainer.hooks.writers import Console
 from trainer.inputs import (
     Inputs,
+    build_metrics,
     check_batches,
     data_errors_explained,
     fitted_to_model,
@@ -267,6 +268,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))
     inputs = fitted_to_model(inputs, spec.recipe, learner.model)
+    build_metrics(inputs, learner, spec.recipe)
     if not spec.is_checked:
         check_batches(inputs, learner, spec.recipe)
     train = dataclasses.replace(inputs.train, gives_seeds=learner.needs_seeds)
@@ -368,6 +370,8 @@ def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: in
         console.say(f"resuming from step {first_step:,}")
     elif parts.learner.origin:
         console.say(parts.learner.origin)
+    for note in parts.learner.notes:
+        console.say(f"note: {note}")
     document = _config_document(spec, inputs)
     return chief_hooks(parts, console, document, evaluates=not spec.has_evaluator)
 

@@ -23,7 +23,7 @@ from data.tickets import TicketSource
 from strategies.base import Batch, Learner, Position, Tensor, read_now, refuse_open_sub_batches
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.compression import Compression
-from strategies.metrics import Metrics, to_metrics
+from strategies.metrics import Metrics
 from strategies.ps.closures import (
     STEPS_PER_CLOSURE,
     Closure,
@@ -135,7 +135,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         for size in closure_sizes(num_steps, self.num_replicas, runs):
             tickets.append((self._next_batch, size))
             self._next_batch += size
-        totals = np.zeros([len(self._learner.metric_names), 2])
+        totals = np.zeros([self._learner.num_totals])
         while tickets:
             closures = []
             for first, size in tickets:
@@ -144,13 +144,13 @@ class AsynchronousExecutor(ParameterServerExecutor):
             self._join()
             tickets = []
             for first, closure in closures:
-                closure_totals, worker, ages = unpacked(fetched(closure), totals.shape)
+                closure_totals, worker, ages = unpacked(fetched(closure), len(totals))
                 totals += closure_totals
                 self._ages[f"worker {worker}"].update(ages.tolist())
                 # Batches of dropped gradients are handed out again, one by one.
                 tickets += [(first + int(i), 1) for i in np.flatnonzero(ages == DROPPED)]
         self._stopping = self._stop_requested
-        return to_metrics(self._learner.metric_names, totals), time.monotonic() - started
+        return self._learner.to_metrics(totals), time.monotonic() - started
 
 
 class _Steps:
@@ -218,9 +218,7 @@ class _Steps:
             worker, worker_at_step = this_worker()
             stacked = source.parse_ticket(ticket)
             num_steps = tf.shape(ticket["gather"])[0]
-            totals = tf.TensorArray(
-                tf.float64, num_steps, element_shape=[len(learner.metric_names), 2]
-            )
+            totals = tf.TensorArray(tf.float64, num_steps, element_shape=[learner.num_totals])
             ages = tf.TensorArray(tf.int64, num_steps, element_shape=[])
             for i in tf.range(num_steps):
                 batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
@@ -300,7 +298,7 @@ class _Steps:
 
 
 def _result(totals: Tensor, worker: Tensor, ages: Tensor) -> Tensor:
-    """`packed`, with the sum of `totals`, [steps, metrics, 2], of gradients that were applied."""
-    dropped = tf.equal(ages, DROPPED)[:, tf.newaxis, tf.newaxis]
+    """`packed`, with the sum of `totals`, [steps, num_totals], of gradients that were applied."""
+    dropped = tf.equal(ages, DROPPED)[:, tf.newaxis]
     applied = tf.reduce_sum(tf.where(dropped, tf.zeros_like(totals), totals), axis=0)
     return packed(applied, worker, ages)

@@ -4,12 +4,11 @@
     closure = Closure(function)                     # a function of a ticket; returns packed(...)
     value = closure.schedule(coordinator, ticket)   # for each ticket
     coordinator.join()
-    totals, worker, ages = unpacked(fetched(value), totals_shape)
+    totals, worker, ages = unpacked(fetched(value), num_totals)
 
 The chief does all of this for each closure while the worker waits, so it must be fast.
 """
 
-import math
 import time
 from collections.abc import Iterator
 
@@ -73,16 +72,16 @@ def packed(metric_totals: tf.Tensor, worker: tf.Tensor, ages: tf.Tensor) -> tf.T
 
     Indices of workers and ages of gradients have fewer than the 53 bits that float64 can hold.
     """
-    parts = [worker[tf.newaxis], ages, tf.reshape(metric_totals, [-1])]
+    parts = [worker[tf.newaxis], ages, metric_totals]
     return tf.concat([tf.cast(part, tf.float64) for part in parts], axis=0)
 
 
 def unpacked(
-    result: npt.NDArray[np.float64], totals_shape: tuple[int, ...]
+    result: npt.NDArray[np.float64], num_totals: int
 ) -> tuple[npt.NDArray[np.float64], int, npt.NDArray[np.int64]]:
     """The arguments of `packed`: metric totals, index of the worker, age of each gradient."""
-    worker, ages, totals = np.split(result, [1, len(result) - math.prod(totals_shape)])
-    return totals.reshape(totals_shape), int(worker[0]), ages.astype(np.int64)
+    worker, ages, totals = np.split(result, [1, len(result) - num_totals])
+    return totals, int(worker[0]), ages.astype(np.int64)
 
 
 def fetched(value: tf.distribute.coordinator.RemoteValue) -> npt.NDArray[np.float64]:

@@ -47,7 +47,7 @@ from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.gradients.coalescing import read_together
 from strategies.gradients.compression import Compression
-from strategies.metrics import Metrics, to_metrics
+from strategies.metrics import Metrics
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
 from strategies.ps.lookup_tables import capture_outside_of_branches
 from strategies.ps.placement import dry_run, place, placed
@@ -240,11 +240,11 @@ class ParameterServerExecutor(Executor):
         ]
         self._join()
         if first_batch == 0:
-            self._evaluation_totals = np.zeros([len(self._learner.metric_names), 2])
+            self._evaluation_totals = np.zeros([self._learner.num_totals])
         for closure in closures:
             self._evaluation_totals += fetched(closure)
         self._stopping = self._stop_requested
-        metrics = to_metrics(self._learner.metric_names, self._evaluation_totals)
+        metrics = self._learner.to_metrics(self._evaluation_totals)
         return metrics, time.monotonic() - started
 
     def _make_evaluate_closure(self) -> Closure:

@@ -45,7 +45,7 @@ class Play:
                 return self.step.assign_add(1)
 
         learner: Any = SimpleNamespace(
-            step=self.step, variables=[self.variable], metric_names=("loss",), apply=apply
+            step=self.step, variables=[self.variable], num_totals=2, apply=apply
         )
         strategy = tf.distribute.get_strategy()
         order = Order((80,), 8, BATCH, BATCH, window_batches=1, seed=0, shuffle=False)
@@ -129,7 +129,7 @@ class Play:
     def done(self, slot: int, assignment: list[int], gradient: float) -> None:
         """The worker of `slot` has computed its assignment: `gradient`, which is also its loss."""
         message = self.write(slot, assignment, gradient)
-        self.buffers.send(message, tf.constant([[gradient, 1.0]], tf.float64))
+        self.buffers.send(message, tf.constant([gradient, 1.0], tf.float64))
 
     def ended(self, slot: int) -> None:
         """The worker loop of `slot` has taken END_ASSIGNMENT."""
@@ -182,7 +182,7 @@ def test_each_round_sums_one_gradient_of_each_and_last_assignments_say_so(two: P
     assert call.result(TIMEOUT_SECS) == 3
     assert float(two.variable) == 2 * 111.0
     assert int(two.step) == 3
-    assert two.totals.tolist() == [[222.0, 6.0]]
+    assert two.totals.tolist() == [222.0, 6.0]
     assert two.counters.finished.tolist() == [3, 3]
     assert two.counters.examples.tolist() == [3 * BATCH // 2] * 2
     assert (two.slots.sub_batch == NONE).all()
@@ -237,7 +237,7 @@ def test_round_whose_gradient_was_overwritten_is_repeated(two: Play) -> None:
     two.done(1, second, 1.0)
     assert call.result(TIMEOUT_SECS) == 1
     assert float(two.variable) == 2.0
-    assert two.totals.tolist() == [[2.0, 2.0]]
+    assert two.totals.tolist() == [2.0, 2.0]
     assert two.counters.repeated.tolist() == [1, 1]
     assert two.counters.finished.tolist() == [1, 1]
 

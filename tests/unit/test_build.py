@@ -104,7 +104,7 @@ def test_two_schedules_are_refused() -> None:
 
     assert build_learner(recipe(Config(), build_optimizer=own)).learning_rate == pytest.approx(0.1)
     config = Config(schedule=ScheduleConfig(warmup_steps=5))
-    with pytest.raises(ConfigError, match="gives its optimizer a schedule"):
+    with pytest.raises(ConfigError, match=r"has a schedule, and config.schedule is another"):
         build_learner(recipe(config, build_optimizer=own))
 
 

@@ -122,10 +122,10 @@ def test_function_is_traced_once_and_then_scheduled_as_a_concrete_function() -> 
 
 
 def test_unpacked_inverts_packed() -> None:
-    sums = tf.constant([[0.1, 300.0], [1e-9, 2.0**40]], tf.float64)
+    sums = tf.constant([0.1, 300.0, 1e-9, 2.0**40], tf.float64)
     ages = tf.constant([0, -1, 2**40], tf.int64)
     result = packed(sums, tf.constant(7, tf.int64), ages).numpy()
-    found_sums, worker, found_ages = unpacked(result, (2, 2))
+    found_sums, worker, found_ages = unpacked(result, 4)
     np.testing.assert_array_equal(found_sums, sums)
     assert worker == 7
     assert found_ages.dtype == np.int64

@@ -471,7 +471,7 @@ def test_improvement_resets_the_count(split: Split, tmp_path: Path) -> None:
     done = []
     for step, value in enumerate(values):
         evaluate.latest, evaluate.latest_step = {"accuracy": value}, step
-        stop(step, {})
+        stop(step, Metrics())
         done.append(bool(stop.done))
     assert done == [False, False, False, False, False, True]
 
@@ -481,7 +481,7 @@ def test_skipped_float16_step_does_not_end_the_run_unless_all_are_skipped() -> N
     value, _, num_skipped = scale.variables
     hook = StopOnNonFinite(scale)
     hook.begin(0)
-    finite, damaged = {"loss": (1.0, 8.0)}, {"loss": (math.nan, 8.0)}
+    finite, damaged = (Metrics({"loss": (total, 8.0)}) for total in (1.0, math.nan))
     num_skipped.assign(1)
     hook(10, damaged)
     hook(20, finite)

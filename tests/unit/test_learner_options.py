@@ -164,9 +164,9 @@ def test_penalty_counts_once_for_the_variables_of_the_pattern(
     assert_close(weights(learner), [w - RATE * g for w, g in zip(before, gradients, strict=True)])
 
     plain = make_learner(Options())
-    loss = updater(plain)(batch).numpy()[0, 0] / BATCH
+    loss = updater(plain)(batch).numpy()[0] / BATCH
     penalty = 0.02 * np.abs(before[0]).sum() + 0.03 * (before[0] ** 2).sum()
-    assert sum(s.numpy()[0, 0] for s in sums) / BATCH == pytest.approx(loss + penalty, rel=1e-5)
+    assert sum(s.numpy()[0] for s in sums) / BATCH == pytest.approx(loss + penalty, rel=1e-5)
 
 
 @pytest.mark.parametrize("parts", [2, 5, 12])
@@ -233,7 +233,7 @@ def test_average_follows_the_weights_and_is_evaluated_and_exported(
     averaged.set_weights(expected)
     loss = sparse_categorical_crossentropy(batch[1], averaged(batch[0])).numpy().sum()
     for sums in found:
-        assert sums.numpy()[0, 0] == pytest.approx(loss, rel=1e-5)
+        assert sums.numpy()[0] == pytest.approx(loss, rel=1e-5)
 
     Export(learner, build_model, str(tmp_path), last_step=4).act(4)
     exported = keras.models.load_model(tmp_path / "model.keras")

@@ -34,7 +34,7 @@ class Desk:
             step=tf.Variable(0, dtype=tf.int64),
             variables=[self.variable],
             gradient_inputs=[self.variable],
-            metric_names=("number",),
+            num_totals=2,
             gradients_at=self._gradients,
         )
         source = SimpleNamespace(
@@ -51,7 +51,7 @@ class Desk:
     def _gradients(self, batch: Any, values: Any) -> Any:
         with tf.control_dependencies([self.num_computed.assign_add(1)]):
             number = tf.cast(tf.identity(batch), tf.float32)
-        metrics = tf.stack([number, 1.0])[tf.newaxis]
+        metrics = tf.stack([number, 1.0])
         # As the rows of an embedding that XLA has computed: their number is not in the graph.
         gradient = tf.gather(values[0] + number, tf.where(tf.ones([2]))[:, 0])
         assert gradient.shape[0] is None
@@ -66,7 +66,7 @@ class Desk:
         """All that were sent, and their metric."""
         number = tf.raw_ops.QueueSizeV2(handle=self.buffers._messages)
         messages, totals = self.buffers.receive(number)
-        return messages.numpy().tolist(), totals.numpy()[:, 0, 0].tolist()
+        return messages.numpy().tolist(), totals.numpy()[:, 0].tolist()
 
     def assign(self, *assignments: tuple[int, int, int, int]) -> None:
         self.buffers.assign(SLOT, tf.constant(assignments, tf.int64))

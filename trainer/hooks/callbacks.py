@@ -106,7 +106,7 @@ class Callbacks(Hook):
     evaluate: Evaluate | None  # The hook that comes before this one, if this run evaluates.
     # Hooks for which training is complete when a callback stops it.
     to_end: list[PeriodicHook] = field(default_factory=list, init=False)
-    _metrics: Metrics = field(default_factory=dict, init=False)  # Of the epoch so far.
+    _metrics: Metrics = field(default_factory=Metrics, init=False)  # Of the epoch so far.
     _logs: dict[str, float] = field(default_factory=dict, init=False)  # Of the last epoch.
     _epoch_end: int = field(default=NEVER, init=False)
     _step: int = field(default=-1, init=False)  # The last one; -1 before `begin`.
@@ -122,7 +122,7 @@ class Callbacks(Hook):
 
     @override
     def begin(self, step: int) -> None:
-        self._metrics = {}
+        self._metrics = Metrics()
         self._epoch_end = self._next_epoch_end(step)
         is_first, self._step = self._step < 0, step
         model, is_chief = self.learner.model, self.executor.is_chief
@@ -154,7 +154,7 @@ class Callbacks(Hook):
         if self.executor.is_chief:
             self._after_batch(step, metrics, is_epoch_end)
         if is_epoch_end:
-            self._metrics = {}
+            self._metrics = Metrics()
             self._epoch_end = self._next_epoch_end(step)
         self._agree()
 

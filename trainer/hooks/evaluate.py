@@ -59,7 +59,11 @@ class Evaluate(PeriodicHook):
         require_finite(self.learner, step)
         if self.checkpointer is not None:
             value = self.latest[self.best_metric]
-            self.checkpointer.save_best(step, self.position(), _score(self.best_metric, value))
+            self.checkpointer.save_best(step, self.position(), self.score(value))
+
+    def score(self, value: float) -> float:
+        """A number that is higher the better `value` of the best metric is."""
+        return -value if self.learner.is_better_lower(self.best_metric) else value
 
     @override
     def result(self) -> Mapping[str, object]:
@@ -108,12 +112,8 @@ class EarlyStop(Hook):
 
     def _count(self, value: float | None) -> None:
         # JSON has no NaN, so it is None there. NaN is no improvement.
-        score = _score(self.metric, math.nan if value is None else value)
+        score = self.evaluate.score(math.nan if value is None else value)
         if score > self._best_score + self.options.min_delta:
             self._best_score, self._num_without_improvement = score, 0
         else:
             self._num_without_improvement += 1
-
-
-def _score(metric: str, value: float) -> float:
-    return -value if metric == "loss" else value

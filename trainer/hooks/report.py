@@ -25,7 +25,7 @@ class Report(PeriodicHook):
     _: KW_ONLY
     order: Order
     clock: Callable[[], float] = time.monotonic
-    _metrics: Metrics = field(default_factory=dict, init=False)
+    _metrics: Metrics = field(default_factory=Metrics, init=False)
     _last_report: tuple[int, float] = field(default=(0, 0.0), init=False)  # (step, time)
     _start_time: float = field(default=math.nan, init=False)
 
@@ -36,7 +36,7 @@ class Report(PeriodicHook):
         if math.isnan(self._start_time):
             self._start_time = now
         self._last_report = (step, now)
-        self._metrics = {}
+        self._metrics = Metrics()
 
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:
@@ -66,7 +66,7 @@ class Report(PeriodicHook):
         values |= self.executor.worker_stats()
         for writer in self.writers:
             writer.write(step, "train", values)
-        self._metrics = {}
+        self._metrics = Metrics()
         self._last_report = (step, now)
 
     @override

@@ -38,6 +38,8 @@ class ExponentialMovingAverage:
         if self._ema.warmup:
             done = tf.cast(step, tf.float32)
             decay = tf.minimum(decay, (1 + done) / (10 + done))
+        if self._ema.from_first_step:
+            decay = tf.where(tf.equal(step, 0), 0.0, decay)
         shadow = self.shadow_variables[index]
         difference = tf.convert_to_tensor(shadow) - read_now(variable)
         shadow.assign_sub(tf.cast(1 - decay, variable.dtype) * difference)

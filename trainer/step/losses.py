@@ -1,7 +1,7 @@
 """Losses and metrics with one value per example, and their totals. B is the number of examples.
 
 values = require_per_example("loss", loss(labels, outputs), labels, outputs)    # [B]
-totals = metric_totals([values, accuracy(labels, outputs)])                     # [2, 2]
+totals = metric_totals([values, accuracy(labels, outputs)])                     # [4]
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,14 @@ PerExample = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 def sparse_categorical_crossentropy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Softmax cross entropy in nats. labels: int [B]; logits: float [B, classes]; returns [B]."""
+    """Softmax cross entropy in nats. logits: float [B, classes]; returns [B].
+
+    labels: int [B]; or the probability of each class, [B, classes], one-hot for example.
+    """
+    if len(labels.shape) == 2:
+        return tf.nn.softmax_cross_entropy_with_logits(
+            labels=tf.cast(labels, tf.float32), logits=tf.cast(logits, tf.float32)
+        )
     return tf.nn.sparse_softmax_cross_entropy_with_logits(
         labels=labels, logits=tf.cast(logits, tf.float32)
     )
@@ -39,7 +46,12 @@ def smoothed_crossentropy(smoothing: float) -> PerExample:
 
 
 def accuracy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """1 where the largest logit is that of the label, else 0. labels: int [B]; float32 [B]."""
+    """1 where the largest logit is that of the label, else 0; float32 [B].
+
+    labels: int [B]; or the probability of each class, [B, classes].
+    """
+    if len(labels.shape) == 2:
+        labels = tf.argmax(labels, axis=-1)
     hits = tf.equal(tf.argmax(logits, axis=-1), tf.cast(labels, tf.int64))
     return tf.cast(hits, tf.float32)
 
@@ -65,7 +77,7 @@ def require_per_example(name: str, value: tf.Tensor, labels: Batch, outputs: Bat
 
 
 def metric_totals(values: Sequence[tf.Tensor], weights: tf.Tensor | None = None) -> tf.Tensor:
-    """Returns (total, count) of each metric: float64 [metrics, 2].
+    """Returns total and count of each metric, one pair after the other: float64 [2 * metrics].
 
     `values` has one tensor [B] per metric. Examples of weight 0 in `weights`, [B], do not count.
     float64, because a float32 count would stop at 2**24.
@@ -78,4 +90,4 @@ def metric_totals(values: Sequence[tf.Tensor], weights: tf.Tensor | None = None)
         values = [tf.where(weights > 0, value, 0.0) * weights for value in values]
         count = tf.reduce_sum(weights)
     totals = [tf.reduce_sum(value) for value in values]
-    return tf.stack([tf.stack([total, count]) for total in totals])
+    return tf.stack([value for total in totals for value in (total, count)])

@@ -1,21 +1,28 @@
 """Keras' optimizers: which are supported, and why some are refused.
 
     optimizer, decay = optimizer_named("adamw", 0.001, 0.0)     # the Learner applies `decay`
-    check_optimizer(optimizer)
+    adopted = adopt(keras.optimizers.Adam(clipnorm=1.0))        # its settings, for the Learner
+    check_optimizer(adopted.optimizer)
 
 `Learner` calls only an optimizer's `update_step` for each variable, or a fused op in its place: the
-other parts of Keras' `apply` are wrong under tf.distribute, or fail. So an optimizer that has a
-part of its formula elsewhere is refused, unless this module or the learner does that part.
+other parts of Keras' `apply` are wrong under tf.distribute, or fail. So settings of these parts are
+taken over by the learner, where its formula is the same. An optimizer that has a part of its
+formula elsewhere is refused.
 """
 
 import functools
 import inspect
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
+
+from trainer.step.options import ClipConfig, EmaConfig, LossScaleConfig, WeightDecayConfig
 
 
 class OptimizerError(ValueError):
@@ -31,9 +38,15 @@ _UNSUPPORTED = {
     "weight_decay": (None, "--config.weight_decay.rate, with which Adam is AdamW"),
     "adam_weight_decay": (None, "--config.weight_decay.rate"),
     "use_ema": (False, "--config.ema.decay"),
-    "gradient_accumulation_steps": (None, "--config.micro_batches"),
+    "gradient_accumulation_steps": (None, "a larger --batch_size with --config.micro_batches"),
     "loss_scale_factor": (None, "--config.precision"),
 }
+
+# The clipping settings of Keras' optimizers, and the fields of ClipConfig with the same formula.
+_CLIPS = {"clipnorm": "norm", "global_clipnorm": "global_norm", "clipvalue": "value"}
+
+# Below it float32 loses digits. The smallest second moment of Adafactor.
+_SMALLEST = 1e-37
 
 # The methods that `Learner` or `update_step` may call. If a class overrides another one of Keras'
 # Optimizer, a part of its formula is never called, as Nadam's in `_backend_update_step`.
@@ -82,6 +95,145 @@ class Nadam(keras.optimizers.Nadam):
         return powers * tf.gather(products, tf.minimum(step, 512))
 
 
+class Adafactor(keras.optimizers.Adafactor):
+    """Keras' Adafactor, but a second moment is never 0.
+
+    It is the product of a mean of its row and a mean of its column. If neither has had a gradient,
+    as the input of a dark pixel and the unit that never fires, both are 1e-30, and their product
+    is 0 in float32. Keras then divides 0 by 0, and all of the variable becomes NaN.
+    """
+
+    @override
+    def assign(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        # Only moments are assigned; the variable is subtracted from.
+        super().assign(variable, tf.maximum(value, tf.cast(_SMALLEST, value.dtype)))
+
+
+# Classes of Keras with a wrong formula, and the right ones of this module.
+_CORRECTED: Mapping[type[keras.Optimizer], type[keras.Optimizer]] = {
+    keras.optimizers.Nadam: Nadam,
+    keras.optimizers.Adafactor: Adafactor,
+}
+
+
+@dataclass
+class Adopted:
+    """An optimizer without the settings that `Learner` applies in its place.
+
+    Attributes:
+        notes: What was taken over, for the user.
+    """
+
+    optimizer: keras.Optimizer
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    weight_decay: WeightDecayConfig = field(default_factory=WeightDecayConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    notes: list[str] = field(default_factory=list)
+
+
+def made_optimizer(made: Any, name: str, learning_rate: float) -> keras.Optimizer:
+    """The optimizer that `made` is: an object, a name with `learning_rate`, or a config dict.
+
+    `name` says where it is from. Any: a user's function may return anything.
+
+    Raises OptimizerError if it is none of these.
+    """
+    if isinstance(made, keras.Optimizer):
+        return made
+    if isinstance(made, str) and made.lower() in supported_optimizers():
+        return supported_optimizers()[made.lower()](learning_rate=learning_rate)
+    if isinstance(made, Mapping):
+        try:
+            return keras.optimizers.get(dict(made))
+        except Exception as error:  # Keras raises any error for a wrong config.
+            raise OptimizerError(
+                f"{name} is a dict of which Keras cannot make an optimizer: {error}. Write "
+                "{'class_name': 'Adam', 'config': {'learning_rate': 0.001}}, for example."
+            ) from error
+    raise OptimizerError(
+        f"{name} is {made!r}, but must be a keras.Optimizer, a config dict of one, or a name: "
+        f"{', '.join(sorted(supported_optimizers()))}."
+    )
+
+
+def with_learning_rate(config: Mapping[str, Any], learning_rate: float) -> Mapping[str, Any]:
+    """A config dict of an optimizer with a learning rate: `learning_rate` if it has none."""
+    values = config.get("config")
+    if not isinstance(values, Mapping):
+        return config
+    return {**config, "config": {"learning_rate": learning_rate, **values}}
+
+
+def has_schedule(optimizer: keras.Optimizer) -> bool:
+    """Returns True if the learning rate of `optimizer` is a schedule of Keras."""
+    schedules = keras.optimizers.schedules.LearningRateSchedule
+    return isinstance(getattr(optimizer, "_learning_rate", None), schedules)
+
+
+def adopt(optimizer: keras.Optimizer, variables: Sequence[keras.Variable] = ()) -> Adopted:
+    """Takes the settings that Keras applies wrongly under tf.distribute out of `optimizer`.
+
+    Only where the formula is the same for one device. `variables` are the trainable variables, some
+    of which the optimizer may exclude from weight decay. Called before `optimizer` is built.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = adopt(optimizer.inner_optimizer, variables)
+        inner.loss_scale = LossScaleConfig(
+            initial=float(optimizer.initial_scale), growth_steps=int(optimizer.dynamic_growth_steps)
+        )
+        inner.notes.append(_note(inner.optimizer, "LossScaleOptimizer", inner.loss_scale))
+        return inner
+    if (corrected := _CORRECTED.get(type(optimizer))) is not None:
+        optimizer = corrected.from_config(optimizer.get_config())
+    adopted = Adopted(optimizer)
+    for name, clip in _CLIPS.items():
+        if value := getattr(optimizer, name):
+            adopted.clip = replace(adopted.clip, **{clip: float(value)})
+            adopted.notes.append(_note(optimizer, f"{name}={value}", f"config.clip.{clip}={value}"))
+            setattr(optimizer, name, None)
+    _adopt_weight_decay(adopted, variables)
+    if optimizer.use_ema and not optimizer.ema_overwrite_frequency:
+        adopted.ema = EmaConfig(decay=optimizer.ema_momentum, from_first_step=True)
+        adopted.notes.append(_note(optimizer, "use_ema=True", f"config.ema={adopted.ema}"))
+        optimizer.use_ema = False
+    if optimizer.loss_scale_factor:
+        adopted.notes.append(
+            f"{type(optimizer).__name__}(loss_scale_factor={optimizer.loss_scale_factor}): left "
+            "out, because it cancels. In float16 the loss is scaled as config.loss_scale says."
+        )
+        optimizer.loss_scale_factor = None
+    return adopted
+
+
+def _adopt_weight_decay(adopted: Adopted, variables: Sequence[keras.Variable]) -> None:
+    optimizer = adopted.optimizer
+    rate = optimizer.weight_decay
+    if isinstance(optimizer, keras.optimizers.Muon):
+        if optimizer.adam_weight_decay != rate:
+            return  # Two rates: check_optimizer refuses them.
+        optimizer.adam_weight_decay = None
+    if not rate:
+        optimizer.weight_decay = None
+        return
+    kept = [variable.path for variable in variables if not optimizer._use_weight_decay(variable)]
+    exclude = "|".join(f"^{re.escape(path)}$" for path in kept)
+    optimizer.weight_decay = None
+    if variables and len(kept) == len(variables):
+        return
+    adopted.weight_decay = WeightDecayConfig(rate=float(rate), exclude=exclude)
+    without = f", without {', '.join(kept)}" if kept else ""
+    now = f"config.weight_decay.rate={rate}{without}"
+    adopted.notes.append(_note(optimizer, f"weight_decay={rate}", now))
+
+
+def _note(optimizer: keras.Optimizer, setting: str, now: object) -> str:
+    return (
+        f"{type(optimizer).__name__}, {setting}: Keras applies it wrongly under tf.distribute; "
+        f"applied as {now}, to the sum over the replicas."
+    )
+
+
 def optimizer_named(
     name: str, learning_rate: float, weight_decay: float
 ) -> tuple[keras.Optimizer, float]:
@@ -104,8 +256,8 @@ def check_optimizer(optimizer: keras.Optimizer) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise OptimizerError(
             "LossScaleOptimizer is not supported: under tf.distribute it looks for overflow on one "
-            "replica only. Return the inner optimizer from build_optimizer, and type "
-            "--config.precision=mixed_float16: that scales the loss."
+            "replica only. Give the inner optimizer, and type --config.precision=mixed_float16: "
+            "that scales the loss."
         )
     kind = type(optimizer)
     for name, (off, instead) in _UNSUPPORTED.items():
@@ -146,7 +298,7 @@ def supported_optimizers() -> Mapping[str, type[keras.Optimizer]]:
     # They need an inner optimizer, and are refused anyway.
     wrappers = (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
     kinds = {
-        kind.__name__.lower(): Nadam if kind is keras.optimizers.Nadam else kind
+        kind.__name__.lower(): _CORRECTED.get(kind, kind)
         for kind in vars(keras.optimizers).values()
         if isinstance(kind, type) and issubclass(kind, keras.Optimizer)
         if kind is not keras.Optimizer and not issubclass(kind, wrappers)

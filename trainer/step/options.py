@@ -10,7 +10,7 @@ variable, for example "conv2d/kernel", or of a layer, for example "conv2d".
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -192,10 +192,13 @@ class EmaConfig:
     Attributes:
         decay: Below 1; 0 keeps no average.
         warmup: Uses min(decay, (1 + t) / (10 + t)) as the decay after t steps.
+        from_first_step: The average starts with the weights after the first step, as with Keras'
+            use_ema; otherwise with the initial weights.
     """
 
     decay: float = _number(0.0, _BELOW_1)
     warmup: bool = False
+    from_first_step: bool = False
 
 
 @dataclass
@@ -251,6 +254,8 @@ class Options:
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     micro_batches: int = 1  # Parts of a replica's examples, computed one after the other.
     jit_compile: bool = False  # XLA compiles a replica's gradient.
+    # The weights of the examples of some classes, in training.
+    class_weight: Mapping[int, float] = field(default_factory=dict)
 
 
 def check_options(config: "Config") -> None:
@@ -268,6 +273,7 @@ def check_options(config: "Config") -> None:
         )
     for name, other, example in (
         ("ema.warmup", "ema.decay", 0.999),
+        ("ema.from_first_step", "ema.decay", 0.999),
         ("early_stopping.min_delta", "early_stopping.patience", 3),
         ("warm_start.exclude", "warm_start.path", "runs/RUN"),
     ):

@@ -100,8 +100,8 @@ class _State(NamedTuple):
 
     slots: Tensor  # Packed WorkerSlot, int64 [worker slots, 7].
     returned: Tensor  # Sub-batches to assign again, int64 [any].
-    held_totals: Tensor  # The metric totals of held gradients, float64 [worker slots, metrics, 2].
-    metric_totals: Tensor  # Of the rounds that are done, float64 [metrics, 2].
+    held_totals: Tensor  # The metric totals of held gradients, float64 [worker slots, num_totals].
+    metric_totals: Tensor  # Of the rounds that are done, float64 [num_totals].
     counters: Tensor  # Packed Counters, int64 [workers, 4].
     num_done: Tensor  # Rounds.
     step: Tensor  # The step counter, which is the number of the round.
@@ -142,7 +142,7 @@ class Aggregator:
     @functools.cached_property
     def graph(self) -> tf.types.experimental.PolymorphicFunction:
         """A tf.function that takes and returns the state between two calls."""
-        totals_shape = self.buffers.totals_shape
+        num_totals = self.buffers.num_totals
 
         @tf.function(
             input_signature=[
@@ -166,8 +166,8 @@ class Aggregator:
                 state = _State(
                     slots=tf.identity(slots),
                     returned=tf.identity(returned),
-                    held_totals=tf.zeros([self._num_slots, *totals_shape], tf.float64),
-                    metric_totals=tf.zeros(totals_shape, tf.float64),
+                    held_totals=tf.zeros([self._num_slots, num_totals], tf.float64),
+                    metric_totals=tf.zeros([num_totals], tf.float64),
                     counters=tf.zeros([self._num_slots, len(Counters._fields)], tf.int64),
                     num_done=zero,
                     step=tf.cast(read_now(self.learner.step), tf.int64),

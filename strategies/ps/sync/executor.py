@@ -28,7 +28,7 @@ from data.tickets import pack_tickets
 from strategies.base import PeerLostError, Position, Tensor, refuse_open_sub_batches
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
-from strategies.metrics import Metrics, to_metrics
+from strategies.metrics import Metrics
 from strategies.ps.executor import ParameterServerExecutor, losses_explained
 from strategies.ps.sync.aggregator import Aggregator
 from strategies.ps.sync.gradient_buffers import GradientBuffers
@@ -165,7 +165,7 @@ class SynchronousExecutor(ParameterServerExecutor):
         if self._seen_workers is None:
             self._secs_per_round = seconds / num_steps
         self._stopping = self._stop_requested
-        return to_metrics(self._learner.metric_names, totals), seconds
+        return self._learner.to_metrics(totals), seconds
 
     def _aggregate(self, num_rounds: int) -> npt.NDArray[np.float64]:
         """Runs the rounds and updates what is known; returns metric totals. Runs on a thread."""

@@ -37,7 +37,7 @@ class GradientBuffers:
         devices: The devices of all variables: a gradient is complete when each has its bucket.
         queues: The assignment queue of each worker slot, resources.
         locks: The locks of each worker slot, one on each of `devices`, resources.
-        totals_shape: The shape of the metric totals of a gradient, float64.
+        num_totals: The size of the metric totals of a gradient, float64.
         name: Unique; for resources with names on workers.
     """
 
@@ -47,7 +47,7 @@ class GradientBuffers:
         """`strategy` has placed the variables of `learner`."""
         self.step_device: str = learner.step.device
         self.name = f"{os.getpid()}-{time.time_ns()}"
-        self.totals_shape = (len(learner.metric_names), 2)
+        self.num_totals = learner.num_totals
         self._gradients: list[tf.Variable] = []
         self._tags: dict[str, tf.Variable] = {}
         with strategy.scope():
@@ -70,7 +70,7 @@ class GradientBuffers:
             ]
             self._messages = tf.raw_ops.FIFOQueueV2(
                 component_types=[tf.int64, tf.float64],
-                shapes=[_MESSAGE_SHAPE, self.totals_shape],
+                shapes=[_MESSAGE_SHAPE, [self.num_totals]],
                 shared_name=f"messages-{self.name}",
             )
         self.devices = list(self._tags)
@@ -111,7 +111,7 @@ class GradientBuffers:
     def send(self, message: Tensor, metric_totals: Tensor | None = None) -> Tensor:
         """Puts a packed message into the aggregator's queue; returns the op."""
         if metric_totals is None:
-            metric_totals = tf.zeros(self.totals_shape, tf.float64)
+            metric_totals = tf.zeros([self.num_totals], tf.float64)
         return tf.raw_ops.QueueEnqueueV2(handle=self._messages, components=[message, metric_totals])
 
     def tell(self, kind: Kind, number: int) -> None:
@@ -122,11 +122,11 @@ class GradientBuffers:
         with tf.device(self.step_device):
             kinds = [kind] + [Kind.NOTHING] * (number - 1)
             messages = tf.constant([Message(kind, 0, 0, 0, 0) for kind in kinds], tf.int64)
-            totals = tf.zeros([number, *self.totals_shape], tf.float64)
+            totals = tf.zeros([number, self.num_totals], tf.float64)
             tf.raw_ops.QueueEnqueueManyV2(handle=self._messages, components=[messages, totals])
 
     def receive(self, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Waits for `number` messages: int64 [n, 5], and metric totals [n, metrics, 2]."""
+        """Waits for `number` messages: int64 [n, 5], and metric totals [n, num_totals]."""
         messages, totals = tf.raw_ops.QueueDequeueManyV2(
             handle=self._messages,
             n=tf.cast(number, tf.int32),

@@ -160,7 +160,7 @@ class WorkerLoop:
             return [totals, *dense]
 
         def skip() -> list[Tensor]:
-            no_totals = tf.zeros(buffers.totals_shape, tf.float64)
+            no_totals = tf.zeros([buffers.num_totals], tf.float64)
             absent = [learner.variables[index] for index in present]
             return [no_totals, *(tf.zeros(like.shape, like.dtype) for like in absent)]
 

@@ -1,0 +1,279 @@
+"""Keras' losses and metrics have the values of Keras on one device, on any number of replicas."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.unit.replicas import replicas, update_of
+from trainer.learner import Learner
+from trainer.step.keras_losses import KerasLoss
+from trainer.step.keras_metrics import KerasMetrics, split_metrics
+from trainer.step.options import ConfigError, Options
+
+CLASSES = 4
+NAMES = ["output"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "FBetaScore": {"beta": 0.5, "average": "macro"},
+    "F1Score": {"threshold": 0.3},
+    "MeanIoU": {"num_classes": CLASSES},
+    "OneHotMeanIoU": {"num_classes": CLASSES},
+    "OneHotIoU": {"num_classes": CLASSES, "target_class_ids": [0]},
+    "IoU": {"num_classes": CLASSES, "target_class_ids": [0, 1]},
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.3},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+    "MeanMetricWrapper": {"fn": keras.losses.mean_squared_error},
+}
+# They take values, and no labels.
+OF_VALUES = {"Mean", "Sum"}
+STOCK = {
+    name: kind
+    for name, kind in vars(keras.metrics).items()
+    if isinstance(kind, type)
+    and issubclass(kind, keras.metrics.Metric)
+    and kind is not keras.metrics.Metric
+    and name not in OF_VALUES
+}
+
+
+def examples(name: str, number: int) -> tuple[Any, Any, Any]:
+    random = np.random.default_rng(number)
+    outputs = random.random((number, CLASSES)).astype(np.float32)
+    outputs /= outputs.sum(axis=1, keepdims=True)
+    classes = random.integers(0, CLASSES, number)
+    weights = random.integers(1, 4, number).astype(np.float32)
+    if name in ("MeanIoU", "IoU"):
+        return classes, random.integers(0, CLASSES, number), weights
+    if name == "BinaryIoU":
+        return classes > 1, outputs[:, 0], weights
+    return classes if name.startswith("Sparse") else np.eye(CLASSES)[classes], outputs, weights
+
+
+def specs(*arrays: Any) -> Any:
+    return tf.nest.map_structure(lambda a: tf.TensorSpec([None, *a.shape[1:]], a.dtype), arrays)
+
+
+def build(metrics: KerasMetrics, labels: Any, outputs: Any) -> None:
+    label_spec, output_spec = specs(labels, outputs)
+    metrics.build(label_spec, output_spec, NAMES)
+
+
+# Keras counts in integers there; these weights are whole numbers.
+@pytest.mark.filterwarnings("ignore:You are passing weight as")
+@pytest.mark.parametrize("name", sorted(STOCK))
+def test_every_metric_of_keras_is_exact_from_states_of_parts(name: str) -> None:
+    # 23 of 30 examples; parts of 10, 10 and 3 with padding, as an uneven last batch has.
+    labels, outputs, weights = examples(name, 30)
+    made = [STOCK[name](**OPTIONS.get(name, {}), name=f"metric_{i}") for i in range(2)]
+    metrics = KerasMetrics(made[:1], made[1:])
+    build(metrics, labels, outputs)
+    metrics.require_sums(tf.constant(labels), tf.constant(outputs))
+    totals = np.zeros([metrics.size])
+    for start in range(0, 30, 10):
+        part = slice(start, start + 10)
+        counts = tf.constant(np.arange(start, start + 10) < 23, tf.float32)
+        label, output, weight = (tf.constant(array[part]) for array in (labels, outputs, weights))
+        totals += metrics.update(label, output, weight, counts).numpy()
+    found = metrics.results(totals)
+
+    own = [STOCK[name](**OPTIONS.get(name, {})) for _ in range(2)]
+    own[0].update_state(labels[:23], outputs[:23])
+    own[1].update_state(labels[:23], outputs[:23], weights[:23])
+    for i, metric in enumerate(own):
+        exact = np.ravel(metric.result())
+        names = [f"metric_{i}"] if exact.size == 1 else [f"metric_{i}_{j}" for j in range(CLASSES)]
+        np.testing.assert_allclose([found[n] for n in names], exact, rtol=1e-6, atol=1e-7)
+    empty = metrics.update(
+        tf.constant(labels), tf.constant(outputs), tf.constant(weights), tf.zeros([30])
+    )
+    assert not empty.numpy().any()
+
+
+class Largest(keras.metrics.Metric):
+    """A running maximum: a state that cannot be summed."""
+
+    def __init__(self, name: str = "largest", dtype: Any = None) -> None:
+        super().__init__(name=name, dtype=dtype)
+        self.largest = self.add_weight(initializer="zeros", name="largest")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.largest
+
+
+def test_metric_whose_state_is_no_sum_is_refused() -> None:
+    labels, outputs, _ = examples("", 30)
+    metrics = KerasMetrics([Largest()], [])
+    build(metrics, labels, outputs)
+    with pytest.raises(ConfigError, match="Metric 'largest' keeps a state that is no sum"):
+        metrics.require_sums(tf.constant(labels), tf.constant(outputs))
+
+
+def test_metric_that_cannot_be_made_again_is_refused() -> None:
+    class Scaled(keras.metrics.Mean):
+        def __init__(self, factor: float) -> None:
+            super().__init__(name="scaled")
+            self.factor = factor
+
+    labels, outputs, _ = examples("", 30)
+    with pytest.raises(ConfigError, match=r"'scaled' cannot be made again.*get_config\(\)"):
+        build(KerasMetrics([Scaled(2.0)], []), labels, outputs)
+
+
+def test_keys_of_a_dict_are_names_unless_they_are_outputs() -> None:
+    def hits(labels: Any, outputs: Any) -> Any:
+        return tf.cast(tf.equal(tf.argmax(outputs, -1), tf.argmax(labels, -1)), tf.float32)
+
+    top = keras.metrics.TopKCategoricalAccuracy(k=3)
+    functions, others = split_metrics(
+        "metrics", {"hits": hits, "top3": top, "right": "accuracy"}, ["dense"]
+    )
+    assert functions == {"hits": hits}
+    metrics = KerasMetrics(others, [])
+    labels, outputs, _ = examples("", 30)
+    build(metrics, labels, outputs)
+    assert metrics.names == ("top3", "right")
+    of_outputs = {"a": ["accuracy"], "b": "mse"}
+    assert split_metrics("metrics", of_outputs, ["a", "b"]) == ({}, of_outputs)
+    with pytest.raises(ConfigError, match=r"metrics\['x'\] is 3, but must be"):
+        split_metrics("metrics", {"x": 3}, ["a", "b"])
+
+
+INPUTS = 3
+BATCH = 11
+
+
+def two_outputs() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((INPUTS,))
+    kind = keras.layers.Dense(CLASSES, activation="softmax", name="kind")(inputs)
+    return keras.Model(inputs, {"kind": kind, "size": keras.layers.Dense(1, name="size")(inputs)})
+
+
+def one_output() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    return keras.Sequential([keras.Input((INPUTS,)), keras.layers.Dense(CLASSES, "softmax")])
+
+
+def batches(labels: Any, *others: np.ndarray) -> Any:
+    """Three batches of (inputs, labels, ...), the same for Keras and for us."""
+    inputs = np.random.default_rng(1).normal(size=(3 * BATCH, INPUTS)).astype(np.float32)
+    whole = (inputs, labels, *others)
+    return [
+        tf.nest.map_structure(lambda a, i=i: a[i * BATCH : (i + 1) * BATCH], whole)
+        for i in range(3)
+    ]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one output, weights": {
+        "model": one_output,
+        "loss": keras.losses.CategoricalCrossentropy(label_smoothing=0.1),
+        "metrics": ["accuracy", "mse"],
+        "weighted_metrics": [keras.metrics.Mean],
+        "weights": True,
+    },
+    "one output, class weights": {
+        "model": one_output,
+        "loss": "categorical_crossentropy",
+        "metrics": ["accuracy"],
+        "weighted_metrics": ["accuracy"],
+        "class_weight": {0: 2.0, 3: 0.5},
+    },
+    "two outputs, weights": {
+        "model": two_outputs,
+        "loss": {"kind": "categorical_crossentropy", "size": keras.losses.Huber()},
+        "loss_weights": {"kind": 0.5, "size": 2.0},
+        "metrics": {"kind": ["accuracy"], "size": ["mae"]},
+        "weighted_metrics": {"size": ["mse"]},
+        "weights": True,
+    },
+}
+CASES["one output, weights"]["weighted_metrics"] = ["mae", "categorical_accuracy"]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_training_and_reports_equal_those_of_fit(case: dict[str, Any], num_replicas: int) -> None:
+    random = np.random.default_rng(0)
+    kind = np.eye(CLASSES, dtype=np.float32)[random.integers(0, CLASSES, 3 * BATCH)]
+    labels: Any = kind
+    if case["model"] is two_outputs:
+        labels = {"kind": kind, "size": random.normal(size=3 * BATCH).astype(np.float32)}
+    weights = (random.random(3 * BATCH).astype(np.float32) + 0.5,) if "weights" in case else ()
+    data = batches(labels, *weights)
+    names = ("loss", "loss_weights", "metrics", "weighted_metrics")
+    compiled = {name: case[name] for name in names if name in case}
+    reference = case["model"]()
+    reference.compile(keras.optimizers.SGD(0.3), **compiled, jit_compile=False)
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter(data), output_signature=specs(*data[0])
+    ).apply(tf.data.experimental.assert_cardinality(3))
+    history = reference.fit(
+        dataset, class_weight=case.get("class_weight"), shuffle=False, verbose=0
+    ).history
+
+    strategy = replicas(num_replicas)
+    with strategy.scope():
+        learner = Learner(
+            case["model"](),
+            keras.optimizers.SGD(0.3),
+            KerasLoss(case["loss"], case.get("loss_weights")),
+            {},
+            batch_size=BATCH,
+            keras_metrics=KerasMetrics(case["metrics"], case["weighted_metrics"]),
+            options=Options(class_weight=case.get("class_weight", {})),
+        )
+    spec_of = specs(labels, reference(data[0][0]))
+    learner.build_metrics(*spec_of)
+    step = tf.function(lambda batch: strategy.run(update_of(learner), args=(batch,)))
+    bounds = [0, BATCH] if num_replicas == 1 else [0, 4, BATCH]
+    totals = np.zeros([learner.num_totals])
+    for batch in data:
+
+        def of(context: Any, batch: Any = batch) -> Any:
+            i = context.replica_id_in_sync_group
+            return tf.nest.map_structure(
+                lambda a: tf.constant(a[bounds[i] : bounds[i + 1]]), tuple(batch)
+            )
+
+        parts = step(strategy.experimental_distribute_values_from_function(of))
+        totals += np.sum([p.numpy() for p in strategy.experimental_local_results(parts)], axis=0)
+    metrics = learner.to_metrics(totals)
+    found = {name: total / count for name, (total, count) in metrics.items()}
+    assert metrics.results is not None
+    found |= metrics.results(metrics.states)
+    assert set(found) == set(history)
+    for name, value in found.items():
+        assert value == pytest.approx(history[name][0], rel=1e-5, abs=1e-6), name
+    for ours, theirs in zip(learner.weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(np.array(ours), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_mean_is_over_examples_whatever_the_reduction() -> None:
+    labels, outputs, _ = examples("", 6)
+    exact = keras.losses.categorical_crossentropy(labels, outputs).numpy()
+    for reduction in ("sum_over_batch_size", "sum", "none", None):
+        loss = KerasLoss(keras.losses.CategoricalCrossentropy(reduction=reduction))
+        found = loss(tf.constant(labels), tf.constant(outputs), NAMES)
+        np.testing.assert_allclose(found, exact, rtol=1e-5)
+        assert bool(loss.notes) is (reduction != "sum_over_batch_size")
+
+
+def test_mistakes_in_losses_are_refused() -> None:
+    labels = tf.zeros([2, 1])
+    both = {"a": labels, "b": labels}
+    with pytest.raises(ConfigError, match=r"is no loss of Keras. Did you mean"):
+        KerasLoss("categorical_crossentropie")
+    with pytest.raises(ConfigError, match=r"loss names 'c', but the outputs .* 'a', 'b'"):
+        KerasLoss({"c": "mse"})(both, both, ["a", "b"])
+    with pytest.raises(ConfigError, match="loss has 1 entries, but the model has 2"):
+        KerasLoss(["mse"])(both, both, ["a", "b"])
+    with pytest.raises(ConfigError, match=r"parse.. returns no label of that name"):
+        KerasLoss({"a": "mse", "b": "mse"})({"a": labels}, both, ["a", "b"])

@@ -1,0 +1,72 @@
+"""Advice on a model and a loss that do not fit each other, although training runs.
+
+for line in advice(model, recipe, loss):
+    print("note:", line)
+"""
+
+from typing import TYPE_CHECKING
+
+import keras
+from keras.src.losses.losses import LossFunctionWrapper
+
+from trainer.step.keras_losses import KerasLoss
+
+if TYPE_CHECKING:
+    from trainer.config import Recipe
+    from trainer.step.losses import PerExample
+
+
+def advice(model: keras.Model, recipe: "Recipe", loss: "PerExample | KerasLoss") -> list[str]:
+    """Returns lines for the user; empty if nothing is remarkable."""
+    lines = []
+    if getattr(model, "compiled", False):
+        lines.append(
+            "model.compile(...) in build_model has no effect: define loss, metrics and "
+            f"build_optimizer in {recipe.path}."
+        )
+    activation = _activation(model)
+    if recipe.loss is None:
+        if activation == "softmax":
+            lines.append(
+                "The model ends with softmax, but the default loss applies softmax too. Remove the "
+                "activation of the last layer, or define loss = 'sparse_categorical_crossentropy'."
+            )
+    elif isinstance(loss, KerasLoss):
+        lines += loss.notes
+        lines += _of_keras_loss(recipe.loss, activation)
+    return lines
+
+
+def _of_keras_loss(loss: object, activation: str) -> list[str]:
+    if isinstance(loss, str):
+        name, from_logits = loss, False
+    elif isinstance(loss, LossFunctionWrapper):
+        name, from_logits = type(loss).__name__, bool(loss._fn_kwargs.get("from_logits", False))
+    else:
+        return []
+    if "crossentropy" not in name.lower():
+        return []
+    if from_logits and activation in ("softmax", "sigmoid"):
+        return [
+            f"The model ends with {activation}, but {name}(from_logits=True) applies it too. "
+            "Remove the activation of the last layer, or from_logits=True."
+        ]
+    if not from_logits and activation == "linear":
+        return [
+            f"{name} expects probabilities, but the last layer of the model has no activation. "
+            "Give it softmax (or sigmoid for a single output), or use a loss with from_logits=True."
+        ]
+    return []
+
+
+def _activation(model: keras.Model) -> str:
+    """The activation of the layer that makes the only output of `model`; empty if unknown."""
+    outputs = getattr(model, "outputs", None) or []
+    if len(outputs) != 1:
+        return ""
+    layer = outputs[0]._keras_history.operation
+    if isinstance(layer, keras.layers.Softmax):
+        return "softmax"
+    if isinstance(layer, keras.Model):
+        return _activation(layer)
+    return str(getattr(getattr(layer, "activation", None), "__name__", ""))

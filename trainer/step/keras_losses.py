@@ -1,0 +1,191 @@
+"""Keras' losses: a name, a keras.losses object, or several for a model with several outputs.
+
+    loss = KerasLoss({"digit": "sparse_categorical_crossentropy", "size": "mse"}, {"size": 0.1})
+    values = loss(labels, outputs, weights)         # [B]: the executor sums over all replicas
+
+Whatever the reduction of a keras.losses object, the loss of a batch is the mean over its examples,
+and the loss of an example is the mean over its other axes: Keras' "sum_over_batch_size". A sample
+weight multiplies the loss of its example; the sum is still divided by the number of examples. These
+are the formulas of Keras' `fit`. A mask of the model multiplies positions by 0 or 1; Keras divides
+by the number of positions that count, too, which differs from batch to batch.
+"""
+
+import copy
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.compile_utils import get_loss
+
+from strategies.base import Batch
+from trainer.step.options import ConfigError
+
+# Any: a name, a keras.Loss, a function of (labels, outputs), or None: no loss for this output.
+LossSpec: TypeAlias = Any
+
+_RESOLVED_BY_SHAPE = ("crossentropy", "ce")
+_MEANS = ("sum_over_batch_size", "mean")
+
+
+def is_keras_function(value: object) -> bool:
+    """Returns True for a function of Keras, for example keras.losses.mean_squared_error."""
+    return inspect.isfunction(value) and value.__module__.partition(".")[0] == "keras"
+
+
+def is_keras(loss: object) -> bool:
+    """Returns True for a LossSpec that Keras resolves, not a function of a config file."""
+    if isinstance(loss, (str, list, tuple, Mapping, keras.Loss)):
+        return True
+    return is_keras_function(loss)
+
+
+def output_names(model: keras.Model, outputs: Batch) -> list[str]:
+    """The names of the `outputs` of `model`, which are a nest of one level, in Keras' order."""
+    if isinstance(outputs, Mapping):
+        return sorted(outputs)
+    if not isinstance(outputs, (list, tuple)):
+        return ["output"]
+    names = getattr(model, "output_names", None) or []
+    return (
+        list(names) if len(names) == len(outputs) else [f"output_{i}" for i in range(len(outputs))]
+    )
+
+
+def listed(what: str, value: Batch, names: Sequence[str]) -> list[Any]:
+    """`value` of each output: a tensor for all of them, a sequence in their order, or a dict.
+
+    What a dict does not name is None. Raises ConfigError if `value` has another structure.
+    """
+    if isinstance(value, Mapping):
+        if unknown := sorted(set(value) - set(names)):
+            raise ConfigError(
+                f"{what} names {', '.join(map(repr, unknown))}, but the outputs of the model are "
+                f"{', '.join(map(repr, names))}."
+            )
+        return [value.get(name) for name in names]
+    if isinstance(value, (list, tuple)):
+        if len(value) != len(names):
+            raise ConfigError(
+                f"{what} has {len(value)} entries, but the model has {len(names)} output(s): "
+                f"{', '.join(map(repr, names))}. Give one for each, in this order; or a dict."
+            )
+        return list(value)
+    return [value] * len(names)
+
+
+class KerasLoss:
+    """The weighted sum of a loss for each output of a model, as one value per example."""
+
+    def __init__(
+        self, loss: LossSpec, factors: Mapping[str, float] | Sequence[float] | None = None
+    ) -> None:
+        """`loss` is a loss, or a list or dict of them by output; so are `factors`, of the sum."""
+        self._loss = loss
+        self._factors = factors
+        self.notes = []
+        for item in keras.tree.flatten(loss):
+            _check_name(item)
+            if isinstance(item, keras.Loss) and item.reduction not in _MEANS:
+                self.notes.append(
+                    f"{type(item).__name__}(reduction={item.reduction!r}): the loss is the mean "
+                    "over the examples of a batch, as with reduction='sum_over_batch_size'."
+                )
+
+    def __call__(
+        self, labels: Batch, outputs: Batch, names: Sequence[str], weights: Batch | None = None
+    ) -> tf.Tensor:
+        """Returns the loss of each example, [B]; `names` are the `output_names`."""
+        values = self.by_output(labels, outputs, names, weights)
+        factors = listed("loss_weights", self._factors, names)
+        total = None
+        for name, value in values.items():
+            factor = factors[names.index(name)]
+            part = value if factor is None else value * factor
+            total = part if total is None else total + part
+        return total
+
+    def outputs_with_loss(self, names: Sequence[str]) -> list[str]:
+        """The outputs of `names` that have a loss."""
+        losses = listed("loss", self._loss, names)
+        return [name for name, loss in zip(names, losses, strict=True) if loss is not None]
+
+    def by_output(
+        self, labels: Batch, outputs: Batch, names: Sequence[str], weights: Batch | None = None
+    ) -> dict[str, tf.Tensor]:
+        """Returns the loss of each output that has one, [B] each, by name."""
+        losses = listed("loss", self._loss, names)
+        if all(loss is None for loss in losses):
+            raise ConfigError("loss is None for all outputs of the model. Give a loss for one.")
+        of_outputs = listed("the model", outputs, names)
+        of_labels = listed("parse() returns labels, of which one", labels, names)
+        of_weights = listed("parse() returns sample weights, of which one", weights, names)
+        values = {}
+        for name, loss, label, output, weight in zip(
+            names, losses, of_labels, of_outputs, of_weights, strict=True
+        ):
+            if loss is None:
+                continue
+            if label is None:
+                raise ConfigError(
+                    f"loss has an entry for output {name!r}, but parse() returns no label of that "
+                    "name. Return one, or leave the loss out."
+                )
+            values[name] = _per_example(loss, label, output, weight)
+        return values
+
+
+def weighted(values: tf.Tensor, weights: tf.Tensor | None) -> tf.Tensor:
+    """`values`, [B, ...], times `weights`: [B], [B, 1] or with more axes of the values."""
+    if weights is None:
+        return values
+    weights = tf.cast(weights, values.dtype)
+    if weights.shape.rank == values.shape.rank + 1:
+        weights = tf.squeeze(weights, axis=-1)
+    while weights.shape.rank < values.shape.rank:
+        weights = weights[..., tf.newaxis]
+    return values * weights
+
+
+def class_weights(labels: tf.Tensor, class_weight: Mapping[int, float]) -> tf.Tensor:
+    """The weight of the class of each label, float32 [B]; 1 for classes without a weight.
+
+    labels: int [B] or [B, 1]; or the probability of each class, [B, classes].
+    """
+    if labels.shape.rank >= 2:
+        is_one = labels.shape[-1] == 1
+        labels = tf.squeeze(labels, axis=-1) if is_one else tf.argmax(labels, axis=-1)
+    if labels.dtype.is_floating:
+        labels = tf.round(labels)
+    classes = tf.cast(labels, tf.int32)
+    table = [class_weight.get(i, 1.0) for i in range(max(class_weight) + 1)]
+    found = tf.gather(tf.constant(table, tf.float32), tf.minimum(classes, len(table) - 1))
+    return tf.where(classes < len(table), found, 1.0)
+
+
+def _per_example(
+    loss: LossSpec, labels: tf.Tensor, outputs: tf.Tensor, weights: tf.Tensor | None
+) -> tf.Tensor:
+    made = copy.copy(get_loss(loss, labels, outputs))
+    made.reduction = "none"
+    values = weighted(made(labels, outputs), weights)
+    rank = values.shape.rank
+    return values if rank is not None and rank < 2 else _mean_of_each(values)
+
+
+def _mean_of_each(values: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_mean(values, axis=list(range(1, values.shape.rank)))
+
+
+def _check_name(loss: LossSpec) -> None:
+    if not isinstance(loss, str) or loss in _RESOLVED_BY_SHAPE:
+        return
+    try:
+        keras.losses.get(loss)
+    except ValueError as error:
+        known = sorted(name for name in vars(keras.losses) if not name.startswith("_"))
+        near = difflib.get_close_matches(loss, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "See keras.io/api/losses."
+        raise ConfigError(f"loss={loss!r} is no loss of Keras. {hint}") from error

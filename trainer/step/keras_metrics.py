@@ -1,0 +1,256 @@
+"""Keras' metrics, exact on any number of replicas: their states are summed, then evaluated.
+
+    metrics = KerasMetrics([keras.metrics.AUC()], [])   # metrics, weighted_metrics of `compile`
+    metrics.build(labels, outputs, names)               # specs
+    totals = metrics.update(labels, outputs, weights)   # float64 [metrics.size], on each replica
+    metrics.results(summed)                             # {"auc": 0.93}
+
+The state of a metric is a list of tensors, for example AUC's true positives at each threshold. The
+state after examples A and B is the sum of the state after A and the state after B: this holds for
+all metrics of Keras 3.15, and a metric without it is refused. So an update starts at the initial
+state, returns the change, and changes no variable. Keras' CompileMetrics chooses names and
+functions, as in `fit`.
+"""
+
+import concurrent.futures
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from keras.src.trainers.compile_utils import CompileMetrics, get_metric
+
+from strategies.base import Batch
+from trainer.exit_codes import first_line
+from trainer.step.keras_losses import is_keras_function
+from trainer.step.losses import PerExample
+from trainer.step.options import ConfigError
+
+# Any: a list, or a dict by output, of names, keras.metrics objects and functions.
+MetricSpec: TypeAlias = Any
+
+_TOLERANCE = 1e-4
+
+
+class Renamed(NamedTuple):
+    """A metric that is reported under another name."""
+
+    name: str
+    metric: MetricSpec
+
+
+class KerasMetrics:
+    """The metrics of `compile(metrics=..., weighted_metrics=...)`.
+
+    Attributes:
+        size: The number of totals; known after `build`, as the names are.
+        names: The names of the results.
+        falling: The names of the metrics that are better the lower they are.
+    """
+
+    def __init__(self, metrics: MetricSpec, weighted_metrics: MetricSpec) -> None:
+        self._specs = (metrics, weighted_metrics)
+        self.size = 0
+        self.names: Sequence[str] = ()
+        self.falling: frozenset[str] = frozenset()
+
+    def build(self, labels: Batch, outputs: Batch, output_names: Sequence[str]) -> None:
+        """Makes the metrics for `labels` and `outputs`, nests of specs.
+
+        Each call makes new ones: objects of a config file only say what to make.
+
+        Raises:
+            ConfigError: a metric cannot be made, or does not fit the labels and outputs.
+        """
+        # Keras needs variables to name the parts of a state. A strategy's scope holds in one
+        # thread; in another, these are ordinary variables of this process.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(self._build, labels, outputs, output_names).result()
+
+    def _build(self, labels: Batch, outputs: Batch, output_names: Sequence[str]) -> None:
+        examples = tf.nest.map_structure(_zeros, (labels, outputs))
+        try:
+            metrics, weighted_metrics = (_fresh(spec, *examples) for spec in self._specs)
+            self._metrics = CompileMetrics(
+                metrics, weighted_metrics, output_names=list(output_names)
+            )
+            with tf.device("CPU:0"):
+                self._metrics.update_state(*examples, self._ones(examples[1]))
+                self._initial = [np.asarray(v) for v in self._metrics.stateless_reset_state()]
+        except ConfigError:
+            raise
+        except Exception as error:  # Keras, or a user's class, which may raise any error.
+            shapes = tf.nest.map_structure(lambda t: (None, *t.shape[1:]), examples)
+            raise ConfigError(
+                f"The metrics of the config file do not fit: {type(error).__name__}: "
+                f"{first_line(error)} (labels and outputs have the shapes {shapes})."
+            ) from error
+        self.size = sum(part.size for part in self._initial)
+        results = self.results(np.zeros([self.size]))
+        self.names = tuple(results)
+        self.falling = frozenset(self._falling())
+
+    def _falling(self) -> list[str]:
+        downs = [m.name for m in self._metrics.metrics if getattr(m, "_direction", "") == "down"]
+        return [name for name in self.names if any(name.endswith(down) for down in downs)]
+
+    def update(
+        self,
+        labels: Batch,
+        outputs: Batch,
+        weights: Batch | None = None,
+        counts: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """Returns the change of the states, float64 [size], for a part of a batch.
+
+        `weights` are for weighted_metrics only. Examples of which `counts`, [B], is 0 are left out.
+        """
+        if counts is not None:
+            # One is always kept: some metrics fail without examples.
+            none_counts = tf.logical_not(tf.reduce_any(counts > 0))
+            is_first = tf.equal(tf.range(tf.size(counts)), 0)
+            is_kept = tf.logical_or(counts > 0, tf.logical_and(none_counts, is_first))
+            labels, outputs, weights = tf.nest.map_structure(
+                lambda t: None if t is None else _kept(t, is_kept), (labels, outputs, weights)
+            )
+        after = self._metrics.stateless_update_state(
+            [tf.constant(part) for part in self._initial], labels, outputs, weights
+        )
+        changes = [
+            tf.reshape(tf.cast(state, tf.float64) - part, [-1])
+            for state, part in zip(after, self._initial, strict=True)
+        ]
+        change = tf.ensure_shape(tf.concat(changes, axis=0), [self.size])
+        if counts is None:
+            return change
+        return tf.where(none_counts, tf.zeros_like(change), change)
+
+    def results(self, totals: npt.NDArray[np.float64]) -> dict[str, float]:
+        """Returns the metrics of summed `totals` by name; NAME_0, NAME_1 ... of a vector."""
+        bounds = np.cumsum([part.size for part in self._initial])[:-1]
+        states = [
+            tf.constant((part + total.reshape(part.shape)).astype(part.dtype))
+            for part, total in zip(self._initial, np.split(totals, bounds), strict=True)
+        ]
+        with tf.device("CPU:0"):
+            found = self._metrics.stateless_result(states)
+        named: dict[str, float] = {}
+        for name, value in found.items():
+            values = np.asarray(value, np.float64)
+            if not values.ndim:
+                named[name] = float(values)
+            else:
+                named |= {f"{name}_{i}": float(item) for i, item in enumerate(values.ravel())}
+        return named
+
+    def require_sums(self, labels: Batch, outputs: Batch) -> None:
+        """Raises ConfigError if the state of a metric is not a sum over these examples."""
+        middle = tf.nest.flatten(outputs)[0].shape[0] // 2
+
+        def changes(start: list[Any], part: slice) -> list[Any]:
+            examples = tf.nest.map_structure(lambda t: t[part], (labels, outputs))
+            after = self._metrics.stateless_update_state(start, *examples, self._ones(examples[1]))
+            return [np.asarray(new) - old for new, old in zip(after, self._initial, strict=True)]
+
+        first = changes(self._initial, slice(middle))
+        second = changes(self._initial, slice(middle, None))
+        start = [part + change for part, change in zip(self._initial, first, strict=True)]
+        both = changes(
+            [s.astype(p.dtype) for s, p in zip(start, self._initial, strict=True)],
+            slice(middle, None),
+        )
+        names = [metric.name for metric in self._metrics.metrics for _ in metric.variables]
+        for name, one, other, joint in zip(names, first, second, both, strict=True):
+            if not np.allclose(joint, one + other, rtol=_TOLERANCE):
+                raise ConfigError(
+                    f"Metric {name!r} keeps a state that is no sum over examples, as a maximum is "
+                    "none. So it has no exact value on several replicas. Leave it out, or derive "
+                    "a class from a metric of Keras that sums, for example keras.metrics.Mean."
+                )
+
+    def _ones(self, outputs: Batch) -> tf.Tensor | None:
+        if not self._specs[1]:
+            return None
+        return tf.ones([tf.nest.flatten(outputs)[0].shape[0]])
+
+
+def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
+    """`spec` with a new object for each metric: another run may use the objects of the file."""
+    if isinstance(spec, Renamed):
+        made = _fresh(spec.metric, labels, outputs)
+        made = get_metric(made, *(tf.nest.flatten(nest)[0] for nest in (labels, outputs)))
+        made.name = spec.name
+        return made
+    if isinstance(spec, Mapping):
+        return {name: _fresh(part, labels, outputs) for name, part in spec.items()}
+    if isinstance(spec, (list, tuple)):
+        return [_fresh(part, labels, outputs) for part in spec]
+    return _made_again(spec) if isinstance(spec, keras.metrics.Metric) else spec
+
+
+def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
+    """A new metric with the config of `metric`.
+
+    Raises ConfigError if its class cannot be made from its config.
+    """
+    kind = type(metric)
+    if kind is keras.metrics.MeanMetricWrapper:  # Its config has only functions that Keras knows.
+        return kind(metric._fn, name=metric.name, dtype=metric.dtype, **metric._fn_kwargs)
+    try:
+        return kind.from_config(metric.get_config())
+    except Exception as error:  # A user's class may raise any error.
+        raise ConfigError(
+            f"Metric {metric.name!r} cannot be made again from its config, as each run must: "
+            f"{type(error).__name__}: {first_line(error)}. Define get_config() in class "
+            f"{kind.__name__}: it returns all arguments of __init__."
+        ) from error
+
+
+def split_metrics(
+    what: str, metrics: MetricSpec, output_names: Sequence[str]
+) -> tuple[Mapping[str, PerExample], MetricSpec]:
+    """`metrics` of a config file -> functions of each example by name, and the rest, for Keras.
+
+    The keys of a dict are the names of metrics. But if there are several outputs, and all keys
+    are names of outputs, each entry has the metrics of its output, as in Keras.
+    """
+    if isinstance(metrics, (str, keras.metrics.Metric)):
+        return {}, [metrics]
+    if isinstance(metrics, (list, tuple)):
+        return {}, list(metrics)
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"{what} is {metrics!r}, but must be a list or a dict of names, keras.metrics objects "
+            "and functions of (labels, outputs)."
+        )
+    if len(output_names) > 1 and set(metrics) <= set(output_names):
+        return {}, dict(metrics)
+    functions: dict[str, PerExample] = {}
+    others = []
+    for name, metric in metrics.items():
+        if isinstance(metric, (str, keras.metrics.Metric)) or is_keras_function(metric):
+            others.append(Renamed(name, metric))
+        elif callable(metric):
+            functions[name] = metric
+        else:
+            raise ConfigError(
+                f"{what}[{name!r}] is {metric!r}, but must be a keras.metrics object, its name, or "
+                "a function of (labels, outputs). Only the keys of a model with several outputs "
+                "have lists of metrics."
+            )
+    return functions, others
+
+
+def _zeros(spec: Any) -> tf.Tensor:  # A tf.TensorSpec or a keras.KerasTensor.
+    shape = [2, *(size or 1 for size in spec.shape[1:])]
+    return tf.zeros(shape, tf.as_dtype(spec.dtype))
+
+
+def _kept(tensor: tf.Tensor, is_kept: tf.Tensor) -> tf.Tensor:
+    kept = tf.boolean_mask(tensor, is_kept)
+    mask = keras.src.backend.get_keras_mask(tensor)
+    if mask is not None:
+        keras.src.backend.set_keras_mask(kept, tf.boolean_mask(mask, is_kept))
+    return kept
