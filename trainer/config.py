@@ -2,6 +2,7 @@
 
     recipe = load_recipe("configs/mnist_replica.py")
     check(recipe.config)
+    recipe = recipe_of_run(RunFiles("runs/a").read_config())      # with the config of that run
 
 A config file is a user's whole plug-in. It defines
 
@@ -39,6 +40,7 @@ functions, and must not create a tensor: multiworker must be set up before the f
 
 import dataclasses
 import difflib
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -244,6 +246,37 @@ def load_recipe(path: str, config: Config | None = None) -> Recipe:
     # Any: functions of a user's module, which has no types.
     functions: dict[str, Any] = {name: getattr(module, name, None) for name in names}
     return Recipe(path, config, **functions, files=files)
+
+
+def recipe_of_run(document: Mapping[str, Any]) -> Recipe:  # Any: JSON values.
+    """The recipe that a run was started with. `document` is the contents of its config.json.
+
+    Fields that the config file has lost since are left out. Raises ConfigError if the file is gone.
+    """
+    recipe = load_recipe(document["recipe"])
+    known = flatten(recipe.config)
+    for name, value in flatten_json(document["config"]).items():
+        if name in known:
+            _set_field(recipe.config, name, value)
+    # Absolute, also where the field is empty or relative to the directory that the run began in.
+    recipe.config.data_dir = document["data_dir"]
+    return recipe
+
+
+def flatten_json(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """As `flatten`, of the "config" of a config.json."""
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        is_group = isinstance(value, Mapping)
+        fields |= flatten_json(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
+    return fields
+
+
+def _set_field(config: Config, name: str, value: object) -> None:
+    """Sets the field `name`, for example "data.lanes". Lists of JSON become tuples."""
+    *groups, last = name.split(".")
+    group = functools.reduce(getattr, groups, config)
+    setattr(group, last, tuple(value) if isinstance(value, list) else value)
 
 
 def check(config: Config) -> None:

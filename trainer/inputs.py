@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import keras
@@ -45,7 +45,7 @@ _PARSE_HINT = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """The readers of the two splits."""
+    """The readers of the two splits. Without training, `train` is the same reader."""
 
     train: Reader
     evaluation: Reader
@@ -56,6 +56,11 @@ class Inputs:
         """Which features the default `parse` uses; empty with another `parse`."""
         parse = self.train.parse
         return parse.note if isinstance(parse, ExampleParse) else ""
+
+    @property
+    def readers(self) -> Sequence[Reader]:
+        """Each reader once."""
+        return [self.train] if self.train is self.evaluation else [self.train, self.evaluation]
 
 
 def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
@@ -69,17 +74,7 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
     directory = data_dir(config)
     if config.dataset in ("digits", "diabetes"):
         _prepare_if_missing(config)
-    train_split = open_split(directory, data.train_split, data.on_corrupt)
-    eval_split = open_split(directory, data.eval_split, data.on_corrupt)
-    for split in (train_split, eval_split):
-        if split.damages:
-            log.warning(
-                "split %r: %s of %s records cannot be read and are left out; the first: %s",
-                split.name,
-                f"{split.num_skipped:,}",
-                f"{split.num_skipped + split.num_examples:,}",
-                split.damages[0],
-            )
+    train_split = _open_split(recipe, data.train_split)
     order = Order(
         shard_lengths=train_split.shard_lengths,
         chunk_examples=train_split.chunk_examples,
@@ -88,16 +83,6 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
         window_batches=data.window_batches,
         seed=config.seed,
         shuffle=data.shuffle,
-    )
-    eval_batch_size = config.eval_batch_size or config.batch_size
-    eval_order = dataclasses.replace(
-        order,
-        shard_lengths=eval_split.shard_lengths,
-        chunk_examples=eval_split.chunk_examples,
-        batch_size=eval_batch_size,
-        lanes=eval_batch_size,
-        seed=0,
-        shuffle=False,
     )
     train = Reader(
         train_split,
@@ -108,11 +93,45 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
         cache_bytes=data.cache_bytes,
         prefetch_batches=data.prefetch_batches,
     )
-    evaluation = dataclasses.replace(
-        train, split=eval_split, order=eval_order, augment=None, cache_bytes=0
-    )
-    skipped = {"train": train_split.num_skipped, "eval": eval_split.num_skipped}
+    evaluation = open_evaluation(recipe, num_threads)
+    skipped = {"train": train_split.num_skipped, "eval": evaluation.split.num_skipped}
     return Inputs(train, evaluation, skipped if data.on_corrupt == SKIP else None)
+
+
+def open_evaluation(recipe: Recipe, num_threads: int = 0) -> Reader:
+    """Opens only the split that `recipe` evaluates; arguments and errors as of `open_inputs`."""
+    config = recipe.config
+    split = _open_split(recipe, config.data.eval_split)
+    batch_size = config.eval_batch_size or config.batch_size
+    order = Order(
+        shard_lengths=split.shard_lengths,
+        chunk_examples=split.chunk_examples,
+        batch_size=batch_size,
+        lanes=batch_size,
+        window_batches=config.data.window_batches,
+        seed=0,
+        shuffle=False,
+    )
+    return Reader(
+        split,
+        order,
+        parse_of(recipe, data_dir(config)),
+        num_threads,
+        prefetch_batches=config.data.prefetch_batches,
+    )
+
+
+def _open_split(recipe: Recipe, name: str) -> Split:
+    split = open_split(data_dir(recipe.config), name, recipe.config.data.on_corrupt)
+    if split.damages:
+        log.warning(
+            "split %r: %s of %s records cannot be read and are left out; the first: %s",
+            split.name,
+            f"{split.num_skipped:,}",
+            f"{split.num_skipped + split.num_examples:,}",
+            split.damages[0],
+        )
+    return split
 
 
 def parse_of(recipe: Recipe, directory: str, model: keras.Model | None = None) -> Parse:
@@ -277,7 +296,7 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
         ConfigError: `augment`, the loss or a metric fails, or returns values of a wrong number.
     """
     _check_augment(inputs, recipe)
-    for reader in (inputs.train, inputs.evaluation):
+    for reader in inputs.readers:
         where = f"The first batch of split {reader.split.name!r}"
         with data_errors_explained(inputs):
             examples, labels, *weights = batch_at(reader, 0)
@@ -320,7 +339,7 @@ def batch_at(reader: Reader, batch: int) -> Batch:
 @contextlib.contextmanager
 def data_errors_explained(inputs: Inputs) -> Iterator[None]:
     """Turns TensorFlow's errors about records into DataErrors that name file and offset."""
-    splits = (inputs.train.split, inputs.evaluation.split)
+    splits = [reader.split for reader in inputs.readers]
     try:
         yield
     except tf.errors.DataLossError as error:

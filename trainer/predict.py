@@ -8,36 +8,22 @@ model, and parses examples as in training. For a classifier, `predicted` is the 
 largest output.
 """
 
-import dataclasses
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from absl import app, flags
+from absl import flags
 
-from data.system.flags import parse_flags
-from trainer.config import ConfigError
-from trainer.exit_codes import EXIT_DONE, EXIT_USAGE, first_line
-from trainer.run_files import Document, RunFileError, RunFiles
-from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
+from trainer.cli.tools import prepare_tensorflow, run_tool
+from trainer.config import ConfigError, recipe_of_run
+from trainer.exit_codes import EXIT_DONE, first_line
+from trainer.run_files import RunFiles
 
 if TYPE_CHECKING:
     import keras
 
     from strategies.base import Batch
     from trainer.config import Recipe
-
-_MODEL_DIR = flags.DEFINE_string(
-    "model_dir", None, "The directory of the run, which must be complete.", required=True
-)
-_SPLIT = flags.DEFINE_string("split", None, "Split to read; by default the evaluation split.")
-_DATA_DIR = flags.DEFINE_string(
-    "data_dir", None, "Directory with TFRecord files; by default that of the run."
-)
-_NUM_EXAMPLES = flags.DEFINE_integer(
-    "num_examples", 10, "Examples to show, from the first; 0 for all.", lower_bound=0
-)
 
 
 def predict(
@@ -63,7 +49,7 @@ def predict(
             "--config.export=false. Give the --model_dir of a run that exported."
         )
     run = files.read_config()
-    recipe = _recipe_of(run)
+    recipe = recipe_of_run(run)
     data_dir = data_dir or run["data_dir"]
     records = open_split(data_dir, split or run["config"]["data"]["eval_split"])
     parse, model = parse_of(recipe, data_dir), None
@@ -94,25 +80,6 @@ def predict(
             example += 1
 
 
-def _recipe_of(run: Document) -> "Recipe":
-    """The recipe of a run, with the config that it trained with."""
-    from trainer.config import load_recipe
-
-    recipe = load_recipe(run["recipe"])
-    _set_fields(recipe.config, run["config"])
-    return recipe
-
-
-def _set_fields(config: object, values: Document) -> None:
-    for name, value in values.items():
-        if not hasattr(config, name):
-            continue  # The config file has lost this field since.
-        if dataclasses.is_dataclass(field := getattr(config, name)):
-            _set_fields(field, value)
-        else:
-            setattr(config, name, tuple(value) if isinstance(field, tuple) else value)
-
-
 def _load_model(model_dir: str, recipe: "Recipe", inputs: "Batch") -> "keras.Model":
     """The model that the config file builds, with the exported weights.
 
@@ -141,21 +108,28 @@ def _load_model(model_dir: str, recipe: "Recipe", inputs: "Batch") -> "keras.Mod
     return model
 
 
+def define_flags() -> None:
+    """Declares the flags of the command."""
+    flags.DEFINE_string(
+        "model_dir", None, "The directory of the run, which must be complete.", required=True
+    )
+    flags.DEFINE_string("split", None, "Split to read; by default the evaluation split.")
+    flags.DEFINE_string(
+        "data_dir", None, "Directory with TFRecord files; by default that of the run."
+    )
+    flags.DEFINE_integer(
+        "num_examples", 10, "Examples to show, from the first; 0 for all.", lower_bound=0
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints the lines; returns the exit code."""
-    configure_logging()
-    set_environment()
-    import_tensorflow()
-    from data.system.files import DataError
-
-    try:
-        for line in predict(_MODEL_DIR.value, _SPLIT.value, _DATA_DIR.value, _NUM_EXAMPLES.value):
-            print(json.dumps(line))
-    except (ConfigError, DataError, RunFileError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    given = flags.FLAGS
+    prepare_tensorflow()
+    for line in predict(given.model_dir, given.split, given.data_dir, given.num_examples):
+        print(json.dumps(line))
     return EXIT_DONE
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags("error"))
+    run_tool(main, define_flags)

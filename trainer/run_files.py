@@ -128,6 +128,10 @@ class RunFiles:
             return None
         return document
 
+    def read_reports(self) -> list[Document]:
+        """The reports in metrics.jsonl so far, without damaged lines."""
+        return read_reports(self.metrics) if exists(self.metrics) else []
+
     def remove_result(self) -> None:
         """Removes result.json: the result of a former run says nothing about this one."""
         if exists(self.result):
@@ -147,6 +151,13 @@ def progress_of(model_dir: str) -> Progress:
         lines = file.read().splitlines()
         reported = int(max((step_of(line, 0) for line in lines), default=0))
     return saved, reported
+
+
+def read_reports(path: str) -> list[Document]:
+    """The reports in the file at `path`, without damaged lines."""
+    with open_file(path) as file:
+        lines = file.read().splitlines()
+    return [json.loads(line) for line in lines if not math.isnan(step_of(line, math.nan))]
 
 
 def _newest_finished(directory: str) -> int:

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from data.system.cores import num_cores
 from data.system.files import DataError
+from data.system.files import absolute as absolute_path
 from strategies.base import DataFaultError, Executor, PeerLostError, Position, PositionError
 from strategies.cluster.peers import check_own_address, connecting, port_of
 from strategies.cluster.ports import held
@@ -331,7 +332,7 @@ def _config_document(spec: TaskSpec, inputs: Inputs) -> Document:
     return {
         "strategy": spec.strategy,
         "recipe": absolute(spec.recipe.path),
-        "data_dir": data_dir(spec.recipe.config),
+        "data_dir": absolute_path(data_dir(spec.recipe.config)),
         "config": json.loads(to_json(spec.recipe.config)),
         "wire_dtype": spec.wire_dtype,
         "cluster": None if spec.cluster is None else json.loads(spec.cluster.tf_config()),

@@ -87,6 +87,11 @@ TRAININGS = [c for c in TRAINER if c not in (*CHECKS, *ON_HOSTS, *ON_MNIST)]
 PREPARE = [command for command in COMMANDS if is_python(command, "data.prepare")]
 INSPECT = [command for command in COMMANDS if is_python(command, "data.inspect")]
 PREDICT = [command for command in COMMANDS if is_python(command, "trainer.predict")]
+READING = [
+    command
+    for command in COMMANDS
+    if command[2:] and command[2] in ("trainer.evaluate", "trainer.runs", "trainer.compare")
+]
 
 
 def ids(commands: list[tuple[str, ...]]) -> list[str]:
@@ -97,11 +102,9 @@ def run(
     command: tuple[str, ...], cwd: Path, *flags: str, **replaced: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command of the documentation in `cwd`, with its placeholders replaced."""
-    words = [replaced.get(word.partition("=")[2], "") or word for word in command]
-    words = [
-        f"{old.partition('=')[0]}={new}" if old != new else old
-        for old, new in zip(command, words, strict=True)
-    ]
+    words = list(command)
+    for index, (name, equals, value) in enumerate(word.rpartition("=") for word in command):
+        words[index] = name + equals + replaced.get(value, value)
     assert words[0] == "python"
     return subprocess.run(
         [sys.executable, *words[1:], *flags],
@@ -130,7 +133,7 @@ def checkout_with_digits(checkout: Path, digits: Path) -> Path:
 
 @pytest.mark.quick
 def test_every_command_has_a_test() -> None:
-    categories = (MAKE, INSTALL, EXPORTS, LONG, TRAINER, PREPARE, INSPECT, PREDICT)
+    categories = (MAKE, INSTALL, EXPORTS, LONG, TRAINER, PREPARE, INSPECT, PREDICT, READING)
     found = [sum(command in category for category in categories) for command in COMMANDS]
     assert [c for c, number in zip(COMMANDS, found, strict=True) if number != 1] == []
     assert all(categories), "a category has no command"
@@ -249,13 +252,31 @@ def test_inspect_command_ends_well(command: tuple[str, ...], checkout_with_digit
         assert name == "--verify" or (checkout_with_digits / path).exists()
 
 
-@pytest.mark.parametrize("command", PREDICT, ids=ids(PREDICT))
-def test_exported_model_predicts(command: tuple[str, ...], digits: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def finished_run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model_dir = tmp_path_factory.mktemp("runs") / "run"
     flags = (f"--data_dir={digits}", "--train_steps=20")
-    train_topology(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags)
-    done = run(command, ROOT, **{"runs/RUN": str(tmp_path / "run")})
+    train_topology(TOPOLOGIES["mirrored-1"], model_dir, *flags)
+    return model_dir
+
+
+@pytest.mark.parametrize("command", PREDICT, ids=ids(PREDICT))
+def test_exported_model_predicts(command: tuple[str, ...], finished_run: Path) -> None:
+    done = run(command, ROOT, **{"runs/RUN": str(finished_run)})
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 3
+
+
+@pytest.mark.parametrize("command", READING, ids=ids(READING))
+def test_command_that_reads_runs_ends_well(
+    command: tuple[str, ...], finished_run: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished_run, copy)
+    directories = {"runs": finished_run.parent, "runs/RUN": finished_run, "runs/OTHER": copy}
+    done = run(command, ROOT, **{name: str(path) for name, path in directories.items()})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 def shared(words: tuple[str, ...], model_dir: Path, digits: Path) -> tuple[str, ...]:

@@ -29,9 +29,11 @@ class Flag(NamedTuple):
 def commands() -> list[str]:
     """The modules that are run with flags of absl: `trainer`, `data.prepare`, ..."""
     found = []
+    starts = r"^    (app\.run|run_tool|run_from_command_line)\("
     for folder in ("trainer", "data", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if "app.run(" in path.read_text():
+            _, is_main, code = path.read_text().partition('if __name__ == "__main__":')
+            if is_main and re.search(starts, code, re.MULTILINE):
                 module = path.relative_to(ROOT).with_suffix("").parts
                 found.append(".".join(part for part in module if part != "__main__"))
     return found
@@ -75,7 +77,8 @@ def test_flag_of_one_name_has_one_type_and_one_meaning(flags: list[Flag]) -> Non
 def test_directory_with_records_is_always_data_dir(flags: list[Flag]) -> None:
     assert {flag.name for flag in flags if ABOUT_RECORDS in flag.meaning} == {"data_dir"}
     data_dirs = {flag.command for flag in flags if flag.name == "data_dir"}
-    assert {"trainer", "trainer.predict", "data.prepare", "data.inspect"} <= data_dirs
+    assert {"trainer", "trainer.evaluate", "trainer.predict", "data.prepare"} <= data_dirs
+    assert "data.inspect" in data_dirs
 
 
 @pytest.mark.parametrize(

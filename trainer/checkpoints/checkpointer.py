@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import google_crc32c
@@ -103,6 +103,7 @@ class Checkpointer:
             **{name: _specs(variables) for name, variables in learner.state.items()},
         }
         self._identity = json.loads(json.dumps({**identity, **ours}))
+        self._data_keys = identity.keys()
         self._keep = keep
         # Checkpoints that this process wrote or read: their checksums were right, not only sizes.
         self._verified: set[str] = set()
@@ -185,6 +186,20 @@ class Checkpointer:
             return False
         return True
 
+    def names(self) -> list[str]:
+        """Returns the names of all checkpoints, best-* first, each kind in the order of steps."""
+        return [*self._names("best-"), *self._names("step-")]
+
+    def restore_model(self, name: str) -> Saved:
+        """Restores the checkpoint `name`, also if it is of another data set or data order.
+
+        Raises ModelDirError if it is damaged, or of another model or optimizer.
+        """
+        try:
+            return self._read(name, self._data_keys)
+        except _DamagedError as error:
+            raise ModelDirError(f"{self._directory}/{name} cannot be read: {error}.") from error
+
     def restore(self, at_most: int | None = None) -> Saved | None:
         """Restores the newest complete checkpoint; returns None if none was ever finished.
 
@@ -212,13 +227,16 @@ class Checkpointer:
         self._refuse_damaged(names)
         return None
 
-    def _read(self, name: str) -> Saved:
-        """Restores a checkpoint. Raises _DamagedError, or ModelDirError if it is of another run."""
+    def _read(self, name: str, ignored: Collection[str] = ()) -> Saved:
+        """Restores a checkpoint. Its identity may differ in the keys `ignored`.
+
+        Raises _DamagedError, or ModelDirError if it is of another run.
+        """
         path = f"{self._directory}/{name}"
         # The copy is outdated now, even if the next save is of the same step.
         self._snapshot_step = None
         mark = _complete_mark(path)
-        self._check_identity(name, mark)
+        self._check_identity(name, mark, ignored)
         for file, contents in mark.files.items():
             if damage := damage_of(f"{path}/{file}", contents):
                 raise _DamagedError(damage)
@@ -350,11 +368,11 @@ class Checkpointer:
                 "Put a copy of one in their place, or give another --model_dir to begin anew."
             )
 
-    def _check_identity(self, name: str, mark: _Mark) -> None:
+    def _check_identity(self, name: str, mark: _Mark, ignored: Collection[str] = ()) -> None:
         saved, ours = mark.identity, self._identity
         different = [
             f"{key}: {_short(saved.get(key))} there, {_short(ours.get(key))} here"
-            for key in sorted(saved.keys() | ours.keys())
+            for key in sorted((saved.keys() | ours.keys()) - set(ignored))
             if saved.get(key) != ours.get(key)
         ]
         if different:

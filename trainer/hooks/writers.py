@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from strategies.metrics import Metrics
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.exit_codes import first_line
 from trainer.hooks.base import Hook
-from trainer.run_files import step_of, without_nan
+from trainer.run_files import read_reports, step_of, without_nan
 
 log = logging.getLogger(__name__)
 
@@ -101,10 +101,9 @@ class JsonLines(Writer):
         # The steps after `step` will be repeated.
         self._drop_invalid_lines(step)
 
-    def read(self) -> list[Values]:
+    def read(self) -> Sequence[Values]:
         """Returns the reports so far, without a damaged one."""
-        lines = self._content().splitlines()
-        return [json.loads(line) for line in lines if not math.isnan(step_of(line, math.nan))]
+        return read_reports(self._path) if tf.io.gfile.exists(self._path) else []
 
     @override
     def write(self, step: int, split: str, values: Values) -> None:

@@ -1,0 +1,70 @@
+"""`trainer.evaluate` and `trainer.compare` on real runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.runs import ROOT, TOPOLOGIES, train
+
+
+def tool(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=cwd,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_checkpoints_of_a_cluster_have_the_metrics_that_the_run_reported(
+    digits: Path, tmp_path: Path
+) -> None:
+    model_dir = tmp_path / "run"
+    flags = ("--train_steps=40", "--config.checkpoint_every_steps=20", "--config.ema.decay=0.9")
+    run = train(
+        TOPOLOGIES["multiworker-2"],
+        model_dir,
+        f"--data_dir={digits}",
+        "--config.eval_every_steps=20",
+        *flags,
+    )
+    reported = {report["step"]: report for report in run.metrics("eval")}
+    assert set(reported) == {20, 40}
+    for checkpoint, step in (("20", 20), ("newest", 40)):
+        # From another directory: paths in the run's files are absolute.
+        done = tool(
+            "trainer.evaluate",
+            str(model_dir),
+            f"--checkpoint={checkpoint}",
+            "--json",
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert (found["step"], found["examples"]) == (step, 360)
+        for metric in ("loss", "accuracy"):
+            assert found[metric] == pytest.approx(reported[step][metric], rel=1e-6, abs=1e-6)
+    missing = tool("trainer.evaluate", str(model_dir), "--checkpoint=30")
+    assert missing.returncode == 2
+    assert "step-00000020" in missing.stderr
+    assert "Traceback" not in missing.stderr
+
+    other = train(
+        TOPOLOGIES["mirrored-1"],
+        tmp_path / "other",
+        f"--data_dir={digits}",
+        *flags[1:],
+        "--train_steps=20",
+        "--learning_rate=0.01",
+    )
+    assert other.exit_code == 0
+    compared = tool("trainer.compare", str(model_dir), str(tmp_path / "other"))
+    assert compared.returncode == 1, compared.stderr
+    assert "config.learning_rate: 0.002 | 0.01" in compared.stdout
+    assert "equal at step 0, different at step 20" in compared.stdout
+    assert "dense/kernel" in compared.stdout

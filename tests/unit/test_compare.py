@@ -1,0 +1,89 @@
+"""`python -m trainer.compare` finds the first step, and the variables, in which two runs part."""
+
+import json
+import shutil
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.compare import compare
+from trainer.config import ConfigError
+
+
+def write_run(directory: Path, *, units: int = 3) -> None:
+    """A run with three checkpoints and four reports."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units, name="head")])
+    for step in (10, 20, 30):
+        write_checkpoint(directory, step, model)
+    lines: list[dict[str, float | str]] = [
+        {"step": step, "split": "train", "loss": 1 / step, "seconds": step} for step in range(1, 5)
+    ]
+    write_reports(directory, lines)
+
+
+def write_checkpoint(directory: Path, step: int, model: keras.Model) -> None:
+    path = directory / "checkpoints" / f"step-{step:08d}"
+    tf.train.Checkpoint(model=model).write(str(path / "variables"))
+    (path / "checkpoint.json").write_text("{}")
+
+
+def write_reports(directory: Path, lines: list[dict[str, float | str]]) -> None:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (directory / "metrics.jsonl").write_text(text)
+
+
+def test_equal_runs_are_equal_whatever_their_speed(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    lines = [json.loads(s) for s in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    write_reports(tmp_path / "b", [{**line, "seconds": 7 * line["seconds"]} for line in lines])
+    found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.is_equal
+    assert (found.num_reports, list(found.steps)) == (4, [10, 20, 30])
+
+
+def test_smallest_change_of_one_variable_is_found_with_its_step_and_name(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="head")])
+    kernel = model.layers[0].kernel.numpy()
+    changed = np.nextafter(kernel, np.inf)
+    model.layers[0].kernel.assign(changed)
+    for step in (20, 30):
+        write_checkpoint(tmp_path / "b", step, model)
+    found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.reports is None
+    assert found.variables is not None
+    assert (found.variables.equal_step, found.variables.step) == (10, 20)
+    ((name, size),) = found.variables.names
+    assert name.endswith("head/kernel")
+    assert size == pytest.approx(np.max(np.abs(changed - kernel)))
+    assert "equal at step 10, different at step 20" in found.variables.describe("variables")
+
+
+def test_first_different_report_is_found(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    lines = [json.loads(s) for s in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    lines[2]["loss"] = None  # A NaN in the run.
+    write_reports(tmp_path / "b", lines)
+    found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.variables is None
+    assert found.reports is not None
+    assert (found.reports.equal_step, found.reports.step) == (2, 3)
+    assert found.reports.names[0][0] == "loss of split train"
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", units=4)
+    with pytest.raises(ConfigError, match=r"head/kernel has shape \[2, 3\] in one and \[2, 4\]"):
+        compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        compare(str(tmp_path / "a"), str(tmp_path / "empty"))

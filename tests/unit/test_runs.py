@@ -1,0 +1,103 @@
+"""`python -m trainer.runs` lists what is in the files of runs, without TensorFlow."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.runs import ROOT
+from trainer.config import ConfigError
+from trainer.runs import differences, ordered, runs_under
+
+
+def write_run(
+    directory: Path, *, learning_rate: float, losses: list[float], exit_code: int | None = 0
+) -> None:
+    directory.mkdir(parents=True)
+    config = {
+        "best_metric": "loss",
+        "train_steps": 10 * len(losses),
+        "learning_rate": learning_rate,
+        "data_dir": str(directory),
+        "data": {"eval_split": "test"},
+    }
+    document = {"strategy": "mirrored", "recipe": "a.py", "data_dir": "data", "config": config}
+    (directory / "config.json").write_text(json.dumps(document))
+    lines: list[dict[str, Any]] = []
+    for index, loss in enumerate(losses):
+        step = 10 * (index + 1)
+        # The second process of the run begins at step 20.
+        seconds = 100.0 + index if index < 2 else 7.0 * (index - 1)
+        lines.append({"step": step, "split": "train", "loss": loss, "seconds": seconds})
+        lines.append({"step": step, "split": "eval", "loss": loss, "examples": 5, "seconds": 50.0})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (directory / "metrics.jsonl").write_text(text + '{"step": 1')
+    if exit_code is not None:
+        result = {"step": 10 * len(losses), "eval": {"loss": losses[-1]}, "exit_code": exit_code}
+        (directory / "result.json").write_text(json.dumps(result))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    write_run(tmp_path / "a", learning_rate=0.1, losses=[3.0, 0.5, 0.7, 0.6])
+    write_run(tmp_path / "deep" / "b", learning_rate=0.2, losses=[2.0, 0.4], exit_code=75)
+    write_run(tmp_path / "c", learning_rate=0.1, losses=[], exit_code=None)
+    (tmp_path / "latest").symlink_to("a")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text('{"strategy":')
+    return tmp_path
+
+
+def test_each_run_is_listed_once_with_its_best_value_and_the_time_of_all_processes(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {Path(run["run"]).name: run for run in runs_under(str(directory))}
+    assert set(runs) == {"a", "b", "c"}
+    assert "damaged/config.json is missing or damaged" in capsys.readouterr().err
+    assert (runs["a"]["best"], runs["a"]["step"], runs["a"]["exit_code"]) == (0.5, 40, 0)
+    assert runs["a"]["seconds"] == 101.0 + 14.0
+    assert (runs["b"]["best"], runs["b"]["seconds"], runs["b"]["exit_code"]) == (0.4, 101.0, 75)
+    assert (runs["c"]["best"], runs["c"]["step"], runs["c"]["exit_code"]) == (None, 0, None)
+
+
+def test_only_fields_that_differ_and_matter_are_shown(directory: Path) -> None:
+    runs = runs_under(str(directory))
+    found = differences([run for run in runs if run["step"]])
+    assert found == {"train_steps": [40, 20], "learning_rate": [0.1, 0.2]}
+
+
+def test_runs_are_sorted_and_runs_without_the_value_come_last(directory: Path) -> None:
+    runs = runs_under(str(directory))
+
+    def names(key: str, *, reverse: bool = False) -> list[str]:
+        return [Path(run["run"]).name for run in ordered(runs, key, reverse=reverse)]
+
+    assert names("loss") == ["b", "a", "c"]
+    assert names("loss", reverse=True) == ["a", "b", "c"]
+    assert names("learning_rate", reverse=True)[0] == "b"
+    assert names("seconds") == ["c", "b", "a"]
+    with pytest.raises(ConfigError, match="--sort=losss: no run has it"):
+        ordered(runs, "losss", reverse=False)
+
+
+def test_list_is_printed_as_table_and_as_json_without_tensorflow(directory: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "trainer.runs", str(directory)]
+    table, as_json = (
+        subprocess.run(
+            [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+        )
+        for flags in (["--sort=loss"], ["--json"])
+    )
+    lines = table.stdout.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["deep/b", "a", "c"]
+    assert "40/40" in lines[3]
+    assert "loss 0.5000" in lines[3]
+    assert "learning_rate=0.1" in lines[3]
+    assert {run["strategy"] for run in json.loads(as_json.stdout)} == {"mirrored"}
+    assert "tensorflow" not in {
+        line.rpartition("|")[2].strip() for line in table.stderr.splitlines()
+    }

@@ -1,0 +1,248 @@
+"""`python -m trainer.compare A B`: are two runs equal bit for bit, and if not, where do they part?
+
+    python -m trainer.compare runs/a runs/b
+    equal bit for bit: 10 reports, 3 checkpoints (the last of step 1,000)
+
+Compared are the reports of equal steps (loss, metrics, learning rate) and all variables of the
+checkpoints of equal steps, the optimizer's too. Reports name the steps between which two runs part;
+checkpoints name the variables. Exit codes are those of diff: 0 equal, 1 different, 2 an error.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from trainer.cli.tools import prepare_tensorflow, run_tool, runs_of
+from trainer.config import ConfigError, flatten_json
+from trainer.exit_codes import EXIT_DONE
+from trainer.run_files import CHECKPOINT_MARK, Document, RunFiles
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+EXIT_DIFFERENT = 1
+# Values of reports that depend on the machine: rates and times.
+_NOT_COMPARED = ("step", "split", "seconds", "steps_per_sec", "examples_per_sec")
+_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_NUM_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first step at which two runs differ in their reports or in their checkpoints.
+
+    `equal_step` is the last step before it at which they are equal; 0 if there is none. `names` are
+    the values that differ: (name, the largest difference).
+    """
+
+    step: int
+    equal_step: int
+    names: Sequence[tuple[str, float]]
+
+    def describe(self, what: str) -> str:
+        """For example `variables part after step 40, at or before step 60: dense/kernel ...`."""
+        shown = [f"{name} (by up to {size:.3g})" for name, size in self.names[:_NUM_SHOWN]]
+        if len(self.names) > _NUM_SHOWN:
+            shown.append(f"and {len(self.names) - _NUM_SHOWN} more")
+        when = f"equal at step {self.equal_step:,}, different at step {self.step:,}"
+        return f"{what}: {when}: {', '.join(shown)}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of a comparison; `reports` and `variables` are None if all are equal."""
+
+    num_reports: int
+    steps: Sequence[int]  # Of the compared checkpoints.
+    reports: Difference | None
+    variables: Difference | None
+
+    @property
+    def is_equal(self) -> bool:
+        """True if nothing that was compared differs."""
+        return self.reports is None and self.variables is None
+
+
+def compare(left: str, right: str) -> Comparison:
+    """Compares the runs in two directories.
+
+    Raises ConfigError if they have no report and no checkpoint of the same step.
+    """
+    reports = [_reports(RunFiles(run)) for run in (left, right)]
+    common = sorted(reports[0].keys() & reports[1].keys())
+    checkpoints = [_checkpoints(RunFiles(run)) for run in (left, right)]
+    steps = sorted(checkpoints[0].keys() & checkpoints[1].keys())
+    if not common and not steps:
+        raise ConfigError(
+            f"{left} and {right} have no report and no checkpoint of the same step, so there is "
+            "nothing to compare."
+        )
+    return Comparison(
+        len(common),
+        steps,
+        _first({key: _report_differences(*(r[key] for r in reports)) for key in common}),
+        _first_checkpoint({step: [c[step] for c in checkpoints] for step in steps}),
+    )
+
+
+def _reports(files: RunFiles) -> dict[tuple[int, str], Document]:
+    return {(report["step"], report["split"]): report for report in files.read_reports()}
+
+
+def _checkpoints(files: RunFiles) -> dict[int, str]:
+    """The path of a complete checkpoint of each step."""
+    import tensorflow as tf
+
+    found: dict[int, str] = {}
+    if not tf.io.gfile.isdir(files.checkpoints):
+        return found
+    for name in sorted(tf.io.gfile.listdir(files.checkpoints)):
+        path = f"{files.checkpoints}/{name.rstrip('/')}"
+        if tf.io.gfile.exists(f"{path}/{CHECKPOINT_MARK}"):
+            found[int(name.rstrip("/").partition("-")[2])] = path
+    return found
+
+
+def _report_differences(left: Document, right: Document) -> list[tuple[str, float]]:
+    found = []
+    for name in [name for name in left if name in right and name not in _NOT_COMPARED]:
+        ours, theirs = left[name], right[name]
+        if isinstance(ours, Mapping) or ours == theirs:  # Counts by worker depend on timing.
+            continue
+        is_number = ours is not None and theirs is not None
+        found.append((name, abs(ours - theirs) if is_number else float("nan")))
+    return [(f"{name} of split {left['split']}", size) for name, size in found]
+
+
+def _first(
+    found: Mapping[tuple[int, str], Sequence[tuple[str, float]]],
+) -> Difference | None:
+    by_step: dict[int, list[tuple[str, float]]] = {}
+    for (step, _), names in found.items():
+        by_step.setdefault(step, []).extend(names)
+    equal_step = 0
+    for step in sorted(by_step):
+        if names := by_step[step]:
+            return Difference(step, equal_step, names)
+        equal_step = step
+    return None
+
+
+def _first_checkpoint(paths: Mapping[int, Sequence[str]]) -> Difference | None:
+    equal_step = 0
+    for step, (left, right) in sorted(paths.items()):
+        if names := variable_differences(left, right):
+            return Difference(step, equal_step, names)
+        equal_step = step
+    return None
+
+
+def variable_differences(left: str, right: str) -> list[tuple[str, float]]:
+    """The variables of two checkpoints that are not equal bit for bit, in the model's order.
+
+    Raises ConfigError if the checkpoints are of different models.
+    """
+    import numpy as np
+    import tensorflow as tf
+
+    readers = [tf.train.load_checkpoint(f"{path}/variables") for path in (left, right)]
+    ours, theirs = ({**reader.get_variable_to_shape_map()} for reader in readers)
+    names = _readable_names(readers[0].get_tensor(_GRAPH))
+    if ours.keys() != theirs.keys():
+        only = sorted(names.get(key, key) for key in ours.keys() ^ theirs.keys())
+        raise ConfigError(
+            f"{left} and {right} are of different models or optimizers. Only one of them has "
+            f"{', '.join(only[:_NUM_SHOWN])}."
+        )
+    found = []
+    for key in [key for key in names if key in ours and key != _GRAPH]:
+        a, b = (np.asarray(reader.get_tensor(key)) for reader in readers)
+        if a.shape != b.shape:
+            raise ConfigError(
+                f"{left} and {right} are of different models: {names[key]} has shape "
+                f"{list(a.shape)} in one and {list(b.shape)} in the other."
+            )
+        if a.tobytes() != b.tobytes():
+            found.append((names[key], _largest_difference(a, b)))
+    return found
+
+
+def _largest_difference(left: "npt.NDArray[np.generic]", right: "npt.NDArray[np.generic]") -> float:
+    import numpy as np
+
+    return float(np.max(np.abs(left.astype(np.float64) - right.astype(np.float64))))
+
+
+def _readable_names(graph: bytes) -> dict[str, str]:
+    """The name of the variable for each key of a checkpoint; the model's variables first."""
+    from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
+
+    nodes = TrackableObjectGraph.FromString(graph).nodes
+    full = {a.checkpoint_key: a.full_name for node in nodes for a in node.attributes}
+    counts = Counter(full.values())  # All averages have one name, for example.
+    # The optimizer has a list of the variables that it trains.
+    model = ("model/", "optimizer/_trainable_variables/")
+    return {
+        key: full[key] if full[key] and counts[full[key]] == 1 else key.partition("/.")[0]
+        for key in sorted(full, key=lambda key: not key.startswith(model))
+    }
+
+
+def define_flags() -> None:
+    """Declares the flags of the command."""
+    flags.DEFINE_boolean("json", False, "Print JSON.")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the comparison; returns the exit code of diff."""
+    left, right = runs_of(argv, command="trainer.compare", number=2)
+    prepare_tensorflow()
+    configs = [flatten_json(RunFiles(run).read_config()["config"]) for run in (left, right)]
+    different = [
+        f"{name}: {configs[0].get(name)} | {configs[1].get(name)}"
+        for name in dict.fromkeys([*configs[0], *configs[1]])
+        if configs[0].get(name) != configs[1].get(name)
+    ]
+    found = compare(left, right)
+    if flags.FLAGS.json:
+        print(json.dumps(_document(found, different), indent=2))
+        return EXIT_DONE if found.is_equal else EXIT_DIFFERENT
+    for line in different:
+        print(f"config.{line}")
+    if found.is_equal:
+        last = f" (the last of step {found.steps[-1]:,})" if found.steps else ""
+        print(
+            f"equal bit for bit: {found.num_reports} reports, {len(found.steps)} checkpoints{last}"
+        )
+        return EXIT_DONE
+    for what, difference in (("reports", found.reports), ("variables", found.variables)):
+        if difference is not None:
+            print(difference.describe(what))
+    return EXIT_DIFFERENT
+
+
+def _document(found: Comparison, different: Sequence[str]) -> Document:
+    def parts(difference: Difference | None) -> Document | None:
+        if difference is None:
+            return None
+        names = dict(difference.names)
+        return {"step": difference.step, "equal_step": difference.equal_step, "differ": names}
+
+    return {
+        "is_equal": found.is_equal,
+        "config": different,
+        "num_reports": found.num_reports,
+        "checkpoint_steps": list(found.steps),
+        "reports": parts(found.reports),
+        "variables": parts(found.variables),
+    }
+
+
+if __name__ == "__main__":
+    run_tool(main, define_flags)
