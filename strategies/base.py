@@ -16,8 +16,11 @@
 
 import abc
 import contextlib
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -33,6 +36,7 @@ from strategies.worker_stats import WorkerStats
 # `run` and `evaluate` are cut into calls that take about this long. A stop request is seen between
 # two calls.
 _SECS_PER_CALL = 1.0
+_RECENT_CALLS = 20
 
 # A tensor; among gradients also tf.IndexedSlices, or None for a variable without a gradient.
 Tensor: TypeAlias = tf.Tensor
@@ -162,6 +166,33 @@ class _CallSize:
             self.size = max(1, size // 2)
 
 
+@dataclass
+class Pace:
+    """The steps of this process and the time in them, without the calls that compiled a graph.
+
+    Attributes:
+        num_steps: Steps in all other calls.
+        seconds: The time in these calls.
+        recent: The steps and the time of each of the last calls.
+    """
+
+    num_steps: int = 0
+    seconds: float = 0.0
+    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT_CALLS))
+
+    def add(self, num_steps: int, seconds: float) -> None:
+        """Counts a call of `num_steps` steps that took `seconds`."""
+        self.num_steps += num_steps
+        self.seconds += seconds
+        self.recent.append((num_steps, seconds))
+
+    def secs_per_step(self) -> float | None:
+        """The median of the recent calls: a call that waited for a restart does not count."""
+        if not self.recent:
+            return None
+        return statistics.median(seconds / num_steps for num_steps, seconds in self.recent)
+
+
 class Executor(abc.ABC):
     """Runs a learner's steps on one strategy's devices.
 
@@ -174,6 +205,8 @@ class Executor(abc.ABC):
         is_chief: True in the task that writes.
         io_device: The device whose file system holds the checkpoints; None is the local one.
         on_progress: Called after each call of about a second within `run` and `evaluate`.
+        pace: The steps and the time of `run`. Evaluation, checkpoints and hooks are not in it.
+        clock: The time in seconds.
     """
 
     strategy: tf.distribute.Strategy
@@ -183,6 +216,9 @@ class Executor(abc.ABC):
 
     def __init__(self) -> None:
         self.on_progress: Callable[[], None] = lambda: None
+        self.pace = Pace()
+        self._used_graphs: set[str] = set()  # `_run` adds a graph's name, for `pace`.
+        self.clock: Callable[[], float] = time.monotonic
         self._stop_requested = False
         self._stopping = False
         self._run_size = _CallSize()
@@ -248,8 +284,11 @@ class Executor(abc.ABC):
         metrics = Metrics()
         while num_steps > 0 and not self._stopping:
             size = min(num_steps, self._run_size.size)
+            started, num_graphs = self.clock(), len(self._used_graphs)
             with _data_errors_wrapped():
                 more, seconds = self._run(size)
+            if len(self._used_graphs) == num_graphs:  # Otherwise the call compiled a graph.
+                self.pace.add(size, self.clock() - started)
             metrics = add_metrics(metrics, more)
             num_steps -= size
             self._run_size.adapt(size, seconds)
@@ -259,6 +298,8 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         """Runs `num_steps` steps, sets `_stopping`, and returns the metrics and the duration.
+
+        Adds the names of the graphs that it uses to `_used_graphs`.
 
         Returns the same duration in all tasks that run the loop: it decides the next call's size.
         """

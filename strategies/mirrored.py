@@ -133,6 +133,7 @@ class MirroredExecutor(Executor):
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         started = time.monotonic()
+        self._used_graphs.add("run")
         totals, summed_status = self._run_in_graph(
             self._feed.take(num_steps), tf.constant(num_steps, tf.int64), self._own_status("run")
         )

@@ -25,7 +25,7 @@ from trainer.cli import flags
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE, end_at_once
 
 if TYPE_CHECKING:
-    from trainer.task_spec import TaskSpec
+    from trainer.cli.task_spec import TaskSpec
 
 # Takes what is left of the command line; returns the exit code, or a task to run.
 Command: TypeAlias = Callable[[Sequence[str]], "int | TaskSpec"]
@@ -44,8 +44,11 @@ def _main(command: Command | None, argv: Sequence[str]) -> NoReturn:
             exit_code = outcome
         else:
             from trainer import task
+            from trainer.cli.continued import print_next
 
             exit_code = task.run(outcome)
+            if outcome.is_chief and not outcome.is_checked:  # Otherwise the launcher says it.
+                print_next(exit_code, outcome.model_dir, outcome.cluster)
     except Exception as error:
         exit_code = _explain(error)
     with contextlib.suppress(OSError):  # On a full disk the exit code matters more.

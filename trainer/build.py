@@ -22,13 +22,14 @@ from trainer.config import Config, ConfigError, Recipe, flatten
 from trainer.config_file import errors_explained
 from trainer.hooks.base import Hook
 from trainer.hooks.callbacks import Callbacks, build_callbacks
+from trainer.hooks.console import Console
 from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.export import Export
 from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.inspect import Histograms, Profile
 from trainer.hooks.report import Report
 from trainer.hooks.save import KeepConfig, SaveCheckpoint
-from trainer.hooks.writers import Console, JsonLines, Lossy, TensorBoard, Values, Writer
+from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
 from trainer.models import build_from_specs, check_model, is_built

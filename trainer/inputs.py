@@ -11,6 +11,7 @@ All code that reads batches does so within `data_errors_explained`.
 import contextlib
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,18 @@ def _open_split(recipe: Recipe, name: str) -> Split:
             split.damages[0],
         )
     return split
+
+
+def num_steps_of(recipe: Recipe, num_epochs: float) -> int:
+    """The least number of steps that cover the training examples `num_epochs` times.
+
+    Errors as of `open_inputs`.
+    """
+    if recipe.config.dataset == "digits":
+        _prepare_if_missing(recipe.config)
+    split = _open_split(recipe, recipe.config.data.train_split)
+    # Less a little: a whole number of steps must not become one more by rounding.
+    return max(1, math.ceil(num_epochs * split.num_examples / recipe.config.batch_size - 1e-9))
 
 
 def parse_of(recipe: Recipe, directory: str, model: keras.Model | None = None) -> Parse:

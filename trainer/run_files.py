@@ -13,6 +13,7 @@
 | result.json | last step, evaluation, exit code, reason | task.py: last, or after error or stall |
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
 | tasks/ | one log per task of a local cluster | local/launcher.py |
+| placement.txt | the device of each op, if asked for; of a cluster in tasks/ | task.py |
 
 No TensorFlow is imported for local paths: the launcher reads these files too.
 
@@ -176,6 +177,13 @@ def step_of(line: bytes, if_damaged: float) -> float:
         return int(json.loads(line.decode())["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return if_damaged
+
+
+def clock(seconds: float) -> str:
+    """A duration as people read it: `1:02:03`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 def _write_json(path: str, document: Document) -> None:

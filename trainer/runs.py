@@ -10,7 +10,6 @@ last process; "-" if it has not ended by itself.
 
 import itertools
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from absl import flags
 from trainer.cli.tools import run_tool
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE
-from trainer.run_files import Document, RunFileError, RunFiles
+from trainer.run_files import Document, RunFileError, RunFiles, clock
 
 # Fields of the config that say how the run reports and saves, not what it trains.
 _UNIMPORTANT = ("data_dir",)
@@ -173,13 +172,6 @@ def _print_table(runs: Sequence[Document], directory: str) -> None:
     if not console.is_terminal:
         console.width = 10_000
     console.print(table)
-
-
-def clock(seconds: float) -> str:
-    """`1:02:03`."""
-    minutes, seconds = divmod(math.floor(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 if __name__ == "__main__":

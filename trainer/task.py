@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from data.system.cores import num_cores
-from data.system.files import DataError
+from data.system.files import DataError, is_url
 from data.system.files import absolute as absolute_path
 from strategies.base import DataFaultError, Executor, PeerLostError, Position, PositionError
 from strategies.cluster.peers import check_own_address, connecting, port_of
@@ -38,6 +39,7 @@ from strategies.ps.servers import ask_chief_to_stop, serve, start_server
 from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import Parts, build_checkpointer, build_learner, chief_hooks, shared_hooks
 from trainer.checkpoints.checkpointer import ModelDirError
+from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, check_replicas, data_dir, to_json
 from trainer.config_file import absolute
 from trainer.evaluator import follow
@@ -46,7 +48,7 @@ from trainer.guards.fingerprint import as_number, fingerprint, versions
 from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import Hook
-from trainer.hooks.writers import Console
+from trainer.hooks.console import Console
 from trainer.inputs import (
     Inputs,
     build_metrics,
@@ -60,7 +62,6 @@ from trainer.preflight import check_model_dir, disk_errors_explained
 from trainer.resume import restore_together, train_recovering
 from trainer.run_files import Document, RunFiles
 from trainer.step.optimizers import OptimizerError
-from trainer.task_spec import TaskSpec
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ def run(spec: TaskSpec) -> int:
         _check_cluster(spec)
         # 2. Configure TensorFlow, before it touches a device. Evaluators and servers end here.
         _configure_tensorflow(spec)
+        if spec.log_device_placement:
+            _write_placement_to_file(spec)
         if spec.cluster and spec.cluster.task.job == "evaluator":
             with held(port_of(spec.cluster.address)):  # So that a second evaluator is refused.
                 return follow(spec, signals)
@@ -118,7 +121,7 @@ def run(spec: TaskSpec) -> int:
             first_step = _resume(spec, parts)
             # 7. Train.
             config = spec.recipe.config
-            console = Console(config.train_steps) if spec.is_chief else None
+            console = Console(config.train_steps, executor.pace) if spec.is_chief else None
             hooks = _begin(spec, parts, console, first_step)
             with _failure_recorded(spec, parts, console, started):
                 step = train_recovering(
@@ -162,6 +165,25 @@ def _configure_tensorflow(spec: TaskSpec) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(num_ops)
     tf.config.set_soft_device_placement(True)
     tf.debugging.set_log_device_placement(spec.log_device_placement)
+
+
+def _write_placement_to_file(spec: TaskSpec) -> None:
+    """TensorFlow prints a line per op to descriptor 1; Python's own lines stay where they were."""
+    directory = spec.model_dir if spec.cluster is None else f"{spec.model_dir}/tasks"
+    if is_url(directory):
+        raise ConfigError(
+            f"--log_device_placement writes to a file in --model_dir={spec.model_dir}, which must "
+            "be a directory of this machine. Give such a directory, or leave the flag out."
+        )
+    os.makedirs(directory, exist_ok=True)
+    task = spec.cluster.task if spec.cluster else None
+    path = f"{directory}/{f'{task.job}-{task.index}.' if task else ''}placement.txt"
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    with open(path, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+    if spec.is_chief:
+        print(f"the device of each op: {path}")
 
 
 def _serve(spec: TaskSpec, signals: StopSignals) -> NoReturn:
@@ -335,6 +357,7 @@ def _config_document(spec: TaskSpec, inputs: Inputs) -> Document:
         "data_dir": absolute_path(data_dir(spec.recipe.config)),
         "config": json.loads(to_json(spec.recipe.config)),
         "wire_dtype": spec.wire_dtype,
+        "flags": list(spec.flags),
         "cluster": None if spec.cluster is None else json.loads(spec.cluster.tf_config()),
         "train_examples": inputs.train.split.num_examples,
         "eval_examples": inputs.evaluation.split.num_examples,
@@ -351,18 +374,27 @@ def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: in
     if console is None:
         return shared_hooks(parts, evaluates=not spec.has_evaluator)
     config, inputs = spec.recipe.config, parts.inputs
-    console.say(f"config {spec.recipe.path}: {to_json(config)}")
+    num_epochs = config.train_steps * config.batch_size / inputs.train.split.num_examples
+    if spec.is_verbose:
+        console.say(f"config {spec.recipe.path}: {to_json(config)}")
     console.say(
         f"{spec.strategy}: {parts.executor.num_replicas} replica(s), batch {config.batch_size:,}, "
-        f"{inputs.train.split.num_examples:,} training and "
-        f"{inputs.evaluation.split.num_examples:,} evaluation examples, "
-        f"{parts.learner.model.count_params():,} parameters; {spec.model_dir}"
+        f"{config.train_steps:,} steps ({num_epochs:,.1f} epochs)"
+    )
+    console.say(
+        f"{data_dir(config)}: {inputs.train.split.num_examples:,} training and "
+        f"{inputs.evaluation.split.num_examples:,} evaluation examples"
+    )
+    console.say(
+        f"{spec.recipe.path}: {parts.learner.model.count_params():,} parameters, "
+        f"{type(parts.learner.optimizer).__name__}; the whole config is in "
+        f"{RunFiles(spec.model_dir).config}"
     )
     if inputs.note:
         console.say(inputs.note)
     if spec.has_evaluator:
         console.say("the evaluator task evaluates; this one does not")
-    if table := parts.executor.placement_table():
+    if spec.is_verbose and (table := parts.executor.placement_table()):
         console.say(table)
     if all_reduce := RunFiles(spec.model_dir).recorded("all_reduce"):
         items = ", ".join(f"{name} {value:g}" for name, value in all_reduce.items())

@@ -139,7 +139,9 @@ class AsynchronousExecutor(ParameterServerExecutor):
         while tickets:
             closures = []
             for first, size in tickets:
-                train = self._train_unrolled if size == STEPS_PER_CLOSURE else self._train_looped
+                is_unrolled = size == STEPS_PER_CLOSURE
+                self._used_graphs.add("unrolled" if is_unrolled else "looped")
+                train = self._train_unrolled if is_unrolled else self._train_looped
                 closures.append((first, self._schedule(train, self._source.ticket(first, size))))
             self._join()
             tickets = []

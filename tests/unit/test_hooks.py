@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ from tensorboard.compat.proto.event_pb2 import Event
 from data.tfrecord.split import Split
 from strategies.metrics import Metrics
 from tests.unit.toy import NUM_EXAMPLES, Toy, file_size_limit, write_split
-from trainer.hooks.base import Hook
+from trainer.hooks.base import Hook, PeriodicHook
+from trainer.hooks.console import Console
 from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.export import Export
 from trainer.hooks.finite import NonFiniteLossError, StopOnNonFinite
 from trainer.hooks.inspect import Histograms
 from trainer.hooks.report import Report
 from trainer.hooks.save import KeepConfig, SaveCheckpoint
-from trainer.hooks.writers import Console, JsonLines, Lossy, TensorBoard, Writer
+from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Writer
 from trainer.inputs import batch_at
 from trainer.loop import train
 from trainer.run_files import RunFiles
@@ -52,11 +54,36 @@ def run(toy: Toy, hooks: Sequence[Hook], steps: int) -> int:
     return train(toy.executor, toy.learner, hooks, steps=steps, steps_per_call=1000)
 
 
-def test_report_is_of_the_steps_since_the_last_one(split: Split, tmp_path: Path) -> None:
+class SteppingClock:
+    """Time that passes in steps, and by hand."""
+
+    def __init__(self, toy: Toy) -> None:
+        self._toy = toy
+        self.paused = 0.0
+
+    def __call__(self) -> float:
+        compiled = 90.0 if self._toy.step else 0.0
+        return self._toy.step + compiled + self.paused
+
+
+@dataclass(eq=False)
+class Pause(PeriodicHook):
+    clock: SteppingClock
+    seconds: float = 0.0
+
+    def act(self, step: int) -> None:
+        self.clock.paused += self.seconds
+
+
+def test_report_is_of_the_steps_since_the_last_one_and_its_rate_is_of_steps_alone(
+    split: Split, tmp_path: Path
+) -> None:
     toy = Toy(split, tmp_path)
     toy.start()
     recorded = Recorded()
-    seconds = iter([100.0, 102.0, 106.0, 107.0])
+    # Each call of `run` takes a second a step, and 90 s more to compile the first.
+    clock = SteppingClock(toy)
+    toy.executor.clock = clock
     report = Report(
         toy.executor,
         toy.learner,
@@ -64,9 +91,9 @@ def test_report_is_of_the_steps_since_the_last_one(split: Split, tmp_path: Path)
         every_steps=4,
         last_step=9,
         order=toy.reader.order,
-        clock=lambda: next(seconds),
     )
-    run(toy, [report], 9)
+    pause = Pause(clock, every_steps=4, seconds=1000.0)  # An evaluation, for example.
+    run(toy, [report, pause], 9)
     assert [(step, name) for step, name, _ in recorded.reports] == [
         (4, "train"),
         (8, "train"),
@@ -74,9 +101,11 @@ def test_report_is_of_the_steps_since_the_last_one(split: Split, tmp_path: Path)
     ]
     values = [values for _, _, values in recorded.reports]
     assert [v["examples"] for v in values] == [32, 64, 72]
-    assert [v["steps_per_sec"] for v in values] == [2.0, 1.0, 1.0]
-    assert [v["examples_per_sec"] for v in values] == [16.0, 8.0, 8.0]
-    assert [v["seconds"] for v in values] == [2.0, 6.0, 7.0]
+    assert [v["epoch"] for v in values] == [pytest.approx(n * 8 / NUM_EXAMPLES) for n in (4, 8, 9)]
+    assert [v["steps_per_sec"] for v in values] == [1.0, 1.0, 1.0]
+    assert [v["examples_per_sec"] for v in values] == [8.0, 8.0, 8.0]
+    assert [v["seconds"] for v in values] == [94.0, 1098.0, 2099.0]
+    assert toy.executor.pace.secs_per_step() == 1.0
     assert all(v["learning_rate"] == pytest.approx(0.01) for v in values)
     assert len({v["loss"] for v in values}) == 3
 

@@ -6,6 +6,7 @@
 """
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -18,6 +19,8 @@ from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
 from trainer import tf_setup
 from trainer.cli import flag_checks, flags
+from trainer.cli.continued import print_next
+from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, Recipe, check_replicas, data_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
 from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
@@ -29,10 +32,10 @@ from trainer.local.parent_watch import ParentWatch, watch_parent
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import say
 from trainer.run_files import progress_of
-from trainer.task_spec import TaskSpec
 
 # Exit code of `check_before_launch` if the cluster must be launched: unlikely from a user's code.
 _READY = 113
+_LATEST = "latest"
 
 
 def main(argv: Sequence[str]) -> int | TaskSpec:
@@ -103,6 +106,7 @@ def _launch(recipe: Recipe) -> int:
         forks = None
         if sys.platform == "linux":
             forks = stack.enter_context(fork_server(f"--model_dir={model_dir}"))
+        say("checking the config, the data and the model")
         exit_code = _run_check_before_launch(recipe, argv, forks)
         if exit_code != _READY:
             return exit_code
@@ -128,7 +132,10 @@ def _launch(recipe: Recipe) -> int:
             stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
             fork_server=forks,
         )
-        return launched.run().exit_code
+        _point_latest_to(model_dir)
+        exit_code = launched.run().exit_code
+    print_next(exit_code, model_dir)
+    return exit_code
 
 
 def fork_server(label: str) -> ForkServer:
@@ -169,6 +176,7 @@ def _run_check_before_launch(recipe: Recipe, argv: Sequence[str], forks: ForkSer
 
 def _check_before_launch(recipe: Recipe) -> int:
     model_dir = _model_dir(recipe)
+    _set_train_steps(recipe)
     if _say_if_finished(recipe, model_dir):
         return EXIT_DONE
     if flags.CHECK.value:
@@ -235,12 +243,16 @@ def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int 
     serves = cluster is not None and flag_checks.serves(cluster)
     is_evaluator = cluster is not None and cluster.task.job == "evaluator"
     serves_many = serves and (flags.KEEP_SERVING.value or flags.MODEL_DIR.value is None)
+    if not serves:
+        _set_train_steps(recipe)
     # If the run is finished, no chief would end its server. An evaluator may have work left.
     if not (serves_many or is_evaluator) and _say_if_finished(recipe, model_dir):
         return EXIT_DONE
     if flags.CHECK.value:
         return _check(recipe, model_dir, cluster)
     tf_setup.import_tensorflow()
+    if cluster is None and not is_launched:
+        _point_latest_to(model_dir)
     return TaskSpec(
         strategy=flags.STRATEGY.value,
         recipe=recipe,
@@ -253,6 +265,8 @@ def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int 
         bucket_mb=flags.BUCKET_MB.value,
         num_threads=flags.NUM_THREADS.value,
         log_device_placement=flags.LOG_DEVICE_PLACEMENT.value,
+        is_verbose=flags.VERBOSE.value,
+        flags=flags.strategy_words(),
         replicas_to_aggregate=replicas_to_aggregate,
         max_staleness=flags.MAX_STALENESS.value,
         is_checked=is_launched,
@@ -284,9 +298,33 @@ def _check(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> int:
     return EXIT_DONE
 
 
+def _set_train_steps(recipe: Recipe) -> None:
+    """Sets train_steps to that of --epochs, if it is given: this needs the data."""
+    if flags.EPOCHS.value is not None:
+        tf_setup.import_tensorflow()
+        from trainer.inputs import num_steps_of
+
+        recipe.config.train_steps = num_steps_of(recipe, flags.EPOCHS.value)
+
+
+def _point_latest_to(model_dir: str) -> None:
+    """Makes runs/latest a link to `model_dir`, a default directory."""
+    if flags.MODEL_DIR.value is not None:
+        return
+    latest = Path(model_dir).parent / _LATEST
+    partial = latest.with_name(f".{_LATEST}-{os.getpid()}")
+    # It is a convenience: a file system without links, or a directory of that name, is no error.
+    with contextlib.suppress(OSError):
+        latest.parent.mkdir(parents=True, exist_ok=True)
+        partial.symlink_to(Path(model_dir).name)
+        partial.replace(latest)
+
+
 def _model_dir(recipe: Recipe) -> str:
     if flags.MODEL_DIR.value is not None:
-        return str(flags.MODEL_DIR.value)
+        given = str(flags.MODEL_DIR.value)
+        # Not the link, which will point to another run while this one goes on.
+        return os.path.realpath(given) if os.path.islink(given.rstrip("/")) else given
     now = time.strftime("%Y%m%d-%H%M%S")
     return str(Path("runs") / f"{Path(recipe.files[-1]).stem}-{flags.STRATEGY.value}-{now}")
 

@@ -6,6 +6,7 @@
 TensorFlow is not imported: a mistake is reported at once.
 """
 
+import math
 import os
 import shlex
 import sys
@@ -20,11 +21,25 @@ from trainer.config import ConfigError, Recipe, check, check_sub_batches, load_r
 def read_recipe() -> Recipe:
     """The recipe that --config names, with the fields that flags set, checked."""
     config = flags.CONFIG.value
+    _check_epochs()
     for name, flag in flags.SHORTCUTS.items():
         if flag.value is not None:
             setattr(config, name, flag.value)
     check(config)
     return load_recipe(flags.FLAGS["config"].config_filename, config)
+
+
+def _check_epochs() -> None:
+    epochs = flags.EPOCHS.value
+    if epochs is None:
+        return
+    if not 0 < epochs < math.inf:
+        raise ConfigError(f"--epochs must be above 0. Received: {epochs}. Type --epochs=10.")
+    names = ("train_steps", "config.train_steps")
+    if any(name in flags.FLAGS and flags.FLAGS[name].present for name in names):
+        raise ConfigError(
+            f"--epochs={epochs:g} and --train_steps both say when training ends. Leave one out."
+        )
 
 
 def read_cluster(*, is_launched: bool) -> Cluster | None:

@@ -82,8 +82,14 @@ FLAGS["config"].parser = _ConfigParser()
 MODEL_DIR = flags.DEFINE_string(
     "model_dir",
     None,
-    "The directory of the run; a run in the same directory resumes. By default a new directory "
-    "under runs/. A cluster on many hosts needs it, on a file system that all tasks see.",
+    "The directory of the run; a run in the same directory resumes, and without --config it "
+    "resumes with its own config and strategy. By default a new directory under runs/, which "
+    "runs/latest points to. A cluster on many hosts needs it, on a file system that all tasks see.",
+)
+VERBOSE = flags.DEFINE_boolean(
+    "verbose",
+    False,
+    "Print the whole config, and the placement of variables on parameter servers.",
 )
 CHECK = flags.DEFINE_boolean(
     "check",
@@ -125,7 +131,15 @@ NUM_THREADS = flags.DEFINE_integer(
     lower_bound=0,
 )
 LOG_DEVICE_PLACEMENT = flags.DEFINE_boolean(
-    "log_device_placement", False, "Log where each op runs."
+    "log_device_placement",
+    False,
+    "Write the device of each op to placement.txt in --model_dir; in a cluster, to tasks/.",
+)
+EPOCHS = flags.DEFINE_float(
+    "epochs",
+    None,
+    "Epochs of a run, in place of --train_steps: as many steps as cover the training examples this "
+    "often.",
 )
 # The config fields that users change most.
 SHORTCUTS = {
@@ -270,18 +284,35 @@ with _scope(_CLUSTERS):
 _RENAMED = {"bind_cores": "cpu_affinity"}  # Former name of a flag -> its name today.
 
 
+def strategy_words() -> list[str]:
+    """The flags that chose the strategy, and its options, as words of a command line."""
+    hosts = {flag.name for flag in HOSTS.values()}
+    names = [
+        name
+        for name, scope in SCOPES.items()
+        if FLAGS[name].present and scope.where in (ANYWHERE, LOCAL) and name not in hosts
+    ]
+    return [FLAGS[name].serialize() for name in ("strategy", *names)]
+
+
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses the command line, or ends with one message and exit code 2."""
     show_help(argv)
+    from trainer.cli.continued import with_settings_of_run
     from trainer.config import ConfigError, load_recipe
 
     paths = _config_paths(argv)
     if len(paths) > 1:
         _end_with(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
-    path = paths[0] if paths else _DEFAULT_CONFIG
-    if not paths:
-        argv = [argv[0], f"--config={path}", *argv[1:]]
     try:
+        if not paths:
+            argv = with_settings_of_run(argv, [n for n, s in SCOPES.items() if s.where == LOCAL])
+            # The tasks of a cluster on this machine get the command line of their launcher.
+            sys.argv[1:] = argv[1:]
+            paths = _config_paths(argv)
+        path = paths[0] if paths else _DEFAULT_CONFIG
+        if not paths:
+            argv = [argv[0], f"--config={path}", *argv[1:]]
         config = load_recipe(path).config
     except ConfigError as error:
         _end_with(str(error))

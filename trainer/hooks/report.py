@@ -1,14 +1,18 @@
-"""Report: training metrics to the console, metrics.jsonl and TensorBoard every `every_steps`."""
+"""Report: training metrics to the console, metrics.jsonl and TensorBoard every `every_steps`.
 
+Rates are those of the steps alone: without compilation, evaluation and checkpoints. `seconds` is
+the time since this process began to train, with all of these.
+"""
+
+import dataclasses
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from typing_extensions import override
 
 from data.order import Order
-from strategies.base import Executor
+from strategies.base import Executor, Pace
 from strategies.metrics import Metrics, add_metrics, means
 from trainer.hooks.base import PeriodicHook
 from trainer.hooks.writers import Writer
@@ -24,19 +28,18 @@ class Report(PeriodicHook):
     writers: Sequence[Writer]
     _: KW_ONLY
     order: Order
-    clock: Callable[[], float] = time.monotonic
     _metrics: Metrics = field(default_factory=Metrics, init=False)
-    _last_report: tuple[int, float] = field(default=(0, 0.0), init=False)  # (step, time)
+    _last_step: int = field(default=0, init=False)
+    _last_time: float = field(default=0.0, init=False)
+    _last_pace: Pace = field(default_factory=Pace, init=False)
     _start_time: float = field(default=math.nan, init=False)
 
     @override
     def begin(self, step: int) -> None:
         super().begin(step)
-        now = self.clock()
         if math.isnan(self._start_time):
-            self._start_time = now
-        self._last_report = (step, now)
-        self._metrics = Metrics()
+            self._start_time = self.executor.clock()
+        self._begin_interval(step)
 
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:
@@ -47,14 +50,14 @@ class Report(PeriodicHook):
     def act(self, step: int) -> None:
         if not self._metrics:
             return
-        now = self.clock()
-        last_step, last_time = self._last_report
+        now = self.executor.clock()
         position = self.executor.position
-        steps_per_sec = (step - last_step) / max(now - last_time, 1e-9)
+        steps_per_sec = self._steps_per_sec(step, now)
         values: dict[str, object] = {
             **means(self._metrics),
             "learning_rate": self.learner.learning_rate,
             "examples": position.num_examples(self.order),
+            "epoch": position.num_examples(self.order) / self.order.num_examples,
             "steps_per_sec": steps_per_sec,
             "examples_per_sec": steps_per_sec * self.order.batch_size,
             "seconds": now - self._start_time,
@@ -66,9 +69,21 @@ class Report(PeriodicHook):
         values |= self.executor.worker_stats()
         for writer in self.writers:
             writer.write(step, "train", values)
-        self._metrics = Metrics()
-        self._last_report = (step, now)
+        self._begin_interval(step)
 
     @override
     def end(self, step: int) -> None:
         self.act(step)
+
+    def _begin_interval(self, step: int) -> None:
+        self._metrics = Metrics()
+        self._last_step, self._last_time = step, self.executor.clock()
+        self._last_pace = dataclasses.replace(self.executor.pace)
+
+    def _steps_per_sec(self, step: int, now: float) -> float:
+        pace, last = self.executor.pace, self._last_pace
+        num_steps = pace.num_steps - last.num_steps
+        if num_steps:
+            return num_steps / max(pace.seconds - last.seconds, 1e-9)
+        # Only the first call is in the interval: the rate includes the compilation.
+        return (step - self._last_step) / max(now - self._last_time, 1e-9)

@@ -1,4 +1,4 @@
-"""Writers: where reports go (the console, metrics.jsonl, TensorBoard), by chief or evaluator.
+"""Writers: where reports go (metrics.jsonl, TensorBoard; console.py), by chief or evaluator.
 
     writer = Lossy(JsonLines("model_dir/metrics.jsonl"), "model_dir/metrics.jsonl")
     writer.write(step, "train", {"loss": 0.5, "worker_share": {"worker 0": 0.6, "worker 1": 0.4}})
@@ -17,15 +17,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import rich.console
-import rich.progress
 import tensorflow as tf
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from typing_extensions import override
 
-from strategies.metrics import Metrics
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.exit_codes import first_line
 from trainer.hooks.base import Hook
@@ -33,7 +30,6 @@ from trainer.run_files import read_reports, step_of, without_nan
 
 log = logging.getLogger(__name__)
 
-_MAX_SHOWN_WORKERS = 8
 # A number; or by worker a number or a histogram {value: count}, as in Executor.worker_stats. Any:
 # each writer distinguishes the three when it writes.
 Values = Mapping[str, Any]
@@ -183,84 +179,8 @@ class TensorBoard(Writer):
             tf.summary.experimental.write_raw_pb(summary.SerializeToString())
 
 
-class Console(Writer):
-    """One line per report; on a terminal also a progress bar towards `last_step`."""
-
-    def __init__(self, last_step: int) -> None:
-        self._console = rich.console.Console(highlight=False, soft_wrap=True)
-        self._last_step = last_step
-        self._has_failed = False
-        self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("step"),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.BarColumn(),
-            rich.progress.TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            transient=True,
-        )
-        self._bar_task = self._bar.add_task("train", total=last_step)
-
-    @override
-    def begin(self, step: int) -> None:
-        self._bar.update(self._bar_task, completed=step)
-        self._bar.start()
-
-    @override
-    def __call__(self, step: int, metrics: Metrics) -> None:
-        self._bar.update(self._bar_task, completed=min(step, self._last_step))
-
-    def stop(self) -> None:
-        """Removes the bar. Called also when training failed."""
-        self._bar.stop()
-
-    def say(self, text: str) -> None:
-        """Prints a line above the bar. If standard output cannot be written, warns once."""
-        try:
-            self._console.print(text, markup=False)
-        except OSError as error:  # For example a file on a full disk.
-            if not self._has_failed:
-                log.warning("The console cannot be written: %s. Training continues.", error)
-            self._has_failed = True
-
-    @override
-    def write(self, step: int, split: str, values: Values) -> None:
-        """Prints `step 400/1,000  train  loss 0.1230  12,345 examples/s  0.0081 s/batch  ...`."""
-        omitted = ("learning_rate", "examples", "steps_per_sec", "seconds", "examples_per_sec")
-        words = [f"step {step:,}/{self._last_step:,}", f"{split:5}"]
-        words += [
-            f"{name} {value:.4f}"
-            for name, value in values.items()
-            if name not in omitted and isinstance(value, float)
-        ]
-        if "examples_per_sec" in values:
-            secs_per_step = 1 / max(values["steps_per_sec"], 1e-9)
-            words.append(f"{values['examples_per_sec']:,.0f} examples/s")
-            words.append(f"{secs_per_step:.2g} s/batch")
-            words.append(f"{_clock(max(0, self._last_step - step) * secs_per_step)} left")
-        else:
-            words.append(f"{values['examples']:,} examples")
-        if "worker_share" in values:
-            words.append(f"({_balance(values['worker_share'])})")
-        self.say("  ".join(words))
-
-
 def _samples(counts: Mapping[int, int]) -> npt.NDArray[np.int64]:
     # int64 is given because of a worker that has no counts yet.
     values = np.array(list(counts), np.int64)
     repeats = np.array(list(counts.values()), np.int64)
     return np.repeat(values, -(-repeats // max(1, repeats.sum() // 10_000)))
-
-
-def _balance(shares: Mapping[str, float]) -> str:
-    """`worker 0: 51%  worker 1: 49%`; of many workers the two with the least and the most work."""
-    if len(shares) <= _MAX_SHOWN_WORKERS:
-        return "  ".join(f"{name}: {share:.0%}" for name, share in shares.items())
-    ends = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
-    return "  ".join([f"{len(shares)} workers", *(f"{name}: {shares[name]:.1%}" for name in ends)])
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

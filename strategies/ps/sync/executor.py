@@ -248,6 +248,7 @@ class SynchronousExecutor(ParameterServerExecutor):
         loop = self._long_loop if num_rounds >= _LONG * _UNROLLED else self._short_loop
         if loop not in self._sent_loops:
             self._sent_loops.add(loop)
+            self._used_graphs.add(f"worker loop, {loop.num_unrolled}")
             self._secs_per_round = _FIRST_ROUND_SECS
         arguments = loop.arguments(slot, starts, tickets)
         with losses_explained(), tf.device(self.io_device):

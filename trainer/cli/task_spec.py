@@ -1,5 +1,6 @@
 """TaskSpec: what one task must do, checked; from the command line to the code that does it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strategies.cluster.tf_config import Cluster
@@ -26,6 +27,8 @@ class TaskSpec:
     is_checked: bool = False  # A launcher has just checked that the data fits the model.
     serves: bool = False  # This task only executes what a chief in another process sends.
     chief_timeout_secs: float | None = None  # None waits without a limit.
+    is_verbose: bool = False
+    flags: Sequence[str] = ()  # The flags that choose the strategy, for `--model_dir=RUN` alone.
     grace_secs: float = 30.0
     stall_timeout_secs: float = 300.0
 

@@ -1,0 +1,67 @@
+"""The lines of the console fit the terminal, and are complete in a pipe."""
+
+import pytest
+
+from strategies.base import Pace
+from trainer.hooks.console import Console
+from trainer.local.terminal import passed_width
+
+REPORT = {
+    "loss": 0.1234,
+    "accuracy": 0.5,
+    "learning_rate": 0.1,
+    "examples": 25_600,
+    "epoch": 17.81,
+    "steps_per_sec": 200.0,
+    "examples_per_sec": 12_800.0,
+    "seconds": 5.0,
+    "worker_share": {"worker 0": 0.5, "worker 1": 0.5},
+}
+NEEDED = "step 400/1,000  train  loss 0.1234  accuracy 0.5000"
+
+
+def pace() -> Pace:
+    found = Pace()
+    found.add(10, 1.0)
+    found.add(10, 1.0)
+    found.add(1, 500.0)  # The call in which a worker was restarted.
+    return found
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (
+            None,
+            f"{NEEDED}  epoch 17.8  12,800 examples/s  0.005 s/batch  0:01:00 left  "
+            "(worker 0: 50%  worker 1: 50%)",
+        ),
+        (125, f"{NEEDED}  epoch 17.8  12,800 examples/s  0.005 s/batch  0:01:00 left"),
+        (80, f"{NEEDED}  epoch 17.8  0:01:00 left"),
+        (70, f"{NEEDED}  0:01:00 left"),
+        (20, NEEDED),
+    ],
+)
+def test_words_that_matter_least_are_left_out_first(
+    width: int | None,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if width is not None:
+        monkeypatch.setenv("TRAINER_WIDTH", str(width))
+    assert passed_width() == width
+    Console(1000, pace()).write(400, "train", REPORT)
+    assert capsys.readouterr().out == f"{line}\n"
+
+
+def test_compilation_is_announced_once_and_the_time_left_is_not_guessed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console = Console(1000, Pace())
+    console.begin(0)
+    console.begin(0)  # Training went back to a checkpoint.
+    console.write(10, "train", REPORT)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "compiling the first step"
+    assert "left" not in second

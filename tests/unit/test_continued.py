@@ -1,0 +1,94 @@
+"""`--model_dir=RUN` alone continues a run, with the settings in its config.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.runs import ROOT
+from trainer.cli.continued import print_next, with_settings_of_run
+from trainer.config import ConfigError, load_recipe, recipe_of_run, to_json
+
+DIGITS = str(ROOT / "configs" / "digits.py")
+FLAGS = ["--strategy=ps", "--workers=3", "--sync_replicas"]
+
+
+def write_run(directory: Path, recipe: str = DIGITS, **fields: Any) -> str:
+    config = json.loads(to_json(load_recipe(DIGITS).config)) | fields
+    document = {
+        "strategy": "ps",
+        "recipe": recipe,
+        "data_dir": "/data/digits",
+        "config": config,
+        "flags": FLAGS,
+    }
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(document))
+    return f"--model_dir={directory}"
+
+
+def continued(*words: str) -> list[str]:
+    return with_settings_of_run(["trainer", *words], ["workers"])[1:]
+
+
+def test_config_that_differs_from_the_file_and_the_flags_come_first(tmp_path: Path) -> None:
+    schedule = {"kind": "step", "boundaries": [3, 5], "values": [0.1, 0.2, 0.3]}
+    given = write_run(tmp_path / "run", batch_size=32, schedule=schedule)
+    words = continued(given)
+    assert words[0] == f"--config={DIGITS}"
+    assert "--config.batch_size=32" in words
+    assert "--config.schedule.boundaries=(3, 5)" in words
+    assert "--config.data_dir=/data/digits" in words
+    assert not any(word.startswith("--config.seed") for word in words)
+    assert words[-4:] == [*FLAGS, given]
+
+
+def test_what_is_typed_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = write_run(tmp_path / "run", train_steps=70)
+    assert "--config.train_steps=70" in continued(given)
+    for typed in ("--train_steps=90", "--epochs=3"):
+        assert "--config.train_steps=70" not in continued(given, typed)
+    assert "--workers=3" not in continued("--strategy=mirrored", given)
+    assert continued(given, f"--config={DIGITS}") == [given, f"--config={DIGITS}"]
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    words = continued(given)
+    assert "--sync_replicas" in words
+    assert "--workers=3" not in words, "it is for a cluster on this machine"
+
+
+def test_new_directory_and_missing_config_file(tmp_path: Path) -> None:
+    new = f"--model_dir={tmp_path / 'new'}"
+    assert continued(new) == [new]
+    given = write_run(tmp_path / "run", recipe="/gone.py")
+    with pytest.raises(ConfigError, match=r"/gone\.py, which does not exist any more"):
+        continued(given)
+
+
+def test_recipe_of_a_run_has_the_config_of_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", batch_size=32)
+    document = json.loads((tmp_path / "run" / "config.json").read_text())
+    config = recipe_of_run(document).config
+    assert (config.batch_size, config.data_dir) == (32, "/data/digits")
+    document["config"]["lost"] = 3
+    assert recipe_of_run(document).config.batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "line"),
+    [
+        (75, "continue: python -m trainer --model_dir='{}'\n"),
+        (0, "next: python -m trainer.evaluate '{0}'   or: tensorboard --logdir='{0}'\n"),
+        (1, ""),
+        (2, ""),
+    ],
+)
+def test_last_line_says_what_to_type(
+    exit_code: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "a run"
+    print_next(exit_code, str(directory))
+    assert capsys.readouterr().out == "", "nothing was trained"
+    write_run(directory)
+    print_next(exit_code, str(directory))
+    assert capsys.readouterr().out == line.format(directory)

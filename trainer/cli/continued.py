@@ -1,0 +1,96 @@
+"""`--model_dir=RUN` alone continues RUN: its config file, config and flags come from config.json.
+
+    argv = with_settings_of_run(argv)           # before the flags are parsed
+    print_next(exit_code, "runs/a")             # after a run: what to type
+
+Flags on the command line take precedence. With --config nothing is taken from config.json.
+"""
+
+import contextlib
+import itertools
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+
+from data.system.files import exists, is_url
+from strategies.cluster.tf_config import Cluster
+from trainer.config import ConfigError, flatten, flatten_json, load_recipe
+from trainer.config_file import split_target
+from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
+from trainer.run_files import Document, RunFiles
+
+# Flags that describe a cluster of several hosts: then no cluster on this machine is continued.
+_DESCRIPTIONS = ("worker_hosts", "ps_hosts", "chief_hosts")
+_STEPS = ("train_steps", "epochs", "config.train_steps")
+
+
+def values_of(argv: Sequence[str]) -> dict[str, str]:
+    """The flags of a command line that is not parsed yet: name -> value, or ""."""
+    values = {}
+    for argument, following in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
+        if argument.startswith("-"):
+            name, equals, value = argument.lstrip("-").partition("=")
+            values[name] = value if equals else following
+    return values
+
+
+def with_settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> list[str]:
+    """`argv` with the settings of the run in --model_dir before it, if there is such a run.
+
+    `local_flags` are for a cluster on this machine. Raises ConfigError if the config file is gone.
+    """
+    given = values_of(argv)
+    model_dir = given.get("model_dir", "")
+    if "config" in given or not model_dir or is_url(model_dir):
+        return list(argv)
+    files = RunFiles(model_dir)
+    if not exists(files.config):
+        return list(argv)
+    document = files.read_config()
+    is_described = "TF_CONFIG" in os.environ or any(name in given for name in _DESCRIPTIONS)
+    words = _config_words(document, given, model_dir)
+    if "strategy" not in given:
+        saved = document.get("flags", [f"--strategy={document['strategy']}"])
+        for word in saved:
+            name = word.lstrip("-").partition("=")[0].removeprefix("no")
+            if not (is_described and name in local_flags):
+                words.append(word)
+    return [argv[0], *words, *argv[1:]]
+
+
+def _config_words(document: Document, given: Mapping[str, str], model_dir: str) -> list[str]:
+    path = document["recipe"]
+    if not os.path.isfile(split_target(path)[0]):
+        raise ConfigError(
+            f"The run in {model_dir} was started with the config file {path}, which does not exist "
+            "any more. Put it back, or name its new place with --config=FILE."
+        )
+    defaults = flatten(load_recipe(path).config)
+    words = [f"--config={path}"]
+    for name, value in flatten_json(document["config"]).items():
+        value = tuple(value) if isinstance(value, list) else value
+        if name == "data_dir":
+            value = document["data_dir"]  # Absolute: the run may have begun in another directory.
+        is_replaced = name == "train_steps" and any(step in given for step in _STEPS)
+        if not is_replaced and name in defaults and value != defaults[name]:
+            words.append(f"--config.{name}={value}")
+    return words
+
+
+def print_next(exit_code: int, model_dir: str, cluster: Cluster | None = None) -> None:
+    """Prints what to type after a run, as its last line. `cluster` is one of several hosts."""
+    if not is_url(model_dir) and not exists(RunFiles(model_dir).config):
+        return  # Nothing was trained.
+    run = shlex.quote(model_dir)
+    if exit_code == EXIT_DONE:
+        line = f"next: python -m trainer.evaluate {run}   or: tensorboard --logdir={run}"
+    elif exit_code != EXIT_RESTART:
+        return
+    elif cluster is not None:
+        line = "continue: start the same command again, in every task that has ended"
+    elif is_url(model_dir):
+        line = f"continue: start the same command again, with --model_dir={run}"
+    else:
+        line = f"continue: python -m trainer --model_dir={run}"
+    with contextlib.suppress(OSError):  # A full disk, or nobody reads any more.
+        print(line, flush=True)

@@ -1,0 +1,135 @@
+"""Console: what a run prints, one line per report, and a progress bar on a terminal.
+
+    console = Console(1000, executor.pace)
+    console.say("resuming from step 400")
+    hooks = [..., console, Report(executor, learner, [console], ...), ...]
+
+Lines fit the width of the terminal: the words that matter least are left out. In a pipe they are
+complete. The chief of a local cluster writes to a pipe, and gets the width from its launcher.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import rich.console
+import rich.progress
+from typing_extensions import override
+
+from strategies.base import Pace
+from strategies.metrics import Metrics
+from trainer.hooks.writers import Values, Writer
+from trainer.local.terminal import passed_width
+from trainer.run_files import clock
+
+log = logging.getLogger(__name__)
+
+_MAX_SHOWN_WORKERS = 8
+_COMPILING = "compiling the first step"
+# Values of reports that are shown in another form, or not at all.
+_OMITTED = ("learning_rate", "examples", "epoch", "steps_per_sec", "seconds", "examples_per_sec")
+
+
+class Console(Writer):
+    """One line per report; on a terminal also a progress bar towards `last_step`.
+
+    `pace` is the executor's, for the time left; None in a task that does not train.
+    """
+
+    def __init__(self, last_step: int, pace: Pace | None = None) -> None:
+        self._console = rich.console.Console(highlight=False)
+        self._last_step = last_step
+        self._pace = pace
+        self._has_failed = False
+        self._has_begun = False
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
+            rich.progress.BarColumn(bar_width=20),
+            rich.progress.TextColumn("{task.description}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._bar_task = self._bar.add_task(_COMPILING, total=last_step)
+
+    @property
+    def width(self) -> int | None:
+        """The width of the lines; None if it is not limited."""
+        if self._console.is_terminal:
+            return self._console.width
+        return passed_width()
+
+    @override
+    def begin(self, step: int) -> None:
+        self._bar.update(self._bar_task, completed=step)
+        self._bar.start()
+        if not self._has_begun and not self._console.is_terminal:
+            self.say(_COMPILING)
+        self._has_begun = True
+
+    @override
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        left = self._left(step)
+        self._bar.update(self._bar_task, completed=min(step, self._last_step), description=left)
+
+    def stop(self) -> None:
+        """Removes the bar. Called also when training failed."""
+        self._bar.stop()
+
+    def say(self, text: str, *, is_command: bool = False) -> None:
+        """Prints above the bar. If standard output cannot be written, warns once.
+
+        On a terminal, text is wrapped between words; a command is not, so that it can be copied.
+        """
+        soft_wrap = is_command or not self._console.is_terminal
+        try:
+            self._console.print(text, markup=False, soft_wrap=soft_wrap)
+        except OSError as error:  # For example a file on a full disk.
+            if not self._has_failed:
+                log.warning("The console cannot be written: %s. Training continues.", error)
+            self._has_failed = True
+
+    @override
+    def write(self, step: int, split: str, values: Values) -> None:
+        """Prints `step 400/1,000  train  loss 0.1230  epoch 17.8  12,345 examples/s  ... left`."""
+        needed = [f"step {step:,}/{self._last_step:,}", f"{split:5}"]
+        needed += [
+            f"{name} {value:.4f}"
+            for name, value in values.items()
+            if name not in _OMITTED and isinstance(value, float)
+        ]
+        more: dict[str, int] = {}  # The order in which words are left out, the highest first.
+        if "examples_per_sec" in values:
+            more[f"epoch {values['epoch']:.1f}"] = 1
+            more[f"{values['examples_per_sec']:,.0f} examples/s"] = 2
+            more[f"{1 / max(values['steps_per_sec'], 1e-9):.2g} s/batch"] = 3
+            more[self._left(step)] = 0
+        else:
+            more[f"{values['examples']:,} examples"] = 0
+        if "worker_share" in values:
+            more[f"({_balance(values['worker_share'])})"] = 4
+        self.say(_fitting(needed, more, self.width))
+
+    def _left(self, step: int) -> str:
+        """`0:01:30 left`; empty before a step has been timed."""
+        secs_per_step = self._pace.secs_per_step() if self._pace else None
+        if secs_per_step is None:
+            return ""
+        return f"{clock(max(0, self._last_step - step) * secs_per_step)} left"
+
+
+def _fitting(needed: list[str], more: Mapping[str, int], width: int | None) -> str:
+    """The words in one line; of `more` as many as fit, and the lowest numbers first."""
+    kept = [word for word in more if word]
+    line = "  ".join([*needed, *kept])
+    while width is not None and len(line) > width and kept:
+        kept.remove(max(kept, key=more.__getitem__))
+        line = "  ".join([*needed, *kept])
+    return line
+
+
+def _balance(shares: Mapping[str, float]) -> str:
+    """`worker 0: 51%  worker 1: 49%`; of many workers the two with the least and the most work."""
+    if len(shares) <= _MAX_SHOWN_WORKERS:
+        return "  ".join(f"{name}: {share:.0%}" for name, share in shares.items())
+    ends = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    return "  ".join([f"{len(shares)} workers", *(f"{name}: {shares[name]:.1%}" for name in ends)])
