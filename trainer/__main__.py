@@ -89,6 +89,8 @@ def _explain(error: Exception) -> int:
         elif not isinstance(error, USER_ERRORS):
             traceback.print_exception(error)
             return EXIT_BUG
+    if flags.TRACEBACK.value:
+        traceback.print_exception(error)
     print(f"error: {error}", file=sys.stderr)
     return exit_code
 

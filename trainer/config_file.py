@@ -9,6 +9,7 @@ module. It is executed once in a process.
 """
 
 import contextlib
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -34,6 +35,7 @@ _LIBRARIES = tuple(
 _PLACE = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 # At the left margin, so when the file is imported.
 _IMPORTS_KERAS = re.compile(r"^(import|from) (keras|tensorflow)\b", re.MULTILINE)
+_SHIPPED = Path(__file__).resolve().parents[1] / "configs"
 # Errors of other tasks: a user's code did not cause them.
 _LOSSES = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
 
@@ -58,6 +60,7 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     Raises ConfigError if it does not exist, cannot be executed, or creates a tensor.
     """
     modules_before, had_tensors = set(sys.modules), _has_tensors()
+    place = _shipped_file(place) or place
     try:
         with _metrics_without_variables(place):
             module = _import_file(place) if _is_file_name(place) else _import_name(place)
@@ -198,11 +201,29 @@ def _import_file(place: str) -> ModuleType:
     return module
 
 
+def _shipped_file(place: str) -> str:
+    """The file of a shipped config that `digits`, `digits.py` or `configs/digits.py` names, or "".
+
+    A file or module of the current directory takes precedence.
+    """
+    path = Path(place)
+    is_name = path.parent in (Path(), Path("configs")) and path.suffix in ("", ".py")
+    if not is_name or path.is_file() or path.with_suffix(".py").is_file():
+        return ""
+    shipped = _SHIPPED / f"{path.stem}.py"
+    return str(shipped) if shipped.is_file() else ""
+
+
 def _not_found(place: str, what: str) -> ConfigError:
-    shipped = (str(p) for p in sorted(Path("configs").glob("*.py")) if p.stem != "__init__")
+    files = [*sorted(_SHIPPED.glob("*.py")), *sorted(Path.cwd().glob("*.py"))]
+    names = [path.name for path in files if path.stem != "__init__"]
+    near = difflib.get_close_matches(Path(place).with_suffix(".py").name, names, n=1)
+    shipped = [path.stem for path in files if path.parent == _SHIPPED and path.stem != "__init__"]
     return ConfigError(
         f"--config={place}: there is no such {what} (looked in {Path.cwd()}). "
-        f"Known: {', '.join(shipped) or 'none here'}."
+        + (f"Did you mean --config={near[0]}? " if near else "")
+        + f"Shipped: {', '.join(shipped)}. They are in {_SHIPPED}; --config=digits is "
+        "digits.py there."
     )
 
 

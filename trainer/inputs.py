@@ -10,11 +10,13 @@ All code that reads batches does so within `data_errors_explained`.
 
 import contextlib
 import dataclasses
+import difflib
 import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import keras
 import tensorflow as tf
@@ -123,6 +125,7 @@ def open_evaluation(recipe: Recipe, num_threads: int = 0) -> Reader:
 
 
 def _open_split(recipe: Recipe, name: str) -> Split:
+    _check_name(recipe.config)
     split = open_split(data_dir(recipe.config), name, recipe.config.data.on_corrupt)
     if split.damages:
         log.warning(
@@ -211,6 +214,20 @@ def prepare_inputs(recipe: Recipe) -> None:
         num_files = len({shard.path for shard in split.shards})
         examples = f"{split.num_examples:,} examples in {num_files} file(s)"
         print(f"  {split.name}: {examples}, {num_bytes:,} bytes")
+
+
+def _check_name(config: Config) -> None:
+    """Raises DataError if there are no data of `dataset`, but of a data set of a similar name."""
+    directory = Path(data_dir(config))
+    if config.data_dir or directory.exists():
+        return
+    there = [path.name for path in directory.parent.glob("*") if path.is_dir()]
+    near = difflib.get_close_matches(config.dataset, ["digits", *there], n=1)
+    if near and near[0] != config.dataset:
+        raise DataError(
+            f"There is no data set {config.dataset!r} in {directory.parent}. Did you mean "
+            f"--config.dataset={near[0]}?"
+        )
 
 
 def _prepare_if_missing(config: Config) -> None:

@@ -11,9 +11,17 @@ _HELP = ("help", "h", "?", "helpshort", "helpfull", "helpxml")
 
 
 def show_help(argv: Sequence[str]) -> None:
-    """Prints the help and exits with 0 if `argv` asks for it; absl itself would exit with 1."""
+    """Prints the help, or the version, and exits with 0 if `argv` asks for it.
+
+    absl itself would exit with 1 after the help.
+    """
     for argument in argv[1:]:
         name = argument.lstrip("-")
+        if argument == "--version":
+            from data.system.version import describe_version
+
+            print(describe_version())
+            sys.exit(0)
         if argument.startswith("-") and name in _HELP:
             with contextlib.suppress(SystemExit):
                 flags.FLAGS([argv[0], "--help" if name == "h" else argument])

@@ -18,6 +18,8 @@ stay until a newer one is complete.
 
 import concurrent.futures
 import contextlib
+import difflib
+import itertools
 import json
 import logging
 import math
@@ -71,6 +73,7 @@ class _Mark:
     identity: Mapping[str, object]
     files: Mapping[str, Mapping[str, int | str]]
     score: float
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # Of variables, by their kind.
 
 
 class Checkpointer:
@@ -104,6 +107,9 @@ class Checkpointer:
         }
         self._identity = json.loads(json.dumps({**identity, **ours}))
         self._data_keys = identity.keys()
+        kinds = {"variables": learner.model.variables, **learner.state}
+        kinds["optimizer's variables"] = learner.optimizer.variables
+        self._names_of = {kind: _names_of(variables) for kind, variables in kinds.items()}
         self._keep = keep
         # Checkpoints that this process wrote or read: their checksums were right, not only sizes.
         self._verified: set[str] = set()
@@ -318,6 +324,7 @@ class Checkpointer:
             "open_shares": position.open_sub_batches,
             "skipped": position.skipped,
             **more,
+            "names": self._names_of,
             "files": files,
             "identity": self._identity,
         }
@@ -370,11 +377,19 @@ class Checkpointer:
 
     def _check_identity(self, name: str, mark: _Mark, ignored: Collection[str] = ()) -> None:
         saved, ours = mark.identity, self._identity
-        different = [
-            f"{key}: {_short(saved.get(key))} there, {_short(ours.get(key))} here"
-            for key in sorted((saved.keys() | ours.keys()) - set(ignored))
-            if saved.get(key) != ours.get(key)
-        ]
+        keys = sorted((saved.keys() | ours.keys()) - set(ignored))
+        if saved.get("variables") != ours["variables"]:
+            keys = [key for key in keys if key != "optimizer's variables"]  # A consequence.
+        different = []
+        for key in keys:
+            left, right = saved.get(key), ours.get(key)
+            if left == right:
+                continue
+            if isinstance(left, list) and isinstance(right, list):
+                names = mark.names.get(key, []), self._names_of.get(key, [])
+                different += [f"{key}: {s}" for s in _variable_differences((left, right), names)]
+            else:
+                different.append(f"{key}: {_short(left)} there, {_short(right)} here")
         if different:
             raise ModelDirError(
                 f"{self._directory}/{name} is of another run, which this one cannot continue:\n  "
@@ -398,6 +413,38 @@ def _checkpoint_of(learner: Learner) -> tf.train.Checkpoint:
 
 def _specs(variables: Sequence[keras.Variable | tf.Variable]) -> list[str]:
     return [f"{index} {v.dtype}{list(v.shape)}" for index, v in enumerate(variables)]
+
+
+def _names_of(variables: Sequence[keras.Variable | tf.Variable]) -> list[str]:
+    return [getattr(variable, "path", variable.name) for variable in variables]
+
+
+def _variable_differences(
+    specs: tuple[Sequence[str], Sequence[str]], names: tuple[Sequence[str], Sequence[str]]
+) -> list[str]:
+    """A line for each variable that only one side has, or that has another shape there.
+
+    Variables are matched by their order and shapes: Keras numbers layers anew in each process.
+    """
+    shapes = [[spec.partition(" ")[2] for spec in side] for side in specs]
+    named = [
+        [f"{name} {shape}" for name, shape in zip(side_names, side, strict=True)]
+        if len(side_names) == len(side)
+        else [f"variable {index} {shape}" for index, shape in enumerate(side)]
+        for side_names, side in zip(names, shapes, strict=True)
+    ]
+    lines = []
+    matcher = difflib.SequenceMatcher(None, shapes[0], shapes[1], autojunk=False)
+    for kind, i, i_end, j, j_end in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        there, here = named[0][i:i_end], named[1][j:j_end]
+        for one, other in itertools.zip_longest(there, here):
+            if one and other:
+                lines.append(f"{one} there, {other} here")
+            else:
+                lines.append(f"{one} only there" if one else f"{other} only here")
+    return lines
 
 
 def signed(mark: Mapping[str, object]) -> dict[str, object]:
@@ -426,7 +473,8 @@ def _complete_mark(path: str) -> _Mark:
         position = Position(int(mark["next_batch"]), shares, skipped)
         saved = Saved(int(mark["step"]), position, dict(mark.get("counts", {})))
         score = float(mark.get("score", -math.inf))
-        found = _Mark(saved, dict(mark["identity"]), dict(mark["files"]), score)
+        names = dict(mark.get("names", {}))  # Early versions have none.
+        found = _Mark(saved, dict(mark["identity"]), dict(mark["files"]), score, names)
     # KeyError: a part is missing; the others: a part has another type.
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _DamagedError(f"{CHECKPOINT_MARK} is not one of this program: {error!r}") from error

@@ -2,5 +2,5 @@
 
 `commands.py` decides what to do: run one task, launch a local cluster, or only check. Read it
 first. `flags.py` declares every flag. `flag_checks.py` turns flags and TF_CONFIG into a checked
-config and cluster, and `continued.py` continues a run. Nothing here imports TensorFlow before it must.
+config and cluster. `continued.py` continues a run. TensorFlow is imported as late as possible.
 """

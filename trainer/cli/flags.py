@@ -10,7 +10,6 @@ that `--help` is fast.
 """
 
 import contextlib
-import difflib
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -90,6 +89,9 @@ VERBOSE = flags.DEFINE_boolean(
     "verbose",
     False,
     "Print the whole config, and the placement of variables on parameter servers.",
+)
+TRACEBACK = flags.DEFINE_boolean(
+    "traceback", False, "Print a traceback also for an error that a user can cause."
 )
 CHECK = flags.DEFINE_boolean(
     "check",
@@ -319,10 +321,11 @@ def parse(argv: Sequence[str]) -> list[str]:
     try:
         return FLAGS(argv)  # type: ignore[no-any-return]
     except flags.UnrecognizedFlagError as error:
-        name = _RENAMED.get(error.flagname, error.flagname)
-        near = difflib.get_close_matches(name, list(FLAGS), n=1, cutoff=0.6)
-        hint = f" Did you mean --{near[0]}?" if near else " --help lists all."
-        message = f"There is no flag --{error.flagname}.{hint}"
+        from trainer.cli.mistakes import unknown_flag
+
+        message = unknown_flag(error.flagname, FLAGS, config)
+        if new_name := _RENAMED.get(error.flagname):
+            message = f"--{error.flagname} has a new name: write --{new_name}."
     except (AttributeError, KeyError, flags.Error) as error:
         message = _explain_flag_error(argv, config, error)
     _end_with(message)
@@ -343,6 +346,7 @@ def _config_paths(argv: Sequence[str]) -> list[str]:
 
 
 def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception) -> str:
+    from trainer.cli.mistakes import wrong_value
     from trainer.config import explain_unknown_field, flatten
 
     known = flatten(config)
@@ -350,4 +354,6 @@ def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception)
         override = argument.lstrip("-").partition("=")[0]
         if override.startswith("config.") and override.removeprefix("config.") not in known:
             return explain_unknown_field(override.removeprefix("config."), config)
-    return str(error)
+    values = {name: FLAGS[name].default for name in FLAGS if FLAGS[name].default is not None}
+    values |= {name: known[name] for name in SHORTCUTS} | {"epochs": 10.0}
+    return wrong_value(str(error), values | {f"config.{name}": v for name, v in known.items()})

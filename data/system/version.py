@@ -1,0 +1,36 @@
+"""The text of --version, to paste into a bug report. Imports none of the packages that it names."""
+
+import importlib.metadata
+import os
+import platform
+import sys
+
+from data.system.cores import num_cores
+
+_PROGRAM = "tf-distribution-trainer"
+_PACKAGES = ("tensorflow", "keras", "numpy")
+
+
+def describe_version() -> str:
+    """This program, TensorFlow, Keras, Python and the machine, a line each."""
+    packages = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
+    gpus = sorted(name for name in _devices() if name.removeprefix("nvidia").isdecimal())
+    return "\n".join(
+        [
+            f"{_PROGRAM} {_version(_PROGRAM)}",
+            f"{packages}, Python {platform.python_version()}",
+            f"{platform.platform()}, {num_cores()} core(s), {len(gpus)} NVIDIA GPU(s)",
+            f"{sys.executable}",
+        ]
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _devices() -> list[str]:
+    return os.listdir("/dev") if os.path.isdir("/dev") else []

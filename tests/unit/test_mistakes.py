@@ -1,0 +1,132 @@
+"""What a user mistypes is answered with the word that was meant."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.runs import ROOT
+from trainer.cli.mistakes import unknown_flag, wrong_value
+from trainer.config import Config, ConfigError
+from trainer.config_file import load_module
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=cwd,
+        # Not the installed packages before the current directory: as `python -m` does it.
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("log_every_steps", "--config.log_every_steps"),
+        ("lanes", "--config.data.lanes"),
+        ("worker", "--workers"),
+        ("log_every_step", "--config.log_every_steps"),
+    ],
+)
+def test_flag_or_field_that_was_meant_is_named(name: str, meant: str) -> None:
+    message = unknown_flag(name, ["workers", "model_dir"], Config())
+    assert message == f"There is no flag --{name}. Did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("batch_size=abc", "a whole number. Received: 'abc'. Type --batch_size=64, for example."),
+        ("batch_size=1e4", "a whole number. Received: '1e4'. Type --batch_size=10000."),
+        ("batch_size=1,000", "a whole number. Received: '1,000'. Type --batch_size=1000."),
+        ("batch_size=1.5", "a whole number. Received: '1.5'. Type --batch_size=64, for example."),
+        ("rate=1,5", "a number. Received: '1,5'. Type --rate=1.5."),
+        ("export=maybe", "true or false. Received: 'maybe'. Type --export=True, for example."),
+    ],
+)
+def test_value_of_a_wrong_type_is_explained(typed: str, answer: str) -> None:
+    values = {"batch_size": 64, "rate": 0.1, "export": True}
+    name = typed.partition("=")[0]
+    message = wrong_value(f"flag --{typed}: invalid literal: for a number", values)
+    assert message == f"--{name} must be {answer}"
+
+
+def test_other_messages_are_left_as_they_are() -> None:
+    for message in ("flag --other=3: no", "Flag --x must be given"):
+        assert wrong_value(message, {"batch_size": 64}) == message
+
+
+def test_command_explains_values_and_flags_before_tensorflow_is_imported(tmp_path: Path) -> None:
+    for typed, answer in (
+        ("--config.batch_size=1e4", "Type --config.batch_size=10000."),
+        ("--learning_rate=1,5", "Type --learning_rate=1.5."),
+        ("--log_every_steps=3", "Did you mean --config.log_every_steps?"),
+        ("--config=digit", "Did you mean --config=digits.py?"),
+    ):
+        done = run("trainer", typed, cwd=tmp_path)
+        assert done.returncode == 2
+        assert answer in done.stderr, done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["digits", "digits.py", "configs/digits.py"])
+def test_shipped_config_is_found_from_any_directory_unless_there_is_one_here(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    load_module.cache_clear()
+    _, (file, *_) = load_module(name)
+    assert file == str(ROOT / "configs" / "digits.py")
+    path = Path(name).with_suffix(".py")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("HERE = True\n")
+    load_module.cache_clear()
+    if name.endswith(".py"):
+        assert load_module(name)[0].HERE
+    else:
+        monkeypatch.syspath_prepend(tmp_path)
+        assert load_module(name)[0].HERE
+        sys.modules.pop("digits")
+    load_module.cache_clear()
+
+
+def test_unknown_config_names_the_shipped_ones() -> None:
+    with pytest.raises(ConfigError, match=r"mnist_replica\.py.*Shipped: .*digits"):
+        load_module("configs/mnist_replic.py")
+
+
+def test_version_names_the_packages_and_the_machine(tmp_path: Path) -> None:
+    for command in ("trainer", "trainer.runs", "data.prepare"):
+        done = run(command, "--version", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "tensorflow 2.21" in done.stdout
+        assert f"Python {sys.version.split()[0]}" in done.stdout
+        assert sys.platform in done.stdout.lower()
+
+
+@pytest.mark.parametrize("command", ["trainer", "trainer.runs"])
+def test_module_of_the_user_that_hides_a_package_is_named(command: str, tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text("")
+    done = run(command, "--version", cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"{tmp_path / 'data.py'} hides the package 'data' of this program" in done.stderr
+    assert "Traceback" not in done.stderr
+    (tmp_path / "data.py").unlink()
+    (tmp_path / "data").mkdir()  # The data themselves: no package.
+    assert run(command, "--version", cwd=tmp_path).returncode == 0
+
+
+def test_traceback_of_a_users_error_is_printed_if_asked_for(tmp_path: Path) -> None:
+    words = ("trainer", "--config=digits", "--config.dataset=digts")
+    plain, traced = (run(*words, *more, "--check", cwd=tmp_path) for more in ((), ("--traceback",)))
+    assert (plain.returncode, traced.returncode) == (2, 2)
+    assert "Did you mean --config.dataset=digits?" in plain.stderr
+    assert "Traceback" not in plain.stderr
+    assert "Traceback" in traced.stderr
+    assert traced.stderr.splitlines()[-1] == plain.stderr.splitlines()[-1]

@@ -1,0 +1,62 @@
+"""Messages about mistyped flags and values: what came, what is needed, what to type.
+
+message = unknown_flag("log_every_steps", known_flags, config)
+message = wrong_value(str(error), values)
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+
+from trainer.config import Config, flatten
+
+# What absl says: "flag --batch_size=abc: invalid literal for int() with base 10: 'abc'".
+_ILLEGAL = re.compile(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): (?P<reason>.*)", re.DOTALL)
+_NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
+
+
+def unknown_flag(name: str, known: Iterable[str], config: Config) -> str:
+    """The message for a flag that does not exist; names the nearest flag or config field."""
+    fields = list(flatten(config))
+    # A field, or the last part of its name: --log_every_steps, --lanes.
+    found = [field for field in fields if name in (field, field.rpartition(".")[2])]
+    near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.6)
+    if not found and not near:
+        found = difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
+    meant = f"--config.{found[0]}" if found else f"--{near[0]}" if near else ""
+    hint = f"Did you mean {meant}?" if meant else "--help lists all."
+    return f"There is no flag --{name}. {hint}"
+
+
+def wrong_value(message: str, values: Mapping[str, object]) -> str:
+    """Absl's message about a value of a wrong type, in plain words; other messages as they are.
+
+    `values` has an example of a right value for each flag.
+    """
+    matched = _ILLEGAL.fullmatch(message)
+    if matched is None or matched["name"] not in values:
+        return message
+    name, came = matched["name"], matched["value"]
+    example = values[name]
+    needed = _NEEDED.get(type(example))
+    if needed is None:
+        return message
+    meant = _meant(came, type(example))
+    return (
+        f"--{name} must be {needed}. Received: {came!r}. Type "
+        f"--{name}={example if meant is None else meant}"
+        + (", for example." if meant is None else ".")
+    )
+
+
+def _meant(came: str, kind: type) -> object:
+    """The number that `came` probably means: 10000 for "1e4", 1.5 for "1,5"; None if unclear."""
+    text = came.replace(",", "") if _THOUSANDS.fullmatch(came) else came.replace(",", ".")
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if kind is float:
+        return number
+    return int(number) if kind is int and number.is_integer() else None
