@@ -181,9 +181,8 @@ def fitted_to_model(inputs: Inputs, recipe: Recipe, model: keras.Model) -> Input
 
 def _input_names(model: keras.Model | None) -> tuple[str, ...]:
     """The names of the inputs of `model` if it says that they are a dict."""
-    if model is None or not getattr(model, "inputs", None):  # Subclassed models have none.
-        return ()
-    taken = getattr(model, "input", None)  # A Sequential model has none.
+    # Subclassed models, and a Sequential that was never called, have no `input`.
+    taken = getattr(model, "input", None)
     return tuple(taken) if isinstance(taken, dict) else ()
 
 
