@@ -4,11 +4,13 @@
         ...
 
 A Python generator reads the byte ranges of runs of batches ahead, in blocks of groups of batches.
-If all records have one layout, values are sliced out of their bytes instead of parsed. TensorFlow
-reads the files of other file systems (URLs), by pieces.
+If all records have one layout, values are sliced out of their bytes instead of parsed. Of files at
+s3://, local copies are read, and what they lack is fetched some runs ahead. TensorFlow reads the
+files of other file systems (URLs), by pieces.
 """
 
 import atexit
+import collections
 import functools
 import gc
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from data.order import Int64s, Plan
 from data.reader import Batch, Reader
 from data.system.cores import num_cores
 from data.system.files import is_url
-from data.tfrecord.byte_ranges import Buffers, DamagedError, Window, Windows
+from data.tfrecord.byte_ranges import Buffers, ByteRanges, DamagedError, Window, Windows
 from data.tfrecord.crc import HEADER_BYTES
 from data.tfrecord.fixed_layout import Layout, find_layout
 from data.tfrecord.pieces import PIECE_NAMES, Pieces
@@ -32,6 +34,7 @@ _Extras = Callable[[int, int], Plan]  # (first batch, number of batches) -> `Rea
 # Groups handed to tf.data at once: a handover costs about as much as 1,000 small records.
 _BLOCK_BYTES = 4 << 20
 _MAX_THREADS = 8
+_FETCHED_RUNS = 3  # Runs of batches that are fetched ahead, if the files are at s3://.
 
 
 class DiskReader:
@@ -124,18 +127,21 @@ class DiskReader:
         error that names the fault. The two other forms are empty.
         """
         most = self._group_batches(lanes)
-        order, windows, buffers = self._reader.order, Windows(), Buffers()
-        for first, num_batches in self._reader.runs(first_batch, stop):
-            ranges, numbers = self._pieces.byte_ranges(order, first, num_batches, lanes)
-            try:
-                window: Window | None = windows.read(ranges)
-            except (DamagedError, OSError):
-                window = None
+        order, copies = self._reader.order, self._pieces.copies
+        windows, buffers = self._windows(), Buffers()
+        for first, num_batches, ranges, numbers in self._planned(first_batch, stop, lanes):
+            window, is_fetched_again = _read(windows, ranges), False
             for begin, num_groups, size in _cut(num_batches, most, self._block_batches(lanes)):
                 of_block = numbers[begin : begin + num_groups * size].reshape(num_groups, size, -1)
-                blocks = [_block(window, of_block, self._layout, buffers)]
-                if blocks[0] is None:
-                    blocks = [_block(window, group[None], None, buffers) for group in of_block]
+                blocks = self._cut_blocks(window, of_block, buffers)
+                if copies is not None and any(block is None for block in blocks):
+                    # Perhaps the copies are damaged, and not the files at s3://.
+                    if not is_fetched_again:
+                        copies.forget(ranges)
+                        window, is_fetched_again = _read(windows, ranges), True
+                        blocks = self._cut_blocks(window, of_block, buffers)
+                    if any(block is None for block in blocks):
+                        copies.make_whole(ranges)  # For TensorFlow, which names the fault.
                 at = first + begin
                 num_groups //= len(blocks)
                 for block in blocks:
@@ -151,6 +157,35 @@ class DiskReader:
                         },
                     }
                     at += num_groups * size
+
+    def _windows(self) -> Windows:
+        copies = self._pieces.copies
+        return Windows(copies.read_into if copies else None)
+
+    def _planned(
+        self, first_batch: int, stop: int | None, lanes: range
+    ) -> Iterator[tuple[int, int, ByteRanges, Int64s]]:
+        """The runs of batches, (first, count), with their byte ranges, fetched ahead if needed."""
+        copies = self._pieces.copies
+        planned: collections.deque[tuple[int, int, ByteRanges, Int64s]] = collections.deque()
+        for run in self._reader.runs(first_batch, stop):
+            ranges, numbers = self._pieces.byte_ranges(self._reader.order, *run, lanes)
+            planned.append((*run, ranges, numbers))
+            if copies is not None:
+                copies.fetch(ranges)
+                if len(planned) <= _FETCHED_RUNS:
+                    continue
+            yield planned.popleft()
+        yield from planned
+
+    def _cut_blocks(
+        self, window: Window | None, of_block: Int64s, buffers: Buffers
+    ) -> list[Plan | None]:
+        """The block of records `of_block`; if it is damaged, a block or None for each group."""
+        block = _block(window, of_block, self._layout, buffers)
+        if block is not None:
+            return [block]
+        return [_block(window, group[None], None, buffers) for group in of_block]
 
     def _empty_block(self, num_groups: int, lanes: range) -> Plan:
         shape = num_groups, 0, self._reader.batch_examples(lanes)
@@ -176,7 +211,7 @@ class DiskReader:
         if not isinstance(parse, ExampleParse):
             return None
         try:
-            window = Windows().read(self._pieces.first_chunk())
+            window = self._windows().read(self._pieces.first_chunk())
             (record,) = window.records(np.zeros(1, np.int64))
         except (DamagedError, OSError):
             return None  # `_blocks` meets the same fault, and TensorFlow's reader then names it.
@@ -268,6 +303,14 @@ def _cut(num_batches: int, most: int, most_of_block: int) -> Iterator[tuple[int,
         yield first * size, min(groups_of_block, num_full - first), size
     if left := num_batches % size:
         yield num_batches - left, 1, left
+
+
+def _read(windows: Windows, ranges: ByteRanges) -> Window | None:
+    """The bytes of `ranges`, or None if they cannot be read."""
+    try:
+        return windows.read(ranges)
+    except (DamagedError, OSError):
+        return None
 
 
 def _block(

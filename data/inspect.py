@@ -162,8 +162,8 @@ def _counts(data_dir: str, split: records.Split, label: str) -> Iterator[str]:
     counts: collections.Counter[int] = collections.Counter()
     num_without = 0
     spec = {label: tf.io.RaggedFeature(tf.int64)}
-    dataset = tf.data.TFRecordDataset([shard.path for shard in split.shards]).batch(_BATCH)
-    classes_of = dataset.map(lambda serialized: tf.io.parse_example(serialized, spec)[label])
+    batches = records.batched_records(split, _BATCH)
+    classes_of = (tf.io.parse_example(tf.constant(batch), spec)[label] for batch in batches)
     try:
         for batch in damage.readable(classes_of):
             counts.update(batch.values.numpy().tolist())
@@ -185,10 +185,7 @@ def _counts(data_dir: str, split: records.Split, label: str) -> Iterator[str]:
 
 
 def _records(split: records.Split) -> Iterator[bytes]:
-    import tensorflow as tf
-
-    paths = [shard.path for shard in split.shards]
-    yield from damage.readable(tf.data.TFRecordDataset(paths).as_numpy_iterator())
+    yield from itertools.chain.from_iterable(damage.readable(records.batched_records(split, 1)))
 
 
 def _shown(record: bytes) -> str:
@@ -243,8 +240,8 @@ def _good_split(shards: Sequence[damage.ShardReport], num_good: int) -> SourceSp
 
     def records_of(number: int, low: int, high: int) -> Iterator[bytes]:
         path, run = runs[number]
-        dataset = frames.records_from(path, run.begin).skip(low).take(high - low)
-        return damage.readable(dataset.as_numpy_iterator())
+        found = frames.read_records(path, run.begin, run.end, run.first_record)
+        return damage.readable(itertools.islice(found, low, high))
 
     return SourceSplit(
         num_good,

@@ -20,11 +20,13 @@ from typing import IO
 from data.prepare import origin, writing
 from data.prepare.catalog import bare_name, check, files_read, open_source
 from data.prepare.sources import Options, Source, SourceSplit, rewrite
-from data.system import files
+from data.system import files, object_store
 from data.system.cores import num_cores
 from data.system.files import DataError
+from data.system.scratch import scratch_dir
 from data.tfrecord.crc import FRAME_BYTES
 
+_INFO = "dataset_info.json"  # Marks a directory as complete.
 _SHARD_BYTES = 128 << 20
 _REPORT_EXAMPLES = 100_000
 _REFRESH_EXAMPLES = 256
@@ -58,6 +60,11 @@ def prepare(
     """
     given = options or Options()
     check(name, given)
+    if source and files.is_s3(source):
+        raise DataError(
+            f"--source={source} cannot be read: a source must be local files. Type, for example: "
+            f"aws s3 cp --recursive {source} DIR, and give --source=DIR."
+        )
     data_dir = files.absolute(data_dir)
     if source and files.absolute(source) == data_dir:
         raise DataError(f"--source={source} is the directory to write, too. {_GIVE_ANOTHER}")
@@ -103,7 +110,8 @@ def write_new(
     """Writes a source to `data_dir`, completely or not at all.
 
     A local directory is written under another name and renamed. A directory at a URL cannot be
-    renamed in one operation, so dataset_info.json, which marks it as complete, is written last.
+    renamed in one operation, so dataset_info.json, which marks it as complete, is written last. For
+    s3:// all is written to TMPDIR first.
     `is_done` returns True if another process has written `data_dir`. `what`: named in messages.
     `former`: the name of a data set that is replaced, if it is there.
 
@@ -112,7 +120,9 @@ def write_new(
     data_dir = files.absolute(data_dir)
     partial = data_dir = data_dir if files.is_url(data_dir) else os.path.realpath(data_dir)
     with contextlib.ExitStack() as stack:
-        if not files.is_url(data_dir):
+        if files.is_s3(data_dir):
+            partial = stack.enter_context(scratch_dir())
+        elif not files.is_url(data_dir):
             parent, base = os.path.split(data_dir)
             partial = os.path.join(parent, f".{base}.partial")
             stack.enter_context(_directory(parent))
@@ -131,7 +141,11 @@ def write_new(
                 for path in to_remove:
                     files.remove_file(path)
             _write(source, partial, num_processes)
-            if partial != data_dir:
+            if files.is_s3(data_dir):
+                for path in to_remove:
+                    files.remove_file(path)
+                _upload(partial, data_dir)
+            elif partial != data_dir:
                 if to_remove:
                     os.rename(data_dir, replaced)
                 os.rename(partial, data_dir)
@@ -142,10 +156,17 @@ def write_new(
     _say(f"{data_dir} holds {what}.")
 
 
+def _upload(directory: str, url: str) -> None:
+    """Uploads a data set, dataset_info.json last."""
+    names = sorted(os.listdir(directory), key=lambda name: name == _INFO)
+    for name in names:
+        object_store.upload(os.path.join(directory, name), files.join(url, name))
+
+
 def _is_prepared(name: str, data_dir: str, source: str | None) -> bool:
     """Returns True if `data_dir` is a complete directory of this data set, False if it is empty."""
     try:
-        info = json.loads(files.read_text(files.join(data_dir, "dataset_info.json")))
+        info = json.loads(files.read_text(files.join(data_dir, _INFO)))
     except NotADirectoryError:
         raise DataError(f"{data_dir} is a file. {_GIVE_ANOTHER}") from None
     except FileNotFoundError:
@@ -240,7 +261,7 @@ def _write(source: Source, data_dir: str, num_processes: int) -> None:
         )
     info = {"fileFormat": "tfrecord", "name": source.name, "splits": splits, "version": "1.0.0"}
     # The last file marks the directory as complete.
-    texts = {**source.files, "dataset_info.json": json.dumps(info, indent=2) + "\n"}
+    texts = {**source.files, _INFO: json.dumps(info, indent=2) + "\n"}
     for file_name, text in texts.items():
         files.replace_file(files.join(data_dir, file_name), text.encode())
 

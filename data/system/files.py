@@ -3,8 +3,9 @@
     if not files.exists(files.join("gs://bucket/digits", "features.json")):
         files.replace_file("gs://bucket/digits/features.json", b"{}")
 
-A path with "://" in it is a URL, and tf.io.gfile opens it: gs://, s3://, hdfs://, ram://. Other
-paths belong to the operating system and need no TensorFlow, which takes seconds to import.
+A path with "://" in it is a URL. object_store.py opens s3://, and tf.io.gfile others: gs://, hdfs://,
+ram://. Other paths belong to the operating system and need no TensorFlow, which takes seconds to
+import.
 
 An operation that is not possible is an OSError, at a URL too, but reading an open URL may raise
 TensorFlow's errors, as etils.epath does. An error that a user can correct is a DataError.
@@ -13,9 +14,11 @@ TensorFlow's errors, as etils.epath does. An error that a user can correct is a 
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import BinaryIO, TypeVar, cast
+
+from data.system import object_store
 
 # What to do about damaged data: `on_corrupt`.
 FAIL, SKIP = "fail", "skip"
@@ -28,8 +31,13 @@ class DataError(ValueError):
 
 
 def is_url(path: str) -> bool:
-    """Returns True if TensorFlow opens this path."""
+    """Returns True if the operating system does not open this path."""
     return "://" in path
+
+
+def is_s3(path: str) -> bool:
+    """Returns True if neither the operating system nor TensorFlow opens this path."""
+    return path.startswith(object_store.SCHEME)
 
 
 def join(directory: str, name: str) -> str:
@@ -49,16 +57,22 @@ def parent(path: str) -> str:
 
 def exists(path: str) -> bool:
     """Returns True if there is such a file or directory."""
+    if is_s3(path):
+        return object_store.exists(path)
     return _gfile(lambda gfile: gfile.exists(path)) if is_url(path) else os.path.exists(path)
 
 
 def is_dir(path: str) -> bool:
     """Returns True if there is such a directory."""
+    if is_s3(path):
+        return object_store.is_dir(path)
     return _gfile(lambda gfile: gfile.isdir(path)) if is_url(path) else os.path.isdir(path)
 
 
 def names_in(directory: str) -> list[str]:
     """Names of the files and directories in a directory."""
+    if is_s3(directory):
+        return object_store.names_in(directory)
     if not is_url(directory):
         return os.listdir(directory)
     return [name.rstrip("/") for name in _gfile(lambda gfile: gfile.listdir(directory))]
@@ -66,13 +80,25 @@ def names_in(directory: str) -> list[str]:
 
 def num_bytes_of(path: str) -> int:
     """The size of a file."""
+    if is_s3(path):
+        return object_store.stamp(path)[0]
     return _gfile(lambda gfile: gfile.stat(path).length) if is_url(path) else os.path.getsize(path)
+
+
+def sizes_of(paths: Sequence[str]) -> list[int]:
+    """The sizes of files in one directory; at s3:// by one request for all."""
+    if not is_s3(paths[0]):
+        return [num_bytes_of(path) for path in paths]
+    stamps = object_store.stamps_in(parent(paths[0]))
+    return [stamps[os.path.basename(path)][0] for path in paths]
 
 
 def stamp(path: str) -> tuple[int, int]:
     """Size and time of the last change, in ns; (-1, -1) if the file is missing."""
     if not exists(path):
         return -1, -1
+    if is_s3(path):
+        return object_store.stamp(path)
     if is_url(path):
         status = _gfile(lambda gfile: gfile.stat(path))
         return int(status.length), int(status.mtime_nsec)
@@ -82,6 +108,8 @@ def stamp(path: str) -> tuple[int, int]:
 
 def open_file(path: str) -> BinaryIO:
     """Opens a file to read bytes; a DataError if this user may not read it."""
+    if is_s3(path):
+        return object_store.open_object(path)
     if is_url(path):
         # gfile opens the file at the first read, and then raises TensorFlow's error.
         if not exists(path):
@@ -96,7 +124,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def create_file(path: str) -> BinaryIO:
-    """Opens a file to write bytes; it is created or overwritten."""
+    """Opens a file to write bytes; it is created or overwritten. Not for s3://."""
     if is_url(path):
         return cast(BinaryIO, _gfile(lambda gfile: gfile.GFile(path, "wb")))
     return open(path, "wb", buffering=1 << 20)
@@ -110,6 +138,8 @@ def read_text(path: str) -> str:
 
 def replace_file(path: str, content: bytes) -> None:
     """Writes a file in one operation: a reader sees all of the old file or all of the new one."""
+    if is_s3(path):
+        return object_store.put(path, content)
     partial = partial_name(path)
 
     def write() -> None:
@@ -131,7 +161,9 @@ def partial_name(path: str) -> str:
 
 def rename(source: str, target: str) -> None:
     """Moves a file; overwrites `target`."""
-    if is_url(target):
+    if is_s3(target):
+        object_store.rename(source, target)
+    elif is_url(target):
         _gfile(lambda gfile: gfile.rename(source, target, overwrite=True))
     else:
         os.replace(source, target)
@@ -140,21 +172,28 @@ def rename(source: str, target: str) -> None:
 def remove_file(path: str) -> None:
     """Removes a file; a DataError if this user may not."""
     try:
-        _gfile(lambda gfile: gfile.remove(path)) if is_url(path) else os.remove(path)
+        if is_s3(path):
+            object_store.remove(path)
+        else:
+            _gfile(lambda gfile: gfile.remove(path)) if is_url(path) else os.remove(path)
     except PermissionError as error:
         raise DataError(f"{path} cannot be removed by this user: {error.strerror}") from None
 
 
 def remove_tree(directory: str) -> None:
     """Removes a directory with its content, if there is one."""
-    if not is_url(directory):
+    if is_s3(directory):
+        object_store.remove_tree(directory)
+    elif not is_url(directory):
         shutil.rmtree(directory, ignore_errors=True)
     elif exists(directory):
         _gfile(lambda gfile: gfile.rmtree(directory))
 
 
 def make_dirs(directory: str) -> None:
-    """Creates a directory and its missing parents."""
+    """Creates a directory and its missing parents. s3:// needs none."""
+    if is_s3(directory):
+        return
     if is_url(directory):
         _gfile(lambda gfile: gfile.makedirs(directory))
     else:

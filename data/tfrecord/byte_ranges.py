@@ -1,4 +1,4 @@
-"""Records of local files by byte ranges: a few large reads, then cut up and checked by CRCs.
+"""Records by byte ranges: a few large reads, then cut up and checked by CRCs.
 
     window = Windows().read(ranges)             # one buffer with all records of the ranges
     records = window.records(numbers)           # bytes objects, by their place in the buffer
@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import google_crc32c
 import numpy as np
@@ -51,11 +51,16 @@ class ByteRanges:
     num_records: int
 
 
+ReadInto = Callable[[ByteRanges, memoryview], None]
+
+
 class Windows:
     """Reads windows into the same memory: page faults of new buffers would double the cost."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_into: "ReadInto | None" = None) -> None:
+        """`read_into` reads the bytes of ranges; by default from local files."""
         self._buffer = bytearray()
+        self._read_into = read_into or _read_files_into
 
     def read(self, ranges: ByteRanges) -> "Window":
         """The bytes of `ranges`, valid until the next call.
@@ -69,16 +74,7 @@ class Windows:
         if num_bytes > len(self._buffer):
             self._buffer = bytearray(num_bytes)
         content = memoryview(self._buffer)[:num_bytes]
-        begins, sizes = ranges.begins.tolist(), range_bytes.tolist()
-        first_of_file = np.flatnonzero(np.diff(ranges.files, prepend=-1)).tolist()
-        at = 0
-        for first, last in itertools.pairwise([*first_of_file, len(begins)]):
-            path = ranges.paths[ranges.files[first]]
-            with open(path, "rb", buffering=0) as file:
-                descriptor = file.fileno()
-                for begin, size in zip(begins[first:last], sizes[first:last], strict=True):
-                    _pread(descriptor, content[at : at + size], begin)
-                    at += size
+        self._read_into(ranges, content)
         return Window(content, range_bytes, ranges.num_records)
 
 
@@ -184,7 +180,21 @@ def aligned(num_bytes: int) -> Uint8s:
     return memory[begin : begin + num_bytes]
 
 
-def _pread(descriptor: int, into: memoryview, begin: int) -> None:
+def _read_files_into(ranges: ByteRanges, content: memoryview) -> None:
+    begins, sizes = ranges.begins.tolist(), (ranges.ends - ranges.begins).tolist()
+    first_of_file = np.flatnonzero(np.diff(ranges.files, prepend=-1)).tolist()
+    at = 0
+    for first, last in itertools.pairwise([*first_of_file, len(begins)]):
+        path = ranges.paths[ranges.files[first]]
+        with open(path, "rb", buffering=0) as file:
+            descriptor = file.fileno()
+            for begin, size in zip(begins[first:last], sizes[first:last], strict=True):
+                pread(descriptor, content[at : at + size], begin)
+                at += size
+
+
+def pread(descriptor: int, into: memoryview, begin: int) -> None:
+    """Fills `into` with the bytes of a file from `begin` on; DamagedError if it ends before."""
     num_bytes = os.preadv(descriptor, [into], begin)
     # A read may return fewer bytes than asked for. It returns 0 bytes at the file's end only.
     while num_bytes < len(into):

@@ -110,14 +110,12 @@ def _starts(path: str, run: Run) -> Int64s:
 
 
 def readable(items: Iterable[T]) -> Iterator[T]:
-    """Yields the elements of a dataset of records; a damaged record is a DataError."""
-    import tensorflow as tf
-
+    """Yields what is made of records; a damaged record is a DataError."""
     try:
         yield from items
-    except tf.errors.DataLossError as error:
+    except BadRecord as error:
         raise DataError(
-            f"Records are corrupt ({error.message.splitlines()[0]}). To name all of them: "
+            f"Records are corrupt ({error.damage}). To name all of them: "
             "python -m data.inspect --data_dir=DIR --verify"
         ) from None
 

@@ -8,20 +8,29 @@
 A TFRecord file is a sequence of records, each `uint64 length, uint32 crc(length), data, uint32
 crc(data)`, little endian, where crc is the masked CRC-32C (tensorflow/core/lib/io/record_writer.h).
 Records have no numbers on disk, so the third record is found only by walking over two.
-Only functions that read the content of records import TensorFlow.
+Only `records_at` imports TensorFlow.
 """
 
 import array
 import contextlib
 import dataclasses
+import io
 import os
 import struct
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
 from data.system.files import DataError, open_file
-from data.tfrecord.crc import FRAME_BYTES, HEADER_BYTES, Int64s, first_bad_header
+from data.tfrecord.crc import (
+    FOOTER_BYTES,
+    FRAME_BYTES,
+    HEADER_BYTES,
+    Int64s,
+    first_bad_header,
+    framed,
+)
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -29,7 +38,6 @@ if TYPE_CHECKING:
 _SCAN_BYTES = 1 << 20
 _SPARSE_SCAN_BYTES = 4 << 10
 _SPARSE_RECORD_BYTES = 32 << 10
-_VERIFY_BATCH = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,38 +104,49 @@ def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s
 
 
 def content_damage(path: str, starts: Int64s, numbers: Int64s) -> list[Damage]:
-    """The records whose data does not fit its CRC, found by TensorFlow's own reader."""
-    import tensorflow as tf
-
+    """The records whose data does not fit its CRC. Their lengths must fit."""
     damages = []
-    # Runs of consecutive records: a damaged length leaves a gap in the record numbers.
-    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
-    runs = zip(np.split(starts, breaks), np.split(numbers, breaks), strict=True)
-    for run_starts, run_numbers in runs:
-        done = 0
-        while done < len(run_starts):
-            # An error in a batch loses the batch, so it is read again, record by record.
-            for batch_records in (_VERIFY_BATCH, 1):
-                records = records_from(path, int(run_starts[done])).take(len(run_starts) - done)
-                with contextlib.suppress(tf.errors.DataLossError):
-                    for size in records.batch(batch_records).map(tf.size):
-                        done += int(size)
-                    break
-            else:
-                number, offset = int(run_numbers[done]), int(run_starts[done])
-                damages.append(Damage(path, number, offset, "the data does not fit its CRC"))
-                done += 1
+    with _buffered(path) as file:
+        for start, number in zip(starts.tolist(), numbers.tolist(), strict=True):
+            if _next_record(file, start) is None:
+                damages.append(Damage(path, number, start, "the data does not fit its CRC"))
     return damages
 
 
-def records_from(path: str, offset: int) -> "tf.data.Dataset":
-    """The records of a file from byte `offset` on, which begins a record; CRCs are checked."""
-    import tensorflow as tf
+def read_records(path: str, begin: int, end: int, number: int) -> Iterator[bytes]:
+    """The records in bytes [begin, end) of a file, which is read in sequence.
 
-    # Built inside flat_map, because TensorFlow 2.21 loses byte_offsets when it rewrites a dataset's
-    # graph: "3 inputs specified of 4 inputs in Op while building NodeDef 'TFRecordDatasetV2".
-    offsets = tf.data.Dataset.from_tensors(np.int64(offset))
-    return offsets.flat_map(lambda begin: records_at(path, begin, 256 << 10))
+    `number`: the record number at `begin`, for messages. Raises BadRecord at the first that does
+    not fit its CRCs.
+    """
+    with _buffered(path) as file:
+        while begin < end:
+            record = _next_record(file, begin)
+            if record is None:
+                reason = "the length or the data does not fit its CRC, or the file was cut short"
+                raise BadRecord(Damage(path, number, begin, reason), np.zeros(0, np.int64))
+            yield record
+            begin, number = begin + len(record) + FRAME_BYTES, number + 1
+
+
+@contextlib.contextmanager
+def _buffered(path: str) -> Iterator[BinaryIO]:
+    with open_file(path) as file:
+        yield io.BufferedReader(file, _SCAN_BYTES) if isinstance(file, io.FileIO) else file
+
+
+def _next_record(file: BinaryIO, start: int) -> bytes | None:
+    """The record at byte `start`, or None if it is damaged."""
+    file.seek(start)
+    header = file.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES or first_bad_header(header, np.zeros(1, np.int64)) is not None:
+        return None
+    (length,) = struct.unpack_from("<Q", header)
+    content = file.read(length + FOOTER_BYTES)
+    record = content[:length]
+    if len(content) < length + FOOTER_BYTES or framed(record)[-FOOTER_BYTES:] != content[length:]:
+        return None
+    return record
 
 
 def records_at(path: "tf.Tensor", offset: "tf.Tensor", buffer_bytes: int) -> "tf.data.Dataset":

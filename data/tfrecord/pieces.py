@@ -27,11 +27,14 @@ PIECE_NAMES = ("shards", "byte_offsets", "skip", "take")
 
 
 class Pieces:
-    """The index of a split as arrays. `paths` are the files of the shards."""
+    """The index of a split as arrays. `paths` are the files of the shards, or their copies."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
+        self.copies = split.copies
         self.paths = [shard.path for shard in split.shards]
+        if split.copies is not None:
+            self.paths = [split.copies.local(path) for path in self.paths]
         self._lengths = np.array(split.shard_lengths, np.int64)
         # Bytes of each record of a shard, or 0 if they differ.
         self._frame_bytes = np.array([shard.frame_bytes for shard in split.shards])

@@ -10,6 +10,7 @@ import re
 
 from data.system import files
 from data.system.files import DataError, join
+from data.system.object_store import UnavailableError
 
 _NUMBERED = re.compile(r"(\d+)-of-(\d+)")
 # The order matters: later patterns match names of earlier ones too, with another split.
@@ -131,6 +132,8 @@ def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:
 def _list(data_dir: str) -> list[str]:
     try:
         return files.names_in(data_dir)
+    except UnavailableError:
+        raise
     except FileNotFoundError:
         raise DataError(
             f"There is no directory {data_dir}. Write the data there: {prepare_again(data_dir)}, "
@@ -141,7 +144,9 @@ def _list(data_dir: str) -> list[str]:
             f"{data_dir} is a file; --data_dir needs the directory that holds the shards: "
             f"--data_dir={files.parent(data_dir) or '.'}"
         ) from None
-    except PermissionError:
+    except PermissionError as error:
+        if files.is_s3(data_dir):
+            raise DataError(f"{data_dir} cannot be listed: {error.strerror}") from None
         raise DataError(
             f"{data_dir} cannot be read by this user (permission denied): chmod -R a+rX {data_dir}"
         ) from None

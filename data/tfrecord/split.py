@@ -13,17 +13,30 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import itertools
 import logging
 import os
 import zipfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from data.system import files
 from data.system.files import DataError, join, num_bytes_of, open_file, replace_file
 from data.tfrecord.crc import Int64s
-from data.tfrecord.framing import BadRecord, Damage, content_damage, refuse_gzip, walk
+from data.tfrecord.framing import (
+    BadRecord,
+    Damage,
+    content_damage,
+    read_records,
+    refuse_gzip,
+    walk,
+)
 from data.tfrecord.shard_names import prepare_again, shard_lengths_announced, shard_paths
+
+if TYPE_CHECKING:
+    from data.tfrecord.shard_copies import ShardCopies
 
 _INDEX_VERSION = 2
 
@@ -69,13 +82,15 @@ class Shard:
 class Split:
     """The shards of one split ("train", "test") in their numbered order, seekable by their offsets.
 
-    `damages` are the records that were left out, which `on_corrupt="skip"` allows.
+    `damages` are the records that were left out, which `on_corrupt="skip"` allows. `copies` are
+    local copies of shards at s3:// (see shard_copies.py).
     """
 
     name: str
     shards: tuple[Shard, ...]
     chunk_examples: int
     damages: tuple[Damage, ...] = ()
+    copies: "ShardCopies | None" = None
 
     @property
     def num_skipped(self) -> int:
@@ -129,7 +144,7 @@ def open_split(data_dir: str, split: str) -> Split:
     """
     data_dir = os.fspath(data_dir)
     paths = shard_paths(data_dir, split)
-    sizes = [num_bytes_of(path) for path in paths]
+    sizes = files.sizes_of(paths)
     if 0 in sizes:
         raise DataError(
             f"{paths[sizes.index(0)]} is empty (0 bytes), so it was not written to its end. "
@@ -153,6 +168,16 @@ def open_split(data_dir: str, split: str) -> Split:
 def index_path(data_dir: str, split: str) -> str:
     """The file of the index of a split."""
     return join(data_dir, f"{split}.index.npz")
+
+
+def batched_records(split: Split, size: int) -> Iterator[list[bytes]]:
+    """All records in the order of the files, `size` at a time. Raises BadRecord if damaged."""
+    records = itertools.chain.from_iterable(
+        read_records(shard.path, int(shard.offsets[0]), shard.end, shard.first_record)
+        for shard in split.shards
+    )
+    while batch := list(itertools.islice(records, size)):
+        yield batch
 
 
 def verify(split: Split) -> list[Damage]:

@@ -1,0 +1,265 @@
+"""Objects at s3:// with the calls of a file system, by obstore (the optional extra `s3`).
+
+    object_store.put("s3://bucket/run/config.json", b"{}")
+    object_store.names_in("s3://bucket/run")            # ["config.json"]
+
+An object is written in one operation: a reader sees the old one or the new one, complete. There are
+no directories: a directory is the objects whose names begin with its name and "/".
+
+obstore reads the environment variables of other S3 programs: AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE. Without
+keys it asks the machine's metadata service. Requests that fail for a passing reason are repeated,
+up to AWS_MAX_ATTEMPTS times (10) within 30 s. Do not fork a process that has called this module.
+"""
+
+import contextlib
+import errno
+import functools
+import io
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+SCHEME = "s3://"
+
+_ATTEMPTS = 10
+_RETRY_SECS = 30.0
+_SILENT_SECS = 20.0  # A connection on which nothing arrives for this long is given up.
+_REQUEST_SECS = 600.0
+_READ_AHEAD_BYTES = 8 << 20  # Of a file that is read from its begin to its end.
+_PART_BYTES = 8 << 20
+_PARTS_IN_FLIGHT = 4
+_NO_SUCH_BUCKET = "NoSuchBucket"
+_METADATA_SERVICE = "/latest/api/token"
+_NO_KEYS = (
+    "There are no keys for s3://. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+    "AWS_SKIP_SIGNATURE=true for a public bucket"
+)
+
+
+class UnavailableError(ConnectionError):
+    """The object store does not answer, or not well. The same call may work later."""
+
+
+class MissingObstoreError(OSError):
+    """obstore is not installed. The message says what to type."""
+
+
+def require() -> None:
+    """Raises MissingObstoreError if obstore is not installed."""
+    _obstore()
+
+
+def exists(url: str) -> bool:
+    """Returns True if there is such an object or directory."""
+    with contextlib.suppress(FileNotFoundError):
+        stamp(url)
+        return True
+    return is_dir(url)
+
+
+def is_dir(url: str) -> bool:
+    """Returns True if there is an object in this directory."""
+    with contextlib.suppress(FileNotFoundError), _errors_of(url):
+        store, key = _located(url)
+        listing: Sequence[object] = next(
+            iter(_obstore().list(store, f"{key}/" if key else None, chunk_size=1)), []
+        )
+        return len(listing) > 0
+    return False
+
+
+def names_in(url: str) -> list[str]:
+    """Names of the objects and directories in a directory.
+
+    Raises FileNotFoundError if there are none.
+    """
+    with _errors_of(url):
+        store, key = _located(url)
+        listing = _obstore().list_with_delimiter(store, key or None)
+        paths = [*listing["common_prefixes"], *(item["path"] for item in listing["objects"])]
+        if not paths:
+            raise FileNotFoundError(errno.ENOENT, f"There is nothing in {url}")
+        return [path.rstrip("/").rpartition("/")[2] for path in paths]
+
+
+def stamp(url: str) -> tuple[int, int]:
+    """Size and time of the last change, in ns."""
+    with _errors_of(url):
+        found = _obstore().head(*_located(url))
+        return found["size"], int(found["last_modified"].timestamp()) * 10**9
+
+
+def stamps_in(url: str) -> dict[str, tuple[int, int]]:
+    """`stamp` of each object in a directory, by name: one request for 1,000 objects."""
+    with _errors_of(url):
+        store, key = _located(url)
+        return {
+            item["path"].rpartition("/")[2]: (
+                item["size"],
+                int(item["last_modified"].timestamp()) * 10**9,
+            )
+            for item in _obstore().list_with_delimiter(store, key or None)["objects"]
+        }
+
+
+def open_object(url: str) -> BinaryIO:
+    """Opens an object to read bytes, in large requests: made for reading in sequence."""
+    num_bytes, _ = stamp(url)
+    return cast(BinaryIO, io.BufferedReader(_ObjectReader(url, num_bytes), _READ_AHEAD_BYTES))
+
+
+def get(url: str) -> bytes:
+    """The content of an object."""
+    with _errors_of(url):
+        return bytes(_obstore().get(*_located(url)).bytes())
+
+
+def get_range(url: str, begin: int, end: int) -> memoryview:
+    """Bytes [begin, end) of an object. Raises OSError if it is shorter."""
+    with _errors_of(url):
+        content = memoryview(_obstore().get_range(*_located(url), start=begin, end=end))
+    if len(content) != end - begin:
+        raise OSError(errno.EIO, f"The object ends before byte {end}", url)
+    return content
+
+
+def put(url: str, content: bytes) -> None:
+    """Writes an object."""
+    with _errors_of(url):
+        _obstore().put(*_located(url), content, use_multipart=False)
+
+
+def upload(path: str, url: str) -> None:
+    """Writes a local file as an object."""
+    with _errors_of(url):
+        store, key = _located(url)
+        parts = {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS_IN_FLIGHT}
+        _obstore().put(store, key, Path(path), **parts)
+
+
+def upload_tree(directory: str, url: str) -> None:
+    """Writes all files in a local directory, and below it, as objects in the directory `url`."""
+    for path in sorted(path for path in Path(directory).rglob("*") if path.is_file()):
+        upload(str(path), f"{url}/{path.relative_to(directory).as_posix()}")
+
+
+def download(url: str, path: str) -> None:
+    """Writes an object to a local file."""
+    with _errors_of(url), open(path, "wb") as file:
+        for block in _obstore().get(*_located(url)).stream(_PART_BYTES):
+            file.write(block)
+
+
+def rename(source: str, target: str) -> None:
+    """Copies an object of a bucket to another name in it, and removes the first."""
+    with _errors_of(source):
+        store, key = _located(source)
+        _obstore().rename(store, key, _located(target)[1])
+
+
+def remove(url: str) -> None:
+    """Removes an object; there need not be one."""
+    with _errors_of(url):
+        _obstore().delete(*_located(url))
+
+
+def remove_tree(url: str) -> None:
+    """Removes all objects in a directory."""
+    with _errors_of(url):
+        store, key = _located(url)
+        for listing in _obstore().list(store, f"{key}/"):
+            _obstore().delete(store, [item["path"] for item in listing])
+
+
+class _ObjectReader(io.RawIOBase):
+    """Reads an object that had `num_bytes` when it was opened; each read is a request."""
+
+    def __init__(self, url: str, num_bytes: int) -> None:
+        self._url, self._num_bytes, self._at = url, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begins = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._num_bytes}
+        self._at = begins[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # Any buffer.
+        end = min(self._at + len(buffer), self._num_bytes)
+        if end <= self._at:
+            return 0
+        content = get_range(self._url, self._at, end)
+        buffer[: len(content)] = content
+        self._at = end
+        return len(content)
+
+
+def _located(url: str) -> tuple["S3Store", str]:
+    bucket, _, key = url.removeprefix(SCHEME).partition("/")
+    return _store(bucket), key.rstrip("/")
+
+
+@functools.cache
+def _store(bucket: str) -> "S3Store":
+    from obstore.store import S3Store
+
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    attempts = os.environ.get("AWS_MAX_ATTEMPTS", "")
+    return S3Store(
+        bucket,
+        config={"endpoint": endpoint} if endpoint else None,
+        client_options={
+            "allow_http": endpoint.startswith("http://"),
+            "read_timeout": timedelta(seconds=_SILENT_SECS),
+            "timeout": timedelta(seconds=_REQUEST_SECS),
+        },
+        retry_config={
+            "max_retries": max(0, int(attempts) - 1) if attempts.isdigit() else _ATTEMPTS - 1,
+            "retry_timeout": timedelta(seconds=_RETRY_SECS),
+        },
+    )
+
+
+def _obstore() -> ModuleType:
+    try:
+        import obstore
+    except ImportError as error:
+        message = "s3:// needs the package obstore. Type: pip install -e '.[s3]' -c constraints.txt"
+        raise MissingObstoreError(errno.ENOENT, message) from error
+    return obstore
+
+
+@contextlib.contextmanager
+def _errors_of(url: str) -> Iterator[None]:
+    """Turns obstore's errors into OSErrors."""
+    errors = _obstore().exceptions
+    try:
+        yield
+    except FileNotFoundError as error:
+        if error.errno is not None:
+            raise
+        missing = "bucket" if _NO_SUCH_BUCKET in str(error) else "object"
+        raise FileNotFoundError(errno.ENOENT, f"There is no such {missing}", url) from None
+    except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
+        raise PermissionError(errno.EACCES, _first_line(error), url) from None
+    except errors.BaseError as error:
+        if _METADATA_SERVICE in str(error):
+            raise PermissionError(errno.EACCES, _NO_KEYS, url) from None
+        if _NO_SUCH_BUCKET in str(error):
+            raise FileNotFoundError(errno.ENOENT, "There is no such bucket", url) from None
+        raise UnavailableError(errno.EIO, _first_line(error), url) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]

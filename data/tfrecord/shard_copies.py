@@ -1,0 +1,428 @@
+"""Copies of shards at s3:// on a disk of this machine, filled by blocks when they are read.
+
+    split = with_copies(split, directory="/disk/copies", max_bytes=100 << 30)
+    split.copies.fetch(ranges)                  # starts requests for what is missing, and returns
+    split.copies.read_into(ranges, content)     # waits for them
+    complete_copies(split)                      # whole files, for readers in TensorFlow
+
+A shard has two files in the directory: a copy of its size, with holes, and a map with a byte for
+each block of 128 KiB that says if the copy has it. Several processes may fill a copy at once: they
+write equal bytes, and a block's byte in the map after the block. A copy's name has a hash of the
+URL, the size and the time of the object, so a changed object gets another copy. The CRCs of the
+records find a block that is damaged, for example after a loss of power; it is fetched again.
+
+A shard gets a copy if all copies together then fit in `max_bytes`. For that, copies that no process
+uses are removed, the oldest first. Shards without a copy are read from s3:// each time: every epoch
+reads all shards, so removing one for another would gain nothing.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from data.system import files, object_store
+from data.system.files import DataError
+from data.system.object_store import UnavailableError
+from data.tfrecord.byte_ranges import ByteRanges, pread
+from data.tfrecord.crc import Int64s, Uint8s
+from data.tfrecord.split import Split, verify
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 128 << 10
+_REQUEST_BYTES = 4 << 20  # The most of one request.
+_GAP_BYTES = 32 << 10  # Bytes between two ranges that are cheaper to read than a request.
+_REQUESTS_IN_FLIGHT = 16
+_MAP = ".blocks"
+_MISSING, _PRESENT, _VERIFIED = 0, 1, 2
+
+
+class _NoCopyError(Exception):
+    """A copy cannot be written any more: the bytes must be fetched into memory."""
+
+
+def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
+    """`split` with copies of its shards in `directory`, if they are at s3://.
+
+    Raises DataError if the directory cannot be written.
+    """
+    urls = list(dict.fromkeys(shard.path for shard in split.shards))
+    if not files.is_s3(urls[0]):
+        return split
+    directory = os.path.abspath(os.path.expanduser(directory or _default_directory()))
+    try:
+        return dataclasses.replace(split, copies=ShardCopies(urls, directory, max_bytes))
+    except UnavailableError:
+        raise
+    except OSError as error:
+        raise DataError(
+            f"Copies of {files.parent(urls[0])} cannot be kept in {directory}: {error}. Give a "
+            "directory on a local disk with room: --data_cache_dir=DIR"
+        ) from error
+
+
+def complete_copies(split: Split) -> None:
+    """Fetches what is missing of all shards, and compares every record with its CRCs.
+
+    Raises DataError if a shard has no copy, because not all copies fit in the directory.
+    """
+    if split.copies is not None:
+        split.copies.complete(split)
+
+
+def _default_directory() -> str:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    return os.path.join(cache, "tf-distribution-trainer", "shards")
+
+
+class ShardCopies:
+    """The copies of the shards `urls`. Safe to use from several threads and processes."""
+
+    def __init__(self, urls: Sequence[str], directory: str, max_bytes: int) -> None:
+        self._directory, self._max_bytes = directory, max_bytes
+        stamps = object_store.stamps_in(files.parent(urls[0]))
+        self._local: dict[str, str] = {}
+        self._objects: dict[str, tuple[str, int]] = {}  # By the path of the copy: URL, bytes.
+        for url in urls:
+            name = os.path.basename(url)
+            num_bytes, _ = stamps[name]
+            key = hashlib.sha256(f"{url} {stamps[name]}".encode()).hexdigest()[:16]
+            path = os.path.join(directory, f"{key}-{name}")
+            self._local[url], self._objects[path] = path, (url, num_bytes)
+        os.makedirs(directory, exist_ok=True)
+        self._copies = self._open_copies()
+        self._pool = concurrent.futures.ThreadPoolExecutor(_REQUESTS_IN_FLIGHT, "s3")
+        self._fetched: weakref.WeakKeyDictionary[ByteRanges, _Fetched] = weakref.WeakKeyDictionary()
+
+    def local(self, url: str) -> str:
+        """The path of the copy of a shard, which need not exist."""
+        return self._local[url]
+
+    def fetch(self, ranges: ByteRanges) -> None:
+        """Starts to fetch what `read_into(ranges)` needs; `ranges.paths` are paths of copies."""
+        self._fetched[ranges] = self._start(ranges)
+
+    def read_into(self, ranges: ByteRanges, content: memoryview) -> None:
+        """Reads `ranges` into `content`. While s3:// does not answer, warns and tries again.
+
+        Raises OSError if an object is missing, is shorter, or may not be read.
+        """
+        fetched = self._fetched.pop(ranges, None)
+
+        def read() -> bool:
+            nonlocal fetched
+            now, fetched = fetched or self._start(ranges), None
+            try:
+                now.read_into(content)
+            except _NoCopyError:
+                return False
+            return True
+
+        while not _patiently(read):
+            pass
+
+    def forget(self, ranges: ByteRanges) -> None:
+        """Has the blocks of `ranges` fetched again when they are read next: they are damaged."""
+        for path, begins, ends in _by_file(ranges):
+            if (copy := self._copies[path]) is not None:
+                copy.mark(np.flatnonzero(copy.blocks_of(begins, ends)), _MISSING)
+
+    def make_whole(self, ranges: ByteRanges) -> None:
+        """Makes whole copies of the files of `ranges`, even if there is no room for them.
+
+        TensorFlow then names what is damaged in them, or missing.
+        """
+        for path in {path for path, _, _ in _by_file(ranges)}:
+            try:
+                copy = self._copies[path] or _Copy(path, self._objects[path])
+                _patiently(functools.partial(self._fill, copy))
+                self._copies[path] = copy
+            except (OSError, _NoCopyError):  # For example, the object was removed.
+                self._copies[path] = None
+                _remove(path)
+
+    def complete(self, split: Split) -> None:
+        """See `complete_copies`."""
+        num_bytes = sum(size for _, size in self._objects.values())
+        if None in self._copies.values():
+            raise DataError(
+                f"Workers of ps read whole local copies of {split.name!r}, {num_bytes:,} bytes, "
+                f"but not all fit in {self._directory} with --data_cache_bytes={self._max_bytes}. "
+                "Raise it to the bytes of both splits or more, give --data_cache_dir on a larger "
+                "disk, or use another strategy."
+            )
+        for path, copy in self._copies.items():
+            assert copy is not None
+            with copy.alone():
+                if copy.are_all(_VERIFIED):
+                    continue
+                shards = [s for s in split.shards if self._local[s.path] == path]
+                local = [dataclasses.replace(shard, path=path) for shard in shards]
+                of_file = dataclasses.replace(split, shards=tuple(local))
+                self._fill(copy)
+                if verify(of_file):  # Perhaps the copy is damaged, and not the object.
+                    copy.mark(np.arange(copy.num_blocks), _MISSING)
+                    self._fill(copy)
+                copy.flush()
+                copy.mark(np.arange(copy.num_blocks), _VERIFIED)
+
+    def _fill(self, copy: "_Copy") -> None:
+        missing = np.flatnonzero(copy.states() == _MISSING)
+        requests = [self._pool.submit(copy.fetch, *run) for run in _runs(missing)]
+        for request in requests:
+            request.result()
+
+    def _start(self, ranges: ByteRanges) -> "_Fetched":
+        fetched = _Fetched()
+        at = 0
+        for path, begins, ends in _by_file(ranges):
+            copy = self._copies[path]
+            if copy is None:
+                url, _ = self._objects[path]
+                for first, last in _near(begins, ends):
+                    begin, end = int(begins[first]), int(ends[last - 1])
+                    request = self._pool.submit(object_store.get_range, url, begin, end)
+                    for i in range(first, last):
+                        size = int(ends[i] - begins[i])
+                        fetched.parts.append((at, size, request, int(begins[i]) - begin))
+                        at += size
+            else:
+                fetched.waits += copy.start(begins, ends, self._pool, self._drop)
+                for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+                    fetched.parts.append((at, end - begin, copy, begin))
+                    at += end - begin
+        return fetched
+
+    def _drop(self, copy: "_Copy", error: _NoCopyError) -> None:
+        """Reads a file without its copy from now on, because the disk is full or fails."""
+        if self._copies[copy.path] is not None:
+            log.warning("%s. Reading without it.", error)
+        self._copies[copy.path] = None
+
+    def _open_copies(self) -> "dict[str, _Copy | None]":
+        with _locked(os.path.join(self._directory, "lock")):
+            others = {}
+            for entry in os.scandir(self._directory):
+                path = entry.path.removesuffix(_MAP)
+                if path not in self._objects and os.path.exists(path + _MAP):
+                    others[path] = _stat(path)
+            unused = [path for path in others if not _is_used(path)]
+            unused.sort(key=lambda path: others[path][1])
+            sizes = {path: size for path, (size, _) in others.items()}
+            room = self._max_bytes - sum(sizes[path] for path in others if path not in unused)
+            copies: dict[str, _Copy | None] = dict.fromkeys(self._objects)
+            for path, (url, num_bytes) in self._objects.items():
+                if num_bytes <= room:
+                    room -= num_bytes
+                    copies[path] = _Copy(path, (url, num_bytes))
+                elif os.path.exists(path) and not _is_used(path):
+                    _remove(path)
+            for path in unused:
+                room -= sizes[path]
+            for path in unused:
+                if room < 0:
+                    _remove(path)
+                    room += sizes[path]
+            return copies
+
+
+class _Fetched:
+    """The parts of some ranges: (place in the content, bytes, source, place in the source)."""
+
+    def __init__(self) -> None:
+        self.waits: list[concurrent.futures.Future[None]] = []
+        self.parts: list[tuple[int, int, _Copy | concurrent.futures.Future[memoryview], int]] = []
+
+    def read_into(self, content: memoryview) -> None:
+        for wait in self.waits:
+            wait.result()
+        for at, size, source, begin in self.parts:
+            into = content[at : at + size]
+            if isinstance(source, _Copy):
+                pread(source.descriptor, into, begin)
+            else:
+                into[:] = source.result()[begin : begin + size]
+
+
+class _Copy:
+    """One file with holes, and the file that says which blocks it has."""
+
+    def __init__(self, path: str, source: tuple[str, int]) -> None:
+        self.path = path
+        self._url, self._num_bytes = source
+        self.num_blocks = -(-self._num_bytes // _BLOCK_BYTES)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(self.descriptor, fcntl.LOCK_SH)  # See `_is_used`.
+        self._map = os.open(path + _MAP, os.O_RDWR | os.O_CREAT, 0o666)
+        for descriptor in (self.descriptor, self._map):
+            weakref.finalize(self, os.close, descriptor)
+        sizes = os.fstat(self.descriptor).st_size, os.fstat(self._map).st_size
+        if sizes != (self._num_bytes, self.num_blocks):
+            os.ftruncate(self._map, 0)
+            os.pwrite(self._map, bytes(self.num_blocks), 0)
+            os.ftruncate(self.descriptor, self._num_bytes)
+        os.utime(path)
+        self._lock = threading.Lock()
+        self._in_flight: dict[int, concurrent.futures.Future[None]] = {}
+        self._is_full = False
+
+    def states(self) -> Uint8s:
+        """The state of each block."""
+        return np.frombuffer(os.pread(self._map, self.num_blocks, 0), np.uint8)
+
+    def are_all(self, state: int) -> bool:
+        return bool((self.states() == state).all())
+
+    def mark(self, blocks: Int64s, state: int) -> None:
+        self._is_full = False
+        for block in blocks.tolist():
+            os.pwrite(self._map, bytes([state]), block)
+
+    def blocks_of(self, begins: Int64s, ends: Int64s) -> np.typing.NDArray[np.bool_]:
+        """For each block, True if it has bytes of [begins[i], ends[i]) for any i."""
+        changes = np.zeros(self.num_blocks + 1, np.int64)
+        np.add.at(changes, begins // _BLOCK_BYTES, 1)
+        np.add.at(changes, (ends - 1) // _BLOCK_BYTES + 1, -1)
+        return np.cumsum(changes)[:-1] > 0
+
+    def start(
+        self,
+        begins: Int64s,
+        ends: Int64s,
+        pool: concurrent.futures.Executor,
+        drop: Callable[["_Copy", _NoCopyError], None],
+    ) -> list[concurrent.futures.Future[None]]:
+        """Starts to fetch the missing blocks of some ranges; returns what must be waited for."""
+        if self._is_full:
+            return []
+        states = self.states()
+        self._is_full = bool((states != _MISSING).all())
+        missing = np.flatnonzero(self.blocks_of(begins, ends) & (states == _MISSING))
+
+        def fetch(first: int, last: int) -> None:
+            try:
+                self.fetch(first, last)
+            except _NoCopyError as error:
+                drop(self, error)
+                raise
+            finally:
+                with self._lock:
+                    for block in range(first, last):
+                        self._in_flight.pop(block, None)
+
+        with self._lock:
+            waits = {self._in_flight[b] for b in missing.tolist() if b in self._in_flight}
+            new = np.array([b for b in missing.tolist() if b not in self._in_flight], np.int64)
+            for first, last in _runs(new):
+                request = pool.submit(fetch, first, last)
+                self._in_flight |= dict.fromkeys(range(first, last), request)
+                waits.add(request)
+        return list(waits)
+
+    def fetch(self, first: int, last: int) -> None:
+        """Fetches blocks [first, last), and writes them.
+
+        Raises _NoCopyError, caused by an OSError, if they cannot be written.
+        """
+        begin, end = first * _BLOCK_BYTES, min(last * _BLOCK_BYTES, self._num_bytes)
+        content = object_store.get_range(self._url, begin, end)
+        try:
+            while content:
+                written = os.pwrite(self.descriptor, content, begin)
+                content, begin = content[written:], begin + written
+            os.pwrite(self._map, bytes([_PRESENT] * (last - first)), first)
+        except OSError as error:
+            raise _NoCopyError(f"{self.path} cannot be written: {error}") from error
+
+    def flush(self) -> None:
+        """Returns when the file is on the disk."""
+        os.fsync(self.descriptor)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Other processes that call it for this copy wait meanwhile."""
+        with _locked(self.path + _MAP):
+            yield
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    """Calls until s3:// answers. The watchdog of a task ends it if that takes too long."""
+    while True:
+        try:
+            return call()
+        except UnavailableError as error:
+            log.warning("Data cannot be read: %s. Trying again.", error)
+
+
+def _by_file(ranges: ByteRanges) -> Iterator[tuple[str, Int64s, Int64s]]:
+    """The path, begins and ends of the ranges of each file, in their order."""
+    firsts = np.flatnonzero(np.diff(ranges.files, prepend=-1)).tolist()
+    for first, last in itertools.pairwise([*firsts, len(ranges.files)]):
+        path = ranges.paths[ranges.files[first]]
+        yield path, ranges.begins[first:last], ranges.ends[first:last]
+
+
+def _runs(blocks: Int64s) -> Iterator[tuple[int, int]]:
+    """Runs [first, last) of consecutive numbers of `blocks`, each for one request."""
+    most = _REQUEST_BYTES // _BLOCK_BYTES
+    for run in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1):
+        for i in range(0, len(run), most):
+            yield int(run[i]), int(run[min(i + most, len(run)) - 1]) + 1
+
+
+def _near(begins: Int64s, ends: Int64s) -> Iterator[tuple[int, int]]:
+    """Indices [first, last) of ranges that are near to each other, for one request."""
+    first = 0
+    for i in range(1, len(begins) + 1):
+        is_last = i == len(begins)
+        if (
+            is_last
+            or not 0 <= begins[i] - ends[i - 1] <= _GAP_BYTES
+            or ends[i] - begins[first] > _REQUEST_BYTES
+        ):
+            yield first, i
+            first = i
+
+
+def _stat(path: str) -> tuple[int, float]:
+    with contextlib.suppress(FileNotFoundError):
+        status = os.stat(path)
+        return status.st_size, status.st_mtime
+    return 0, 0.0
+
+
+def _is_used(path: str) -> bool:
+    """Returns True if a process has this copy open."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _remove(path: str) -> None:
+    for each in (path, path + _MAP):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(each)
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
