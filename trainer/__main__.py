@@ -73,9 +73,13 @@ def _remove_generated_files() -> None:
 
 def _explain(error: Exception) -> int:
     """Prints one message for an error that a user can cause, a traceback for a bug."""
+    from data.system.object_store import UnavailableError
     from strategies.cluster.tf_config import ClusterError
     from trainer.config import ConfigError
 
+    if isinstance(error, UnavailableError):
+        print(f"error: {error}. Start again when it answers.", file=sys.stderr)
+        return EXIT_RESTART
     exit_code = EXIT_USAGE
     if not isinstance(error, (ConfigError, ClusterError)):
         from trainer.hooks.finite import NonFiniteLossError

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import keras
 
+from data.system.files import is_s3
 from strategies.base import Batch, Executor
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.config import Config, ConfigError, Recipe, flatten
@@ -32,6 +33,7 @@ from trainer.hooks.save import KeepConfig, SaveCheckpoint
 from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
+from trainer.mirror import local_dir
 from trainer.models import build_from_specs, check_model, is_built
 from trainer.run_files import Document, RunFiles
 from trainer.step.advice import advice
@@ -254,19 +256,15 @@ def chief_hooks(
     `config_document` is what config.json holds.
     """
     recipe, config, files = parts.recipe, parts.recipe.config, RunFiles(parts.model_dir)
-    lines = build_json_lines(files.metrics, parts.inputs)
-    json_lines = Lossy(lines, files.metrics)
-    tensorboard = TensorBoard(files.tensorboard)
-    lossy_tensorboard = Lossy(tensorboard, files.tensorboard)
+    appended = RunFiles(local_dir(parts.model_dir))
+    lines = build_json_lines(appended.metrics, parts.inputs)
+    json_lines = Lossy(lines, appended.metrics)
+    tensorboard = TensorBoard(appended.tensorboard)
+    lossy_tensorboard = Lossy(tensorboard, appended.tensorboard)
     writers: list[Writer] = [console, json_lines, lossy_tensorboard]
     hooks: list[Hook] = [
         StopOnNonFinite(parts.learner.loss_scale),
-        KeepConfig(
-            files,
-            config_document,
-            every_steps=config.checkpoint_every_steps,
-            last_step=config.train_steps,
-        ),
+        *([] if is_s3(parts.model_dir) else [_keep_config_hook(parts, config_document)]),
         json_lines,
         lossy_tensorboard,
         console,
@@ -293,7 +291,7 @@ def chief_hooks(
         hooks.append(histograms)
     if config.profile_first_step:
         profile = Profile(
-            f"{files.tensorboard}/train",
+            f"{appended.tensorboard}/train",
             first_step=config.profile_first_step,
             num_steps=config.profile_num_steps,
         )
@@ -383,6 +381,15 @@ def _callback_hooks(parts: Parts, evaluation: Sequence[Hook]) -> list[Callbacks]
 def _steps_per_epoch(parts: Parts) -> int:
     order = parts.inputs.train.order
     return -(-order.num_examples // order.batch_size)
+
+
+def _keep_config_hook(parts: Parts, document: Document) -> KeepConfig:
+    return KeepConfig(
+        RunFiles(parts.model_dir),
+        document,
+        every_steps=parts.recipe.config.checkpoint_every_steps,
+        last_step=parts.recipe.config.train_steps,
+    )
 
 
 def _save_hook(parts: Parts, checkpointer: Checkpointer | None) -> SaveCheckpoint:

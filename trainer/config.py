@@ -125,6 +125,10 @@ class Config:
     Attributes:
         dataset: A name that `python -m data.prepare` knows; the default of data_dir follows it.
         data_dir: Directory with TFRecord files; empty means datasets/<dataset>.
+        data_cache_dir: With data_dir at s3://, a directory on a disk of this machine for copies of
+            what is read; empty means a directory below ~/.cache.
+        data_cache_bytes: The most bytes of all copies in data_cache_dir. Files that do not fit are
+            read from s3:// in each epoch; under ps all must fit.
         seed: Seed of the initial weights, the order of the examples, and the random layers.
         batch_size: Examples per step, over all replicas. Under asynchronous ps each
             worker's gradient is a step, and covers batch_size examples.
@@ -166,6 +170,8 @@ class Config:
 
     dataset: str = "digits"
     data_dir: str = ""
+    data_cache_dir: str = ""
+    data_cache_bytes: int = at_least(0, 10 << 30)
     seed: int = at_least(0, 0)
     batch_size: int = at_least(1, 64)
     eval_batch_size: int = at_least(0, 0)
@@ -309,6 +315,11 @@ def check(config: Config) -> None:
             "--config.checkpoint_every_steps=100, for example."
         )
     check_options(config)
+    if config.warm_start.path.startswith("s3://"):
+        raise ConfigError(
+            f"config.warm_start.path={config.warm_start.path} cannot be read: give a local copy. "
+            "Type, for example: aws s3 cp --recursive s3://BUCKET/RUN/checkpoints/step-00001000 DIR"
+        )
     if config.data.on_corrupt not in (FAIL, SKIP):
         raise must_be(f"{FAIL} or {SKIP}", "data.on_corrupt", config.data.on_corrupt, SKIP)
     if config.data.lanes and config.batch_size % config.data.lanes:

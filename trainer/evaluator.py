@@ -27,6 +27,7 @@ from trainer.hooks.console import Console
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.writers import Lossy, TensorBoard
 from trainer.inputs import build_metrics, check_batches, fitted_to_model, input_specs, open_inputs
+from trainer.mirror import local_dir
 from trainer.preflight import check_model_dir, finished_result
 from trainer.run_files import RunFiles
 
@@ -62,12 +63,14 @@ def follow(spec: TaskSpec, signals: StopSignals) -> int:
     executor.start_evaluation(learner, inputs.evaluation)
     checkpointer = build_checkpointer(spec.recipe, spec.model_dir, inputs, learner)
     console = Console(config.train_steps)
-    json_lines = Lossy(build_json_lines(files.metrics, inputs), files.metrics)
+    appended = RunFiles(local_dir(spec.model_dir))
+    metrics = RunFiles(appended.evaluator).metrics
+    json_lines = Lossy(build_json_lines(metrics, inputs), metrics)
     tried, evaluated = Saved(-1, Position()), -1
     evaluate = Evaluate(
         executor,
         learner,
-        [console, json_lines, Lossy(TensorBoard(run.tensorboard), run.tensorboard)],
+        [console, json_lines, Lossy(TensorBoard(appended.tensorboard), appended.tensorboard)],
         every_steps=0,
         last_step=config.train_steps,
         best_metric=config.best_metric,

@@ -26,8 +26,9 @@ from data.disk_reader import DiskReader
 from data.features import ExampleParse, default_parse, read_features
 from data.order import Order
 from data.reader import Parse, Reader
-from data.system.files import SKIP, DataError
+from data.system.files import SKIP, DataError, exists, is_s3
 from data.tfrecord.damage import open_split
+from data.tfrecord.shard_copies import complete_copies, with_copies
 from data.tfrecord.split import Split, changed_files, verify
 from strategies.base import Batch
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
@@ -66,10 +67,11 @@ class Inputs:
         return [self.train] if self.train is self.evaluation else [self.train, self.evaluation]
 
 
-def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
+def open_inputs(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = False) -> Inputs:
     """Opens the data of `recipe`. Prepares data that comes with scikit-learn if it is missing.
 
-    `num_threads` threads of this process read and parse; 0 chooses a number.
+    `num_threads` threads of this process read and parse; 0 chooses a number. With `copies_all`, all
+    data at s3:// is copied to this machine first.
 
     Raises DataError if the data is missing, incomplete, or cannot be parsed without a `parse`.
     """
@@ -77,7 +79,7 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
     directory = data_dir(config)
     if config.dataset in ("digits", "diabetes"):
         _prepare_if_missing(config)
-    train_split = _open_split(recipe, data.train_split)
+    train_split = _open_split(recipe, data.train_split, copies_all=copies_all)
     order = Order(
         shard_lengths=train_split.shard_lengths,
         chunk_examples=train_split.chunk_examples,
@@ -96,15 +98,15 @@ def open_inputs(recipe: Recipe, num_threads: int = 0) -> Inputs:
         cache_bytes=data.cache_bytes,
         prefetch_batches=data.prefetch_batches,
     )
-    evaluation = open_evaluation(recipe, num_threads)
+    evaluation = open_evaluation(recipe, num_threads, copies_all=copies_all)
     skipped = {"train": train_split.num_skipped, "eval": evaluation.split.num_skipped}
     return Inputs(train, evaluation, skipped if data.on_corrupt == SKIP else None)
 
 
-def open_evaluation(recipe: Recipe, num_threads: int = 0) -> Reader:
+def open_evaluation(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = False) -> Reader:
     """Opens only the split that `recipe` evaluates; arguments and errors as of `open_inputs`."""
     config = recipe.config
-    split = _open_split(recipe, config.data.eval_split)
+    split = _open_split(recipe, config.data.eval_split, copies_all=copies_all)
     batch_size = config.eval_batch_size or config.batch_size
     order = Order(
         shard_lengths=split.shard_lengths,
@@ -124,9 +126,14 @@ def open_evaluation(recipe: Recipe, num_threads: int = 0) -> Reader:
     )
 
 
-def _open_split(recipe: Recipe, name: str) -> Split:
-    _check_name(recipe.config)
-    split = open_split(data_dir(recipe.config), name, recipe.config.data.on_corrupt)
+def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split:
+    config = recipe.config
+    _check_name(config)
+    split = with_copies(
+        open_split(data_dir(config), name, config.data.on_corrupt),
+        config.data_cache_dir,
+        config.data_cache_bytes,
+    )
     if split.damages:
         log.warning(
             "split %r: %s of %s records cannot be read and are left out; the first: %s",
@@ -135,6 +142,8 @@ def _open_split(recipe: Recipe, name: str) -> Split:
             f"{split.num_skipped + split.num_examples:,}",
             split.damages[0],
         )
+    if copies_all:
+        complete_copies(split)
     return split
 
 
@@ -206,7 +215,7 @@ def _as_tuples(nest: Batch) -> Batch:
 def prepare_inputs(recipe: Recipe) -> None:
     """Prepares the data set of `recipe` if it is missing; opens, indexes and describes it."""
     _prepare_if_missing(recipe.config)
-    inputs = open_inputs(recipe)
+    inputs = open_inputs(recipe, copies_all=is_s3(data_dir(recipe.config)))
     print(f"{data_dir(recipe.config)} is ready:")
     for split in (inputs.train.split, inputs.evaluation.split):
         num_bytes = sum(shard.record_bytes for shard in split.shards)
@@ -232,7 +241,7 @@ def _check_name(config: Config) -> None:
 def _prepare_if_missing(config: Config) -> None:
     directory = data_dir(config)
     # Not if the user named the directory: a typo must not create one.
-    if config.data_dir or tf.io.gfile.exists(directory):
+    if config.data_dir or exists(directory):
         return
     from data.prepare.preparing import prepare  # It imports tensorflow_datasets.
 

@@ -8,12 +8,16 @@ model, and parses examples as in training. For a classifier, `predicted` is the 
 largest output.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from absl import flags
 
+from data.system import object_store
+from data.system.files import is_s3
+from data.system.scratch import scratch_dir
 from trainer.cli.tools import prepare_tensorflow, run_tool
 from trainer.config import ConfigError, recipe_of_run
 from trainer.exit_codes import EXIT_DONE, first_line
@@ -37,13 +41,14 @@ def predict(
     """
     import tensorflow as tf
 
+    from data.system.files import exists
     from data.tfrecord.damage import readable
-    from data.tfrecord.split import open_split
+    from data.tfrecord.split import batched_records, open_split
     from trainer.inputs import parse_of
 
     files = RunFiles(model_dir)
     path = files.model
-    if not tf.io.gfile.exists(path):
+    if not exists(path):
         raise ConfigError(
             f"{path} does not exist. A run exports when it is complete, unless it has "
             "--config.export=false. Give the --model_dir of a run that exported."
@@ -54,9 +59,9 @@ def predict(
     records = open_split(data_dir, split or run["config"]["data"]["eval_split"])
     parse, model = parse_of(recipe, data_dir), None
     wanted = num_examples or records.num_examples
-    dataset = tf.data.TFRecordDataset([shard.path for shard in records.shards]).take(wanted)
     example = 0
-    for serialized in readable(dataset.batch(256)):
+    for batch in readable(batched_records(records, 256)):
+        serialized = tf.constant(batch[: wanted - example])
         if model is None:
             model = _load_model(model_dir, recipe, parse(serialized)[0])
             parse = parse_of(recipe, data_dir, model)
@@ -78,6 +83,8 @@ def predict(
                 line["predicted"] = int(output.argmax())
             yield {**line, "output": [round(float(value), 4) for value in output.ravel()]}
             example += 1
+        if example == wanted:
+            return
 
 
 def _load_model(model_dir: str, recipe: "Recipe", inputs: "Batch") -> "keras.Model":
@@ -93,7 +100,12 @@ def _load_model(model_dir: str, recipe: "Recipe", inputs: "Batch") -> "keras.Mod
     specs = tf.nest.map_structure(tf.type_spec_from_value, inputs)
     model = build_model(recipe, specs)
     try:
-        model.load_weights(path)
+        with contextlib.ExitStack() as stack:
+            local = path
+            if is_s3(path):
+                local = f"{stack.enter_context(scratch_dir())}/model.keras"
+                object_store.download(path, local)
+            model.load_weights(local)
     except (ValueError, KeyError) as error:
         raise ConfigError(
             f"The weights in {path} do not fit the model that {recipe.path} builds: "

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from data.system import files
+from data.system.object_store import UnavailableError
 from strategies.mirrored import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from trainer.build import build_checkpointer, build_learner
@@ -109,6 +110,7 @@ def check_model_dir(model_dir: str) -> None:
     Raises:
         ModelDirError: no file can be written to it, or it has a file of a run's directory's name.
         DiskError: its disk is full or fails, or has become read-only since a run wrote there.
+        UnavailableError: it is at s3://, which does not answer.
     """
     run = RunFiles(model_dir)
     if path := run.name_of_wrong_kind():
@@ -131,6 +133,8 @@ def disk_errors_explained(model_dir: str) -> Iterator[None]:
     """Raises DiskError or ModelDirError, as `check_model_dir` does, for an OSError inside it."""
     try:
         yield
+    except UnavailableError:
+        raise  # `__main__` explains it.
     except OSError as error:
         reason = f"--model_dir={model_dir} cannot be written: {error.strerror or error}."
         was_writable = error.errno == errno.EROFS and files.exists(RunFiles(model_dir).config)

@@ -43,6 +43,7 @@ from data.system.files import (
     remove_file,
     replace_file,
 )
+from data.system.object_store import UnavailableError
 
 CHECKPOINT_MARK = "checkpoint.json"  # In the directory of a checkpoint, written last.
 _TAIL_BYTES = 65_536  # Reports are short: the last part of metrics.jsonl has the last ones.
@@ -95,6 +96,8 @@ class RunFiles:
             _check_types(document["config"], {"data": dict})
             _check_types(document["config"]["data"], {"eval_split": str})
             return document
+        except UnavailableError:
+            raise
         except (OSError, ValueError) as error:
             raise RunFileError(
                 f"{self.config} is missing or damaged: {error}. Remove {self.result}, and start "
@@ -124,6 +127,8 @@ class RunFiles:
             document = _read_json(self.result, {"exit_code": int})
             if document["exit_code"] == 0:
                 _check_types(document, {"step": int, "eval": dict})
+        except UnavailableError:
+            raise
         except (OSError, ValueError) as error:
             _warn_once(f"{self.result} is damaged: {error}. The run writes it anew at its end.")
             return None

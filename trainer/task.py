@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from data.system.cores import num_cores
-from data.system.files import DataError, is_url
+from data.system.files import DataError, is_s3, is_url
 from data.system.files import absolute as absolute_path
 from strategies.base import DataFaultError, Executor, PeerLostError, Position, PositionError
 from strategies.cluster.peers import check_own_address, connecting, port_of
@@ -58,6 +58,7 @@ from trainer.inputs import (
     input_specs,
     open_inputs,
 )
+from trainer.mirror import mirrored
 from trainer.preflight import check_model_dir, disk_errors_explained
 from trainer.resume import restore_together, train_recovering
 from trainer.run_files import Document, RunFiles
@@ -98,14 +99,20 @@ def run(spec: TaskSpec) -> int:
         if spec.log_device_placement:
             _write_placement_to_file(spec)
         if spec.cluster and spec.cluster.task.job == "evaluator":
-            with held(port_of(spec.cluster.address)):  # So that a second evaluator is refused.
+            lines = "evaluator/metrics.jsonl"
+            # So that a second evaluator is refused.
+            with (
+                held(port_of(spec.cluster.address)),
+                mirrored(spec.model_dir, [lines, "tensorboard/eval"], resumes=lines),
+            ):
                 return follow(spec, signals)
         num_gpus = use_gpus(spec.num_gpus)
         if spec.serves:
+            _copy_data(spec)
             _serve(spec, signals)
         # 3. Open the data, before other tasks wait for this one.
         with _answering_servers(spec):
-            inputs = open_inputs(spec.recipe, spec.num_threads)
+            inputs = open_inputs(spec.recipe, spec.num_threads, copies_all=spec.strategy == "ps")
             check_model_dir(spec.model_dir)
         # 4. Connect, before the first variable.
         try:
@@ -123,7 +130,7 @@ def run(spec: TaskSpec) -> int:
             config = spec.recipe.config
             console = Console(config.train_steps, executor.pace) if spec.is_chief else None
             hooks = _begin(spec, parts, console, first_step)
-            with _failure_recorded(spec, parts, console, started):
+            with _failure_recorded(spec, parts, console, started), _uploading(spec, parts):
                 step = train_recovering(
                     executor,
                     parts.learner,
@@ -184,6 +191,13 @@ def _write_placement_to_file(spec: TaskSpec) -> None:
         os.dup2(file.fileno(), 1)
     if spec.is_chief:
         print(f"the device of each op: {path}")
+
+
+def _copy_data(spec: TaskSpec) -> None:
+    """Copies data at s3:// to this machine: the graphs of a worker read files."""
+    assert spec.cluster is not None
+    if spec.cluster.task.job == "worker" and is_s3(data_dir(spec.recipe.config)):
+        open_inputs(spec.recipe, copies_all=True)
 
 
 def _serve(spec: TaskSpec, signals: StopSignals) -> NoReturn:
@@ -407,6 +421,18 @@ def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: in
         console.say(f"note: {note}")
     document = _config_document(spec, inputs)
     return chief_hooks(parts, console, document, evaluates=not spec.has_evaluator)
+
+
+@contextlib.contextmanager
+def _uploading(spec: TaskSpec, parts: Parts) -> Iterator[None]:
+    """Uploads reports while the run writes them, if --model_dir is at s3://."""
+    if not spec.is_chief:
+        yield
+        return
+    lines = "metrics.jsonl"
+    with mirrored(spec.model_dir, [lines, "tensorboard"], resumes=lines) as sync:
+        parts.checkpointer.before_mark = sync
+        yield
 
 
 @contextlib.contextmanager

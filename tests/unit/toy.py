@@ -79,7 +79,7 @@ class Toy:
     def __init__(
         self,
         split: Split,
-        model_dir: Path,
+        model_dir: Path | str,
         *,
         executor: type[MirroredExecutor] = MirroredExecutor,
         optimizer: Any = None,
@@ -120,4 +120,4 @@ class Toy:
         return [np.array(variable.value.numpy()) for variable in variables]
 
     def checkpoints(self) -> list[str]:
-        return sorted(path.name for path in (self.model_dir / "checkpoints").iterdir())
+        return sorted(path.name for path in Path(self.model_dir, "checkpoints").iterdir())

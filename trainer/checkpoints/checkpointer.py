@@ -8,7 +8,8 @@
 A checkpoint is a directory, `step-00001000`, with TensorFlow's files and a mark, `checkpoint.json`,
 which is written last. It is not complete if there is no mark, or if a file has another size or
 checksum than the mark says. Under multiworker only the chief saves and every worker restores, so
-`model_dir` must be in a file system that all of them see.
+`model_dir` must be in a file system that all of them see. TensorFlow cannot open s3://: for it,
+files are written to TMPDIR and uploaded, the mark last, and downloaded before they are read.
 
 The training thread copies the variables (snapshot.py) while no step is in flight. One other thread
 writes files, checksums and the mark, and removes old checkpoints, one save after the other. If a
@@ -24,13 +25,16 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import google_crc32c
 import keras
 import tensorflow as tf
 
+from data.system import files, object_store
+from data.system.object_store import UnavailableError
+from data.system.scratch import scratch_dir
 from strategies.base import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.file_checks import (
@@ -121,6 +125,9 @@ class Checkpointer:
         self._snapshot_step: int | None = None
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._writes: list[concurrent.futures.Future[None]] = []
+        # Called on the other thread when all but the mark is written: a run that resumes from the
+        # checkpoint then finds what was reported before it.
+        self.before_mark: Callable[[], None] = lambda: None
 
     def save(self, step: int, position: Position, counts: WorkerStats) -> None:
         """Copies the variables, after a former write, and starts to write a checkpoint of `step`.
@@ -216,6 +223,7 @@ class Checkpointer:
             ModelDirError: it is of another model, optimizer, data set or data order; or all
                 checkpoints are damaged.
             tf.errors.UnavailableError: a parameter server was lost.
+            object_store.UnavailableError: the checkpoints cannot be read now.
         """
         self.wait()
         self._verified.clear()
@@ -243,15 +251,16 @@ class Checkpointer:
         self._snapshot_step = None
         mark = _complete_mark(path)
         self._check_identity(name, mark, ignored)
-        for file, contents in mark.files.items():
-            if damage := damage_of(f"{path}/{file}", contents):
-                raise _DamagedError(damage)
-        try:
-            status = self._checkpoint.read(f"{path}/variables", options=self._options)
-        except tf.errors.UnavailableError:
-            raise  # The files may be complete.
-        except (tf.errors.OpError, ValueError) as error:
-            raise _DamagedError(f"it cannot be read ({first_line(error)})") from error
+        with _local_copy(path, mark.files) as local:
+            for file, contents in mark.files.items():
+                if damage := damage_of(f"{local}/{file}", contents):
+                    raise _DamagedError(damage)
+            try:
+                status = self._checkpoint.read(f"{local}/variables", options=self._options)
+            except tf.errors.UnavailableError:
+                raise  # The files may be complete.
+            except (tf.errors.OpError, ValueError) as error:
+                raise _DamagedError(f"it cannot be read ({first_line(error)})") from error
         try:
             status.assert_consumed()
         except AssertionError as error:
@@ -293,31 +302,34 @@ class Checkpointer:
         if name in self._verified and self._mark_if_complete(name):
             return True
         try:
-            if tf.io.gfile.exists(path):
+            if files.exists(path):
                 self._remove(name)
             self._write(path, step, position, more)
         except STORAGE_ERRORS as error:
-            text = "there is no complete checkpoint"
+            # What does not answer is not asked again: each request waits until it gives up.
+            is_available = not isinstance(error, UnavailableError)
+            text = "there is no complete checkpoint" if is_available else "earlier ones are kept"
             with contextlib.suppress(*STORAGE_ERRORS):
-                if newest := self.newest():
+                if is_available and (newest := self.newest()):
                     text = f"the newest complete checkpoint is of step {newest.step}"
             message = "%s could not be written: %s. The next save tries again; %s."
             log.warning(message, path, first_line(error), text)
             # If it cannot be removed it is skipped later, because it has no mark.
             with contextlib.suppress(*STORAGE_ERRORS):
-                self._remove(name)
+                if is_available:
+                    self._remove(name)
             return False
         self._verified.add(name)
         return True
 
     def _write(self, path: str, step: int, position: Position, more: Mapping[str, object]) -> None:
         assert self._snapshot is not None, "_write_later takes it"
-        tf.io.gfile.makedirs(path)
-        self._snapshot.write(f"{path}/variables", self._options)
-        files = {}
-        for file in sorted(tf.io.gfile.listdir(path)):
-            files[file] = contents_of(f"{path}/{file}")
-            flush_to_disk(f"{path}/{file}")
+        with _staged(path) as local:
+            self._snapshot.write(f"{local}/variables", self._options)
+            written = {}
+            for file in sorted(tf.io.gfile.listdir(local)):
+                written[file] = contents_of(f"{local}/{file}")
+                flush_to_disk(f"{local}/{file}")
         mark = {
             "step": step,
             "next_batch": position.next_batch,
@@ -325,11 +337,16 @@ class Checkpointer:
             "skipped": position.skipped,
             **more,
             "names": self._names_of,
-            "files": files,
+            "files": written,
             "identity": self._identity,
         }
+        self.before_mark()
+        content = json.dumps(signed(mark), indent=2)
+        if files.is_s3(path):
+            object_store.put(f"{path}/{CHECKPOINT_MARK}", content.encode())
+            return
         with tf.io.gfile.GFile(f"{path}/{CHECKPOINT_MARK}.tmp", "w") as file:
-            file.write(json.dumps(signed(mark), indent=2))
+            file.write(content)
         flush_to_disk(f"{path}/{CHECKPOINT_MARK}.tmp")
         tf.io.gfile.rename(f"{path}/{CHECKPOINT_MARK}.tmp", f"{path}/{CHECKPOINT_MARK}")
         for directory in (path, self._directory):
@@ -349,14 +366,17 @@ class Checkpointer:
     def _remove(self, name: str) -> None:
         # The mark first: if this is killed, the other files must not look like a damaged one.
         mark = f"{self._directory}/{name}/{CHECKPOINT_MARK}"
-        if tf.io.gfile.exists(mark):
-            tf.io.gfile.remove(mark)
-        tf.io.gfile.rmtree(f"{self._directory}/{name}")
+        if files.exists(mark):
+            files.remove_file(mark)
+        if files.is_s3(mark):
+            object_store.remove_tree(f"{self._directory}/{name}")
+        else:
+            tf.io.gfile.rmtree(f"{self._directory}/{name}")
 
     def _names(self, prefix: str) -> list[str]:
-        if not tf.io.gfile.isdir(self._directory):
+        if not files.is_dir(self._directory):
             return []
-        names = (name.rstrip("/") for name in tf.io.gfile.listdir(self._directory))
+        names = files.names_in(self._directory)
         return sorted(name for name in names if re.fullmatch(prefix + r"\d+", name))
 
     def _mark_if_complete(self, name: str) -> _Mark | None:
@@ -368,7 +388,7 @@ class Checkpointer:
         """Raises ModelDirError if a checkpoint of `names`, all of which are damaged, has a mark."""
         paths = [f"{self._directory}/{name}" for name in reversed(names)]
         # Without a mark it was never finished, and is not damaged.
-        damaged = [path for path in paths if tf.io.gfile.exists(f"{path}/{CHECKPOINT_MARK}")]
+        damaged = [path for path in paths if files.exists(f"{path}/{CHECKPOINT_MARK}")]
         if damaged:
             raise ModelDirError(
                 f"{self._directory} has checkpoints, but none can be read: {', '.join(damaged)}. "
@@ -409,6 +429,35 @@ def _checkpoint_of(learner: Learner) -> tf.train.Checkpoint:
         if id(variable) not in reached and id(variable.value) not in reached
     }
     return checkpoint
+
+
+@contextlib.contextmanager
+def _staged(path: str) -> Iterator[str]:
+    """A directory to write files to, which are in `path` at the end: `path` if it is not s3://."""
+    if not files.is_s3(path):
+        tf.io.gfile.makedirs(path)
+        yield path
+        return
+    with scratch_dir() as local:
+        yield local
+        object_store.upload_tree(local, path)
+
+
+@contextlib.contextmanager
+def _local_copy(path: str, names: Iterable[str]) -> Iterator[str]:
+    """A directory with the files `names` of `path`: `path` itself if it is not at s3://.
+
+    Raises UnavailableError if the files may be complete, but cannot be downloaded now.
+    """
+    if not files.is_s3(path):
+        yield path
+        return
+    with scratch_dir() as local:
+        for name in names:
+            # A file that is missing now is named by the check of the files.
+            with contextlib.suppress(FileNotFoundError):
+                object_store.download(f"{path}/{name}", f"{local}/{name}")
+        yield local
 
 
 def _specs(variables: Sequence[keras.Variable | tf.Variable]) -> list[str]:
@@ -458,9 +507,10 @@ def signed(mark: Mapping[str, object]) -> dict[str, object]:
 def _complete_mark(path: str) -> _Mark:
     """Returns the mark. Raises _DamagedError if it is damaged, or a file has another size."""
     try:
-        with tf.io.gfile.GFile(f"{path}/{CHECKPOINT_MARK}") as file:
-            mark = json.loads(file.read())
-    except tf.errors.NotFoundError:
+        mark = json.loads(files.read_text(f"{path}/{CHECKPOINT_MARK}"))
+    except UnavailableError:
+        raise
+    except (FileNotFoundError, tf.errors.NotFoundError):
         message = f"{CHECKPOINT_MARK} is missing: never finished, or half deleted"
         raise _DamagedError(message) from None
     except (*STORAGE_ERRORS, ValueError) as error:

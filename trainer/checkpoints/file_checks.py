@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import google_crc32c
 import tensorflow as tf
 
-from data.system.files import is_url
+from data.system.files import is_url, num_bytes_of
+from data.system.object_store import UnavailableError
 
 # Errors of reading and writing: Python's own, and those of TensorFlow's file systems.
 STORAGE_ERRORS = (OSError, tf.errors.OpError)
@@ -37,7 +38,9 @@ def size_damage_of(path: str, contents: Mapping[str, int | str]) -> str:
     """Describes the damage of a file that had `contents`, by its length; "" if there is none."""
     name = os.path.basename(path)
     try:
-        num_bytes = int(tf.io.gfile.stat(path).length)
+        num_bytes = num_bytes_of(path)
+    except UnavailableError:
+        raise
     except STORAGE_ERRORS as error:
         return f"{name} is missing or cannot be accessed ({error})"
     is_same = num_bytes == contents["bytes"]

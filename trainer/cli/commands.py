@@ -31,6 +31,7 @@ from trainer.local.network_namespace import IsolationError, Namespace, open_name
 from trainer.local.parent_watch import ParentWatch, watch_parent
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import say
+from trainer.mirror import mirrored
 from trainer.run_files import progress_of
 
 # Exit code of `check_before_launch` if the cluster must be launched: unlikely from a user's code.
@@ -91,6 +92,7 @@ def _local_cluster(choose_ports: Callable[[int], list[int]] = free_ports) -> Clu
 
 
 def _launch(recipe: Recipe) -> int:
+    flag_checks.check_isolation(recipe)
     strategy, cluster = flags.STRATEGY.value, _local_cluster()
     num_workers = cluster.num("worker")
     flag_checks.check_wire(num_workers)
@@ -133,6 +135,7 @@ def _launch(recipe: Recipe) -> int:
             fork_server=forks,
         )
         _point_latest_to(model_dir)
+        stack.enter_context(mirrored(model_dir, ["tasks"]))
         exit_code = launched.run().exit_code
     print_next(exit_code, model_dir)
     return exit_code

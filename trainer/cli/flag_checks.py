@@ -12,10 +12,20 @@ import shlex
 import sys
 from collections.abc import Mapping
 
+from data.system import object_store
+from data.system.files import is_s3
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, parse_hosts, parse_tf_config
 from trainer.cli import flags
-from trainer.config import ConfigError, Recipe, check, check_sub_batches, load_recipe
+from trainer.config import (
+    Config,
+    ConfigError,
+    Recipe,
+    check,
+    check_sub_batches,
+    data_dir,
+    load_recipe,
+)
 
 
 def read_recipe() -> Recipe:
@@ -26,6 +36,11 @@ def read_recipe() -> Recipe:
         if flag.value is not None:
             setattr(config, name, flag.value)
     check(config)
+    if _at_s3(config):
+        try:
+            object_store.require()
+        except object_store.MissingObstoreError as error:
+            raise ConfigError(str(error.strerror)) from None
     return load_recipe(flags.FLAGS["config"].config_filename, config)
 
 
@@ -40,6 +55,19 @@ def _check_epochs() -> None:
         raise ConfigError(
             f"--epochs={epochs:g} and --train_steps both say when training ends. Leave one out."
         )
+
+
+def check_isolation(recipe: Recipe) -> None:
+    """Refuses `--isolate=on` if tasks need the network to read or to write."""
+    if flags.ISOLATE.value == "on" and (urls := _at_s3(recipe.config)):
+        raise ConfigError(
+            f"--isolate=on separates the tasks from the network, but {urls[0]} is reached over "
+            "the network. Use --isolate=auto, or local directories."
+        )
+
+
+def _at_s3(config: Config) -> list[str]:
+    return list(filter(is_s3, (flags.MODEL_DIR.value or "", data_dir(config))))
 
 
 def read_cluster(*, is_launched: bool) -> Cluster | None:

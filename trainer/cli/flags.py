@@ -153,6 +153,17 @@ SHORTCUTS = {
     "data_dir": flags.DEFINE_string(
         "data_dir", None, "Directory with TFRecord files. Short for --config.data_dir."
     ),
+    "data_cache_dir": flags.DEFINE_string(
+        "data_cache_dir",
+        None,
+        "With --data_dir at s3://: a local directory for copies of what is read. Short for "
+        "--config.data_cache_dir.",
+    ),
+    "data_cache_bytes": flags.DEFINE_integer(
+        "data_cache_bytes",
+        None,
+        "The most bytes of all copies in it. Short for --config.data_cache_bytes.",
+    ),
 }
 with _scope(_CLUSTERS, LOCAL):
     WORKERS = flags.DEFINE_integer("workers", 2, "Workers of a cluster on this machine.")

@@ -7,6 +7,9 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
+from data.system import object_store
+from data.system.files import is_s3
+from data.system.scratch import scratch_dir
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.exit_codes import first_line
 from trainer.hooks.base import PeriodicHook
@@ -27,8 +30,17 @@ class Export(PeriodicHook):
         for variable, value in zip(model.variables, self.learner.weights(), strict=True):
             variable.assign(value)
         try:
-            tf.io.gfile.makedirs(self.directory)
-            model.save(f"{self.directory}/model.keras")
-            model.export(f"{self.directory}/saved_model", verbose=False)
+            if is_s3(self.directory):
+                with scratch_dir() as local:
+                    _write(model, local)
+                    object_store.upload_tree(local, self.directory)
+            else:
+                _write(model, self.directory)
         except STORAGE_ERRORS as error:
             self.failure = f"{self.directory} could not be written: {first_line(error)}"
+
+
+def _write(model: keras.Model, directory: str) -> None:
+    tf.io.gfile.makedirs(directory)
+    model.save(f"{directory}/model.keras")
+    model.export(f"{directory}/saved_model", verbose=False)

@@ -9,11 +9,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.system.files import is_url
+from data.system.files import is_s3, is_url
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.local.deaths import TaskEnd, is_chief_done
 from trainer.local.task_logs import TaskLogs, say
+from trainer.mirror import local_dir
 
 _RESTARTS = "restarts.jsonl"
 _NUM_SHOWN_RESTARTS = 20
@@ -66,6 +67,8 @@ class LaunchReport:
 
 def directory_of_logs(model_dir: str | Path) -> Path:
     """The directory of the tasks' logs: in `model_dir`, or under runs/ if that is a URL."""
+    if is_s3(str(model_dir)):
+        return Path(local_dir(str(model_dir)), "tasks")
     if is_url(str(model_dir)):
         return Path("runs", str(model_dir).rstrip("/").rpartition("/")[2], "tasks").resolve()
     return Path(model_dir).resolve() / "tasks"

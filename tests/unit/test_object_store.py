@@ -1,0 +1,146 @@
+"""The third backend of files, against moto's server."""
+
+import errno
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.slow_link import SlowLink
+from data.system import files, object_store
+from data.system.object_store import MissingObstoreError, UnavailableError
+from data.system.scratch import scratch_dir
+from tests.s3 import link, needs_s3, url
+from trainer.mirror import Mirror, local_dir, mirrored
+
+__all__ = ["link", "url"]  # Fixtures.
+pytestmark = [pytest.mark.quick, needs_s3]
+
+
+def test_files_are_written_listed_read_and_removed(url: str) -> None:
+    assert not files.exists(url)
+    assert not files.is_dir(url)
+    with pytest.raises(FileNotFoundError):
+        files.names_in(url)
+    files.make_dirs(url)
+    files.replace_file(f"{url}/a.json", b"{}")
+    files.replace_file(f"{url}/a.json", b"[12]")
+    files.replace_file(f"{url}/below/b", b"b")
+    assert files.exists(url)
+    assert files.is_dir(url)
+    assert files.exists(f"{url}/a.json")
+    assert not files.is_dir(f"{url}/a.json")
+    assert not files.exists(f"{url}/a")  # A prefix of a name is not a directory.
+    assert sorted(files.names_in(url)) == ["a.json", "below"]
+    assert files.names_in("s3://bucket/") != []
+    assert files.read_text(f"{url}/a.json") == "[12]"
+    assert files.num_bytes_of(f"{url}/a.json") == files.stamp(f"{url}/a.json")[0] == 4
+    assert files.sizes_of([f"{url}/a.json"]) == [4]
+    files.rename(f"{url}/a.json", f"{url}/c.json")
+    assert sorted(files.names_in(url)) == ["below", "c.json"]
+    files.remove_file(f"{url}/c.json")
+    files.remove_file(f"{url}/c.json")
+    files.remove_tree(url)
+    assert not files.exists(url)
+    assert files.stamp(f"{url}/c.json") == (-1, -1)
+
+
+def test_large_file_is_uploaded_downloaded_and_read_at_any_place(url: str, tmp_path: Path) -> None:
+    content = os.urandom(20 << 20)
+    (tmp_path / "large").write_bytes(content)
+    object_store.upload_tree(str(tmp_path), url)
+    object_store.download(f"{url}/large", str(tmp_path / "copy"))
+    assert (tmp_path / "copy").read_bytes() == content
+    with files.open_file(f"{url}/large") as file:
+        file.seek(19 << 20)
+        assert file.read() == content[19 << 20 :]
+        file.seek(5)
+        assert file.read(10) == content[5:15]
+    with pytest.raises(OSError, match="ends before byte"):
+        object_store.get_range(f"{url}/large", len(content) - 1, len(content) + 1)
+
+
+def test_missing_bucket_is_named_and_is_not_a_failure_of_the_store(url: str) -> None:
+    with pytest.raises(FileNotFoundError):
+        files.read_text("s3://no-bucket-here/file")
+    with pytest.raises(FileNotFoundError, match="no such bucket"):
+        files.names_in("s3://no-bucket-here/directory")
+    with pytest.raises(FileNotFoundError, match="no such bucket"):
+        files.replace_file("s3://no-bucket-here/file", b"")
+    assert not files.exists("s3://no-bucket-here/file")
+
+
+def test_store_that_does_not_answer_is_unavailable_and_works_later(
+    url: str, link: SlowLink
+) -> None:
+    link.is_open = False
+    for call in (files.read_text, files.names_in, files.exists, files.remove_tree):
+        with pytest.raises(UnavailableError):
+            call(f"{url}/file")
+    with pytest.raises(UnavailableError):
+        files.replace_file(f"{url}/file", b"")
+    link.is_open = True
+    files.replace_file(f"{url}/file", b"later")
+    assert files.read_text(f"{url}/file") == "later"
+
+
+def test_missing_package_is_explained(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingObstoreError, match="pip install") as raised:
+        files.exists(url)
+    assert raised.value.errno == errno.ENOENT
+
+
+def test_scratch_directory_of_a_killed_process_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / f"trainer-scratch-{os.getuid()}-left"
+    left.mkdir()
+    (left / "variables").write_text("half")
+    with scratch_dir() as first:
+        assert not left.exists()
+        with scratch_dir() as second:  # The first is in use, and stays.
+            assert sorted(map(str, tmp_path.iterdir())) == sorted([first, second])
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_change_are_uploaded_and_failures_are_made_up_for(
+    url: str, link: SlowLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "old.txt").write_text("of an earlier run")
+    mirror = Mirror(str(tmp_path), url, ["metrics.jsonl", "tensorboard", "old.txt"])
+    (tmp_path / "tensorboard" / "train").mkdir(parents=True)
+    (tmp_path / "tensorboard" / "train" / "events").write_text("1")
+    (tmp_path / "metrics.jsonl").write_text("one\n")
+    (tmp_path / "other").write_text("not mirrored")
+    mirror.sync()
+    assert sorted(files.names_in(url)) == ["metrics.jsonl", "tensorboard"]
+    assert files.read_text(f"{url}/tensorboard/train/events") == "1"
+    link.is_open = False
+    (tmp_path / "metrics.jsonl").write_text("one\ntwo\n")
+    with caplog.at_level(logging.WARNING):
+        mirror.sync()
+        mirror.sync()
+    assert len(caplog.records) == 1
+    link.is_open = True
+    mirror.close()
+    assert files.read_text(f"{url}/metrics.jsonl") == "one\ntwo\n"
+    assert len(caplog.records) == 1
+
+
+def test_resumed_run_appends_to_the_reports_in_the_bucket(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files.replace_file(f"{url}/metrics.jsonl", b"one\n")
+    lines = Path(local_dir(url), "metrics.jsonl")
+    assert lines.is_relative_to(tmp_path / "runs" / "bucket")
+    with mirrored(url, ["metrics.jsonl"], resumes="metrics.jsonl"):
+        assert lines.read_text() == "one\n"
+        lines.write_text("one\ntwo\n")
+    assert files.read_text(f"{url}/metrics.jsonl") == "one\ntwo\n"
+    with mirrored(str(tmp_path), ["metrics.jsonl"]):
+        assert local_dir(str(tmp_path)) == str(tmp_path)

@@ -1,0 +1,114 @@
+"""Checkpoints at s3://: complete or not used, and a store that fails is as a full disk."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.slow_link import SlowLink
+from data.system import files, object_store
+from data.system.object_store import UnavailableError
+from data.tfrecord.split import Split
+from strategies.base import Position
+from tests.s3 import link, needs_s3, url
+from tests.unit.toy import Toy, write_split
+from trainer.preflight import check_model_dir
+
+__all__ = ["link", "url"]  # Fixtures.
+pytestmark = [pytest.mark.quick, needs_s3]
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    return write_split(tmp_path_factory.mktemp("toy"))
+
+
+def saved_at(split: Split, url: str, steps: list[int]) -> Toy:
+    toy = Toy(split, url)
+    toy.start()
+    for step in steps:
+        toy.executor.run(step - toy.step)
+        toy.checkpointer.save(step, toy.executor.position, {})
+    toy.checkpointer.wait()
+    return toy
+
+
+def assert_restores(split: Split, url: str, step: int, state: list[np.ndarray] | None) -> None:
+    toy = Toy(split, url, seed=1)
+    saved = toy.checkpointer.restore()
+    assert saved is not None
+    assert (saved.step, saved.position) == (step, Position(step))
+    for left, right in zip(state or toy.state(), toy.state(), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_newest_is_restored_bit_for_bit_and_old_ones_are_removed(
+    split: Split, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    check_model_dir(url)
+    assert not files.exists(url)
+    assert Toy(split, url).checkpointer.restore() is None
+    toy = saved_at(split, url, [2, 4, 6])
+    toy.checkpointer.save_best(6, toy.executor.position, 1.0)
+    toy.checkpointer.wait()
+    names = sorted(files.names_in(f"{url}/checkpoints"))
+    assert names == ["best-00000006", "step-00000004", "step-00000006"]
+    assert_restores(split, url, 6, toy.state())
+    assert not list(tmp_path.glob("trainer-scratch-*")), "local files are left"
+
+
+def test_unfinished_and_damaged_ones_are_not_used(
+    split: Split, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_at(split, url, [2, 4])
+    path = f"{url}/checkpoints/step-00000004"
+    mark = object_store.get(f"{path}/checkpoint.json")
+    object_store.remove(f"{path}/checkpoint.json")  # An upload that never ended.
+    assert_restores(split, url, 2, None)
+    object_store.put(f"{path}/checkpoint.json", mark)
+    data = f"{path}/variables.data-00000-of-00001"
+    content = bytearray(object_store.get(data))
+    content[20] ^= 1
+    object_store.put(data, bytes(content))
+    with caplog.at_level(logging.WARNING):
+        assert_restores(split, url, 2, None)
+    assert "variables.data-00000-of-00001 has another checksum" in caplog.text
+    object_store.remove(data)
+    assert_restores(split, url, 2, None)
+
+
+def test_failing_store_does_not_end_training_and_the_next_save_counts(
+    split: Split, url: str, link: SlowLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = saved_at(split, url, [2])
+    link.is_open = False
+    with caplog.at_level(logging.WARNING):
+        toy.executor.run(2)
+        toy.checkpointer.save(4, toy.executor.position, {})
+        assert not toy.checkpointer.has_saved(4)
+    assert "step-00000004 could not be written" in caplog.text
+    link.is_open = True
+    assert_restores(split, url, 2, None)
+    toy.executor.run(2)
+    toy.checkpointer.save(6, toy.executor.position, {})
+    assert toy.checkpointer.has_saved(6)
+    assert_restores(split, url, 6, toy.state())
+
+
+def test_checkpoint_that_cannot_be_read_now_is_not_considered_damaged(
+    split: Split, url: str, link: SlowLink
+) -> None:
+    saved_at(split, url, [2, 4])
+    toy = Toy(split, url)
+    link.is_open = False
+    for call in (toy.checkpointer.restore, toy.checkpointer.check, toy.checkpointer.newest):
+        with pytest.raises(UnavailableError):
+            call()
+    with pytest.raises(UnavailableError):
+        check_model_dir(url)
+    link.is_open = True
+    saved = toy.checkpointer.restore()
+    assert saved is not None
+    assert saved.step == 4

@@ -1,0 +1,123 @@
+"""A run whose --model_dir is at s3://: what is written in a local directory first, and uploaded.
+
+    with mirrored("s3://bucket/runs/a", ["metrics.jsonl", "tensorboard"]) as sync:
+        ...     # reports are appended to runs/bucket/runs/a/metrics.jsonl
+        sync()
+
+Objects cannot be appended to, and TensorFlow cannot write to s3://. So reports, TensorBoard files
+and the logs of tasks are written below `local_dir`, and a thread uploads the files that have
+changed, every 10 s, before a checkpoint is complete, and at the end. config.json, result.json and
+checkpoints are written directly.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from data.system import object_store
+from data.system.files import exists, is_s3, join
+
+log = logging.getLogger(__name__)
+
+_SECS = 10.0
+
+
+def local_dir(model_dir: str) -> str:
+    """The local directory for files that are appended to: `model_dir`, unless it is at s3://."""
+    if not is_s3(model_dir):
+        return model_dir
+    return str(Path("runs", model_dir.removeprefix(object_store.SCHEME).strip("/")).resolve())
+
+
+@contextlib.contextmanager
+def mirrored(
+    model_dir: str, names: Sequence[str], *, resumes: str = ""
+) -> Iterator[Callable[[], None]]:
+    """Uploads the files `names`, and files in directories of `names`, while the context is open.
+
+    Yields a function that uploads what has changed now. `resumes` is one of the files: it is
+    downloaded first, because more is appended to it. If `model_dir` is not at s3://, nothing is
+    done.
+    """
+    if not is_s3(model_dir):
+        yield lambda: None
+        return
+    mirror = Mirror(local_dir(model_dir), model_dir, names)
+    if resumes:
+        mirror.fetch(resumes)
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(_SECS):
+            mirror.sync()
+
+    thread = threading.Thread(target=run, name="mirror", daemon=True)
+    thread.start()
+    try:
+        yield mirror.sync
+    finally:
+        stop.set()
+        thread.join()
+        mirror.close()
+
+
+class Mirror:
+    """Uploads files that have changed since they were last uploaded, or since this was created."""
+
+    def __init__(self, directory: str, url: str, names: Sequence[str]) -> None:
+        self._directory, self._url, self._names = Path(directory), url, names
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._uploaded = self._stamps()
+        self._failure = ""
+        self._lock = threading.Lock()
+
+    def fetch(self, name: str) -> None:
+        """Replaces a local file by the object. Raises OSError if that fails."""
+        path, url = self._directory / name, join(self._url, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        if exists(url):
+            object_store.download(url, str(path))
+        self._uploaded = self._stamps()
+
+    def sync(self) -> None:
+        """Uploads what has changed. A failure is logged once; the next call tries again."""
+        with self._lock:
+            self._sync()
+
+    def _sync(self) -> None:
+        try:
+            for path, stamp in self._stamps().items():
+                if self._uploaded.get(path) != stamp:
+                    name = path.relative_to(self._directory).as_posix()
+                    object_store.upload(str(path), join(self._url, name))
+                    self._uploaded[path] = stamp
+        except OSError as error:
+            if not self._failure:
+                message = "%s: %s. Training continues; the next upload is tried."
+                log.warning(message, self._url, error)
+            self._failure = str(error)
+        else:
+            self._failure = ""
+
+    def close(self) -> None:
+        """Uploads what has changed, for the last time; says where it is if that fails."""
+        self.sync()
+        if self._failure:
+            message = "%s lacks the last reports (%s); they are in %s."
+            log.warning(message, self._url, self._failure, self._directory)
+
+    def _stamps(self) -> dict[Path, tuple[int, int]]:
+        """Size and time of the last change of each file."""
+        stamps = {}
+        for name in self._names:
+            top = self._directory / name
+            for path in [top, *top.rglob("*")]:
+                with contextlib.suppress(FileNotFoundError):  # Renamed meanwhile.
+                    status = os.stat(path)
+                    if path.is_file():
+                        stamps[path] = status.st_size, status.st_mtime_ns
+        return stamps
