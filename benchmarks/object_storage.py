@@ -85,7 +85,7 @@ def _main(argv: Sequence[str]) -> None:
         )
         bucket = _process("benchmarks.file_bucket", f"--directory={directory}")
         port = stack.enter_context(bucket)
-        way = [f"--to={port}", f"--delay_ms={values.rtt_ms / 2}", f"--mbit={values.mbit}"]
+        way = [f"--to={port}", f"--link_delay_ms={values.rtt_ms / 2}", f"--mbit={values.mbit}"]
         link = stack.enter_context(_process("benchmarks.slow_link", *way))
         env = {
             **os.environ,

@@ -4,7 +4,7 @@ with SlowLink(port, delay_secs=0.015, bytes_per_sec=25e6) as link:      # each w
 connect(link.port)
 link.is_open = False            # ends all connections, and refuses new ones
 
-python -m benchmarks.slow_link --to=9000 --delay_ms=15 --mbit=200       # prints its port
+python -m benchmarks.slow_link --to=9000 --link_delay_ms=15 --mbit=200       # prints its port
 """
 
 import asyncio
@@ -138,13 +138,13 @@ class SlowLink:
 def _main(argv: Sequence[str]) -> None:
     values = flags.FLAGS
     rate = values.mbit * 1e6 / 8
-    with SlowLink(values.to, delay_secs=values.delay_ms / 1e3, bytes_per_sec=rate) as link:
+    with SlowLink(values.to, delay_secs=values.link_delay_ms / 1e3, bytes_per_sec=rate) as link:
         print(link.port, flush=True)
         threading.Event().wait()
 
 
 if __name__ == "__main__":
     flags.DEFINE_integer("to", None, "The server's port.", required=True)
-    flags.DEFINE_float("delay_ms", 15.0, "Delay of each direction.")
+    flags.DEFINE_float("link_delay_ms", 15.0, "Delay of each direction.")
     flags.DEFINE_float("mbit", 200.0, "Mbit/s of each direction.")
     app.run(_main, flags_parser=parse_flags("benchmarks.slow_link"))
