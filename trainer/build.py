@@ -19,6 +19,7 @@ import keras
 from data.system.files import is_s3
 from strategies.base import Batch, Executor
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.report_upload import local_dir
 from trainer.config import Config, ConfigError, Recipe, flatten
 from trainer.config_file import errors_explained
 from trainer.hooks.base import Hook
@@ -33,7 +34,6 @@ from trainer.hooks.save import KeepConfig, SaveCheckpoint
 from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
-from trainer.mirror import local_dir
 from trainer.models import build_from_specs, check_model, is_built
 from trainer.run_files import Document, RunFiles
 from trainer.step.advice import advice

@@ -20,6 +20,7 @@ from strategies.cluster.peers import watch_chief
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from trainer.build import build_checkpointer, build_json_lines, build_learner
 from trainer.checkpoints.checkpointer import ModelDirError, Saved
+from trainer.checkpoints.report_upload import local_dir
 from trainer.cli.task_spec import TaskSpec
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.guards.signals import StopSignals
@@ -27,7 +28,6 @@ from trainer.hooks.console import Console
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.writers import Lossy, TensorBoard
 from trainer.inputs import build_metrics, check_batches, fitted_to_model, input_specs, open_inputs
-from trainer.mirror import local_dir
 from trainer.preflight import check_model_dir, finished_result
 from trainer.run_files import RunFiles
 

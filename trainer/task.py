@@ -39,6 +39,7 @@ from strategies.ps.servers import ask_chief_to_stop, serve, start_server
 from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import Parts, build_checkpointer, build_learner, chief_hooks, shared_hooks
 from trainer.checkpoints.checkpointer import ModelDirError
+from trainer.checkpoints.report_upload import uploading_reports
 from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, check_replicas, data_dir, to_json
 from trainer.config_file import absolute
@@ -58,7 +59,6 @@ from trainer.inputs import (
     input_specs,
     open_inputs,
 )
-from trainer.mirror import mirrored
 from trainer.preflight import check_model_dir, disk_errors_explained
 from trainer.resume import restore_together, train_recovering
 from trainer.run_files import Document, RunFiles
@@ -103,7 +103,7 @@ def run(spec: TaskSpec) -> int:
             # So that a second evaluator is refused.
             with (
                 held(port_of(spec.cluster.address)),
-                mirrored(spec.model_dir, [lines, "tensorboard/eval"], resumes=lines),
+                uploading_reports(spec.model_dir, [lines, "tensorboard/eval"], resumes=lines),
             ):
                 return follow(spec, signals)
         num_gpus = use_gpus(spec.num_gpus)
@@ -430,7 +430,7 @@ def _uploading(spec: TaskSpec, parts: Parts) -> Iterator[None]:
         yield
         return
     lines = "metrics.jsonl"
-    with mirrored(spec.model_dir, [lines, "tensorboard"], resumes=lines) as sync:
+    with uploading_reports(spec.model_dir, [lines, "tensorboard"], resumes=lines) as sync:
         parts.checkpointer.before_mark = sync
         yield
 

@@ -13,7 +13,7 @@ from data.system import files, object_store
 from data.system.object_store import MissingObstoreError, UnavailableError
 from data.system.scratch import scratch_dir
 from tests.s3 import link, needs_s3, url
-from trainer.mirror import Mirror, local_dir, mirrored
+from trainer.checkpoints.report_upload import ReportUpload, local_dir, uploading_reports
 
 __all__ = ["link", "url"]  # Fixtures.
 pytestmark = [pytest.mark.quick, needs_s3]
@@ -111,22 +111,22 @@ def test_files_that_change_are_uploaded_and_failures_are_made_up_for(
     url: str, link: SlowLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "old.txt").write_text("of an earlier run")
-    mirror = Mirror(str(tmp_path), url, ["metrics.jsonl", "tensorboard", "old.txt"])
+    upload = ReportUpload(str(tmp_path), url, ["metrics.jsonl", "tensorboard", "old.txt"])
     (tmp_path / "tensorboard" / "train").mkdir(parents=True)
     (tmp_path / "tensorboard" / "train" / "events").write_text("1")
     (tmp_path / "metrics.jsonl").write_text("one\n")
     (tmp_path / "other").write_text("not mirrored")
-    mirror.sync()
+    upload.sync()
     assert sorted(files.names_in(url)) == ["metrics.jsonl", "tensorboard"]
     assert files.read_text(f"{url}/tensorboard/train/events") == "1"
     link.is_open = False
     (tmp_path / "metrics.jsonl").write_text("one\ntwo\n")
     with caplog.at_level(logging.WARNING):
-        mirror.sync()
-        mirror.sync()
+        upload.sync()
+        upload.sync()
     assert len(caplog.records) == 1
     link.is_open = True
-    mirror.close()
+    upload.close()
     assert files.read_text(f"{url}/metrics.jsonl") == "one\ntwo\n"
     assert len(caplog.records) == 1
 
@@ -138,9 +138,9 @@ def test_resumed_run_appends_to_the_reports_in_the_bucket(
     files.replace_file(f"{url}/metrics.jsonl", b"one\n")
     lines = Path(local_dir(url), "metrics.jsonl")
     assert lines.is_relative_to(tmp_path / "runs" / "bucket")
-    with mirrored(url, ["metrics.jsonl"], resumes="metrics.jsonl"):
+    with uploading_reports(url, ["metrics.jsonl"], resumes="metrics.jsonl"):
         assert lines.read_text() == "one\n"
         lines.write_text("one\ntwo\n")
     assert files.read_text(f"{url}/metrics.jsonl") == "one\ntwo\n"
-    with mirrored(str(tmp_path), ["metrics.jsonl"]):
+    with uploading_reports(str(tmp_path), ["metrics.jsonl"]):
         assert local_dir(str(tmp_path)) == str(tmp_path)

@@ -2,4 +2,5 @@
 
 `checkpointer.py` saves and restores: read it first. `snapshot.py` copies the variables so that
 training can continue meanwhile. `file_checks.py` has checksums and the errors of a full disk.
+`report_upload.py` uploads the reports of a run at s3://.
 """

@@ -18,6 +18,7 @@ from data.system.files import is_url
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
 from trainer import tf_setup
+from trainer.checkpoints.report_upload import uploading_reports
 from trainer.cli import flag_checks, flags
 from trainer.cli.continued import print_next
 from trainer.cli.task_spec import TaskSpec
@@ -31,7 +32,6 @@ from trainer.local.network_namespace import IsolationError, Namespace, open_name
 from trainer.local.parent_watch import ParentWatch, watch_parent
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import say
-from trainer.mirror import mirrored
 from trainer.run_files import progress_of
 
 # Exit code of `check_before_launch` if the cluster must be launched: unlikely from a user's code.
@@ -135,7 +135,7 @@ def _launch(recipe: Recipe) -> int:
             fork_server=forks,
         )
         _point_latest_to(model_dir)
-        stack.enter_context(mirrored(model_dir, ["tasks"]))
+        stack.enter_context(uploading_reports(model_dir, ["tasks"]))
         exit_code = launched.run().exit_code
     print_next(exit_code, model_dir)
     return exit_code

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from data.system.files import is_s3, is_url
 from strategies.cluster.tf_config import Task
+from trainer.checkpoints.report_upload import local_dir
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.local.deaths import TaskEnd, is_chief_done
 from trainer.local.task_logs import TaskLogs, say
-from trainer.mirror import local_dir
 
 _RESTARTS = "restarts.jsonl"
 _NUM_SHOWN_RESTARTS = 20

@@ -1,6 +1,6 @@
 """A run whose --model_dir is at s3://: what is written in a local directory first, and uploaded.
 
-    with mirrored("s3://bucket/runs/a", ["metrics.jsonl", "tensorboard"]) as sync:
+    with uploading_reports("s3://bucket/runs/a", ["metrics.jsonl", "tensorboard"]) as sync:
         ...     # reports are appended to runs/bucket/runs/a/metrics.jsonl
         sync()
 
@@ -33,7 +33,7 @@ def local_dir(model_dir: str) -> str:
 
 
 @contextlib.contextmanager
-def mirrored(
+def uploading_reports(
     model_dir: str, names: Sequence[str], *, resumes: str = ""
 ) -> Iterator[Callable[[], None]]:
     """Uploads the files `names`, and files in directories of `names`, while the context is open.
@@ -45,26 +45,26 @@ def mirrored(
     if not is_s3(model_dir):
         yield lambda: None
         return
-    mirror = Mirror(local_dir(model_dir), model_dir, names)
+    upload = ReportUpload(local_dir(model_dir), model_dir, names)
     if resumes:
-        mirror.fetch(resumes)
+        upload.fetch(resumes)
     stop = threading.Event()
 
     def run() -> None:
         while not stop.wait(_SECS):
-            mirror.sync()
+            upload.sync()
 
-    thread = threading.Thread(target=run, name="mirror", daemon=True)
+    thread = threading.Thread(target=run, name="report-upload", daemon=True)
     thread.start()
     try:
-        yield mirror.sync
+        yield upload.sync
     finally:
         stop.set()
         thread.join()
-        mirror.close()
+        upload.close()
 
 
-class Mirror:
+class ReportUpload:
     """Uploads files that have changed since they were last uploaded, or since this was created."""
 
     def __init__(self, directory: str, url: str, names: Sequence[str]) -> None:
