@@ -47,7 +47,6 @@ from trainer.step.optimizers import (
     made_optimizer,
     optimizer_named,
     supported_optimizers,
-    with_learning_rate,
 )
 from trainer.step.options import (
     ClipConfig,
@@ -471,11 +470,7 @@ def _default_metrics(loss: object) -> object:
 
 def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
     config = recipe.config
-    if recipe.build_optimizer is not None:
-        name = f"build_optimizer(config) of {recipe.path}"
-        with errors_explained(name):
-            made = recipe.build_optimizer(config)
-    elif isinstance(config.optimizer, str):
+    if recipe.build_optimizer is None:
         supported = supported_optimizers()
         if config.optimizer.lower() not in supported:
             raise ConfigError(
@@ -486,8 +481,9 @@ def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
         rate = config.weight_decay.rate
         optimizer, rate = optimizer_named(config.optimizer.lower(), config.learning_rate, rate)
         return Adopted(optimizer, weight_decay=WeightDecayConfig(rate=rate))
-    else:
-        made, name = with_learning_rate(config.optimizer, config.learning_rate), "config.optimizer"
+    name = f"build_optimizer(config) of {recipe.path}"
+    with errors_explained(name):
+        made = recipe.build_optimizer(config)
     optimizer = made_optimizer(made, name, config.learning_rate)
     if has_schedule(optimizer) and config.schedule != ScheduleConfig():
         raise ConfigError(

@@ -133,8 +133,7 @@ class Config:
         batch_size: Examples per step, over all replicas. Under asynchronous ps each
             worker's gradient is a step, and covers batch_size examples.
         eval_batch_size: Examples evaluated at a time; 0 means batch_size.
-        optimizer: A name in keras.optimizers, or a config dict as of keras.optimizers.serialize,
-            where the file has no build_optimizer.
+        optimizer: A name in keras.optimizers, where the file has no build_optimizer.
         learning_rate: Given to that optimizer; `schedule` multiplies it.
         train_steps: The step at which training ends.
         steps_per_call: The most steps in one call of the graph, between checks of the hooks.
@@ -175,7 +174,7 @@ class Config:
     seed: int = at_least(0, 0)
     batch_size: int = at_least(1, 64)
     eval_batch_size: int = at_least(0, 0)
-    optimizer: str | dict[str, Any] = "adam"  # Any: the settings of an optimizer have no type.
+    optimizer: str = "adam"
     learning_rate: float = 0.001
     train_steps: int = at_least(1, 1000)
     steps_per_call: int = at_least(1, 50)

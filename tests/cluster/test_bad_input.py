@@ -86,12 +86,12 @@ def build_model(config):
     )
 """
 )
-CLIPNORM = (
+ACCUMULATION = (
     RECIPE
     + """
 def build_optimizer(config):
     import keras
-    return keras.optimizers.SGD(0.1, clipnorm=1.0)
+    return keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
 """
 )
 PARSE_OF_ONE = (
@@ -172,7 +172,9 @@ CASES = {
         "--config.optimizer=sdg --data_dir={digits}", ("sdg", "adam", "build_optimizer")
     ),
     "optimizer setting that would be ignored": Case(
-        "--config={tmp}/recipe.py --data_dir={digits}", ("SGD", "clipnorm=1.0"), recipe=CLIPNORM
+        "--config={tmp}/recipe.py --data_dir={digits}",
+        ("SGD", "gradient_accumulation_steps=4"),
+        recipe=ACCUMULATION,
     ),
     "unknown best metric": Case(
         "--config.best_metric=acuracy --data_dir={digits}", ("acuracy", "loss, accuracy")

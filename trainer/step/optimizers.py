@@ -157,14 +157,6 @@ def made_optimizer(made: Any, name: str, learning_rate: float) -> keras.Optimize
     )
 
 
-def with_learning_rate(config: Mapping[str, Any], learning_rate: float) -> Mapping[str, Any]:
-    """A config dict of an optimizer with a learning rate: `learning_rate` if it has none."""
-    values = config.get("config")
-    if not isinstance(values, Mapping):
-        return config
-    return {**config, "config": {"learning_rate": learning_rate, **values}}
-
-
 def has_schedule(optimizer: keras.Optimizer) -> bool:
     """Returns True if the learning rate of `optimizer` is a schedule of Keras."""
     schedules = keras.optimizers.schedules.LearningRateSchedule
