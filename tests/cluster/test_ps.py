@@ -100,6 +100,7 @@ def test_variables_and_their_optimizer_state_are_placed_as_the_table_says(
         "--config=tests/cluster/configs/placed.py",
         f"--data_dir={digits}",
         "--train_steps=10",
+        "--verbose",
     )
     devices = json.loads((tmp_path / "devices.json").read_text())
     num_bytes = {task: sum(size for _, size in made) for task, made in devices.items()}
