@@ -194,7 +194,9 @@ def test_training_command_trains_on_a_machine_that_has_no_data(
     with Process((*argv, "--train_steps=20"), checkout, cwd=checkout) as process:
         done = process.wait()
         assert done.exit_code == 0, process.output()
-    (model_dir,) = (checkout / "runs").iterdir()
+    latest = checkout / "runs" / "latest"
+    (model_dir,) = set((checkout / "runs").iterdir()) - {latest}
+    assert latest.resolve() == model_dir.resolve()
     assert (model_dir / "result.json").exists()
     data_set = "diabetes" if "--config=configs/regression.py" in argv else "digits"
     assert (checkout / "datasets" / data_set / "features.json").exists()
