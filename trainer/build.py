@@ -28,6 +28,7 @@ from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.export import Export
 from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.inspect import Histograms, Profile
+from trainer.hooks.notebook import notebook_bars
 from trainer.hooks.report import Report
 from trainer.hooks.save import KeepConfig, SaveCheckpoint
 from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
@@ -268,6 +269,7 @@ def chief_hooks(
         json_lines,
         lossy_tensorboard,
         console,
+        *notebook_bars(config.train_steps, parts.executor.pace),
         Report(
             parts.executor,
             parts.learner,

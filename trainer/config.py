@@ -43,6 +43,7 @@ import difflib
 import functools
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,9 @@ if TYPE_CHECKING:
     from trainer.step.losses import PerExample
 
 log = logging.getLogger(__name__)
+
+# In place of a config file, in config.json and in messages: a Config object that trainer.train got.
+PYTHON_CONFIG = "trainer.train()"
 
 
 @dataclass
@@ -259,6 +263,11 @@ def recipe_of_run(document: Mapping[str, Any]) -> Recipe:  # Any: JSON values.
 
     Fields that the config file has lost since are left out. Raises ConfigError if the file is gone.
     """
+    if document["recipe"] == PYTHON_CONFIG and PYTHON_CONFIG not in sys.modules:
+        raise ConfigError(
+            "This run was started from Python, with a Config object, so there is no config file "
+            "with its functions. Give them again: trainer.load_run(RUN, build_model=build_model)."
+        )
     recipe = load_recipe(document["recipe"])
     known = flatten(recipe.config)
     for name, value in flatten_json(document["config"]).items():

@@ -30,6 +30,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from data.system.errors import UsageError
 from data.system.files import (
     exists,
     is_dir,
@@ -54,7 +55,7 @@ Document: TypeAlias = Mapping[str, Any]  # A JSON object. Its values have no com
 log = logging.getLogger(__name__)
 
 
-class RunFileError(ValueError):
+class RunFileError(UsageError):
     """A file of a run is missing or damaged, and the run cannot make it anew. Exit code 2."""
 
 

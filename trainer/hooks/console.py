@@ -36,7 +36,7 @@ class Console(Writer):
     """
 
     def __init__(self, last_step: int, pace: Pace | None = None) -> None:
-        self._console = rich.console.Console(highlight=False)
+        self._console = rich.console.Console(highlight=False, force_jupyter=False)
         self._last_step = last_step
         self._pace = pace
         self._has_failed = False
