@@ -20,6 +20,7 @@ A config file is a user's whole plug-in. It defines
 | `build_learner(config, **parts)` | no | returns a Learner; `parts` are its arguments, built |
 | `build_hooks(config, model_dir)` | no | returns a list of trainer.hooks.base.Hook, for the chief |
 | `build_callbacks(config)` | no | returns a list of callbacks of Keras: docs/keras.md |
+| `build_writers(config, model_dir)` | no | returns a list of trainer.Writer: docs/trackers.md |
 
 Without `parse`, examples are parsed as dataset_info.json says. The default loss is the softmax
 cross entropy of labels, integer or one-hot, and logits; the default metric is accuracy, where
@@ -51,6 +52,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from data.system.files import FAIL, SKIP
 from trainer.config_file import errors_explained, load_module, split_target
+from trainer.hooks.trackers.names import check_trackers
 from trainer.step.options import (
     ClipConfig,
     EarlyStoppingConfig,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
 
     from data.reader import Augment, Parse
     from trainer.hooks.base import Hook
+    from trainer.hooks.writers import Writer
     from trainer.learner import Learner
     from trainer.step.keras_losses import LossSpec
     from trainer.step.keras_metrics import MetricSpec
@@ -153,6 +156,7 @@ class Config:
         histogram_every_steps: TensorBoard histograms of variables and gradients; 0 is never.
         profile_first_step: Where the profiler starts; 0 is never.
         profile_num_steps: The number of steps that it records.
+        trackers: Experiment trackers that get the reports, joined by commas: mlflow, wandb.
         export: True writes export/model.keras and export/saved_model at the end.
         micro_batches: Each replica computes its share of a batch in this many parts, one after
             another, and sums their gradients: the same step in less memory. Layers that mix
@@ -192,6 +196,7 @@ class Config:
     histogram_every_steps: int = at_least(0, 0)
     profile_first_step: int = at_least(0, 0)
     profile_num_steps: int = at_least(1, 10)
+    trackers: str = ""
     export: bool = True
     micro_batches: int = at_least(1, 1)
     precision: str = "float32"
@@ -227,6 +232,7 @@ class Recipe:
     build_hooks: Callable[[Config, str], Iterable["Hook"]] | None = None
     build_learner: Callable[..., "Learner"] | None = None
     build_callbacks: Callable[[Config], Iterable["keras.callbacks.Callback"]] | None = None
+    build_writers: Callable[[Config, str], Iterable["Writer"]] | None = None
     files: tuple[str, ...] = ()  # The config file, and the neighbours that it imports.
 
 
@@ -324,6 +330,7 @@ def check(config: Config) -> None:
             "--config.checkpoint_every_steps=100, for example."
         )
     check_options(config)
+    check_trackers(config.trackers)
     if config.warm_start.path.startswith("s3://"):
         raise ConfigError(
             f"config.warm_start.path={config.warm_start.path} cannot be read: give a local copy. "

@@ -91,9 +91,9 @@ def parsed(words: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = argv
-        if not was_parsed:
-            flags.FLAGS.unparse_flags()
         flagsaver.restore_flag_values(saved, flags.FLAGS)
+        # Not unparse_flags(), which logs, and sets the flags of the user's program too.
+        vars(flags.FLAGS)["__flags_parsed"] = was_parsed
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from trainer.cli.continued import print_next
 from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, Recipe, check_replicas, data_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
+from trainer.hooks.trackers.names import reached_over_network
 from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
 from trainer.local.fork_server import ForkServer
 from trainer.local.keep_serving import keep_serving
@@ -218,6 +219,7 @@ def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:
 def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
     wanted = flags.ISOLATE.value
     urls = [path for path in (model_dir, data_dir(recipe.config)) if is_url(path)]
+    urls += filter(None, [reached_over_network(recipe.config.trackers)])
     if wanted == "off":
         why_not = "--isolate=off"
     elif wanted == "auto" and urls:
