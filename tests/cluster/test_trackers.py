@@ -13,6 +13,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 import trainer
+from tests.cluster.runs import ROOT
+from tests.cluster.test_readme import blocks
 from trainer.hooks.trackers.background import Background
 from trainer.hooks.trackers.names import reached_over_network
 
@@ -120,8 +122,12 @@ class Recorded(trainer.Writer):
 def test_writers_of_a_config_get_each_report_and_may_fail(
     train_and_continue: Continued, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (block,) = blocks(ROOT / "docs" / "trackers.md", "python")
+    documented: dict[str, Any] = {}
+    exec(block, documented)
     result = train_and_continue(
         build_writers=lambda config, model_dir: [
+            *documented["build_writers"](config, model_dir),
             Recorded(f"{tmp_path}/good"),
             Recorded(f"{tmp_path}/bad", fails=True),
         ]
@@ -136,6 +142,10 @@ def test_writers_of_a_config_get_each_report_and_may_fail(
         "end 10",
         "begin 10",
         "end 20",
+    ]
+    losses = (tmp_path / "run" / "losses.txt").read_text().splitlines()
+    assert [line.split()[:2] for line in losses] == [
+        [str(step), split] for step in (10, 20) for split in ("train", "eval")
     ]
     assert "Recorded failed: TimeoutError: the server does not answer." in caplog.text
     assert caplog.text.count("Recorded lacks 2 report(s)") == 2
