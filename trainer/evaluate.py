@@ -122,7 +122,9 @@ def _chosen(wanted: str, checkpointer: "Checkpointer", model_dir: str) -> str:
 def define_flags() -> None:
     """Declares the flags of the command."""
     flags.DEFINE_string(
-        "checkpoint", "newest", "The checkpoint to evaluate: newest, best, or a step such as 1000."
+        "checkpoint",
+        "newest",
+        "The checkpoint that is evaluated: newest, best, or a step such as 1000.",
     )
     flags.DEFINE_string("split", None, "Split to read; by default the evaluation split.")
     flags.DEFINE_string(

@@ -15,8 +15,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        parent = int(os.environ.pop("TRAINER_CALLER"))
+    parent = int(os.environ.pop("TRAINER_CALLER", "0"))
+    if parent and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # It ended before the call.
             os._exit(1)

@@ -16,13 +16,16 @@ from trainer.run_files import clock
 
 def notebook_bars(last_step: int, pace: Pace) -> list[Hook]:
     """A bar towards `last_step`, if this process is the kernel of a notebook."""
+    return [NotebookBar(last_step, pace)] if is_kernel() else []
+
+
+def is_kernel() -> bool:
+    """Returns True in the kernel of a notebook; a shell of IPython in a terminal is none."""
     if "IPython" not in sys.modules:
-        return []
+        return False
     from IPython import get_ipython
 
-    shell = get_ipython()
-    # A shell in a terminal has no place to show it.
-    return [NotebookBar(last_step, pace)] if getattr(shell, "kernel", None) else []
+    return getattr(get_ipython(), "kernel", None) is not None
 
 
 class NotebookBar(Hook):

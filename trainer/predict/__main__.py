@@ -31,7 +31,9 @@ def define_flags() -> None:
     """Declares the flags of the command."""
     flags.DEFINE_string("model_dir", None, "The directory of the run; or give it without a flag.")
     flags.DEFINE_string(
-        "checkpoint", None, "Newest, best or a step; by default what the run has exported."
+        "checkpoint",
+        None,
+        "The checkpoint that predicts: newest, best, or a step; by default what was exported.",
     )
     flags.DEFINE_string(
         "input", None, "A TFRecord, CSV or NPZ file, or a folder of PNG or JPEG files."

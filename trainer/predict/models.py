@@ -60,7 +60,8 @@ def open_model(path: str, checkpoint: str | None) -> Loaded:
         _refuse_checkpoint(path, checkpoint)
         checkpoint = os.path.basename(path)
         path = os.path.dirname(os.path.dirname(os.path.abspath(path)))
-    if exists(RunFiles(path).config):
+    files = RunFiles(path)
+    if exists(files.config) or exists(files.model):
         return _of_keras(model_of_run(path, checkpoint), path)
     _refuse_checkpoint(path, checkpoint)
     if path.endswith(".keras") and exists(path):
@@ -78,7 +79,7 @@ def model_of_run(model_dir: str, checkpoint: str | None = None) -> keras.Model:
     They are those of the export; or those of a checkpoint, if `checkpoint` names one or nothing was
     exported. Not `keras.models.load_model`, which does not know the classes of a config file.
     """
-    files = require_run(model_dir)
+    files = RunFiles(model_dir)
     document = files.read_config()
     recipe = recipe_of_run(document)
     recipe.config.warm_start.path = ""

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from data.features import ExampleParse, Feature, Features, default_parse, read_features
 from data.reader import Parse
+from data.system.errors import UsageError
 from data.system.files import DataError, exists, is_dir, join, read_text
 from data.tfrecord.damage import readable
 from data.tfrecord.split import batched_records, open_split
@@ -71,8 +72,8 @@ def predict(
     example = 0
     while chunk := list(itertools.islice(records, _BATCH)):
         about, serialized = zip(*chunk, strict=True)
-        inputs, labels, outputs = _computed(loaded, source.parse, list(serialized), model)
-        del inputs
+        labels, outputs = _computed(loaded, source.parse, list(serialized), model)
+        has_classes = source.has_classes and _are_class_labels(labels)
         for row, known in enumerate(about):
             line: dict[str, Any] = {"example": example, **known}
             if line.pop(_LABEL, labels) is not None and isinstance(labels, tf.Tensor):
@@ -80,7 +81,7 @@ def predict(
                 if isinstance(line[_LABEL], bytes):
                     line[_LABEL] = line[_LABEL].decode(errors="replace")
             output = tf.nest.map_structure(lambda t, row=row: t[row], outputs)
-            if source.has_classes and isinstance(output, np.ndarray) and _are_classes(output):
+            if has_classes and isinstance(output, np.ndarray) and _are_classes(output):
                 line["predicted"] = int(output.argmax())
                 if line["predicted"] < len(source.class_names):
                     line["class"] = source.class_names[line["predicted"]]
@@ -91,20 +92,25 @@ def predict(
 
 def _computed(
     loaded: Loaded, parse: Parse, serialized: list[bytes], model: str
-) -> tuple[Batch, Batch, Batch]:
-    """The inputs, labels and outputs of records; outputs are NumPy arrays."""
+) -> tuple[Batch, Batch]:
+    """The labels and outputs of records; outputs are NumPy arrays."""
     try:
         inputs, labels, *_ = parse(tf.constant(serialized))
         outputs = loaded.call(inputs)
     except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-        if isinstance(error, DataError):
+        if isinstance(error, UsageError):
             raise
         shapes = [list(shape) for shape in loaded.input_shapes]
         takes = f" It takes inputs of shape {shapes}." if shapes else ""
         raise DataError(
             f"The examples do not fit the model of {model}: {first_line(error)}{takes}"
         ) from error
-    return inputs, labels, tf.nest.map_structure(lambda t: np.asarray(t.numpy()), outputs)
+    return labels, tf.nest.map_structure(lambda t: np.asarray(t.numpy()), outputs)
+
+
+def _are_class_labels(labels: Batch) -> bool:
+    is_one = isinstance(labels, tf.Tensor) and labels.shape.rank == 1
+    return bool(is_one and labels.dtype.is_integer)
 
 
 def _are_classes(output: npt.NDArray[Any]) -> bool:
