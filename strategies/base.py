@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from data.order import Order, replica_lanes
 from data.reader import Reader
+from data.system.errors import UsageError
 from strategies.cluster.tf_config import Cluster
 from strategies.metrics import Metrics, add_metrics
 from strategies.worker_stats import WorkerStats
@@ -65,7 +66,7 @@ class DataFaultError(RuntimeError):
     """TensorFlow could not read, parse or use the data of a step; its cause says more."""
 
 
-class PositionError(ValueError):
+class PositionError(UsageError):
     """This executor cannot resume from a checkpoint of another topology. Exit code 2."""
 
 

@@ -21,13 +21,14 @@ from data.batch_feeds import open_feed
 from data.disk_reader import DiskReader
 from data.order import replica_lanes
 from data.reader import Reader
+from data.system.errors import UsageError
 from strategies.base import Batch, Executor, Learner, Position, refuse_open_sub_batches
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
 
 
-class DeviceError(ValueError):
+class DeviceError(UsageError):
     """More devices were asked for than exist. Exit code 2."""
 
 

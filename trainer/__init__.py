@@ -3,11 +3,80 @@
 `__main__.py` parses the command line, `task.py` runs one task from top to bottom, and `loop.py` is
 the training loop. `learner.py` has the maths of a step, which all strategies share. Read `task.py`
 first, then `loop.py`. Only cli/ and two functions of `task.py` ask which strategy is in use.
+
+    import trainer
+    result = trainer.train("configs/digits.py", strategy="mirrored", train_steps=200)
+
+`__all__` is the public interface of Python; docs/python.md describes it. Its modules are imported
+when a name is first used: `import trainer` is fast, and does not import TensorFlow.
 """
 
 import importlib.util
 import pathlib
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from data.system.errors import RunFailed as RunFailed
+    from data.system.errors import TrainerError as TrainerError
+    from data.system.errors import UsageError as UsageError
+    from trainer.api.result import Result as Result
+    from trainer.api.result import load_run as load_run
+    from trainer.api.training import train as train
+    from trainer.config import Config as Config
+    from trainer.config import DataConfig as DataConfig
+    from trainer.hooks.base import Hook as Hook
+    from trainer.hooks.base import PeriodicHook as PeriodicHook
+    from trainer.hooks.writers import Writer as Writer
+    from trainer.learner import Learner as Learner
+    from trainer.step.options import ClipConfig as ClipConfig
+    from trainer.step.options import EarlyStoppingConfig as EarlyStoppingConfig
+    from trainer.step.options import EmaConfig as EmaConfig
+    from trainer.step.options import LossScaleConfig as LossScaleConfig
+    from trainer.step.options import PenaltyConfig as PenaltyConfig
+    from trainer.step.options import ScheduleConfig as ScheduleConfig
+    from trainer.step.options import WarmStartConfig as WarmStartConfig
+    from trainer.step.options import WeightDecayConfig as WeightDecayConfig
+
+# The public names, and the modules that define them.
+_PUBLIC = {
+    "Config": "trainer.config",
+    "DataConfig": "trainer.config",
+    "Hook": "trainer.hooks.base",
+    "Learner": "trainer.learner",
+    "PeriodicHook": "trainer.hooks.base",
+    "Result": "trainer.api.result",
+    "RunFailed": "data.system.errors",
+    "TrainerError": "data.system.errors",
+    "UsageError": "data.system.errors",
+    "Writer": "trainer.hooks.writers",
+    "load_run": "trainer.api.result",
+    "train": "trainer.api.training",
+    **dict.fromkeys(
+        (
+            "ClipConfig",
+            "EarlyStoppingConfig",
+            "EmaConfig",
+            "LossScaleConfig",
+            "PenaltyConfig",
+            "ScheduleConfig",
+            "WarmStartConfig",
+            "WeightDecayConfig",
+        ),
+        "trainer.step.options",
+    ),
+}
+__all__ = sorted(_PUBLIC)  # `__getattr__` defines them.
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
 
 
 def _check_neighbours() -> None:

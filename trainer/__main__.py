@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import absl.flags
 from absl import app
 
+from data.system.errors import TrainerError
+from data.system.object_store import UnavailableError
 from trainer.cli import flags
-from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE, end_at_once
+from trainer.exit_codes import EXIT_BUG, end_at_once
 
 if TYPE_CHECKING:
     from trainer.cli.task_spec import TaskSpec
@@ -73,30 +75,14 @@ def _remove_generated_files() -> None:
 
 def _explain(error: Exception) -> int:
     """Prints one message for an error that a user can cause, a traceback for a bug."""
-    from data.system.object_store import UnavailableError
-    from strategies.cluster.tf_config import ClusterError
-    from trainer.config import ConfigError
-
-    if isinstance(error, UnavailableError):
-        print(f"error: {error}. Start again when it answers.", file=sys.stderr)
-        return EXIT_RESTART
-    exit_code = EXIT_USAGE
-    if not isinstance(error, (ConfigError, ClusterError)):
-        from trainer.hooks.finite import NonFiniteLossError
-        from trainer.preflight import DiskError
-        from trainer.task import USER_ERRORS
-
-        if isinstance(error, DiskError):
-            exit_code = EXIT_RESTART
-        elif isinstance(error, NonFiniteLossError):
-            exit_code = EXIT_BUG
-        elif not isinstance(error, USER_ERRORS):
-            traceback.print_exception(error)
-            return EXIT_BUG
+    if not isinstance(error, TrainerError):
+        traceback.print_exception(error)
+        return EXIT_BUG
     if flags.TRACEBACK.value:
         traceback.print_exception(error)
-    print(f"error: {error}", file=sys.stderr)
-    return exit_code
+    hint = ". Start again when it answers." if isinstance(error, UnavailableError) else ""
+    print(f"error: {error}{hint}", file=sys.stderr)
+    return error.exit_code
 
 
 def run_from_command_line(command: Command | None = None) -> NoReturn:

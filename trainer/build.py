@@ -29,9 +29,11 @@ from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.export import Export
 from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.inspect import Histograms, Profile
+from trainer.hooks.notebook import notebook_bars
 from trainer.hooks.report import Report
 from trainer.hooks.save import KeepConfig, SaveCheckpoint
-from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
+from trainer.hooks.trackers.building import build_trackers
+from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer, hparams_of
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
 from trainer.models import build_from_specs, check_model, is_built
@@ -258,15 +260,30 @@ def chief_hooks(
     appended = RunFiles(local_dir(parts.model_dir))
     lines = build_json_lines(appended.metrics, parts.inputs)
     json_lines = Lossy(lines, appended.metrics)
-    tensorboard = TensorBoard(appended.tensorboard)
+    tensorboard = TensorBoard(
+        appended.tensorboard,
+        hparams={**hparams_of(config), "strategy": config_document["strategy"]},
+        metrics=parts.learner.metric_names,
+    )
     lossy_tensorboard = Lossy(tensorboard, appended.tensorboard)
-    writers: list[Writer] = [console, json_lines, lossy_tensorboard]
-    hooks: list[Hook] = [
+    hooks: list[Hook] = []
+    step = parts.learner.step
+    trackers = build_trackers(
+        recipe,
+        parts.model_dir,
+        config_document,
+        is_complete=lambda: (
+            int(step.numpy()) >= config.train_steps or any(hook.done for hook in hooks)
+        ),
+    )
+    writers: list[Writer] = [console, json_lines, lossy_tensorboard, *trackers]
+    hooks += [
         StopOnNonFinite(parts.learner.loss_scale),
         *([] if is_s3(parts.model_dir) else [_keep_config_hook(parts, config_document)]),
         json_lines,
         lossy_tensorboard,
         console,
+        *notebook_bars(config.train_steps, parts.executor.pace),
         Report(
             parts.executor,
             parts.learner,
@@ -310,7 +327,7 @@ def chief_hooks(
             if isinstance(hook, (EarlyStop, Callbacks)):
                 hook.to_end.append(export)
         hooks.append(export)
-    return hooks
+    return [*hooks, *trackers]  # Last: their end comes after the last reports.
 
 
 def _hooks_of_user(recipe: Recipe, model_dir: str) -> list[Hook]:

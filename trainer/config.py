@@ -20,6 +20,7 @@ A config file is a user's whole plug-in. It defines
 | `build_learner(config, **parts)` | no | returns a Learner; `parts` are its arguments, built |
 | `build_hooks(config, model_dir)` | no | returns a list of trainer.hooks.base.Hook, for the chief |
 | `build_callbacks(config)` | no | returns a list of callbacks of Keras: docs/keras.md |
+| `build_writers(config, model_dir)` | no | returns a list of trainer.Writer: docs/trackers.md |
 
 Without `parse`, examples are parsed as dataset_info.json says. The default loss is the softmax
 cross entropy of labels, integer or one-hot, and logits; the default metric is accuracy, where
@@ -43,6 +44,7 @@ import difflib
 import functools
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +52,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from data.system.files import FAIL, SKIP
 from trainer.config_file import errors_explained, load_module, split_target
+from trainer.hooks.trackers.names import check_trackers
 from trainer.step.options import (
     ClipConfig,
     EarlyStoppingConfig,
@@ -70,12 +73,16 @@ if TYPE_CHECKING:
 
     from data.reader import Augment, Parse
     from trainer.hooks.base import Hook
+    from trainer.hooks.writers import Writer
     from trainer.learner import Learner
     from trainer.step.keras_losses import LossSpec
     from trainer.step.keras_metrics import MetricSpec
     from trainer.step.losses import PerExample
 
 log = logging.getLogger(__name__)
+
+# In place of a config file, in config.json and in messages: a Config object that trainer.train got.
+PYTHON_CONFIG = "trainer.train()"
 
 
 @dataclass
@@ -148,6 +155,7 @@ class Config:
         histogram_every_steps: TensorBoard histograms of variables and gradients; 0 is never.
         profile_first_step: Where the profiler starts; 0 is never.
         profile_num_steps: The number of steps that it records.
+        trackers: Experiment trackers that get the reports, joined by commas: mlflow, wandb.
         export: True writes export/model.keras and export/saved_model at the end.
         micro_batches: Each replica computes its share of a batch in this many parts, one after
             another, and sums their gradients: the same step in less memory. Layers that mix
@@ -187,6 +195,7 @@ class Config:
     histogram_every_steps: int = at_least(0, 0)
     profile_first_step: int = at_least(0, 0)
     profile_num_steps: int = at_least(1, 10)
+    trackers: str = ""
     export: bool = True
     micro_batches: int = at_least(1, 1)
     precision: str = "float32"
@@ -222,6 +231,7 @@ class Recipe:
     build_hooks: Callable[[Config, str], Iterable["Hook"]] | None = None
     build_learner: Callable[..., "Learner"] | None = None
     build_callbacks: Callable[[Config], Iterable["keras.callbacks.Callback"]] | None = None
+    build_writers: Callable[[Config, str], Iterable["Writer"]] | None = None
     files: tuple[str, ...] = ()  # The config file, and the neighbours that it imports.
 
 
@@ -258,6 +268,11 @@ def recipe_of_run(document: Mapping[str, Any]) -> Recipe:  # Any: JSON values.
 
     Fields that the config file has lost since are left out. Raises ConfigError if the file is gone.
     """
+    if document["recipe"] == PYTHON_CONFIG and PYTHON_CONFIG not in sys.modules:
+        raise ConfigError(
+            "This run was started from Python, with a Config object, so there is no config file "
+            "with its functions. Give them again: trainer.load_run(RUN, build_model=build_model)."
+        )
     recipe = load_recipe(document["recipe"])
     known = flatten(recipe.config)
     for name, value in flatten_json(document["config"]).items():
@@ -314,6 +329,7 @@ def check(config: Config) -> None:
             "--config.checkpoint_every_steps=100, for example."
         )
     check_options(config)
+    check_trackers(config.trackers)
     if config.warm_start.path.startswith("s3://"):
         raise ConfigError(
             f"config.warm_start.path={config.warm_start.path} cannot be read: give a local copy. "

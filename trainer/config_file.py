@@ -35,6 +35,7 @@ _LIBRARIES = tuple(
 _PLACE = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 # At the left margin, so when the file is imported.
 _IMPORTS_KERAS = re.compile(r"^(import|from) (keras|tensorflow)\b", re.MULTILINE)
+_LOADED: set[str] = set()  # The files of config files, and their neighbours.
 _SHIPPED = Path(__file__).resolve().parents[1] / "configs"
 # Errors of other tasks: a user's code did not cause them.
 _LOSSES = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
@@ -49,7 +50,10 @@ def split_target(target: str) -> tuple[str, str]:
 def absolute(target: str) -> str:
     """`target` for a process with another current directory."""
     place, function = split_target(target)
-    file = str(Path(str(load_module(place)[0].__file__)).resolve())
+    found = getattr(load_module(place)[0], "__file__", None)
+    if found is None:  # Made of a Config object.
+        return target
+    file = str(Path(found).resolve())
     return f"{file}:{function}" if ":" in target else file
 
 
@@ -59,7 +63,7 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
 
     Raises ConfigError if it does not exist, cannot be executed, or creates a tensor.
     """
-    modules_before, had_tensors = set(sys.modules), _has_tensors()
+    modules_before, had_tensors = set(sys.modules), has_tensors()
     place = _shipped_file(place) or place
     try:
         with _metrics_without_variables(place):
@@ -68,16 +72,32 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
         raise
     except Exception as error:  # A user's code, which may fail in any way.
         raise ConfigError(f"--config={place} cannot be run: {explained(error)}") from error
-    if _has_tensors() and not had_tensors:
+    if has_tensors() and not had_tensors:
         raise ConfigError(
             f"--config={place} creates a tensor when it is imported{_tensors_of(module)}: devices "
             "and other tasks must be set up before the first tensor. Create it inside the function "
             "that uses it, or write it as a NumPy array."
         )
     loaded = [sys.modules[name] for name in set(sys.modules) - modules_before]
-    files = {str(getattr(each, "__file__", None) or "") for each in loaded}
-    own = str(module.__file__)
-    return module, (own, *sorted(file for file in files - {own} if _is_users(file)))
+    own = getattr(module, "__file__", None)
+    if own is None:  # Made of a Config object.
+        return module, ()
+    files = {str(getattr(each, "__file__", None) or "") for each in loaded} - {own}
+    loaded_files = (own, *sorted(file for file in files if _is_users(file)))
+    _LOADED.update(loaded_files)
+    return module, loaded_files
+
+
+def forget_modules() -> None:
+    """Has `load_module` execute files again, with their neighbours: they may have changed.
+
+    For a process that lives longer than a run, such as a notebook.
+    """
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__file__", None) in _LOADED and name != "__main__":
+            del sys.modules[name]
+    _LOADED.clear()
+    load_module.cache_clear()
 
 
 @contextlib.contextmanager
@@ -227,7 +247,7 @@ def _not_found(place: str, what: str) -> ConfigError:
     )
 
 
-def _has_tensors() -> bool:
+def has_tensors() -> bool:
     """Returns True if TensorFlow has initialised its devices, which the first tensor does."""
     context = sys.modules.get("tensorflow.python.eager.context")
     current = context.context_safe() if context else None

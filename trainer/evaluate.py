@@ -10,7 +10,7 @@ say which. The metrics are the trainer's own, up to rounding. A checkpoint of an
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags
 
@@ -20,7 +20,11 @@ from trainer.exit_codes import EXIT_DONE
 from trainer.run_files import Document, RunFiles
 
 if TYPE_CHECKING:
+    from data.reader import Reader
+    from strategies.mirrored import MirroredExecutor
     from trainer.checkpoints.checkpointer import Checkpointer
+    from trainer.config import Recipe
+    from trainer.learner import Learner
 
 
 def evaluate(
@@ -36,11 +40,43 @@ def evaluate(
             or the config file now defines another model.
     """
     from strategies.metrics import means
+    from trainer.inputs import Inputs, check_batches
+
+    restored = restore(model_dir, checkpoint, split, data_dir)
+    reader, learner, executor = restored.reader, restored.learner, restored.executor
+    check_batches(Inputs(reader, reader), learner, restored.recipe)
+    executor.start_evaluation(learner, reader)
+    metrics = executor.evaluate()
+    return {
+        "checkpoint": restored.name,
+        "step": restored.step,
+        "split": reader.split.name,
+        "examples": int(metrics["loss"][1]),
+        **means(metrics),
+    }
+
+
+class Restored(NamedTuple):
+    """A checkpoint of a run, restored."""
+
+    name: str
+    step: int
+    recipe: "Recipe"
+    reader: "Reader"  # Of the evaluation split.
+    executor: "MirroredExecutor"
+    learner: "Learner"
+    specs: Any  # Of the model's inputs: a nest of tensor specs has no type.
+
+
+def restore(
+    model_dir: str, checkpoint: str, split: str | None = None, data_dir: str | None = None
+) -> Restored:
+    """Restores `checkpoint` (newest, best, a step or its name); raises as `evaluate`."""
     from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
     from trainer.build import build_checkpointer, build_learner
     from trainer.inputs import (
         Inputs,
-        check_batches,
+        build_metrics,
         fitted_to_model,
         input_specs,
         open_evaluation,
@@ -57,19 +93,11 @@ def evaluate(
     learner = executor.build(lambda: build_learner(recipe, specs))
     reader = fitted_to_model(inputs, recipe, learner.model).evaluation
     inputs = Inputs(reader, reader)
+    build_metrics(inputs, learner, recipe)
     checkpointer = build_checkpointer(recipe, model_dir, inputs, learner)
     name = _chosen(checkpoint, checkpointer, model_dir)
     saved = checkpointer.restore_model(name)
-    check_batches(inputs, learner, recipe)
-    executor.start_evaluation(learner, reader)
-    metrics = executor.evaluate()
-    return {
-        "checkpoint": name,
-        "step": saved.step,
-        "split": reader.split.name,
-        "examples": int(metrics["loss"][1]),
-        **means(metrics),
-    }
+    return Restored(name, saved.step, recipe, reader, executor, learner, specs)
 
 
 def _chosen(wanted: str, checkpointer: "Checkpointer", model_dir: str) -> str:
@@ -82,7 +110,7 @@ def _chosen(wanted: str, checkpointer: "Checkpointer", model_dir: str) -> str:
         fitting = [name for name in names if name.startswith("best-")]
     else:
         steps = {name: int(name.partition("-")[2]) for name in names}
-        fitting = [name for name, step in steps.items() if str(step) == wanted]
+        fitting = [name for name, step in steps.items() if wanted in (str(step), name)]
     if not fitting:
         raise ConfigError(
             f"--checkpoint={wanted}: {model_dir} has no such checkpoint. It has "
@@ -94,7 +122,9 @@ def _chosen(wanted: str, checkpointer: "Checkpointer", model_dir: str) -> str:
 def define_flags() -> None:
     """Declares the flags of the command."""
     flags.DEFINE_string(
-        "checkpoint", "newest", "The checkpoint to evaluate: newest, best, or a step such as 1000."
+        "checkpoint",
+        "newest",
+        "The checkpoint that is evaluated: newest, best, or a step such as 1000.",
     )
     flags.DEFINE_string("split", None, "Split to read; by default the evaluation split.")
     flags.DEFINE_string(

@@ -2,7 +2,7 @@
 
     print(preflight(recipe, model_dir).describe(num_ps=1, num_gradient_buffers=0))
 
-No GPU is used: their memory is for the processes that train.
+No GPU is used, except by a process that will train: their memory is for the processes that train.
 """
 
 import contextlib
@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from data.system import files
+from data.system.errors import RunFailed
 from data.system.object_store import UnavailableError
 from strategies.mirrored import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import ModelDirError, Saved
 from trainer.config import Config, Recipe, data_dir, to_json
-from trainer.exit_codes import EXIT_DONE
+from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.hooks.callbacks import build_callbacks
 from trainer.inputs import (
     Inputs,
@@ -36,8 +37,10 @@ _PROBE_BYTES = 1 << 16  # Not 0: an empty file fits on a full disk.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
-class DiskError(RuntimeError):
+class DiskError(RunFailed):
     """The disk of --model_dir is full or fails. Exit code 75: start again when it is repaired."""
+
+    exit_code = EXIT_RESTART
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Findings:
         return "\n".join(lines)
 
 
-def preflight(recipe: Recipe, model_dir: str) -> Findings:
+def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Findings:
     """Finds what would fail later. Trains nothing, and changes no file of a run.
 
     Parses the first batch of each split, runs the model on it, and compares the newest checkpoint
@@ -80,7 +83,8 @@ def preflight(recipe: Recipe, model_dir: str) -> Findings:
 
     Raises DataError, ConfigError, ModelDirError or OptimizerError for a user's mistake.
     """
-    use_gpus(0)
+    if hides_gpus:
+        use_gpus(0)
     build_callbacks(recipe)
     inputs = open_inputs(recipe)
     specs = input_specs(inputs, recipe)

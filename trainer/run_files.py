@@ -13,6 +13,7 @@
 | result.json | last step, evaluation, exit code, reason | task.py: last, or after error or stall |
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
 | tasks/ | one log per task of a local cluster | local/launcher.py |
+| trackers.json | the ids of the run in trackers | hooks/trackers/ |
 | placement.txt | the device of each op, if asked for; of a cluster in tasks/ | task.py |
 
 No TensorFlow is imported for local paths: the launcher reads these files too.
@@ -30,6 +31,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from data.system.errors import UsageError
 from data.system.files import (
     exists,
     is_dir,
@@ -54,7 +56,7 @@ Document: TypeAlias = Mapping[str, Any]  # A JSON object. Its values have no com
 log = logging.getLogger(__name__)
 
 
-class RunFileError(ValueError):
+class RunFileError(UsageError):
     """A file of a run is missing or damaged, and the run cannot make it anew. Exit code 2."""
 
 

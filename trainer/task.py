@@ -25,26 +25,25 @@ import keras
 import tensorflow as tf
 
 from data.system.cores import num_cores
-from data.system.files import DataError, is_s3, is_url
+from data.system.errors import TrainerError
 from data.system.files import absolute as absolute_path
-from strategies.base import DataFaultError, Executor, PeerLostError, Position, PositionError
+from data.system.files import is_s3, is_url
+from strategies.base import DataFaultError, Executor, PeerLostError, Position
 from strategies.cluster.peers import check_own_address, connecting, port_of
 from strategies.cluster.ports import held
 from strategies.cluster.tf_config import Cluster, ClusterError
-from strategies.mirrored import DeviceError, MirroredExecutor, replica_devices, use_gpus
+from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from strategies.multiworker import MultiWorkerExecutor
 from strategies.ps.asynchronous import AsynchronousExecutor
-from strategies.ps.placement import PlacementError
 from strategies.ps.servers import ask_chief_to_stop, serve, start_server
 from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import Parts, build_checkpointer, build_learner, chief_hooks, shared_hooks
-from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.report_upload import uploading_reports
 from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, check_replicas, data_dir, to_json
 from trainer.config_file import absolute
 from trainer.evaluator import follow
-from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE, first_line
+from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards.fingerprint import as_number, fingerprint, versions
 from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
@@ -62,7 +61,6 @@ from trainer.inputs import (
 from trainer.preflight import check_model_dir, disk_errors_explained
 from trainer.resume import restore_together, train_recovering
 from trainer.run_files import Document, RunFiles
-from trainer.step.optimizers import OptimizerError
 
 log = logging.getLogger(__name__)
 
@@ -73,25 +71,13 @@ _LOST = (PeerLostError, tf.errors.UnavailableError)
 # thread all-reduces wait for the ops of the backward pass: a step took 1.5 times as long.
 _OPS_WITH_NETWORK = 4
 
-# A user's mistakes: one message, exit code 2.
-USER_ERRORS = (
-    ClusterError,
-    ConfigError,
-    DataError,
-    DeviceError,
-    ModelDirError,
-    OptimizerError,
-    PlacementError,
-    PositionError,
-)
 
+def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
+    """Runs one task to its end; returns its exit code. `signals`: handles stop signals.
 
-def run(spec: TaskSpec) -> int:
-    """Runs one task to its end; returns its exit code.
-
-    Raises NonFiniteLossError if training diverged, and one of USER_ERRORS for a user's mistake.
+    Raises NonFiniteLossError if training diverged, and a UsageError for a user's mistake.
     """
-    with StopSignals() as signals:
+    with signals or StopSignals() as signals:
         # 1. Check what is known without TensorFlow's runtime.
         _check_cluster(spec)
         # 2. Configure TensorFlow, before it touches a device. Evaluators and servers end here.
@@ -451,7 +437,7 @@ def _failure_recorded(
                 raise error.__cause__ or error from None
     except Exception as error:
         is_lost = isinstance(error, _LOST)
-        exit_code = EXIT_USAGE if isinstance(error, USER_ERRORS) else EXIT_BUG
+        exit_code = error.exit_code if isinstance(error, TrainerError) else EXIT_BUG
         failed = {
             "step": None if is_lost else int(parts.learner.step.numpy()),
             "seconds": round(time.monotonic() - started, 3),

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import BinaryIO, TypeVar, cast
 
 from data.system import object_store
+from data.system.errors import UsageError
 
 # What to do about damaged data: `on_corrupt`.
 FAIL, SKIP = "fail", "skip"
@@ -26,7 +27,7 @@ FAIL, SKIP = "fail", "skip"
 T = TypeVar("T")
 
 
-class DataError(ValueError):
+class DataError(UsageError):
     """The data or the path to it is wrong, and the user can correct it."""
 
 

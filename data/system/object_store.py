@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+from data.system.errors import RunFailed
+
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
@@ -43,8 +45,10 @@ _NO_KEYS = (
 )
 
 
-class UnavailableError(ConnectionError):
+class UnavailableError(RunFailed, ConnectionError):
     """The object store does not answer, or not well. The same call may work later."""
+
+    exit_code = 75
 
 
 class MissingObstoreError(OSError):

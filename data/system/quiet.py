@@ -18,6 +18,7 @@ TF_CPP_MIN_LOG_LEVEL=0 or 1 in the environment, all lines of that level are show
 
 import contextlib
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import TextIO
 
 _START_UP_LINES = re.compile(
     rb"All log messages before absl::InitializeLog\(\) is called|oneDNN custom operations are on"
@@ -89,11 +91,19 @@ def _start_up_lines_removed() -> Iterator[None]:
         finally:
             os.dup2(real_stderr.fileno(), 2)
             sys.stderr = python_stderr
+            _give_stream_to_logger(real_stderr, python_stderr)
             held.seek(0)
             with contextlib.suppress(OSError):  # Nobody reads descriptor 2 any more.
                 for line in held:
                     if not _START_UP_LINES.search(line):
                         os.write(2, line)
+
+
+def _give_stream_to_logger(former: TextIO, now: TextIO) -> None:
+    """TensorFlow's logger keeps the stream of its import, unless logging was set up before."""
+    for handler in logging.getLogger("tensorflow").handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is former:
+            handler.setStream(now)
 
 
 def _has_gpu_device() -> bool:

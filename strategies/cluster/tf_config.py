@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from data.system.errors import UsageError
 from strategies.cluster.ports import free_ports
 
 _JOBS = ("chief", "worker", "ps", "evaluator")
@@ -38,7 +39,7 @@ _TF_CONFIG, _COMMAND_LINE = "TF_CONFIG", "the command line"
 _ADD = {_TF_CONFIG: 'Add "{}": ["host:port"]', _COMMAND_LINE: "Add --{}_hosts=host:port"}
 
 
-class ClusterError(ValueError):
+class ClusterError(UsageError):
     """The description of the cluster has a mistake; the message says what to type. Exit code 2."""
 
 

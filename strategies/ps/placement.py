@@ -20,10 +20,12 @@ from typing import TypeVar
 
 import tensorflow as tf
 
+from data.system.errors import UsageError
+
 Made = TypeVar("Made")
 
 
-class PlacementError(ValueError):
+class PlacementError(UsageError):
     """The model was different when it was built a second time. Exit code 2."""
 
 

@@ -235,17 +235,17 @@ def test_error_in_get_config_names_the_line(tmp_path: Path) -> None:
 def test_tensor_at_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # This process has tensors already: pretend that it has none before the import.
     answers = iter([False, True])
-    monkeypatch.setattr("trainer.config_file._has_tensors", lambda: next(answers))
+    monkeypatch.setattr("trainer.config_file.has_tensors", lambda: next(answers))
     path = written(tmp_path, COMPLETE + "\n    import tensorflow as tf\n    MEAN = tf.zeros([3])\n")
     with pytest.raises(ConfigError, match=r"creates a tensor when it is imported \(MEAN\)"):
         load_recipe(path)
 
 
 def test_tensors_are_noticed() -> None:
-    from trainer.config_file import _has_tensors
+    from trainer.config_file import has_tensors
 
     tf.zeros([1])
-    assert _has_tensors()
+    assert has_tensors()
 
 
 FUTURE = """

@@ -33,6 +33,7 @@ import keras
 import tensorflow as tf
 
 from data.system import files, object_store
+from data.system.errors import UsageError
 from data.system.object_store import UnavailableError
 from data.system.scratch import scratch_dir
 from strategies.base import Position
@@ -52,7 +53,7 @@ from trainer.run_files import CHECKPOINT_MARK
 log = logging.getLogger(__name__)
 
 
-class ModelDirError(ValueError):
+class ModelDirError(UsageError):
     """The model directory cannot be used for this run. Exit code 2."""
 
 

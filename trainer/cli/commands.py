@@ -24,6 +24,7 @@ from trainer.cli.continued import print_next
 from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, Recipe, check_replicas, data_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
+from trainer.hooks.trackers.names import reached_over_network
 from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
 from trainer.local.fork_server import ForkServer
 from trainer.local.keep_serving import keep_serving
@@ -102,7 +103,7 @@ def _launch(recipe: Recipe) -> int:
         check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
     num_threads = flags.NUM_THREADS.value or max(1, num_cores() // num_workers)
     cores = _cores(cluster, num_threads) if strategy == "multiworker" else {}
-    model_dir = _model_dir(recipe)
+    model_dir = model_dir_of(recipe)
     argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
     with contextlib.ExitStack() as stack:
         forks = None
@@ -134,7 +135,7 @@ def _launch(recipe: Recipe) -> int:
             stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
             fork_server=forks,
         )
-        _point_latest_to(model_dir)
+        point_latest_to(model_dir)
         stack.enter_context(uploading_reports(model_dir, ["tasks"]))
         exit_code = launched.run().exit_code
     print_next(exit_code, model_dir)
@@ -178,8 +179,8 @@ def _run_check_before_launch(recipe: Recipe, argv: Sequence[str], forks: ForkSer
 
 
 def _check_before_launch(recipe: Recipe) -> int:
-    model_dir = _model_dir(recipe)
-    _set_train_steps(recipe)
+    model_dir = model_dir_of(recipe)
+    set_train_steps(recipe)
     if _say_if_finished(recipe, model_dir):
         return EXIT_DONE
     if flags.CHECK.value:
@@ -218,6 +219,7 @@ def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:
 def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
     wanted = flags.ISOLATE.value
     urls = [path for path in (model_dir, data_dir(recipe.config)) if is_url(path)]
+    urls += filter(None, [reached_over_network(recipe.config.trackers)])
     if wanted == "off":
         why_not = "--isolate=off"
     elif wanted == "auto" and urls:
@@ -240,14 +242,14 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
 
 
 def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int | TaskSpec:
-    replicas_to_aggregate = flag_checks.num_to_aggregate(recipe, _num_workers(cluster))
+    flag_checks.num_to_aggregate(recipe, _num_workers(cluster))
     flag_checks.check_wire(_num_workers(cluster))
-    model_dir = _model_dir(recipe)
+    model_dir = model_dir_of(recipe)
     serves = cluster is not None and flag_checks.serves(cluster)
     is_evaluator = cluster is not None and cluster.task.job == "evaluator"
     serves_many = serves and (flags.KEEP_SERVING.value or flags.MODEL_DIR.value is None)
     if not serves:
-        _set_train_steps(recipe)
+        set_train_steps(recipe)
     # If the run is finished, no chief would end its server. An evaluator may have work left.
     if not (serves_many or is_evaluator) and _say_if_finished(recipe, model_dir):
         return EXIT_DONE
@@ -255,7 +257,14 @@ def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int 
         return _check(recipe, model_dir, cluster)
     tf_setup.import_tensorflow()
     if cluster is None and not is_launched:
-        _point_latest_to(model_dir)
+        point_latest_to(model_dir)
+    return task_spec(recipe, cluster, model_dir, is_launched=is_launched)
+
+
+def task_spec(
+    recipe: Recipe, cluster: Cluster | None, model_dir: str, *, is_launched: bool = False
+) -> TaskSpec:
+    """The task that the parsed flags describe."""
     return TaskSpec(
         strategy=flags.STRATEGY.value,
         recipe=recipe,
@@ -270,10 +279,10 @@ def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int 
         log_device_placement=flags.LOG_DEVICE_PLACEMENT.value,
         is_verbose=flags.VERBOSE.value,
         flags=flags.strategy_words(),
-        replicas_to_aggregate=replicas_to_aggregate,
+        replicas_to_aggregate=flag_checks.num_to_aggregate(recipe, _num_workers(cluster)),
         max_staleness=flags.MAX_STALENESS.value,
         is_checked=is_launched,
-        serves=serves,
+        serves=cluster is not None and flag_checks.serves(cluster),
         chief_timeout_secs=None if flags.KEEP_SERVING.value else flags.CHIEF_TIMEOUT_SECS.value,
         grace_secs=flags.GRACE_SECS.value,
         stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
@@ -301,7 +310,7 @@ def _check(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> int:
     return EXIT_DONE
 
 
-def _set_train_steps(recipe: Recipe) -> None:
+def set_train_steps(recipe: Recipe) -> None:
     """Sets train_steps to that of --epochs, if it is given: this needs the data."""
     if flags.EPOCHS.value is not None:
         tf_setup.import_tensorflow()
@@ -310,7 +319,7 @@ def _set_train_steps(recipe: Recipe) -> None:
         recipe.config.train_steps = num_steps_of(recipe, flags.EPOCHS.value)
 
 
-def _point_latest_to(model_dir: str) -> None:
+def point_latest_to(model_dir: str) -> None:
     """Makes runs/latest a link to `model_dir`, a default directory."""
     if flags.MODEL_DIR.value is not None:
         return
@@ -323,13 +332,15 @@ def _point_latest_to(model_dir: str) -> None:
         partial.replace(latest)
 
 
-def _model_dir(recipe: Recipe) -> str:
+def model_dir_of(recipe: Recipe) -> str:
+    """The directory of --model_dir, or a new one under runs/."""
     if flags.MODEL_DIR.value is not None:
         given = str(flags.MODEL_DIR.value)
         # Not the link, which will point to another run while this one goes on.
         return os.path.realpath(given) if os.path.islink(given.rstrip("/")) else given
     now = time.strftime("%Y%m%d-%H%M%S")
-    return str(Path("runs") / f"{Path(recipe.files[-1]).stem}-{flags.STRATEGY.value}-{now}")
+    name = Path(recipe.files[0]).stem if recipe.files else "python"
+    return str(Path("runs") / f"{name}-{flags.STRATEGY.value}-{now}")
 
 
 def _say_if_finished(recipe: Recipe, model_dir: str) -> bool:

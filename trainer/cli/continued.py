@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from data.system.files import exists, is_url
 from strategies.cluster.tf_config import Cluster
-from trainer.config import ConfigError, flatten, flatten_json, load_recipe
+from trainer.config import PYTHON_CONFIG, ConfigError, flatten, flatten_json, load_recipe
 from trainer.config_file import split_target
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.run_files import Document, RunFiles
@@ -60,6 +60,11 @@ def with_settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> lis
 
 def _config_words(document: Document, given: Mapping[str, str], model_dir: str) -> list[str]:
     path = document["recipe"]
+    if path == PYTHON_CONFIG:
+        raise ConfigError(
+            f"The run in {model_dir} was started from Python, with a Config object. Continue it "
+            f"there: trainer.train(config, build_model=build_model, model_dir={model_dir!r})."
+        )
     if not os.path.isfile(split_target(path)[0]):
         raise ConfigError(
             f"The run in {model_dir} was started with the config file {path}, which does not exist "

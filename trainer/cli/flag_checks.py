@@ -26,6 +26,7 @@ from trainer.config import (
     data_dir,
     load_recipe,
 )
+from trainer.hooks.trackers.names import reached_over_network
 
 
 def read_recipe() -> Recipe:
@@ -59,7 +60,8 @@ def _check_epochs() -> None:
 
 def check_isolation(recipe: Recipe) -> None:
     """Refuses `--isolate=on` if tasks need the network to read or to write."""
-    if flags.ISOLATE.value == "on" and (urls := _at_s3(recipe.config)):
+    urls = [*_at_s3(recipe.config), reached_over_network(recipe.config.trackers)]
+    if flags.ISOLATE.value == "on" and (urls := list(filter(None, urls))):
         raise ConfigError(
             f"--isolate=on separates the tasks from the network, but {urls[0]} is reached over "
             "the network. Use --isolate=auto, or local directories."

@@ -13,11 +13,12 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
 from ml_collections import config_flags
 
+from data.system.errors import UsageError
 from data.system.flags import show_help
 from trainer.exit_codes import EXIT_USAGE
 
@@ -311,24 +312,30 @@ def strategy_words() -> list[str]:
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses the command line, or ends with one message and exit code 2."""
     show_help(argv)
+    try:
+        return parse_words(argv)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+
+def parse_words(argv: Sequence[str]) -> list[str]:
+    """Parses the words of a command line. Raises a UsageError for the first mistake."""
     from trainer.cli.continued import with_settings_of_run
     from trainer.config import ConfigError, load_recipe
 
     paths = _config_paths(argv)
     if len(paths) > 1:
-        _end_with(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
-    try:
-        if not paths:
-            argv = with_settings_of_run(argv, [n for n, s in SCOPES.items() if s.where == LOCAL])
-            # The tasks of a cluster on this machine get the command line of their launcher.
-            sys.argv[1:] = argv[1:]
-            paths = _config_paths(argv)
-        path = paths[0] if paths else _DEFAULT_CONFIG
-        if not paths:
-            argv = [argv[0], f"--config={path}", *argv[1:]]
-        config = load_recipe(path).config
-    except ConfigError as error:
-        _end_with(str(error))
+        raise ConfigError(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
+    if not paths:
+        argv = with_settings_of_run(argv, [n for n, s in SCOPES.items() if s.where == LOCAL])
+        # The tasks of a cluster on this machine get the command line of their launcher.
+        sys.argv[1:] = argv[1:]
+        paths = _config_paths(argv)
+    path = paths[0] if paths else _DEFAULT_CONFIG
+    if not paths:
+        argv = [argv[0], f"--config={path}", *argv[1:]]
+    config = load_recipe(path).config
     try:
         return FLAGS(argv)  # type: ignore[no-any-return]
     except flags.UnrecognizedFlagError as error:
@@ -339,12 +346,7 @@ def parse(argv: Sequence[str]) -> list[str]:
             message = f"--{error.flagname} has a new name: write --{new_name}."
     except (AttributeError, KeyError, flags.Error) as error:
         message = _explain_flag_error(argv, config, error)
-    _end_with(message)
-
-
-def _end_with(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(EXIT_USAGE)
+    raise ConfigError(message)
 
 
 def _config_paths(argv: Sequence[str]) -> list[str]:

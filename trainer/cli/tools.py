@@ -14,10 +14,10 @@ from typing import NoReturn
 
 from absl import app
 
-from data.system.files import DataError, exists, is_dir
+from data.system.errors import TrainerError
+from data.system.files import exists, is_dir
 from data.system.flags import parse_flags
-from trainer.exit_codes import EXIT_USAGE
-from trainer.run_files import RunFileError, RunFiles
+from trainer.run_files import RunFiles
 from trainer.step.options import ConfigError
 from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
 
@@ -64,15 +64,6 @@ def _main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     configure_logging()
     try:
         return main(argv)
-    except (ConfigError, DataError, RunFileError) as error:
-        message = str(error)
-    except Exception as error:
-        if "tensorflow" not in sys.modules:
-            raise
-        from trainer.task import USER_ERRORS
-
-        if not isinstance(error, USER_ERRORS):
-            raise
-        message = str(error)
-    print(f"error: {message}", file=sys.stderr)
-    return EXIT_USAGE
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from strategies.base import Pace
 from strategies.metrics import Metrics
+from trainer.hooks.notebook import is_kernel
 from trainer.hooks.writers import Values, Writer
 from trainer.local.terminal import passed_width
 from trainer.run_files import clock
@@ -36,7 +37,11 @@ class Console(Writer):
     """
 
     def __init__(self, last_step: int, pace: Pace | None = None) -> None:
-        self._console = rich.console.Console(highlight=False)
+        # A kernel has colours, but no terminal: hooks/notebook.py shows the bar.
+        force_terminal = False if is_kernel() else None
+        self._console = rich.console.Console(
+            highlight=False, force_jupyter=False, force_terminal=force_terminal
+        )
         self._last_step = last_step
         self._pace = pace
         self._has_failed = False

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 from typing_extensions import override
 
+from data.system.errors import RunFailed
 from strategies.metrics import Metrics
 from trainer.hooks.base import Hook
 from trainer.learner import Learner
 from trainer.step.loss_scale import LossScale
 
 
-class NonFiniteLossError(RuntimeError):
+class NonFiniteLossError(RunFailed):
     """The loss or a variable is not finite: the run ends, or goes back to a checkpoint."""
 
 

@@ -20,15 +20,19 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.hparams import summary_v2 as hp
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from typing_extensions import override
 
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
+from trainer.config import Config, flatten
 from trainer.exit_codes import first_line
 from trainer.hooks.base import Hook
 from trainer.run_files import read_reports, step_of, without_nan
 
 log = logging.getLogger(__name__)
+
+_HPARAMS = ("batch_size", "learning_rate", "optimizer", "precision", "seed", "train_steps")
 
 # A number; or by worker a number or a histogram {value: count}, as in Executor.worker_stats. Any:
 # each writer distinguishes the three when it writes.
@@ -134,11 +138,35 @@ class JsonLines(Writer):
 
 
 class TensorBoard(Writer):
-    """Scalars and histograms in `tensorboard/train` and `tensorboard/eval`."""
+    """Scalars and histograms in `tensorboard/train` and `tensorboard/eval`; HParams beside them.
 
-    def __init__(self, directory: str) -> None:
+    `hparams`: what TensorBoard's HParams shows for the run, with its `metrics` of "eval".
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        hparams: Mapping[str, bool | float | str] | None = None,
+        metrics: Sequence[str] = (),
+    ) -> None:
         self._directory = directory
+        self._hparams, self._metric_names = hparams, metrics
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
+
+    @override
+    def begin(self, step: int) -> None:
+        if self._hparams is None:
+            return
+        metrics = [hp.Metric(name, group="eval") for name in self._metric_names]
+        summaries = [
+            hp.hparams_config_pb([hp.HParam(name) for name in self._hparams], metrics),
+            # One trial a directory, also if the run is resumed with another value.
+            hp.hparams_pb(dict(self._hparams), trial_id=self._directory),
+        ]
+        self._hparams = None  # Once a process, not again after a NaN.
+        with self.writing("", step):
+            for summary in summaries:
+                tf.summary.experimental.write_raw_pb(summary.SerializeToString())
 
     @contextlib.contextmanager
     def writing(self, split: str, step: int) -> Iterator[None]:
@@ -177,6 +205,14 @@ class TensorBoard(Writer):
                     summary.MergeFrom(scalar_pb(f"{name}/{worker}", number))
         with self.writing(split, step):
             tf.summary.experimental.write_raw_pb(summary.SerializeToString())
+
+
+def hparams_of(config: Config) -> dict[str, bool | float | str]:
+    """What HParams shows of a config: some fields of all runs, and the fields that were set."""
+    values, defaults = flatten(config), flatten(Config())
+    shown = [name for name in values if name in _HPARAMS or values[name] != defaults.get(name)]
+    kinds = (bool, int, float, str)
+    return {n: v if isinstance(v := values[n], kinds) else str(v) for n in shown if n != "data_dir"}
 
 
 def _samples(counts: Mapping[int, int]) -> npt.NDArray[np.int64]:

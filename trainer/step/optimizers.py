@@ -22,10 +22,11 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from data.system.errors import UsageError
 from trainer.step.options import ClipConfig, EmaConfig, LossScaleConfig, WeightDecayConfig
 
 
-class OptimizerError(ValueError):
+class OptimizerError(UsageError):
     """An optimizer or a setting with which training would be wrong. Exit code 2."""
 
 

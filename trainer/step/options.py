@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from data.system.errors import UsageError
+
 if TYPE_CHECKING:
     from trainer.config import Config
 
@@ -33,7 +35,7 @@ def at_least(least: int, default: int) -> int:
     return field(default=default, metadata={"at_least": least})
 
 
-class ConfigError(ValueError):
+class ConfigError(UsageError):
     """A user's mistake in a config; the message says what to type. Exit code 2."""
 
 

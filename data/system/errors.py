@@ -1,0 +1,41 @@
+"""The errors of this program: a message for the user, and the exit code that the command ends with.
+
+    raise UsageError("--workers must be 1 or more. Received: 0. Type --workers=2.")
+
+| error | exit code | meaning |
+| --- | --- | --- |
+| UsageError | 2 | a mistake in flags, config, data or model; a restart would end in the same way |
+| RunFailed | 1 | training diverged, or a task failed |
+| RunFailed | 75 | the last checkpoint is complete: start again to resume |
+
+Each package derives its own errors from these two. `python -m trainer` prints the message and exits
+with the code; `trainer.train` raises the error. Any other exception is a bug.
+"""
+
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    from trainer.api.result import Result
+
+
+class TrainerError(Exception):
+    """An error of which the message says what to do.
+
+    Attributes:
+        exit_code: What the command exits with.
+        result: What the run has left behind so far, if trainer.train raised the error after the
+            run had begun; or None.
+    """
+
+    exit_code: int = 1
+    result: Optional["Result"] = None
+
+
+class UsageError(TrainerError, ValueError):
+    """A user's mistake, usually found before training starts."""
+
+    exit_code = 2
+
+
+class RunFailed(TrainerError):
+    """A run that ended before its last step; `exit_code` is 75 if it can be continued."""

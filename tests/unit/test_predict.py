@@ -1,0 +1,167 @@
+"""Predictions for files equal what the model itself returns, whatever the model is loaded from."""
+
+import csv
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorflow as tf
+
+import trainer
+from data.system.files import DataError
+from data.tfrecord.split import batched_records, open_split
+from trainer.predict.__main__ import _write_csv
+from trainer.predict.predicting import predict
+
+NUM = 12
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from data.prepare.preparing import prepare
+
+    directory = tmp_path_factory.mktemp("datasets") / "digits"
+    prepare("digits", str(directory))
+    return directory
+
+
+def build_model(config: trainer.Config) -> keras.Model:
+    layers = keras.layers
+    stack = [layers.Flatten(), layers.Dense(10)]
+    return keras.Sequential([keras.Input((8, 8, 1), name="image"), *stack])
+
+
+RECIPE = """
+from trainer import Config
+
+def get_config():
+    return Config(train_steps=10, checkpoint_every_steps=5)
+
+def build_model(config):
+    from tests.unit.test_predict import build_model
+    return build_model(config)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> trainer.Result:
+    directory = tmp_path_factory.mktemp("run")
+    (directory / "recipe.py").write_text(RECIPE)
+    return trainer.train(directory / "recipe.py", data_dir=digits, model_dir=directory / "run")
+
+
+@pytest.fixture(scope="module")
+def pixels(digits: Path) -> npt.NDArray[np.uint8]:
+    """The first images of the test split."""
+    (records, *_) = batched_records(open_split(str(digits), "test"), NUM)
+    examples = [tf.train.Example.FromString(record) for record in records]
+    images = [e.features.feature["image"].bytes_list.value[0] for e in examples]
+    return np.frombuffer(b"".join(images), np.uint8).reshape(NUM, 8, 8, 1)
+
+
+def outputs(lines: Sequence[dict[str, Any]]) -> npt.NDArray[np.float32]:
+    return np.array([line["output"] for line in lines], np.float32)
+
+
+def test_every_kind_of_model_predicts_as_the_model_itself(
+    run: trainer.Result, pixels: npt.NDArray[np.uint8], tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "images.npz", image=pixels)
+    model = run.load_model()
+    wanted = model(pixels / np.float32(255)).numpy()
+    exported = run.paths["export"]
+    newest = run.paths["checkpoints"] / "step-00000010"
+    # Copies: without their run, its config file says nothing about them.
+    alone = tmp_path / "alone"
+    shutil.copytree(exported, alone)
+    for path in (run.model_dir, newest, exported / "model.keras", exported / "saved_model"):
+        lines = list(predict(str(path), str(tmp_path / "images.npz")))
+        np.testing.assert_allclose(outputs(lines), wanted, rtol=0, atol=1e-6)
+        assert [line["predicted"] for line in lines] == wanted.argmax(axis=1).tolist()
+        assert "label" not in lines[0]
+    for path in (alone / "model.keras", alone / "saved_model"):
+        lines = list(predict(str(path), str(tmp_path / "images.npz")))
+        np.testing.assert_allclose(outputs(lines), wanted, rtol=0, atol=1e-6)
+    earlier = list(predict(run.model_dir, str(tmp_path / "images.npz"), "5"))
+    assert np.abs(outputs(earlier) - wanted).max() > 1e-3
+    by_method = run.predict(tmp_path / "images.npz", checkpoint="newest", num_examples=3)
+    np.testing.assert_allclose(outputs(by_method), wanted[:3], rtol=0, atol=1e-6)
+
+
+def test_records_and_folders_of_images_give_the_same_predictions(
+    run: trainer.Result, pixels: npt.NDArray[np.uint8], digits: Path, tmp_path: Path
+) -> None:
+    for number, image in enumerate(pixels):
+        (tmp_path / "photos" / str(number % 2)).mkdir(parents=True, exist_ok=True)
+        path = tmp_path / "photos" / str(number % 2) / f"{number:02}.png"
+        path.write_bytes(tf.io.encode_png(image).numpy())
+    wanted = run.load_model()(pixels / np.float32(255)).numpy()
+    (shard,) = digits.glob("*-test.tfrecord*")
+    from_split = list(predict(run.model_dir, num_examples=NUM))
+    from_file = list(predict(run.model_dir, str(shard), num_examples=NUM))
+    assert from_file == from_split
+    assert all(isinstance(line["label"], int) for line in from_file)
+    np.testing.assert_allclose(outputs(from_file), wanted, rtol=0, atol=1e-6)
+    lines = list(predict(run.model_dir, str(tmp_path / "photos")))
+    order = [int(Path(line["file"]).stem) for line in lines]
+    assert order == [*range(0, NUM, 2), *range(1, NUM, 2)], "sorted by path"
+    np.testing.assert_allclose(outputs(lines), wanted[order], rtol=0, atol=1e-6)
+
+
+def test_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
+    model.save(tmp_path / "model.keras")
+    values = np.array([[1.5, -2.0, 0.1], [0.0, 1e-3, 7.0]], np.float32)
+    with open(tmp_path / "table.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["a", "label", "b", "c"])
+        writer.writerows([[a, 1, b, c] for a, b, c in values.tolist()])
+    lines = list(predict(str(tmp_path / "model.keras"), str(tmp_path / "table.csv")))
+    np.testing.assert_allclose(outputs(lines), model(values).numpy(), rtol=0, atol=1e-6)
+    assert [line["label"] for line in lines] == [1, 1]
+    with open(tmp_path / "out.csv", "w", newline="") as out:
+        _write_csv(lines, out)
+    with open(tmp_path / "out.csv", newline="") as out:
+        rows = list(csv.DictReader(out))
+    assert [float(row["output_1"]) for row in rows] == [line["output"][1] for line in lines]
+    assert json.loads(json.dumps(lines)) == lines
+
+
+def test_model_with_named_inputs_and_outputs_predicts_all(tmp_path: Path) -> None:
+    inputs = {name: keras.Input((2,), name=name) for name in ("left", "right")}
+    joined = keras.layers.Concatenate()([inputs["left"], inputs["right"]])
+    heads = {"sum": keras.layers.Dense(1)(joined), "kind": keras.layers.Dense(3)(joined)}
+    model = keras.Model(inputs, heads)
+    model.save(tmp_path / "model.keras")
+    rows = np.random.default_rng(0).random((2, 4, 2), np.float32)
+    np.savez(tmp_path / "rows.npz", left=rows[0], right=rows[1])
+    lines = list(predict(str(tmp_path / "model.keras"), str(tmp_path / "rows.npz")))
+    wanted = model({"left": rows[0], "right": rows[1]})
+    for name in ("sum", "kind"):
+        found = np.array([line["output"][name] for line in lines], np.float32)
+        np.testing.assert_allclose(found, wanted[name].numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"image": np.zeros((2, 4, 4, 1), np.uint8)}, r"shape \[4, 4, 1\].*\[8, 8, 1\]"),
+        ({"a": np.zeros((2, 1)), "b": np.zeros((2, 1))}, "has no 'image'.*a, b"),
+        ({"a": np.zeros((2, 1)), "b": np.zeros((3, 1))}, "differ in their number of rows"),
+    ],
+)
+def test_file_that_does_not_fit_is_named_with_what_is_needed(
+    run: trainer.Result, content: dict[str, npt.NDArray[Any]], message: str, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "file.npz", **content)  # type: ignore[arg-type]  # Names of arrays.
+    with pytest.raises(DataError, match=message):
+        list(predict(run.model_dir, str(tmp_path / "file.npz")))
+    with pytest.raises(trainer.UsageError, match="is no model"):
+        list(predict(str(tmp_path / "file.npz")))

@@ -1,0 +1,66 @@
+"""The public interface of Python: documented names are the names, and the import is cheap."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import trainer
+from tests.cluster.runs import ROOT
+from trainer.api.arguments import words_of
+from trainer.config import Config, flatten
+
+
+def test_documented_names_are_the_public_names() -> None:
+    text = (ROOT / "docs" / "python.md").read_text()
+    (section,) = re.findall(r"^## Public names\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    documented = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(documented) == sorted(trainer.__all__)
+    for name in trainer.__all__:
+        assert getattr(trainer, name).__name__ == name
+        assert getattr(trainer, name).__doc__
+
+
+def test_name_that_is_not_public_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'trane'"):
+        trainer.trane  # noqa: B018  # The access is what is tested.
+
+
+def test_import_loads_neither_tensorflow_nor_flags() -> None:
+    code = "import sys, trainer; print({'tensorflow', 'keras', 'absl', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_types_are_announced() -> None:
+    for package in ("data", "strategies", "trainer"):
+        assert (ROOT / package / "py.typed").exists()
+        assert f'{package} = ["py.typed"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_arguments_become_flags_and_fields() -> None:
+    from trainer.cli import flags
+
+    assert flags.STRATEGY.name == "strategy"  # The flags are declared.
+    arguments = {
+        "strategy": "ps",
+        "train_steps": 5,
+        "verbose": True,
+        "model_dir": None,
+        "export": False,
+        "data": {"lanes": 8, "inputs": ["a", "b"]},
+        "class_weight": {0: 2.0},
+        "data.shuffle": False,
+    }
+    assert words_of(arguments, flatten(Config())) == [
+        "--strategy=ps",
+        "--train_steps=5",
+        "--verbose=True",
+        "--config.export=False",
+        "--config.data.lanes=8",
+        "--config.data.inputs=('a', 'b')",
+        "--config.class_weight={0: 2.0}",
+        "--config.data.shuffle=False",
+    ]

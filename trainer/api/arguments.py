@@ -1,0 +1,110 @@
+"""Keyword arguments as words of a command line, and a Config object as a config file.
+
+    with recipe_named(Config(), {"build_model": build_model}) as target:
+        words = words_of({"train_steps": 200, "data": {"lanes": 8}}, flatten(Config()))
+        with parsed([f"--config={target}", *words]):
+            recipe = flag_checks.read_recipe()
+
+So the arguments have the checks of the command line, and its messages.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+
+from absl import flags as absl_flags
+from absl.testing import flagsaver
+
+from data.system.errors import UsageError
+from trainer.config import PYTHON_CONFIG, Config, Recipe
+
+# The functions that a config file may define.
+FUNCTIONS = tuple(field.name for field in dataclasses.fields(Recipe)[2:-1])
+_INSTEAD = {
+    "config": "give the config as the first argument: trainer.train('configs/digits.py')",
+    "check": "it checks and ends; type it in a terminal: python -m trainer --check",
+    "download_only": "it trains nothing; type it in a terminal: python -m trainer --download_only",
+    "keep_serving": "it serves without end; type it in a terminal",
+    "traceback": "errors of train() have their traceback",
+}
+
+
+def split_arguments(
+    arguments: Mapping[str, object],
+) -> tuple[dict[str, object], dict[str, object]]:
+    """The functions of a config among `arguments`, and the other arguments.
+
+    Raises UsageError for an argument that means nothing in Python.
+    """
+    for name, instead in _INSTEAD.items():
+        if name in arguments:
+            raise UsageError(f"train() takes no {name}: {instead}.")
+    functions = {name: value for name, value in arguments.items() if name in FUNCTIONS}
+    return functions, {name: v for name, v in arguments.items() if name not in FUNCTIONS}
+
+
+def words_of(arguments: Mapping[str, object], fields: Mapping[str, object]) -> list[str]:
+    """`arguments` as flags; `fields` are those of the config, by their names.
+
+    A name that is neither a flag nor a field becomes a flag: the parser says what was meant.
+    """
+    words = []
+    for name, value in arguments.items():
+        is_flag = name in absl_flags.FLAGS or name.startswith("config.")
+        is_group = isinstance(value, Mapping) and name not in fields and not is_flag
+        if value is None:
+            continue
+        if is_group and any(field.startswith(f"{name}.") for field in fields):
+            assert isinstance(value, Mapping)
+            group = {f"config.{name}.{key}": item for key, item in value.items()}
+            words += words_of(group, fields)
+        elif name in fields and not is_flag:
+            words.append(f"--config.{name}={_text(value)}")
+        else:
+            words.append(f"--{name}={_text(value)}")
+    return words
+
+
+def _text(value: object) -> str:
+    return str(tuple(value)) if isinstance(value, list) else str(value)
+
+
+@contextlib.contextmanager
+def parsed(words: Sequence[str]) -> Iterator[None]:
+    """The flags have the values of `words` while the context is open; before and after, their own.
+
+    Raises ConfigError as the command line does.
+    """
+    from trainer.cli import flags
+
+    argv, was_parsed = sys.argv, flags.FLAGS.is_parsed()
+    saved = flagsaver.save_flag_values(flags.FLAGS)
+    # The parser of --config reads sys.argv.
+    sys.argv = ["trainer", *words]
+    try:
+        for flag in flags.FLAGS.flags_by_module_dict()[flags.__name__]:
+            flag.unparse()
+        flags.parse_words(sys.argv)
+        yield
+    finally:
+        sys.argv = argv
+        flagsaver.restore_flag_values(saved, flags.FLAGS)
+        # Not unparse_flags(), which logs, and sets the flags of the user's program too.
+        vars(flags.FLAGS)["__flags_parsed"] = was_parsed
+
+
+@contextlib.contextmanager
+def recipe_named(config: Config, functions: Mapping[str, object]) -> Iterator[str]:
+    """What `--config` must name while the context is open: a module without a file."""
+    module = ModuleType(PYTHON_CONFIG)
+    vars(module).update(functions)
+    # A copy each time: the flags set its fields, and the caller's object stays as it is.
+    vars(module)["get_config"] = lambda: copy.deepcopy(config)
+    sys.modules[PYTHON_CONFIG] = module
+    try:
+        yield PYTHON_CONFIG
+    finally:
+        del sys.modules[PYTHON_CONFIG]

@@ -1,0 +1,108 @@
+"""`python -m trainer` in another process, with its lines on this process's streams.
+
+result = run_command(["--strategy=ps", "--model_dir=runs/a"])
+"""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from data.system.errors import RunFailed, TrainerError, UsageError
+from data.system.files import exists
+from trainer.api.result import Result
+from trainer.cli import commands, flag_checks, flags
+from trainer.exit_codes import EXIT_RESTART, EXIT_USAGE
+from trainer.run_files import RunFiles
+
+_COMMAND = (sys.executable, "-m", "trainer.api")
+_ERROR = "error: "
+
+
+def run_command(words: Sequence[str]) -> Result:
+    """Runs the command with `words`, which are parsed; raises the errors of `trainer.train`.
+
+    The first Ctrl-C stops the run with its state saved; a second one ends it at once.
+    """
+    recipe = flag_checks.read_recipe()
+    flag_checks.read_cluster(is_launched=False)
+    model_dir = commands.model_dir_of(recipe)
+    if flags.MODEL_DIR.value is None:
+        words = [*words, f"--model_dir={model_dir}"]
+    commands.point_latest_to(model_dir)
+    exit_code, message = _run([*_COMMAND, *words])
+    result = Result(model_dir) if exists(RunFiles(model_dir).config) else None
+    if exit_code == 0:
+        assert result is not None
+        return result
+    error: TrainerError = UsageError(message) if exit_code == EXIT_USAGE else RunFailed()
+    if not message:
+        step = f" at step {result.step:,}: {result.why}" if result and result.why else ""
+        message = f"The run in {model_dir} ended with exit code {exit_code}{step}."
+        if exit_code == EXIT_RESTART:
+            message += " What is saved is complete: the same call with "
+            message += f"model_dir={model_dir!r} continues the run."
+    error.args = (message,)
+    error.exit_code, error.result = exit_code, result
+    raise error
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Runs `command`, shows its lines; returns its exit code, and the error that it printed."""
+    lines: queue.SimpleQueue[tuple[IO[str], str] | None] = queue.SimpleQueue()
+    process = subprocess.Popen(
+        command,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        # Ctrl-C in a terminal, and the stop button of a notebook, reach this process alone.
+        start_new_session=True,
+    )
+    assert process.stdout
+    assert process.stderr
+
+    def read(stream: IO[str]) -> None:
+        for line in stream:
+            lines.put((stream, line))
+        lines.put(None)
+
+    for stream in (process.stdout, process.stderr):
+        threading.Thread(target=read, args=[stream], daemon=True).start()
+    message: list[str] = []
+    num_open = 2
+    while num_open:
+        try:
+            item = lines.get()
+            if item is None:
+                num_open -= 1
+                continue
+            stream, line = item
+            if stream is process.stderr and (message or line.startswith(_ERROR)):
+                message.append(line)
+            else:
+                print(
+                    line, end="", flush=True, file=None if stream is process.stdout else sys.stderr
+                )
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+    return process.wait(), "".join(message).removeprefix(_ERROR).rstrip()
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, in which Python finds this program too."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TRAINER_CALLER": str(os.getpid())}
+    root = Path(__file__).resolve().parents[2]
+    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    if root not in installed:
+        former = os.environ.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), former]))
+    return environment

@@ -1,0 +1,183 @@
+"""A `mirrored` run in the user's process: a script, or a notebook whose kernel lives on.
+
+    result = run_here({}, None)         # while the flags are parsed
+
+The command may change its process as it likes, because the process ends with the run. Here the
+state that others see is set back: signal handlers, the names and seeds of Keras, random numbers of
+Python and NumPy. TensorFlow may have been used before, so its devices are taken as they are. The
+process is never ended: there is no watchdog.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from data.system.errors import RunFailed, TrainerError, UsageError
+from data.system.files import exists, is_url
+from trainer import tf_setup
+from trainer.api.interrupts import Interrupts
+from trainer.api.result import Result
+from trainer.cli import commands, flag_checks, flags
+from trainer.config import Config, Recipe
+from trainer.config_file import has_tensors
+from trainer.exit_codes import EXIT_RESTART
+from trainer.run_files import RunFiles
+
+_FOR_COMMANDS = {
+    "log_device_placement": "it redirects the output of the whole process",
+    "stall_timeout_secs": "it ends the process, and this process is yours",
+    "grace_secs": "it ends the process, and this process is yours",
+}
+
+
+def run_here(functions: Mapping[str, object], config: Config | None) -> Result:
+    """Trains as the parsed flags say; raises the errors of `trainer.train`."""
+    _refuse_flags()
+    _check_keras()
+    recipe = flag_checks.read_recipe()
+    flag_checks.read_cluster(is_launched=False)
+    tf_setup.set_environment()
+    with _settings_kept():
+        tf_setup.import_tensorflow()
+        _check_tensorflow()
+        with _keras_state_kept():
+            return _run(recipe, lambda model_dir: Result(model_dir, functions, config))
+
+
+def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
+    from trainer import preflight, task
+
+    commands.set_train_steps(recipe)
+    model_dir = _model_dir(recipe)
+    if preflight.finished_result(model_dir, recipe.config) is not None:
+        preflight.preflight(recipe, model_dir, hides_gpus=False)
+        print(f"{model_dir} is finished. To train further, raise train_steps.")
+        return result_in(model_dir)
+    commands.point_latest_to(model_dir)
+    spec = commands.task_spec(recipe, None, model_dir)
+    spec = dataclasses.replace(spec, stall_timeout_secs=0.0)
+    try:
+        exit_code = task.run(spec, Interrupts())
+    except TrainerError as error:
+        if exists(RunFiles(model_dir).config):
+            error.result = result_in(model_dir)
+        raise
+    result = result_in(model_dir)
+    if exit_code:
+        raise failure(result, exit_code)
+    return result
+
+
+def failure(result: Result, exit_code: int) -> RunFailed:
+    """The error for a run that ended with `exit_code`, but without a message."""
+    message = f"The run in {result.model_dir} ended at step {result.step:,}: {result.why}."
+    if exit_code == EXIT_RESTART:
+        message += " Its state is saved: the same call with "
+        message += f"model_dir={result.model_dir!r} continues it."
+    error = RunFailed(message)
+    error.exit_code, error.result = exit_code, result
+    return error
+
+
+def _refuse_flags() -> None:
+    for name, reason in _FOR_COMMANDS.items():
+        if flags.FLAGS[name].present:
+            raise UsageError(
+                f"train() runs mirrored in this process, where {name} cannot be used: {reason}. "
+                "Leave it out, or type the command in a terminal: python -m trainer"
+            )
+
+
+def _check_keras() -> None:
+    keras = sys.modules.get("keras")
+    if keras is not None and keras.backend.backend() != "tensorflow":
+        raise UsageError(
+            f"Keras was imported with the backend {keras.backend.backend()!r}, but this program "
+            "needs 'tensorflow'. Set os.environ['KERAS_BACKEND'] = 'tensorflow' before the first "
+            "import of keras, and start this process again."
+        )
+
+
+def _check_tensorflow() -> None:
+    """Refuses flags that are for devices or threads, if TensorFlow has made these before."""
+    if not has_tensors():
+        return
+    import tensorflow as tf
+
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    num_cpus = len(tf.config.list_logical_devices("CPU"))
+    has_gpus = bool(tf.config.list_logical_devices("GPU"))
+    given = ""
+    if flags.NUM_THREADS.value and flags.NUM_THREADS.value != threads:
+        given = f"num_threads={flags.NUM_THREADS.value}"
+    elif flags.REPLICAS.value > num_cpus and not has_gpus:
+        given = f"replicas={flags.REPLICAS.value}"
+    if given:
+        raise UsageError(
+            f"{given} must be given before TensorFlow is first used in a process, and this process "
+            f"has used it: with {threads or 'its own number of'} threads and {num_cpus} CPU "
+            f"device(s). Restart the kernel, and call trainer.train(..., {given}) first."
+        )
+
+
+def _model_dir(recipe: Recipe) -> str:
+    """The directory of the run. A default name has the second in it, and may be taken."""
+    while True:
+        model_dir = commands.model_dir_of(recipe)
+        if flags.MODEL_DIR.value is not None or is_url(model_dir) or not Path(model_dir).exists():
+            return model_dir
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _settings_kept() -> Iterator[None]:
+    """Sets back what a run changes in Python and TensorFlow."""
+    import numpy as np
+
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    logger = logging.getLogger("tensorflow")
+    logger.addFilter(_is_no_retracing)
+    is_soft = None
+    if "tensorflow" in sys.modules:
+        import tensorflow as tf
+
+        is_soft = tf.config.get_soft_device_placement()
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_retracing)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if is_soft is not None:
+            tf.config.set_soft_device_placement(is_soft)
+
+
+def _is_no_retracing(record: logging.LogRecord) -> bool:
+    """False for TensorFlow's advice after several runs, of which each traces its own graphs."""
+    return "triggered tf.function retracing" not in record.getMessage()
+
+
+@contextlib.contextmanager
+def _keras_state_kept() -> Iterator[None]:
+    """Within it Keras counts its names from 0, as in a new process, with its own seeds.
+
+    So a second run has the names and the random numbers of the first.
+    """
+    from keras.src.backend.common import global_state
+
+    former = global_state.GLOBAL_STATE_TRACKER
+    ours = threading.local()
+    # What the user has set, such as the dtype policy, holds here too.
+    settings = {name: value for name, value in vars(former).items() if name != "object_name_uids"}
+    vars(ours).update(settings)
+    global_state.GLOBAL_STATE_TRACKER = ours
+    try:
+        yield
+    finally:
+        global_state.GLOBAL_STATE_TRACKER = former

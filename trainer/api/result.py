@@ -1,0 +1,157 @@
+"""Result: what a run has left behind, read from its directory.
+
+    result = load_run("runs/a")
+    result.metrics["accuracy"], result.step, result.exit_code
+    model = result.load_model()
+    lines = result.predict("photos/", checkpoint="best")
+
+Everything is read when the Result is made, except what methods load.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.system.errors import UsageError
+from trainer.checkpoints.report_upload import local_dir
+from trainer.cli.tools import prepare_tensorflow, require_run
+from trainer.config import PYTHON_CONFIG, Config
+from trainer.run_files import Document, RunFiles
+
+if TYPE_CHECKING:
+    import keras
+
+
+class Result:
+    """A run: its results, its reports and its files.
+
+    Attributes:
+        model_dir: The directory of the run.
+        step: The last step that was reported; 0 if there is none.
+        exit_code: 0 if the run is complete, 75 if it can be continued, 1 after a failure; None if
+            it is still running, or was killed.
+        why: Why it ended, in words.
+        metrics: The last evaluation, for example {"loss": 0.04, "accuracy": 0.99}.
+        history: The reports in order: step, split ("train" or "eval"), loss, metrics, rates.
+        config: The config of the run, as in config.json.
+        paths: Name -> path of what the run writes: config, metrics, checkpoints, tensorboard, ...
+    """
+
+    def __init__(
+        self,
+        model_dir: str,
+        functions: Mapping[str, object] | None = None,
+        config: Config | None = None,
+    ) -> None:
+        """`functions` and `config`: of a run that was started with a Config object.
+
+        Raises UsageError if there is no run in `model_dir`.
+        """
+        files = require_run(model_dir)
+        self.model_dir = model_dir
+        self._functions, self._config = dict(functions or {}), config
+        document = files.read_config()
+        self.config: Mapping[str, Any] = document["config"]  # Any: JSON values.
+        self._recipe: str = document["recipe"]
+        result: Document = files.read_result() or {}
+        reports = RunFiles(local_dir(model_dir)).read_reports()
+        self.history: Sequence[Mapping[str, Any]] = reports
+        evaluations = [report for report in reports if report["split"] == "eval"]
+        no_metrics = ("step", "split", "examples", "seconds")
+        latest = {k: v for k, v in (evaluations or [{}])[-1].items() if k not in no_metrics}
+        self.metrics: Mapping[str, float] = result.get("eval") or latest
+        last = max((report["step"] for report in reports), default=0)
+        self.step = int(result.get("step") or last)
+        self.exit_code: int | None = result.get("exit_code")
+        self.why: str = result.get("why") or ""
+        self.paths: Mapping[str, Path] = {
+            name: Path(path) for name, path in vars(files).items() if name != "model_dir"
+        }
+
+    def __repr__(self) -> str:
+        values = "  ".join(
+            f"{name} {value:.4f}"
+            for name, value in self.metrics.items()
+            if isinstance(value, float)
+        )
+        return f"Result({self.model_dir!r}: step {self.step:,}  {values}  {self.why})"
+
+    def load_model(self, checkpoint: str | int | None = None) -> "keras.Model":
+        """The model of the run: as exported, or with the weights of a checkpoint.
+
+        `checkpoint` is newest, best or a step. Without it, a run that has not exported gives the
+        newest checkpoint. The config file builds the model, so classes that it defines are known.
+        """
+        from trainer.predict.models import model_of_run
+
+        prepare_tensorflow()
+        with self._known():
+            return model_of_run(self.model_dir, None if checkpoint is None else str(checkpoint))
+
+    def evaluate(
+        self,
+        checkpoint: str | int = "newest",
+        split: str | None = None,
+        data_dir: str | None = None,
+    ) -> Mapping[str, Any]:
+        """The metrics of a checkpoint (newest, best or a step), as of `trainer.evaluate`."""
+        from trainer.evaluate import evaluate
+
+        prepare_tensorflow()
+        with self._known():
+            return evaluate(self.model_dir, str(checkpoint), split, data_dir)
+
+    def predict(
+        self,
+        input: str | Path | None = None,  # As the flag.
+        *,
+        checkpoint: str | int | None = None,
+        split: str | None = None,
+        data_dir: str | None = None,
+        num_examples: int = 0,
+    ) -> list[dict[str, Any]]:
+        """A dict for each example, as the lines of `trainer.predict`: output, predicted, label.
+
+        `input` is a TFRecord, CSV or NPZ file, or a folder of images; by default the examples of
+        `split` in the data of the run. `num_examples` 0 is all.
+        """
+        from trainer.predict.predicting import predict
+
+        prepare_tensorflow()
+        chosen = None if checkpoint is None else str(checkpoint)
+        path = None if input is None else str(input)
+        with self._known():
+            lines = predict(
+                self.model_dir, path, chosen, split, data_dir, num_examples=num_examples
+            )
+            return list(lines)
+
+    @contextlib.contextmanager
+    def _known(self) -> Iterator[None]:
+        """Within it the functions of a run without a config file can be imported."""
+        if self._recipe != PYTHON_CONFIG or not self._functions:
+            yield
+            return
+        from trainer.api.arguments import recipe_named
+
+        with recipe_named(self._config or Config(), self._functions):
+            yield
+
+
+def load_run(model_dir: str | Path, config: Config | None = None, **functions: object) -> Result:
+    """The Result of a run that exists, also one that is running or was interrupted.
+
+    If the run was started with a Config object, `functions` are its functions again, and `config`
+    the object, if its class has more fields: load_run(RUN, build_model=build_model).
+
+    Raises UsageError if there is no run, or an argument is no function of a config.
+    """
+    from trainer.api.arguments import FUNCTIONS
+
+    if unknown := [name for name in functions if name not in FUNCTIONS]:
+        raise UsageError(
+            f"load_run() got {unknown[0]!r}, which is no function of a config. Known: "
+            f"{', '.join(FUNCTIONS)}."
+        )
+    return Result(str(model_dir).rstrip("/") or "/", functions, config)

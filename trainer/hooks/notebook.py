@@ -1,0 +1,57 @@
+"""A progress bar below the cell of a notebook, in place of the terminal's.
+
+hooks = [..., *notebook_bars(config.train_steps, executor.pace), ...]
+"""
+
+import sys
+from typing import Any
+
+from typing_extensions import override
+
+from strategies.base import Pace
+from strategies.metrics import Metrics
+from trainer.hooks.base import Hook
+from trainer.run_files import clock
+
+
+def notebook_bars(last_step: int, pace: Pace) -> list[Hook]:
+    """A bar towards `last_step`, if this process is the kernel of a notebook."""
+    return [NotebookBar(last_step, pace)] if is_kernel() else []
+
+
+def is_kernel() -> bool:
+    """Returns True in the kernel of a notebook; a shell of IPython in a terminal is none."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+class NotebookBar(Hook):
+    """HTML that is replaced after each call of the executor, without a widget."""
+
+    def __init__(self, last_step: int, pace: Pace) -> None:
+        self._last_step = last_step
+        self._pace = pace
+        self._handle: Any = None  # Any: IPython has no types.
+
+    @override
+    def begin(self, step: int) -> None:
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(self._shown(step), raw=True, display_id=True)
+
+    @override
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self._handle.update(self._shown(step), raw=True)
+
+    def _shown(self, step: int) -> dict[str, str]:
+        secs = self._pace.secs_per_step()
+        left = ""
+        if secs is not None:
+            left = f"{clock(max(0, self._last_step - step) * secs)} left"
+        text = f"step {step:,}/{self._last_step:,}  {left}"
+        bar = f'<progress value="{step}" max="{self._last_step}"></progress>'
+        return {"text/plain": text, "text/html": f"{bar} {text}"}

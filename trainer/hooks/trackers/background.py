@@ -1,0 +1,92 @@
+"""Background: a writer that is called on another thread, and whose errors are only warnings.
+
+    writer = Background(MLflow("runs/a", document, is_complete), "mlflow")
+
+A tracker's server may not answer for minutes, and its client may raise any error. Neither may stop
+or slow down training. At the end of a run this waits for the last reports, but not for long.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from typing_extensions import override
+
+from trainer.exit_codes import first_line
+from trainer.hooks.writers import Values, Writer
+
+log = logging.getLogger(__name__)
+
+_MOST_WAITING = 10_000  # Reports; the oldest are dropped.
+_END_SECS = 30.0
+
+
+class Background(Writer):
+    """Calls `writer` in the order of the calls. `name` is for messages.
+
+    The thread ends when nothing is left to do: a run that fails leaves no thread behind.
+    """
+
+    def __init__(self, writer: Writer, name: str, end_secs: float = _END_SECS) -> None:
+        self._writer = writer
+        self._name = name
+        self._end_secs = end_secs
+        self._calls: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._is_working = False
+        self._num_lost = 0
+
+    @override
+    def begin(self, step: int) -> None:
+        self._call(partial(self._writer.begin, step))
+
+    @override
+    def write(self, step: int, split: str, values: Values) -> None:
+        self._call(partial(self._writer.write, step, split, dict(values)))
+
+    @override
+    def end(self, step: int) -> None:
+        self._call(partial(self._writer.end, step))
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: not self._is_working, self._end_secs)
+            self._num_lost += len(self._calls)
+            self._calls.clear()
+        if not is_done:
+            log.warning(
+                "%s has not answered for %g s: the run ends without it.", self._name, self._end_secs
+            )
+        if self._num_lost:
+            log.warning("%s lacks %d report(s).", self._name, self._num_lost)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        with self._changed:
+            if len(self._calls) >= _MOST_WAITING:
+                self._calls.popleft()
+                self._num_lost += 1
+            self._calls.append(call)
+            if self._is_working:
+                return
+            self._is_working = True
+        threading.Thread(target=self._work, name=f"tracker {self._name}", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._calls:
+                    self._is_working = False
+                    self._changed.notify_all()
+                    return
+                call = self._calls.popleft()
+            try:
+                call()
+            except Exception as error:  # Each tracker raises other errors.
+                if not self._num_lost:
+                    log.warning(
+                        "%s failed: %s: %s. Training continues; the next report is tried.",
+                        self._name,
+                        type(error).__name__,
+                        first_line(error).rstrip("."),
+                    )
+                self._num_lost += 1

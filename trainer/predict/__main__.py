@@ -1,0 +1,111 @@
+"""`python -m trainer.predict`: runs a model on examples; one JSON object, or CSV row, per example.
+
+    python -m trainer.predict --model_dir=runs/a --num_examples=3
+    python -m trainer.predict runs/a --checkpoint=best --input=photos/ --output=found.csv
+    python -m trainer.predict runs/a/export/saved_model --input=table.csv
+    {"example": 0, "label": 7, "predicted": 7, "output": [-8.1, ...]}
+
+The model is a run (its export, or a checkpoint), the directory of a checkpoint, a .keras file, or
+the directory of a SavedModel. The examples are those of a split of the run's data, or of --input: a
+TFRecord, CSV or NPZ file, or a folder of images. They are parsed as in training.
+"""
+
+import contextlib
+import csv
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+from absl import flags
+
+from data.system.files import DataError
+from trainer.cli.tools import prepare_tensorflow, run_tool
+from trainer.config import ConfigError
+from trainer.exit_codes import EXIT_DONE
+
+_SHOWN = 10
+
+
+def define_flags() -> None:
+    """Declares the flags of the command."""
+    flags.DEFINE_string("model_dir", None, "The directory of the run; or give it without a flag.")
+    flags.DEFINE_string(
+        "checkpoint",
+        None,
+        "The checkpoint that predicts: newest, best, or a step; by default what was exported.",
+    )
+    flags.DEFINE_string(
+        "input", None, "A TFRecord, CSV or NPZ file, or a folder of PNG or JPEG files."
+    )
+    flags.DEFINE_string(
+        "output", None, "File to write, .jsonl or .csv; by default JSON on standard output."
+    )
+    flags.DEFINE_string("split", None, "Split to read; by default the evaluation split.")
+    flags.DEFINE_string(
+        "data_dir", None, "Directory with TFRecord files; by default that of the run."
+    )
+    flags.DEFINE_integer(
+        "num_examples",
+        None,
+        f"Examples to show, from the first; 0 for all. By default all of --input, else {_SHOWN}.",
+        lower_bound=0,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the predictions; returns the exit code."""
+    given = flags.FLAGS
+    models = [*argv[1:], *filter(None, [given.model_dir])]
+    if len(models) != 1:
+        raise ConfigError(
+            f"trainer.predict needs one model. Received: {' '.join(models) or 'none'}. Type, for "
+            "example, python -m trainer.predict runs/latest"
+        )
+    output = given.output or ""
+    if output and not output.endswith((".jsonl", ".csv")):
+        raise ConfigError(
+            f"--output={output} must end with .jsonl or .csv. Type --output=predictions.jsonl."
+        )
+    num_examples = given.num_examples
+    if num_examples is None:
+        num_examples = 0 if given.input else _SHOWN
+    prepare_tensorflow()
+    from trainer.predict.predicting import predict
+
+    lines = predict(
+        models[0],
+        given.input,
+        given.checkpoint,
+        given.split,
+        given.data_dir,
+        num_examples=num_examples,
+    )
+    with contextlib.ExitStack() as stack:
+        file: TextIO = sys.stdout
+        if output:
+            try:
+                file = stack.enter_context(open(output, "w", newline="", encoding="utf-8"))
+            except OSError as error:
+                raise DataError(f"--output={output} cannot be written: {error.strerror}") from None
+        if output.endswith(".csv"):
+            _write_csv(lines, file)
+        else:
+            for line in lines:
+                print(json.dumps(line), file=file)
+    return EXIT_DONE
+
+
+def _write_csv(lines: Iterable[Mapping[str, Any]], file: TextIO) -> None:
+    from trainer.predict.predicting import flat
+
+    writer: csv.DictWriter[str] | None = None
+    for row in map(flat, lines):
+        if writer is None:
+            writer = csv.DictWriter(file, list(row))
+            writer.writeheader()
+        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    run_tool(main, define_flags)

@@ -1,0 +1,182 @@
+"""What predicts: the model of a run, of a checkpoint, of a .keras file, or a SavedModel.
+
+loaded = open_model("runs/a", "best")
+outputs = loaded.call(inputs)
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from data.system import object_store
+from data.system.files import DataError, exists, is_dir, is_s3, join
+from data.system.scratch import scratch_dir
+from strategies.base import Batch
+from trainer.build import build_model
+from trainer.cli.tools import require_run
+from trainer.config import ConfigError, Recipe, recipe_of_run
+from trainer.evaluate import restore
+from trainer.exit_codes import first_line
+from trainer.inputs import parse_of
+from trainer.run_files import CHECKPOINT_MARK, RunFiles
+
+_KINDS = (
+    "the directory of a run or of a checkpoint, a .keras file, or the directory of a SavedModel"
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, ready to be called.
+
+    Attributes:
+        call: inputs -> outputs, without gradients, in inference mode.
+        run: The directory of the run that it belongs to, or "".
+        model: The model of Keras; None for a SavedModel.
+        input_names: The names of its inputs, if it takes a dict.
+        input_shapes: The shapes of its inputs, without the examples; empty if not known.
+    """
+
+    call: Callable[[Batch], Batch]
+    run: str
+    model: keras.Model | None
+    input_names: Sequence[str] = ()
+    input_shapes: Sequence[Sequence[int | None]] = ()
+
+
+def open_model(path: str, checkpoint: str | None) -> Loaded:
+    """The model at `path`; `checkpoint` (newest, best or a step) is for a run.
+
+    Raises ConfigError if there is no model, or it cannot be loaded.
+    """
+    path = path.rstrip("/")
+    if exists(join(path, CHECKPOINT_MARK)):
+        _refuse_checkpoint(path, checkpoint)
+        checkpoint = os.path.basename(path)
+        path = os.path.dirname(os.path.dirname(os.path.abspath(path)))
+    files = RunFiles(path)
+    if exists(files.config) or exists(files.model):
+        return _of_keras(model_of_run(path, checkpoint), path)
+    _refuse_checkpoint(path, checkpoint)
+    if path.endswith(".keras") and exists(path):
+        return _of_keras(_loaded_file(path), _run_of(path))
+    if exists(join(path, "saved_model.pb")):
+        return _saved_model(path)
+    if is_dir(path):
+        require_run(path)  # Says what is missing.
+    raise ConfigError(f"{path} is no model. Needed is {_KINDS}.")
+
+
+def model_of_run(model_dir: str, checkpoint: str | None = None) -> keras.Model:
+    """The model that the config file of a run builds, with its weights.
+
+    They are those of the export; or those of a checkpoint, if `checkpoint` names one or nothing was
+    exported. Not `keras.models.load_model`, which does not know the classes of a config file.
+    """
+    files = RunFiles(model_dir)
+    document = files.read_config()
+    recipe = recipe_of_run(document)
+    recipe.config.warm_start.path = ""
+    if checkpoint is None and exists(files.model):
+        model = build_model(recipe, _input_specs(recipe, document["data_dir"]))
+        _load_weights(model, recipe, model_dir)
+        return model
+    restored = restore(model_dir, checkpoint or "newest")
+    model = build_model(recipe, restored.specs)
+    for variable, value in zip(model.variables, restored.learner.weights(), strict=True):
+        variable.assign(value)
+    return model
+
+
+def _input_specs(recipe: Recipe, data_dir: str) -> Batch:
+    """What `parse` gives to the model; None if that is not known here, for lack of the data."""
+    try:
+        parse = parse_of(recipe, data_dir)
+    except DataError:
+        return None
+    spec = tf.TensorSpec([None], tf.string)
+    return tf.function(parse).get_concrete_function(spec).structured_outputs[0]
+
+
+def _load_weights(model: keras.Model, recipe: Recipe, model_dir: str) -> None:
+    path = RunFiles(model_dir).model
+    try:
+        with contextlib.ExitStack() as stack:
+            local = path
+            if is_s3(path):
+                local = f"{stack.enter_context(scratch_dir())}/model.keras"
+                object_store.download(path, local)
+            model.load_weights(local)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"The weights in {path} do not fit the model that {recipe.path} builds: "
+            f"{first_line(error)} Put the config file back as it was in the run."
+        ) from error
+    except Exception as error:  # A damaged file may raise any error.
+        raise ConfigError(
+            f"{path} cannot be loaded: {type(error).__name__}: {first_line(error)}. If the file is "
+            f"damaged, remove {RunFiles(model_dir).result}, and start the training command of this "
+            "run again with the same --model_dir: it exports anew."
+        ) from error
+
+
+def _of_keras(model: keras.Model, run: str) -> Loaded:
+    taken = getattr(model, "input", None)
+    names = tuple(taken) if isinstance(taken, dict) else ()
+    shapes = [tuple(t.shape[1:]) for t in getattr(model, "inputs", None) or ()]
+    # One graph for all batches of a size, and not an op at a time.
+    call = tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
+    return Loaded(call, run, model, names, shapes)
+
+
+def _loaded_file(path: str) -> keras.Model:
+    try:
+        return keras.models.load_model(path, compile=False)
+    except Exception as error:  # A damaged file, or unknown classes, may raise any error.
+        raise ConfigError(
+            f"{path} cannot be loaded: {type(error).__name__}: {first_line(error)}. If the model "
+            "has classes of a config file, give the directory of the run instead."
+        ) from error
+
+
+def _saved_model(path: str) -> Loaded:
+    loaded: Any = tf.saved_model.load(path)  # Any: what was saved has no type.
+    if "serving_default" not in loaded.signatures:
+        raise ConfigError(
+            f"{path} has no signature serving_default. Export it with model.export()."
+        )
+    serve = loaded.signatures["serving_default"]
+    specs = serve.structured_input_signature[1]
+
+    def call(inputs: Batch) -> Batch:
+        named = inputs if isinstance(inputs, dict) else dict(zip(specs, [inputs], strict=True))
+        missing = [name for name in specs if name not in named]
+        if missing:
+            raise ConfigError(f"{path} needs the input(s) {', '.join(missing)}.")
+        values = {name: tf.cast(named[name], spec.dtype) for name, spec in specs.items()}
+        outputs = serve(**values)
+        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+    call.saved = loaded  # type: ignore[attr-defined]  # Its variables live as long as it does.
+    names = tuple(specs) if len(specs) > 1 else ()
+    return Loaded(call, _run_of(path), None, names, [spec.shape[1:] for spec in specs.values()])
+
+
+def _run_of(path: str) -> str:
+    """The run whose export `path` is, or ""."""
+    run = str(Path(path).resolve().parent.parent)
+    return run if os.path.isfile(RunFiles(run).config) else ""
+
+
+def _refuse_checkpoint(path: str, checkpoint: str | None) -> None:
+    if checkpoint is not None:
+        raise ConfigError(
+            f"--checkpoint={checkpoint} is for the directory of a run, but {path} is not one. "
+            "Leave it out, or give the run."
+        )

@@ -1,0 +1,238 @@
+"""Predictions for examples of a data set, or of files: one dict for each example.
+
+    for line in predict("runs/a", "photos/", checkpoint="best"):
+        line["file"], line["predicted"], line["output"]
+
+The examples are parsed as in training. A model without its run gets what the default `parse` of a
+run would give it: bytes of images and arrays scaled to [0, 1], and the columns of a table as one
+tensor, or by name if the model takes a dict.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from data.features import ExampleParse, Feature, Features, default_parse, read_features
+from data.reader import Parse
+from data.system.errors import UsageError
+from data.system.files import DataError, exists, is_dir, join, read_text
+from data.tfrecord.damage import readable
+from data.tfrecord.split import batched_records, open_split
+from strategies.base import Batch
+from trainer.config import recipe_of_run
+from trainer.exit_codes import first_line
+from trainer.inputs import parse_of
+from trainer.predict.models import Loaded, open_model
+from trainer.predict.records import About, csv_columns, is_records, read_npz, records_of
+from trainer.run_files import RunFiles
+
+_BATCH = 256
+_LABEL = "label"
+_MOST_CLASSES = 2**31
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The records to predict, and how they are parsed."""
+
+    records: Iterator[tuple[About, bytes]]
+    parse: Parse
+    class_names: Sequence[str]
+    has_classes: bool  # True if the label is one of several classes.
+
+
+def predict(
+    model: str,
+    path: str | None = None,
+    checkpoint: str | None = None,
+    split: str | None = None,
+    data_dir: str | None = None,
+    *,
+    num_examples: int = 0,
+) -> Iterator[dict[str, Any]]:  # Any: JSON values.
+    """Yields a dict for each example: example, file, label, predicted, class, output.
+
+    `model` is a run, a checkpoint, a .keras file or a SavedModel. The examples are those of the
+    files at `path`; without it, of `split` in the data of the run or in `data_dir`, by default the
+    evaluation split. Keys without a value are left out; `predicted` is the class with the largest
+    output, where labels are classes.
+
+    Raises:
+        ConfigError, DataError: the model or the data is missing, or they do not fit.
+        RunFileError: config.json is missing or damaged.
+    """
+    loaded = open_model(model, checkpoint)
+    source = _source(loaded, model, path, split, data_dir)
+    records = itertools.islice(source.records, num_examples or None)
+    example = 0
+    while chunk := list(itertools.islice(records, _BATCH)):
+        about, serialized = zip(*chunk, strict=True)
+        labels, outputs = _computed(loaded, source.parse, list(serialized), model)
+        has_classes = source.has_classes and _are_class_labels(labels)
+        for row, known in enumerate(about):
+            line: dict[str, Any] = {"example": example, **known}
+            if line.pop(_LABEL, labels) is not None and isinstance(labels, tf.Tensor):
+                line[_LABEL] = labels[row].numpy().tolist()
+                if isinstance(line[_LABEL], bytes):
+                    line[_LABEL] = line[_LABEL].decode(errors="replace")
+            output = tf.nest.map_structure(lambda t, row=row: t[row], outputs)
+            if has_classes and isinstance(output, np.ndarray) and _are_classes(output):
+                line["predicted"] = int(output.argmax())
+                if line["predicted"] < len(source.class_names):
+                    line["class"] = source.class_names[line["predicted"]]
+            line["output"] = tf.nest.map_structure(_listed, output)
+            yield line
+            example += 1
+
+
+def _computed(
+    loaded: Loaded, parse: Parse, serialized: list[bytes], model: str
+) -> tuple[Batch, Batch]:
+    """The labels and outputs of records; outputs are NumPy arrays."""
+    try:
+        inputs, labels, *_ = parse(tf.constant(serialized))
+        outputs = loaded.call(inputs)
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        if isinstance(error, UsageError):
+            raise
+        shapes = [list(shape) for shape in loaded.input_shapes]
+        takes = f" It takes inputs of shape {shapes}." if shapes else ""
+        raise DataError(
+            f"The examples do not fit the model of {model}: {first_line(error)}{takes}"
+        ) from error
+    return labels, tf.nest.map_structure(lambda t: np.asarray(t.numpy()), outputs)
+
+
+def _are_class_labels(labels: Batch) -> bool:
+    is_one = isinstance(labels, tf.Tensor) and labels.shape.rank == 1
+    return bool(is_one and labels.dtype.is_integer)
+
+
+def _are_classes(output: npt.NDArray[Any]) -> bool:
+    return output.ndim == 1 and output.size > 1
+
+
+def _listed(values: npt.NDArray[Any]) -> Any:  # Nested lists of numbers.
+    """Lists of the shortest numbers that are these values in their own precision."""
+    if values.ndim:
+        return [_listed(np.asarray(value)) for value in values]
+    return float(str(values)) if values.dtype.kind == "f" else values.item()
+
+
+def _source(
+    loaded: Loaded, model: str, path: str | None, split: str | None, data_dir: str | None
+) -> _Source:
+    if path is not None and (given := [v for v in (split, data_dir) if v is not None]):
+        raise DataError(
+            f"--input={path} and --split or --data_dir={given[0]} both say what is read. Leave one."
+        )
+    if loaded.run:
+        return _source_of_run(loaded, path, split, data_dir)
+    if path is None and data_dir is None:
+        raise DataError(
+            f"{model} belongs to no run, so the examples must be given: --input=FILE_OR_FOLDER, or "
+            "--data_dir=DIR with --split."
+        )
+    if path is None or is_records(path):
+        directory = data_dir or path.rpartition("/")[0] or "."  # type: ignore[union-attr]
+        features = read_features(directory)
+        parse: Parse = _default_parse(features, loaded)
+        return _made(parse, features, directory, _records(path, directory, split or "test", parse))
+    features = _features_of_file(path, loaded)
+    parse = _default_parse(features, loaded)
+    records = records_of(path, features, list(parse.columns), [_LABEL])
+    return _Source(records, parse, (), has_classes=False)
+
+
+def _default_parse(features: Features, loaded: Loaded) -> ExampleParse:
+    return default_parse(features, loaded.input_names, as_dict=bool(loaded.input_names))
+
+
+def _source_of_run(
+    loaded: Loaded, path: str | None, split: str | None, data_dir: str | None
+) -> _Source:
+    document = RunFiles(loaded.run).read_config()
+    recipe = recipe_of_run(document)
+    directory = data_dir or document["data_dir"]
+    parse = parse_of(recipe, directory, loaded.model)
+    features = read_features(directory) if exists(join(directory, "features.json")) else None
+    if path is None or is_records(path):
+        records = _records(path, directory, split or recipe.config.data.eval_split, parse)
+        return _made(parse, features, directory, records)
+    if features is None:
+        return _made(parse, None, directory, records_of(path, None, (), ()))
+    needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features)
+    labels = [name for name in needed if features[name].kind == "label"]
+    labels += [recipe.config.data.label] if recipe.config.data.label else []
+    return _made(parse, features, directory, records_of(path, features, needed, labels))
+
+
+def _records(
+    path: str | None, directory: str, split: str, parse: Parse
+) -> Iterator[tuple[About, bytes]]:
+    if path is not None:
+        yield from records_of(path, None, (), ())
+        return
+    for batch in readable(batched_records(open_split(directory, split), _BATCH)):
+        for record in batch:
+            yield {}, record
+
+
+def _made(
+    parse: Parse,
+    features: Features | None,
+    directory: str,
+    records: Iterator[tuple[About, bytes]],
+) -> _Source:
+    labels = [name for name, f in (features or {}).items() if f.kind == "label"]
+    used = [n for n in labels if not isinstance(parse, ExampleParse) or n in parse.columns]
+    names: Sequence[str] = ()
+    if len(used) == 1:
+        path = join(directory, f"{used[0]}.labels.txt")
+        names = read_text(path).splitlines() if exists(path) else ()
+    return _Source(records, parse, names, has_classes=features is None or bool(used))
+
+
+def _features_of_file(path: str, loaded: Loaded) -> Features:
+    """Features for a file whose model says nothing about its data."""
+    if is_dir(path):
+        shapes = [shape for shape in loaded.input_shapes if len(shape) == 3]
+        if len(shapes) != 1:
+            raise DataError(f"{path} is a folder of images, but the model takes {shapes} images.")
+        names = loaded.input_names or ("image",)
+        found = [Feature(names[0], "image", "uint8", tuple(shapes[0]), None, "", "Image")]
+    elif path.endswith(".npz"):
+        found = [
+            Feature(name, "tensor", str(array.dtype), array.shape[1:], None, encoding, "Tensor")
+            for name, array in read_npz(path).items()
+            for encoding in ("bytes" if array.ndim > 1 else "none",)
+            if name != _LABEL
+        ]
+    elif path.endswith(".csv"):
+        found = [
+            Feature(name, "tensor", "float32", (), None, "none", "Scalar")
+            for name in csv_columns(path)
+            if name != _LABEL
+        ]
+    else:
+        found = []
+    label = Feature(_LABEL, "label", "int64", (), _MOST_CLASSES, "none", "ClassLabel")
+    return Features([*found, label], path)
+
+
+def flat(line: Mapping[str, Any]) -> dict[str, object]:
+    """`line` as a row of a table: output_0, output_1, ..."""
+    row: dict[str, object] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            row |= flat({f"{name}_{key}": item for key, item in value.items()})
+        elif isinstance(value, (list, tuple)):
+            row |= flat({f"{name}_{index}": item for index, item in enumerate(value)})
+        else:
+            row[name] = value
+    return row

@@ -1,0 +1,205 @@
+"""Files as records, so that a run's `parse` reads them as it read its training data.
+
+    features = read_features("datasets/pets")
+    for about, record in records_of("photos/", features, ["image"], labels=("label",)):
+        ...         # about: {"file": "photos/a.png"}; record: a serialized tf.train.Example
+
+| input | a record is made of |
+| --- | --- |
+| a file or directory of TFRecord | each record as it is |
+| a folder | each PNG or JPEG file below it, in the order of the names |
+| FILE.csv | each row; columns have the names of features |
+| FILE.npz | each row of its arrays, which have the names of features |
+
+A label may be missing: then it is 0 in the record, and the prediction has no label.
+"""
+
+import csv
+import os
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data.features import Feature, Features
+from data.prepare.sources.examples import Value, example_bytes
+from data.system.files import DataError, is_dir, is_url, num_bytes_of
+from data.tfrecord.damage import readable
+from data.tfrecord.framing import read_records
+
+_IMAGES = (".png", ".jpg", ".jpeg")
+_KINDS = "a TFRecord, CSV or NPZ file, or a folder of PNG or JPEG files"
+Array = npt.NDArray[Any]  # Of any type: what a user's file holds.
+About = dict[str, object]
+
+
+def is_records(path: str) -> bool:
+    """Returns True if `path` is a file of TFRecord, by its name."""
+    return ".tfrecord" in os.path.basename(path)
+
+
+def records_of(
+    path: str, features: Features | None, needed: Collection[str], labels: Sequence[str]
+) -> Iterator[tuple[About, bytes]]:
+    """What each prediction says about its example, and the record.
+
+    `needed` are the features that `parse` reads; `labels`, those of them that may be missing.
+    Raises DataError for a file that cannot be read, or lacks a feature.
+    """
+    if is_records(path):
+        for record in readable(read_records(path, 0, num_bytes_of(path), 0)):
+            yield {}, record
+        return
+    if features is None:
+        raise DataError(
+            f"{path} cannot be made into records, because the data of the run has no features.json "
+            "that says what a record holds. Give a TFRecord file of such records."
+        )
+    for about, row in rows_of(path, features, needed):
+        values: dict[str, Value] = {}
+        has_labels = True
+        for name in needed:
+            if name in row:
+                values[name] = _encoded(features[name], row[name], path)
+            elif name in labels:
+                values[name], has_labels = 0, False
+            else:
+                raise DataError(
+                    f"{path} has no {name!r}, which the model reads. It has: {', '.join(row)}. "
+                    f"Needed: {', '.join(name for name in needed if name not in labels)}."
+                )
+        if not has_labels:
+            about["label"] = None
+        yield about, example_bytes(values)
+
+
+def rows_of(
+    path: str, features: Mapping[str, Feature], needed: Collection[str]
+) -> Iterator[tuple[About, Mapping[str, Any]]]:  # Any: a number, text, bytes or an array.
+    """The values of each example by name."""
+    if is_dir(path) and not is_url(path):
+        yield from _images(path, features, needed)
+    elif path.endswith(".csv"):
+        yield from _csv_rows(path)
+    elif path.endswith(".npz"):
+        arrays = read_npz(path)
+        wanted = [name for name in needed if features[name].kind != "label"]
+        others = [name for name in arrays if name not in features]
+        if len(wanted) == 1 and wanted[0] not in arrays and len(others) == 1:
+            arrays[wanted[0]] = arrays.pop(others[0])  # The only array is the only input.
+        for row in range(len(next(iter(arrays.values())))):
+            yield {}, {name: array[row] for name, array in arrays.items()}
+    else:
+        raise DataError(f"--input={path} is not {_KINDS}.")
+
+
+def read_npz(path: str) -> dict[str, Array]:
+    """The arrays of an NPZ file, of which each has as many rows."""
+    try:
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read as NPZ: {error}") from None
+    lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1:
+        raise DataError(f"The arrays of {path} differ in their number of rows: {lengths}.")
+    return arrays
+
+
+def csv_columns(path: str) -> list[str]:
+    """The names in the first line of a CSV file."""
+    with _opened(path) as file:
+        return next(csv.reader(file), [])
+
+
+def image_files(folder: str) -> list[str]:
+    """The PNG and JPEG files below `folder`, in the order of their names."""
+    found = [
+        os.path.join(parent, name)
+        for parent, _, names in os.walk(folder)
+        for name in names
+        if name.lower().endswith(_IMAGES) and not name.startswith(".")
+    ]
+    if not found:
+        raise DataError(f"{folder} has no PNG or JPEG file. --input must be {_KINDS}.")
+    return sorted(found)
+
+
+def _images(
+    folder: str, features: Mapping[str, Feature], needed: Collection[str]
+) -> Iterator[tuple[About, Mapping[str, Any]]]:
+    names = [n for n in needed if features[n].kind == "image" or len(features[n].shape) == 3]
+    if len(names) != 1:
+        raise DataError(
+            f"{folder} is a folder of images, but the model reads {', '.join(needed)}, of which "
+            f"{len(names)} are images. Give a TFRecord, CSV or NPZ file with these."
+        )
+    for path in image_files(folder):
+        with open(path, "rb") as file:
+            yield {"file": path}, {names[0]: file.read()}
+
+
+def _csv_rows(path: str) -> Iterator[tuple[About, Mapping[str, str]]]:
+    with _opened(path) as file:
+        reader = csv.DictReader(file)
+        for row in reader:
+            if None in row or None in row.values():
+                raise DataError(f"{path}, line {reader.line_num}: not as many values as columns.")
+            yield {}, row
+
+
+def _opened(path: str) -> Any:  # A text file.
+    try:
+        return open(path, newline="", encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"--input={path} cannot be read: {error.strerror}") from None
+
+
+def _encoded(feature: Feature, value: Any, path: str) -> Value:
+    """`value` as a record of this feature stores it."""
+    where = f"{path}: {feature.name!r}"
+    try:
+        if feature.kind == "label" or (feature.kind == "tensor" and not feature.shape):
+            if feature.dtype in ("string", "object"):
+                return str(value).encode()
+            is_whole = not feature.dtype.startswith(("float", "bfloat"))
+            return int(value) if is_whole else float(value)
+        if feature.kind == "text":
+            return value if isinstance(value, bytes) else str(value).encode()
+        if feature.kind == "image":
+            return value if isinstance(value, bytes) else _png(np.asarray(value))
+        if feature.kind != "tensor":
+            raise DataError(f"{where} is a {feature.type_name}, which cannot be made of a file.")
+        array = _decoded(value, feature) if isinstance(value, bytes) else np.asarray(value)
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{where} must be of type {feature.dtype}. Received: {value!r}.") from None
+    if tuple(array.shape) != tuple(feature.shape):
+        raise DataError(
+            f"{where} has shape {list(array.shape)}, but the model was trained on "
+            f"{list(feature.shape)}. Resize or reshape it."
+        )
+    if feature.encoding == "none":
+        return array.ravel().tolist()
+    content = array.astype(feature.dtype).tobytes()
+    return zlib.compress(content) if feature.encoding == "zlib" else content
+
+
+def _decoded(content: bytes, feature: Feature) -> Array:
+    import tensorflow as tf
+
+    try:
+        image = tf.io.decode_image(content, channels=feature.shape[-1], expand_animations=False)
+    except tf.errors.InvalidArgumentError as error:
+        raise DataError(f"{feature.name!r}: an image cannot be decoded: {error.message}") from None
+    return np.asarray(image.numpy())
+
+
+def _png(image: Array) -> bytes:
+    import tensorflow as tf
+
+    return bytes(tf.io.encode_png(image).numpy())
