@@ -6,15 +6,17 @@
 TensorFlow is not imported: a mistake is reported at once.
 """
 
+import logging
 import math
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from data.system import object_store
 from data.system.files import is_s3
 from strategies.cluster.ports import free_ports
+from strategies.cluster.sources.base import Found, Wanted
 from strategies.cluster.tf_config import Cluster, parse_hosts, parse_tf_config
 from trainer.cli import flags
 from trainer.config import (
@@ -26,6 +28,14 @@ from trainer.config import (
     data_dir,
     load_recipe,
 )
+
+log = logging.getLogger(__name__)
+
+# The flags that say how large the cluster of a source is.
+_SIZES = {
+    **dict.fromkeys(("hosts", "slurm", "skypilot", "sagemaker"), ("ps",)),
+    **dict.fromkeys(("jobset", "indexed_job"), ("workers", "ps")),
+}
 
 
 def read_recipe() -> Recipe:
@@ -80,9 +90,72 @@ def read_cluster(*, is_launched: bool) -> Cluster | None:
         ClusterError: the description is wrong.
     """
     _check_strategy_of_flags()
-    cluster = _described_cluster()
-    _check_flags(cluster, is_launched)
+    found = None
+    if not is_launched:  # Otherwise the launcher has chosen, and sets TF_CONFIG.
+        _check_source()
+        found = _cluster_of_source()
+    is_local = flags.CLUSTER.value == "local" and not is_launched
+    cluster = found.cluster if found else None if is_local else _described_cluster()
+    if cluster is None and (given := _given_of(("hosts", "port"))):
+        raise ConfigError(
+            f"--{given[0]} is for a cluster of several hosts, but --cluster="
+            f"{flags.CLUSTER.value} found none: this machine is the cluster. Leave it out."
+        )
+    _check_flags(cluster, is_launched, _SIZES[found.source] if found else ())
+    if found:
+        log.info("%s", found.line())
     return cluster
+
+
+def _check_source() -> None:
+    """Raises ConfigError if flags describe the cluster in two ways, or --cluster in none."""
+    source, is_set = flags.CLUSTER.value, "TF_CONFIG" in os.environ
+    by_tasks = [f"{job}_hosts" for job, flag in flags.HOSTS.items() if flag.value is not None]
+    if source == "tf_config" and not is_set:
+        raise ConfigError(
+            "--cluster=tf_config needs the variable TF_CONFIG, which is not set. Set it, as "
+            "docs/clusters.md shows, or leave --cluster out."
+        )
+    if source == "hosts" and flags.HOST_LIST.value is None:
+        raise ConfigError("--cluster=hosts needs the hosts. Add --hosts=a,b,c.")
+    if flags.HOST_LIST.value is not None and source not in ("auto", "hosts"):
+        raise ConfigError(
+            f"--hosts and --cluster={source} are two descriptions of the cluster. Leave one out."
+        )
+    if source == "local" and (given := by_tasks or _given(flags.HOSTS_OF_TASKS)):
+        raise ConfigError(
+            f"--cluster=local is a cluster on this machine, and --{given[0]} describes another. "
+            "Leave one out."
+        )
+    described = ["TF_CONFIG"] * (is_set and source in ("auto", "tf_config"))
+    described += [f"--{name}" for name in by_tasks]
+    if described and (given := _given_of(("hosts", "port"))):
+        raise ConfigError(
+            f"{described[0]} describes the cluster, so that --{given[0]} would be ignored. Leave "
+            "one of them out."
+        )
+
+
+def _cluster_of_source() -> Found | None:
+    """The cluster of --hosts or of a scheduler's environment; None if another source has it."""
+    source, strategy = flags.CLUSTER.value, flags.STRATEGY.value
+    by_tasks = any(flag.value is not None for flag in flags.HOSTS.values())
+    is_elsewhere = source in ("local", "tf_config") or by_tasks or strategy == "mirrored"
+    if is_elsewhere or (source == "auto" and "TF_CONFIG" in os.environ):
+        return None
+    from strategies.cluster.sources import clouds, finding, hosts
+
+    wanted = Wanted(
+        strategy,
+        num_ps=flags.PS.value if strategy == "ps" else 0,
+        num_workers=flags.WORKERS.value if flags.WORKERS.present else None,
+        port=flags.PORT.value,
+    )
+    if flags.HOST_LIST.value is not None:
+        job = flags.JOB_NAME.value
+        task = None if job is None else (job, flags.TASK_INDEX.value)
+        return hosts.from_hosts(flags.HOST_LIST.value, wanted, task, hosts.here())
+    return finding.find(source, clouds.with_resource_config(os.environ), wanted)
 
 
 def _described_cluster() -> Cluster | None:
@@ -132,8 +205,11 @@ def _cluster_of_flags(hosts: Mapping[str, str], strategy: str) -> Cluster | None
 
 
 def _given(where: str) -> list[str]:
-    scopes = flags.SCOPES.items()
-    return [name for name, scope in scopes if scope.where == where and flags.FLAGS[name].present]
+    return _given_of(name for name, scope in flags.SCOPES.items() if scope.where == where)
+
+
+def _given_of(names: Iterable[str]) -> list[str]:
+    return [name for name in names if flags.FLAGS[name].present]
 
 
 def _check_strategy_of_flags() -> None:
@@ -147,8 +223,11 @@ def _check_strategy_of_flags() -> None:
             )
 
 
-def _check_flags(cluster: Cluster | None, is_launched: bool) -> None:
-    """Refuses flags that would be ignored. A launcher has checked those of `is_launched` tasks."""
+def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str] = ()) -> None:
+    """Refuses flags that would be ignored. A launcher has checked those of `is_launched` tasks.
+
+    `sizes` are the flags of local clusters that have said how large `cluster` is.
+    """
     model_dir = flags.MODEL_DIR.value
     if flags.DOWNLOAD_ONLY.value and cluster is not None:
         raise ConfigError(
@@ -163,15 +242,17 @@ def _check_flags(cluster: Cluster | None, is_launched: bool) -> None:
         )
     if flags.DOWNLOAD_ONLY.value and flags.CHECK.value:
         raise ConfigError("--download_only and --check are two ways to end early. Leave one out.")
-    if cluster is not None and not is_launched and (given := _given(flags.LOCAL)):
+    ignored = [name for name in _given(flags.LOCAL) if name not in sizes]
+    if cluster is not None and not is_launched and ignored:
+        what = "the environment or --hosts" if sizes else "TF_CONFIG or --worker_hosts"
         raise ConfigError(
-            f"--{given[0]} is for a cluster on this machine, but TF_CONFIG or --worker_hosts "
-            f"describes a cluster already. Leave --{given[0]} out, or remove the description."
+            f"--{ignored[0]} is for a cluster on this machine, but {what} describes a cluster "
+            f"already. Leave --{ignored[0]} out, or type --cluster=local without that description."
         )
     if cluster is None and (given := _given(flags.DESCRIBED)):
         raise ConfigError(
-            f"--{given[0]} is for the tasks of a cluster, but there is no TF_CONFIG and no "
-            f"--worker_hosts. Leave --{given[0]} out, or describe the cluster."
+            f"--{given[0]} is for the tasks of a cluster, but there is no TF_CONFIG, --hosts or "
+            f"--worker_hosts, and no scheduler. Leave --{given[0]} out, or describe the cluster."
         )
     if cluster is not None:
         _check_role_flags(cluster)
