@@ -249,11 +249,16 @@ def shared_hooks(parts: Parts, *, evaluates: bool) -> list[Hook]:
 
 
 def chief_hooks(
-    parts: Parts, console: Console, config_document: Document, *, evaluates: bool
+    parts: Parts,
+    console: Console,
+    config_document: Document,
+    progress: Sequence[Writer] = (),
+    *,
+    evaluates: bool,
 ) -> list[Hook]:
     """The hooks of the chief: the shared hooks, and the hooks that write, in their order.
 
-    `config_document` is what config.json holds.
+    `config_document` is what config.json holds. `progress` gets all reports, too.
     """
     recipe, config, files = parts.recipe, parts.recipe.config, RunFiles(parts.model_dir)
     appended = RunFiles(local_dir(parts.model_dir))
@@ -261,13 +266,14 @@ def chief_hooks(
     json_lines = Lossy(lines, appended.metrics)
     tensorboard = TensorBoard(appended.tensorboard)
     lossy_tensorboard = Lossy(tensorboard, appended.tensorboard)
-    writers: list[Writer] = [console, json_lines, lossy_tensorboard]
+    writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress]
     hooks: list[Hook] = [
         StopOnNonFinite(parts.learner.loss_scale),
         *([] if is_s3(parts.model_dir) else [_keep_config_hook(parts, config_document)]),
         json_lines,
         lossy_tensorboard,
         console,
+        *progress,
         Report(
             parts.executor,
             parts.learner,

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -68,12 +69,39 @@ def _check_epochs() -> None:
 
 
 def check_isolation(recipe: Recipe) -> None:
-    """Refuses `--isolate=on` if tasks need the network to read or to write."""
+    """Refuses `--isolate=on` if tasks need the network."""
+    metrics_address(listens=False)
+    if flags.ISOLATE.value == "on" and flags.METRICS_PORT.present:
+        raise ConfigError(
+            f"--isolate=on separates the tasks from the network, but --metrics_port="
+            f"{flags.METRICS_PORT.value} is reached over the network. Use --isolate=auto."
+        )
     if flags.ISOLATE.value == "on" and (urls := _at_s3(recipe.config)):
         raise ConfigError(
             f"--isolate=on separates the tasks from the network, but {urls[0]} is reached over "
             "the network. Use --isolate=auto, or local directories."
         )
+
+
+def metrics_address(*, listens: bool) -> tuple[str, int] | None:
+    """The address of the page of metrics; None without --metrics_port.
+
+    If this task `listens`, raises ConfigError if it cannot.
+    """
+    host, port = flags.METRICS_HOST.value, flags.METRICS_PORT.value
+    if port is None and flags.METRICS_HOST.present:
+        raise ConfigError("--metrics_host needs --metrics_port, without which nothing is served.")
+    if port is None:
+        return None
+    try:
+        if listens:
+            socket.create_server((host, port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--metrics_port={port} cannot be listened at on {host}: {error.strerror}. Give "
+            "another --metrics_port, or an address of this machine as --metrics_host."
+        ) from None
+    return host, port
 
 
 def _at_s3(config: Config) -> list[str]:

@@ -140,6 +140,19 @@ LOG_DEVICE_PLACEMENT = flags.DEFINE_boolean(
     False,
     "Write the device of each op to placement.txt in --model_dir; in a cluster, to tasks/.",
 )
+METRICS_PORT = flags.DEFINE_integer(
+    "metrics_port",
+    None,
+    "The chief serves its metrics to Prometheus at this port, at /metrics. By default it does not.",
+    lower_bound=1,
+    upper_bound=65535,
+)
+METRICS_HOST = flags.DEFINE_string(
+    "metrics_host",
+    "127.0.0.1",
+    "With --metrics_port: the address of this machine to listen at, without authentication. "
+    "0.0.0.0: all addresses.",
+)
 EPOCHS = flags.DEFINE_float(
     "epochs",
     None,
