@@ -65,7 +65,7 @@ def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path
                     f"--model_dir={tmp_path / 'run'}",
                     f"--data_dir={digits}",
                     "--num_threads=1",
-                    "--deadline_secs=60",
+                    "--deadline_secs=45",
                     "--json",
                 )
                 cwd = code if index == 0 else ROOT
