@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from data.system import object_store
 from data.system.files import is_s3
 from strategies.cluster.ports import free_ports
+from strategies.cluster.sources import finding
 from strategies.cluster.sources.base import Found, Wanted
 from strategies.cluster.tf_config import Cluster, parse_hosts, parse_tf_config
 from trainer.cli import flags
@@ -31,12 +32,6 @@ from trainer.config import (
 )
 
 log = logging.getLogger(__name__)
-
-# The flags that say how large the cluster of a source is.
-_SIZES = {
-    **dict.fromkeys(("hosts", "slurm", "skypilot", "sagemaker"), ("ps",)),
-    **dict.fromkeys(("jobset", "indexed_job"), ("workers", "ps")),
-}
 
 
 def read_recipe() -> Recipe:
@@ -129,7 +124,7 @@ def read_cluster(*, is_launched: bool) -> Cluster | None:
             f"--{given[0]} is for a cluster of several hosts, but --cluster="
             f"{flags.CLUSTER.value} found none: this machine is the cluster. Leave it out."
         )
-    _check_flags(cluster, is_launched, _SIZES[found.source] if found else ())
+    _check_flags(cluster, is_launched, finding.size_flags(found.source) if found else ())
     if found:
         log.info("%s", found.line())
     return cluster
@@ -171,7 +166,7 @@ def _cluster_of_source() -> Found | None:
     is_elsewhere = source in ("local", "tf_config") or by_tasks or strategy == "mirrored"
     if is_elsewhere or (source == "auto" and "TF_CONFIG" in os.environ):
         return None
-    from strategies.cluster.sources import clouds, finding, hosts
+    from strategies.cluster.sources import clouds, hosts
 
     wanted = Wanted(
         strategy,

@@ -28,7 +28,7 @@ FLAGS = flags.FLAGS
 STRATEGIES = ("mirrored", "multiworker", "ps")
 _CLUSTERS = ("multiworker", "ps")
 _PS = ("ps",)
-# strategies/cluster/sources reads their environments. Not imported: it is slow.
+# As in strategies/cluster/sources/finding.py, which reads their environments.
 SCHEDULERS = ("slurm", "jobset", "indexed_job", "skypilot", "sagemaker")
 
 # Where a flag applies: anywhere; in a cluster on this machine; in a task of a cluster that

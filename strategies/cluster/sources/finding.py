@@ -3,6 +3,7 @@
 found = find("auto", os.environ, Wanted("multiworker"))
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -48,6 +49,21 @@ def find(source: str, environment: Mapping[str, str], wanted: Wanted) -> Found |
     if not names or _is_single(names[0], environment):
         return None
     return SCHEDULERS[names[0]].read(environment, wanted)
+
+
+def size_flags(source: str) -> tuple[str, ...]:
+    """The flags that say how many tasks of each job the cluster of `source` has."""
+    is_told = source == "hosts" or SCHEDULERS[source].has_num_tasks
+    return ("ps",) if is_told else ("workers", "ps")
+
+
+def found_by_auto(environment: Mapping[str, str]) -> str | None:
+    """The scheduler of which `find` with "auto" would take the cluster, or would explain faults."""
+    names = present(environment)
+    with contextlib.suppress(ClusterError):
+        if len(names) == 1 and _is_single(names[0], environment):
+            return None
+    return names[0] if names else None
 
 
 def present(environment: Mapping[str, str]) -> list[str]:
