@@ -257,9 +257,10 @@ def test_inspect_command_ends_well(command: tuple[str, ...], checkout_with_digit
 
 @pytest.mark.parametrize("command", DOCTOR, ids=ids(DOCTOR))
 def test_doctor_finds_nothing_wrong(command: tuple[str, ...], checkout_with_digits: Path) -> None:
-    done = run(command, checkout_with_digits)
+    done = run(command, checkout_with_digits, "--deadline_secs=90")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing wrong was found" in done.stdout
+    assert re.search(r"^ps 1: [\d,]+ bytes", done.stdout, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

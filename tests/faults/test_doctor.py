@@ -31,6 +31,7 @@ def start(
         text=True,
         cwd=cwd,
     )
+    stack.enter_context(process)
     stack.callback(process.kill)
     return process
 
@@ -107,7 +108,7 @@ def test_healthy_tasks_measure_an_all_reduce_and_an_absent_task_is_named(
                 cluster,
                 "--job_name=worker",
                 f"--task_index={index}",
-                "--deadline_secs=100",
+                "--deadline_secs=180",
                 *flags,
             )
             for index in range(2)
@@ -129,7 +130,6 @@ def test_healthy_tasks_measure_an_all_reduce_and_an_absent_task_is_named(
         assert "nothing wrong was found" in table
     for table in incomplete:
         assert f"error: ps 1 (localhost:{ps[1]}): did not come: its host answers" in table
-        assert "ps 0: " in table, "the placement"
 
 
 def test_mistakes_end_with_one_message(tmp_path: Path) -> None:
