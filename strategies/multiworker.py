@@ -131,7 +131,7 @@ class MultiWorkerExecutor(MirroredExecutor):
             recorded = {"bucket_mb": self._given_bucket_mb}
         bucket_bytes = self._bucket_bytes_of(recorded)
         if not bucket_bytes and gradient_bytes > LEAST_BYTES and self.num_replicas > 1:
-            network = self._measure_network()
+            network = self.measure_network()
             recorded = {
                 "bucket_mb": best_bucket_mb(gradient_bytes, network),
                 "latency_ms": round(1e3 * network.latency_secs, 3),
@@ -145,7 +145,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         """The chief's bucket size; 0 if the chief has none."""
         return self.gathered(int(recorded.get("bucket_mb", 0) * 2**20))[0]
 
-    def _measure_network(self) -> Network:
+    def measure_network(self) -> Network:
         """The time of a small all-reduce, and the rate of a large one."""
 
         @tf.function

@@ -250,11 +250,16 @@ def shared_hooks(parts: Parts, *, evaluates: bool) -> list[Hook]:
 
 
 def chief_hooks(
-    parts: Parts, console: Console, config_document: Document, *, evaluates: bool
+    parts: Parts,
+    console: Console,
+    config_document: Document,
+    progress: Sequence[Writer] = (),
+    *,
+    evaluates: bool,
 ) -> list[Hook]:
     """The hooks of the chief: the shared hooks, and the hooks that write, in their order.
 
-    `config_document` is what config.json holds.
+    `config_document` is what config.json holds. `progress` gets all reports, too.
     """
     recipe, config, files = parts.recipe, parts.recipe.config, RunFiles(parts.model_dir)
     appended = RunFiles(local_dir(parts.model_dir))
@@ -276,7 +281,7 @@ def chief_hooks(
             int(step.numpy()) >= config.train_steps or any(hook.done for hook in hooks)
         ),
     )
-    writers: list[Writer] = [console, json_lines, lossy_tensorboard, *trackers]
+    writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]
     hooks += [
         StopOnNonFinite(parts.learner.loss_scale),
         *([] if is_s3(parts.model_dir) else [_keep_config_hook(parts, config_document)]),
@@ -284,6 +289,7 @@ def chief_hooks(
         lossy_tensorboard,
         console,
         *notebook_bars(config.train_steps, parts.executor.pace),
+        *progress,
         Report(
             parts.executor,
             parts.learner,

@@ -49,6 +49,7 @@ from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import Hook
 from trainer.hooks.console import Console
+from trainer.hooks.progress import progress_writers
 from trainer.inputs import (
     Inputs,
     build_metrics,
@@ -406,7 +407,8 @@ def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: in
     for note in parts.learner.notes:
         console.say(f"note: {note}")
     document = _config_document(spec, inputs)
-    return chief_hooks(parts, console, document, evaluates=not spec.has_evaluator)
+    progress = progress_writers(spec.metrics_address, spec.model_dir, config.train_steps)
+    return chief_hooks(parts, console, document, progress, evaluates=not spec.has_evaluator)
 
 
 @contextlib.contextmanager

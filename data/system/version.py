@@ -13,11 +13,11 @@ _PACKAGES = ("tensorflow", "keras", "numpy")
 
 def describe_version() -> str:
     """This program, TensorFlow, Keras, Python and the machine, a line each."""
-    packages = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
+    packages = ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES)
     gpus = sorted(name for name in _devices() if name.removeprefix("nvidia").isdecimal())
     return "\n".join(
         [
-            f"{_PROGRAM} {_version(_PROGRAM)}",
+            f"{_PROGRAM} {version_of(_PROGRAM)}",
             f"{packages}, Python {platform.python_version()}",
             f"{platform.platform()}, {num_cores()} core(s), {len(gpus)} NVIDIA GPU(s)",
             f"{sys.executable}",
@@ -25,7 +25,8 @@ def describe_version() -> str:
     )
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """The version of an installed package, or "(not installed)"."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -58,7 +58,8 @@ class Task:
 class Cluster:
     """The addresses of all tasks, by job and index, and the task of this process.
 
-    Built by `parse_tf_config`, `parse_hosts` or `local_cluster`, so every Cluster is checked.
+    Built by `parse_tf_config`, `parse_hosts`, `check_cluster` or `local_cluster`, so every Cluster
+    is checked.
     `jobs` is read-only. It lists chief, worker, ps, evaluator in this order, without jobs that have
     no tasks.
     """
@@ -224,6 +225,19 @@ def parse_hosts(
         )
     cluster = Cluster(jobs, Task(job, index))
     _check_strategy(cluster, strategy, _COMMAND_LINE)
+    return cluster
+
+
+def check_cluster(
+    addresses: Mapping[str, Iterable[str]], task: Task, strategy: str, source: str
+) -> Cluster:
+    """The Cluster of `addresses`, by job, seen from `task`. `source` says where it was described.
+
+    Raises ClusterError as `parse_tf_config`.
+    """
+    listed = {job: enumerate(known) for job, known in addresses.items()}
+    cluster = Cluster(_parse_addresses(listed, source), task)
+    _check_strategy(cluster, strategy, source)
     return cluster
 
 
@@ -423,7 +437,12 @@ def _parse_task(
 
 
 def _check_strategy(cluster: Cluster, strategy: str, source: str) -> None:
-    jobs, task, names, add = cluster.jobs, cluster.task, f"{source} names", _ADD[source]
+    jobs, task, names, add = (
+        cluster.jobs,
+        cluster.task,
+        f"{source} names",
+        _ADD.get(source, "Add a {}"),
+    )
     if "chief" in jobs and list(jobs["chief"]) != [0]:
         raise ClusterError(
             f"A cluster has one chief, chief 0, but {names} {cluster.num('chief')} "

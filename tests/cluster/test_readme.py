@@ -87,6 +87,7 @@ ON_MNIST = [command for command in TRAINER if "--config=configs/mnist_replica.py
 TRAININGS = [c for c in TRAINER if c not in (*CHECKS, *ON_HOSTS, *ON_MNIST)]
 PREPARE = [command for command in COMMANDS if is_python(command, "data.prepare")]
 INSPECT = [command for command in COMMANDS if is_python(command, "data.inspect")]
+DOCTOR = [command for command in COMMANDS if is_python(command, "trainer.doctor")]
 PREDICT = [command for command in COMMANDS if is_python(command, "trainer.predict")]
 READING = [
     command
@@ -134,7 +135,8 @@ def checkout_with_digits(checkout: Path, digits: Path) -> Path:
 
 @pytest.mark.quick
 def test_every_command_has_a_test() -> None:
-    categories = (MAKE, INSTALL, EXPORTS, LONG, TRAINER, PREPARE, INSPECT, PREDICT, READING)
+    of_data = (PREPARE, INSPECT, PREDICT, READING)
+    categories = (MAKE, INSTALL, EXPORTS, LONG, TRAINER, DOCTOR, *of_data)
     found = [sum(command in category for category in categories) for command in COMMANDS]
     assert [c for c, number in zip(COMMANDS, found, strict=True) if number != 1] == []
     assert all(categories), "a category has no command"
@@ -253,6 +255,14 @@ def test_inspect_command_ends_well(command: tuple[str, ...], checkout_with_digit
     for word in command[4:]:
         name, _, path = word.partition("=")
         assert name == "--verify" or (checkout_with_digits / path).exists()
+
+
+@pytest.mark.parametrize("command", DOCTOR, ids=ids(DOCTOR))
+def test_doctor_finds_nothing_wrong(command: tuple[str, ...], checkout_with_digits: Path) -> None:
+    done = run(command, checkout_with_digits, "--deadline_secs=90")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing wrong was found" in done.stdout
+    assert re.search(r"^ps 1: [\d,]+ bytes", done.stdout, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.runs import ROOT
+from tests.unit.test_cluster_sources import INDEXED_JOB, SLURM
 from trainer.cli.continued import print_next, with_settings_of_run
 from trainer.config import ConfigError, load_recipe, recipe_of_run, to_json
 
@@ -55,6 +56,33 @@ def test_what_is_typed_takes_precedence(tmp_path: Path, monkeypatch: pytest.Monk
     words = continued(given)
     assert "--sync_replicas" in words
     assert "--workers=3" not in words, "it is for a cluster on this machine"
+
+
+def test_scheduler_of_many_tasks_says_how_many_workers_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = write_run(tmp_path / "run")
+
+    def sizes(*words: str) -> list[str]:
+        argv = ["trainer", given, *words]
+        continued = with_settings_of_run(argv, ["workers", "ps"])
+        return [word for word in continued if word.startswith(("--workers", "--ps"))]
+
+    path = tmp_path / "run" / "config.json"
+    sized = {"flags": ["--strategy=ps", "--workers=3", "--ps=2"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sized))
+    assert sizes() == ["--workers=3", "--ps=2"]
+    assert sizes("--hosts=a,b") == ["--ps=2"]
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert sizes() == ["--ps=2"]
+    assert sizes("--cluster=local") == ["--workers=3", "--ps=2"]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert sizes() == ["--workers=3", "--ps=2"], "a single task starts a cluster on its machine"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    for name, value in INDEXED_JOB.items():
+        monkeypatch.setenv(name, value)
+    assert sizes() == ["--workers=3", "--ps=2"], "a pod does not know how many there are"
 
 
 def test_new_directory_and_missing_config_file(tmp_path: Path) -> None:

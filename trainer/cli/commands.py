@@ -224,6 +224,8 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
         why_not = "--isolate=off"
     elif wanted == "auto" and urls:
         why_not = f"{urls[0]} is reached over the network"
+    elif wanted == "auto" and flags.METRICS_PORT.present:
+        why_not = f"--metrics_port={flags.METRICS_PORT.value} is reached over the network"
     else:
         try:
             namespace = open_namespace()
@@ -286,6 +288,7 @@ def task_spec(
         chief_timeout_secs=None if flags.KEEP_SERVING.value else flags.CHIEF_TIMEOUT_SECS.value,
         grace_secs=flags.GRACE_SECS.value,
         stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
+        metrics_address=flag_checks.metrics_address(listens=cluster is None or cluster.is_chief),
     )
 
 

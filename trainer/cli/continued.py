@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from data.system.files import exists, is_url
+from strategies.cluster.sources.finding import found_by_auto, size_flags
 from strategies.cluster.tf_config import Cluster
 from trainer.config import PYTHON_CONFIG, ConfigError, flatten, flatten_json, load_recipe
 from trainer.config_file import split_target
@@ -20,7 +21,7 @@ from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.run_files import Document, RunFiles
 
 # Flags that describe a cluster of several hosts: then no cluster on this machine is continued.
-_DESCRIPTIONS = ("worker_hosts", "ps_hosts", "chief_hosts")
+_DESCRIPTIONS = ("worker_hosts", "ps_hosts", "chief_hosts", "hosts")
 _STEPS = ("train_steps", "epochs", "config.train_steps")
 
 
@@ -48,12 +49,17 @@ def with_settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> lis
         return list(argv)
     document = files.read_config()
     is_described = "TF_CONFIG" in os.environ or any(name in given for name in _DESCRIPTIONS)
+    source = "hosts" if "hosts" in given else None
+    if not is_described and given.get("cluster") != "local":
+        source = found_by_auto(os.environ)
+    kept = size_flags(source) if source else ()
     words = _config_words(document, given, model_dir)
     if "strategy" not in given:
         saved = document.get("flags", [f"--strategy={document['strategy']}"])
         for word in saved:
             name = word.lstrip("-").partition("=")[0].removeprefix("no")
-            if not (is_described and name in local_flags):
+            is_ignored = (is_described or source) and name not in kept
+            if not (is_ignored and name in local_flags):
                 words.append(word)
     return [argv[0], *words, *argv[1:]]
 

@@ -6,15 +6,19 @@
 TensorFlow is not imported: a mistake is reported at once.
 """
 
+import logging
 import math
 import os
 import shlex
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from data.system import object_store
 from data.system.files import is_s3
 from strategies.cluster.ports import free_ports
+from strategies.cluster.sources import finding
+from strategies.cluster.sources.base import Found, Wanted
 from strategies.cluster.tf_config import Cluster, parse_hosts, parse_tf_config
 from trainer.cli import flags
 from trainer.config import (
@@ -27,6 +31,8 @@ from trainer.config import (
     load_recipe,
 )
 from trainer.hooks.trackers.names import reached_over_network
+
+log = logging.getLogger(__name__)
 
 
 def read_recipe() -> Recipe:
@@ -59,13 +65,40 @@ def _check_epochs() -> None:
 
 
 def check_isolation(recipe: Recipe) -> None:
-    """Refuses `--isolate=on` if tasks need the network to read or to write."""
+    """Refuses `--isolate=on` if tasks need the network to read, to write or to be observed."""
+    metrics_address(listens=False)
+    if flags.ISOLATE.value == "on" and flags.METRICS_PORT.present:
+        raise ConfigError(
+            f"--isolate=on separates the tasks from the network, but --metrics_port="
+            f"{flags.METRICS_PORT.value} is reached over the network. Use --isolate=auto."
+        )
     urls = [*_at_s3(recipe.config), reached_over_network(recipe.config.trackers)]
     if flags.ISOLATE.value == "on" and (urls := list(filter(None, urls))):
         raise ConfigError(
             f"--isolate=on separates the tasks from the network, but {urls[0]} is reached over "
             "the network. Use --isolate=auto, or local directories."
         )
+
+
+def metrics_address(*, listens: bool) -> tuple[str, int] | None:
+    """The address of the page of metrics; None without --metrics_port.
+
+    If this task `listens`, raises ConfigError if it cannot.
+    """
+    host, port = flags.METRICS_HOST.value, flags.METRICS_PORT.value
+    if port is None and flags.METRICS_HOST.present:
+        raise ConfigError("--metrics_host needs --metrics_port, without which nothing is served.")
+    if port is None:
+        return None
+    try:
+        if listens:
+            socket.create_server((host, port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--metrics_port={port} cannot be listened at on {host}: {error.strerror}. Give "
+            "another --metrics_port, or an address of this machine as --metrics_host."
+        ) from None
+    return host, port
 
 
 def _at_s3(config: Config) -> list[str]:
@@ -82,9 +115,72 @@ def read_cluster(*, is_launched: bool) -> Cluster | None:
         ClusterError: the description is wrong.
     """
     _check_strategy_of_flags()
-    cluster = _described_cluster()
-    _check_flags(cluster, is_launched)
+    found = None
+    if not is_launched:  # Otherwise the launcher has chosen, and sets TF_CONFIG.
+        _check_source()
+        found = _cluster_of_source()
+    is_local = flags.CLUSTER.value == "local" and not is_launched
+    cluster = found.cluster if found else None if is_local else _described_cluster()
+    if cluster is None and (given := _given_of(("hosts", "port"))):
+        raise ConfigError(
+            f"--{given[0]} is for a cluster of several hosts, but --cluster="
+            f"{flags.CLUSTER.value} found none: this machine is the cluster. Leave it out."
+        )
+    _check_flags(cluster, is_launched, finding.size_flags(found.source) if found else ())
+    if found:
+        log.info("%s", found.line())
     return cluster
+
+
+def _check_source() -> None:
+    """Raises ConfigError if flags describe the cluster in two ways, or --cluster in none."""
+    source, is_set = flags.CLUSTER.value, "TF_CONFIG" in os.environ
+    by_tasks = [f"{job}_hosts" for job, flag in flags.HOSTS.items() if flag.value is not None]
+    if source == "tf_config" and not is_set:
+        raise ConfigError(
+            "--cluster=tf_config needs the variable TF_CONFIG, which is not set. Set it, as "
+            "docs/clusters.md shows, or leave --cluster out."
+        )
+    if source == "hosts" and flags.HOST_LIST.value is None:
+        raise ConfigError("--cluster=hosts needs the hosts. Add --hosts=a,b,c.")
+    if flags.HOST_LIST.value is not None and source not in ("auto", "hosts"):
+        raise ConfigError(
+            f"--hosts and --cluster={source} are two descriptions of the cluster. Leave one out."
+        )
+    if source == "local" and (given := by_tasks or _given(flags.HOSTS_OF_TASKS)):
+        raise ConfigError(
+            f"--cluster=local is a cluster on this machine, and --{given[0]} describes another. "
+            "Leave one out."
+        )
+    described = ["TF_CONFIG"] * (is_set and source in ("auto", "tf_config"))
+    described += [f"--{name}" for name in by_tasks]
+    if described and (given := _given_of(("hosts", "port"))):
+        raise ConfigError(
+            f"{described[0]} describes the cluster, so that --{given[0]} would be ignored. Leave "
+            "one of them out."
+        )
+
+
+def _cluster_of_source() -> Found | None:
+    """The cluster of --hosts or of a scheduler's environment; None if another source has it."""
+    source, strategy = flags.CLUSTER.value, flags.STRATEGY.value
+    by_tasks = any(flag.value is not None for flag in flags.HOSTS.values())
+    is_elsewhere = source in ("local", "tf_config") or by_tasks or strategy == "mirrored"
+    if is_elsewhere or (source == "auto" and "TF_CONFIG" in os.environ):
+        return None
+    from strategies.cluster.sources import clouds, hosts
+
+    wanted = Wanted(
+        strategy,
+        num_ps=flags.PS.value if strategy == "ps" else 0,
+        num_workers=flags.WORKERS.value if flags.WORKERS.present else None,
+        port=flags.PORT.value,
+    )
+    if flags.HOST_LIST.value is not None:
+        job = flags.JOB_NAME.value
+        task = None if job is None else (job, flags.TASK_INDEX.value)
+        return hosts.from_hosts(flags.HOST_LIST.value, wanted, task, hosts.here())
+    return finding.find(source, clouds.with_resource_config(os.environ), wanted)
 
 
 def _described_cluster() -> Cluster | None:
@@ -134,8 +230,11 @@ def _cluster_of_flags(hosts: Mapping[str, str], strategy: str) -> Cluster | None
 
 
 def _given(where: str) -> list[str]:
-    scopes = flags.SCOPES.items()
-    return [name for name, scope in scopes if scope.where == where and flags.FLAGS[name].present]
+    return _given_of(name for name, scope in flags.SCOPES.items() if scope.where == where)
+
+
+def _given_of(names: Iterable[str]) -> list[str]:
+    return [name for name in names if flags.FLAGS[name].present]
 
 
 def _check_strategy_of_flags() -> None:
@@ -149,8 +248,11 @@ def _check_strategy_of_flags() -> None:
             )
 
 
-def _check_flags(cluster: Cluster | None, is_launched: bool) -> None:
-    """Refuses flags that would be ignored. A launcher has checked those of `is_launched` tasks."""
+def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str] = ()) -> None:
+    """Refuses flags that would be ignored. A launcher has checked those of `is_launched` tasks.
+
+    `sizes` are the flags of local clusters that have said how large `cluster` is.
+    """
     model_dir = flags.MODEL_DIR.value
     if flags.DOWNLOAD_ONLY.value and cluster is not None:
         raise ConfigError(
@@ -165,15 +267,17 @@ def _check_flags(cluster: Cluster | None, is_launched: bool) -> None:
         )
     if flags.DOWNLOAD_ONLY.value and flags.CHECK.value:
         raise ConfigError("--download_only and --check are two ways to end early. Leave one out.")
-    if cluster is not None and not is_launched and (given := _given(flags.LOCAL)):
+    ignored = [name for name in _given(flags.LOCAL) if name not in sizes]
+    if cluster is not None and not is_launched and ignored:
+        what = "the environment or --hosts" if sizes else "TF_CONFIG or --worker_hosts"
         raise ConfigError(
-            f"--{given[0]} is for a cluster on this machine, but TF_CONFIG or --worker_hosts "
-            f"describes a cluster already. Leave --{given[0]} out, or remove the description."
+            f"--{ignored[0]} is for a cluster on this machine, but {what} describes a cluster "
+            f"already. Leave --{ignored[0]} out, or type --cluster=local without that description."
         )
     if cluster is None and (given := _given(flags.DESCRIBED)):
         raise ConfigError(
-            f"--{given[0]} is for the tasks of a cluster, but there is no TF_CONFIG and no "
-            f"--worker_hosts. Leave --{given[0]} out, or describe the cluster."
+            f"--{given[0]} is for the tasks of a cluster, but there is no TF_CONFIG, --hosts or "
+            f"--worker_hosts, and no scheduler. Leave --{given[0]} out, or describe the cluster."
         )
     if cluster is not None:
         _check_role_flags(cluster)

@@ -29,10 +29,13 @@ FLAGS = flags.FLAGS
 STRATEGIES = ("mirrored", "multiworker", "ps")
 _CLUSTERS = ("multiworker", "ps")
 _PS = ("ps",)
+# As in strategies/cluster/sources/finding.py, which reads their environments.
+SCHEDULERS = ("slurm", "jobset", "indexed_job", "skypilot", "sagemaker")
 
 # Where a flag applies: anywhere; in a cluster on this machine; in a task of a cluster that
-# TF_CONFIG or --worker_hosts describes; or as a part of that description.
+# TF_CONFIG or --worker_hosts describes; as a part of that description; or in the choice of it.
 ANYWHERE, LOCAL, DESCRIBED, HOSTS_OF_TASKS = "anywhere", "local", "described", "hosts"
+SOURCE = "source"
 
 
 class Scope(NamedTuple):
@@ -138,6 +141,19 @@ LOG_DEVICE_PLACEMENT = flags.DEFINE_boolean(
     False,
     "Write the device of each op to placement.txt in --model_dir; in a cluster, to tasks/.",
 )
+METRICS_PORT = flags.DEFINE_integer(
+    "metrics_port",
+    None,
+    "The chief serves its metrics to Prometheus at this port, at /metrics. By default it does not.",
+    lower_bound=1,
+    upper_bound=65535,
+)
+METRICS_HOST = flags.DEFINE_string(
+    "metrics_host",
+    "127.0.0.1",
+    "With --metrics_port: the address of this machine to listen at, without authentication. "
+    "0.0.0.0: all addresses.",
+)
 EPOCHS = flags.DEFINE_float(
     "epochs",
     None,
@@ -167,7 +183,9 @@ SHORTCUTS = {
     ),
 }
 with _scope(_CLUSTERS, LOCAL):
-    WORKERS = flags.DEFINE_integer("workers", 2, "Workers of a cluster on this machine.")
+    WORKERS = flags.DEFINE_integer(
+        "workers", 2, "Workers of a cluster on this machine, of an indexed Job or of a JobSet."
+    )
     ISOLATE = flags.DEFINE_enum(
         "isolate",
         "auto",
@@ -177,7 +195,12 @@ with _scope(_CLUSTERS, LOCAL):
         "--model_dir nor --data_dir is a URL.",
     )
 with _scope(_PS, LOCAL):
-    PS = flags.DEFINE_integer("ps", 1, "Parameter servers of a cluster on this machine.")
+    PS = flags.DEFINE_integer(
+        "ps",
+        1,
+        "Parameter servers of a cluster on this machine, or of --hosts or a scheduler: the last "
+        "tasks.",
+    )
 with _scope(STRATEGIES, LOCAL):
     MAX_RESTARTS = flags.DEFINE_integer(
         "max_restarts",
@@ -195,6 +218,30 @@ with _scope(("multiworker",), LOCAL):
         "multiworker: pins each worker of a cluster on this machine to different cores. auto: if "
         "there are at least as many cores as workers, and no worker has more threads "
         "(--num_threads) than cores. Use off if other programs keep some of the cores busy.",
+    )
+
+with _scope(_CLUSTERS, SOURCE):
+    CLUSTER = flags.DEFINE_enum(
+        "cluster",
+        "auto",
+        ("auto", "local", "tf_config", *SCHEDULERS, "hosts"),
+        "What describes the cluster. auto: TF_CONFIG or flags such as --hosts, if they are given; "
+        "otherwise the environment of the scheduler that has started this task; otherwise a "
+        "cluster on this machine, as with local.",
+    )
+    HOST_LIST = flags.DEFINE_string(
+        "hosts",
+        None,
+        "The hosts of the cluster, joined by commas, the same on every host: each task finds "
+        "itself by its addresses. A host that is named twice has two tasks.",
+    )
+    PORT = flags.DEFINE_integer(
+        "port",
+        None,
+        "With --hosts or a scheduler's environment: the port of the first task on each host; later "
+        "tasks have the next ports.",
+        lower_bound=1,
+        upper_bound=65535,
     )
 
 with _scope(_PS):

@@ -31,6 +31,7 @@ class TaskSpec:
     flags: Sequence[str] = ()  # The flags that choose the strategy, for `--model_dir=RUN` alone.
     grace_secs: float = 30.0
     stall_timeout_secs: float = 300.0
+    metrics_address: tuple[str, int] | None = None  # Where the chief serves a page of metrics.
 
     @property
     def has_evaluator(self) -> bool:

@@ -13,9 +13,6 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-import keras
-import tensorflow as tf
-
 from trainer.config import Recipe, flatten
 
 _PACKAGES = ("trainer", "strategies", "data")
@@ -23,7 +20,15 @@ _PACKAGES = ("trainer", "strategies", "data")
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Maps each part of the software of this task to its version or hash."""
+    """Maps each part of the software of this task to its version or hash. Imports TensorFlow."""
+    import keras
+    import tensorflow as tf
+
+    return software(keras=keras.__version__, tensorflow=tf.__version__)
+
+
+def software(**packages: str) -> Mapping[str, str]:
+    """`versions` with given versions of packages, without TensorFlow's import."""
     root = Path(__file__).resolve().parents[2]
     files = sorted(path for name in _PACKAGES for path in (root / name).rglob("*.py"))
     code = hashlib.sha256()
@@ -31,14 +36,18 @@ def versions() -> Mapping[str, str]:
         code.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return {
         "code of this program": code.hexdigest()[:12],
-        "keras": keras.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "tensorflow": tf.__version__,
+        **packages,
     }
 
 
 def fingerprint(recipe: Recipe) -> Mapping[str, str]:
-    """Returns `versions`, the hash of the config file with its neighbours, and every field."""
+    """Returns `versions` and `config_fingerprint`."""
+    return {**versions(), **config_fingerprint(recipe)}
+
+
+def config_fingerprint(recipe: Recipe) -> Mapping[str, str]:
+    """Returns the hash of the config file with its neighbours, and every field."""
     fields = {
         f"config.{name}": json.dumps(value)
         for name, value in flatten(recipe.config).items()
@@ -47,7 +56,7 @@ def fingerprint(recipe: Recipe) -> Mapping[str, str]:
     code = hashlib.sha256()
     for path in map(Path, recipe.files):
         code.update(f"{path.name}\n".encode() + path.read_bytes())
-    return {**versions(), "config file": code.hexdigest()[:12], **fields}
+    return {"config file": code.hexdigest()[:12], **fields}
 
 
 def as_number(value: object) -> int:

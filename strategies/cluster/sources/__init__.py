@@ -1,0 +1,9 @@
+"""The cluster from the environment that a scheduler gives to a task, or from a list of hosts.
+
+    found = find("auto", os.environ, Wanted("multiworker"))     # None: no scheduler's environment
+    found.cluster, found.line()
+
+`finding.py` chooses the source. `slurm.py`, `kubernetes.py`, `clouds.py` and `hosts.py` are the
+sources: functions of an environment, which open no connection. `base.py` has what they share: which
+of the tasks are parameter servers, and the ports. Read `base.py` first.
+"""

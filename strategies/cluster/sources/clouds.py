@@ -1,0 +1,98 @@
+"""The cluster of SkyPilot or SageMaker: one task for each machine.
+
+found = from_skypilot(os.environ, Wanted("multiworker"))
+found = from_sagemaker(with_resource_config(os.environ), Wanted("multiworker"))
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from strategies.cluster.sources.base import (
+    DEFAULT_PORT,
+    Found,
+    Variables,
+    Wanted,
+    first_port,
+    numbered_jobs,
+    task_of_rank,
+)
+from strategies.cluster.tf_config import check_cluster
+
+# SageMaker writes it in every container; SM_* are set only by the images with its toolkit.
+RESOURCE_CONFIG_FILE = Path("/opt/ml/input/config/resourceconfig.json")
+_RESOURCE_CONFIG = "SM_RESOURCE_CONFIG"
+
+
+def is_skypilot(environment: Mapping[str, str]) -> bool:
+    """Returns True in the `run` section of a SkyPilot task."""
+    return "SKYPILOT_NODE_IPS" in environment
+
+
+def from_skypilot(environment: Mapping[str, str], wanted: Wanted) -> Found:
+    """The cluster of all nodes of this task. Their jobs may share a node, so ports follow from it.
+
+    Raises ClusterError if the variables are incomplete or contradict each other.
+    """
+    variables = Variables("SkyPilot", environment)
+    nodes, rank = variables.get("SKYPILOT_NODE_IPS").split(), variables.number("SKYPILOT_NODE_RANK")
+    num_nodes = environment.get("SKYPILOT_NUM_NODES", str(len(nodes)))
+    if num_nodes != str(len(nodes)) or rank >= len(nodes):
+        raise variables.error(
+            f"SKYPILOT_NODE_IPS has {len(nodes)} address(es), SKYPILOT_NUM_NODES is {num_nodes}, "
+            f"and SKYPILOT_NODE_RANK is {rank}"
+        )
+    task = environment.get("SKYPILOT_TASK_ID", "")
+    where = f"SkyPilot task {task}" if task else "SkyPilot"
+    jobs = numbered_jobs(
+        nodes, wanted, first_port(task) if task else DEFAULT_PORT, "num_nodes: N in the task's file"
+    )
+    return Found(
+        "skypilot", where, check_cluster(jobs, task_of_rank(jobs, rank), wanted.strategy, where)
+    )
+
+
+def is_sagemaker(environment: Mapping[str, str]) -> bool:
+    """Returns True in a training job of SageMaker."""
+    return "SM_HOSTS" in environment or _RESOURCE_CONFIG in environment
+
+
+def with_resource_config(
+    environment: Mapping[str, str], path: Path = RESOURCE_CONFIG_FILE
+) -> Mapping[str, str]:
+    """`environment`, with SageMaker's file as SM_RESOURCE_CONFIG if there is one."""
+    if is_sagemaker(environment) or not path.is_file():
+        return environment
+    return {**environment, _RESOURCE_CONFIG: path.read_text()}
+
+
+def from_sagemaker(environment: Mapping[str, str], wanted: Wanted) -> Found:
+    """The cluster of all hosts of this training job.
+
+    Raises ClusterError if the variables are incomplete or contradict each other.
+    """
+    variables = Variables("SageMaker", environment)
+    hosts: object = None
+    own: object = None
+    if "SM_HOSTS" in environment:
+        hosts, own = _json(variables, "SM_HOSTS"), variables.get("SM_CURRENT_HOST")
+    else:
+        described = _json(variables, _RESOURCE_CONFIG)
+        if isinstance(described, dict):
+            hosts, own = described.get("hosts"), described.get("current_host")
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        raise variables.error(f"its hosts are {hosts!r}, not a list of names")
+    if own not in hosts:
+        raise variables.error(f"this host is {own!r}, and not one of its hosts, {hosts}")
+    where = "SageMaker"
+    jobs = numbered_jobs(hosts, wanted, DEFAULT_PORT, "instance_count=N")
+    task = task_of_rank(jobs, hosts.index(own))
+    return Found("sagemaker", where, check_cluster(jobs, task, wanted.strategy, where))
+
+
+def _json(variables: Variables, name: str) -> object:
+    text = variables.get(name)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise variables.error(f"{name} is not JSON ({error}): {text[:100]!r}") from None

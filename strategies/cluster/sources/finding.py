@@ -1,0 +1,81 @@
+"""Chooses the source of the cluster: what --cluster names, or what the environment has.
+
+found = find("auto", os.environ, Wanted("multiworker"))
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from strategies.cluster.sources import clouds, kubernetes, slurm
+from strategies.cluster.sources.base import Found, Wanted
+from strategies.cluster.tf_config import ClusterError
+
+
+class _Source(NamedTuple):
+    is_present: Callable[[Mapping[str, str]], bool]
+    read: Callable[[Mapping[str, str], Wanted], Found]
+    words: str
+    has_num_tasks: bool = True  # Otherwise --workers gives it.
+
+
+SCHEDULERS = {
+    "slurm": _Source(slurm.is_slurm, slurm.from_slurm, "Slurm"),
+    "jobset": _Source(kubernetes.is_jobset, kubernetes.from_jobset, "JobSet", False),
+    "indexed_job": _Source(
+        kubernetes.is_indexed_job, kubernetes.from_indexed_job, "an indexed Job", False
+    ),
+    "skypilot": _Source(clouds.is_skypilot, clouds.from_skypilot, "SkyPilot"),
+    "sagemaker": _Source(clouds.is_sagemaker, clouds.from_sagemaker, "SageMaker"),
+}
+
+
+def find(source: str, environment: Mapping[str, str], wanted: Wanted) -> Found | None:
+    """The cluster of scheduler `source`. With "auto", of the scheduler in `environment`, if any.
+
+    "auto" returns None for a single task: it may start a cluster on its machine.
+
+    Raises ClusterError if the scheduler's variables are missing, incomplete or contradictory, or if
+    "auto" finds two schedulers.
+    """
+    if source in SCHEDULERS:
+        return SCHEDULERS[source].read(environment, wanted)
+    names = present(environment)
+    if len(names) > 1:
+        raise ClusterError(
+            f"The environment has variables of {' and '.join(SCHEDULERS[n].words for n in names)}. "
+            f"Say which of them describes the cluster: --cluster={' or --cluster='.join(names)}."
+        )
+    if not names or _is_single(names[0], environment):
+        return None
+    return SCHEDULERS[names[0]].read(environment, wanted)
+
+
+def size_flags(source: str) -> tuple[str, ...]:
+    """The flags that say how many tasks of each job the cluster of `source` has."""
+    is_told = source == "hosts" or SCHEDULERS[source].has_num_tasks
+    return ("ps",) if is_told else ("workers", "ps")
+
+
+def found_by_auto(environment: Mapping[str, str]) -> str | None:
+    """The scheduler of which `find` with "auto" would take the cluster, or would explain faults."""
+    names = present(environment)
+    with contextlib.suppress(ClusterError):
+        if len(names) == 1 and _is_single(names[0], environment):
+            return None
+    return names[0] if names else None
+
+
+def present(environment: Mapping[str, str]) -> list[str]:
+    """The schedulers of which `environment` has variables."""
+    return [name for name, source in SCHEDULERS.items() if source.is_present(environment)]
+
+
+def _is_single(source: str, environment: Mapping[str, str]) -> bool:
+    """Returns True if the scheduler has started one task only, also in a batch script."""
+    if source == "slurm":
+        num_tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
+        return num_tasks == "1"
+    wanted = Wanted("multiworker")
+    has_number = SCHEDULERS[source].has_num_tasks
+    return has_number and len(SCHEDULERS[source].read(environment, wanted).cluster.tasks()) == 1

@@ -1,0 +1,150 @@
+"""The cluster of a Slurm step: one task of the cluster for each task that `srun` starts.
+
+    expand("n[01,09-11],login")     # ["n01", "n09", "n10", "n11", "login"]
+    found = from_slurm(os.environ, Wanted("multiworker"))
+
+Slurm numbers the tasks node after node (`srun --distribution=block`, the default). The ports follow
+from the job and the step.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from strategies.cluster.sources.base import (
+    Found,
+    Variables,
+    Wanted,
+    first_port,
+    numbered_jobs,
+    task_of_rank,
+)
+from strategies.cluster.tf_config import ClusterError, check_cluster
+
+_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+# More than the largest clusters have: "n[1-999999999]" would fill the memory.
+_MAX_HOSTS = 100_000
+
+
+def is_slurm(environment: Mapping[str, str]) -> bool:
+    """Returns True in a job of Slurm."""
+    return "SLURM_JOB_ID" in environment
+
+
+def from_slurm(environment: Mapping[str, str], wanted: Wanted) -> Found:
+    """The cluster of this step. Raises ClusterError if the environment has no complete step."""
+    variables = Variables("Slurm", environment)
+    job = variables.get("SLURM_JOB_ID")
+    if environment.get("SLURM_HET_SIZE", "1") != "1":
+        raise variables.error(
+            f"job {job} is heterogeneous (SLURM_HET_SIZE={environment['SLURM_HET_SIZE']}), and "
+            "each component knows only its own nodes",
+            "Give all tasks to one component,",
+        )
+    if "SLURM_STEP_NODELIST" not in environment:
+        raise variables.error(
+            f"this process is in job {job}, but in no step: no SLURM_STEP_NODELIST",
+            "Put `srun` before the command,",
+        )
+    hosts, counts = expand(variables.get(*_NODES)), _counts(variables)
+    num_tasks, rank = variables.number(*_NUM_TASKS), variables.number("SLURM_PROCID")
+    if len(hosts) != len(counts) or sum(counts) != num_tasks:
+        raise variables.error(
+            f"{len(hosts)} node(s) in {variables.get(*_NODES)!r}, numbers of tasks for "
+            f"{len(counts)} node(s) in {variables.get(*_TASKS_PER_NODE)!r}, and {num_tasks} task(s)"
+        )
+    if rank >= num_tasks:
+        raise variables.error(f"SLURM_PROCID is {rank}, but there are {num_tasks} task(s)")
+    _check_order(variables, environment, counts, rank)
+    listed = [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
+    step = environment.get("SLURM_STEP_ID", "0")
+    where = f"Slurm job {job}, step {step}"
+    jobs = numbered_jobs(listed, wanted, first_port(f"{job}.{step}"), "srun --ntasks=N")
+    return Found(
+        "slurm", where, check_cluster(jobs, task_of_rank(jobs, rank), wanted.strategy, where)
+    )
+
+
+def _counts(variables: Variables) -> list[int]:
+    """The number of tasks of each node, from the form `2(x3),1`."""
+    counts = []
+    text = variables.get(*_TASKS_PER_NODE)
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip(), re.ASCII)
+        if not found:
+            raise variables.error(f"{_TASKS_PER_NODE[0]} is {text!r}, not of the form 2(x3),1")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _check_order(
+    variables: Variables, environment: Mapping[str, str], counts: list[int], rank: int
+) -> None:
+    """Raises ClusterError if the tasks are not numbered node after node."""
+    if not {"SLURM_NODEID", "SLURM_LOCALID"} <= environment.keys():
+        return
+    node, local = variables.number("SLURM_NODEID"), variables.number("SLURM_LOCALID")
+    if sum(counts[:node]) + local != rank:
+        raise variables.error(
+            f"task {rank} is task {local} of node {node}, so tasks are not numbered node after "
+            "node",
+            "Type srun --distribution=block,",
+        )
+
+
+def expand(nodes: str) -> list[str]:
+    """The names in a node list of Slurm, in its order: `n[01,09-11],login`, `r[1-2]n[1-4]`.
+
+    Numbers keep the zeros before them. Raises ClusterError if the list is malformed.
+    """
+    names = [name for part in _split(nodes) for name in _expanded(part, nodes)]
+    if not names:
+        raise _malformed(nodes, "it is empty")
+    return names
+
+
+def _split(nodes: str) -> list[str]:
+    """Splits at commas outside brackets."""
+    parts, depth = [""], 0
+    for character in nodes.strip():
+        depth += (character == "[") - (character == "]")
+        if depth not in (0, 1):
+            raise _malformed(nodes, "its brackets do not match")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    if depth:
+        raise _malformed(nodes, "a bracket is not closed")
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _expanded(part: str, nodes: str) -> list[str]:
+    names = [""]
+    for text, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", part):
+        ends = [text] if text else list(_numbers(ranges, nodes))
+        if len(names) * len(ends) > _MAX_HOSTS:
+            raise _malformed(nodes, f"it has more than {_MAX_HOSTS:,} nodes")
+        names = [name + end for name in names for end in ends]
+    if any(re.search(r"\s", name) for name in names):
+        raise _malformed(nodes, "a name has a space in it")
+    return names
+
+
+def _numbers(ranges: str, nodes: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip(), re.ASCII)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not found or last < first or last - first >= _MAX_HOSTS:
+            raise _malformed(nodes, f"{part!r} is not a number, or a range such as 09-12")
+        for number in range(first, last + 1):
+            yield f"{number:0{len(found[1])}}"
+
+
+def _malformed(nodes: str, fault: str) -> ClusterError:
+    return ClusterError(
+        f"Slurm's node list is {nodes[:200]!r}, but {fault}. It must be as `n[01,09-12],login`: "
+        "`scontrol show hostnames` prints the names. Describe the cluster by TF_CONFIG, or type "
+        "--cluster=hosts --hosts=NAME,NAME."
+    )

@@ -1,0 +1,49 @@
+"""What a run reports to schedulers while it trains."""
+
+import socket
+import urllib.request
+from pathlib import Path
+
+from strategies.cluster.ports import free_ports
+from tests.cluster.runs import TOPOLOGIES, assert_one_error, start
+from tests.unit.test_progress import Controller
+
+
+def test_chief_serves_its_metrics_and_tells_kubeflow_while_it_trains(
+    digits: Path, tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    flags = (f"--data_dir={digits}", "--config=tests/cluster/configs/slow.py")
+    controller = Controller(tmp_path)
+    page = ""
+
+    def has_reports() -> bool:
+        nonlocal page
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+                page = answer.read().decode()
+        except OSError:
+            return False
+        return 'trainer_loss{split="train"}' in page
+
+    try:
+        topology, model_dir = TOPOLOGIES["mirrored-1"], tmp_path / "run"
+        metrics = f"--metrics_port={port}"
+        with start(topology, model_dir, *flags, metrics, env=controller.environment) as process:
+            process.wait_until(has_reports, "reports on the page")
+            run = process.wait()
+        assert run.exit_code == 0, run.stderr
+    finally:
+        controller.close()
+    assert 'trainer_examples_per_sec{split="train"}' in page
+    assert "trainer_restarts_total 0\n" in page
+    (_, first), *_, (_, last) = controller.received
+    assert first["trainerStatus"]["progressPercentage"] < 100
+    assert last["trainerStatus"]["progressPercentage"] == 100
+
+
+def test_port_of_metrics_that_is_in_use_is_one_error(digits: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flag = f"--metrics_port={taken.getsockname()[1]}"
+        with start(TOPOLOGIES["mirrored-1"], tmp_path / "run", f"--data_dir={digits}", flag) as p:
+            assert_one_error(p.wait(), flag, "in use", "Give another --metrics_port")

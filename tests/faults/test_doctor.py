@@ -1,0 +1,145 @@
+"""`python -m trainer.doctor` in all tasks of a cluster, healthy or with a fault on each host."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import hosts, reason_why_not, silent
+from strategies.cluster.ports import free_ports
+from tests.cluster.runs import ROOT
+
+TIMEOUT_SECS = 200.0
+
+
+def start(
+    stack: contextlib.ExitStack,
+    *argv: str,
+    under: Sequence[str] = (),
+    cwd: Path = ROOT,
+) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [*under, sys.executable, "-m", "trainer.doctor", *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+    )
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    return process
+
+
+def end(process: "subprocess.Popen[str]", exit_code: int) -> str:
+    out, err = process.communicate(timeout=TIMEOUT_SECS)
+    assert process.returncode == exit_code, out + err
+    assert "Traceback" not in err
+    return out
+
+
+@pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
+def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path) -> None:
+    """Worker 0 runs other code, 1 has another port, 2 cannot be reached, 3 has a slow link."""
+    code = tmp_path / "code"
+    for package in ("trainer", "strategies", "data", "configs"):
+        shutil.copytree(ROOT / package, code / package)
+    with (code / "trainer" / "loop.py").open("a") as file:
+        file.write("# Changed.\n")
+    with hosts(4) as places, contextlib.ExitStack() as stack:
+        for host in places:
+            host.limit_rate("400mbit")
+        places[3].limit_rate("40mbit")
+        listed = [f"{host.address}:2222" for host in places]
+        wrong = [*listed[:1], f"{places[1].address}:2223", *listed[2:]]
+        processes = []
+        with silent(places[2], places[0], places[1], places[3]):
+            for index, host in enumerate(places):
+                argv = (
+                    "--strategy=multiworker",
+                    f"--hosts={','.join(wrong if index == 1 else listed)}",
+                    f"--model_dir={tmp_path / 'run'}",
+                    f"--data_dir={digits}",
+                    "--num_threads=1",
+                    "--deadline_secs=45",
+                    "--json",
+                )
+                cwd = code if index == 0 else ROOT
+                processes.append(start(stack, *argv, under=host.command, cwd=cwd))
+            printed = [json.loads(end(process, 2)) for process in processes]
+        assert not (tmp_path / "run").exists()
+    expected = {
+        "worker 0": (places[0], "code of this program"),
+        "worker 1": (places[1], ":2223"),
+        "worker 2": (places[2], "its host does not answer"),
+        "worker 3": (places[3], "it sends"),
+    }
+    for view in (printed[0], printed[3]):
+        errors = [finding for finding in view["findings"] if finding["level"] == "error"]
+        assert {error["task"] for error in errors} == expected.keys(), errors
+        assert len(errors) == 4, errors
+        for error in errors:
+            host, text = expected[error["task"]]
+            assert host.address in error["address"]
+            assert text in error["text"]
+    assert printed[2]["tasks"].keys() == {"worker 2"}, "it met no other task"
+    rates = printed[0]["tasks"]["worker 0"]["meetings"]
+    assert rates["worker 3"]["mb_per_sec"] < 15
+    assert "why_not" in printed[0]["all_reduce"]
+
+
+def test_healthy_tasks_measure_an_all_reduce_and_an_absent_task_is_named(
+    digits: Path, tmp_path: Path
+) -> None:
+    ports = free_ports(5)
+    pair, ps = ports[:2], ports[2:]
+    with contextlib.ExitStack() as stack:
+        cluster = f"--hosts=localhost:{pair[0]},localhost:{pair[1]}"
+        flags = (f"--model_dir={tmp_path / 'run'}", f"--data_dir={digits}", "--num_threads=1")
+        multiworker = [
+            start(
+                stack,
+                "--strategy=multiworker",
+                cluster,
+                "--job_name=worker",
+                f"--task_index={index}",
+                "--deadline_secs=180",
+                *flags,
+            )
+            for index in range(2)
+        ]
+        tables = [end(process, 0) for process in multiworker]
+        hosts_of_ps = f"--ps_hosts=localhost:{ps[0]},localhost:{ps[1]}"
+        cluster_of_ps = ("--strategy=ps", hosts_of_ps, f"--worker_hosts=localhost:{ps[2]}")
+        tasks = [
+            start(stack, *cluster_of_ps, *task, "--deadline_secs=30", *flags)
+            for task in (
+                ("--job_name=worker", "--task_index=0"),
+                ("--job_name=ps", "--task_index=0"),
+            )
+        ]
+        incomplete = [end(process, 2) for process in tasks]
+    for table in tables:
+        assert "multiworker: 2 replica(s), batch 64: 32 examples" in table
+        assert "all-reduce of TensorFlow over 2 workers" in table
+        assert "nothing wrong was found" in table
+    for table in incomplete:
+        assert f"error: ps 1 (localhost:{ps[1]}): did not come: its host answers" in table
+
+
+def test_mistakes_end_with_one_message(tmp_path: Path) -> None:
+    for flag, message in (
+        ("--stratgy=ps", "Did you mean --strategy?"),
+        ("--port=7", "--port=7 is for --strategy=multiworker or ps"),
+    ):
+        with contextlib.ExitStack() as stack:
+            process = start(stack, flag)
+            out, err = process.communicate(timeout=TIMEOUT_SECS)
+        assert process.returncode == 2
+        assert (out, err.count("error: ")) == ("", 1), err
+        assert message in err

@@ -1,0 +1,600 @@
+"""The cluster from the environments that schedulers give to their tasks."""
+
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strategies.cluster.sources.base import Found, Wanted, first_port
+from strategies.cluster.sources.clouds import with_resource_config
+from strategies.cluster.sources.finding import SCHEDULERS, find
+from strategies.cluster.sources.hosts import from_hosts, here
+from strategies.cluster.sources.slurm import expand
+from strategies.cluster.tf_config import ClusterError, Task
+from trainer.cli import flags
+
+ROOT = Path(__file__).parents[2]
+MULTIWORKER = Wanted("multiworker")
+
+# The variables of one task of `srun --nodes=3 --ntasks=5`, as slurmstepd sets them.
+SLURM = {
+    "SLURM_JOB_ID": "200505",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "gnode[10,20,25,37]",
+    "SLURM_NODELIST": "gnode[10,20,25]",
+    "SLURM_STEP_NODELIST": "gnode[10,20,25]",
+    "SLURM_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_NTASKS": "5",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+}
+INDEXED_JOB = {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-7-2"}
+JOBSET = {
+    "JOBSET_NAME": "train",
+    "REPLICATED_JOB_NAME": "worker",
+    "JOB_COMPLETION_INDEX": "1",
+    "HOSTNAME": "train-worker-0-1",
+}
+# The job of a Kubeflow TrainJob is called `node`.
+TRAINJOB = JOBSET | {"REPLICATED_JOB_NAME": "node", "HOSTNAME": "train-node-0-1"}
+SKYPILOT = {
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n10.0.0.9\n",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "3",
+    "SKYPILOT_TASK_ID": "sky-2026-07-06-21-18-31-563597_train_1",
+}
+SAGEMAKER = {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2"}
+RESOURCE_CONFIG = {
+    "SM_RESOURCE_CONFIG": '{"current_host":"algo-2","hosts":["algo-1","algo-2"],'
+    '"network_interface_name":"eth0"}'
+}
+
+P = first_port("200505.0")
+Q = first_port(SKYPILOT["SKYPILOT_TASK_ID"])
+
+
+def read(
+    source: str, environment: Mapping[str, str], wanted: Wanted = MULTIWORKER
+) -> tuple[dict[str, list[str]], str]:
+    """The addresses by job, and this task."""
+    found = find(source, environment, wanted)
+    assert found is not None
+    jobs = {job: list(listed.values()) for job, listed in found.cluster.jobs.items()}
+    return jobs, str(found.cluster.task)
+
+
+ENVIRONMENTS: dict[str, tuple[str, dict[str, str], Wanted, dict[str, list[str]], str]] = {
+    "slurm": (
+        "slurm",
+        SLURM,
+        MULTIWORKER,
+        {
+            "worker": [
+                f"gnode10:{P}",
+                f"gnode10:{P + 1}",
+                f"gnode20:{P}",
+                f"gnode20:{P + 1}",
+                f"gnode25:{P}",
+            ]
+        },
+        "worker 3",
+    ),
+    "slurm, ps on the last node": (
+        "slurm",
+        SLURM | {"SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"},
+        Wanted("ps", num_ps=1, port=2222),
+        {
+            "worker": ["gnode10:2222", "gnode10:2223", "gnode20:2222", "gnode20:2223"],
+            "ps": ["gnode25:2222"],
+        },
+        "ps 0",
+    ),
+    "indexed Job": (
+        "indexed_job",
+        INDEXED_JOB,
+        Wanted("multiworker", num_workers=3),
+        {"worker": [f"train-7-{i}.train-7:2222" for i in range(3)]},
+        "worker 2",
+    ),
+    "indexed Job, ps": (
+        "indexed_job",
+        INDEXED_JOB,
+        Wanted("ps", num_ps=1, num_workers=2),
+        {
+            "worker": [f"train-7-{i}.train-7:2222" for i in range(2)],
+            "ps": ["train-7-2.train-7:2222"],
+        },
+        "ps 0",
+    ),
+    "JobSet": (
+        "jobset",
+        JOBSET,
+        Wanted("ps", num_ps=1, num_workers=2, port=3333),
+        {
+            "worker": [f"train-worker-0-{i}.train:3333" for i in range(2)],
+            "ps": ["train-ps-0-0.train:3333"],
+        },
+        "worker 1",
+    ),
+    "JobSet, its ps": (
+        "jobset",
+        JOBSET
+        | {
+            "REPLICATED_JOB_NAME": "ps",
+            "JOB_COMPLETION_INDEX": "0",
+            "HOSTNAME": "train-ps-0-0",
+        },
+        Wanted("ps", num_ps=1, num_workers=1),
+        {"worker": ["train-worker-0-0.train:2222"], "ps": ["train-ps-0-0.train:2222"]},
+        "ps 0",
+    ),
+    "TrainJob": (
+        "jobset",
+        TRAINJOB,
+        Wanted("multiworker", num_workers=2),
+        {"worker": [f"train-node-0-{i}.train:2222" for i in range(2)]},
+        "worker 1",
+    ),
+    "SkyPilot": (
+        "skypilot",
+        SKYPILOT,
+        MULTIWORKER,
+        {"worker": [f"10.0.0.4:{Q}", f"10.0.0.5:{Q}", f"10.0.0.9:{Q}"]},
+        "worker 1",
+    ),
+    "SkyPilot, IPv6": (
+        "skypilot",
+        {"SKYPILOT_NODE_IPS": "fd00::1\nfd00::2", "SKYPILOT_NODE_RANK": "0"},
+        MULTIWORKER,
+        {"worker": ["[fd00::1]:2222", "[fd00::2]:2222"]},
+        "worker 0",
+    ),
+    "SageMaker": (
+        "sagemaker",
+        SAGEMAKER,
+        MULTIWORKER,
+        {"worker": ["algo-1:2222", "algo-2:2222"]},
+        "worker 1",
+    ),
+    "SageMaker, without its toolkit": (
+        "sagemaker",
+        RESOURCE_CONFIG,
+        Wanted("ps", num_ps=1),
+        {"worker": ["algo-1:2222"], "ps": ["algo-2:2222"]},
+        "ps 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_environment_of_a_scheduler_describes_the_cluster_and_this_task(name: str) -> None:
+    source, environment, wanted, jobs, task = ENVIRONMENTS[name]
+    assert read(source, environment, wanted) == (jobs, task)
+    assert read("auto", {**environment, "PATH": "/bin"}, wanted) == (jobs, task)
+
+
+def test_all_sources_are_tested_and_are_choices_of_the_flag() -> None:
+    assert {source for source, *_ in ENVIRONMENTS.values()} == set(SCHEDULERS)
+    assert tuple(SCHEDULERS) == flags.SCHEDULERS
+
+
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+# The environment, what came, and what to type.
+FAULTS: dict[str, tuple[str, dict[str, str], Wanted, tuple[str, ...]]] = {
+    "slurm: in the batch script": (
+        "auto",
+        without(SLURM, *(name for name in SLURM if "STEP" in name)),
+        MULTIWORKER,
+        ("job 200505", "in no step", "Put `srun` before the command"),
+    ),
+    "slurm: no rank": (
+        "slurm",
+        without(SLURM, "SLURM_PROCID"),
+        MULTIWORKER,
+        ("no SLURM_PROCID", "--cluster=local"),
+    ),
+    "slurm: rank": (
+        "slurm",
+        SLURM | {"SLURM_PROCID": "5"},
+        MULTIWORKER,
+        ("SLURM_PROCID is 5, but there are 5 task(s)",),
+    ),
+    "slurm: no number": (
+        "slurm",
+        SLURM | {"SLURM_PROCID": "-1"},
+        MULTIWORKER,
+        ("SLURM_PROCID is '-1', not a number",),
+    ),
+    "slurm: nodes and counts": (
+        "slurm",
+        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2,3"},
+        MULTIWORKER,
+        ("3 node(s) in 'gnode[10,20,25]'", "2 node(s) in '2,3'", "5 task(s)"),
+    ),
+    "slurm: counts": (
+        "slurm",
+        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(y2)"},
+        MULTIWORKER,
+        ("SLURM_STEP_TASKS_PER_NODE is '2(y2)'", "2(x3),1"),
+    ),
+    "slurm: cyclic distribution": (
+        "slurm",
+        SLURM | {"SLURM_NODEID": "0", "SLURM_LOCALID": "1"},
+        MULTIWORKER,
+        ("task 3 is task 1 of node 0", "srun --distribution=block"),
+    ),
+    "slurm: heterogeneous": (
+        "slurm",
+        SLURM | {"SLURM_HET_SIZE": "2"},
+        MULTIWORKER,
+        ("heterogeneous", "SLURM_HET_SIZE=2"),
+    ),
+    "slurm: not there": ("slurm", {}, MULTIWORKER, ("no SLURM_JOB_ID", "TF_CONFIG")),
+    "ps: too many": (
+        "slurm",
+        SLURM,
+        Wanted("ps", num_ps=5),
+        ("--ps=5", "5 task(s)", "srun --ntasks=N"),
+    ),
+    "indexed Job: number of pods": (
+        "auto",
+        INDEXED_JOB,
+        MULTIWORKER,
+        ("does not know how many pods", "--workers=N", "spec.completions"),
+    ),
+    "indexed Job: too few": (
+        "indexed_job",
+        INDEXED_JOB,
+        Wanted("multiworker", num_workers=2),
+        ("this is pod 2", "2 pod(s)", "--workers"),
+    ),
+    "indexed Job: host name": (
+        "indexed_job",
+        INDEXED_JOB | {"HOSTNAME": "ip-10-0-0-4"},
+        Wanted("multiworker", num_workers=3),
+        ("JOB_COMPLETION_INDEX is 2", "'ip-10-0-0-4'", "hostNetwork"),
+    ),
+    "JobSet: no job": (
+        "jobset",
+        without(JOBSET, "REPLICATED_JOB_NAME"),
+        MULTIWORKER,
+        ("no REPLICATED_JOB_NAME",),
+    ),
+    "JobSet: several replicas": (
+        "jobset",
+        JOBSET | {"HOSTNAME": "train-worker-3-1"},
+        Wanted("multiworker", num_workers=3),
+        ("'train-worker-3-1'", "train-worker-0-1", "replicas: 1"),
+    ),
+    "JobSet: too few": (
+        "jobset",
+        JOBSET,
+        Wanted("ps", num_ps=1, num_workers=1),
+        ("pod 1 of job worker", "1 pod(s) of job worker"),
+    ),
+    "SkyPilot: rank": (
+        "skypilot",
+        SKYPILOT | {"SKYPILOT_NODE_RANK": "3"},
+        MULTIWORKER,
+        ("3 address(es)", "SKYPILOT_NODE_RANK is 3"),
+    ),
+    "SkyPilot: number": (
+        "skypilot",
+        SKYPILOT | {"SKYPILOT_NUM_NODES": "4"},
+        MULTIWORKER,
+        ("3 address(es)", "SKYPILOT_NUM_NODES is 4"),
+    ),
+    "SageMaker: JSON": (
+        "sagemaker",
+        SAGEMAKER | {"SM_HOSTS": "algo-1,algo-2"},
+        MULTIWORKER,
+        ("SM_HOSTS is not JSON", "'algo-1,algo-2'"),
+    ),
+    "SageMaker: own host": (
+        "sagemaker",
+        SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"},
+        MULTIWORKER,
+        ("'algo-3'", "algo-1"),
+    ),
+    "SageMaker: hosts": (
+        "sagemaker",
+        {"SM_RESOURCE_CONFIG": "{}"},
+        MULTIWORKER,
+        ("its hosts are None",),
+    ),
+    "two schedulers": (
+        "auto",
+        SLURM | SKYPILOT,
+        MULTIWORKER,
+        ("Slurm and SkyPilot", "--cluster=slurm or --cluster=skypilot"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_incomplete_or_contradictory_environment_is_explained(name: str) -> None:
+    source, environment, wanted, parts = FAULTS[name]
+    with pytest.raises(ClusterError) as caught:
+        find(source, environment, wanted)
+    pattern = ".*".join(map(re.escape, parts))
+    assert re.search(pattern, str(caught.value)), f"{caught.value} lacks {pattern}"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"},
+        {"SKYPILOT_NODE_IPS": "10.0.0.4", "SKYPILOT_NODE_RANK": "0"},
+        {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
+    ],
+)
+def test_auto_leaves_a_single_task_to_a_cluster_on_its_machine(
+    environment: dict[str, str],
+) -> None:
+    assert find("auto", environment, MULTIWORKER) is None
+
+
+def test_single_task_is_a_cluster_where_the_source_is_named() -> None:
+    jobs, _ = read("sagemaker", {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"})
+    assert jobs == {"worker": ["algo-1:2222"]}
+
+
+def test_file_of_sagemaker_is_read_where_its_variables_are_missing(tmp_path: Path) -> None:
+    path = tmp_path / "resourceconfig.json"
+    assert with_resource_config({}, path) == {}
+    path.write_text(RESOURCE_CONFIG["SM_RESOURCE_CONFIG"])
+    assert with_resource_config({}, path) == RESOURCE_CONFIG
+    assert with_resource_config(SAGEMAKER, path) == SAGEMAKER
+
+
+@given(st.text())
+def test_ports_of_jobs_are_below_those_of_outgoing_connections(job_id: str) -> None:
+    port = first_port(job_id)
+    assert port == first_port(job_id)
+    assert 10_000 <= port <= 30_000 - 16
+    assert port % 16 == 0
+
+
+def test_ports_of_jobs_differ() -> None:
+    assert len({first_port(f"{job}.0") for job in range(1000)}) > 600
+
+
+# Slurm's node lists.
+
+NAMES = st.from_regex(r"[a-z][a-z-]{0,3}", fullmatch=True)
+RANGES = st.lists(
+    st.tuples(st.integers(0, 300), st.integers(0, 12), st.integers(1, 4)), min_size=1, max_size=3
+)
+PARTS = st.lists(
+    st.tuples(NAMES, st.lists(st.tuples(RANGES, st.sampled_from(["", "-ib", "x"])), max_size=2)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def written(ranges: list[tuple[int, int, int]]) -> tuple[str, list[str]]:
+    """The text of a bracket, and the numbers in it, by another way than the parser's."""
+    texts, numbers = [], []
+    for first, more, width in ranges:
+        text = str(first).zfill(width)
+        texts.append(text if not more else f"{text}-{str(first + more).zfill(width)}")
+        numbers += [str(number).zfill(len(text)) for number in range(first, first + more + 1)]
+    return ",".join(texts), numbers
+
+
+@given(PARTS)
+def test_node_list_is_expanded_in_its_order(
+    parts: list[tuple[str, list[tuple[list[tuple[int, int, int]], str]]]],
+) -> None:
+    texts, expected = [], []
+    for name, brackets in parts:
+        text, names = name, [name]
+        for ranges, suffix in brackets:
+            inside, numbers = written(ranges)
+            text += f"[{inside}]{suffix}"
+            names = [f"{start}{number}{suffix}" for start in names for number in numbers]
+        texts.append(text)
+        expected += names
+    assert expand(",".join(texts)) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("n[01,09-12]", ["n01", "n09", "n10", "n11", "n12"]),
+        ("login", ["login"]),
+        ("n[8-10]", ["n8", "n9", "n10"]),
+        ("n[098-101]-ib,gpu7", ["n098-ib", "n099-ib", "n100-ib", "n101-ib", "gpu7"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("sh04-10n05", ["sh04-10n05"]),
+    ],
+)
+def test_node_lists_of_real_clusters(nodes: str, names: list[str]) -> None:
+    assert expand(nodes) == names
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    ["", ",", "n[1", "n1]", "n[[1]]", "n[]", "n[a]", "n[3-1]", "n[1-]", "n[1-999999999]", "a b"],
+)
+def test_malformed_node_list_is_explained(nodes: str) -> None:
+    with pytest.raises(ClusterError, match="scontrol show hostnames"):
+        expand(nodes)
+
+
+@given(st.text(alphabet="n1-9[],x ", max_size=12))
+def test_any_node_list_is_expanded_or_explained(nodes: str) -> None:
+    with contextlib.suppress(ClusterError):
+        assert all(expand(nodes))
+
+
+# --hosts
+
+
+def hosts(
+    text: str, own: set[str], wanted: Wanted = MULTIWORKER, task: tuple[str, int] | None = None
+) -> Found:
+    return from_hosts(text, wanted, task, own.__contains__)
+
+
+def test_host_finds_its_own_place_in_the_list() -> None:
+    cluster = hosts("a, b,c,", {"b", "10.0.0.2"}).cluster
+    assert cluster.jobs == {"worker": {0: "a:2222", 1: "b:2222", 2: "c:2222"}}
+    assert cluster.task == Task("worker", 1)
+
+
+def test_last_hosts_are_parameter_servers_and_a_host_may_have_several_tasks() -> None:
+    wanted = Wanted("ps", num_ps=1, port=4000)
+    assert hosts("a,b,a", {"b"}, wanted).cluster.jobs == {
+        "worker": {0: "a:4000", 1: "b:4000"},
+        "ps": {0: "a:4001"},
+    }
+    assert hosts("a,b,a", {"a"}, wanted, ("ps", 0)).cluster.task == Task("ps", 0)
+    assert hosts("a,b,a", {"a"}, wanted, ("worker", 0)).cluster.task == Task("worker", 0)
+
+
+def test_addresses_may_have_ports_and_ipv6() -> None:
+    assert hosts("a:1,b:2", {"a"}).cluster.jobs == {"worker": {0: "a:1", 1: "b:2"}}
+    assert hosts("fd00::1,fd00::2", {"fd00::2"}).cluster.address == "[fd00::2]:2222"
+    assert hosts("[fd00::1]:7,[fd00::2]:8", {"fd00::2"}).cluster.address == "[fd00::2]:8"
+
+
+@pytest.mark.parametrize(
+    ("text", "own", "parts"),
+    [
+        ("a,b", set[str](), ("None of the hosts", "--hosts=a,b", "is this machine", "its name")),
+        ("a,b,a", {"a"}, ("2 tasks: worker 0, worker 2", "--job_name=worker --task_index=0")),
+        ("a,,b", {"a"}, ("an empty name", "--hosts=a,b,c")),
+        ("a:1,b", {"a"}, ("a port for some hosts only", "--port=N")),
+        ("a:1,a:1", {"b"}, ("None of the hosts",)),
+        ("a:1,b:1,a:1", {"b"}, ("a:1 is the address of both",)),
+        ("a/b,c", {"c"}, ("host:port",)),
+    ],
+)
+def test_mistake_in_the_list_of_hosts_is_explained(
+    text: str, own: set[str], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(ClusterError) as caught:
+        hosts(text, own)
+    assert re.search(".*".join(map(re.escape, parts)), str(caught.value)), caught.value
+
+
+def test_own_names_and_addresses_are_here_and_others_are_not() -> None:
+    is_here = here()
+    assert is_here(socket.gethostname())
+    assert is_here("127.0.0.1")
+    assert is_here("localhost")
+    assert not is_here("198.51.100.7")
+    assert not is_here("no-such-host.invalid")
+
+
+# The command line.
+
+PRINTED = """
+import sys
+from trainer.cli import flags
+sys.argv = ["trainer", *sys.argv[1:]]
+flags.FLAGS(flags.parse(sys.argv))
+from trainer.tf_setup import configure_logging
+configure_logging()
+from trainer.cli.flag_checks import read_cluster
+from strategies.cluster.tf_config import ClusterError
+from trainer.config import ConfigError
+try:
+    cluster = read_cluster(is_launched=False)
+    print(cluster.tf_config() if cluster else "local")
+except (ClusterError, ConfigError) as error:
+    print(f"error: {error}")
+"""
+
+
+def command_line(*argv: str, **environment: str) -> tuple[str, str]:
+    """What the cluster of a command line is, and what was logged."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTED, *argv],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+TF_CONFIG = json.dumps(
+    {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+)
+RUN = ("--strategy=multiworker", "--model_dir=runs/a")
+
+
+def test_cluster_of_the_command_line_is_the_schedulers_and_says_so() -> None:
+    printed, logged = command_line(*RUN, **SLURM)
+    assert json.loads(printed)["task"] == {"type": "worker", "index": 3}
+    assert (
+        f"cluster of Slurm job 200505, step 0: 5 worker; this task is worker 3 at gnode20:{P + 1}"
+        in logged
+    )
+
+
+def test_tf_config_takes_precedence_and_is_silent() -> None:
+    printed, logged = command_line(*RUN, TF_CONFIG=TF_CONFIG, **SLURM)
+    assert json.loads(printed) == json.loads(TF_CONFIG)
+    assert logged == ""
+    printed, _ = command_line(*RUN, "--cluster=slurm", TF_CONFIG=TF_CONFIG, **SLURM)
+    assert len(json.loads(printed)["cluster"]["worker"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "expected"),
+    [
+        (("--cluster=local",), SLURM | {"TF_CONFIG": TF_CONFIG}, "local"),
+        (("--workers=4",), {}, "local"),
+        (("--workers=2",), SLURM, "error: --workers is for a cluster on this machine"),
+        (
+            ("--cluster=tf_config",),
+            SLURM,
+            "error: --cluster=tf_config needs",
+        ),
+        (("--cluster=hosts",), {}, "error: --cluster=hosts needs the hosts"),
+        (("--cluster=slurm", "--hosts=a"), SLURM, "error: --hosts and --cluster=slurm are two"),
+        (
+            ("--hosts=a",),
+            {"TF_CONFIG": TF_CONFIG},
+            "error: TF_CONFIG describes the cluster",
+        ),
+        (("--port=7",), {}, "error: --port is for a cluster of several hosts"),
+        (("--worker_hosts=a:1", "--port=7"), {}, "error: --worker_hosts describes the cluster"),
+        (("--cluster=local", "--worker_hosts=a:1"), {}, "error: --cluster=local is a cluster on"),
+    ],
+)
+def test_flags_and_environments_together(
+    argv: tuple[str, ...], environment: dict[str, str], expected: str
+) -> None:
+    printed, _ = command_line(*RUN, *argv, **environment)
+    assert printed.startswith(expected)
+
+
+def test_hosts_on_the_command_line_and_number_of_pods() -> None:
+    printed, logged = command_line(*RUN, "--hosts=127.0.0.1,198.51.100.1", "--port=1234")
+    assert json.loads(printed)["cluster"] == {"worker": ["127.0.0.1:1234", "198.51.100.1:1234"]}
+    assert "this task is worker 0 at 127.0.0.1:1234" in logged
+    pods = ("--strategy=ps", "--model_dir=runs/a", "--workers=2", "--ps=1")
+    printed, _ = command_line(*pods, **INDEXED_JOB)
+    assert json.loads(printed)["task"] == {"type": "ps", "index": 0}

@@ -1,0 +1,252 @@
+"""What the doctor concludes from the reports of the tasks, and what it measures."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strategies.cluster.ports import free_ports, held
+from strategies.cluster.tf_config import Cluster, Task
+from trainer.doctor.exchange import Exchange, Json
+from trainer.doctor.findings import Finding, can_connect, findings
+from trainer.doctor.plan import free_memory_bytes
+from trainer.doctor.table import text
+
+ADDRESSES = {"worker 0": "a:2222", "worker 1": "b:2222", "worker 2": "c:2222"}
+JOBS = {"worker": dict(enumerate(ADDRESSES.values()))}
+CLUSTER = Cluster(JOBS, Task("worker", 0))
+FREE = 8 << 30
+
+
+def healthy() -> dict[str, Any]:
+    """The reports of three tasks without a fault."""
+    met = {"state": "met", "latency_ms": 0.2, "mb_per_sec": 100.0, "clock_secs": 0.001}
+    needed = dict.fromkeys(ADDRESSES, 1 << 30)
+    return {
+        name: {
+            "task": name,
+            "host": address[0],
+            "machine": address[0],
+            "address": address,
+            "addresses": dict(ADDRESSES),
+            "free_memory_bytes": FREE,
+            "free_disk_bytes": 1 << 40,
+            "cores": 4,
+            "outgoing_ports": [32768, 60999],
+            "versions": {"tensorflow": "2.21.0", "code of this program": "abc"},
+            "fingerprint": {"config.seed": 1, "config file": 2},
+            "meetings": {other: dict(met) for other in ADDRESSES if other != name},
+            "plan": {"gpus": 0, "memory_bytes": needed, "disk_bytes": 1000},
+            "faults": [],
+        }
+        for name, address in ADDRESSES.items()
+    }
+
+
+def found_in(reports: dict[str, Any]) -> list[Finding]:
+    return findings(reports, CLUSTER, deadline_secs=30.0)
+
+
+def only(reports: dict[str, Any]) -> Finding:
+    (finding,) = found_in(reports)
+    return finding
+
+
+def test_healthy_cluster_has_no_findings_and_can_connect() -> None:
+    assert found_in(healthy()) == []
+    assert can_connect(healthy(), CLUSTER)
+    table = text(healthy(), CLUSTER, [], {})
+    assert "worker 2   c:2222" in table
+    assert "nothing wrong was found" in table
+
+
+@pytest.mark.parametrize(
+    ("state", "advice"),
+    [
+        ({"state": "refused"}, "Start this command there"),
+        ({"state": "silent"}, "no firewall"),
+        ({"state": "unknown host", "detail": "Name or service not known"}, "getent hosts"),
+        ({"state": "stranger", "detail": "it is worker 7"}, "ss -tlnp"),
+    ],
+)
+def test_task_that_did_not_come_is_named_once(state: Json, advice: str) -> None:
+    reports = healthy()
+    del reports["worker 2"]
+    for report in reports.values():
+        report["meetings"]["worker 2"] = state
+    finding = only(reports)
+    assert (finding.level, finding.task, finding.address) == ("error", "worker 2", "c:2222")
+    assert "did not come: " in finding.text
+    assert advice in finding.text
+    assert not can_connect(reports, CLUSTER)
+    assert "did not come" in text(reports, CLUSTER, [finding], {})
+
+
+def test_one_way_that_is_blocked_is_named_with_both_ends() -> None:
+    reports = healthy()
+    reports["worker 1"]["meetings"]["worker 2"] = {"state": "silent"}
+    finding = only(reports)
+    assert finding.task == "worker 2"
+    assert "came, but cannot be reached from worker 1: " in finding.text
+    assert not can_connect(reports, CLUSTER)
+
+
+def test_task_with_another_cluster_is_named_and_its_wrong_address_is_not_a_second_fault() -> None:
+    reports = healthy()
+    reports["worker 1"]["addresses"]["worker 1"] = "b:2223"
+    for name in ("worker 0", "worker 2"):
+        reports[name]["meetings"]["worker 1"] = {"state": "refused"}
+    finding = only(reports)
+    assert finding.task == "worker 1"
+    assert "with worker 1 at b:2223, but other tasks have worker 1 at b:2222" in finding.text
+
+
+def test_of_two_tasks_with_different_software_the_chief_is_right() -> None:
+    reports = healthy()
+    del reports["worker 2"]
+    for report in reports.values():
+        del report["meetings"]["worker 2"]
+    reports["worker 1"]["versions"]["tensorflow"] = "2.20.0"
+    finding = only(reports)
+    assert finding.task == "worker 1"
+    assert "tensorflow is 2.20.0 there, but 2.21.0" in finding.text
+    assert "pip install tensorflow==2.21.0" in finding.text
+
+
+def test_other_config_is_named_by_its_field() -> None:
+    reports = healthy()
+    reports["worker 2"]["fingerprint"]["config.seed"] = 7
+    finding = only(reports)
+    assert finding.task == "worker 2"
+    assert "--config.seed" in finding.text
+    reports["worker 2"]["fingerprint"] = {}  # A server gets its config from the chief.
+    assert found_in(reports) == []
+
+
+def test_slow_link_is_named_by_its_sender_receiver_or_pair() -> None:
+    sender = healthy()
+    for name in ("worker 0", "worker 1"):
+        sender[name]["meetings"]["worker 2"]["mb_per_sec"] = 10.0
+    finding = only(sender)
+    assert finding.task == "worker 2"
+    assert "it sends 10.0 MB/s, and other tasks 100.0 MB/s" in finding.text
+    receiver = healthy()
+    for state in receiver["worker 1"]["meetings"].values():
+        state["mb_per_sec"] = 10.0
+    finding = only(receiver)
+    assert finding.task == "worker 1"
+    assert "it receives 10.0 MB/s" in finding.text
+    pair = healthy()
+    pair["worker 1"]["meetings"]["worker 2"]["mb_per_sec"] = 10.0
+    finding = only(pair)
+    assert finding.task == "worker 1"
+    assert "it receives 10.0 MB/s from worker 2 (c:2222)" in finding.text
+
+
+def test_clock_memory_disk_gpus_and_ports() -> None:
+    clock = healthy()
+    for name in ("worker 0", "worker 2"):
+        clock[name]["meetings"]["worker 1"]["clock_secs"] = -61.0
+    clock["worker 1"]["meetings"]["worker 0"]["clock_secs"] = 61.0
+    assert "worker 1" in {finding.task for finding in found_in(clock)}
+    memory = healthy()
+    for name in ("worker 1", "worker 2"):
+        memory[name]["machine"] = "b"
+        memory[name]["free_memory_bytes"] = (2 << 30) - 1
+    assert "worker 1 and worker 2 need 2,147,483,648 bytes" in only(memory).text
+    disk = healthy()
+    for report in disk.values():
+        report["free_disk_bytes"] = 999
+    assert only(disk).task == "worker 0", "only the chief writes"
+    gpus = healthy()
+    gpus["worker 1"]["plan"]["gpus"] = 4
+    assert "4 GPU(s) there, and 0 in other workers" in only(gpus).text
+    ports = healthy()
+    ports["worker 1"]["address"] = "b:40000"
+    assert only(ports).level == "warning"
+
+
+def test_what_a_task_found_about_itself_is_passed_on() -> None:
+    reports = healthy()
+    reports["worker 1"]["faults"] = ["port 2222 is in use."]
+    reports["worker 0"]["plan"]["error"] = "There is no data. Type python -m data.prepare digits."
+    reports["worker 2"]["plan"] = {"is_late": True}
+    messages = [str(finding) for finding in found_in(reports)]
+    assert messages == [
+        "error: worker 0 (a:2222): There is no data. Type python -m data.prepare digits.",
+        "error: worker 1 (b:2222): port 2222 is in use.",
+        "warning: worker 2 (c:2222): it had no time to build the model. Type --deadline_secs=120.",
+    ]
+
+
+def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
+    assert free_memory_bytes(tmp_path) > 1000
+    (tmp_path / "memory.max").write_text("3000\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert free_memory_bytes(tmp_path) == 2000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory_bytes(tmp_path) > 1 << 20
+
+
+@contextlib.contextmanager
+def exchanges(cluster: Cluster, *tasks: Task) -> Iterator[list[Exchange]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(Exchange(cluster.for_task(task))) for task in tasks]
+
+
+def soon(secs: float = 60.0) -> float:
+    return time.monotonic() + secs
+
+
+def test_tasks_meet_measure_each_other_and_exchange_reports() -> None:
+    jobs = {"worker": {i: f"localhost:{port}" for i, port in enumerate(free_ports(2))}}
+    cluster = Cluster(jobs, Task("worker", 0))
+    with exchanges(cluster, *cluster.tasks()) as pair:
+        for exchange in pair:
+            exchange.meet(soon())
+        measured = [exchange.measure(soon()) for exchange in pair]
+        for exchange, task in zip(pair, cluster.tasks(), strict=True):
+            exchange.send({"task": str(task)})
+        reports = [exchange.wait_for_reports(soon()) for exchange in pair]
+    assert [list(meetings) for meetings in measured] == [["worker 1"], ["worker 0"]]
+    for meetings in measured:
+        (state,) = meetings.values()
+        assert state["state"] == "met"
+        assert state["latency_ms"] > 0
+        assert state["mb_per_sec"] > 0
+        assert abs(state["clock_secs"]) < 5
+    assert reports[0] == reports[1] == {name: {"task": name} for name in ("worker 0", "worker 1")}
+
+
+def test_what_is_found_instead_of_a_task() -> None:
+    own, none, closing, silent, web = free_ports(5)
+    ports = {"worker": [own, none, closing, silent, web]}
+    jobs = {job: {i: f"localhost:{p}" for i, p in enumerate(all)} for job, all in ports.items()}
+    jobs["ps"] = {0: "no-such-host.invalid:2222"}
+    cluster = Cluster(jobs, Task("worker", 0))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(held(closing))
+        stack.enter_context(held(web, b"HTTP/1.1 400 Bad Request\r\n"))
+        listener = stack.enter_context(socket.create_server(("localhost", silent)))
+        (exchange,) = stack.enter_context(exchanges(cluster, Task("worker", 0)))
+
+        def states() -> set[str]:
+            return {state["state"] for state in exchange.measure(soon()).values()}
+
+        deadline = time.monotonic() + 60
+        while "unknown" in states() and time.monotonic() < deadline:
+            threading.Event().wait(0.1)
+        found = exchange.measure(soon())
+        listener.close()
+    assert {name: state["state"] for name, state in found.items()} == {
+        "worker 1": "refused",
+        "worker 2": "stranger",
+        "worker 3": "silent",
+        "worker 4": "stranger",
+        "ps 0": "unknown host",
+    }

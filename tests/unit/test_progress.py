@@ -1,0 +1,216 @@
+"""The page of metrics for Prometheus, and the reports to Kubeflow's controller."""
+
+import datetime
+import http.server
+import ipaddress
+import json
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from strategies.metrics import Metrics
+from tests.unit.test_cluster_sources import SLURM
+from trainer.hooks.progress import KubeflowStatus, MetricsPage, num_restarts, progress_writers
+
+TRAIN = {
+    "loss": 0.5,
+    "steps_per_sec": 10.0,
+    "examples_per_sec": 640.0,
+    "examples": 6400,
+    "worker_share": {"worker 0": 0.25, "worker 1": 0.75},
+    "staleness": {"worker 0": {0: 3, 1: 4}},
+}
+
+
+def get(page: MetricsPage, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{page.port}{path}", timeout=60) as answer:
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        return str(answer.read().decode())
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[MetricsPage]:
+    made = MetricsPage("127.0.0.1", 0, str(tmp_path), last_step=1000)
+    yield made
+    made.end(1000)
+
+
+def test_page_has_the_step_and_the_newest_values(page: MetricsPage, tmp_path: Path) -> None:
+    page.begin(0)
+    assert "trainer_step 0\n" in get(page)
+    page.write(100, "train", TRAIN)
+    page.write(100, "eval", {"loss": 0.75, "best": float("nan")})
+    page(110, Metrics())
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "restarts.jsonl").write_text("{}\n{}\n")
+    assert get(page).splitlines() == [
+        "# TYPE trainer_best gauge",
+        'trainer_best{split="eval"} NaN',
+        "# TYPE trainer_examples gauge",
+        'trainer_examples{split="train"} 6400',
+        "# TYPE trainer_examples_per_sec gauge",
+        'trainer_examples_per_sec{split="train"} 640.0',
+        "# TYPE trainer_last_step gauge",
+        "trainer_last_step 1000",
+        "# TYPE trainer_loss gauge",
+        'trainer_loss{split="eval"} 0.75',
+        'trainer_loss{split="train"} 0.5',
+        "# TYPE trainer_restarts_total counter",
+        "trainer_restarts_total 2",
+        "# TYPE trainer_step gauge",
+        "trainer_step 110",
+        "# TYPE trainer_steps_per_sec gauge",
+        'trainer_steps_per_sec{split="train"} 10.0',
+        "# TYPE trainer_worker_share gauge",
+        'trainer_worker_share{split="train",worker="worker 0"} 0.25',
+        'trainer_worker_share{split="train",worker="worker 1"} 0.75',
+    ]
+
+
+def test_other_paths_are_not_found(page: MetricsPage) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+        get(page, "/")
+    with caught.value as error:
+        assert b"/metrics" in error.read()
+
+
+def test_restarts_by_slurm_count_too(tmp_path: Path) -> None:
+    assert num_restarts(str(tmp_path), {}) == 0
+    assert num_restarts(str(tmp_path), {"SLURM_RESTART_COUNT": "3", **SLURM}) == 3
+    assert num_restarts("s3://bucket/run", {}) == 0
+
+
+class Controller:
+    """Kubeflow's status server: HTTPS with a certificate of its own authority."""
+
+    def __init__(self, directory: Path) -> None:
+        self.received: list[tuple[str | None, Any]] = []
+        self.arrived = threading.Semaphore(0)
+        self.status = 200
+        controller = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                controller.received.append((self.headers["Authorization"], body))
+                self.send_response(controller.status)
+                self.end_headers()
+                controller.arrived.release()
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+        certificate = write_certificate(directory)
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, directory / "key.pem")
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+        (directory / "token").write_text("first\n")
+        path = "apis/trainer.kubeflow.org/v1alpha1/namespaces/a/trainjobs/b/status"
+        self.environment = {
+            "KUBEFLOW_TRAINER_SERVER_URL": f"https://127.0.0.1:{self._server.server_port}/{path}",
+            "KUBEFLOW_TRAINER_SERVER_CA_CERT": str(certificate),
+            "KUBEFLOW_TRAINER_SERVER_TOKEN": str(directory / "token"),
+        }
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def write_certificate(directory: Path) -> Path:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "controller")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    (directory / "key.pem").write_bytes(private)
+    (directory / "ca.crt").write_bytes(certificate.public_bytes(pem))
+    return directory / "ca.crt"
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Controller]:
+    made = Controller(tmp_path)
+    yield made
+    made.close()
+
+
+def test_kubeflow_gets_the_progress_with_the_token_of_the_moment(
+    controller: Controller, tmp_path: Path
+) -> None:
+    status = KubeflowStatus(controller.environment, last_step=1000)
+    status.write(100, "train", TRAIN)
+    assert controller.arrived.acquire(timeout=60)
+    status.write(100, "eval", {"loss": 0.75})  # Too soon after the first.
+    (tmp_path / "token").write_text("second\n")
+    status.end(1000)
+    (first, body), (second, last) = controller.received
+    assert (first, second) == ("Bearer first", "Bearer second")
+    sent = body["trainerStatus"]
+    assert datetime.datetime.fromisoformat(sent.pop("lastUpdatedTime")).tzinfo
+    assert sent == {
+        "progressPercentage": 10,
+        "estimatedRemainingSeconds": 90,
+        "metrics": [
+            {"name": "loss", "value": "0.5"},
+            {"name": "steps_per_sec", "value": "10"},
+            {"name": "examples_per_sec", "value": "640"},
+        ],
+    }
+    assert last["trainerStatus"]["progressPercentage"] == 100
+    assert {"name": "eval_loss", "value": "0.75"} in last["trainerStatus"]["metrics"]
+
+
+@pytest.mark.parametrize("fault", ["status", "certificate", "token"])
+def test_report_that_kubeflow_does_not_take_is_one_warning(
+    fault: str, controller: Controller, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment = dict(controller.environment)
+    if fault == "status":
+        controller.status = 403
+    elif fault == "certificate":
+        del environment["KUBEFLOW_TRAINER_SERVER_CA_CERT"]
+    else:
+        (tmp_path / "token").unlink()
+    status = KubeflowStatus(environment, last_step=1000)
+    status.write(100, "train", TRAIN)
+    status.end(1000)
+    (record,) = caplog.records
+    assert "Kubeflow does not take the status of this run" in record.getMessage()
+
+
+def test_writers_are_those_that_are_asked_for(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert progress_writers(None, str(tmp_path), 10) == []
+    for name, value in controller.environment.items():
+        monkeypatch.setenv(name, value)
+    (status,) = progress_writers(None, str(tmp_path), 10)
+    assert isinstance(status, KubeflowStatus)

@@ -1,0 +1,182 @@
+"""`python -m trainer.doctor`: what would the trainer do with these flags, and what is wrong?
+
+    python -m trainer.doctor --strategy=ps --ps=2
+    srun python -m trainer.doctor --strategy=multiworker --model_dir=/shared/run
+
+It takes the flags of the trainer, and trains nothing. As --check, it writes only data that must be
+prepared or indexed anyway. If all tasks of a cluster run
+it at the same time, it also measures the network between them. Exit codes: 0 nothing is wrong, 2
+something is. It ends by itself within --deadline_secs.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+import absl.flags
+from absl import app
+
+from strategies.cluster.peers import check_own_address
+from strategies.cluster.tf_config import Cluster, ClusterError, local_cluster
+from trainer.cli import flag_checks, flags
+from trainer.config import ConfigError
+from trainer.doctor.exchange import Exchange, Json
+from trainer.doctor.findings import Finding, can_connect, findings
+from trainer.doctor.plan import Settings, machine, plan_in_child
+from trainer.doctor.table import as_json, text
+from trainer.exit_codes import EXIT_DONE, EXIT_USAGE
+from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
+
+# Fractions of the deadline: until when tasks may come, plans be made, and reports come. The rest is
+# for TensorFlow's all-reduce.
+_MEET, _PLAN, _REPORTS = 0.4, 0.6, 0.8
+
+absl.flags.adopt_module_key_flags(flags)
+
+
+def define_flags() -> None:
+    """The flags of this command alone."""
+    absl.flags.DEFINE_float(
+        "deadline_secs",
+        30.0,
+        "After this time the command ends. Other tasks must come within 0.4 of it.",
+        lower_bound=5.0,
+    )
+    absl.flags.DEFINE_boolean("json", False, "Print one JSON object instead of tables.")
+
+
+class _Doctor:
+    """What is known so far. `end` may be called from another thread, when the time is over."""
+
+    def __init__(self, cluster: Cluster, deadline_secs: float) -> None:
+        self.cluster = cluster
+        self.reports: dict[str, Json] = {}
+        self.all_reduce: Json = {}
+        self.doing = "meeting the other tasks"
+        self._deadline_secs = deadline_secs
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+
+    def until(self, fraction: float) -> float:
+        """The time (time.monotonic) of a fraction of the deadline."""
+        return self._began + fraction * self._deadline_secs
+
+    def end_late(self) -> None:
+        """Ends the process at the deadline, with what is known."""
+        task = str(self.cluster.task)
+        text = (
+            f"it was {self.doing} for too long. Look at the other findings, or type "
+            f"--deadline_secs={4 * self._deadline_secs:g}"
+        )
+        self.end([Finding("error", task, self.cluster.address, text)])
+
+    def end(self, more: Sequence[Finding] = ()) -> NoReturn:
+        """Prints all that is known, and ends the process."""
+        with self._lock:  # Never released: the process ends once.
+            found = findings(self.reports, self.cluster, deadline_secs=self._deadline_secs)
+            found = [*more, *found]
+            show = as_json if flags.FLAGS["json"].value else text
+            print(show(self.reports, self.cluster, found, self.all_reduce), flush=True)
+            is_wrong = any(finding.level == "error" for finding in found)
+            # Not sys.exit: TensorFlow's destructors call peers that may have ended.
+            os._exit(EXIT_USAGE if is_wrong else EXIT_DONE)
+
+
+def _main(argv: Sequence[str]) -> NoReturn:
+    configure_logging()
+    try:
+        _examine(argv)
+    except (ConfigError, ClusterError) as error:
+        print(f"error: {error}", file=sys.stderr)
+    sys.exit(EXIT_USAGE)
+
+
+def _examine(argv: Sequence[str]) -> NoReturn:
+    if len(argv) > 1:
+        raise ConfigError(f"Unexpected arguments: {' '.join(argv[1:])}. Options start with --.")
+    recipe = flag_checks.read_recipe()
+    described = flag_checks.read_cluster(is_launched=False)
+    set_environment()
+    is_alone = described is None
+    cluster = described or _local_cluster()
+    model_dir = flags.MODEL_DIR.value or "runs"
+    num_to_aggregate = flag_checks.num_to_aggregate(recipe, cluster.num("worker"))
+    settings = Settings(
+        flags.STRATEGY.value,
+        num_replicas=flags.REPLICAS.value,
+        num_gradient_buffers=cluster.num("worker") if num_to_aggregate else 0,
+        makes_plan=is_alone or not (flag_checks.serves(cluster) or cluster.task.job == "evaluator"),
+    )
+    doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
+    plan = plan_in_child(recipe, cluster, model_dir, settings)
+    timer = threading.Timer(doctor.until(1.0) - time.monotonic(), doctor.end_late)
+    timer.daemon = True
+    timer.start()
+    planned = recipe if settings.makes_plan else None
+    own = {**machine(cluster, model_dir, planned), "meetings": {}, "plan": {}, "faults": []}
+    doctor.reports = {str(cluster.task): own}
+    if is_alone:
+        doctor.doing = "building the model"
+        own["plan"] = plan.wait(doctor.until(_REPORTS) - time.monotonic())
+        for task in cluster.tasks():
+            here = {"task": str(task), "address": cluster.address_of(task)}
+            doctor.reports[str(task)] = {**own, **here, "plan": own["plan"]}
+            if task != cluster.task:
+                doctor.reports[str(task)]["plan"] = _without_error(own["plan"])
+        doctor.end()
+    try:
+        check_own_address(cluster)
+    except ClusterError as error:  # The other tasks cannot be met: this one cannot listen.
+        own["faults"].append(str(error))
+        doctor.end()
+    with Exchange(cluster) as exchange:
+        exchange.meet(doctor.until(_MEET))
+        doctor.doing = "measuring the network"
+        own["meetings"] = exchange.measure(doctor.until(_PLAN))
+        own["plan"] = plan.wait(doctor.until(_PLAN) - time.monotonic())
+        doctor.doing = "exchanging reports"
+        exchange.send(own)
+        doctor.reports = exchange.wait_for_reports(doctor.until(_REPORTS))
+    if flags.STRATEGY.value == "multiworker" and cluster.task in cluster.trainers:
+        doctor.doing = "in TensorFlow's all-reduce"
+        doctor.all_reduce = _all_reduce(doctor)
+    doctor.end()
+
+
+def _without_error(plan: Json) -> Json:
+    return {name: value for name, value in plan.items() if name not in ("error", "is_late")}
+
+
+def _all_reduce(doctor: _Doctor) -> Json:
+    cluster = doctor.cluster
+    if len(cluster.trainers) < 2:
+        return {"why_not": "there is one worker"}
+    if not can_connect(doctor.reports, cluster):
+        return {"why_not": "not all tasks came, can reach each other, and have the same software"}
+    import_tensorflow()
+    from strategies.mirrored import use_gpus
+    from strategies.multiworker import MultiWorkerExecutor
+
+    use_gpus(flags.NUM_GPUS.value)
+    executor = MultiWorkerExecutor.connect(cluster, flags.COMMUNICATION.value)
+    network = executor.measure_network()
+    executor.close()
+    return {
+        "workers": len(cluster.trainers),
+        "latency_ms": round(1e3 * network.latency_secs, 3),
+        "mb_per_sec": round(1e-6 * network.bytes_per_sec, 1),
+    }
+
+
+def _local_cluster() -> Cluster:
+    strategy = flags.STRATEGY.value
+    num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
+    return local_cluster(strategy, num_workers, flags.PS.value)
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(_main, flags_parser=flags.parse)

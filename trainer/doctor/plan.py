@@ -1,0 +1,221 @@
+"""What this task would do, and what it needs: the plan of the run, memory, disk, GPUs, versions.
+
+plan = plan_in_child(recipe, cluster, model_dir, settings)     # at once
+plan.wait(until)                                                # a JSON object
+
+The plan needs TensorFlow, which takes seconds and runs ops. So it is made in a fork: this process
+stays free for the network, and may still connect to TensorFlow's cluster, which needs a process
+without ops.
+"""
+
+import multiprocessing
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from data.system.cores import num_cores
+from data.system.files import is_url
+from data.system.version import version_of
+from strategies.cluster.tf_config import Cluster
+from trainer.config import Recipe
+from trainer.doctor.exchange import Json
+from trainer.guards.fingerprint import as_number, config_fingerprint, software
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CGROUP = Path("/sys/fs/cgroup")
+# Batches that are in memory at a time: the one of the step, and those that are prepared.
+_BATCHES = 3
+
+
+class Settings(NamedTuple):
+    """What the flags say about the plan."""
+
+    strategy: str
+    num_replicas: int  # --replicas, or 0.
+    num_gradient_buffers: int  # Gradients of each variable that a ps stores.
+    makes_plan: bool  # False for a task that gets the config from its chief.
+
+
+class PendingPlan:
+    """A plan that a child process is making."""
+
+    def __init__(self, process: multiprocessing.process.BaseProcess, pipe: Connection) -> None:
+        self._process = process
+        self._pipe = pipe
+
+    def wait(self, secs: float) -> Json:
+        """The plan; with `error` if it has failed, or `is_late` if it is not there in `secs`."""
+        try:
+            plan: Json = self._pipe.recv() if self._pipe.poll(max(0.0, secs)) else {"is_late": True}
+        except EOFError:
+            self._process.join()
+            plan = {"error": f"the process that made the plan ended: {self._process.exitcode}"}
+        self._process.kill()
+        return plan
+
+
+def plan_in_child(
+    recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings
+) -> PendingPlan:
+    """Starts to make the plan. Must be called before this process has threads."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def make() -> None:
+        theirs.send(_make(recipe, cluster, model_dir, settings))
+
+    process = context.Process(target=make, daemon=True)
+    process.start()
+    theirs.close()
+    return PendingPlan(process, ours)
+
+
+def machine(cluster: Cluster, model_dir: str, recipe: Recipe | None) -> Json:
+    """What this task and its machine have: addresses, memory, disk, cores, software, config.
+
+    `recipe` is None in a task that gets the config from its chief.
+    """
+    packages = {name: version_of(name) for name in ("tensorflow", "keras")}
+    report: Json = {
+        "task": str(cluster.task),
+        "host": socket.gethostname(),
+        "machine": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node(),
+        "address": cluster.address,
+        "addresses": {str(task): cluster.address_of(task) for task in cluster.tasks()},
+        "free_memory_bytes": free_memory_bytes(),
+        "cores": num_cores(),
+        "outgoing_ports": _outgoing_ports(),
+        "versions": dict(software(**packages)),
+        "fingerprint": {n: as_number(v) for n, v in config_fingerprint(recipe).items()}
+        if recipe
+        else {},
+        "free_disk_bytes": None,
+    }
+    if not is_url(model_dir):
+        existing = Path(os.path.abspath(model_dir))
+        while not existing.exists():
+            existing = existing.parent
+        report["free_disk_bytes"] = shutil.disk_usage(existing).free
+    return report
+
+
+def free_memory_bytes(cgroup: Path = _CGROUP) -> int:
+    """The memory that this process may still take: of the machine, or of its container."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # No limit, or another version of cgroups.
+        return free
+    return max(0, min(free, limit - used))
+
+
+def _outgoing_ports() -> list[int]:
+    try:
+        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    except OSError:  # Not Linux.
+        return []
+    return [int(number) for number in text.split()]
+
+
+def _make(recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings) -> Json:
+    from trainer.tf_setup import import_tensorflow
+
+    import_tensorflow()
+    import tensorflow as tf
+
+    from trainer.task import USER_ERRORS
+
+    made: Json = {"gpus": len(tf.config.list_physical_devices("GPU"))}
+    if not settings.makes_plan:
+        return made
+    try:
+        return made | _plan(recipe, cluster, model_dir, settings, made["gpus"])
+    except (*USER_ERRORS, OSError) as error:
+        return made | {"error": str(error)}
+
+
+def _plan(
+    recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings, num_gpus: int
+) -> Json:
+    import math
+
+    import tensorflow as tf
+
+    from strategies.ps.placement import place
+    from trainer.config import check_replicas, data_dir
+    from trainer.preflight import preflight
+
+    config, num_workers = recipe.config, cluster.num("worker")
+    num_ps = cluster.num("ps")
+    if settings.strategy == "mirrored":
+        num_replicas = settings.num_replicas or max(1, num_gpus)
+    else:
+        num_trainers = num_workers if num_ps else len(cluster.trainers)
+        num_replicas = num_trainers * (1 if num_ps else max(1, num_gpus))
+    if not num_ps:
+        check_replicas(config, num_replicas)
+    found = preflight(recipe, model_dir)
+    train, evaluation = found.inputs.train, found.inputs.evaluation
+    example_bytes = sum(
+        spec.dtype.size * math.prod(spec.shape[1:])
+        for spec in tf.nest.flatten(train.parsed_specs)
+        if spec.shape[1:].is_fully_defined()
+    )
+    is_asynchronous = bool(num_ps) and not settings.num_gradient_buffers
+    replica_examples = config.batch_size if is_asynchronous else config.batch_size // num_replicas
+    variable_bytes = sum(group.num_bytes for group in found.groups)
+    gradient_bytes = sum(group.gradient_bytes for group in found.groups)
+    batch_bytes = replica_examples * example_bytes
+    plan: Json = {
+        "strategy": settings.strategy,
+        "num_replicas": num_replicas,
+        "batch_size": config.batch_size,
+        "replica_examples": replica_examples,
+        "replica_bytes": batch_bytes,
+        "data_dir": data_dir(config),
+        "train_examples": train.split.num_examples,
+        "train_files": len(train.split.shards),
+        "eval_examples": evaluation.split.num_examples,
+        "eval_files": len(evaluation.split.shards),
+        "variable_bytes": variable_bytes,
+        "gradient_bytes": gradient_bytes,
+        "first_step": (found.saved.step if found.saved else 0) + 1,
+        "last_step": config.train_steps,
+        # One more while the next checkpoint is written, and the best one.
+        "disk_bytes": variable_bytes * (config.keep_checkpoints + 2),
+    }
+    loads: Sequence[int] = ()
+    if num_ps:
+        placement = place(found.groups, num_ps, num_gradient_buffers=settings.num_gradient_buffers)
+        loads, plan["placement"] = placement.num_bytes, placement.table()
+    # A worker has its gradients twice: as computed, and as sent or summed.
+    worker_bytes = 2 * gradient_bytes + _BATCHES * batch_bytes
+    own_replicas = num_replicas if settings.strategy == "mirrored" else max(1, num_gpus)
+    whole_bytes = own_replicas * (variable_bytes + worker_bytes)
+    plan["memory_bytes"] = {
+        str(task): _memory_bytes(
+            task.job, loads[task.index] if task.job == "ps" else 0, worker_bytes, whole_bytes, plan
+        )
+        for task in cluster.tasks()
+    }
+    return plan
+
+
+def _memory_bytes(
+    job: str, load: int, worker_bytes: int, whole_bytes: int, plan: Mapping[str, int]
+) -> int:
+    """The bytes of a task without activations, whose size only a step knows."""
+    if job == "ps":
+        return load
+    if "placement" not in plan:
+        return whole_bytes
+    # A worker of ps reads the variables; the chief copies all of them to save them.
+    return plan["variable_bytes"] if job == "chief" else plan["gradient_bytes"] + worker_bytes

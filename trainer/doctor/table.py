@@ -1,0 +1,132 @@
+"""The output of `python -m trainer.doctor`: what would run, a table of tasks, one of pairs.
+
+print(text(reports, cluster, found, all_reduce))
+print(as_json(reports, cluster, found, all_reduce))
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from strategies.cluster.tf_config import Cluster
+from trainer.doctor.exchange import Json
+from trainer.doctor.findings import Finding, memory_needed
+
+
+def as_json(
+    reports: Mapping[str, Json], cluster: Cluster, found: Sequence[Finding], all_reduce: Json
+) -> str:
+    """One JSON object: `tasks`, by name, `findings`, `all_reduce`, and the `task` that printed."""
+    return json.dumps(
+        {
+            "task": str(cluster.task),
+            "tasks": reports,
+            "all_reduce": all_reduce,
+            "findings": [vars(finding) for finding in found],
+        },
+        indent=1,
+    )
+
+
+def text(
+    reports: Mapping[str, Json], cluster: Cluster, found: Sequence[Finding], all_reduce: Json
+) -> str:
+    """The same for people."""
+    lines = [*_plan(reports), "", *_tasks(reports, cluster)]
+    if pairs := _pairs(reports):
+        lines += ["", *pairs]
+    if all_reduce:
+        lines += ["", _all_reduce(all_reduce)]
+    lines += ["", *map(str, found)]
+    if not found:
+        lines.append("nothing wrong was found")
+    return "\n".join(lines)
+
+
+def _plan(reports: Mapping[str, Json]) -> list[str]:
+    plan = next((r["plan"] for r in reports.values() if "num_replicas" in r["plan"]), None)
+    if plan is None:
+        return ["No task that came has the plan of the run."]
+    lines = [
+        f"{plan['strategy']}: {plan['num_replicas']} replica(s), batch {plan['batch_size']:,}: "
+        f"{plan['replica_examples']:,} examples, {plan['replica_bytes']:,} bytes for each replica",
+        f"{plan['data_dir']}: {plan['train_examples']:,} training examples in "
+        f"{plan['train_files']:,} file(s), {plan['eval_examples']:,} evaluation examples in "
+        f"{plan['eval_files']:,} file(s)",
+        f"{plan['variable_bytes']:,} bytes of variables, optimizer slots included; "
+        f"{plan['gradient_bytes']:,} bytes of gradients",
+        f"steps {plan['first_step']:,} to {plan['last_step']:,} would be trained; the checkpoints "
+        f"need {plan['disk_bytes']:,} bytes of disk",
+    ]
+    return [*lines, *plan.get("placement", "").splitlines()]
+
+
+def _tasks(reports: Mapping[str, Json], cluster: Cluster) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        ("task", "address", "host", "needs", "free", "disk", "cores", "GPUs", "TensorFlow")
+    ]
+    needed = memory_needed(reports)
+    for task in cluster.tasks():
+        name = str(task)
+        mark = "*" if task == cluster.task else ""
+        report = reports.get(name)
+        if report is None:
+            rows.append((name, cluster.address_of(task), "did not come", *[""] * 6))
+            continue
+        plan = report["plan"]
+        rows.append(
+            (
+                name + mark,
+                report["address"],
+                report["host"],
+                _size(needed.get(name)),
+                _size(report["free_memory_bytes"]),
+                _size(report["free_disk_bytes"]),
+                str(report["cores"]),
+                str(plan.get("gpus", "?")),
+                report["versions"]["tensorflow"],
+            )
+        )
+    legend = (
+        "needs: memory, without activations and TensorFlow itself (about 0.5 GiB); *: this task"
+    )
+    return [*_aligned(rows), legend]
+
+
+def _pairs(reports: Mapping[str, Json]) -> list[str]:
+    rows = [("from", "to", "round trip ms", "MB/s", "clock s")]
+    for receiver, report in reports.items():
+        for sender, state in report["meetings"].items():
+            measured = [state.get(k) for k in ("latency_ms", "mb_per_sec", "clock_secs")]
+            if None in measured:
+                rows.append((sender, receiver, state["state"], "", ""))
+            else:
+                latency, rate, clock = measured
+                rows.append((sender, receiver, f"{latency:,.2f}", f"{rate:,.1f}", f"{clock:+.2f}"))
+    return _aligned(rows) if rows[1:] else []
+
+
+def _all_reduce(measured: Json) -> str:
+    if "why_not" in measured:
+        return f"no all-reduce was tried: {measured['why_not']}"
+    return (
+        f"all-reduce of TensorFlow over {measured['workers']} workers: "
+        f"{measured['latency_ms']:,.2f} ms for a small vector, "
+        f"{measured['mb_per_sec']:,.1f} MB/s for a large one"
+    )
+
+
+def _size(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "?"
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.3g} {units[0]}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,210 @@
+"""Reports for schedulers: a page of metrics for Prometheus, and the progress of Kubeflow's job.
+
+    writers = progress_writers(("127.0.0.1", 9100), model_dir, last_step=1000)
+
+Both are few lines over the standard library: the page is plain text, so prometheus_client is not
+needed. Neither ever ends a run.
+"""
+
+import http.server
+import json
+import logging
+import os
+import re
+import ssl
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from typing_extensions import override
+
+from strategies.metrics import Metrics
+from trainer.exit_codes import first_line
+from trainer.hooks.writers import Values, Writer
+from trainer.mirror import local_dir
+from trainer.run_files import RunFiles
+
+log = logging.getLogger(__name__)
+
+_URL, _CA_CERT, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
+# Kubeflow asks for one message in 5 s at most, of 256 metrics with short names and values.
+_KUBEFLOW_SECS, _MAX_METRICS, _MAX_LETTERS = 5.0, 256, 64
+_POST_SECS = 10.0
+# Values of reports that are times or positions of the run, and no metrics of the model.
+_NO_METRICS = ("seconds", "examples")
+
+
+def progress_writers(
+    address: tuple[str, int] | None, model_dir: str, last_step: int
+) -> list[Writer]:
+    """The page at `address`, if one is given; reports to Kubeflow, if its variables are set."""
+    writers: list[Writer] = []
+    if address:
+        writers.append(MetricsPage(*address, model_dir, last_step))
+    if os.environ.get(_URL):
+        writers.append(KubeflowStatus(os.environ, last_step))
+    return writers
+
+
+def num_restarts(model_dir: str, environment: Mapping[str, str]) -> int:
+    """The restarts of this run that its launcher has written down, and those by Slurm."""
+    path = Path(RunFiles(local_dir(model_dir)).tasks) / "restarts.jsonl"
+    lines = path.read_text().count("\n") if path.is_file() else 0
+    by_slurm = environment.get("SLURM_RESTART_COUNT", "0")
+    return lines + (int(by_slurm) if by_slurm.isdigit() else 0)
+
+
+class MetricsPage(Writer):
+    """Serves the newest values at http://HOST:PORT/metrics, in Prometheus' text format."""
+
+    def __init__(self, host: str, port: int, model_dir: str, last_step: int) -> None:
+        self._model_dir = model_dir
+        self._lock = threading.Lock()
+        # Name, with its labels -> value.
+        self._values: dict[tuple[str, str], float] = {("last_step", ""): last_step}
+        page = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                is_known = self.path.partition("?")[0] == "/metrics"
+                body = page.text().encode() if is_known else b"The metrics are at /metrics.\n"
+                self.send_response(200 if is_known else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            @override
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass  # Requests are no news.
+
+        # The command line has checked that it can listen.
+        self._server = http.server.ThreadingHTTPServer((host, port), Handler)
+        threading.Thread(
+            target=self._server.serve_forever, name="metrics page", daemon=True
+        ).start()
+
+    @property
+    def port(self) -> int:
+        """The port at which the page is."""
+        return int(self._server.server_address[1])
+
+    def text(self) -> str:
+        """The page: a line for each value, after the type of its name."""
+        restarts = num_restarts(self._model_dir, os.environ)
+        with self._lock:
+            values = sorted({**self._values, ("restarts_total", ""): restarts}.items())
+        lines: list[str] = []
+        for (name, labels), value in values:
+            kind = f"# TYPE trainer_{name} {'counter' if name.endswith('_total') else 'gauge'}"
+            if kind not in lines:
+                lines.append(kind)
+            lines.append(f"trainer_{name}{labels} {_number(value)}")
+        return "\n".join(lines) + "\n"
+
+    @override
+    def begin(self, step: int) -> None:
+        self._set("step", "", step)
+
+    @override
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self._set("step", "", step)
+
+    @override
+    def write(self, step: int, split: str, values: Values) -> None:
+        for name, value in values.items():
+            by_worker = value if isinstance(value, Mapping) else {"": value}
+            for worker, number in by_worker.items():
+                if isinstance(number, (int, float)):
+                    label = f',worker="{worker}"' if worker else ""
+                    self._set(name, f'{{split="{split}"{label}}}', number)
+
+    def _set(self, name: str, labels: str, value: float) -> None:
+        with self._lock:
+            self._values[re.sub(r"\W", "_", name, flags=re.ASCII), labels] = value
+
+    @override
+    def end(self, step: int) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _number(value: float) -> str:
+    """A number as Prometheus writes it: NaN, +Inf and -Inf, too."""
+    text = repr(float(value)) if isinstance(value, float) else str(value)
+    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)
+
+
+class KubeflowStatus(Writer):
+    """Posts the progress and the metrics of the last reports to Kubeflow's controller.
+
+    Kubeflow Trainer 2.2 sets the variables in the pods of a TrainJob if its feature gate
+    TrainJobStatus is on: the URL, and files with the certificate and a token that changes.
+    """
+
+    def __init__(self, environment: Mapping[str, str], last_step: int) -> None:
+        self._url = environment[_URL]
+        self._ca_cert = environment.get(_CA_CERT) or None
+        self._token = environment.get(_TOKEN, "")
+        self._last_step = last_step
+        self._metrics: dict[str, str] = {}
+        self._remaining_secs: int | None = None
+        self._next = 0.0
+        self._sender: threading.Thread | None = None
+        self._has_failed = False
+
+    @override
+    def write(self, step: int, split: str, values: Values) -> None:
+        prefix = "" if split == "train" else f"{split}_"
+        numbers = {
+            f"{prefix}{name}"[:_MAX_LETTERS]: f"{value:.6g}"
+            for name, value in values.items()
+            if isinstance(value, (int, float)) and name not in _NO_METRICS
+        }
+        self._metrics |= numbers
+        if rate := values.get("steps_per_sec"):
+            self._remaining_secs = int(max(0, self._last_step - step) / rate)
+        is_sending = self._sender is not None and self._sender.is_alive()
+        if not is_sending and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _KUBEFLOW_SECS
+            self._send(step)
+
+    @override
+    def end(self, step: int) -> None:
+        if self._sender is not None:
+            self._sender.join(_POST_SECS)
+        self._send(step)
+        assert self._sender is not None
+        self._sender.join(_POST_SECS)
+
+    def _send(self, step: int) -> None:
+        metrics = [{"name": name, "value": value} for name, value in self._metrics.items()]
+        status: dict[str, object] = {
+            "progressPercentage": min(100, 100 * step // max(1, self._last_step)),
+            "metrics": metrics[:_MAX_METRICS],
+            "lastUpdatedTime": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        if self._remaining_secs is not None:
+            status["estimatedRemainingSeconds"] = self._remaining_secs
+        body = json.dumps({"trainerStatus": status}).encode()
+        self._sender = threading.Thread(
+            target=self._post, args=[body], name="Kubeflow status", daemon=True
+        )
+        self._sender.start()
+
+    def _post(self, body: bytes) -> None:
+        try:
+            headers = {"Content-Type": "application/json"}
+            if self._token:
+                headers["Authorization"] = f"Bearer {Path(self._token).read_text().strip()}"
+            request = urllib.request.Request(self._url, body, headers)
+            context = ssl.create_default_context(cafile=self._ca_cert)
+            with urllib.request.urlopen(request, timeout=_POST_SECS, context=context):
+                pass
+        except (OSError, ValueError) as error:
+            if not self._has_failed:
+                log.warning("Kubeflow does not take the status of this run: %s", first_line(error))
+            self._has_failed = True
