@@ -81,10 +81,10 @@ parse = ExampleParse({"bytes": Column("bytes", num_bytes=LENGTH + 1)}, decode, t
 
 
 def build_model(config: TextConfig) -> keras.Model:
-    """Bytes int32 [B, LENGTH] -> logits of the next byte, float32 [B, LENGTH, 256]."""
+    """Bytes int32 [B, T], T <= LENGTH -> logits of the next byte, float32 [B, T, 256]."""
     from keras import layers
 
-    tokens = keras.Input((LENGTH,), dtype="int32")
+    tokens = keras.Input((None,), dtype="int32")
     positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
     x = layers.Embedding(256, config.width)(tokens)
     x = x + layers.Embedding(LENGTH, config.width)(positions)
