@@ -25,7 +25,8 @@ def build_model(config: ModelConfig) -> keras.Model:
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(32, 16)(tokens)
     if config.model == "bilstm":
-        x = layers.Bidirectional(layers.LSTM(8, dropout=0.1))(x)
+        # Not LSTM(dropout=...): its masks depend on the first example of a replica.
+        x = layers.Dropout(0.1)(layers.Bidirectional(layers.LSTM(8))(x))
         return keras.Model(tokens, layers.Dense(CLASSES)(x))
     attention = layers.MultiHeadAttention(2, 8)
     x = layers.LayerNormalization()(x + layers.Dropout(0.1)(attention(x, x)))
