@@ -42,6 +42,7 @@ from trainer.step.advice import advice
 from trainer.step.keras_losses import KerasLoss, is_keras
 from trainer.step.keras_metrics import KerasMetrics, split_metrics
 from trainer.step.losses import PerExample, accuracy, smoothed_crossentropy
+from trainer.step.model_loss import ModelLoss, overrides
 from trainer.step.optimizers import (
     Adopted,
     adopt,
@@ -88,7 +89,7 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
             f"config.weight_decay.exclude={config.weight_decay.exclude!r} means nothing where "
             "nothing decays. Type --config.weight_decay.rate=0.01, for example, or leave it out."
         )
-    loss = _loss(recipe)
+    loss = _loss(recipe, model)
     functions, keras_metrics = _metrics(recipe, model)
     factor = None
     if config.schedule != ScheduleConfig():
@@ -437,8 +438,10 @@ def _freeze(model: keras.Model, pattern: str) -> None:
         )
 
 
-def _loss(recipe: Recipe) -> PerExample | KerasLoss:
+def _loss(recipe: Recipe, model: keras.Model) -> PerExample | KerasLoss | ModelLoss:
     smoothing = recipe.config.label_smoothing
+    if overrides(model, "compute_loss"):
+        return _loss_of_model(recipe, model)
     if recipe.loss is None:
         _refuse_loss_weights(recipe, "the default loss")
         return smoothed_crossentropy(smoothing)
@@ -456,6 +459,20 @@ def _loss(recipe: Recipe) -> PerExample | KerasLoss:
         )
     _refuse_loss_weights(recipe, "a function")
     return recipe.loss
+
+
+def _loss_of_model(recipe: Recipe, model: keras.Model) -> ModelLoss:
+    given = {
+        "loss": recipe.loss is not None,
+        "loss_weights": recipe.loss_weights is not None,
+        "config.label_smoothing": bool(recipe.config.label_smoothing),
+    }
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise ConfigError(
+            f"{type(model).__name__} of {recipe.path} overrides compute_loss(), which is the loss, "
+            f"and {', '.join(names)} would be ignored. Leave one of them out."
+        )
+    return ModelLoss(model)
 
 
 def _refuse_loss_weights(recipe: Recipe, loss: str) -> None:

@@ -137,7 +137,11 @@ def errors_explained(what: str, hint: str = "") -> Iterator[None]:
         kind = type(error)
         if kind.__module__.partition(".")[0] in _PACKAGES or kind.__name__ in _LOSSES:
             raise
-        raise ConfigError(f"{what} fails: {explained(error)}{hint}") from error
+        said = explained(error)
+        own = f"{ConfigError.__name__}: "
+        if said.startswith(own):  # Wrapped by AutoGraph.
+            raise ConfigError(said.removeprefix(own)) from error
+        raise ConfigError(f"{what} fails: {said}{hint}") from error
 
 
 def explained(error: BaseException) -> str:
@@ -147,7 +151,8 @@ def explained(error: BaseException) -> str:
     """
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error}"
-    text, kind = str(error), type(error).__name__
+    # Keras tries to find the shape of outputs, and says after these words why it could not.
+    text, kind = str(error).rpartition("Error encountered:")[2], type(error).__name__
     places = list(_PLACE.finditer(text))
     if places and "in user code:" in text:
         # The line of code, then the error.
@@ -157,7 +162,7 @@ def explained(error: BaseException) -> str:
             kind, last = named[1], last[named.end() :]
         reason = first_line(Exception(last))
     else:
-        reason = first_line(error)
+        reason = first_line(Exception(text) if text else error)
     frames = [(found[1], int(found[2]), found[3]) for found in places]
     raised = traceback.extract_tb(error.__traceback__)
     frames = [(f.filename, f.lineno or 0, f.name) for f in raised] + frames

@@ -12,7 +12,8 @@ EXIT_USAGE = 2  # Bad usage, config or data: a restart would end in the same way
 # checkpoint is complete, restart to resume.
 EXIT_RESTART = 75
 
-_STYLE = re.compile("\x1b\\[[0-9;]*m")
+# Colours, and what TensorFlow adds about the op that failed.
+_NOISE = re.compile("\x1b\\[[0-9;]*m|\\{\\{function_node [^}]*\\}\\} ?| \\[Op:\\w+\\].*")
 
 
 def first_line(error: BaseException) -> str:
@@ -20,7 +21,7 @@ def first_line(error: BaseException) -> str:
 
     Skips the first line of Keras' errors: it names a layer, and the reason follows in bold.
     """
-    lines = [line.strip() for line in _STYLE.sub("", str(error)).splitlines()]
+    lines = [line.strip() for line in _NOISE.sub("", str(error)).splitlines()]
     told = [line for line in lines if line and not line.startswith("Exception encountered when")]
     return (told or lines or [""])[0] or type(error).__name__
 

@@ -35,6 +35,8 @@ from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
+from trainer.models import has_own_code
+from trainer.step.advice import shape_advice
 from trainer.step.keras_losses import is_keras
 from trainer.step.losses import PerExample
 
@@ -291,7 +293,9 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
             f"config.class_weight is for one label an example, but parse() of {recipe.path} "
             f"returns {other}. Multiply the weights in parse()."
         )
-    has_default_accuracy = recipe.metrics is None and recipe.loss is not None
+    has_default_accuracy = recipe.metrics is None and (
+        recipe.loss is not None or "loss" not in learner.functions
+    )
     if has_default_accuracy or is_keras(recipe.loss) or learner.keras_metrics:
         taken = tf.nest.map_structure(
             lambda spec: keras.KerasTensor((None, *spec.shape[1:]), spec.dtype.name), specs
@@ -350,11 +354,11 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
                 f"{where} does not fit the model of {recipe.path}: inputs are {shapes}, the model "
                 f"takes {taken}. {first_line(error)}"
             ) from error
-        if recipe.loss is None:
+        if recipe.loss is None and "loss" in learner.functions:
             _check_labels(where, labels, outputs.shape[-1])
         num_examples = tf.nest.flatten(examples)[0].shape[0]
         shapes = tf.nest.map_structure(_described, (labels, outputs))
-        given = f"labels: {shapes[0]}, outputs: {shapes[1]}"
+        given = f"labels: {shapes[0]}, outputs: {shapes[1]}{shape_advice(labels, outputs)}"
         for name, function in learner.functions.items():
             called = name if name == "loss" else f"metrics[{name!r}]"
             what = f"{where}: {called}(labels, outputs) of {recipe.path}"
@@ -366,6 +370,11 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
                 learner.keras_metrics.require_sums(labels, outputs)
         for weight in tf.nest.flatten(weights):
             _check_weights(where, weight, num_examples)
+        if has_own_code(learner.model) and type(learner).gradients is Learner.gradients:
+            what = f"{where}: the model of {recipe.path}, called with training=True,"
+            with errors_explained(what):  # Traced, not run: nothing is assigned.
+                specs = tf.nest.map_structure(tf.type_spec_from_value, (examples, labels, *weights))
+                tf.function(learner.training_losses).get_concrete_function(specs)
 
 
 def batch_at(reader: Reader, batch: int) -> Batch:

@@ -35,9 +35,10 @@ from trainer.step.ema import ExponentialMovingAverage
 from trainer.step.fused_updates import fused_update, supports
 from trainer.step.gradients import Gradient, add_gradients, clip_gradients, to_dense
 from trainer.step.keras_losses import KerasLoss, class_weights, output_names, weighted
-from trainer.step.keras_metrics import KerasMetrics
+from trainer.step.keras_metrics import KerasMetrics, without_padding
 from trainer.step.loss_scale import LossScale, all_finite, computes_in_float16, unscaled
 from trainer.step.losses import PerExample, metric_totals, require_per_example
+from trainer.step.model_loss import ModelLoss
 from trainer.step.optimizers import check_optimizer
 from trainer.step.options import ConfigError, Options, matching
 from trainer.step.random_layers import bind, drawing
@@ -82,7 +83,7 @@ class Learner:
         self,
         model: keras.Model,
         optimizer: keras.Optimizer,
-        loss: PerExample | KerasLoss,
+        loss: PerExample | KerasLoss | ModelLoss,
         metrics: Mapping[str, PerExample],
         *,
         batch_size: int,
@@ -109,7 +110,8 @@ class Learner:
         self.origin = origin
         self.keras_metrics = keras_metrics
         self.notes: list[str] = []
-        self._loss = loss if isinstance(loss, KerasLoss) else autograph(loss)
+        is_of_keras = isinstance(loss, (KerasLoss, ModelLoss))
+        self._loss = loss if is_of_keras else autograph(loss)
         self._output_losses: Sequence[str] = ()  # Outputs whose loss is also reported alone.
         self._metrics = {name: autograph(metric) for name, metric in metrics.items()}
         self.batch_size = batch_size
@@ -187,7 +189,12 @@ class Learner:
 
     @property
     def functions(self) -> Mapping[str, PerExample]:
-        """The loss, and each metric that is a function: (labels, outputs) -> [B]."""
+        """The loss, and each metric that is a function: (labels, outputs) -> [B].
+
+        Without the loss if it is a method of the model, which also takes the inputs.
+        """
+        if isinstance(self._loss, ModelLoss):
+            return self._metrics
         return {"loss": self._loss_values, **self._metrics}
 
     @property
@@ -217,6 +224,23 @@ class Learner:
         """Returns the model's outputs. Random layers draw from `seeds`, int32 [B, 2]."""
         with drawing(seeds):
             return self.model(inputs, training=training)
+
+    @no_autograph
+    def training_losses(self, batch: Batch) -> tf.Tensor:
+        """The loss of each example of (inputs, labels), [B], as in training; assigns nothing."""
+        inputs, labels, *weights = batch
+        with self._assigning_nothing(()):
+            outputs = self.forward(inputs, training=True)
+            return self._losses(labels, outputs, *weights[:1], inputs=inputs, training=True)
+
+    def _assigning_nothing(self, values: Sequence[tf.Tensor]) -> keras.StatelessScope:
+        """A scope in which the first variables have `values`, and assignments have no effect."""
+        if isinstance(self._loss, ModelLoss):
+            # Keras' penalties, which it may add, are of variables with a value in the scope.
+            others = self._tf_variables[len(values) :]
+            values = [*values, *(tf.convert_to_tensor(variable) for variable in others)]
+        mapping = list(zip(self._keras_variables, values, strict=False))
+        return keras.StatelessScope(state_mapping=mapping, collect_losses=True)
 
     @no_autograph
     def gradients(self, batch: Batch, *, training: bool = True) -> tuple[list[Gradient], tf.Tensor]:
@@ -310,7 +334,7 @@ class Learner:
         with tf.GradientTape() as tape:
             tape.watch(sources)
             outputs = self.forward(inputs, *seeds, training=training)
-            losses = self._losses(labels, outputs, weights)
+            losses = self._losses(labels, outputs, weights, inputs=inputs, training=training)
             loss = tf.reduce_sum(losses) / self.batch_size
             if penalties := self._penalties():
                 penalty = functools.reduce(operator.add, penalties)
@@ -324,9 +348,20 @@ class Learner:
             gradients = unscaled(gradients, scale)
         return gradients, self.measure(labels, outputs, losses, weights=weights)
 
-    def _losses(self, labels: Batch, outputs: Batch, weights: Batch | None = None) -> tf.Tensor:
+    def _losses(
+        self,
+        labels: Batch,
+        outputs: Batch,
+        weights: Batch | None = None,
+        *,
+        inputs: Batch = None,
+        training: bool = False,
+    ) -> tf.Tensor:
         """Returns the loss of each example, float32 [B]: a sum in 16 bits would lose precision."""
-        value = self._loss_values(labels, outputs, weights)
+        if isinstance(self._loss, ModelLoss):
+            value = self._loss(labels, outputs, weights, inputs, training=training)
+        else:
+            value = self._loss_values(labels, outputs, weights)
         return tf.cast(require_per_example("loss", value, labels, outputs), tf.float32)
 
     def _loss_values(
@@ -344,6 +379,8 @@ class Learner:
             weights = tf.cast(tf.convert_to_tensor(variable.value), tf.float32)
             penalties.append(l1 * tf.reduce_sum(tf.abs(weights)))
             penalties.append(l2 * tf.reduce_sum(tf.square(weights)))
+        if isinstance(self._loss, ModelLoss):  # It adds those of the layers, or leaves them out.
+            return penalties
         return penalties + [tf.cast(part, tf.float32) for part in self.model.losses]
 
     @no_autograph
@@ -448,12 +485,13 @@ class Learner:
     @no_autograph
     def evaluate_at(self, batch: Batch, values: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns `evaluate(batch)` at `values`, read from the first of `evaluation_inputs`."""
+        if isinstance(self._loss, ModelLoss):
+            batch = without_padding(batch)
         inputs, labels, *others, counts = batch
         weights = others[0] if others else None
-        mapping = list(zip(self._keras_variables, values, strict=False))
-        with keras.StatelessScope(state_mapping=mapping):  # Nothing is assigned.
+        with self._assigning_nothing(values):
             outputs = self.model(inputs, training=False)
-        losses = self._losses(labels, outputs, weights)
+            losses = self._losses(labels, outputs, weights, inputs=inputs)
         return self.measure(labels, outputs, losses, counts, weights=weights)
 
     @no_autograph

@@ -21,7 +21,7 @@ from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import ModelDirError, Saved
 from trainer.config import Config, Recipe, data_dir, to_json
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
-from trainer.hooks.callbacks import build_callbacks
+from trainer.hooks.callbacks import build_callbacks, check_monitors
 from trainer.inputs import (
     Inputs,
     build_metrics,
@@ -85,12 +85,13 @@ def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Fin
     """
     if hides_gpus:
         use_gpus(0)
-    build_callbacks(recipe)
+    callbacks = build_callbacks(recipe)
     inputs = open_inputs(recipe)
     specs = input_specs(inputs, recipe)
     learner, groups = dry_run(lambda: build_learner(recipe, specs))
     inputs = fitted_to_model(inputs, recipe, learner.model)
     build_metrics(inputs, learner, recipe)
+    check_monitors(callbacks, learner, recipe.path, evaluates=True)
     check_batches(inputs, learner, recipe)
     saved = build_checkpointer(recipe, model_dir, inputs, learner).check()
     return Findings(recipe, inputs, groups, saved)

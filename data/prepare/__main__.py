@@ -6,6 +6,7 @@
     python -m data.prepare folder:NAME --source=DIR      # DIR/CLASS/IMAGE.png, or .jpg
     python -m data.prepare csv:NAME --source=FILE --label=COLUMN
     python -m data.prepare npz:NAME --source=FILE --label=COLUMN
+    python -m data.prepare text:NAME --source=DIR        # all files below DIR
     python -m data.prepare tfds:cifar10
     python -m data.prepare rewrite --source=DIR --data_dir=OTHER_DIR
 
@@ -19,7 +20,8 @@ keeps both), or if the options differ. --overwrite writes the data set again.
 
 Examples are read as they are written, so memory does not grow with their number. Exceptions: 8
 bytes of each example for the index, 2 bytes of each row of a table that is divided into train and
-test, the paths of a folder's images, the labels of IDX files, and the files of SVHN.
+test, the paths of images in folders and of text files, the labels of IDX files, and the files of
+SVHN.
 """
 
 import os
@@ -31,6 +33,7 @@ from absl import app, flags
 from data.prepare.catalog import bare_name
 from data.prepare.preparing import prepare
 from data.prepare.sources import LAYOUTS, TEST_FRACTION, Options
+from data.prepare.sources.text import LENGTH
 from data.system.files import DataError
 from data.system.flags import parse_flags
 from data.system.quiet import quiet_tensorflow
@@ -54,6 +57,9 @@ _LAYOUT = flags.DEFINE_enum(
     "How a record holds an image: `image`, or `image_raw` with sizes, as TensorFlow 1's MNIST "
     "programs wrote it; tfds by default.",
 )
+_LENGTH = flags.DEFINE_integer(
+    "length", None, f"text: the number of bytes of a sequence; {LENGTH} by default."
+)
 _OVERWRITE = flags.DEFINE_bool(
     "overwrite", False, "Write a data set again that --data_dir already holds."
 )
@@ -67,7 +73,7 @@ def _main(argv: Sequence[str]) -> int:
         return 2
     name = argv[1]
     data_dir = _DATA_DIR.value or os.path.join("datasets", bare_name(name))
-    options = Options(_LABEL.value, _TEST_FRACTION.value, _SEED.value, _LAYOUT.value)
+    options = Options(_LABEL.value, _TEST_FRACTION.value, _SEED.value, _LAYOUT.value, _LENGTH.value)
     try:
         prepare(name, data_dir, _SOURCE.value, options, overwrite=_OVERWRITE.value)
     except (DataError, OSError) as error:

@@ -23,6 +23,7 @@ from data.prepare.sources import (
     npz,
     rewrite,
     svhn,
+    text,
     tfds,
 )
 from data.system.files import DataError
@@ -67,6 +68,9 @@ _KINDS = {
     "folder": _Entry(folder.source, _SPLITTING, "class folders of PNG or JPEG files"),
     "csv": _table(csv.source, "a CSV file, or a directory with train.csv and test.csv", "*.csv"),
     "npz": _table(npz.source, "an NPZ file, or a directory with train.npz and test.npz", "*.npz"),
+    "text": _Entry(
+        text.source, ("test_fraction", "length"), "a text file, or a directory of text files"
+    ),
     "tfds": _Entry(tfds.source, ()),
 }
 _KNOWN = (

@@ -30,6 +30,7 @@ from strategies.ps.closures import (
     closure_sizes,
     fetched,
     packed,
+    pays_unrolling,
     unpacked,
 )
 from strategies.ps.executor import ParameterServerExecutor
@@ -139,7 +140,9 @@ class AsynchronousExecutor(ParameterServerExecutor):
         while tickets:
             closures = []
             for first, size in tickets:
-                is_unrolled = size == STEPS_PER_CLOSURE
+                is_unrolled = size == STEPS_PER_CLOSURE and pays_unrolling(
+                    self._train_looped.trace_secs
+                )
                 self._used_graphs.add("unrolled" if is_unrolled else "looped")
                 train = self._train_unrolled if is_unrolled else self._train_looped
                 closures.append((first, self._schedule(train, self._source.ticket(first, size))))

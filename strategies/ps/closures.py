@@ -21,6 +21,8 @@ from strategies.base import PeerLostError
 # The most steps in a closure, which costs a few milliseconds in addition to its steps.
 STEPS_PER_CLOSURE = 16
 
+# The most CPU time in which a graph of STEPS_PER_CLOSURE steps may be traced.
+_MAX_TRACE_SECS = 20.0
 _COPY_AGAIN_SECS = 1.0
 _DROPPED_SECS = 0.01
 
@@ -30,11 +32,15 @@ class Closure:
 
     The coordinator traces the function once. After that it gets the concrete function: otherwise it
     would look that up again for each closure, which takes longer than the rest of scheduling.
+
+    Attributes:
+        trace_secs: The CPU time of this process in tracing; 0 before.
     """
 
     def __init__(self, function: tf.types.experimental.PolymorphicFunction) -> None:
         self._function = function
         self._concrete: tf.types.experimental.ConcreteFunction | None = None
+        self.trace_secs = 0.0
 
     def schedule(
         self, coordinator: tf.distribute.coordinator.ClusterCoordinator, *args: object
@@ -42,7 +48,9 @@ class Closure:
         """Gives the function and `args` to the next idle worker; returns the remote result."""
         if self._concrete is not None:
             return coordinator.schedule(self._concrete, args=args)
+        started = time.process_time()
         value = coordinator.schedule(self._function, args=args)
+        self.trace_secs = time.process_time() - started
         # The coordinator traces in the scope; outside of it the function would be traced again.
         with coordinator.strategy.scope():
             self._concrete = self._function.get_concrete_function()
@@ -65,6 +73,15 @@ def closure_sizes(num_steps: int, num_workers: int, runs: Iterator[tuple[int, in
             sizes.append(min(in_run, most))
             in_run -= sizes[-1]
     return sizes
+
+
+def pays_unrolling(trace_secs: float) -> bool:
+    """Returns True if a graph of STEPS_PER_CLOSURE steps is traced fast enough to be of use.
+
+    `trace_secs` was the time for one step in a loop; 0 if it is not known yet. An unrolled step
+    saves about a millisecond. A model with a large graph has long steps, for which that is little.
+    """
+    return 0 < trace_secs * STEPS_PER_CLOSURE <= _MAX_TRACE_SECS
 
 
 def packed(metric_totals: tf.Tensor, worker: tf.Tensor, ages: tf.Tensor) -> tf.Tensor:

@@ -52,7 +52,7 @@ from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
 from strategies.ps.lookup_tables import capture_outside_of_branches
 from strategies.ps.placement import dry_run, place, placed
 from strategies.ps.servers import check_versions, end_servers, listen_for_losses, listen_for_stop
-from strategies.ps.worker_step import compute_metrics, unstack
+from strategies.ps.worker_step import compute_metrics
 from strategies.worker_stats import WorkerStats, added, with_shares
 
 log = logging.getLogger(__name__)
@@ -253,10 +253,15 @@ class ParameterServerExecutor(Executor):
 
         @tf.function(input_signature=[source.ticket_spec(size)])
         def evaluate(ticket: dict[str, Tensor]) -> Tensor:
-            batches = unstack(source.parse_ticket(ticket), size)
+            stacked = source.parse_ticket(ticket)
             # Variables do not change during an evaluation, so they are read once for all batches.
             _, values = read_together(learner.evaluation_inputs, [], learner.step.device)
-            return tf.add_n([compute_metrics(values, learner, strategy, b) for b in batches])
+            totals = tf.zeros([learner.num_totals], tf.float64)
+            # A loop: the first evaluation would wait for the tracing of `size` copies of the model.
+            for i in tf.range(size):
+                batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
+                totals += compute_metrics(values, learner, strategy, batch)
+            return totals
 
         return Closure(evaluate)
 

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies.base import PeerLostError
-from strategies.ps.closures import Closure, closure_sizes, fetched, packed, unpacked
+from strategies.ps.closures import (
+    STEPS_PER_CLOSURE,
+    Closure,
+    closure_sizes,
+    fetched,
+    packed,
+    pays_unrolling,
+    unpacked,
+)
 
 
 def windows_of(lengths: list[int]) -> Iterator[tuple[int, int]]:
@@ -111,14 +119,25 @@ def test_function_is_traced_once_and_then_scheduled_as_a_concrete_function() -> 
         return tf.reduce_sum(ticket["gather"])
 
     coordinator, closure = Coordinator(), Closure(function)
+    assert closure.trace_secs == 0
     tickets = [{"gather": tf.range(size, dtype=tf.int64)} for size in (3, 4, 5)]
     sums = [int(closure.schedule(coordinator, ticket)) for ticket in tickets]
     assert sums == [3, 6, 10]
     assert len(traced) == 1
+    assert closure.trace_secs > 0
     first, *others = coordinator.scheduled
     assert first is function
     with coordinator.strategy.scope():
         assert others == [function.get_concrete_function()] * 2
+
+
+def test_graph_is_unrolled_only_if_one_step_was_traced_fast() -> None:
+    assert pays_unrolling(0.3)
+    # EfficientNetV2B0: 16 copies would take minutes.
+    assert not pays_unrolling(10.0)
+    # The loop is traced first.
+    assert not pays_unrolling(0.0)
+    assert STEPS_PER_CLOSURE > 1
 
 
 def test_unpacked_inverts_packed() -> None:

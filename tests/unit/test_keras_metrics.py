@@ -269,7 +269,7 @@ def test_mean_is_over_examples_whatever_the_reduction() -> None:
 def test_mistakes_in_losses_are_refused() -> None:
     labels = tf.zeros([2, 1])
     both = {"a": labels, "b": labels}
-    with pytest.raises(ConfigError, match=r"is no loss of Keras. Did you mean"):
+    with pytest.raises(ConfigError, match=r"is none of Keras. losses. Did you mean"):
         KerasLoss("categorical_crossentropie")
     with pytest.raises(ConfigError, match=r"loss names 'c', but the outputs .* 'a', 'b'"):
         KerasLoss({"c": "mse"})(both, both, ["a", "b"])

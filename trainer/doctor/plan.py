@@ -21,6 +21,7 @@ from typing import NamedTuple
 import psutil
 
 from data.system.cores import num_cores
+from data.system.errors import TrainerError
 from data.system.files import is_url
 from data.system.version import version_of
 from strategies.cluster.tf_config import Cluster
@@ -131,14 +132,12 @@ def _make(recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings) 
     import_tensorflow()
     import tensorflow as tf
 
-    from trainer.task import USER_ERRORS
-
     made: Json = {"gpus": len(tf.config.list_physical_devices("GPU"))}
     if not settings.makes_plan:
         return made
     try:
         return made | _plan(recipe, cluster, model_dir, settings, made["gpus"])
-    except (*USER_ERRORS, OSError) as error:
+    except (TrainerError, OSError) as error:
         return made | {"error": str(error)}
 
 

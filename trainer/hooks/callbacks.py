@@ -75,6 +75,23 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
     return callbacks
 
 
+def check_monitors(
+    callbacks: Sequence[Callback], learner: Learner, path: str, *, evaluates: bool
+) -> None:
+    """Raises ConfigError if a callback of config file `path` watches a metric that is not there."""
+    names = list(learner.metric_names)
+    if evaluates:
+        names += [f"val_{name}" for name in names]
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", names[0])
+        is_used = getattr(callback, "save_best_only", True)
+        if is_used and monitor not in names:
+            raise ConfigError(
+                f"{type(callback).__name__}(monitor={monitor!r}) of {path}: there is no such "
+                f"metric. Known: {', '.join(names)}."
+            )
+
+
 def _overrides(callback: Callback, method: str) -> bool:
     # Keras marks its empty methods.
     return not getattr(getattr(callback, method), "_is_default", False)
@@ -118,7 +135,7 @@ class Callbacks(Hook):
             log.warning(
                 "%s of build_callbacks wants each batch: one step a call, which is slower.", names
             )
-        self._check_monitors()
+        check_monitors(self.callbacks, self.learner, self.path, evaluates=self.evaluate is not None)
 
     @override
     def begin(self, step: int) -> None:
@@ -204,21 +221,8 @@ class Callbacks(Hook):
         end = next_multiple(step, self.steps_per_epoch)
         return min(end, self.last_step) if step < self.last_step else end
 
-    def _check_monitors(self) -> None:
-        names = list(self.learner.metric_names)
-        if self.evaluate is not None:
-            names += [f"val_{name}" for name in names]
-        for callback in self.callbacks:
-            monitor = getattr(callback, "monitor", names[0])
-            is_used = getattr(callback, "save_best_only", True)
-            if is_used and monitor not in names:
-                raise ConfigError(
-                    f"{type(callback).__name__}(monitor={monitor!r}) of {self.path}: there is no "
-                    f"such metric. Known: {', '.join(names)}."
-                )
-
     def _choose_direction(self, callback: Callback) -> None:
-        """Chooses mode="auto" as config.best_metric does: less loss, more of other metrics."""
+        """Chooses mode="auto" as config.best_metric does: from the metric."""
         monitor = getattr(callback, "monitor", "loss").removeprefix("val_")
-        if getattr(callback, "mode", "") not in ("min", "max") and monitor != "loss":
-            callback.mode = "max"
+        if getattr(callback, "mode", "") not in ("min", "max"):
+            callback.mode = "min" if self.learner.is_better_lower(monitor) else "max"

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing_extensions import override
 
 from strategies.metrics import Metrics
+from trainer.checkpoints.report_upload import local_dir
 from trainer.exit_codes import first_line
 from trainer.hooks.writers import Values, Writer
-from trainer.mirror import local_dir
 from trainer.run_files import RunFiles
 
 log = logging.getLogger(__name__)

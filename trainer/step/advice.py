@@ -10,14 +10,25 @@ import keras
 from keras.src.losses.losses import LossFunctionWrapper
 
 from trainer.step.keras_losses import KerasLoss
+from trainer.step.model_loss import ModelLoss, overrides
 
 if TYPE_CHECKING:
+    from strategies.base import Batch
     from trainer.config import Recipe
     from trainer.step.losses import PerExample
 
 
-def advice(model: keras.Model, recipe: "Recipe", loss: "PerExample | KerasLoss") -> list[str]:
+def advice(
+    model: keras.Model, recipe: "Recipe", loss: "PerExample | KerasLoss | ModelLoss"
+) -> list[str]:
     """Returns lines for the user; empty if nothing is remarkable."""
+    if isinstance(loss, ModelLoss):
+        return [
+            f"{name}() of {type(model).__name__} is not called: a step takes the gradient of its "
+            "compute_loss(), as keras.Model does."
+            for name in ("train_step", "test_step")
+            if overrides(model, name)
+        ]
     lines = []
     if getattr(model, "compiled", False):
         lines.append(
@@ -35,6 +46,18 @@ def advice(model: keras.Model, recipe: "Recipe", loss: "PerExample | KerasLoss")
         lines += loss.notes
         lines += _of_keras_loss(recipe.loss, activation)
     return lines
+
+
+def shape_advice(labels: "Batch", outputs: "Batch") -> str:
+    """What is probably missing if `outputs` have more axes than `labels` can explain, or ""."""
+    shapes = [getattr(nest, "shape", None) for nest in (labels, outputs)]
+    ranks = [None if shape is None else len(shape) for shape in shapes]
+    if ranks[0] == 1 and ranks[1] is not None and ranks[1] > 2:
+        return (
+            ". Outputs of one example should have one axis: is layers.Flatten() or "
+            "layers.GlobalAveragePooling2D() missing?"
+        )
+    return ""
 
 
 def _of_keras_loss(loss: object, activation: str) -> list[str]:

@@ -14,6 +14,7 @@ import copy
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import keras
@@ -180,12 +181,17 @@ def _mean_of_each(values: tf.Tensor) -> tf.Tensor:
 
 
 def _check_name(loss: LossSpec) -> None:
-    if not isinstance(loss, str) or loss in _RESOLVED_BY_SHAPE:
-        return
+    if isinstance(loss, str) and loss not in _RESOLVED_BY_SHAPE:
+        require_name(f"loss={loss!r}", loss, keras.losses)
+
+
+def require_name(what: str, name: str, kind: ModuleType) -> None:
+    """Raises ConfigError if `name` is none of `kind`: keras.losses or keras.metrics."""
     try:
-        keras.losses.get(loss)
+        kind.get(name)
     except ValueError as error:
-        known = sorted(name for name in vars(keras.losses) if not name.startswith("_"))
-        near = difflib.get_close_matches(loss, known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "See keras.io/api/losses."
-        raise ConfigError(f"loss={loss!r} is no loss of Keras. {hint}") from error
+        known = ["accuracy", *(name for name in sorted(vars(kind)) if not name.startswith("_"))]
+        near = difflib.get_close_matches(name, known, n=1)
+        of_kind = kind.__name__.rpartition(".")[2]
+        hint = f"Did you mean {near[0]!r}?" if near else f"See keras.io/api/{of_kind}."
+        raise ConfigError(f"{what} is none of Keras' {of_kind}. {hint}") from error

@@ -24,7 +24,8 @@ from keras.src.trainers.compile_utils import CompileMetrics, get_metric
 
 from strategies.base import Batch
 from trainer.exit_codes import first_line
-from trainer.step.keras_losses import is_keras_function
+from trainer.step.advice import shape_advice
+from trainer.step.keras_losses import is_keras_function, require_name
 from trainer.step.losses import PerExample
 from trainer.step.options import ConfigError
 
@@ -32,6 +33,7 @@ from trainer.step.options import ConfigError
 MetricSpec: TypeAlias = Any
 
 _TOLERANCE = 1e-4
+_RESOLVED_BY_SHAPE = ("accuracy", "acc", "crossentropy", "ce")
 
 
 class Renamed(NamedTuple):
@@ -85,7 +87,8 @@ class KerasMetrics:
             shapes = tf.nest.map_structure(lambda t: (None, *t.shape[1:]), examples)
             raise ConfigError(
                 f"The metrics of the config file do not fit: {type(error).__name__}: "
-                f"{first_line(error)} (labels and outputs have the shapes {shapes})."
+                f"{first_line(error)} (labels and outputs have the shapes {shapes})"
+                f"{shape_advice(labels, outputs) or '.'}"
             ) from error
         self.size = sum(part.size for part in self._initial)
         results = self.results(np.zeros([self.size]))
@@ -108,13 +111,7 @@ class KerasMetrics:
         `weights` are for weighted_metrics only. Examples of which `counts`, [B], is 0 are left out.
         """
         if counts is not None:
-            # One is always kept: some metrics fail without examples.
-            none_counts = tf.logical_not(tf.reduce_any(counts > 0))
-            is_first = tf.equal(tf.range(tf.size(counts)), 0)
-            is_kept = tf.logical_or(counts > 0, tf.logical_and(none_counts, is_first))
-            labels, outputs, weights = tf.nest.map_structure(
-                lambda t: None if t is None else _kept(t, is_kept), (labels, outputs, weights)
-            )
+            labels, outputs, weights, counts = without_padding((labels, outputs, weights, counts))
         after = self._metrics.stateless_update_state(
             [tf.constant(part) for part in self._initial], labels, outputs, weights
         )
@@ -125,7 +122,7 @@ class KerasMetrics:
         change = tf.ensure_shape(tf.concat(changes, axis=0), [self.size])
         if counts is None:
             return change
-        return tf.where(none_counts, tf.zeros_like(change), change)
+        return tf.where(tf.reduce_any(counts > 0), change, tf.zeros_like(change))
 
     def results(self, totals: npt.NDArray[np.float64]) -> dict[str, float]:
         """Returns the metrics of summed `totals` by name; NAME_0, NAME_1 ... of a vector."""
@@ -187,6 +184,8 @@ def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
         return {name: _fresh(part, labels, outputs) for name, part in spec.items()}
     if isinstance(spec, (list, tuple)):
         return [_fresh(part, labels, outputs) for part in spec]
+    if isinstance(spec, str) and spec not in _RESOLVED_BY_SHAPE:
+        require_name(f"metric {spec!r}", spec, keras.metrics)
     return _made_again(spec) if isinstance(spec, keras.metrics.Metric) else spec
 
 
@@ -246,6 +245,18 @@ def split_metrics(
 def _zeros(spec: Any) -> tf.Tensor:  # A tf.TensorSpec or a keras.KerasTensor.
     shape = [2, *(size or 1 for size in spec.shape[1:])]
     return tf.zeros(shape, tf.as_dtype(spec.dtype))
+
+
+def without_padding(batch: Batch) -> Batch:
+    """`batch`, whose last entry is `counts`, [B], without the examples of which it is 0.
+
+    If all are 0, the first example stays: some metrics and losses fail without examples.
+    """
+    counts = batch[-1]
+    none_counts = tf.logical_not(tf.reduce_any(counts > 0))
+    is_first = tf.equal(tf.range(tf.size(counts)), 0)
+    is_kept = tf.logical_or(counts > 0, tf.logical_and(none_counts, is_first))
+    return tf.nest.map_structure(lambda t: None if t is None else _kept(t, is_kept), batch)
 
 
 def _kept(tensor: tf.Tensor, is_kept: tf.Tensor) -> tf.Tensor:

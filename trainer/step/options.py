@@ -239,6 +239,7 @@ class WarmStartConfig:
     Attributes:
         path: The directory of a checkpoint, the model_dir of a run, or a .keras file. Empty: none.
         exclude: Pattern of variables that are initialised instead, for example those of a new head.
+            The source may lack these variables.
     """
 
     path: str = ""

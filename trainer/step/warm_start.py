@@ -8,7 +8,8 @@
 | MODEL_DIR | its newest complete checkpoint |
 | FILE.keras | a model that Keras saved, for example MODEL_DIR/export/model.keras |
 
-Variables are matched by order, not by name: Keras numbers layers over all models of a process.
+Variables are matched by order, not by name: Keras numbers layers over all models of a process. A
+.keras file may have all variables of this model, or those that config.warm_start.exclude leaves.
 """
 
 import concurrent.futures
@@ -44,12 +45,18 @@ def warm_start(model: keras.Model, options: WarmStartConfig) -> str:
     if options.exclude:
         excluded = matching("warm_start.exclude", options.exclude, [v.path for v in variables])
     values = _of_keras_file(path) if path.endswith(".keras") else _of_checkpoint(path, model)
+    wanted = [i for i, is_excluded in enumerate(excluded) if not is_excluded]
+    if len(values) == len(wanted):  # Of a part of this model, for example without its last layer.
+        parts = iter(values)
+        values = [None if is_excluded else next(parts) for is_excluded in excluded]
     if len(values) != len(variables):
+        some = (
+            f", {len(wanted)} without those of config.warm_start.exclude" if any(excluded) else ""
+        )
         raise ConfigError(
             f"config.warm_start.path={path} is of another model: it has {len(values)} variables, "
-            f"but this one has {len(variables)}. Give one with equally many."
+            f"but this one has {len(variables)}{some}. Give one with equally many."
         )
-    wanted = [i for i, is_excluded in enumerate(excluded) if not is_excluded]
     different = [
         f"{variables[i].path}: {_shape(values[i])} there, {list(variables[i].shape)} here"
         for i in wanted

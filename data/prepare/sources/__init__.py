@@ -50,12 +50,14 @@ class Options(NamedTuple):
         test_fraction: Part of the examples for the test split, if the files have no splits.
         seed: Seed that chooses the test examples.
         layout: One of LAYOUTS; how a record holds an image.
+        length: The number of bytes of a sequence of text.
     """
 
     label: str | None = None
     test_fraction: float | None = None
     seed: int | None = None
     layout: str | None = None
+    length: int | None = None
 
     def given(self) -> dict[str, object]:
         """Options that were given, by name."""

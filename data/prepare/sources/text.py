@@ -1,0 +1,147 @@
+"""Text files as sequences of bytes of one length, for language models.
+
+The documents are the files, in the order of their paths. Each is followed by byte 0, which no text
+has. So a split is one long stream of bytes; a sequence may begin and end inside a document, and may
+hold several. Sequence i is the `length + 1` bytes of the stream from i * length on: a model that
+predicts each byte from those before it predicts each byte of the stream once. What is left at the
+end of the stream, fewer than `length` bytes, is left out.
+
+Memory holds the paths and sizes of the files, and one block of a file.
+"""
+
+import functools
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from data.prepare.sources import SPLIT_NAMES, TEST_FRACTION, Options, Source, SourceSplit
+from data.prepare.sources.examples import example_bytes, feature_files, tensor
+from data.system.files import DataError
+
+LENGTH = 256
+FEATURE = "bytes"
+END = b"\0"  # Of a document.
+
+_BLOCK_BYTES = 1 << 20
+_RECORD_BYTES = 40  # Of a record, in addition to its sequence.
+
+
+class _Document(NamedTuple):
+    """The bytes begin..end-1 of a file. The end of the document, a byte more, follows."""
+
+    path: str
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin + len(END)
+
+
+def source(name: str, path: str, options: Options) -> Source:
+    """A file, or all files below a directory; hidden files and directories are left out.
+
+    Split by train/, test/ (and val/, ...) where there is train/; otherwise the last `test_fraction`
+    of the bytes of each file are a test document.
+    """
+    length = options.length or LENGTH
+    if length < 1:
+        raise DataError(f"--length must be at least 1. Received: {length}. --length={LENGTH}.")
+    if os.path.isdir(os.path.join(path, "train")):
+        if options.test_fraction is not None:
+            raise DataError(
+                f"--test_fraction would be ignored: {path} has train/, so its directories are the "
+                "splits. Leave it out."
+            )
+        names = [name for name in SPLIT_NAMES if os.path.isdir(os.path.join(path, name))]
+        splits = {name: _whole(_files(os.path.join(path, name))) for name in names}
+    else:
+        splits = _divided(_files(path), options)
+    made = {}
+    for split, documents in splits.items():
+        num_bytes = sum(document.size for document in documents)
+        num_sequences = (num_bytes - 1) // length
+        if num_sequences < 1:
+            raise DataError(
+                f"Split {split!r} of {path} has {num_bytes:,} bytes, and a sequence needs "
+                f"{length + 1:,}. Give more text, or --length={max(1, num_bytes // 10)}."
+            )
+        examples = functools.partial(_examples, documents, length)
+        size = num_sequences * (length + 1 + _RECORD_BYTES)
+        made[split] = SourceSplit(num_sequences, size, examples)
+    return Source(name, made, feature_files({FEATURE: tensor("uint8", (length + 1,))}, {}))
+
+
+def _files(path: str) -> list[tuple[str, int]]:
+    if os.path.isfile(path):
+        return [(path, os.path.getsize(path))]
+    if not os.path.isdir(path):
+        raise DataError(f"--source={path} is neither a text file nor a directory.")
+    found = []
+    for directory, directories, names in os.walk(path):
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        found += [os.path.join(directory, name) for name in names if not name.startswith(".")]
+    if not found:
+        raise DataError(f"{path} has no files: give a text file, or a directory of text files.")
+    return [(file, os.path.getsize(file)) for file in sorted(found)]
+
+
+def _whole(files: Sequence[tuple[str, int]]) -> list[_Document]:
+    return [_Document(file, 0, size) for file, size in files]
+
+
+def _divided(files: Sequence[tuple[str, int]], options: Options) -> dict[str, list[_Document]]:
+    fraction = TEST_FRACTION if options.test_fraction is None else options.test_fraction
+    if not 0 < fraction < 1:
+        raise DataError(
+            f"--test_fraction must be above 0 and below 1. Received: {fraction}. "
+            f"--test_fraction={TEST_FRACTION}, for example."
+        )
+    splits: dict[str, list[_Document]] = {"train": [], "test": []}
+    for file, size in files:
+        cut = size - int(size * fraction)
+        splits["train"].append(_Document(file, 0, cut))
+        splits["test"].append(_Document(file, cut, size))
+    return splits
+
+
+def _examples(
+    documents: Sequence[_Document], length: int, first: int, last: int
+) -> Iterator[bytes]:
+    stream = _stream(documents, first * length)
+    held = b""
+    for _ in range(first, last):
+        while len(held) <= length:
+            held += next(stream)
+        yield example_bytes({FEATURE: held[: length + 1]})
+        held = held[length:]
+
+
+def _stream(documents: Sequence[_Document], offset: int) -> Iterator[bytes]:
+    """The bytes of all documents from `offset` on, in blocks."""
+    ends = itertools.accumulate(document.size for document in documents)
+    for document, end in zip(documents, ends, strict=True):
+        if offset >= end:
+            continue
+        skipped = max(0, offset - (end - document.size))
+        yield from _blocks(document, skipped)
+        yield END
+
+
+def _blocks(document: _Document, skipped: int) -> Iterator[bytes]:
+    left = document.end - document.begin - skipped
+    with open(document.path, "rb") as file:
+        file.seek(document.begin + skipped)
+        while left > 0:
+            block = file.read(min(_BLOCK_BYTES, left))
+            if not block:
+                raise DataError(f"{document.path} became shorter while it was read. Start again.")
+            if (at := block.find(END)) >= 0:
+                at += file.tell() - len(block)
+                raise DataError(
+                    f"{document.path} has byte 0 at offset {at:,}, which ends a document here: it "
+                    "is no text, or text in UTF-16. Convert it to UTF-8, or remove it."
+                )
+            left -= len(block)
+            yield block

@@ -1,0 +1,256 @@
+"""What Keras users write first works, or ends before training with one message."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.prepare.preparing import prepare
+from data.prepare.sources import Options
+from strategies.base import Position
+from strategies.metrics import means
+from strategies.mirrored import MirroredExecutor
+from tests.unit.test_config_file import COMPLETE, Mistake, checked, digits, written
+from trainer.build import build_learner
+from trainer.config import ConfigError, load_recipe
+from trainer.inputs import build_metrics, check_batches, input_specs, open_inputs
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+__all__ = ["digits"]  # A fixture.
+
+
+def started(path: str, data: Path) -> MirroredExecutor:
+    """An executor of one replica that can train."""
+    recipe = load_recipe(path)
+    recipe.config.data_dir = str(data)
+    inputs = open_inputs(recipe)
+    executor = MirroredExecutor.on(["CPU:0"])
+    specs = input_specs(inputs, recipe)
+    learner = executor.build(lambda: build_learner(recipe, specs))
+    build_metrics(inputs, learner, recipe)
+    check_batches(inputs, learner, recipe)
+    executor.start(learner, inputs.train, inputs.evaluation, Position())
+    return executor
+
+
+def with_source(source: str) -> str:
+    return COMPLETE + textwrap.indent(textwrap.dedent(source), "    ")
+
+
+MISTAKES = {
+    "layer that fails in training only": Mistake(
+        """
+        def build_model(config):
+            import keras
+            class Own(keras.layers.Layer):
+                def call(self, x, training=False):
+                    return x @ x if training else x
+            layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), Own(), keras.layers.Dense(10)]
+            return keras.Sequential(layers)
+        """,
+        ("called with training=True", "Dimensions must be equal", "in call: return x @ x"),
+    ),
+    "callback that watches a metric that is not there": Mistake(
+        """
+        def build_callbacks(config):
+            import keras
+            return [keras.callbacks.EarlyStopping(monitor="val_auc")]
+        """,
+        ("EarlyStopping(monitor='val_auc')", "Known: loss, accuracy, val_loss, val_accuracy"),
+    ),
+    "forgotten Flatten": Mistake(
+        """
+        def build_model(config):
+            import keras
+            return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Dense(10)])
+        """,
+        ("outputs: float32(8, 8, 8, 10)", "is layers.Flatten()"),
+    ),
+    "forgotten Flatten before a loss of Keras": Mistake(
+        """
+        def build_model(config):
+            import keras
+            return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Dense(10)])
+        loss = "sparse_categorical_crossentropy"
+        """,
+        ("(None, 8, 8, 10)", "is layers.Flatten()"),
+    ),
+    "mistyped metric": Mistake(
+        'loss = "sparse_categorical_crossentropy"\nmetrics = ["acuracy"]',
+        ("metric 'acuracy'", "Did you mean 'accuracy'?"),
+    ),
+    "loss weights of several outputs for one": Mistake(
+        'loss = "sparse_categorical_crossentropy"\nloss_weights = [1.0, 2.0]',
+        ("loss_weights has 2 entries, but the model has 1 output",),
+    ),
+    "add_metric, which Keras 3 does not have": Mistake(
+        """
+        def build_model(config):
+            import keras
+            class Own(keras.Model):
+                def __init__(self):
+                    super().__init__()
+                    self.flat, self.dense = keras.layers.Flatten(), keras.layers.Dense(10)
+                def call(self, x):
+                    self.add_metric(x, name="size")
+                    return self.dense(self.flat(x))
+            return Own()
+        """,
+        ("`add_metric()` method is deprecated", "in call: self.add_metric("),
+    ),
+    "compute_loss that returns a value for each example": Mistake(
+        """
+        def build_model(config):
+            import keras
+            class Own(keras.Model):
+                def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+                    return keras.losses.sparse_categorical_crossentropy(y, y_pred)
+            image = keras.Input((8, 8, 1))
+            return Own(image, keras.layers.Dense(10)(keras.layers.Flatten()(image)))
+        """,
+        ("compute_loss() of Own returned shape (8,)", "keras.ops.mean("),
+    ),
+    "compute_loss and another loss": Mistake(
+        """
+        loss = "mse"
+        def build_model(config):
+            import keras
+            class Own(keras.Model):
+                def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+                    return keras.ops.mean(y_pred)
+            image = keras.Input((8, 8, 1))
+            return Own(image, keras.layers.Dense(10)(keras.layers.Flatten()(image)))
+        """,
+        ("Own of", "overrides compute_loss(), which is the loss, and loss would be ignored"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_mistake_is_one_message_before_training(
+    mistake: Mistake, digits: Path, tmp_path: Path
+) -> None:
+    path = written(tmp_path, with_source(mistake.source))
+    with pytest.raises(ConfigError) as raised:
+        checked(path, digits, tmp_path)
+    for part in mistake.said:
+        assert part in str(raised.value)
+    for noise in ("in user code", "function_node", "Traceback", "Error encountered"):
+        assert noise not in str(raised.value)
+
+
+HABITS = {
+    "several outputs as a dict, with losses, factors and metrics of each": """
+        loss = {"digit": "sparse_categorical_crossentropy", "size": "mse"}
+        loss_weights = {"size": 0.3}
+        metrics = {"digit": ["accuracy"], "size": ["mae"]}
+        def parse(serialized):
+            import tensorflow as tf
+            spec = {"label": tf.io.FixedLenFeature([], tf.int64)}
+            label = tf.io.parse_example(serialized, spec)["label"]
+            x = tf.one_hot(label, 10)
+            return {"a": x, "b": x}, {"digit": label, "size": tf.cast(label, tf.float32)}
+        def build_model(config):
+            import keras
+            a, b = keras.Input((10,), name="a"), keras.Input((10,), name="b")
+            sums = keras.layers.Add()([a, b])
+            digit = keras.layers.Dense(10, activation="softmax", name="digit")(sums)
+            outputs = {"digit": digit, "size": keras.layers.Dense(1, name="size")(sums)}
+            return keras.Model({"a": a, "b": b}, outputs)
+    """,
+    "inputs and outputs as lists, with weights of examples": """
+        loss = ["sparse_categorical_crossentropy", "mse"]
+        metrics = [["accuracy"], ["mae"]]
+        def parse(serialized):
+            import tensorflow as tf
+            spec = {"label": tf.io.FixedLenFeature([], tf.int64)}
+            label = tf.io.parse_example(serialized, spec)["label"]
+            x, size = tf.one_hot(label, 10), tf.cast(label, tf.float32)
+            return [x, x], [label, size], [size + 1, size + 1]
+        def build_model(config):
+            import keras
+            a, b = keras.Input((10,), name="a"), keras.Input((10,), name="b")
+            sums = keras.layers.Add()([a, b])
+            digit = keras.layers.Dense(10, activation="softmax", name="digit")(sums)
+            return keras.Model([a, b], [digit, keras.layers.Dense(1, name="size")(sums)])
+    """,
+    "metrics of Keras that a layer updates, and a layer that counts": """
+        def build_model(config):
+            import keras
+            class Own(keras.layers.Layer):
+                def __init__(self):
+                    super().__init__()
+                    self.size = keras.metrics.Mean(name="size")
+                    self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+                def call(self, x, training=False):
+                    self.size.update_state(keras.ops.mean(x))
+                    if training:
+                        self.count.assign_add(1.0)
+                    return x
+            layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), Own(), keras.layers.Dense(10)]
+            return keras.Sequential(layers)
+    """,
+    "Normalization that is adapted in build_model": """
+        def build_model(config):
+            import keras
+            import numpy as np
+            scale = keras.layers.Normalization(axis=None)
+            scale.adapt(np.random.default_rng(0).random((9, 8, 8, 1)).astype("float32"))
+            layers = [keras.Input((8, 8, 1)), scale, keras.layers.Flatten(), keras.layers.Dense(10)]
+            return keras.Sequential(layers)
+    """,
+    "compute_loss that calls that of keras.Model with what compile got": """
+        def build_model(config):
+            import keras
+            class Own(keras.Model):
+                def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+                    return 2 * super().compute_loss(x, y, y_pred, sample_weight)
+            image = keras.Input((8, 8, 1))
+            digit = keras.layers.Dense(10, activation="softmax")(keras.layers.Flatten()(image))
+            model = Own(image, digit)
+            model.compile(loss="sparse_categorical_crossentropy")
+            return model
+    """,
+}
+
+
+@pytest.mark.parametrize("source", HABITS.values(), ids=HABITS)
+def test_habit_trains(source: str, digits: Path, tmp_path: Path) -> None:
+    executor = started(written(tmp_path, with_source(source)), digits)
+    executor.run(2)
+    assert np.isfinite(list(means(executor.evaluate()).values())).all()
+
+
+def test_example_of_the_documentation_trains(digits: Path, tmp_path: Path) -> None:
+    text = (DOCS / "keras.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    executor = started(written(tmp_path, example), digits)
+    executor.run(1)
+    first = means(executor.evaluate())
+    executor.run(60)
+    last = means(executor.evaluate())
+    assert last.keys() == {"loss"}
+    assert last["loss"] < 0.7 * first["loss"]
+
+
+def test_array_that_a_record_stores_as_bytes_is_explained(tmp_path: Path) -> None:
+    arrays = {"x": np.zeros([40, 2, 4], np.float32), "y": np.arange(40)}
+    np.savez(tmp_path / "mine.npz", **arrays)  # type: ignore[arg-type]
+    data = tmp_path / "data"
+    prepare("npz:mine", str(data), str(tmp_path / "mine.npz"), Options())
+    source = """
+        def parse(serialized):
+            import tensorflow as tf
+            spec = {"x": tf.io.FixedLenFeature([8], tf.float32)}
+            x = tf.io.parse_example(serialized, spec)["x"]
+            return x, tf.zeros([tf.shape(x)[0]], tf.int64)
+        def build_model(config):
+            import keras
+            return keras.Sequential([keras.Input((8,)), keras.layers.Dense(10)])
+    """
+    said = r"feature 'x' as 1 value\(s\) of string: .*\[\], tf.string\).*32 bytes.*decode_raw"
+    with pytest.raises(ValueError, match=said):
+        checked(written(tmp_path, with_source(source)), data, tmp_path)
