@@ -293,9 +293,9 @@ def sync_round(words: Words) -> Drawing:
         drawing.box(x - 60, 16, 120, 44, [f"worker {index}", "worker loop"], "a")
         drawing.line(x, 60, x, 525)
     drawing.box(
-        server - 130,
+        server - 140,
         16,
-        260,
+        280,
         44,
         ["ps", words("queues, gradient buffers, aggregator", "队列、梯度缓冲区、aggregator")],
         "b",
