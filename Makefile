@@ -3,6 +3,7 @@
 #                ARGS='tests/unit -k name' runs a part of them
 # make test-all  all tests; ARGS='tests/faults', or ARGS='-m "not quick"' for what `make test` leaves out
 # make lint      ruff (lint and format) and mypy
+# make docs      the site of the documentation, build/site/index.html
 # make clean     remove what make has made; runs/ and datasets/ stay
 #
 # The first call makes $(VENV) with $(PYTHON), 3.11 to 3.13, and a change of the requirements updates it.
@@ -17,7 +18,7 @@ ARGS ?=
 
 PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all lint clean
+.PHONY: train test test-all lint docs clean
 
 train: $(VENV)/.installed-test
 	$(VENV)/bin/python -m trainer --strategy=$(STRATEGY) $(ARGS)
@@ -32,6 +33,9 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m ruff check
 	$(VENV)/bin/python -m ruff format --check
 	$(VENV)/bin/python -m mypy
+
+docs: $(VENV)/.installed-docs
+	$(VENV)/bin/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

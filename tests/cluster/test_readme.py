@@ -79,12 +79,19 @@ def needs_hosts(command: tuple[str, ...]) -> bool:
 MAKE = [command for command in COMMANDS if command[0] == "make"]
 INSTALL = [command for command in COMMANDS if " ".join(command).startswith(NEEDS_THE_NETWORK)]
 EXPORTS = [command for command in COMMANDS if command[0] == "export"]
-LONG = [command for command in COMMANDS if command[0] == "python" and command[2] in TOO_LONG]
+MKDIR = [command for command in COMMANDS if command[0] == "mkdir"]
+LONG = [c for c in COMMANDS if c[:2] == ("python", "-m") and c[2] in TOO_LONG]
 TRAINER = [command for command in COMMANDS if is_python(command, "trainer")]
 CHECKS = [command for command in TRAINER if "--check" in command]
 ON_HOSTS = [command for command in TRAINER if needs_hosts(command)]
 ON_MNIST = [command for command in TRAINER if "--config=configs/mnist_replica.py" in command]
-TRAININGS = [c for c in TRAINER if c not in (*CHECKS, *ON_HOSTS, *ON_MNIST)]
+OWN_FILES = {  # The examples of your_own.md; the first line of each is its name.
+    block.partition("\n")[0].removeprefix("# "): block
+    for block in blocks(ROOT / "docs" / "your_own.md", "python")
+}
+OWN_SCRIPTS = [c for c in COMMANDS if c[0] == "python" and c[1] in OWN_FILES]
+OWN = [c for c in TRAINER if any(word == f"--config={name}" for word in c for name in OWN_FILES)]
+TRAININGS = [c for c in TRAINER if c not in (*CHECKS, *ON_HOSTS, *ON_MNIST, *OWN)]
 PREPARE = [command for command in COMMANDS if is_python(command, "data.prepare")]
 INSPECT = [command for command in COMMANDS if is_python(command, "data.inspect")]
 DOCTOR = [command for command in COMMANDS if is_python(command, "trainer.doctor")]
@@ -136,7 +143,7 @@ def checkout_with_digits(checkout: Path, digits: Path) -> Path:
 @pytest.mark.quick
 def test_every_command_has_a_test() -> None:
     of_data = (PREPARE, INSPECT, PREDICT, READING)
-    categories = (MAKE, INSTALL, EXPORTS, LONG, TRAINER, DOCTOR, *of_data)
+    categories = (MAKE, INSTALL, EXPORTS, MKDIR, LONG, TRAINER, DOCTOR, OWN_SCRIPTS, *of_data)
     found = [sum(command in category for category in categories) for command in COMMANDS]
     assert [c for c, number in zip(COMMANDS, found, strict=True) if number != 1] == []
     assert all(categories), "a category has no command"
@@ -144,15 +151,8 @@ def test_every_command_has_a_test() -> None:
 
 
 @pytest.mark.quick
-def test_readme_is_short_and_links_to_files_that_exist() -> None:
+def test_readme_is_short() -> None:  # tests/unit/test_docs.py follows its links.
     assert len(README.read_text().splitlines()) <= 150
-    for path in DOCS:
-        for link, _, section in re.findall(r"\]\(([^)#:]*)(#([^)]*))?\)", path.read_text()):
-            target = path.parent / link if link else path
-            assert target.exists(), f"{path.name}: {link}"
-            headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)
-            anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
-            assert not section or section in anchors, f"{path.name}: {link}#{section}"
 
 
 @pytest.mark.quick
@@ -213,6 +213,30 @@ def test_model_of_the_readme_trains(checkout: Path) -> None:
         done = process.wait()
         assert done.exit_code == 0, process.output()
     assert done.result["step"] == 20
+
+
+@pytest.mark.parametrize("command", OWN, ids=ids(OWN))
+def test_example_of_your_own_trains(command: tuple[str, ...], checkout_with_digits: Path) -> None:
+    (name,) = (word.partition("=")[2] for word in command if word.startswith("--config="))
+    assert len(OWN_FILES[name].splitlines()) < 40
+    (checkout_with_digits / name).write_text(OWN_FILES[name])
+    for script in OWN_SCRIPTS:
+        if script[1] == name:
+            for directory in MKDIR:
+                subprocess.run(directory, cwd=checkout_with_digits, check=True)
+            done = run(script, checkout_with_digits)
+            assert done.returncode == 0, done.stderr
+    model_dir = checkout_with_digits / "run"
+    flags = ("--train_steps=20", "--config.export=false")
+    with Process(
+        (*command[3:], *flags, f"--model_dir={model_dir}"), model_dir, cwd=checkout_with_digits
+    ) as process:
+        done_training = process.wait()
+        assert done_training.exit_code == 0, process.output()
+    assert done_training.result["step"] == 20
+    if name == "my_hook.py":
+        lines = (model_dir / "loss.csv").read_text().splitlines()
+        assert [line.split(",")[0] for line in lines] == ["10", "20"]
 
 
 @pytest.mark.parametrize("command", CHECKS, ids=ids(CHECKS))
