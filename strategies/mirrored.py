@@ -137,7 +137,9 @@ class MirroredExecutor(Executor):
         totals, summed_status = self._run_in_graph(
             self._feed.take(num_steps), tf.constant(num_steps, tf.int64), self._own_status("run")
         )
-        return self._finished("run", totals, summed_status, started)
+        finished = self._finished("run", totals, summed_status, started)
+        self.stopwatch.carve("input wait", self._feed.waited_secs())
+        return finished
 
     @property
     @override

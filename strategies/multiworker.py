@@ -173,7 +173,7 @@ class MultiWorkerExecutor(MirroredExecutor):
 
     @override
     def gathered(self, number: int) -> list[int]:
-        with self._losses_explained("between steps"):
+        with self.stopwatch.spend("sum wait"), self._losses_explained("between steps"):
             gathered = self._gather_in_graph(tf.constant(number, tf.int64)).numpy()
         return [int(n) for n in gathered]
 
