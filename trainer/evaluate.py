@@ -10,7 +10,7 @@ say which. The metrics are the trainer's own, up to rounding. A checkpoint of an
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
 
@@ -20,7 +20,20 @@ from trainer.exit_codes import EXIT_DONE
 from trainer.run_files import Document, RunFiles
 
 if TYPE_CHECKING:
+    from data.reader import Reader
+    from strategies.mirrored import MirroredExecutor
     from trainer.checkpoints.checkpointer import Checkpointer
+    from trainer.learner import Learner
+
+
+class Restored(NamedTuple):
+    """A checkpoint of a run, restored on the devices of this machine, with its evaluation split."""
+
+    checkpoint: str
+    step: int
+    executor: "MirroredExecutor"
+    learner: "Learner"
+    reader: "Reader"
 
 
 def evaluate(
@@ -31,11 +44,34 @@ def evaluate(
 ) -> Document:
     """Returns the checkpoint's name and step, the split, its examples, and the metrics.
 
+    Raises the errors of `restored`.
+    """
+    from strategies.metrics import means
+
+    found = restored(model_dir, checkpoint, split, data_dir)
+    found.executor.start_evaluation(found.learner, found.reader)
+    metrics = found.executor.evaluate()
+    return {
+        "checkpoint": found.checkpoint,
+        "step": found.step,
+        "split": found.reader.split.name,
+        "examples": int(metrics["loss"][1]),
+        **means(metrics),
+    }
+
+
+def restored(
+    model_dir: str,
+    checkpoint: str = "newest",
+    split: str | None = None,
+    data_dir: str | None = None,
+) -> Restored:
+    """Restores a checkpoint of a run.
+
     Raises:
         ConfigError, DataError, ModelDirError: the run has no such checkpoint, the data is missing,
             or the config file now defines another model.
     """
-    from strategies.metrics import means
     from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
     from trainer.build import build_checkpointer, build_learner
     from trainer.inputs import (
@@ -61,15 +97,7 @@ def evaluate(
     name = _chosen(checkpoint, checkpointer, model_dir)
     saved = checkpointer.restore_model(name)
     check_batches(inputs, learner, recipe)
-    executor.start_evaluation(learner, reader)
-    metrics = executor.evaluate()
-    return {
-        "checkpoint": name,
-        "step": saved.step,
-        "split": reader.split.name,
-        "examples": int(metrics["loss"][1]),
-        **means(metrics),
-    }
+    return Restored(name, saved.step, executor, learner, reader)
 
 
 def _chosen(wanted: str, checkpointer: "Checkpointer", model_dir: str) -> str:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,12 @@ class Clock:
 
 
 def write_process(
-    path: Path, pid: int, began: float, lines: list[Mapping[str, object]], *, ended: bool = False
+    path: Path,
+    pid: int,
+    began: float,
+    lines: Sequence[Mapping[str, object]],
+    *,
+    ended: bool = False,
 ) -> None:
     """Appends the lines of a process; each has the seconds so far and perhaps steps."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +54,7 @@ def write_process(
             file.write(json.dumps(document).ljust(LINE_BYTES - 1).encode() + b"\n")
 
 
-def steps(first: int, last: int, **seconds: float) -> dict[str, object]:
+def steps(first: int, last: int, **seconds: float) -> Mapping[str, object]:
     named = {name.replace("_", " "): value for name, value in seconds.items()}
     return {"begins": 1, "first_step": first, "step": last, "seconds": named}
 
@@ -247,7 +252,7 @@ def test_server_did_what_the_chief_did_meanwhile(tmp_path: Path) -> None:
     write_process(path, 1, BEGAN, chief)
     # The chief is dead for 10 s, and repeats 25 steps.
     write_process(path, 2, BEGAN + 40.0, [steps(25, 99, start=5.0, compute=15.0)], ended=True)
-    servers = [
+    servers: list[Mapping[str, object]] = [
         {"seconds": {"start": 3.0}},
         {"seconds": {"start": 3.0, SERVING: 52.0, "stalled": 5.0}, "begins": 1},
     ]
