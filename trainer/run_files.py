@@ -13,6 +13,7 @@
 | result.json | last step, evaluation, exit code, reason | task.py: last, or after error or stall |
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
 | tasks/ | one log per task of a local cluster | local/launcher.py |
+| tasks/*.time.jsonl | where the time of each task went | report/recorder.py |
 | placement.txt | the device of each op, if asked for; of a cluster in tasks/ | task.py |
 
 No TensorFlow is imported for local paths: the launcher reads these files too.

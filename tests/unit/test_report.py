@@ -245,7 +245,7 @@ def test_plot_keeps_the_least_and_the_largest_value_of_each_pixel() -> None:
     svg = plot("a < b", [Curve(points, "s0 train")], is_time=False)
     assert len(svg) < 20_000
     ElementTree.fromstring(svg)
-    path = svg.partition('class="s0 train" d="M')[2].partition('"')[0]
+    path = svg.partition('class="s0 train band" d="M')[2].partition('"')[0]
     ys = {float(point.split()[1]) for point in path.split("L")}
     assert len(ys) == 2, "9.0 is still there, and NaN is not"
     assert plot("nothing", [Curve([], "s0 train")], is_time=True) == ""

@@ -4,8 +4,8 @@
     bars([("compute", 0.9), ("dead", 0.1)])
     strip(task.pieces, begin, end)
 
-Colours are classes of the page's style sheet, so a plot is light or dark like its page. A curve has
-at most two points for each pixel of its plot: the least and the largest value there.
+Colours are classes of the page's style sheet, so a plot is light or dark like its page. A curve
+with many points for each pixel is a band from the least to the largest value, and the means.
 """
 
 import itertools
@@ -23,6 +23,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 8, 24  # The margins around the axes.
 _NUM_TICKS = 5
 # The largest value is that many times the least: the axis is logarithmic.
 _LOG_FROM = 50.0
+_BAND_FROM = 1000  # Points.
 _STRIP_WIDTH = 1000
 _STRIP_PARTS = 500
 
@@ -36,15 +37,20 @@ class Curve(NamedTuple):
     style: str
 
 
-def plot(title: str, curves: Sequence[Curve], *, is_time: bool) -> str:
-    """The curves in one pair of axes; x is a time in seconds, or a step. Empty without points."""
+def plot(
+    title: str, curves: Sequence[Curve], *, is_time: bool = False, may_be_log: bool = False
+) -> str:
+    """The curves in one pair of axes; x is a time in seconds, or a step. Empty without points.
+
+    If it `may_be_log`, the y axis is logarithmic for values of several orders of magnitude.
+    """
     finite = [Curve([p for p in c.points if math.isfinite(p[1])], c.style) for c in curves]
     shown = [curve for curve in finite if curve.points]
     if not shown:
         return ""
     xs = [x for curve in shown for x in (curve.points[0][0], curve.points[-1][0])]
     ys = [y for curve in shown for _, y in curve.points]
-    is_log = min(ys) > 0 and max(ys) > _LOG_FROM * min(ys)
+    is_log = may_be_log and min(ys) > 0 and max(ys) > _LOG_FROM * min(ys)
     scale = math.log10 if is_log else float
     x_low, x_high = _widened(min(0.0, *xs), max(xs))
     y_low, y_high = _widened(scale(min(ys)), scale(max(ys)))
@@ -72,11 +78,13 @@ def plot(title: str, curves: Sequence[Curve], *, is_time: bool) -> str:
         text = clock(tick) if is_time else _number(tick)
         parts.append(f'<text class="x" x="{x:.1f}" y="{_HEIGHT - 7}">{text}</text>')
     for curve in shown:
-        placed = _thinned([place(x, y) for x, y in curve.points])
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in placed)
-        if len(placed) == 1:
-            path += "h.1"  # With round ends: a dot.
-        parts.append(f'<path class="{curve.style}" d="M{path}"/>')
+        placed = [place(x, y) for x, y in curve.points]
+        if len(placed) > _BAND_FROM:
+            columns = [list(c) for _, c in itertools.groupby(placed, key=lambda p: int(p[0]))]
+            parts.append(_path(f"{curve.style} band", list(map(_extremes, columns))))
+            parts.append(_path(curve.style, [[_mean(column)] for column in columns]))
+        else:
+            parts.append(_path(curve.style, [placed]))
     parts.append("</svg>")
     return "".join(parts)
 
@@ -137,14 +145,21 @@ def _strip(parts: Sequence[str]) -> str:
     return "".join([opening, *parts, "</svg>"])
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    thin: list[Point] = []
-    for _, group in itertools.groupby(points, key=lambda point: int(point[0])):
-        column = list(group)
-        lowest = min(range(len(column)), key=lambda i: column[i][1])
-        highest = max(range(len(column)), key=lambda i: column[i][1])
-        thin += [column[i] for i in sorted({lowest, highest})]
-    return thin
+def _path(style: str, parts: Iterable[Sequence[Point]]) -> str:
+    points = [f"{x:.1f} {y:.1f}" for part in parts for x, y in part]
+    # With round ends a very short line is a dot.
+    return f'<path class="{style}" d="M{"L".join(points)}{"h.1" if len(points) == 1 else ""}"/>'
+
+
+def _extremes(column: Sequence[Point]) -> list[Point]:
+    """The points with the least and the largest value, in their order."""
+    lowest = min(range(len(column)), key=lambda i: column[i][1])
+    highest = max(range(len(column)), key=lambda i: column[i][1])
+    return [column[i] for i in sorted({lowest, highest})]
+
+
+def _mean(column: Sequence[Point]) -> Point:
+    return column[0][0], sum(y for _, y in column) / len(column)
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:

@@ -23,6 +23,8 @@ from trainer.local.launch_report import RESTARTS, directory_of_logs
 from trainer.report.recorder import LINE_BYTES, SUFFIX
 from trainer.run_files import RunFiles
 
+# The task that steers a run, by its name: the first that is there.
+CHIEFS = ("chief-0", "worker-0")
 # The time of steps: what is lost if the steps have to be repeated.
 _OF_STEPS = ("input wait", "compute", "sum wait")
 # A process that wrote nothing for this time before its end did not run.
@@ -99,7 +101,7 @@ def goodput(model_dir: str) -> list[TaskTime]:
     deaths = _deaths(join(directory, RESTARTS), tasks)
     end = max(process.last["time"] for found in tasks.values() for process in found)
     pieces = {name: _with_lost_steps(_pieces(tasks[name], deaths[name], end)) for name in tasks}
-    chief = next((name for name in ("chief-0", "worker-0") if name in pieces), None)
+    chief = next((name for name in CHIEFS if name in pieces), None)
     chief_pieces = pieces[chief] if chief else []
     return [
         _task_time(name, _served(pieces[name], chief_pieces), tasks[name]) for name in sorted(tasks)

@@ -108,7 +108,8 @@ def _plots(runs: Sequence[RunSeries]) -> list[_Plot]:
 
 def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> _Plot:
     title = f"{name} over {'time' if is_time else 'steps'}"
-    return _Plot(title, plot(title, curves, is_time=is_time))
+    may_be_log = "loss" in name or "rate" in name
+    return _Plot(title, plot(title, curves, is_time=is_time, may_be_log=may_be_log))
 
 
 def _run_page(run: RunSeries, classifier: Classified | str) -> _RunPage:
@@ -131,7 +132,7 @@ def _run_page(run: RunSeries, classifier: Classified | str) -> _RunPage:
 def _row(task: TaskTime, run: RunSeries) -> _Row:
     total = max(task.total_secs, 1e-9)
     shares = {cause: max(0.0, task.seconds[cause]) / total for cause in CAUSES}
-    is_chief = task.name in ("chief-0", "worker-0")
+    is_chief = run.chief is task
     marks = [("mark-eval", run.began + t) for t in run.times("eval")] if is_chief else []
     marks += [("mark-start", start) for start in task.starts[1:]]
     return _Row(

@@ -16,7 +16,7 @@ from typing import Any
 from data.system.files import exists, join, read_text
 from trainer.cli.tools import require_run
 from trainer.local.launch_report import RESTARTS, directory_of_logs
-from trainer.report.goodput import TaskTime, goodput
+from trainer.report.goodput import CHIEFS, TaskTime, goodput
 from trainer.run_files import Document, RunFiles, clock
 from trainer.runs import summary
 
@@ -33,6 +33,7 @@ _NOT_METRICS = (
     "examples_skipped",
     "records_skipped",
 )
+_MOST_SAMPLES = 1000
 
 
 class RunSeries:
@@ -68,6 +69,11 @@ class RunSeries:
     def ended(self) -> float:
         """When the last task ended."""
         return max((task.pieces[-1].end for task in self.tasks), default=0.0)
+
+    @property
+    def chief(self) -> TaskTime | None:
+        """The task that writes the reports, if its time was recorded."""
+        return next((task for task in self.tasks if task.name in CHIEFS), None)
 
     def of(self, split: str) -> list[Document]:
         """The reports of a split, in the order of their steps."""
@@ -122,9 +128,8 @@ class RunSeries:
         return found or [(0, 0.0)]
 
     def _all_marks(self) -> Iterator[tuple[int, float]]:
-        chief = next((t for t in self.tasks if t.name in ("chief-0", "worker-0")), None)
-        if chief is not None:
-            for piece in chief.pieces:
+        if self.chief is not None:
+            for piece in self.chief.pieces:
                 if piece.first_step is not None and piece.last_step is not None:
                     yield piece.first_step, piece.begin - self.began
                     yield piece.last_step, piece.end - self.began
@@ -143,10 +148,16 @@ class RunSeries:
         last: Document = self.of("train")[-1] if self.of("train") else {}
         return list(last.get("worker_steps", {}))
 
+    @functools.cached_property
+    def _sampled(self) -> list[Document]:
+        """Reports for curves of workers: as many as a plot can show."""
+        reports = self.of("train")
+        return reports[:: -(-len(reports) // _MOST_SAMPLES) or 1]
+
     def share_curve(self, worker: str) -> list[tuple[float, float]]:
         """The share of `worker` in the steps between two reports."""
         found, before, all_before = [], 0, 0
-        for report in self.of("train"):
+        for report in self._sampled:
             steps = report.get("worker_steps", {})
             own, whole = steps.get(worker, 0), sum(steps.values())
             if whole > all_before:
@@ -157,7 +168,7 @@ class RunSeries:
     def staleness_curve(self, worker: str) -> list[tuple[float, float]]:
         """The mean staleness of the gradients of `worker` so far."""
         found = []
-        for report in self.of("train"):
+        for report in self._sampled:
             counts = {int(a): n for a, n in report.get("staleness", {}).get(worker, {}).items()}
             counts = {age: number for age, number in counts.items() if age >= 0}
             if number := sum(counts.values()):
