@@ -292,12 +292,19 @@ class DiskReader:
             parsed = groups.map(parse, num_parallel_calls=self._threads)
             if waited is not None and not self._reader.prefetch_batches:
                 # Once for each group: a consumer waits for the first batch of a group.
-                parsed, waited = _timed(parsed, waited), None
-            batches = parsed.flat_map(lambda *stacked: tf.data.Dataset.from_tensor_slices(stacked))
+                add = functools.partial(_timed, waited)
+                batches = _asked(parsed).flat_map(
+                    lambda asked, group: tf.data.Dataset.from_tensor_slices(add(asked, group))
+                )
+                waited = None
+            else:
+                batches = parsed.flat_map(
+                    lambda *stacked: tf.data.Dataset.from_tensor_slices(stacked)
+                )
         if self._reader.prefetch_batches:
             batches = batches.prefetch(self._reader.prefetch_batches)
         if waited is not None:
-            batches = _timed(batches, waited)
+            batches = _asked(batches).map(functools.partial(_timed, waited))
         return batches.with_options(options)
 
     def _group_batches(self, lanes: range) -> int:
@@ -309,17 +316,18 @@ class DiskReader:
         return max(self._group_batches(lanes), block_examples // self._reader.batch_examples(lanes))
 
 
-def _timed(dataset: tf.data.Dataset, waited: tf.Variable) -> tf.data.Dataset:
-    """`dataset`, which adds to `waited` the seconds from each request to its element."""
+def _asked(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """`dataset` as (time of the request, element)."""
     # `zip` asks its inputs one after the other.
-    clocks = tf.data.Dataset.from_tensors(0).repeat().map(lambda _: tf.timestamp())
+    clock = tf.data.Dataset.from_tensors(0).repeat().map(lambda _: tf.timestamp())
+    return tf.data.Dataset.zip(clock, dataset)
 
-    def add(before: tf.Tensor, element: Batch, after: tf.Tensor) -> Batch:
-        with tf.control_dependencies([waited.assign_add(after - before)]):
-            same: Batch = tf.nest.map_structure(tf.identity, element)
-            return same
 
-    return tf.data.Dataset.zip(clocks, dataset, clocks).map(add)
+def _timed(waited: tf.Variable, asked: tf.Tensor, element: Batch) -> Batch:
+    """`element`, which arrives now; adds the time since it was `asked` for to `waited`."""
+    with tf.control_dependencies([waited.assign_add(tf.timestamp() - asked)]):
+        same: Batch = tf.nest.map_structure(tf.identity, element)
+        return same
 
 
 def _cut(num_batches: int, most: int, most_of_block: int) -> Iterator[tuple[int, int, int]]:

@@ -21,7 +21,14 @@ from data.batch_feeds import open_feed
 from data.disk_reader import DiskReader
 from data.order import replica_lanes
 from data.reader import Reader
-from strategies.base import Batch, Executor, Learner, Position, refuse_open_sub_batches
+from strategies.base import (
+    Batch,
+    Executor,
+    Learner,
+    Position,
+    Tensor,
+    refuse_open_sub_batches,
+)
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
@@ -113,7 +120,7 @@ class MirroredExecutor(Executor):
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
             gradients, metrics = learner.gradients(batch)
-            gradients = all_reduced(gradients, self._compression, self._bucket_bytes)
+            gradients = self._all_reduced(gradients)
             learner.apply(gradients)
             return totals + metrics
 
@@ -129,6 +136,10 @@ class MirroredExecutor(Executor):
             return self._sum_over_replicas(totals, status)
 
         self._run_in_graph = run
+
+    @no_autograph
+    def _all_reduced(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        return all_reduced(gradients, self._compression, self._bucket_bytes)
 
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
