@@ -95,6 +95,8 @@ def run(spec: TaskSpec) -> int:
     """
     task = "worker-0" if spec.cluster is None else str(spec.cluster.task).replace(" ", "-")
     with StopSignals() as signals, Recorder(spec.model_dir, task) as recorder:
+        if spec.is_checked:  # Otherwise this task may refuse the directory.
+            recorder.open()
         # 1. Check what is known without TensorFlow's runtime.
         _check_cluster(spec)
         # 2. Configure TensorFlow, before it touches a device. Evaluators and servers end here.
@@ -108,6 +110,7 @@ def run(spec: TaskSpec) -> int:
                 held(port_of(spec.cluster.address)),
                 mirrored(spec.model_dir, [lines, "tensorboard/eval"], resumes=lines),
             ):
+                recorder.open()
                 return follow(spec, signals, recorder.stopwatch)
         num_gpus = use_gpus(spec.num_gpus)
         if spec.serves:
@@ -130,7 +133,7 @@ def run(spec: TaskSpec) -> int:
             parts = _build(spec, inputs, executor)
             # 6. Resume. From here on the files of a former run are overwritten.
             first_step = _resume(spec, parts)
-            recorder.make_directory()
+            recorder.open(makes_directory=True)
             # 7. Train.
             config = spec.recipe.config
             console = Console(config.train_steps, executor.pace) if spec.is_chief else None
@@ -224,6 +227,7 @@ def _serve(spec: TaskSpec, signals: StopSignals, recorder: Recorder) -> NoReturn
         os._exit(exit_code)
 
     signals.on_stop(leave, spec.grace_secs)
+    recorder.open()
     recorder.stopwatch.begin(None, SERVING)
     serve(
         cluster,

@@ -114,7 +114,7 @@ def test_recorder_writes_one_line_of_a_process_anew_until_it_is_kept(
     path = tmp_path / "tasks" / "worker-0.time.jsonl"
     with Recorder(str(tmp_path), "worker-0") as recorder:
         assert not path.parent.exists(), "a run that must not write yet"
-        recorder.make_directory()
+        recorder.open(makes_directory=True)
         recorder.begin(40)
         recorder(50, Metrics())
         deadline = time.monotonic() + 60
@@ -122,7 +122,10 @@ def test_recorder_writes_one_line_of_a_process_anew_until_it_is_kept(
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert path.stat().st_size == LINE_BYTES
+    with Recorder(str(tmp_path), "worker-0"):
+        pass  # A task that is refused: it leaves the file as it is.
     with Recorder(str(tmp_path), "worker-0") as recorder:
+        recorder.open()
         recorder.begin(50)
         recorder.close_stalled()
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
@@ -141,10 +144,12 @@ def test_recorder_survives_a_deleted_file_and_a_damaged_line(tmp_path: Path) -> 
     path.parent.mkdir()
     path.write_bytes(b"half a li")
     with Recorder(str(tmp_path), "worker-0") as recorder:
+        recorder.open()
         recorder.begin(0)
     (task,) = goodput(str(tmp_path))
     assert len(task.starts) == 1
     with Recorder(str(tmp_path), "worker-0") as recorder:
+        recorder.open()
         path.unlink()
         recorder.begin(0)
     (task,) = goodput(str(tmp_path))

@@ -2,7 +2,7 @@
 
     with Recorder("runs/a", "worker-0") as recorder:
         executor.stopwatch = recorder.stopwatch
-        recorder.make_directory()       # once the run may write
+        recorder.open()                 # once this task may write
 
 MODEL_DIR/tasks/worker-0.time.jsonl has lines of equal length. A thread writes the last line anew
 every second, in the same place, so a process that is killed loses a second. After 2 s, in a long
@@ -40,19 +40,19 @@ class Recorder(Hook):
     """
 
     def __init__(self, model_dir: str, name: str) -> None:
-        """Nothing is written before the directory of the tasks' logs exists."""
+        """Nothing is written before `open`: a task that is refused must leave a run as it is."""
         age = age_of_process()
         self.stopwatch = Stopwatch(age)
         self._path = directory_of_logs(model_dir) / f"{name}{SUFFIX}"
         self._began = time.time() - age
         self._lock = threading.Lock()
+        self._is_open = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="recorder", daemon=True)
         self._offset: int | None = None
         self._kept_at = 0.0
 
     def __enter__(self) -> Self:
-        self._write()
         self._thread.start()
         return self
 
@@ -72,10 +72,12 @@ class Recorder(Hook):
         """What follows are the last checkpoint, the export and result.json."""
         self.stopwatch.switch("checkpoint")
 
-    def make_directory(self) -> None:
-        """Makes the directory of the file, and writes the first line."""
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+    def open(self, *, makes_directory: bool = False) -> None:
+        """Writes from now on, if the directory exists or as soon as another task has made it."""
+        if makes_directory:
+            with contextlib.suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._is_open = True
         self._write()
 
     def close(self) -> None:
@@ -102,7 +104,7 @@ class Recorder(Hook):
 
     def _write(self) -> None:
         with self._lock, contextlib.suppress(OSError):  # A full disk: the next tick tries again.
-            if not self._path.parent.is_dir():
+            if not self._is_open or not self._path.parent.is_dir():
                 return
             reading = self.stopwatch.read()
             age = sum(reading.seconds.values())
