@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from data.system.stopwatch import CAUSES
@@ -38,17 +37,10 @@ def test_causes_of_a_run_with_a_killed_worker_add_up_to_its_time(
     with start(TOPOLOGIES[name], model_dir, *flags) as process:
         process.wait_for_step(60)
         worker = process.task("worker 1")
-        first_pid, began = worker.pid, started_at(worker.pid)
+        began = started_at(worker.pid)
         worker.send_signal(signal.SIGKILL)
-        process.wait_until(
-            lambda: process.task("worker 1").pid != first_pid, "a second process of worker 1"
-        )
-        second = process.task("worker 1")
-        with open(f"/proc/{second.pid}/stat"):  # It runs.
-            pass
-        process.wait_until(lambda: not psutil.pid_exists(second.pid), "the end of worker 1")
-        ended = time.time()
         run = process.wait()
+    ended = time.time()
     assert run.exit_code == 0, run.stderr
     assert run.result["step"] >= 120
 
@@ -61,13 +53,15 @@ def test_causes_of_a_run_with_a_killed_worker_add_up_to_its_time(
     killed = tasks["worker-1"]
     assert len(killed.starts) == 2
     assert killed.starts[0] == pytest.approx(began, abs=0.2)
-    # A busy machine shows the end of a process late.
-    assert killed.total_secs == pytest.approx(ended - began, rel=0.01, abs=1.0)
+    # The launcher ends a moment later.
+    wall_secs = ended - began
+    assert 0.99 * wall_secs - 5 < killed.total_secs < 1.01 * wall_secs
     assert killed.seconds["dead"] > 0
     assert killed.seconds["compute"] > 0
     if name == "multiworker-2":
         # The steps after step 40, or after 80 if that was saved before the worker died.
         assert all(task.seconds["lost steps"] > 0 for task in tasks.values())
+        assert all(task.seconds["sum wait"] > 0 for task in tasks.values())
     else:
         assert len(tasks["chief-0"].starts) == 1
         assert tasks["chief-0"].seconds["dead"] == 0
