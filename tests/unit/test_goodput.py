@@ -1,5 +1,6 @@
 """Every second of every task has one cause, also where processes were killed or stopped."""
 
+import datetime
 import json
 import os
 import time
@@ -186,6 +187,17 @@ def test_time_between_processes_is_dead_and_repeated_steps_are_lost(tmp_path: Pa
     ends = [piece.end for piece in tasks[0].pieces]
     begins = [piece.begin for piece in tasks[0].pieces]
     assert begins[1:] == ends[:-1]
+
+
+def test_time_of_a_process_that_was_killed_before_it_wrote_is_dead(tmp_path: Path) -> None:
+    path = tmp_path / "tasks" / "worker-0.time.jsonl"
+    write_process(path, 8, BEGAN, [steps(0, 10, start=2.0, compute=6.0)], ended=True)
+    began = datetime.datetime.fromtimestamp(BEGAN - 3.0).astimezone().isoformat(timespec="seconds")
+    log = tmp_path / "tasks" / "worker-0.log"
+    log.write_text(f"=== worker 0, start 1, process 7, {began}\nmore\n")
+    assert of(goodput(str(tmp_path)), "worker-0") == {"dead": 3.0, "start": 2.0, "compute": 6.0}
+    log.write_text(f"=== worker 0, start 1, process 8, {began}\n")
+    assert of(goodput(str(tmp_path)), "worker-0") == {"start": 2.0, "compute": 6.0}
 
 
 def test_second_death_at_the_same_checkpoint_loses_no_time_twice(tmp_path: Path) -> None:

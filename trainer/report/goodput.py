@@ -10,8 +10,10 @@ are "lost steps". A server does what the chief asks for, so its time is divided 
 at that time.
 """
 
+import datetime
 import itertools
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ CHIEFS = ("chief-0", "worker-0")
 _OF_STEPS = ("input wait", "compute", "sum wait")
 # A process that wrote nothing for this time before its end did not run.
 _SILENT_SECS = 5.0
+_LOG_LINE_BYTES = 200
 
 
 class Piece(NamedTuple):
@@ -94,13 +97,17 @@ def goodput(model_dir: str) -> list[TaskTime]:
         return []
     tasks = {}
     for name in sorted(names_in(directory)):
-        if name.endswith(SUFFIX) and (found := _processes(join(directory, name))):
-            tasks[name.removesuffix(SUFFIX)] = found
+        if name.endswith(SUFFIX) and (recorded := _processes(join(directory, name))):
+            tasks[name.removesuffix(SUFFIX)] = recorded
     if not tasks:
         return []
     deaths = _deaths(join(directory, RESTARTS), tasks)
     end = max(process.last["time"] for found in tasks.values() for process in found)
-    pieces = {name: _with_lost_steps(_pieces(tasks[name], deaths[name], end)) for name in tasks}
+    pieces = {}
+    for name, processes in tasks.items():
+        found = _pieces(processes, deaths[name], end)
+        unrecorded = _killed_at_start(join(directory, f"{name}.log"), processes)
+        pieces[name] = _with_lost_steps([*unrecorded, *found])
     chief = next((name for name in CHIEFS if name in pieces), None)
     chief_pieces = pieces[chief] if chief else []
     return [
@@ -156,6 +163,19 @@ def _deaths(path: str, tasks: Mapping[str, Sequence[_Process]]) -> defaultdict[s
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return found
+
+
+def _killed_at_start(log: str, processes: Sequence[_Process]) -> list[Piece]:
+    """The time before the first recorded process, if the launcher had started another before it."""
+    if not exists(log):
+        return []
+    with open_file(log) as file:
+        line = file.read(_LOG_LINE_BYTES).partition(b"\n")[0].decode(errors="replace")
+    found = re.search(r"start 1, process (\d+), (\S+)$", line)
+    if not found or int(found[1]) in (process.pid for process in processes):
+        return []
+    begin, end = datetime.datetime.fromisoformat(found[2]).timestamp(), processes[0].began
+    return [Piece(begin, end, {"dead": end - begin})] if begin < end else []
 
 
 def _pieces(processes: Sequence[_Process], deaths: Sequence[float], end: float) -> list[Piece]:
