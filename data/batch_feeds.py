@@ -19,6 +19,7 @@ import abc
 import concurrent.futures
 import dataclasses
 import math
+import time
 import weakref
 
 import numpy as np
@@ -49,18 +50,25 @@ class Feed(abc.ABC):
     def batch(self, taken: Nest, index: tf.Tensor) -> Batch:
         """In the graph: batch `index` of `taken`. Called exactly once for each, in order."""
 
+    @abc.abstractmethod
+    def waited_secs(self) -> float:
+        """The time that the caller and its graph waited for input, since the last call of this."""
+
 
 def open_feed(reader: Reader, first_batch: int, lanes: range) -> Feed:
     """The batches of `reader` from `first_batch`: from memory if it caches its examples."""
     if reader.caches_examples:
         return CachedFeed(reader, first_batch, lanes)
-    return StreamedFeed(DiskReader(reader).batches(first_batch, lanes))
+    waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+    return StreamedFeed(DiskReader(reader).batches(first_batch, lanes, waited=waited), waited)
 
 
 class StreamedFeed(Feed):
     """The elements of a tf.data pipeline, which reads and parses ahead."""
 
-    def __init__(self, dataset: tf.data.Dataset) -> None:
+    def __init__(self, dataset: tf.data.Dataset, waited: tf.Variable | None = None) -> None:
+        """To `waited` the elements of `dataset` add the seconds for which they were waited."""
+        self._waited, self._waited_before = waited, 0.0
         self.signature = tf.data.IteratorSpec(dataset.element_spec)
         self._iterator = iter(dataset)
 
@@ -74,6 +82,13 @@ class StreamedFeed(Feed):
         batch: Batch = next(taken)
         return batch
 
+    @override
+    def waited_secs(self) -> float:
+        if self._waited is None:
+            return 0.0
+        before, self._waited_before = self._waited_before, float(self._waited.numpy())
+        return self._waited_before - before
+
 
 class CachedFeed(Feed):
     """Batches of examples that are all in memory."""
@@ -84,12 +99,15 @@ class CachedFeed(Feed):
         self._plans = (reader.row_plan(*run, lanes) for run in reader.runs(first_batch))
         self._planner = concurrent.futures.ThreadPoolExecutor(1, "feed")
         self._ahead: concurrent.futures.Future[Plan] | None = None
+        self._waited_secs = 0.0
 
     @override
     def take(self, num_batches: int) -> dict[str, tf.Tensor]:
+        began = time.monotonic()
         plan = self._planned(self._ahead.result() if self._ahead else {}, num_batches)
         with tf.device("CPU:0"):
             taken = {name: tf.constant(values[:num_batches]) for name, values in plan.items()}
+        self._waited_secs += time.monotonic() - began
         left = {name: values[num_batches:] for name, values in plan.items()}
         # While the graph runs, as many batches are planned for the next call.
         self._ahead = self._planner.submit(self._planned, left, num_batches)
@@ -114,6 +132,11 @@ class CachedFeed(Feed):
                 return tf.nest.map_structure(lambda t: tf.gather(t, numbers), self._examples)
 
             return self._reader.gather_rows(rows, plan)
+
+    @override
+    def waited_secs(self) -> float:
+        waited, self._waited_secs = self._waited_secs, 0.0
+        return waited
 
 
 # A run that goes back to a checkpoint opens another feed of its reader.

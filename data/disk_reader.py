@@ -47,16 +47,22 @@ class DiskReader:
 
     @no_autograph
     def batches(
-        self, first_batch: int, lanes: range, num_batches: int | None = None
+        self,
+        first_batch: int,
+        lanes: range,
+        num_batches: int | None = None,
+        *,
+        waited: tf.Variable | None = None,
     ) -> tf.data.Dataset:
         """Batches first_batch, first_batch + 1, ... as (inputs [n, ...], labels [n, ...]).
 
         If the reader `gives_seeds`, seeds int32 [n, 2] follow. n = len(lanes) * B / V, and static.
         Endless unless `num_batches` is given. The elements of a batch and their order do not depend
-        on the number of threads or on `first_batch`.
+        on the number of threads or on `first_batch`. The seconds for which a consumer waits are
+        added to `waited`, a float64 variable on the CPU.
         """
         stop = None if num_batches is None else first_batch + num_batches
-        return self._dataset(first_batch, stop, lanes)
+        return self._dataset(first_batch, stop, lanes, waited=waited)
 
     @no_autograph
     def evaluation_batches(self, lanes: range) -> tf.data.Dataset:
@@ -68,12 +74,18 @@ class DiskReader:
         return self._dataset(0, self._reader.num_evaluation_batches, lanes, weights=True)
 
     def _dataset(
-        self, first_batch: int, stop: int | None, lanes: range, *, weights: bool = False
+        self,
+        first_batch: int,
+        stop: int | None,
+        lanes: range,
+        *,
+        weights: bool = False,
+        waited: tf.Variable | None = None,
     ) -> tf.data.Dataset:
         extras = functools.partial(self._reader.extras, lanes=lanes, weights=weights)
         spec = self._reader.row_spec(lanes=lanes, weights=weights)
         if any(is_url(path) for path in self._pieces.paths):
-            return self._by_tensorflow(first_batch, stop, lanes, extras, spec)
+            return self._by_tensorflow(first_batch, stop, lanes, extras, spec, waited)
         group_shape = spec.pop("gather").shape
         spec["serialized"] = tf.TensorSpec(group_shape, tf.string)
         spec["unread"] = tf.TensorSpec([len(PIECE_NAMES), None], tf.int64)
@@ -112,9 +124,10 @@ class DiskReader:
                 blocks.prefetch(1),
                 lambda block: parse({name: tf.squeeze(t, 0) for name, t in block.items()}),
                 lanes,
+                waited,
             )
         groups = blocks.prefetch(1).flat_map(tf.data.Dataset.from_tensor_slices)
-        return self._batched(groups, parse, lanes)
+        return self._batched(groups, parse, lanes, waited)
 
     def _blocks(
         self, first_batch: int, stop: int | None, lanes: range, extras: _Extras
@@ -224,6 +237,7 @@ class DiskReader:
         lanes: range,
         extras: _Extras,
         spec: dict[str, tf.TensorSpec],
+        waited: tf.Variable | None,
     ) -> tf.data.Dataset:
         """Batches whose records TensorFlow reads, by the pieces of each run."""
         order, piece = self._reader.order, tf.TensorSpec([None], tf.int64)
@@ -248,10 +262,14 @@ class DiskReader:
         groups = runs.flat_map(in_groups).map(
             lambda records, rows: (tf.gather(records, rows.pop("gather")), rows)
         )
-        return self._batched(groups, self._reader.parse_records, lanes)
+        return self._batched(groups, self._reader.parse_records, lanes, waited)
 
     def _batched(
-        self, groups: tf.data.Dataset, parse: Callable[..., Batch], lanes: range
+        self,
+        groups: tf.data.Dataset,
+        parse: Callable[..., Batch],
+        lanes: range,
+        waited: tf.Variable | None,
     ) -> tf.data.Dataset:
         """One element a batch: inputs, labels, and weights or seeds if the batches have any.
 
@@ -271,11 +289,22 @@ class DiskReader:
         else:
             # One more thread: cutting a group must not wait until the next one is parsed.
             options.threading.private_threadpool_size += 1
-            batches = groups.map(parse, num_parallel_calls=self._threads).flat_map(
-                lambda *stacked: tf.data.Dataset.from_tensor_slices(stacked)
-            )
+            parsed = groups.map(parse, num_parallel_calls=self._threads)
+            if waited is not None and not self._reader.prefetch_batches:
+                # Once for each group: a consumer waits for the first batch of a group.
+                add = functools.partial(_timed, waited)
+                batches = _asked(parsed).flat_map(
+                    lambda asked, group: tf.data.Dataset.from_tensor_slices(add(asked, group))
+                )
+                waited = None
+            else:
+                batches = parsed.flat_map(
+                    lambda *stacked: tf.data.Dataset.from_tensor_slices(stacked)
+                )
         if self._reader.prefetch_batches:
             batches = batches.prefetch(self._reader.prefetch_batches)
+        if waited is not None:
+            batches = _asked(batches).map(functools.partial(_timed, waited))
         return batches.with_options(options)
 
     def _group_batches(self, lanes: range) -> int:
@@ -285,6 +314,20 @@ class DiskReader:
     def _block_batches(self, lanes: range) -> int:
         block_examples = _BLOCK_BYTES // self._reader.split.mean_record_bytes
         return max(self._group_batches(lanes), block_examples // self._reader.batch_examples(lanes))
+
+
+def _asked(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """`dataset` as (time of the request, element)."""
+    # `zip` asks its inputs one after the other.
+    clock = tf.data.Dataset.from_tensors(0).repeat().map(lambda _: tf.timestamp())
+    return tf.data.Dataset.zip(clock, dataset)
+
+
+def _timed(waited: tf.Variable, asked: tf.Tensor, element: Batch) -> Batch:
+    """`element`, which arrives now; adds the time since it was `asked` for to `waited`."""
+    with tf.control_dependencies([waited.assign_add(tf.timestamp() - asked)]):
+        same: Batch = tf.nest.map_structure(tf.identity, element)
+        return same
 
 
 def _cut(num_batches: int, most: int, most_of_block: int) -> Iterator[tuple[int, int, int]]:

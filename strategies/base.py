@@ -30,6 +30,7 @@ import tensorflow as tf
 from data.order import Order, replica_lanes
 from data.reader import Reader
 from data.system.errors import UsageError
+from data.system.stopwatch import Stopwatch
 from strategies.cluster.tf_config import Cluster
 from strategies.metrics import Metrics, add_metrics
 from strategies.worker_stats import WorkerStats
@@ -208,6 +209,7 @@ class Executor(abc.ABC):
         on_progress: Called after each call of about a second within `run` and `evaluate`.
         pace: The steps and the time of `run`. Evaluation, checkpoints and hooks are not in it.
         clock: The time in seconds.
+        stopwatch: Divides the time of this process into causes.
     """
 
     strategy: tf.distribute.Strategy
@@ -220,6 +222,8 @@ class Executor(abc.ABC):
         self.pace = Pace()
         self._used_graphs: set[str] = set()  # `_run` adds a graph's name, for `pace`.
         self.clock: Callable[[], float] = time.monotonic
+        self.stopwatch = Stopwatch()
+        self._has_evaluated = False
         self._stop_requested = False
         self._stopping = False
         self._run_size = _CallSize()
@@ -286,10 +290,14 @@ class Executor(abc.ABC):
         while num_steps > 0 and not self._stopping:
             size = min(num_steps, self._run_size.size)
             started, num_graphs = self.clock(), len(self._used_graphs)
+            self.stopwatch.switch("compute" if num_graphs else "graph")
             with _data_errors_wrapped():
                 more, seconds = self._run(size)
-            if len(self._used_graphs) == num_graphs:  # Otherwise the call compiled a graph.
+            if len(self._used_graphs) == num_graphs:
                 self.pace.add(size, self.clock() - started)
+            else:  # The call compiled a graph.
+                self.stopwatch.relabel("graph")
+            self.stopwatch.switch("compute")
             metrics = add_metrics(metrics, more)
             num_steps -= size
             self._run_size.adapt(size, seconds)
@@ -340,6 +348,10 @@ class Executor(abc.ABC):
         Unless `must_complete`, a stop request ends it early, and the result is empty. Raises the
         errors of `run`.
         """
+        with self.stopwatch.spend("evaluate" if self._has_evaluated else "graph"):
+            return self._evaluate_all(must_complete)
+
+    def _evaluate_all(self, must_complete: bool) -> Metrics:
         metrics = Metrics()
         first, end, unit = 0, self._num_evaluation_batches, self._evaluation_unit
         while first < end:
@@ -347,6 +359,9 @@ class Executor(abc.ABC):
             num_units = min(self._evaluation_size.size, -(-(end - first) // unit))
             with _data_errors_wrapped():
                 metrics, seconds = self._evaluate(first, num_units * unit)
+            if not self._has_evaluated:  # The first call compiled the graph.
+                self._has_evaluated = True
+                self.stopwatch.switch("evaluate")
             first += num_units * unit
             self._evaluation_size.adapt(num_units, seconds)
             self.on_progress()

@@ -22,7 +22,14 @@ from data.disk_reader import DiskReader
 from data.order import replica_lanes
 from data.reader import Reader
 from data.system.errors import UsageError
-from strategies.base import Batch, Executor, Learner, Position, refuse_open_sub_batches
+from strategies.base import (
+    Batch,
+    Executor,
+    Learner,
+    Position,
+    Tensor,
+    refuse_open_sub_batches,
+)
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
@@ -114,7 +121,7 @@ class MirroredExecutor(Executor):
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
             gradients, metrics = learner.gradients(batch)
-            gradients = all_reduced(gradients, self._compression, self._bucket_bytes)
+            gradients = self._all_reduced(gradients)
             learner.apply(gradients)
             return totals + metrics
 
@@ -131,6 +138,10 @@ class MirroredExecutor(Executor):
 
         self._run_in_graph = run
 
+    @no_autograph
+    def _all_reduced(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        return all_reduced(gradients, self._compression, self._bucket_bytes)
+
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         started = time.monotonic()
@@ -138,7 +149,9 @@ class MirroredExecutor(Executor):
         totals, summed_status = self._run_in_graph(
             self._feed.take(num_steps), tf.constant(num_steps, tf.int64), self._own_status("run")
         )
-        return self._finished("run", totals, summed_status, started)
+        finished = self._finished("run", totals, summed_status, started)
+        self.stopwatch.carve("input wait", self._feed.waited_secs())
+        return finished
 
     @property
     @override

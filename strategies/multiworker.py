@@ -14,12 +14,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 from typing_extensions import override
 
-from strategies.base import Connecting, Learner, PeerLostError
+from data.autograph import no_autograph
+from strategies.base import Connecting, Learner, PeerLostError, Tensor
 from strategies.cluster.collectives import interpreter_lock_released
 from strategies.cluster.peers import (
     SilentPeerError,
@@ -29,7 +30,7 @@ from strategies.cluster.peers import (
     watch_peers,
 )
 from strategies.cluster.tf_config import Cluster, Task
-from strategies.gradients.all_reduce import all_reduced
+from strategies.gradients.all_reduce import all_reduced, cpu_of_worker
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes
 from strategies.gradients.compression import Compression
@@ -68,6 +69,9 @@ class MultiWorkerExecutor(MirroredExecutor):
         super().__init__(strategy, wire_dtype=wire_dtype)
         self.is_chief = cluster.is_chief
         self._given_bucket_mb = bucket_mb
+        # Seconds of this worker from its last gradient to the last sum, in all steps so far.
+        self._waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+        self._waited_before = 0.0
 
         @tf.function
         def gather(number: tf.Tensor) -> tf.Tensor:
@@ -173,14 +177,30 @@ class MultiWorkerExecutor(MirroredExecutor):
 
     @override
     def gathered(self, number: int) -> list[int]:
-        with self._losses_explained("between steps"):
+        with self.stopwatch.spend("sum wait"), self._losses_explained("between steps"):
             gathered = self._gather_in_graph(tf.constant(number, tf.int64)).numpy()
         return [int(n) for n in gathered]
 
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         with self._losses_explained("during a step"):
-            return super()._run(num_steps)
+            finished = super()._run(num_steps)
+        before, self._waited_before = self._waited_before, float(self._waited.numpy())
+        self.stopwatch.carve("sum wait", self._waited_before - before)
+        return finished
+
+    @override
+    @no_autograph
+    def _all_reduced(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Also measures the wait. On GPUs that is not possible: ops end before their kernels."""
+        if not cpu_of_worker(self.strategy):
+            return super()._all_reduced(gradients)
+        with tf.control_dependencies(_present(gradients)):
+            computed = tf.timestamp()
+        summed = super()._all_reduced(gradients)
+        with tf.control_dependencies(_present(summed)):
+            self._waited.assign_add(tf.timestamp() - computed)
+        return summed
 
     @override
     def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
@@ -223,3 +243,15 @@ class MultiWorkerExecutor(MirroredExecutor):
         per_worker = self.num_replicas // len(trainers)
         first = trainers.index(self._cluster.task) * per_worker
         return range(first, first + per_worker)
+
+
+def _present(gradients: Sequence[Tensor]) -> list[tf.Tensor]:
+    """The tensors of gradients: some may be sparse, and some None."""
+    parts = [
+        [gradient.values, gradient.indices]
+        if isinstance(gradient, tf.IndexedSlices)
+        else [gradient]
+        for gradient in gradients
+        if gradient is not None
+    ]
+    return [tensor for part in parts for tensor in part]

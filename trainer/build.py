@@ -329,6 +329,7 @@ def chief_hooks(
             lambda: build_model(recipe, specs),
             files.export,
             last_step=config.train_steps,
+            stopwatch=parts.executor.stopwatch,
         )
         for hook in hooks:
             if isinstance(hook, (EarlyStop, Callbacks)):

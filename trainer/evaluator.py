@@ -1,6 +1,6 @@
 """The `evaluator` task: evaluates the checkpoints of a run, outside the training cluster.
 
-    exit_code = follow(spec, signals)
+    exit_code = follow(spec, signals, stopwatch)
 
 If `TF_CONFIG` names an evaluator, the tasks that train do not evaluate. The evaluator evaluates
 each new checkpoint on its own devices, and keeps the best. It ends when it has evaluated the last
@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 
+from data.system.stopwatch import Stopwatch
 from strategies.base import Position
 from strategies.cluster.peers import watch_chief
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
@@ -36,8 +37,11 @@ log = logging.getLogger(__name__)
 _POLL_SECS = 1.0
 
 
-def follow(spec: TaskSpec, signals: StopSignals) -> int:
-    """Evaluates checkpoints until the last one of the run; returns the exit code."""
+def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
+    """Evaluates checkpoints until the last one of the run; returns the exit code.
+
+    On `stopwatch`, waiting for the next checkpoint is "input wait".
+    """
     config = spec.recipe.config
     inputs = open_inputs(spec.recipe, spec.num_threads)
     run = RunFiles(spec.model_dir)
@@ -55,6 +59,7 @@ def follow(spec: TaskSpec, signals: StopSignals) -> int:
     if spec.chief_timeout_secs is not None:
         watch_chief(spec.cluster, spec.chief_timeout_secs, end_unless_done)
     executor = MirroredExecutor.on(replica_devices(1, use_gpus(spec.num_gpus)))
+    executor.stopwatch = stopwatch
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))
     inputs = fitted_to_model(inputs, spec.recipe, learner.model)
@@ -78,6 +83,7 @@ def follow(spec: TaskSpec, signals: StopSignals) -> int:
         position=lambda: tried.position,
     )
     console.say(f"{spec.cluster.task}: evaluates the checkpoints of {spec.model_dir}")
+    stopwatch.begin(None, "input wait")
     while not stop.is_set():
         # Read before the checkpoints: a complete run saved its last checkpoint before its result.
         result = finished_result(spec.model_dir, config)

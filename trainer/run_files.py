@@ -14,6 +14,7 @@
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
 | tasks/ | one log per task of a local cluster | local/launcher.py |
 | trackers.json | the ids of the run in trackers | hooks/trackers/ |
+| tasks/*.time.jsonl | where the time of each task went | report/recorder.py |
 | placement.txt | the device of each op, if asked for; of a cluster in tasks/ | task.py |
 
 No TensorFlow is imported for local paths: the launcher reads these files too.
@@ -165,7 +166,7 @@ def read_reports(path: str) -> list[Document]:
     """The reports in the file at `path`, without damaged lines."""
     with open_file(path) as file:
         lines = file.read().splitlines()
-    return [json.loads(line) for line in lines if not math.isnan(step_of(line, math.nan))]
+    return [report for line in lines if (report := _report(line)) is not None]
 
 
 def _newest_finished(directory: str) -> int:
@@ -179,11 +180,18 @@ def _newest_finished(directory: str) -> int:
 
 def step_of(line: bytes, if_damaged: float) -> float:
     """The step of a report; `if_damaged` for a part of a line, for example of a killed run."""
+    report = _report(line)
+    return if_damaged if report is None else int(report["step"])
+
+
+def _report(line: bytes) -> Document | None:
     try:
         # Not json.loads alone, which guesses UTF-16 and UTF-32 from zero bytes.
-        return int(json.loads(line.decode())["step"])
+        report: Document = json.loads(line.decode())
+        int(report["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return if_damaged
+        return None
+    return report
 
 
 def clock(seconds: float) -> str:

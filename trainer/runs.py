@@ -46,14 +46,18 @@ def runs_under(directory: str) -> list[Document]:
     return found
 
 
-def summary(model_dir: str) -> Document:
-    """What a run was, and how far it came. Values that it has not are None."""
+def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Document:
+    """What a run was, and how far it came. Values that it has not are None.
+
+    `reports` are all reports of the run, if they have been read.
+    """
     files = RunFiles(model_dir)
     document = files.read_config()
     config = flatten_json(document["config"])
-    reports = files.read_reports()
-    if os.path.isdir(files.evaluator):
-        reports += RunFiles(files.evaluator).read_reports()
+    if reports is None:
+        reports = files.read_reports()
+        if os.path.isdir(files.evaluator):
+            reports += RunFiles(files.evaluator).read_reports()
     result: Mapping[str, Any] = files.read_result() or {}
     name = config.get("best_metric", "loss")  # Runs of early versions lack it.
     values = [r[name] for r in reports if r["split"] == "eval" and r.get(name) is not None]
@@ -72,7 +76,7 @@ def summary(model_dir: str) -> Document:
         "seconds": round(_seconds(reports), 1),
         "exit_code": result.get("exit_code"),
         "why": result.get("why"),
-        "started": os.path.getmtime(files.config),
+        "started": os.path.getmtime(files.config) if os.path.exists(files.config) else None,
         "config": config,
     }
 

@@ -28,6 +28,7 @@ from data.system.cores import num_cores
 from data.system.errors import TrainerError
 from data.system.files import absolute as absolute_path
 from data.system.files import is_s3, is_url
+from data.system.stopwatch import SERVING
 from strategies.base import DataFaultError, Executor, PeerLostError, Position
 from strategies.cluster.peers import check_own_address, connecting, port_of
 from strategies.cluster.ports import held
@@ -60,6 +61,7 @@ from trainer.inputs import (
     open_inputs,
 )
 from trainer.preflight import check_model_dir, disk_errors_explained
+from trainer.report.recorder import Recorder
 from trainer.resume import restore_together, train_recovering
 from trainer.run_files import Document, RunFiles
 
@@ -78,7 +80,10 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
 
     Raises NonFiniteLossError if training diverged, and a UsageError for a user's mistake.
     """
-    with signals or StopSignals() as signals:
+    task = "worker-0" if spec.cluster is None else str(spec.cluster.task).replace(" ", "-")
+    with signals or StopSignals() as signals, Recorder(spec.model_dir, task) as recorder:
+        if spec.is_checked:  # Otherwise this task may refuse the directory.
+            recorder.open()
         # 1. Check what is known without TensorFlow's runtime.
         _check_cluster(spec)
         # 2. Configure TensorFlow, before it touches a device. Evaluators and servers end here.
@@ -92,11 +97,12 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
                 held(port_of(spec.cluster.address)),
                 uploading_reports(spec.model_dir, [lines, "tensorboard/eval"], resumes=lines),
             ):
-                return follow(spec, signals)
+                recorder.open()
+                return follow(spec, signals, recorder.stopwatch)
         num_gpus = use_gpus(spec.num_gpus)
         if spec.serves:
             _copy_data(spec)
-            _serve(spec, signals)
+            _serve(spec, signals, recorder)
         # 3. Open the data, before other tasks wait for this one.
         with _answering_servers(spec):
             inputs = open_inputs(spec.recipe, spec.num_threads, copies_all=spec.strategy == "ps")
@@ -107,16 +113,18 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         except PeerLostError as error:
             log.error("%s", error)
             return EXIT_RESTART
+        executor.stopwatch = recorder.stopwatch
         started = time.monotonic()
-        with _supervised(spec, signals, executor) as outcome:
+        with _supervised(spec, signals, executor, recorder) as outcome:
             # 5. Build the model, the optimizer and the checkpointer.
             parts = _build(spec, inputs, executor)
             # 6. Resume. From here on the files of a former run are overwritten.
             first_step = _resume(spec, parts)
+            recorder.open(makes_directory=True)
             # 7. Train.
             config = spec.recipe.config
             console = Console(config.train_steps, executor.pace) if spec.is_chief else None
-            hooks = _begin(spec, parts, console, first_step)
+            hooks = [recorder, *_begin(spec, parts, console, first_step)]
             with _failure_recorded(spec, parts, console, started), _uploading(spec, parts):
                 step = train_recovering(
                     executor,
@@ -187,7 +195,7 @@ def _copy_data(spec: TaskSpec) -> None:
         open_inputs(spec.recipe, copies_all=True)
 
 
-def _serve(spec: TaskSpec, signals: StopSignals) -> NoReturn:
+def _serve(spec: TaskSpec, signals: StopSignals, recorder: Recorder) -> NoReturn:
     cluster = spec.cluster
     assert cluster is not None
 
@@ -201,7 +209,13 @@ def _serve(spec: TaskSpec, signals: StopSignals) -> NoReturn:
         log.error("%s: ending. Restart this task when it can reach the chief and each ps.", message)
         os._exit(EXIT_RESTART)
 
+    def end(exit_code: int) -> None:
+        recorder.close()
+        os._exit(exit_code)
+
     signals.on_stop(leave, spec.grace_secs)
+    recorder.open()
+    recorder.stopwatch.begin(None, SERVING)
     serve(
         cluster,
         spec.num_threads,
@@ -210,7 +224,7 @@ def _serve(spec: TaskSpec, signals: StopSignals) -> NoReturn:
         # Later than the chief, which ends the run if a ps is silent for all tasks.
         silence_secs=0.65 * spec.stall_timeout_secs,
         on_gone=end_without_chief,
-        on_end=lambda exit_code: os._exit(exit_code),
+        on_end=end,
     )
 
 
@@ -249,7 +263,9 @@ def _connect(spec: TaskSpec, num_gpus: int) -> Executor:
 
 
 @contextlib.contextmanager
-def _supervised(spec: TaskSpec, signals: StopSignals, executor: Executor) -> Iterator[_Outcome]:
+def _supervised(
+    spec: TaskSpec, signals: StopSignals, executor: Executor, recorder: Recorder
+) -> Iterator[_Outcome]:
     """Stops on signals, ends this process if nothing moves, and closes the executor in the end.
 
     A lost peer ends the context without an error, and without an exit code in the outcome.
@@ -261,6 +277,7 @@ def _supervised(spec: TaskSpec, signals: StopSignals, executor: Executor) -> Ite
             log.warning("%s; training was complete and saved before.", message)
             os._exit(outcome.exit_code)
         log.error("%s: ending. The last checkpoint is complete; restart to resume.", message)
+        recorder.close_stalled()
         # Without the step: it is on devices that may not answer.
         _write_result(spec, {"step": None, "exit_code": EXIT_RESTART, "why": message})
         os._exit(EXIT_RESTART)

@@ -60,7 +60,7 @@ def all_reduced(
 def _all_reduced_vector(vector: Tensor) -> Tensor:
     """The sum of `vector`, [n], over all replicas."""
     context = tf.distribute.get_replica_context()
-    device = _cpu_of_worker(context.strategy)
+    device = cpu_of_worker(context.strategy)
     if not device:
         # The strategy orders its sums. NCCL needs this: the same order on all GPUs.
         return context.all_reduce("sum", vector)
@@ -72,7 +72,7 @@ def _all_reduced_vector(vector: Tensor) -> Tensor:
         return _ring_reduced(vector, context.num_replicas_in_sync)
 
 
-def _cpu_of_worker(strategy: tf.distribute.Strategy) -> str:
+def cpu_of_worker(strategy: tf.distribute.Strategy) -> str:
     """The device of this worker if each worker has one replica, on its CPU; otherwise ""."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return ""

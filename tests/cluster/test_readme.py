@@ -38,6 +38,7 @@ TOO_LONG = {
     "benchmarks.network": "takes many minutes, and needs root and PyTorch",
     "tests.chaos": "takes half an hour; tests/faults/test_chaos.py disturbs shorter runs",
 }
+READERS = ("evaluate", "runs", "compare", "report")
 NEEDS_THE_NETWORK = ("pip install ",)
 
 
@@ -99,7 +100,7 @@ PREDICT = [command for command in COMMANDS if is_python(command, "trainer.predic
 READING = [
     command
     for command in COMMANDS
-    if command[2:] and command[2] in ("trainer.evaluate", "trainer.runs", "trainer.compare")
+    if command[2:] and command[2].removeprefix("trainer.") in READERS
 ]
 
 

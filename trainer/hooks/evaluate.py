@@ -56,10 +56,11 @@ class Evaluate(PeriodicHook):
         for writer in self.writers:
             writer.write(step, "eval", values)
         # In every task, though only the chief saves: an error must end the run in all tasks.
-        require_finite(self.learner, step)
-        if self.checkpointer is not None:
-            value = self.latest[self.best_metric]
-            self.checkpointer.save_best(step, self.position(), self.score(value))
+        with self.executor.stopwatch.spend("checkpoint"):
+            require_finite(self.learner, step)
+            if self.checkpointer is not None:
+                value = self.latest[self.best_metric]
+                self.checkpointer.save_best(step, self.position(), self.score(value))
 
     def score(self, value: float) -> float:
         """A number that is higher the better `value` of the best metric is."""

@@ -1,7 +1,7 @@
 """Export: the trained model as export/model.keras and export/saved_model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import keras
 import tensorflow as tf
@@ -10,6 +10,7 @@ from typing_extensions import override
 from data.system import object_store
 from data.system.files import is_s3
 from data.system.scratch import scratch_dir
+from data.system.stopwatch import Stopwatch
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.exit_codes import first_line
 from trainer.hooks.base import PeriodicHook
@@ -23,9 +24,15 @@ class Export(PeriodicHook):
     learner: Learner
     build_model: Callable[[], keras.Model]  # Called outside a scope: the files name no strategy.
     directory: str
+    _: KW_ONLY
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @override
     def act(self, step: int) -> None:
+        with self.stopwatch.spend("checkpoint"):
+            self._export()
+
+    def _export(self) -> None:
         model = self.build_model()
         for variable, value in zip(model.variables, self.learner.weights(), strict=True):
             variable.assign(value)

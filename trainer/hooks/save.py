@@ -35,9 +35,10 @@ class SaveCheckpoint(PeriodicHook):
 
     @override
     def act(self, step: int) -> None:
-        require_finite(self.learner, step)
-        if self.checkpointer is not None:
-            self.checkpointer.save(step, self.executor.position, self.executor.worker_stats())
+        with self.executor.stopwatch.spend("checkpoint"):
+            require_finite(self.learner, step)
+            if self.checkpointer is not None:
+                self.checkpointer.save(step, self.executor.position, self.executor.worker_stats())
 
     @override
     def end(self, step: int) -> None:

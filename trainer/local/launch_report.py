@@ -16,7 +16,7 @@ from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.local.deaths import TaskEnd, is_chief_done
 from trainer.local.task_logs import TaskLogs, say
 
-_RESTARTS = "restarts.jsonl"
+RESTARTS = "restarts.jsonl"
 _NUM_SHOWN_RESTARTS = 20
 
 
@@ -87,13 +87,13 @@ def write_restart(restart: Restart, logs: TaskLogs) -> None:
         "why": cause.failure,
         "last_lines": [line.rstrip() for line in cause.last_lines],
     }
-    logs.append(_RESTARTS, json.dumps(document))
+    logs.append(RESTARTS, json.dumps(document))
 
 
 def print_summary(report: LaunchReport, logs: TaskLogs) -> None:
     """Prints the restarts and the failure that ended the run, if any, to standard error."""
     if (num_before := len(report.restarts) - _NUM_SHOWN_RESTARTS) > 0:
-        say(f"{num_before} earlier restarts are in {logs.directory / _RESTARTS}")
+        say(f"{num_before} earlier restarts are in {logs.directory / RESTARTS}")
     for restart in report.restarts[-_NUM_SHOWN_RESTARTS:]:
         cause, tasks = restart.cause, restart.tasks
         what = tasks[0] if len(tasks) == 1 else "all tasks"

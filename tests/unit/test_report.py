@@ -1,0 +1,317 @@
+"""`python -m trainer.report`: one page that needs nothing else, also of a long run."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.system.stopwatch import SERVING
+from tests.cluster.runs import ROOT
+from tests.unit.test_goodput import BEGAN, steps, write_process
+from trainer.report.drawing import Curve, bars, plot, strip
+from trainer.report.goodput import Piece
+from trainer.report.page import render
+from trainer.report.series import RunSeries
+
+WORKERS = [f"worker {index}" for index in range(6)]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+VOID = {"meta", "link", "br", "img", "rect"}
+
+
+class Page(HTMLParser):
+    """Checks that each tag is closed in order; has the cells, and whatever the page would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.loaded: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: Sequence[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.loaded += [v for name, v in attributes if name in ("src", "href") and v]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_startendtag(self, tag: str, attributes: Sequence[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
+def write_run(directory: Path, *, num_steps: int, every_steps: int, rate: float = 0.1) -> Path:
+    """The files of a run of a chief, six workers and a ps; a worker died once."""
+    (directory / "tasks").mkdir(parents=True)
+    config: dict[str, Any] = {
+        "best_metric": "accuracy",
+        "train_steps": num_steps,
+        "batch_size": 10,
+        "learning_rate": rate,
+        "data": {"eval_split": "test"},
+    }
+    document = {
+        "strategy": "ps",
+        "recipe": "<b>&gone.py",
+        "data_dir": "data",
+        "config": config,
+        "train_examples": 1000,
+        "eval_examples": 100,
+        "versions": {"tensorflow": "2.21.0"},
+    }
+    (directory / "config.json").write_text(json.dumps(document))
+    lines = []
+    for step in range(every_steps, num_steps + 1, every_steps):
+        own = dict.fromkeys(WORKERS, step // 6)
+        lines.append(
+            {
+                "step": step,
+                "split": "train",
+                "loss": 2.0 / (1 + step / 1000) + (step % 7) / 50,
+                "accuracy": 1 - 1 / (1 + step / 1000),
+                "learning_rate": rate,
+                "examples": 10 * step,
+                "examples_per_sec": 1000.0 + step % 90,
+                "seconds": step / 100,
+                "worker_steps": own,
+                "staleness": {worker: {"0": step // 9, "1": step // 18} for worker in WORKERS},
+            }
+        )
+        if step % (100 * every_steps) == 0:
+            eval_values = {"loss": 0.5, "accuracy": 0.9, "examples": 100, "seconds": 1.0}
+            lines.append({"step": step, "split": "eval", **eval_values})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (directory / "metrics.jsonl").write_text(text + '{"step": 1')
+    result = {
+        "step": num_steps,
+        "eval": {"loss": 0.5, "accuracy": 0.9},
+        "examples": 10 * num_steps,
+        "exit_code": 0,
+        "why": "done",
+        "worker_steps": dict.fromkeys(WORKERS, num_steps // 6),
+        "worker_share": dict.fromkeys(WORKERS, 1 / 6),
+    }
+    (directory / "result.json").write_text(json.dumps(result))
+    parts = 400
+    chief = [
+        steps(0, num_steps * i // parts, start=5.0, compute=num_steps / 100 * i / parts)
+        for i in range(1, parts + 1)
+    ]
+    write_process(directory / "tasks" / "chief-0.time.jsonl", 1, BEGAN, chief, ended=True)
+    for index, name in enumerate([*(w.replace(" ", "-") for w in WORKERS), "ps-0"]):
+        path = directory / "tasks" / f"{name}.time.jsonl"
+        served = [
+            {"seconds": {"start": 4.0, SERVING: num_steps / 200 * i / parts}, "begins": 1}
+            for i in range(1, parts + 1)
+        ]
+        write_process(path, 10 + index, BEGAN, served)
+        begin = BEGAN + 20 + num_steps / 200
+        write_process(path, 20 + index, begin, served, ended=True)
+    restart = {"time": "now", "started_again": ["worker 1"], "task": "worker 1", "process": 11}
+    more = {"seconds": 10.0, "why": "signal 9 <Killed>"}
+    (directory / "tasks" / "restarts.jsonl").write_text(json.dumps({**restart, **more}) + "\n")
+    return directory
+
+
+def report(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "trainer.report", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=check,
+    )
+
+
+def test_page_of_a_long_run_is_small_and_complete_and_made_without_tensorflow(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "long", num_steps=100_000, every_steps=10)
+    done = report(str(run), "--no_examples")
+    path = run / "report.html"
+    assert os.path.realpath(ROOT / done.stdout.strip()) == str(path)
+    assert path.stat().st_size < 2_000_000
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "tensorflow" not in imported
+    assert "jinja2" in imported
+
+    page = Page(path.read_text())
+    assert "script" not in page.tags
+    assert all(link.startswith("data:") for link in page.loaded), page.loaded
+    text = path.read_text()
+    assert not re.search(r"url\(|@import|https?://", text)
+    cells = [cell.strip() for cell in page.cells]
+    assert {"chief-0", "ps-0", *(w.replace(" ", "-") for w in WORKERS), *WORKERS} <= set(cells)
+    assert "signal 9 <Killed>" in cells
+    assert "100,000 of 100,000" in cells
+    assert "each example 1,000 times" in cells
+    assert "100, each once" in cells
+    assert "0 (done)" in cells
+    assert "Not shown: --no_examples was given" in text
+    for title in ("loss over steps", "loss over time", "accuracy over time", "mean staleness"):
+        assert title in text
+    for svg in re.findall(r"<svg.*?</svg>", text):
+        ElementTree.fromstring(svg)
+
+
+def test_time_of_each_task_adds_up_in_the_table(tmp_path: Path) -> None:
+    run = RunSeries(str(write_run(tmp_path / "run", num_steps=2000, every_steps=10)))
+    text = render([run], {run.model_dir: "no"})
+    rows = re.findall(r"<tr><td>(?:chief|worker|ps)-\d.*?</tr>", text, re.DOTALL)
+    assert len(rows) == 8
+    for row in rows:
+        shares = [float(share) for share in re.findall(r"<td>([\d.]+)%<small>", row)]
+        assert sum(shares) == pytest.approx(100, abs=1)
+    dead = [task.seconds["dead"] for task in run.tasks if task.name == "worker-1"]
+    assert dead[0] > 5
+
+
+def test_several_runs_share_their_plots_and_differ_in_a_table(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", num_steps=2000, every_steps=10)
+    second = write_run(tmp_path / "b", num_steps=2000, every_steps=10, rate=0.7)
+    output = tmp_path / "both.html"
+    report(str(first), str(second), "--no_examples", f"--output={output}")
+    text = output.read_text()
+    page = Page(text)
+    assert page.cells.count("learning_rate") == 1
+    assert {"0.1", "0.7"} <= set(page.cells)
+    assert "train_steps" not in page.cells
+    loss = text.partition("loss over steps</figcaption>")[2].partition("</svg>")[0]
+    assert re.findall(r'class="(s\d \w+)"', loss) == ["s0 train", "s0 eval", "s1 train", "s1 eval"]
+
+
+def test_run_without_reports_or_times_has_a_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=2000, every_steps=10)
+    shutil.rmtree(run / "tasks")
+    (run / "metrics.jsonl").unlink()
+    (run / "result.json").unlink()
+    report(str(run), "--no_examples")
+    text = (run / "report.html").read_text()
+    Page(text)
+    assert "There is no report yet." in text
+    assert "has no record of its time" in text
+
+
+def test_missing_config_file_is_said_in_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=200, every_steps=10)
+    report(str(run))
+    found = re.search(r"<p>Not shown: (.*)</p>", (run / "report.html").read_text())
+    assert found
+    assert "gone.py" in found[1]
+    assert "<b>" not in found[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ((), ["needs the directory of a run", "python -m trainer.report runs/latest"]),
+        (("nowhere",), ["nowhere does not exist"]),
+        (("--no_example", "nowhere"), ["no_example"]),
+    ],
+)
+def test_mistakes_are_one_message(words: tuple[str, ...], parts: list[str]) -> None:
+    done = report(*words, check=False)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert all(part in errors[0] for part in parts), errors
+    assert "Traceback" not in done.stderr
+
+
+def test_plot_keeps_the_least_and_the_largest_value_of_each_pixel() -> None:
+    points = [(float(x), 1.0) for x in range(100_000)]
+    points[5_000] = (5_000.0, 9.0)
+    points[7_000] = (7_000.0, float("nan"))
+    svg = plot("a < b", [Curve(points, "s0 train")], is_time=False)
+    assert len(svg) < 20_000
+    ElementTree.fromstring(svg)
+    path = svg.partition('class="s0 train band" d="M')[2].partition('"')[0]
+    ys = {float(point.split()[1]) for point in path.split("L")}
+    assert len(ys) == 2, "9.0 is still there, and NaN is not"
+    assert plot("nothing", [Curve([], "s0 train")], is_time=True) == ""
+    ElementTree.fromstring(plot("one", [Curve([(3.0, 0.0)], "s0 eval")], is_time=True))
+
+
+def test_strips_show_the_cause_with_the_most_time() -> None:
+    pieces = [
+        Piece(0.0, 50.0, {"compute": 40.0, "input wait": 10.0}),
+        Piece(50.0, 100.0, {"dead": 50.0}),
+    ]
+    svg = strip(pieces, 0.0, 100.0, [("mark-start", 100.0)])
+    assert re.findall(r'class="(.*?)"', svg) == ["strip", "c-compute", "c-dead", "mark-start"]
+    svg = bars([("c-compute", 0.75), ("c-start", 0.0), ("c-dead", 0.25)])
+    assert re.findall(r'width="(.*?)"', svg) == ["750.0", "250.0"]
+
+
+def test_page_has_no_error_in_a_browser_at_three_widths(tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    run = write_run(tmp_path / "run", num_steps=2000, every_steps=10)
+    report(str(run), "--no_examples")
+    page = run / "report.html"
+    # Scripts are the test's own: the page has none.
+    probe = (
+        "<script>addEventListener('load', () => {"
+        "const wide = [...document.querySelectorAll('body *')].filter(e => !e.closest('.wide, svg')"
+        " && e.getBoundingClientRect().right > innerWidth + 1);"
+        "document.title = `${innerWidth} ${document.documentElement.scrollWidth} ${wide.length} `"
+        " + `${document.querySelectorAll('td').length}`; })</script></body>"
+    )
+    (run / "probe.html").write_text(page.read_text().replace("</body>", probe))
+    for width in (390, 1024, 1600):
+        # A frame, because windows of the browser have a least width.
+        frame = (
+            f"<iframe src='probe.html' style='border:0;width:{width}px;height:900px'></iframe>"
+            "<script>onload = () => setTimeout(() => { document.title ="
+            " frames[0].document.title; }, 500)</script>"
+        )
+        (run / "frame.html").write_text(frame)
+        done = subprocess.run(
+            [
+                browser,
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--allow-file-access-from-files",
+                f"--user-data-dir={tmp_path / 'profile'}",
+                "--enable-logging=stderr",
+                "--virtual-time-budget=5000",
+                f"--window-size={width},900",
+                "--dump-dom",
+                f"file://{run / 'frame.html'}",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=True,
+        )
+        assert "CONSOLE" not in done.stderr
+        found = re.search(r"<title>(.*)</title>", done.stdout)
+        assert found, done.stdout[:2000]
+        inner, scrolled, num_wide, num_cells = map(int, found[1].split())
+        assert inner == width
+        assert scrolled <= width
+        assert num_wide == 0
+        assert num_cells > 100

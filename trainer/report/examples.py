@@ -1,0 +1,159 @@
+"""A classifier on its evaluation split: the confusion matrix, and the worst examples.
+
+    found = classified("runs/a")        # restores the newest checkpoint, and runs the model
+
+The worst examples are those whose label got the least probability. Outputs that are not
+probabilities are taken as logits. The weights are those of the evaluation: averages, if the run has
+them.
+"""
+
+import base64
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import ConfigError
+from trainer.evaluate import restore
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_NUM_WORST = 12
+_MOST_CLASSES = 1000
+_MOST_PIXELS = 96  # Of a side of an image.
+
+
+@dataclass(frozen=True)
+class Example:
+    """An example: its number in the split, and its image as a data URL; "" for other data."""
+
+    number: int
+    label: int
+    predicted: int
+    probability: float  # Of the label.
+    image: str
+
+
+@dataclass(frozen=True)
+class Classified:
+    """A classifier's results; `confusion[label][predicted]` counts examples."""
+
+    checkpoint: str
+    split: str
+    confusion: list[list[int]]
+    worst: list[Example] = field(default_factory=list)
+
+    @property
+    def num_examples(self) -> int:
+        """All examples of the split."""
+        return sum(map(sum, self.confusion))
+
+    @property
+    def accuracy(self) -> float:
+        """The part of the examples whose class was predicted."""
+        return sum(row[i] for i, row in enumerate(self.confusion)) / max(1, self.num_examples)
+
+
+def classified(model_dir: str) -> Classified:
+    """Runs the newest checkpoint of a run on its evaluation split.
+
+    Raises:
+        ConfigError, DataError, ModelDirError: the model is no classifier with one output, the data
+            or the checkpoint is missing, or the config file now defines another model.
+    """
+    import numpy as np
+    import tensorflow as tf
+
+    from data.disk_reader import DiskReader
+
+    found = restore(model_dir, "newest")
+    model = found.learner.model
+    for variable, value in zip(model.variables, found.learner.weights(), strict=True):
+        variable.assign(value)
+    confusion: npt.NDArray[np.int64] | None = None
+    worst: list[tuple[float, Example]] = []
+    number = 0
+    lanes = range(found.reader.order.lanes)
+    for inputs, labels, *_, counts in DiskReader(found.reader).evaluation_batches(lanes):
+        outputs = model(inputs, training=False)
+        if not isinstance(outputs, tf.Tensor) or outputs.shape.rank != 2 or outputs.shape[1] < 2:
+            raise ConfigError("the model has not one output with a number for each class")
+        classes = _classes(labels, outputs)
+        probabilities = _probabilities(outputs.numpy().astype(np.float64))
+        if confusion is None:
+            confusion = np.zeros([outputs.shape[1]] * 2, np.int64)
+        is_real = counts.numpy() > 0
+        predicted = probabilities.argmax(axis=1)
+        np.add.at(confusion, (classes[is_real], predicted[is_real]), 1)
+        of_label = probabilities[np.arange(len(classes)), classes]
+        numbers = number + np.cumsum(is_real) - 1
+        number += int(is_real.sum())
+        for row in np.argsort(of_label)[: 2 * _NUM_WORST]:
+            is_worse = len(worst) < _NUM_WORST or of_label[row] < worst[-1][0]
+            if is_real[row] and predicted[row] != classes[row] and is_worse:
+                example = Example(
+                    int(numbers[row]),
+                    int(classes[row]),
+                    int(predicted[row]),
+                    float(of_label[row]),
+                    _image(inputs, int(row)),
+                )
+                worst.append((example.probability, example))
+                worst = sorted(worst, key=lambda pair: pair[0])[:_NUM_WORST]
+    if confusion is None:
+        raise ConfigError("the evaluation split has no example")
+    return Classified(
+        found.name,
+        found.reader.split.name,
+        confusion.tolist(),
+        [example for _, example in worst],
+    )
+
+
+def _classes(labels: Any, outputs: Any) -> "npt.NDArray[np.int64]":  # Any: nests of tensors.
+    """The class of each example. Raises ConfigError if `labels` are no classes."""
+    import numpy as np
+    import tensorflow as tf
+
+    num_classes = int(outputs.shape[1])
+    if isinstance(labels, tf.Tensor) and num_classes <= _MOST_CLASSES:
+        values = labels.numpy()
+        if values.ndim == 2 and values.shape[1] == 1:
+            values = values[:, 0]
+        if values.ndim == 2 and values.shape[1] == num_classes and (values.sum(axis=1) == 1).all():
+            return np.asarray(values.argmax(axis=1), np.int64)
+        is_class = values.ndim == 1 and (values == np.floor(values)).all()
+        if is_class and values.min() >= 0 and values.max() < num_classes:
+            return np.asarray(values, np.int64)
+    raise ConfigError(f"the labels are not numbers of {num_classes:,} classes")
+
+
+def _probabilities(outputs: "npt.NDArray[np.float64]") -> "npt.NDArray[np.float64]":
+    import numpy as np
+
+    if (outputs >= 0).all() and np.allclose(outputs.sum(axis=1), 1, atol=1e-3):
+        return outputs
+    exponentials: npt.NDArray[np.float64] = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+    exponentials /= exponentials.sum(axis=1, keepdims=True)
+    return exponentials
+
+
+def _image(inputs: Any, row: int) -> str:  # Any: a nest of tensors.
+    """The example as an image, from its least to its greatest value; "" if it is none."""
+    import numpy as np
+    import tensorflow as tf
+
+    if not isinstance(inputs, tf.Tensor):
+        return ""
+    values = inputs[row].numpy().astype(np.float32)
+    if values.ndim == 2:
+        values = values[:, :, np.newaxis]
+    if values.ndim != 3 or values.shape[2] not in (1, 3) or min(values.shape[:2]) < 4:
+        return ""
+    low, high = values.min(), values.max()
+    values = (values - low) / max(float(high - low), 1e-9) * 255
+    if max(values.shape[:2]) > _MOST_PIXELS:
+        size = [_MOST_PIXELS, _MOST_PIXELS]
+        values = tf.image.resize(values, size, preserve_aspect_ratio=True).numpy()
+    png = tf.io.encode_png(np.round(values).astype(np.uint8)).numpy()
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

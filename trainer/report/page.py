@@ -1,0 +1,201 @@
+"""The page of one run or several: what it shows, put into the template page.html.
+
+    text = render([RunSeries("runs/a"), RunSeries("runs/b")], classifiers)
+
+The page is one file. It has no script and loads nothing.
+"""
+
+import html
+import importlib.resources
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple  # Any: JSON values.
+
+import jinja2
+from markupsafe import Markup
+
+from data.system.stopwatch import CAUSES
+from trainer.report.drawing import Curve, bars, cause_class, plot, strip
+from trainer.report.examples import Classified
+from trainer.report.goodput import TaskTime
+from trainer.report.series import RunSeries
+from trainer.run_files import clock
+from trainer.runs import differences
+
+_NUM_COLOURS = 8
+_MOST_CLASSES = 20  # In a confusion matrix: the classes with the most mistakes.
+_MOST_RESTARTS = 50
+
+
+class _Plot(NamedTuple):
+    title: str
+    svg: str
+
+
+class _Row(NamedTuple):
+    """A task in the tables of goodput."""
+
+    name: str
+    total: str
+    goodput: str
+    cells: Sequence[tuple[str, str]]  # Seconds and share of each cause.
+    bar: str
+    strip: str
+
+
+class _Confusion(NamedTuple):
+    classes: Sequence[int]
+    rows: Sequence[tuple[int, Sequence[tuple[str, float]]]]
+    accuracies: Sequence[tuple[int, int, float]]
+    is_cut: bool
+
+
+class _RunPage(NamedTuple):
+    """The sections of one run."""
+
+    run: RunSeries
+    rows: Sequence[_Row]
+    workers: Sequence[str]
+    worker_plots: Sequence[_Plot]
+    worker_rows: Sequence[tuple[str, Sequence[str]]]
+    restarts: Sequence[Mapping[str, Any]]
+    num_restarts: int
+    classifier: Classified | None
+    confusion: _Confusion | None
+    no_classifier: str  # Why there is none.
+
+
+def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Classified | str]) -> str:
+    """The page as HTML. `classifiers`: by run, what its model predicts, or why that is missing."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    source = importlib.resources.files("trainer.report").joinpath("page.html").read_text()
+    documents = [run.summary for run in runs]
+    versions = [run.versions() for run in runs]
+    names = sorted({name for found in versions for name in found})
+    return environment.from_string(source).render(
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        runs=runs,
+        plots=_plots(runs),
+        pages=[_run_page(run, classifiers[run.model_dir]) for run in runs],
+        causes=[(cause, cause_class(cause)) for cause in CAUSES],
+        differences=differences(documents) if len(runs) > 1 else {},
+        versions=[(name, [found.get(name, "-") for found in versions]) for name in names],
+        safe=Markup,
+    )
+
+
+def _plots(runs: Sequence[RunSeries]) -> list[_Plot]:
+    plots = []
+    names = dict.fromkeys(name for run in runs for name in run.metrics)
+    for name in sorted(names, key=lambda name: name != "loss"):
+        for is_time in (False, True):
+            curves = [
+                Curve(run.curve(split, name, over_time=is_time), f"s{i % _NUM_COLOURS} {split}")
+                for i, run in enumerate(runs)
+                for split in ("train", "eval")
+            ]
+            plots.append(_titled(name, curves, is_time=is_time))
+    for name, title, is_time in (
+        ("learning_rate", "learning rate", False),
+        ("examples_per_sec", "examples/s, of the steps alone", True),
+    ):
+        curves = [
+            Curve(run.curve("train", name, over_time=is_time), f"s{i % _NUM_COLOURS} train only")
+            for i, run in enumerate(runs)
+        ]
+        plots.append(_titled(title, curves, is_time=is_time))
+    return [found for found in plots if found.svg]
+
+
+def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> _Plot:
+    title = f"{name} over {'time' if is_time else 'steps'}"
+    may_be_log = "loss" in name or "rate" in name
+    return _Plot(title, plot(title, curves, is_time=is_time, may_be_log=may_be_log))
+
+
+def _run_page(run: RunSeries, classifier: Classified | str) -> _RunPage:
+    restarts = run.restarts()
+    found = None if isinstance(classifier, str) else classifier
+    return _RunPage(
+        run,
+        [_row(task, run) for task in run.tasks],
+        run.workers,
+        _worker_plots(run),
+        _worker_rows(run),
+        restarts[-_MOST_RESTARTS:],
+        len(restarts),
+        found,
+        _confusion(found.confusion) if found else None,
+        classifier if isinstance(classifier, str) else "",
+    )
+
+
+def _row(task: TaskTime, run: RunSeries) -> _Row:
+    total = max(task.total_secs, 1e-9)
+    shares = {cause: max(0.0, task.seconds[cause]) / total for cause in CAUSES}
+    is_chief = run.chief is task
+    marks = [("mark-eval", run.began + t) for t in run.times("eval")] if is_chief else []
+    marks += [("mark-start", start) for start in task.starts[1:]]
+    return _Row(
+        task.name,
+        clock(total),
+        f"{task.goodput:.1%}",
+        [(f"{task.seconds[cause]:,.1f}", _percent(shares[cause])) for cause in CAUSES],
+        bars([(cause_class(cause), share) for cause, share in shares.items()]),
+        strip(task.pieces, run.began, run.ended, marks),
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.0005 else "-"
+
+
+def _worker_plots(run: RunSeries) -> list[_Plot]:
+    plots = []
+    for title, curve in (
+        ("share of the steps between reports", run.share_curve),
+        ("mean staleness so far", run.staleness_curve),
+    ):
+        curves = [
+            Curve(curve(worker), f"s{i % _NUM_COLOURS} train only")
+            for i, worker in enumerate(run.workers)
+        ]
+        plots.append(_titled(title, curves))
+    return [found for found in plots if found.svg]
+
+
+def _worker_rows(run: RunSeries) -> list[tuple[str, list[str]]]:
+    last = run.of("train")[-1] if run.of("train") else {}
+    counts = {**last, **run.result}
+    found = []
+    for worker in run.workers:
+        cells = []
+        for name in ("worker_steps", "worker_share", "worker_dropped", "worker_repeated"):
+            value = counts.get(name, {}).get(worker)
+            if value is None:
+                cells.append("-")
+            else:
+                cells.append(f"{value:.1%}" if name == "worker_share" else f"{value:,}")
+        ages = {int(age): n for age, n in counts.get("staleness", {}).get(worker, {}).items()}
+        text = ", ".join(f"{age}: {number:,}" for age, number in sorted(ages.items())[:12])
+        cells.append(text + (", ..." if len(ages) > 12 else "") or "-")
+        found.append((worker, cells))
+    return found
+
+
+def _confusion(counts: Sequence[Sequence[int]]) -> _Confusion:
+    sums = [sum(row) for row in counts]
+    classes = list(range(len(counts)))
+    accuracies = [(i, sums[i], counts[i][i] / sums[i]) for i in classes if sums[i]]
+    if is_cut := len(classes) > _MOST_CLASSES:
+        worst = sorted(classes, key=lambda i: counts[i][i] - sums[i])[:_MOST_CLASSES]
+        classes = sorted(worst)
+    rows = [
+        (i, [(f"{counts[i][j]:,}", counts[i][j] / max(1, sums[i])) for j in classes])
+        for i in classes
+    ]
+    return _Confusion(classes, rows, accuracies, is_cut)
+
+
+def explained(error: Exception) -> str:
+    """Why a section is missing, as one line."""
+    return html.unescape(str(error).splitlines()[0] if str(error) else type(error).__name__)

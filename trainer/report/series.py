@@ -1,0 +1,261 @@
+"""What the files of a run say: reports over steps and time, and the facts of its tables.
+
+    run = RunSeries("runs/a")
+    run.curve("train", "loss", over_time=True)     # [(seconds, value), ...]
+
+No TensorFlow is imported for local paths.
+"""
+
+import bisect
+import functools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from data.system.files import exists, join, read_text
+from trainer.cli.tools import require_run
+from trainer.local.launch_report import RESTARTS, directory_of_logs
+from trainer.report.goodput import CHIEFS, TaskTime, goodput
+from trainer.run_files import Document, RunFiles, clock
+from trainer.runs import summary
+
+# Values of reports that are no metrics.
+_NOT_METRICS = (
+    "step",
+    "split",
+    "learning_rate",
+    "examples",
+    "epoch",
+    "steps_per_sec",
+    "examples_per_sec",
+    "seconds",
+    "examples_skipped",
+    "records_skipped",
+)
+_MOST_SAMPLES = 1000
+
+
+class RunSeries:
+    """One run, read once.
+
+    Attributes:
+        config: The contents of config.json.
+        summary: What `python -m trainer.runs` says of it.
+        result: The contents of result.json; empty if there is none.
+        tasks: The time of each task; empty if it was not recorded.
+    """
+
+    def __init__(self, model_dir: str) -> None:
+        """Raises ConfigError if there is no run in `model_dir`, RunFileError if it is damaged."""
+        files = require_run(model_dir)
+        self.model_dir = model_dir
+        self.name = os.path.basename(os.path.realpath(model_dir.rstrip("/")))
+        self.config = files.read_config()
+        self.reports = files.read_reports()
+        if exists(files.evaluator):
+            self.reports += RunFiles(files.evaluator).read_reports()
+        self.summary = summary(model_dir, self.reports)
+        self.result: Document = files.read_result() or {}
+        self.tasks: Sequence[TaskTime] = goodput(model_dir)
+        self._times: dict[str, list[float]] = {}
+
+    @functools.cached_property
+    def began(self) -> float:
+        """When the first task began, in seconds since 1970; 0 if it was not recorded."""
+        return min((task.pieces[0].begin for task in self.tasks), default=0.0)
+
+    @functools.cached_property
+    def ended(self) -> float:
+        """When the last task ended."""
+        return max((task.pieces[-1].end for task in self.tasks), default=0.0)
+
+    @property
+    def chief(self) -> TaskTime | None:
+        """The task that writes the reports, if its time was recorded."""
+        return next((task for task in self.tasks if task.name in CHIEFS), None)
+
+    def of(self, split: str) -> list[Document]:
+        """The reports of a split, in the order of their steps."""
+        return self._by_split.get(split, [])
+
+    @functools.cached_property
+    def _by_split(self) -> dict[str, list[Document]]:
+        found: dict[str, list[Document]] = {}
+        for report in sorted(self.reports, key=lambda report: int(report["step"])):
+            found.setdefault(report.get("split", ""), []).append(report)
+        return found
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the metrics in reports, the loss first."""
+        names = {
+            name: None
+            for split in ("train", "eval")
+            for report in self.of(split)[-1:]
+            for name, value in report.items()
+            if name not in _NOT_METRICS and not isinstance(value, dict)
+        }
+        return sorted(names, key=lambda name: name != "loss")
+
+    def curve(self, split: str, name: str, *, over_time: bool) -> list[tuple[float, float]]:
+        """The value `name` of the reports of a split, over steps or over seconds."""
+        reports = self.of(split)
+        xs = self.times(split) if over_time else [float(report["step"]) for report in reports]
+        return [
+            (x, float(value))
+            for x, report in zip(xs, reports, strict=True)
+            if (value := report.get(name)) is not None
+        ]
+
+    def times(self, split: str) -> list[float]:
+        """The seconds from the first start of the run to each report of a split."""
+        if split not in self._times:
+            steps = [int(report["step"]) for report in self.of(split)]
+            marks = self._marks
+            self._times[split] = [_interpolated(marks, step) for step in steps]
+        return self._times[split]
+
+    @functools.cached_property
+    def _marks(self) -> list[tuple[int, float]]:
+        """(step, seconds) in ascending order; of repeated steps the last pass."""
+        found: list[tuple[int, float]] = []
+        for step, time in self._all_marks():
+            while found and found[-1][0] > step:
+                found.pop()
+            if not found or found[-1][0] < step:
+                found.append((step, time))
+        return found or [(0, 0.0)]
+
+    def _all_marks(self) -> Iterator[tuple[int, float]]:
+        if self.chief is not None:
+            for piece in self.chief.pieces:
+                if piece.first_step is not None and piece.last_step is not None:
+                    yield piece.first_step, piece.begin - self.began
+                    yield piece.last_step, piece.end - self.began
+            return
+        # Without recorded times: the seconds of training in all processes, each from 0.
+        before = last = 0.0
+        for report in self.of("train"):
+            if report.get("seconds", last) < last:
+                before += last
+            last = report.get("seconds", last)
+            yield int(report["step"]), before + last
+
+    @property
+    def workers(self) -> list[str]:
+        """The workers of parameter servers, if the reports count what each did."""
+        last: Document = self.of("train")[-1] if self.of("train") else {}
+        return list(last.get("worker_steps", {}))
+
+    @functools.cached_property
+    def _sampled(self) -> list[Document]:
+        """Reports for curves of workers: as many as a plot can show."""
+        reports = self.of("train")
+        return reports[:: -(-len(reports) // _MOST_SAMPLES) or 1]
+
+    def share_curve(self, worker: str) -> list[tuple[float, float]]:
+        """The share of `worker` in the steps between two reports."""
+        found, before, all_before = [], 0, 0
+        for report in self._sampled:
+            steps = report.get("worker_steps", {})
+            own, whole = steps.get(worker, 0), sum(steps.values())
+            if whole > all_before:
+                found.append((float(report["step"]), (own - before) / (whole - all_before)))
+            before, all_before = own, whole
+        return found
+
+    def staleness_curve(self, worker: str) -> list[tuple[float, float]]:
+        """The mean staleness of the gradients of `worker` so far."""
+        found = []
+        for report in self._sampled:
+            counts = {int(a): n for a, n in report.get("staleness", {}).get(worker, {}).items()}
+            counts = {age: number for age, number in counts.items() if age >= 0}
+            if number := sum(counts.values()):
+                mean = sum(age * n for age, n in counts.items()) / number
+                found.append((float(report["step"]), mean))
+        return found
+
+    def restarts(self) -> list[Document]:
+        """The lines of restarts.jsonl."""
+        for directory in (str(directory_of_logs(self.model_dir)), RunFiles(self.model_dir).tasks):
+            path = join(directory, RESTARTS)
+            if exists(path):
+                return list(_json_lines(read_text(path)))
+        return []
+
+    def accounting(self) -> list[tuple[str, str]]:
+        """What is known of the examples: (what, how many)."""
+        examples = self.result.get("examples")
+        if examples is None:
+            examples = max((report.get("examples", 0) for report in self.of("train")), default=0)
+        size = self.config.get("train_examples")
+        rows = [("examples in steps", f"{examples:,}")]
+        if size:
+            rows.append(("training examples", f"{size:,}"))
+            passes, more = divmod(examples, size)
+            each = f"each example {passes:,} times"
+            if more:
+                each += f", and {more:,} of them once more"
+            rows.append(("in the order of the run", each))
+        step, batch = self.summary["step"], self.summary["config"].get("batch_size")
+        if batch and step and step * batch == examples:
+            rows.append(("steps x batch size", f"{step:,} x {batch:,} = {examples:,}, as above"))
+        elif batch and step:
+            rows.append(("steps x batch size", f"{step:,} x {batch:,} = {step * batch:,}"))
+        names = {
+            "worker_repeated": "gradients whose examples were assigned again",
+            "worker_dropped": "gradients dropped because they were too old",
+        }
+        for name, text in names.items():
+            if self.result.get(name):
+                rows.append((text, f"{sum(self.result[name].values()):,}"))
+        if self.result.get("examples_skipped"):
+            rows.append(("examples skipped after a NaN", f"{self.result['examples_skipped']:,}"))
+        skipped = self.result.get("records_skipped") or self.config.get("records_skipped") or {}
+        rows += [(f"damaged records left out of {k}", f"{v:,}") for k, v in skipped.items()]
+        if number := self.config.get("eval_examples"):
+            shown = {int(report.get("examples", 0)) for report in self.of("eval")}
+            text = f"{number:,}"
+            if shown:
+                text += ", each once" if shown == {number} else f"; evaluated: {sorted(shown)}"
+            rows.append(("evaluation examples", text))
+        return rows
+
+    def facts(self) -> dict[str, str]:
+        """What runs are compared by in the first table."""
+        found = self.summary
+        best = "-" if found["best"] is None else f"{found['best_metric']} {found['best']:.4f}"
+        took = clock(self.ended - self.began) if self.tasks else clock(found["seconds"])
+        ended = "-" if found["exit_code"] is None else f"{found['exit_code']} ({found['why']})"
+        return {
+            "strategy": str(found["strategy"]),
+            "step": f"{found['step']:,} of {found['train_steps']:,}",
+            "best": best,
+            "time": took,
+            "exit code": ended,
+        }
+
+    def versions(self) -> dict[str, Any]:  # Any: JSON values.
+        """The versions that config.json names."""
+        return dict(self.config.get("versions") or {})
+
+
+def _interpolated(marks: Sequence[tuple[int, float]], step: int) -> float:
+    index = bisect.bisect_left(marks, (step, -1.0))
+    if index == 0:
+        return marks[0][1]
+    if index == len(marks):
+        return marks[-1][1]
+    (low, begin), (high, end) = marks[index - 1], marks[index]
+    return begin + (step - low) / (high - low) * (end - begin)
+
+
+def _json_lines(text: str) -> Iterator[Document]:
+    for line in text.splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            yield found
