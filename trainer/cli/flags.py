@@ -90,8 +90,23 @@ VERBOSE = flags.DEFINE_boolean(
     False,
     "Print the whole config, and the placement of variables on parameter servers.",
 )
+QUIET = flags.DEFINE_boolean(
+    "quiet", False, "Print warnings, errors and the last line of a run only."
+)
+PLAIN = flags.DEFINE_boolean(
+    "plain",
+    False,
+    "Print lines also on a terminal, in place of the live view. So do NO_COLOR, CI and TERM=dumb.",
+)
 TRACEBACK = flags.DEFINE_boolean(
     "traceback", False, "Print a traceback also for an error that a user can cause."
+)
+COMPLETION = flags.DEFINE_enum(
+    "completion",
+    None,
+    ("bash", "zsh"),
+    "Print a script that completes flags, their values and config fields in this shell, and end: "
+    "source <(python -m trainer --completion=bash)",
 )
 CHECK = flags.DEFINE_boolean(
     "check",
@@ -310,7 +325,7 @@ def strategy_words() -> list[str]:
 
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses the command line, or ends with one message and exit code 2."""
-    show_help(argv)
+    show_help(argv, _describe_fields)
     from trainer.cli.continued import with_settings_of_run
     from trainer.config import ConfigError, load_recipe
 
@@ -330,7 +345,13 @@ def parse(argv: Sequence[str]) -> list[str]:
     except ConfigError as error:
         _end_with(str(error))
     try:
-        return FLAGS(argv)  # type: ignore[no-any-return]
+        rest: list[str] = FLAGS(argv)
+        if COMPLETION.value is not None:
+            from trainer.cli.completion import completion_script
+
+            print(completion_script(COMPLETION.value, FLAGS, config))
+            sys.exit(0)
+        return rest
     except flags.UnrecognizedFlagError as error:
         from trainer.cli.mistakes import unknown_flag
 
@@ -340,6 +361,13 @@ def parse(argv: Sequence[str]) -> list[str]:
     except (AttributeError, KeyError, flags.Error) as error:
         message = _explain_flag_error(argv, config, error)
     _end_with(message)
+
+
+def _describe_fields() -> str:
+    from trainer.cli.config_help import describe_fields
+    from trainer.config import Config
+
+    return describe_fields(Config())
 
 
 def _end_with(message: str) -> NoReturn:
