@@ -29,7 +29,9 @@ def test_interrupted_run_is_continued_by_the_command_of_its_last_line(
     assert reports, first.output
     assert all(len(line) <= COLUMNS for line in reports), reports
     assert any("compiling the first step" in line for line in first.lines)
-    shown = [line for line in first.lines if line and not line.startswith("step ")]
+    # On a busy machine tasks say that they wait for each other.
+    not_counted = ("step ", "INFO ", "WARNING ")
+    shown = [line for line in first.lines if line and not line.startswith(not_counted)]
     assert len(shown) <= 14, shown
     assert '"batch_size"' not in first.output
     (model_dir,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
