@@ -104,4 +104,4 @@ def test_live_view_shows_one_process_and_quiet_prints_the_last_line_alone(
     with Terminal([*flags, "--model_dir=a", "--quiet"], tmp_path) as quiet:
         assert quiet.end() == 0, quiet.output
     (line,) = [line for line in quiet.lines if line]
-    assert line.startswith("done: step 60  loss 0.")
+    assert line.startswith("done: step 60  loss ")
