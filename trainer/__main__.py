@@ -47,9 +47,15 @@ def _main(command: Command | None, argv: Sequence[str]) -> NoReturn:
         else:
             from trainer import task
             from trainer.cli.continued import print_next
+            from trainer.live.view import live_view
 
-            exit_code = task.run(outcome)
-            if outcome.is_chief and not outcome.is_checked:  # Otherwise the launcher says it.
+            # A launcher shows its tasks, and says what comes next.
+            is_shown = outcome.is_chief and not outcome.is_checked
+            with contextlib.ExitStack() as stack:
+                if is_shown and commands.shows_live_view(outcome.model_dir):
+                    stack.enter_context(live_view(outcome.model_dir, is_launcher=False))
+                exit_code = task.run(outcome)
+            if is_shown and not outcome.is_quiet:
                 print_next(exit_code, outcome.model_dir, outcome.cluster)
     except Exception as error:
         exit_code = _explain(error)

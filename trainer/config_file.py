@@ -239,15 +239,19 @@ def _shipped_file(place: str) -> str:
     return str(shipped) if shipped.is_file() else ""
 
 
+def shipped_configs() -> list[str]:
+    """The names of the configs that come with the program, such as "digits"."""
+    return [path.stem for path in sorted(_SHIPPED.glob("*.py")) if path.stem != "__init__"]
+
+
 def _not_found(place: str, what: str) -> ConfigError:
-    files = [*sorted(_SHIPPED.glob("*.py")), *sorted(Path.cwd().glob("*.py"))]
-    names = [path.name for path in files if path.stem != "__init__"]
+    names = [f"{name}.py" for name in shipped_configs()]
+    names += [path.name for path in sorted(Path.cwd().glob("*.py")) if path.stem != "__init__"]
     near = difflib.get_close_matches(Path(place).with_suffix(".py").name, names, n=1)
-    shipped = [path.stem for path in files if path.parent == _SHIPPED and path.stem != "__init__"]
     return ConfigError(
         f"--config={place}: there is no such {what} (looked in {Path.cwd()}). "
         + (f"Did you mean --config={near[0]}? " if near else "")
-        + f"Shipped: {', '.join(shipped)}. They are in {_SHIPPED}; --config=digits is "
+        + f"Shipped: {', '.join(shipped_configs())}. They are in {_SHIPPED}; --config=digits is "
         "digits.py there."
     )
 

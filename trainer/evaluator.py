@@ -67,7 +67,7 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
     check_batches(inputs, learner, spec.recipe)
     executor.start_evaluation(learner, inputs.evaluation)
     checkpointer = build_checkpointer(spec.recipe, spec.model_dir, inputs, learner)
-    console = Console(config.train_steps)
+    console = Console(config.train_steps, is_quiet=spec.is_quiet)
     appended = RunFiles(local_dir(spec.model_dir))
     metrics = RunFiles(appended.evaluator).metrics
     json_lines = Lossy(build_json_lines(metrics, inputs), metrics)
@@ -104,7 +104,7 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
             if failure := files.write_result({**document, "exit_code": EXIT_DONE, "why": "done"}):
                 log.error("%s. Restart this task when the cause is removed.", failure)
                 return EXIT_RESTART
-            console.say(f"done: step {evaluated:,} was the last; {files.result}")
+            console.say(f"done: step {evaluated:,} was the last; {files.result}", important=True)
             return EXIT_DONE
         else:
             raise ModelDirError(

@@ -19,7 +19,7 @@ from strategies.mirrored import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import ModelDirError, Saved
-from trainer.config import Config, Recipe, data_dir, to_json
+from trainer.config import Config, Recipe, data_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.hooks.callbacks import build_callbacks, check_monitors
 from trainer.inputs import (
@@ -60,7 +60,8 @@ class Findings:
         config = self.recipe.config
         num_bytes = sum(group.num_bytes for group in self.groups)
         lines = [
-            f"config {self.recipe.path}: {to_json(config)}",
+            f"{self.recipe.path}: batch {config.batch_size:,}, learning rate "
+            f"{config.learning_rate:g} (--verbose prints the whole config)",
             f"{self.inputs.train.split.num_examples:,} training and "
             f"{self.inputs.evaluation.split.num_examples:,} evaluation examples in "
             f"{data_dir(config)}",

@@ -49,6 +49,8 @@ from data.system.files import (
 from data.system.object_store import UnavailableError
 
 CHECKPOINT_MARK = "checkpoint.json"  # In the directory of a checkpoint, written last.
+# Values of reports that are not metrics.
+NO_METRICS = ("learning_rate", "examples", "epoch", "steps_per_sec", "seconds", "examples_per_sec")
 _TAIL_BYTES = 65_536  # Reports are short: the last part of metrics.jsonl has the last ones.
 # The newest step with a checkpoint, and the newest reported step.
 Progress: TypeAlias = tuple[int, int]

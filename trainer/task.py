@@ -123,9 +123,11 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
             recorder.open(makes_directory=True)
             # 7. Train.
             config = spec.recipe.config
-            console = Console(config.train_steps, executor.pace) if spec.is_chief else None
+            console = None
+            if spec.is_chief:
+                console = Console(config.train_steps, executor.pace, is_quiet=spec.is_quiet)
             hooks = [recorder, *_begin(spec, parts, console, first_step)]
-            with _failure_recorded(spec, parts, console, started), _uploading(spec, parts):
+            with _failure_recorded(spec, parts, started), _uploading(spec, parts):
                 step = train_recovering(
                     executor,
                     parts.learner,
@@ -184,7 +186,7 @@ def _write_placement_to_file(spec: TaskSpec) -> None:
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     with open(path, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
-    if spec.is_chief:
+    if spec.is_chief and not spec.is_quiet:
         print(f"the device of each op: {path}")
 
 
@@ -441,12 +443,10 @@ def _uploading(spec: TaskSpec, parts: Parts) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _failure_recorded(
-    spec: TaskSpec, parts: Parts, console: Console | None, started: float
-) -> Iterator[None]:
+def _failure_recorded(spec: TaskSpec, parts: Parts, started: float) -> Iterator[None]:
     """Writes an error to result.json, with the file and offset if the data caused it.
 
-    On leaving, also finishes a checkpoint that is being written, and removes the progress bar.
+    On leaving, also finishes a checkpoint that is being written.
     """
     try:
         try:
@@ -467,8 +467,6 @@ def _failure_recorded(
         raise
     finally:
         parts.checkpointer.wait()
-        if console:
-            console.stop()
 
 
 def _record_end(
@@ -508,7 +506,8 @@ def _record_end(
         failures.append(failure)
     if console:
         measured = "  ".join(f"{name} {value:.4f}" for name, value in result["eval"].items())
-        console.say(f"{result['why']}: step {step:,}  {measured}  {result['seconds']:.1f} s")
+        line = f"{result['why']}: step {step:,}  {measured}  {result['seconds']:.1f} s"
+        console.say(line, important=True)
         console.say(RunFiles(spec.model_dir).result)
     for failure in failures:
         log.error("%s. Restart when the cause is removed, to resume from what was saved.", failure)

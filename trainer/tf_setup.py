@@ -52,13 +52,14 @@ def keep_freed_memory() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
-def configure_logging() -> None:
-    """Logs to standard error; from TensorFlow only warnings and errors.
+def configure_logging(*, is_quiet: bool = False) -> None:
+    """Logs to standard error; from TensorFlow, and with `is_quiet`, only warnings and errors.
 
     Must precede TensorFlow's import, which adds a handler if there is none. The import also sets
     the levels of TensorFlow's loggers, so the handler must filter.
     """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", force=True)
+    level = logging.WARNING if is_quiet else logging.INFO
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s", force=True)
     logging.getLogger().handlers[0].addFilter(
         lambda record: record.name not in ("absl", "tensorflow") or record.levelno > logging.INFO
     )

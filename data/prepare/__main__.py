@@ -60,6 +60,22 @@ _LAYOUT = flags.DEFINE_enum(
 _LENGTH = flags.DEFINE_integer(
     "length", None, f"text: the number of bytes of a sequence; {LENGTH} by default."
 )
+_MISSING = flags.DEFINE_string(
+    "missing",
+    None,
+    "csv: what becomes of missing values (empty, NA, NaN, null or ?) in columns of numbers: `drop` "
+    "leaves out their rows; a number replaces them. By default they are refused.",
+)
+_HEADER = flags.DEFINE_bool(
+    "header",
+    None,
+    "csv: --noheader if the first line is data; the columns are then column_0, column_1, ...",
+)
+_ALLOW_PARTIAL = flags.DEFINE_bool(
+    "allow_partial",
+    None,
+    "cifar10, cifar100: take the files that are there, if some are missing or cut off.",
+)
 _OVERWRITE = flags.DEFINE_bool(
     "overwrite", False, "Write a data set again that --data_dir already holds."
 )
@@ -73,7 +89,16 @@ def _main(argv: Sequence[str]) -> int:
         return 2
     name = argv[1]
     data_dir = _DATA_DIR.value or os.path.join("datasets", bare_name(name))
-    options = Options(_LABEL.value, _TEST_FRACTION.value, _SEED.value, _LAYOUT.value, _LENGTH.value)
+    options = Options(
+        _LABEL.value,
+        _TEST_FRACTION.value,
+        _SEED.value,
+        _LAYOUT.value,
+        _LENGTH.value,
+        _MISSING.value,
+        _HEADER.value,
+        _ALLOW_PARTIAL.value,
+    )
     try:
         prepare(name, data_dir, _SOURCE.value, options, overwrite=_OVERWRITE.value)
     except (DataError, OSError) as error:

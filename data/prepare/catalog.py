@@ -40,7 +40,9 @@ class _Entry(NamedTuple):
 
 _IMAGES, _SPLITTING = ("layout",), ("test_fraction", "seed")
 _IDX = _Entry(idx.source, _IMAGES, f"the IDX files {idx.FILES}", ("*-ubyte", "*-ubyte.gz"))
-_CIFAR = _Entry(cifar.source, _IMAGES, "its binary or its Python version, unpacked")
+_CIFAR = _Entry(
+    cifar.source, (*_IMAGES, "allow_partial"), "its binary or its Python version, unpacked"
+)
 # Fixed names, and kinds for KIND:NAME.
 _NAMES = {
     "digits": _Entry(digits.source, _IMAGES),
@@ -60,13 +62,15 @@ _NAMES = {
 }
 
 
-def _table(source: _MakeSource, made_from: str, pattern: str) -> _Entry:
-    return _Entry(source, ("label", *_SPLITTING), made_from, (pattern,))
+def _table(source: _MakeSource, made_from: str, *patterns: str) -> _Entry:
+    return _Entry(source, ("label", *_SPLITTING), made_from, patterns)
 
 
 _KINDS = {
     "folder": _Entry(folder.source, _SPLITTING, "class folders of PNG or JPEG files"),
-    "csv": _table(csv.source, "a CSV file, or a directory with train.csv and test.csv", "*.csv"),
+    "csv": _table(
+        csv.source, "a CSV file, or a directory with train.csv and test.csv", "*.csv", "*.csv.gz"
+    )._replace(options=("label", *_SPLITTING, "missing", "header")),
     "npz": _table(npz.source, "an NPZ file, or a directory with train.npz and test.npz", "*.npz"),
     "text": _Entry(
         text.source, ("test_fraction", "length"), "a text file, or a directory of text files"

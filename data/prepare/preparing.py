@@ -136,6 +136,8 @@ def write_new(
             return
         to_remove = _files_of_former(former, data_dir) if former else []
         source = make_source()
+        for note in source.notes:
+            _say(note)
         try:
             if partial == data_dir:
                 for path in to_remove:

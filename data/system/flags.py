@@ -10,8 +10,8 @@ from absl import flags
 _HELP = ("help", "h", "?", "helpshort", "helpfull", "helpxml")
 
 
-def show_help(argv: Sequence[str]) -> None:
-    """Prints the help, or the version, and exits with 0 if `argv` asks for it.
+def show_help(argv: Sequence[str], more: Callable[[], str] = str) -> None:
+    """Prints the help and `more()`, or the version, and exits with 0 if `argv` asks for it.
 
     absl itself would exit with 1 after the help.
     """
@@ -25,6 +25,8 @@ def show_help(argv: Sequence[str]) -> None:
         if argument.startswith("-") and name in _HELP:
             with contextlib.suppress(SystemExit):
                 flags.FLAGS([argv[0], "--help" if name == "h" else argument])
+            if text := more():
+                print(text)
             sys.exit(0)
 
 

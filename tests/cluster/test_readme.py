@@ -248,6 +248,8 @@ def test_check_starts_nothing_and_prints_where_variables_would_be(
         done = process.wait()
     assert done.exit_code == 0, done.stderr
     assert re.search(r"^ps 1: [\d,]+ bytes", done.stdout, re.MULTILINE)
+    assert '"batch_size"' not in done.stdout  # Only --verbose prints the whole config.
+    assert len(done.stdout.splitlines()) <= 10, done.stdout
     assert not (checkout / "runs").exists()
 
 

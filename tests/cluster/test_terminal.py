@@ -1,70 +1,17 @@
 """A user's session at a terminal: start, Ctrl-C, and the command that the last line names."""
 
-import contextlib
-import fcntl
 import json
 import os
-import pty
 import re
 import shlex
-import struct
-import subprocess
-import sys
-import termios
-import time
+import signal
 from pathlib import Path
 
-from tests.cluster.runs import ROOT, TIMEOUT_SECS
+from tests.cluster.runs import ROOT
+from tests.terminal import ENTER, LEAVE, SHOW_CURSOR, Terminal
 
 SLOW = ROOT / "tests" / "cluster" / "configs" / "slow.py"
 COLUMNS = 72
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-class Terminal:
-    """A command whose terminal is a pseudo-terminal of 30 lines and COLUMNS columns."""
-
-    def __init__(self, argv: list[str], cwd: Path) -> None:
-        self._ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, COLUMNS, 0, 0))
-        self.popen = subprocess.Popen(
-            [sys.executable, *argv],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            cwd=cwd,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
-            start_new_session=True,
-            # So that Ctrl-C, typed at the terminal, reaches the command.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(theirs)
-        self.output = ""
-
-    def read_until(self, text: str) -> None:
-        """Reads until `text` was printed, or to the end if it is empty."""
-        deadline = time.monotonic() + TIMEOUT_SECS
-        while not (text and text in self.output):
-            assert time.monotonic() < deadline, self.output
-            try:
-                self.output += os.read(self._ours, 4096).decode(errors="replace")
-            except OSError:  # The command has closed its terminal.
-                assert not text, f"ended before {text!r}: {self.output}"
-                break
-
-    def type(self, text: str) -> None:
-        os.write(self._ours, text.encode())
-
-    def end(self) -> int:
-        self.read_until("")
-        os.close(self._ours)
-        return self.popen.wait(TIMEOUT_SECS)
-
-    @property
-    def lines(self) -> list[str]:
-        """The lines that stay on the screen; a progress bar does not."""
-        text = _ESCAPES.sub("", self.output).replace("\r\n", "\n")
-        return [line.rpartition("\r")[2].rstrip() for line in text.split("\n")]
 
 
 def test_interrupted_run_is_continued_by_the_command_of_its_last_line(
@@ -72,9 +19,7 @@ def test_interrupted_run_is_continued_by_the_command_of_its_last_line(
 ) -> None:
     argv = ["-m", "trainer", f"--config={SLOW}", f"--data_dir={digits}", "--epochs=4.5"]
     argv += ["--strategy=multiworker", "--workers=2", "--num_threads=1", "--log_device_placement"]
-    first = Terminal(argv, tmp_path)
-    with contextlib.ExitStack() as stack:
-        stack.callback(first.popen.kill)
+    with Terminal([*argv, "--plain"], tmp_path, columns=COLUMNS) as first:
         first.read_until("step 20/")
         first.type("\x03")
         assert first.end() == 75, first.output
@@ -84,7 +29,9 @@ def test_interrupted_run_is_continued_by_the_command_of_its_last_line(
     assert reports, first.output
     assert all(len(line) <= COLUMNS for line in reports), reports
     assert any("compiling the first step" in line for line in first.lines)
-    shown = [line for line in first.lines if line and not line.startswith("step ")]
+    # On a busy machine tasks say that they wait for each other.
+    not_counted = ("step ", "INFO ", "WARNING ")
+    shown = [line for line in first.lines if line and not line.startswith(not_counted)]
     assert len(shown) <= 14, shown
     assert '"batch_size"' not in first.output
     (model_dir,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
@@ -93,18 +40,68 @@ def test_interrupted_run_is_continued_by_the_command_of_its_last_line(
     assert placed.count("device:CPU:0") > 100
     assert "device:CPU:0" not in first.output
 
-    # Another last step, so that the test is short; all else is that of the run.
+    # Another last step, so that the test is short; all else is that of the run. With the live view.
     command = shlex.split(last.removeprefix("continue: python "))
     saved = json.loads((model_dir / "result.json").read_text())["step"]
-    second = Terminal([*command, f"--train_steps={saved + 20}"], tmp_path)
-    with contextlib.ExitStack() as stack:
-        stack.callback(second.popen.kill)
+    with Terminal([*command, f"--train_steps={saved + 20}"], tmp_path) as second:
         assert second.end() == 0, second.output
-    assert f"resuming from step {saved}" in second.output
-    assert "multiworker: 2 replica(s)" in second.output
+    left_behind = "\n".join(second.lines_left_behind)
+    assert f"resuming from step {saved}" in left_behind
+    assert "multiworker: 2 replica(s)" in left_behind
+    assert f"step {saved + 20}/{saved + 20}  train  loss" in left_behind
+    assert f"done: step {saved + 20}" in left_behind
     document = json.loads((model_dir / "config.json").read_text())
     assert document["recipe"] == str(SLOW)
     assert "--workers=2" in document["flags"]
     assert json.loads((model_dir / "result.json").read_text())["step"] == saved + 20
     last = [line for line in second.lines if line][-1]
     assert last.startswith(f"next: python -m trainer.evaluate {command[-1].partition('=')[2]}")
+
+
+def test_live_view_shows_a_cluster_of_ps_and_its_restarted_worker(
+    digits: Path, tmp_path: Path
+) -> None:
+    argv = ["-m", "trainer", f"--config={SLOW}", f"--data_dir={digits}", "--train_steps=100000"]
+    argv += ["--strategy=ps", "--workers=2", "--num_threads=1", f"--model_dir={tmp_path / 'run'}"]
+    with Terminal(argv, tmp_path, rows=24, columns=80) as terminal:
+        terminal.see("slow.py  ps  batch 64", "chief 0 ", "ps 0 ", "worker 0", "worker 1")
+        terminal.see("/100,000  ", "loss", "accuracy", "examples/s", "share", "staleness", "MiB")
+        lines = terminal.see("chief 0   training", "ps 0      serving", "worker 1  training")
+        assert all("dead" not in line for line in lines)
+        log = (tmp_path / "run" / "tasks" / "worker-1.log").read_text()
+        assert "\x1b_" not in log + (tmp_path / "run" / "tasks" / "chief-0.log").read_text()
+        os.kill(int(log.partition("process ")[2].partition(",")[0]), signal.SIGKILL)
+        terminal.see("worker 1 (process ", "died: signal 9")
+        restarted = re.compile(r"worker 1  training .* 1  +[\d,]+ MiB")  # One restart.
+        terminal.wait(lambda: any(map(restarted.match, terminal.display())))
+        terminal.resize(10, 40)
+        terminal.see("/100,000", "loss", "worker 1")
+        terminal.type("\x03")
+        assert terminal.end() == 75, terminal.output
+    assert terminal.output.count(ENTER) == terminal.output.count(LEAVE) == 1
+    assert SHOW_CURSOR in terminal.output.rpartition(LEAVE)[0][-200:]
+    left = [line for line in terminal.lines_left_behind if line]
+    assert sum("  train  loss" in line for line in left) == 1
+    assert any(line.startswith("SIGINT: the tasks are asked to save") for line in left)
+    assert any(line.startswith("asked to stop: step ") for line in left)
+    assert left[-1].startswith("continue: python -m trainer --model_dir=")
+
+
+def test_live_view_shows_one_process_and_quiet_prints_the_last_line_alone(
+    digits: Path, tmp_path: Path
+) -> None:
+    flags = ["-m", "trainer", f"--config={SLOW}", f"--data_dir={digits}", "--train_steps=60"]
+    with Terminal([*flags, "--model_dir=a"], tmp_path, rows=24, columns=80) as shown:
+        shown.see("/60  ", "loss", "this process  training", "MiB")
+        shown.type("\x03")
+        assert shown.end() == 75, shown.output
+    before, _, _ = shown.output.partition(ENTER)
+    assert "mirrored: 1 replica(s), batch 64, 60 steps" in before
+    left = [line for line in shown.lines_left_behind if line]
+    assert any("SIGINT: this task saves and ends" in line for line in left)
+    assert left[-1] == "continue: python -m trainer --model_dir=a"
+
+    with Terminal([*flags, "--model_dir=a", "--quiet"], tmp_path) as quiet:
+        assert quiet.end() == 0, quiet.output
+    (line,) = [line for line in quiet.lines if line]
+    assert line.startswith("done: step 60  loss ")

@@ -19,12 +19,13 @@ from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
 from trainer import tf_setup
 from trainer.checkpoints.report_upload import uploading_reports
-from trainer.cli import flag_checks, flags
+from trainer.cli import flag_checks, flags, run_names
 from trainer.cli.continued import print_next
 from trainer.cli.task_spec import TaskSpec
-from trainer.config import ConfigError, Recipe, check_replicas, data_dir
+from trainer.config import ConfigError, Recipe, check_replicas, data_dir, to_json
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
 from trainer.hooks.trackers.names import reached_over_network
+from trainer.live.view import can_show, live_view
 from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
 from trainer.local.fork_server import ForkServer
 from trainer.local.keep_serving import keep_serving
@@ -76,7 +77,7 @@ def check_before_launch(argv: Sequence[str]) -> int:
 
 def _read(argv: Sequence[str], *, is_launched: bool) -> tuple[Recipe, Cluster | None]:
     """The checked command line; also sets up logging and the environment of TensorFlow."""
-    tf_setup.configure_logging()
+    tf_setup.configure_logging(is_quiet=flags.QUIET.value)
     if len(argv) > 1:
         raise ConfigError(f"Unexpected arguments: {' '.join(argv[1:])}. Options start with --.")
     recipe = flag_checks.read_recipe()
@@ -109,7 +110,7 @@ def _launch(recipe: Recipe) -> int:
         forks = None
         if sys.platform == "linux":
             forks = stack.enter_context(fork_server(f"--model_dir={model_dir}"))
-        say("checking the config, the data and the model")
+        _tell("checking the config, the data and the model")
         exit_code = _run_check_before_launch(recipe, argv, forks)
         if exit_code != _READY:
             return exit_code
@@ -120,7 +121,7 @@ def _launch(recipe: Recipe) -> int:
         if cores:
             fewest = min(map(len, cores.values()))
             each = f"at least {fewest} cores" if fewest > 1 else "one core"
-            say(f"CPU affinity: each worker has {each} for itself.")
+            _tell(f"CPU affinity: each worker has {each} for itself.")
         if namespace:
             stack.enter_context(namespace)
             cluster = _local_cluster(namespace.free_ports)
@@ -137,9 +138,22 @@ def _launch(recipe: Recipe) -> int:
         )
         point_latest_to(model_dir)
         stack.enter_context(uploading_reports(model_dir, ["tasks"]))
+        if shows_live_view(model_dir):
+            stack.enter_context(live_view(model_dir, is_launcher=True))
         exit_code = launched.run().exit_code
-    print_next(exit_code, model_dir)
+    if not flags.QUIET.value:
+        print_next(exit_code, model_dir)
     return exit_code
+
+
+def shows_live_view(model_dir: str) -> bool:
+    """Returns True if this run is shown as one screen, not as lines."""
+    return not flags.PLAIN.value and not flags.QUIET.value and can_show(model_dir)
+
+
+def _tell(text: str) -> None:
+    if not flags.QUIET.value:
+        say(text)
 
 
 def fork_server(label: str) -> ForkServer:
@@ -232,7 +246,9 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
         except IsolationError as error:
             why_not = str(error)
         else:
-            say("isolated: the tasks have a separate network namespace, unreachable from outside.")
+            _tell(
+                "isolated: the tasks have a separate network namespace, unreachable from outside."
+            )
             return namespace
     if wanted == "on":
         raise ConfigError(
@@ -280,6 +296,7 @@ def task_spec(
         num_threads=flags.NUM_THREADS.value,
         log_device_placement=flags.LOG_DEVICE_PLACEMENT.value,
         is_verbose=flags.VERBOSE.value,
+        is_quiet=flags.QUIET.value,
         flags=flags.strategy_words(),
         replicas_to_aggregate=flag_checks.num_to_aggregate(recipe, _num_workers(cluster)),
         max_staleness=flags.MAX_STALENESS.value,
@@ -309,6 +326,8 @@ def _check(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> int:
     if not num_ps:
         check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
     found = preflight.preflight(recipe, model_dir)
+    if flags.VERBOSE.value:
+        print(f"config {recipe.path}: {to_json(recipe.config)}")
     print(found.describe(num_ps, num_workers if flags.SYNC_REPLICAS.value else 0))
     return EXIT_DONE
 
@@ -341,9 +360,9 @@ def model_dir_of(recipe: Recipe) -> str:
         given = str(flags.MODEL_DIR.value)
         # Not the link, which will point to another run while this one goes on.
         return os.path.realpath(given) if os.path.islink(given.rstrip("/")) else given
-    now = time.strftime("%Y%m%d-%H%M%S")
     name = Path(recipe.files[0]).stem if recipe.files else "python"
-    return str(Path("runs") / f"{name}-{flags.STRATEGY.value}-{now}")
+    words = [name, flags.STRATEGY.value, *run_names.changes(recipe)]
+    return str(Path("runs") / "-".join([*words, time.strftime("%Y%m%d-%H%M%S")]))
 
 
 def _say_if_finished(recipe: Recipe, model_dir: str) -> bool:

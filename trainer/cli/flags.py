@@ -94,8 +94,23 @@ VERBOSE = flags.DEFINE_boolean(
     False,
     "Print the whole config, and the placement of variables on parameter servers.",
 )
+QUIET = flags.DEFINE_boolean(
+    "quiet", False, "Print warnings, errors and the last line of a run only."
+)
+PLAIN = flags.DEFINE_boolean(
+    "plain",
+    False,
+    "Print lines also on a terminal, in place of the live view. So do NO_COLOR, CI and TERM=dumb.",
+)
 TRACEBACK = flags.DEFINE_boolean(
     "traceback", False, "Print a traceback also for an error that a user can cause."
+)
+COMPLETION = flags.DEFINE_enum(
+    "completion",
+    None,
+    ("bash", "zsh"),
+    "Print a script that completes flags, their values and config fields in this shell, and end: "
+    "source <(python -m trainer --completion=bash)",
 )
 CHECK = flags.DEFINE_boolean(
     "check",
@@ -358,7 +373,7 @@ def strategy_words() -> list[str]:
 
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses the command line, or ends with one message and exit code 2."""
-    show_help(argv)
+    show_help(argv, _describe_fields)
     try:
         return parse_words(argv)
     except UsageError as error:
@@ -384,7 +399,13 @@ def parse_words(argv: Sequence[str]) -> list[str]:
         argv = [argv[0], f"--config={path}", *argv[1:]]
     config = load_recipe(path).config
     try:
-        return FLAGS(argv)  # type: ignore[no-any-return]
+        rest: list[str] = FLAGS(argv)
+        if COMPLETION.value is not None:
+            from trainer.cli.completion import completion_script
+
+            print(completion_script(COMPLETION.value, FLAGS, config))
+            sys.exit(0)
+        return rest
     except flags.UnrecognizedFlagError as error:
         from trainer.cli.mistakes import unknown_flag
 
@@ -394,6 +415,13 @@ def parse_words(argv: Sequence[str]) -> list[str]:
     except (AttributeError, KeyError, flags.Error) as error:
         message = _explain_flag_error(argv, config, error)
     raise ConfigError(message)
+
+
+def _describe_fields() -> str:
+    from trainer.cli.config_help import describe_fields
+    from trainer.config import Config
+
+    return describe_fields(Config())
 
 
 def _config_paths(argv: Sequence[str]) -> list[str]:

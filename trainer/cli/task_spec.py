@@ -28,6 +28,7 @@ class TaskSpec:
     serves: bool = False  # This task only executes what a chief in another process sends.
     chief_timeout_secs: float | None = None  # None waits without a limit.
     is_verbose: bool = False
+    is_quiet: bool = False
     flags: Sequence[str] = ()  # The flags that choose the strategy, for `--model_dir=RUN` alone.
     grace_secs: float = 30.0
     stall_timeout_secs: float = 300.0

@@ -1,42 +1,42 @@
-"""Console: what a run prints, one line per report, and a progress bar on a terminal.
+"""Console: what a run prints, one line per report.
 
-    console = Console(1000, executor.pace)
+    console = Console(1000, executor.pace, is_quiet=False)
     console.say("resuming from step 400")
     hooks = [..., console, Report(executor, learner, [console], ...), ...]
 
 Lines fit the width of the terminal: the words that matter least are left out. In a pipe they are
-complete. The chief of a local cluster writes to a pipe, and gets the width from its launcher.
+complete. The chief of a local cluster writes to a pipe, and gets the width from its launcher. The
+live view (trainer/live) also gets the step, a few times a second.
 """
 
 import logging
+import time
 from collections.abc import Mapping
 
 import rich.console
-import rich.progress
 from typing_extensions import override
 
 from strategies.base import Pace
 from strategies.metrics import Metrics
 from trainer.hooks.notebook import is_kernel
 from trainer.hooks.writers import Values, Writer
-from trainer.local.terminal import passed_width
-from trainer.run_files import clock
+from trainer.local.terminal import COMPILING, has_live_view, passed_width, progress_line
+from trainer.run_files import NO_METRICS, clock
 
 log = logging.getLogger(__name__)
 
 _MAX_SHOWN_WORKERS = 8
-_COMPILING = "compiling the first step"
-# Values of reports that are shown in another form, or not at all.
-_OMITTED = ("learning_rate", "examples", "epoch", "steps_per_sec", "seconds", "examples_per_sec")
+_SECS_PER_PROGRESS = 0.4
 
 
 class Console(Writer):
-    """One line per report; on a terminal also a progress bar towards `last_step`.
+    """One line per report of a run that ends at `last_step`.
 
-    `pace` is the executor's, for the time left; None in a task that does not train.
+    `pace` is the executor's, for the time left; None in a task that does not train. With `is_quiet`
+    only what is `important` is printed.
     """
 
-    def __init__(self, last_step: int, pace: Pace | None = None) -> None:
+    def __init__(self, last_step: int, pace: Pace | None = None, *, is_quiet: bool = False) -> None:
         # A kernel has colours, but no terminal: hooks/notebook.py shows the bar.
         force_terminal = False if is_kernel() else None
         self._console = rich.console.Console(
@@ -46,15 +46,8 @@ class Console(Writer):
         self._pace = pace
         self._has_failed = False
         self._has_begun = False
-        self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
-            rich.progress.BarColumn(bar_width=20),
-            rich.progress.TextColumn("{task.description}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            transient=True,
-        )
-        self._bar_task = self._bar.add_task(_COMPILING, total=last_step)
+        self._is_quiet = is_quiet
+        self._next_progress = 0.0
 
     @property
     def width(self) -> int | None:
@@ -65,27 +58,24 @@ class Console(Writer):
 
     @override
     def begin(self, step: int) -> None:
-        self._bar.update(self._bar_task, completed=step)
-        self._bar.start()
-        if not self._has_begun and not self._console.is_terminal:
-            self.say(_COMPILING)
+        if not self._has_begun:
+            self.say(COMPILING)
         self._has_begun = True
 
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:
-        left = self._left(step)
-        self._bar.update(self._bar_task, completed=min(step, self._last_step), description=left)
+        if has_live_view() and time.monotonic() >= self._next_progress:
+            self.say(progress_line(step))
+            self._next_progress = time.monotonic() + _SECS_PER_PROGRESS
 
-    def stop(self) -> None:
-        """Removes the bar. Called also when training failed."""
-        self._bar.stop()
+    def say(self, text: str, *, important: bool = False) -> None:
+        """Prints a line. If standard output cannot be written, warns once.
 
-    def say(self, text: str, *, is_command: bool = False) -> None:
-        """Prints above the bar. If standard output cannot be written, warns once.
-
-        On a terminal, text is wrapped between words; a command is not, so that it can be copied.
+        On a terminal, text is wrapped between words.
         """
-        soft_wrap = is_command or not self._console.is_terminal
+        if self._is_quiet and not important:
+            return
+        soft_wrap = not self._console.is_terminal
         try:
             self._console.print(text, markup=False, soft_wrap=soft_wrap)
         except OSError as error:  # For example a file on a full disk.
@@ -100,7 +90,7 @@ class Console(Writer):
         needed += [
             f"{name} {value:.4f}"
             for name, value in values.items()
-            if name not in _OMITTED and isinstance(value, float)
+            if name not in NO_METRICS and isinstance(value, float)
         ]
         more: dict[str, int] = {}  # The order in which words are left out, the highest first.
         if "examples_per_sec" in values:

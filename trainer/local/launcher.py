@@ -59,7 +59,7 @@ from trainer.local.parent_watch import ParentWatch
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import TaskLogs, now, say
 from trainer.local.task_process import Child, TaskProcess
-from trainer.local.terminal import width_env
+from trainer.local.terminal import terminal_env
 
 TARGET = "trainer.__main__:run_from_command_line"  # What a task runs if it is forked.
 _PEER_LOST_SECS = 15.0  # TensorFlow's coordination service reports a dead peer within 10 s.
@@ -151,7 +151,7 @@ class LocalCluster:
 
     def _start_process(self, cluster: Cluster, watch: ParentWatch, output: int) -> Child:
         affinity = affinity_env(self.cores.get(cluster.task, ()))
-        env = {**affinity, **width_env(), "TF_CONFIG": cluster.tf_config()}
+        env = {**affinity, **terminal_env(), "TF_CONFIG": cluster.tf_config()}
         namespace_fds = self.namespace.fds if self.namespace else ()
         if self.fork_server:
             try:

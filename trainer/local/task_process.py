@@ -21,6 +21,7 @@ from strategies.cluster.tf_config import Task
 from trainer.local.fork_server import Fork
 from trainer.local.parent_watch import ParentWatch
 from trainer.local.task_logs import TaskLog, now, say
+from trainer.local.terminal import progress_in
 
 _TAIL_LINES = 40
 Child: TypeAlias = subprocess.Popen[bytes] | Fork  # In a new session.
@@ -111,8 +112,9 @@ class TaskProcess:
         with contextlib.closing(self._log), self._pipe:
             for line in self._pipe:
                 text = line.decode(errors="replace")
-                self.tail.append(text)
-                # An error here must not end this loop: a task blocks when its pipe is full.
-                self._log.write(line)
+                if progress_in(text) is None:
+                    self.tail.append(text)
+                    # An error here must not end this loop: a task blocks when its pipe is full.
+                    self._log.write(line)
                 if self._is_shown:
                     say(text, sys.stdout, end="")

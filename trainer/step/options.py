@@ -160,7 +160,10 @@ class PenaltyConfig:
 
     These are the formulas of Keras' regularizers; TensorFlow 1's tf.nn.l2_loss is half of this L2.
 
-    `variables` is the pattern of the trainable variables that are penalised.
+    Attributes:
+        l1: The factor of the absolute values.
+        l2: The factor of the squares.
+        variables: Pattern of the trainable variables that are penalised.
     """
 
     l1: float = _number(0.0, _AT_LEAST_0)

@@ -14,6 +14,7 @@ from data.system.files import DataError
 SPLIT_NAMES = ("train", "test", "val", "valid", "validation", "extra")
 LAYOUTS = ("tfds", "image_raw")
 TEST_FRACTION = 0.1
+DROP = "drop"
 
 T = TypeVar("T")
 
@@ -34,12 +35,13 @@ class Source(NamedTuple):
     """A data set before it is written: its splits and its metadata files.
 
     `name`: the first part of the shards' names. `files`: file name -> text, with features.json if
-    the features are known.
+    the features are known. `notes`: what a user should know about the files that were read.
     """
 
     name: str
     splits: Mapping[str, SourceSplit]
     files: Mapping[str, str]
+    notes: Sequence[str] = ()
 
 
 class Options(NamedTuple):
@@ -51,6 +53,9 @@ class Options(NamedTuple):
         seed: Seed that chooses the test examples.
         layout: One of LAYOUTS; how a record holds an image.
         length: The number of bytes of a sequence of text.
+        missing: What replaces missing values of a table: DROP leaves out the row, or a number.
+        header: Whether a table begins with a line of column names; None refuses a line of numbers.
+        allow_partial: Take the files that are there, if some of a data set are missing or cut off.
     """
 
     label: str | None = None
@@ -58,6 +63,9 @@ class Options(NamedTuple):
     seed: int | None = None
     layout: str | None = None
     length: int | None = None
+    missing: str | None = None
+    header: bool | None = None
+    allow_partial: bool | None = None
 
     def given(self) -> dict[str, object]:
         """Options that were given, by name."""

@@ -4,12 +4,17 @@ https://www.cs.toronto.edu/~kriz/cifar.html. Images are 32x32 pixels of three co
 first. The binary files are records of one label byte (CIFAR-100: two, coarse then fine) and 3,072
 pixel bytes. The Python files are pickles. A pickle can run any program, so only the types that
 these files need are loaded. A pickle cannot be read in parts: each file (150 MB at most) is held in
-memory while its images are written.
+memory while its images are written. So is a file with .gz, in which each file may be compressed.
 """
 
 import functools
+import gzip
+import io
+import itertools
 import os
 import pickle
+import tarfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -67,38 +72,69 @@ def source(name: str, path: str, options: Options) -> Source:
     CIFAR-100 has a `label` (100 classes) and a `coarse_label` (20).
     """
     kind = KINDS[name]
-    where, is_binary = _find(name, kind, path)
-    load_batch = _binary_batch if is_binary else _pickled_batch
-    load = functools.partial(load_batch, list(kind.labels.values()))
-    splits = {}
+    is_partial = bool(options.allow_partial)
+    where, is_binary = _find(name, kind, path, is_partial)
+    load: Callable[[str], ImageSplit]
+    if is_binary:
+        labels_read = list(kind.labels.values())
+        load = functools.partial(_binary_batch, labels_read, is_partial)
+    else:
+        load = functools.partial(_pickled_batch, list(kind.labels.values()))
+    splits, notes = {}, []
     for split, batches in kind.batches.items():
-        paths = [os.path.join(where, batch + (".bin" if is_binary else "")) for batch in batches]
-        splits[split] = _split(paths, load)
+        found = {
+            file: _file(where, file)
+            for file in (batch + (".bin" if is_binary else "") for batch in batches)
+        }
+        splits[split] = _split([path for path in found.values() if path], load)
+        absent = [file for file, path in found.items() if not path]
+        missing = f" without {', '.join(absent)}" if absent else ""
+        if is_partial:
+            notes.append(f"{split}: {splits[split].num_examples:,} images{missing}")
     labels = {}
     for key, label in kind.labels.items():
-        names = _names(os.path.join(where, label.names_file if is_binary else kind.meta), label)
+        names_file = label.names_file if is_binary else kind.meta
+        names = _names(_file(where, names_file), names_file, label)
         if len(names) not in (0, label.num_classes):
             needed = f"needed are {label.num_classes}"
             raise DataError(f"{where} names {len(names)} classes of {key}; {needed}. {_AGAIN}")
         labels[key] = Classes(label.num_classes, names)
-    return labelled_images(name, _SHAPE, labels, splits, options)
+    return labelled_images(name, _SHAPE, labels, splits, options)._replace(notes=notes)
 
 
-def _find(name: str, kind: _Kind, directory: str) -> tuple[str, bool]:
-    batches = [batch for split in kind.batches.values() for batch in split]
-    versions = {True: [f"{batch}.bin" for batch in batches], False: [*batches, kind.meta]}
+def _file(where: str, name: str) -> str:
+    """The path of the file `name`, or of `name`.gz; "" if there is neither."""
+    paths = (os.path.join(where, name), os.path.join(where, f"{name}.gz"))
+    return next(filter(os.path.isfile, paths), "")
+
+
+def _find(name: str, kind: _Kind, directory: str, is_partial: bool) -> tuple[str, bool]:
+    """The directory with the files, and True if they are of the binary version."""
+    if os.path.isfile(directory) and tarfile.is_tarfile(directory):
+        raise DataError(
+            f"--source={directory} is the archive. Unpack it, and give the directory that it "
+            f"makes: tar -xf {directory} && python -m data.prepare {name} --source=DIR"
+        )
+    suffixes = {True: ".bin", False: ""}
     missing: list[str] = []
     for where in (directory, *(os.path.join(directory, below) for below in kind.archives)):
-        for is_binary, files in versions.items():
-            absent = [file for file in files if not os.path.isfile(os.path.join(where, file))]
-            if not absent:
+        for is_binary, suffix in suffixes.items():
+            absent = {
+                split: [name + suffix for name in batches if not _file(where, name + suffix)]
+                for split, batches in kind.batches.items()
+            }
+            others = [] if is_binary or _file(where, kind.meta) else [kind.meta]
+            is_found = {split: len(absent[split]) < len(kind.batches[split]) for split in absent}
+            names = [*itertools.chain(*absent.values()), *others]
+            if not names or (is_partial and all(is_found.values())):
                 return where, is_binary
-            if len(absent) < len(files):
-                missing.append(f"{where} has no {', '.join(absent)}")
+            if any(is_found.values()):
+                missing.append(f"{where} has no {', '.join(names)}")
+    partial = " --allow_partial takes one file of each split, or more." if missing else ""
     raise DataError(
         f"{directory} is not {name}: {'; '.join(missing) or 'none of its files is there'}. Unpack "
         f"its archive and give the directory ({' or '.join(kind.archives)}) that it makes: "
-        f"python -m data.prepare {name} --source=DIR"
+        f"python -m data.prepare {name} --source=DIR.{partial}"
     )
 
 
@@ -113,15 +149,21 @@ def _batch(planes: npt.NDArray[np.uint8], classes: npt.NDArray[np.integer]) -> I
     return array_split(planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), classes)
 
 
-def _binary_batch(labels: Sequence[_Label], path: str) -> ImageSplit:
+def _binary_batch(labels: Sequence[_Label], is_partial: bool, path: str) -> ImageSplit:
+    """The records of a file; with `is_partial`, without the part of a record at its end."""
     record_bytes = len(labels) + _IMAGE_BYTES
-    num_bytes = os.path.getsize(path)
-    if num_bytes % record_bytes or not num_bytes:
+    content: npt.NDArray[np.uint8]
+    if path.endswith(".gz"):
+        content = np.frombuffer(_read(path), np.uint8)
+    else:
+        content = np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.zeros(0, np.uint8)
+    num_records, num_more = divmod(len(content), record_bytes)
+    if (num_more and not is_partial) or not num_records:
         raise DataError(
-            f"{path} has {num_bytes:,} bytes, not a multiple of the {record_bytes:,} bytes of a "
-            f"record. {_AGAIN}"
+            f"{path} has {len(content):,} bytes, not a multiple of the {record_bytes:,} bytes of a "
+            f"record. {_AGAIN} Or add --allow_partial, which takes the complete records."
         )
-    records = np.memmap(path, np.uint8, "r").reshape(-1, record_bytes)
+    records = content[: num_records * record_bytes].reshape(-1, record_bytes)
     return _batch(records[:, len(labels) :], records[:, : len(labels)])
 
 
@@ -142,12 +184,22 @@ def _pickled_batch(labels: Sequence[_Label], path: str) -> ImageSplit:
     return _batch(planes, numbers.T)
 
 
-def _names(path: str, label: _Label) -> tuple[str, ...]:
-    if os.path.basename(path) == label.names_file:
-        if not os.path.isfile(path):
-            return ()
-        with open(path, encoding="utf-8") as file:
-            return tuple(line.strip() for line in file if line.strip())
+def _read(path: str) -> bytes:
+    """The content of a file, which .gz compresses."""
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            return file.read()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is damaged: {error}. {_AGAIN}") from None
+
+
+def _names(path: str, file_name: str, label: _Label) -> tuple[str, ...]:
+    """The names of classes in the file `file_name` at `path`; empty if `path` is."""
+    if not path:
+        return ()
+    if file_name == label.names_file:
+        lines = _read(path).decode().splitlines()
+        return tuple(line.strip() for line in lines if line.strip())
     names = load_pickle(path).get(label.names_key)
     if not isinstance(names, list) or not all(isinstance(name, bytes) for name in names):
         raise DataError(f"{path} has no list of names {label.names_key!r}. {_AGAIN}")
@@ -160,8 +212,7 @@ def load_pickle(path: str) -> dict[bytes, object]:
     Python 2 wrote the files. Its strings are returned as bytes.
     """
     try:
-        with open(path, "rb") as file:
-            loaded = _Unpickler(file, encoding="bytes").load()
+        loaded = _Unpickler(io.BytesIO(_read(path)), encoding="bytes").load()
     # A damaged pickle can raise any error, but cannot run anything.
     except Exception as error:
         raise DataError(

@@ -1,19 +1,26 @@
-"""CSV: a line of column names, then one line for each example; commas, UTF-8, quotes of RFC 4180.
+"""CSV: a line of column names, then one line for each example; UTF-8, quotes of RFC 4180.
 
-    SOURCE.csv, or SOURCE/train.csv and SOURCE/test.csv
+    SOURCE.csv, or SOURCE/train.csv and SOURCE/test.csv; also with .gz
 
-All lines are read to find the type of each column: integers (int64), numbers (float32) or text. A
-column that mixes numbers and text is refused, because the text is probably a mistake; in the label
-such values are names. The files are read twice, line by line.
+Values are separated by commas, semicolons or tabs, whichever divide the first line into the most
+values. All lines are read to find the type of each column: integers (int64), numbers (float32) or
+text. A column that mixes numbers and text is refused, because the text is probably a mistake; in
+the label such values are names. `missing` decides about missing values; in text an empty value is
+a value. The files are read twice, line by line.
 """
 
 import csv
 import functools
+import gzip
+import math
 import os
 import re
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TextIO, cast
 
-from data.prepare.sources import Options, Source
+from data.prepare.sources import DROP, Options, Source
 from data.prepare.sources.examples import Classes, Value, scalar, text
 from data.prepare.sources.tables import Table, classes_of, common_columns, split_files, table_source
 from data.system.files import DataError
@@ -25,8 +32,27 @@ _NODES = {"integer": scalar("int64"), "number": scalar("float32"), "text": text(
 _CONVERTERS: Mapping[str, Callable[[str], Value]]
 _CONVERTERS = {"integer": int, "number": float, "text": str.encode}
 
+_MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
+_SEPARATORS = ",;\t"
+_GZIP_FACTOR = 4  # Of text: the size of the content, of the size of the file.
+
 # Kind of a value -> the first such value of a column: file, line, value.
 _Seen = dict[str, tuple[str, int, str]]
+
+
+class _Format(NamedTuple):
+    """How a file is read: its separator, and the number of the first line of data."""
+
+    columns: tuple[str, ...]
+    separator: str
+    has_header: bool
+
+
+class _Missing(NamedTuple):
+    """What becomes of missing values: rows are left out, or `number` replaces the values."""
+
+    drops: bool
+    number: float | None
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -35,21 +61,58 @@ def source(name: str, path: str, options: Options) -> Source:
     The column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted
     order.
     """
-    files = split_files(path, ".csv")
-    headers = {split: _header(file) for split, file in files.items()}
+    missing = _missing(options.missing)
+    files = split_files(path, ".csv", ".csv.gz")
+    formats = {split: _format(file, options.header) for split, file in files.items()}
+    headers = {split: list(found.columns) for split, found in formats.items()}
     columns = common_columns(path, headers, options)
     label = options.label
     seen: dict[str, _Seen] = {column: {} for column in columns}
+    num_missing: Counter[str] = Counter()
     label_values = set()
     counts = dict.fromkeys(files, 0)
     for split, file in files.items():
-        for line, row in _lines(file):
+        for line, row in _lines(file, formats[split]):
             counts[split] += 1
             for column, value in row.items():
-                seen[column].setdefault(_kind(value), (file, line, value))
+                kind = _kind(value)
+                seen[column].setdefault(kind, (file, line, value))
+                num_missing[column] += kind in ("missing", "empty")
             if label is not None:
                 label_values.add(row[label])
-    kinds = {key: _column_kind(key, found, key == label) for key, found in seen.items()}
+    kinds = {
+        key: _column_kind(key, found, key == label, missing, num_missing[key])
+        for key, found in seen.items()
+    }
+    # In a column of text, only the label's empty values are missing.
+    num_missing = Counter(
+        {
+            column: number
+            for column, number in num_missing.items()
+            if number and (kinds[column] != "text" or (column == label and "empty" in seen[column]))
+        }
+    )
+    rows_of = {
+        split: functools.partial(_complete_rows, file, formats[split], kinds, label, missing)
+        for split, file in files.items()
+    }
+    notes = []
+    if num_missing:
+        before = sum(counts.values())
+        if missing.drops:
+            label_values = set()
+            for split, rows in rows_of.items():
+                counts[split] = 0
+                for row in rows():
+                    counts[split] += 1
+                    label_values.update([row[label]] if label is not None else [])
+        notes.append(_note(path, num_missing, before, sum(counts.values()), options.missing))
+    for split, count in counts.items():
+        if not count and num_missing:
+            raise DataError(
+                f"{files[split]}: --missing={DROP} leaves no row: each has a missing value. Give a "
+                "number, for example --missing=0, or remove the column."
+            )
     classes: dict[str, Classes] = {}
     if label is not None:
         if kinds[label] == "number":
@@ -62,10 +125,33 @@ def source(name: str, path: str, options: Options) -> Source:
         classes[label] = classes_of(map(convert, label_values), f"{path}: {label}")
     tables = {}
     for split, file in files.items():
-        row_bytes = os.path.getsize(file) // max(1, counts[split]) + 30 * len(columns)
-        tables[split] = Table(counts[split], row_bytes, functools.partial(_rows, file, kinds))
+        num_bytes = os.path.getsize(file) * (_GZIP_FACTOR if file.endswith(".gz") else 1)
+        row_bytes = num_bytes // max(1, counts[split]) + 30 * len(columns)
+        tables[split] = Table(
+            counts[split], row_bytes, functools.partial(_rows, rows_of[split], kinds)
+        )
     nodes = {column: _NODES[kind] for column, kind in kinds.items()}
-    return table_source(name, tables, nodes, classes, options)
+    return table_source(name, tables, nodes, classes, options)._replace(notes=notes)
+
+
+def _missing(option: str | None) -> _Missing:
+    if option is None or option == DROP:
+        return _Missing(option == DROP, None)
+    if not _NUMBER.fullmatch(option) or abs(float(option)) > _MOST_FLOAT32:
+        raise DataError(
+            f"--missing must be {DROP} or a number. Received: {option!r}. Type --missing={DROP}, "
+            "which leaves out rows with missing values, or --missing=0, for example."
+        )
+    return _Missing(False, float(option))
+
+
+def _note(path: str, counts: Counter[str], before: int, after: int, option: str | None) -> str:
+    columns = ", ".join(f"{column} {number:,}" for column, number in counts.items())
+    if option == DROP:
+        done = f"{before - after:,} of {before:,} rows are left out"
+    else:
+        done = f"they are now {option}"
+    return f"{path}: missing values by column: {columns}; {done}"
 
 
 def _kind(value: str) -> str:
@@ -74,42 +160,78 @@ def _kind(value: str) -> str:
     # A larger number would become infinite in float32.
     if _NUMBER.fullmatch(value) and abs(float(value)) <= _MOST_FLOAT32:
         return "number"
-    return "text" if value else "empty"
+    if not value:
+        return "empty"
+    return "missing" if value.lower() in _MISSING else "text"
 
 
-def _column_kind(column: str, seen: _Seen, is_label: bool) -> str:
-    if is_label and "empty" in seen:
+def _column_kind(
+    column: str, seen: _Seen, is_label: bool, missing: _Missing, num_missing: int
+) -> str:
+    if is_label and "empty" in seen and not missing.drops:
         path, line, _ = seen["empty"]
-        raise DataError(f"{path}, line {line}: the label {column} is empty.")
+        raise DataError(
+            f"{path}, line {line}: the label {column} is empty. --missing={DROP} leaves out rows "
+            "without a label."
+        )
     numbers = [kind for kind in ("integer", "number") if kind in seen]
-    others = [kind for kind in ("text", "empty") if kind in seen]
-    if not numbers or (others and is_label):
+    if not numbers or ("text" in seen and is_label):
         return "text"
-    if not others:
+    path, line, value = seen[numbers[0]]
+    if "text" in seen:
+        wrong_path, wrong_line, wrong = seen["text"]
+        raise DataError(
+            f"{wrong_path}, line {wrong_line}: column {column} has {wrong!r}, but {value!r} in "
+            f"line {line} of {path}. A column holds numbers or text: correct it, or remove the "
+            "lines or the column."
+        )
+    if not num_missing:
         return numbers[-1]
-    path, line, value = seen[others[0]]
-    other_path, other_line, other = seen[numbers[0]]
-    raise DataError(
-        f"{path}, line {line}: column {column} has {value!r}, but {other!r} in line {other_line} "
-        f"of {other_path}. A column holds numbers or text: correct it, or remove the lines or the "
-        "column."
-    )
+    if not missing.drops and (missing.number is None or is_label):
+        wrong_path, wrong_line, wrong = seen.get("empty") or seen["missing"]
+        number = "" if is_label else ", or --missing=0, for example, which replaces them"
+        raise DataError(
+            f"{wrong_path}, line {wrong_line}: column {column} has {wrong!r}, but {value!r} in "
+            f"line {line} of {path}: {num_missing:,} of its numbers are missing. Add "
+            f"--missing={DROP}, which leaves out such rows{number}."
+        )
+    is_integer = missing.drops or missing.number == math.floor(missing.number or 0)
+    return numbers[-1] if is_integer else "number"
 
 
-def _header(path: str) -> list[str]:
-    columns = [column.strip() for column in next(_raw_lines(path), (0, []))[1]]
+def _format(path: str, has_header: bool | None) -> _Format:
+    """The separator and the columns of a file, from its first line."""
+    with _open(path) as file:
+        try:
+            first = next((line for line in file if line.strip()), "")
+        except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path}: {error}.") from None
+    separator = max(_SEPARATORS, key=lambda each: len(next(csv.reader([first], delimiter=each))))
+    layout = _Format((), separator, has_header is not False)
+    columns = [column.strip() for column in next(_raw_lines(path, layout), (0, []))[1]]
+    if columns and has_header is False:
+        names = tuple(f"column_{number}" for number in range(len(columns)))
+        return layout._replace(columns=names)
     if not columns or len(set(columns)) < len(columns) or "" in columns:
         raise DataError(
-            f"{path} must begin with a line of column names, each once, separated by commas. "
-            f"Received: {', '.join(map(repr, columns)) or 'nothing'}."
+            f"{path} must begin with a line of column names, each once, separated by commas, "
+            f"semicolons or tabs. Received: {', '.join(map(repr, columns)) or 'nothing'}. If it "
+            "has no such line, add --noheader."
         )
-    return columns
+    if has_header is None and all(_kind(column) in ("integer", "number") for column in columns):
+        raise DataError(
+            f"{path} begins with numbers, {', '.join(columns[:5])}, and not with a line of column "
+            "names. Add --noheader: the columns are then column_0, column_1, ... If these are "
+            "names, add --header."
+        )
+    return layout._replace(columns=tuple(columns))
 
 
-def _lines(path: str) -> Iterator[tuple[int, dict[str, str]]]:
-    columns = _header(path)
-    lines = _raw_lines(path)
-    next(lines)
+def _lines(path: str, layout: _Format) -> Iterator[tuple[int, dict[str, str]]]:
+    columns = layout.columns
+    lines = _raw_lines(path, layout)
+    if layout.has_header:
+        next(lines)
     for line, values in lines:
         if len(values) != len(columns):
             raise DataError(
@@ -119,18 +241,43 @@ def _lines(path: str) -> Iterator[tuple[int, dict[str, str]]]:
         yield line, dict(zip(columns, map(str.strip, values), strict=True))
 
 
-def _raw_lines(path: str) -> Iterator[tuple[int, list[str]]]:
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file, strict=True)
+def _raw_lines(path: str, layout: _Format) -> Iterator[tuple[int, list[str]]]:
+    with _open(path) as file:
+        reader = csv.reader(file, strict=True, delimiter=layout.separator)
         try:
             for values in filter(None, reader):
                 yield reader.line_num, values
-        except (csv.Error, UnicodeDecodeError) as error:
+        # OSError: gzip's, of a file that is none.
+        except (csv.Error, UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
             raise DataError(f"{path}, line {reader.line_num}: {error}.") from None
 
 
-def _rows(path: str, kinds: Mapping[str, str]) -> Iterator[Mapping[str, Value]]:
+def _open(path: str) -> TextIO:
+    if not path.endswith(".gz"):
+        return open(path, newline="", encoding="utf-8-sig")
+    return cast(TextIO, gzip.open(path, "rt", newline="", encoding="utf-8-sig"))
+
+
+def _complete_rows(
+    path: str, layout: _Format, kinds: Mapping[str, str], label: str | None, missing: _Missing
+) -> Iterator[dict[str, str]]:
+    """The rows without a missing value, or with the number in place of each."""
+    numbers = [column for column, kind in kinds.items() if kind != "text"]
+    replacement = "" if missing.number is None else repr(missing.number)
+    for _, row in _lines(path, layout):
+        lacking = [column for column in numbers if row[column].lower() in _MISSING]
+        if missing.drops and (lacking or (label is not None and not row[label])):
+            continue
+        for column in lacking:
+            is_integer = kinds[column] == "integer"
+            row[column] = str(int(missing.number or 0)) if is_integer else replacement
+        yield row
+
+
+def _rows(
+    rows: Callable[[], Iterator[dict[str, str]]], kinds: Mapping[str, str]
+) -> Iterator[Mapping[str, Value]]:
     converters = [_CONVERTERS[kind] for kind in kinds.values()]
-    for _, row in _lines(path):
+    for row in rows():
         values = zip(row.items(), converters, strict=True)
         yield {column: convert(value) for (column, value), convert in values}

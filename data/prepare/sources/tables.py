@@ -57,14 +57,19 @@ def table_source(
     return Source(name, splits, feature_files(nodes, labels))
 
 
-def split_files(path: str, suffix: str) -> dict[str, str]:
+def split_files(path: str, *suffixes: str) -> dict[str, str]:
     """Split name -> file of a directory with a file for each split, or {"": path} of a file."""
     if os.path.isfile(path):
         return {"": path}
     if not os.path.isdir(path):
         raise DataError(f"There is no --source={path}.")
-    files = {name: os.path.join(path, name + suffix) for name in SPLIT_NAMES}
-    found = {name: file for name, file in files.items() if os.path.isfile(file)}
+    found: dict[str, str] = {}
+    for name in SPLIT_NAMES:
+        for suffix in suffixes:
+            file = os.path.join(path, name + suffix)
+            if os.path.isfile(file):
+                found.setdefault(name, file)
+    suffix = suffixes[0]
     if "train" not in found:
         raise DataError(
             f"{path} has no train{suffix}. Needed are train{suffix} and test{suffix}, or a file: "

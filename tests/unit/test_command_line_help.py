@@ -1,0 +1,87 @@
+"""Help of the command line: the fields of the config, shell completion, names of runs."""
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.cli.run_names import changes
+from trainer.config import Config, flatten, load_recipe
+
+STRATEGIES = ("mirrored", "multiworker", "ps")
+ROOT = Path(__file__).parents[2]
+
+
+def trainer(*flags: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", *flags], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def script() -> str:
+    return trainer("--completion=bash")
+
+
+def test_help_describes_each_field_of_the_config() -> None:
+    described = re.findall(r"^  --config\.([\w.]+)=.*\n    \S", trainer("--help"), re.MULTILINE)
+    assert described == list(flatten(Config()))
+
+
+def complete(script: str, line: str) -> list[str]:
+    """What bash offers after `line`; it divides words at "=", too."""
+    words = re.findall(r"=|[^\s=]+", line) + ([""] if line.endswith((" ", "=")) else [])
+    quoted = " ".join(f"'{word}'" for word in words)
+    program = f"""
+        {script}
+        COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDS=({quoted}) COMP_CWORD={len(words) - 1}
+        _tf_distribution_trainer {words[0]}
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("python -m trainer --strategy", [f"--strategy={name}" for name in STRATEGIES]),
+        ("python -m trainer --strategy=m", ["mirrored", "multiworker"]),
+        ("tf-distribution-trainer --sync", ["--sync_replicas"]),
+        ("python -m trainer --config.clip.glob", ["--config.clip.global_norm="]),
+        ("python -m trainer --strategy=ps --batch", ["--batch_size="]),
+        ("tf-distribution-trainer --config=dig", ["digits"]),
+        ("python other.py --strat", []),
+    ],
+)
+def test_bash_completes_flags_values_and_fields(script: str, line: str, offered: list[str]) -> None:
+    assert complete(script, line) == offered
+
+
+def test_zsh_gets_the_same_script(script: str) -> None:
+    first, _, rest = trainer("--completion=zsh").partition("\n")
+    assert "bashcompinit" in first
+    assert rest == script
+
+
+def test_name_of_a_run_says_what_was_changed() -> None:
+    config = load_recipe("digits").config
+    assert changes(load_recipe("digits", config)) == []
+    changed = dataclasses.replace(
+        config,
+        batch_size=128,
+        learning_rate=1e-5,
+        train_steps=7,
+        data_dir="/x",
+        log_every_steps=3,
+        optimizer="sgd",
+    )
+    words = changes(load_recipe("digits", changed))
+    assert words == ["batch_size=128", "optimizer=sgd", "learning_rate=1e-05"]

@@ -1,0 +1,158 @@
+"""The process that draws: `python -m trainer.live.draw MODEL_DIR PID [tasks]`; see view.py.
+
+Its standard input has the lines that the process PID prints. Before training it prints them as they
+come. Then it switches the terminal to its second screen, as an editor does, and draws there. In the
+end the first screen is back, and gets the lines that were printed meanwhile: of the reports only
+the last of each split, since all are in metrics.jsonl.
+
+It stops drawing while it is suspended (Ctrl-Z) or in the background.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from trainer.live.screen import lines_of
+from trainer.live.status import Status, split_of_report
+from trainer.live.view import END
+from trainer.local.launch_report import directory_of_logs
+from trainer.local.terminal import COMPILING, progress_in
+
+_SECS_PER_FRAME = 0.5
+_MAX_KEPT_LINES = 1000
+_READ_BYTES = 65_536
+
+
+class Drawing:
+    """The terminal: its first screen, where lines are printed, and the second one."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+        self._console = Console(highlight=False)
+        self._live: Live | None = None
+        self._next_frame = 0.0
+        # Lines that were not printed yet, by number; and the number of the last report of a split.
+        self._kept: dict[int, str] = {}
+        self._reports: dict[str, int] = {}
+        self._num_lines = 0
+        self._num_lost = 0
+
+    @property
+    def is_open(self) -> bool:
+        """True while the second screen is shown."""
+        return self._live is not None
+
+    def open(self) -> None:
+        """Shows the second screen."""
+        if not self.is_open:
+            self._live = Live(console=self._console, screen=True, auto_refresh=False)
+            self._live.start()
+            self._next_frame = 0.0
+
+    def close(self) -> None:
+        """Shows the first screen again, with the lines since."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+        if self._num_lost:
+            print(f"... {self._num_lost:,} lines are left out")
+        for line in self._kept.values():
+            print(line)
+        sys.stdout.flush()
+        self._kept, self._reports, self._num_lost = {}, {}, 0
+
+    def add(self, line: str) -> None:
+        """Takes a line that was printed."""
+        self._status.read_line(line)
+        if progress_in(line) is not None:
+            return
+        if not self.is_open:
+            print(line, flush=True)
+            return
+        self._num_lines += 1
+        self._kept[self._num_lines] = line
+        if split := split_of_report(line):
+            self._kept.pop(self._reports.get(split, 0), None)
+            self._reports[split] = self._num_lines
+        if len(self._kept) > _MAX_KEPT_LINES:
+            del self._kept[next(iter(self._kept))]
+            self._num_lost += 1
+
+    def draw(self) -> None:
+        """Draws a frame, if it is time."""
+        if self._live is None or time.monotonic() < self._next_frame:
+            return
+        self._status.poll()
+        width, height = self._console.size
+        is_ascii = not self._console.encoding.startswith("utf")
+        lines = lines_of(self._status, width, height, is_ascii=is_ascii)
+        self._live.update(Text("\n").join(lines), refresh=True)
+        self._next_frame = time.monotonic() + _SECS_PER_FRAME
+
+
+def _is_in_background() -> bool:
+    try:
+        return os.tcgetpgrp(1) != os.getpgrp()
+    except OSError:  # The terminal is not that of this session, or gone.
+        return False
+
+
+def main(model_dir: str, pid: int, *, has_tasks: bool) -> None:
+    """Draws until standard input or the process `pid` ends."""
+    logs = directory_of_logs(model_dir) if has_tasks else None
+    drawing = Drawing(Status(model_dir, pid, logs))
+
+    def suspend(signum: int, frame: object) -> None:
+        was_open = drawing.is_open
+        drawing.close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if was_open and not _is_in_background():
+            drawing.open()
+
+    signal.signal(signal.SIGTSTP, suspend)
+    is_training, rest, can_draw = has_tasks, b"", True
+
+    def choose_screen() -> None:
+        if is_training and can_draw and not _is_in_background():
+            drawing.open()
+        elif drawing.is_open:
+            drawing.close()
+
+    try:
+        while os.getppid() == pid:
+            choose_screen()
+            if select.select([0], [], [], _SECS_PER_FRAME / 2)[0]:
+                content = os.read(0, _READ_BYTES)
+                *lines, rest = (rest + content).split(b"\n")
+                for line in lines:
+                    text = line.decode(errors="replace")
+                    if text == END:
+                        return
+                    drawing.add(text)
+                    if text == COMPILING:
+                        is_training = True
+                        choose_screen()
+                if not content:
+                    return
+            try:
+                drawing.draw()
+            except Exception as error:  # An error of the view must not disturb the run.
+                can_draw = False
+                drawing.close()
+                print(f"The live view ended: {type(error).__name__}: {error}", flush=True)
+    finally:
+        if rest:
+            drawing.add(rest.decode(errors="replace"))
+        with contextlib.suppress(OSError):  # The terminal is closed.
+            drawing.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), has_tasks=len(sys.argv) > 3)

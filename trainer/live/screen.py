@@ -1,0 +1,232 @@
+"""The screen of the live view: lines of text for a given size. Pure functions of the status.
+
+    for line in lines_of(status, width=80, height=24):
+        console.print(line)
+
+On a small terminal the parts that matter least are left out: first old messages and blank lines,
+then healthy tasks, then curves and columns, and last all but the progress and the loss.
+"""
+
+import itertools
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from rich.text import Text
+
+from trainer.live.status import DEAD, RESTARTING, TRAINING, Status, TaskStatus
+from trainer.run_files import clock
+
+BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
+_BAR, _ASCII_BAR = "━", "="
+_NAME_WIDTH = 12
+_MAX_CURVE = 48
+_MIN_CURVE = 8
+_MIN_BAR = 8
+_STYLES = {TRAINING: "green", DEAD: "bold red", RESTARTING: "bold yellow"}
+_MIB = 1 << 20
+
+
+def lines_of(status: Status, width: int, height: int, *, is_ascii: bool = False) -> list[Text]:
+    """At most `height` lines of at most `width` characters."""
+    head = [_progress(status, width, is_ascii)]
+    if height >= 6:
+        head.insert(0, _title(status, width))
+    left = height - len(head)
+    metrics = _metrics(status, width, is_ascii)[: max(1, left // 3)]
+    left -= len(metrics)
+    tasks = _tasks(status, width, left - min(3, left // 4))
+    left -= len(tasks)
+    blocks = [head, metrics, tasks]
+    num_blank = sum(map(bool, blocks))
+    has_blanks = left >= num_blank + 2
+    blocks.append(_messages(status, left - num_blank * has_blanks))
+    lines: list[Text] = []
+    for block in blocks:
+        if block and lines and has_blanks:
+            lines.append(Text())
+        lines += block
+    for line in lines:
+        line.truncate(width, overflow="crop")
+    return lines[:height]
+
+
+def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
+    """The values, the last on the right, as characters of eight heights; means if there are more.
+
+    NaN and infinities are left out.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    count = min(width, len(finite))
+    if count < 2:
+        return ""
+    ends = [index * len(finite) // count for index in range(count + 1)]
+    means = [sum(finite[first:end]) / (end - first) for first, end in itertools.pairwise(ends)]
+    least, most = min(means), max(means)
+    scale = (len(blocks) - 1) / ((most - least) or 1)
+    return "".join(blocks[round((mean - least) * scale)] for mean in means)
+
+
+def _title(status: Status, width: int) -> Text:
+    line = Text(no_wrap=True)
+    if config := status.config:
+        name = os.path.basename(str(config.get("recipe", "")))
+        batch = config["config"].get("batch_size", 0)
+        line.append(f"{name}  {config.get('strategy', '')}  batch {batch:,}", "bold")
+    run = os.path.relpath(status.model_dir) if os.path.isabs(status.model_dir) else status.model_dir
+    run = min(run, status.model_dir, key=len)
+    line.append(f"{'  ' if line else ''}{run}", "dim" if line else "bold")
+    return line
+
+
+def _progress(status: Status, width: int, is_ascii: bool) -> Text:
+    """`step 400/1,000 ━━━━━━ 40%  0:01:30 left  epoch 17.8`; the last words are left out first."""
+    if status.last_step is None:
+        return Text("step -  starting", "bold")
+    begin = f"step {status.step:,}/{status.last_step:,}"
+    fraction = min(1.0, status.step / max(1, status.last_step))
+    words = [f"{fraction:.0%}"]
+    if status.secs_left is not None:
+        words.append(f"{clock(status.secs_left)} left")
+    if status.goodput is not None:
+        words.append(f"goodput {status.goodput:.0%}")
+    if "epoch" in status.report:
+        words.append(f"epoch {status.report['epoch']:.1f}")
+    if seconds := status.report.get("seconds"):
+        words.append(f"after {clock(seconds)}")
+    while len(words) > 1 and width - len("  ".join([begin, *words])) - 2 < _MIN_BAR:
+        words.pop()
+    end = "  ".join(words)
+    line = Text(begin, "bold", no_wrap=True)
+    room = min(40, width - len(begin) - len(end) - 4)
+    if room >= _MIN_BAR:
+        bar = _ASCII_BAR if is_ascii else _BAR
+        num_full = round(fraction * room)
+        line.append("  ")
+        line.append(bar * num_full, "green")
+        line.append((" " if is_ascii else bar) * (room - num_full), "grey30")
+    return line.append(f"  {end}")
+
+
+def _metrics(status: Status, width: int, is_ascii: bool) -> list[Text]:
+    curves = {
+        name: (status.curve("train", name), status.curve("eval", name), "{:.4f}")
+        for name in status.metrics()
+    }
+    rates = status.curve("train", "examples_per_sec")
+    # Third: the first lines stay on a small screen.
+    names = [*list(curves)[:2], *(["examples/s"] if rates else []), *list(curves)[2:]]
+    curves["examples/s"] = (rates, [], "{:,.0f}")
+    eval_width = 0
+    if width >= 44 and any(evaluated for _, evaluated, _ in curves.values()):
+        eval_width = 14
+    return [_metric(name, *curves[name], width, eval_width, is_ascii) for name in names]
+
+
+def _metric(
+    name: str,
+    train: Sequence[float],
+    evaluated: Sequence[float],
+    form: str,
+    width: int,
+    eval_width: int,
+    is_ascii: bool,
+) -> Text:
+    line = Text(f"{name[:_NAME_WIDTH]:{_NAME_WIDTH}}", no_wrap=True)
+    line.append(f"{form.format(train[-1]) if train else '':>10}", "bold")
+    if eval_width:
+        text = f"eval {form.format(evaluated[-1])}" if evaluated else ""
+        line.append(f"  {text:{eval_width}}", "cyan")
+    room = min(_MAX_CURVE, width - len(line) - 2)
+    if room >= _MIN_CURVE:
+        blocks = ASCII_BLOCKS if is_ascii else BLOCKS
+        line.append(f"  {sparkline(train or evaluated, room, blocks)}", "blue")
+    return line
+
+
+def _tasks(status: Status, width: int, height: int) -> list[Text]:
+    """A table of tasks; without room for all of them, healthy ones become one line."""
+    tasks = status.tasks
+    if not tasks or height < 1:
+        return []
+    more: list[Text] = []
+    if len(tasks) + 1 > height:
+        if height < 4:
+            return [_summary(tasks)]
+        tasks = sorted(tasks, key=lambda task: task.state not in (DEAD, RESTARTING))
+        tasks, hidden = tasks[: height - 2], tasks[height - 2 :]
+        more = [_summary(hidden, "and ")]
+    columns = _columns(status, tasks)
+    while len(columns) > 2 and sum(len(cells[0]) + 2 for cells in columns) - 2 > width:
+        columns.pop(_least_important(columns))
+    rows = []
+    for number in range(len(tasks) + 1):
+        line = Text(no_wrap=True)
+        for cells in columns:
+            is_state = cells[0].strip() == "state"
+            style = "dim" if number == 0 else _STYLES.get(cells[number].strip(), "")
+            line.append(cells[number], style if number == 0 or is_state else "")
+            line.append("  ")
+        line.rstrip()
+        rows.append(line)
+    return rows + more
+
+
+def _least_important(columns: Sequence[Sequence[str]]) -> int:
+    """The column that is left out first: `step` and `state` matter most, the others by place."""
+    order = ("staleness", "share", "restarts", "CPU", "memory", "step")
+    names = [cells[0].strip() for cells in columns]
+    return next(names.index(name) for name in order if name in names)
+
+
+def _columns(status: Status, tasks: Sequence[TaskStatus]) -> list[list[str]]:
+    """The columns that have a value, each with its title, and padded to one width."""
+
+    def step(task: TaskStatus) -> str:
+        number = status.step if task.step is None else task.step
+        return "" if task.is_ps else f"{number:,}"
+
+    def number(form: str, value: Callable[[TaskStatus], float]) -> Callable[[TaskStatus], str]:
+        return lambda task: "" if math.isnan(value(task)) else form.format(value(task))
+
+    def memory(task: TaskStatus) -> str:
+        return "" if task.num_bytes is None else f"{task.num_bytes / _MIB:,.0f} MiB"
+
+    values: dict[str, Callable[[TaskStatus], str]] = {
+        "task": lambda task: task.name,
+        "state": lambda task: task.state if task.pid or task.state != TRAINING else "",
+        "step": step,
+        "share": number("{:.0%}", lambda task: task.share),
+        "staleness": number("{:.1f}", lambda task: task.staleness),
+        "restarts": lambda task: "" if task.pid is None else str(task.restarts),
+        "memory": memory,
+        "CPU": number("{:.0f}%", lambda task: task.cpu),
+    }
+    columns = []
+    for title, value in values.items():
+        cells = [title, *map(value, tasks)]
+        if not any(cells[1:]):
+            continue
+        width = max(map(len, cells))
+        is_text = title in ("task", "state")
+        columns.append([f"{cell:{width}}" if is_text else f"{cell:>{width}}" for cell in cells])
+    return columns
+
+
+def _summary(tasks: Sequence[TaskStatus], begin: str = "") -> Text:
+    counts = Counter(task.state for task in tasks)
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return Text(f"{begin}{len(tasks)} task(s): {states}", no_wrap=True)
+
+
+def _messages(status: Status, height: int) -> list[Text]:
+    if height < 1:
+        return []
+    lines = []
+    for message in list(status.messages)[-height:]:
+        line = Text.from_ansi(message.rstrip("\n").rpartition("\r")[2], no_wrap=True)
+        if message.startswith(("WARNING", "ERROR", "error:")) or " died: " in message:
+            line.stylize("yellow")
+        lines.append(line)
+    return lines

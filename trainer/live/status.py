@@ -1,0 +1,279 @@
+"""What the live view knows of a run: from its files, its printed lines and /proc.
+
+    status = Status("runs/a", pid=123, logs=Path("runs/a/tasks"))
+    status.read_line("compiling the first step")
+    status.poll()
+    status.step, status.metrics("train"), status.tasks
+
+No file is read as a whole twice: runs may be long.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainer.checkpoints.report_upload import local_dir
+from trainer.local.terminal import COMPILING, progress_in
+from trainer.report.goodput import goodput, total
+from trainer.run_files import NO_METRICS, RunFiles, step_of
+
+_MAX_VALUES = 4096  # Of a curve. More than this are thinned out.
+_MAX_MESSAGES = 200
+# Goodput is computed anew after this time, and at most during 0.5% of the time.
+_SECS_PER_GOODPUT, _GOODPUT_PAUSE = 5.0, 200
+_REPORT = re.compile(r"step [\d,]+/[\d,]+  (train|eval) ")
+_START = re.compile(rb"=== (?P<task>.+), start (?P<start>\d+), process (?P<pid>\d+), (?P<time>.+)")
+_RESTARTING = re.compile(r" died: .*\. Restarting (?P<task>.+) (now|in [\d.e+]+ s)\.$")
+_ALL = "all tasks"
+STARTING, COMPILES, TRAINING, SERVING = "starting", "compiling", "training", "serving"
+RESTARTING, DEAD = "restarting", "dead"
+
+
+def split_of_report(line: str) -> str:
+    """The split of a report that a Console has printed; "" for any other line."""
+    found = _REPORT.match(line)
+    return found[1] if found else ""
+
+
+@dataclass
+class TaskStatus:
+    """A task of the run; a value is None or NaN where it is not known."""
+
+    name: str
+    pid: int | None = None  # None: on another machine.
+    restarts: int = 0
+    state: str = STARTING
+    step: int | None = None
+    share: float = math.nan
+    staleness: float = math.nan
+    num_bytes: int | None = None
+    cpu: float = math.nan
+    steps_at_start: int | None = None  # Of a worker that was restarted alone.
+    process: psutil.Process | None = field(default=None, repr=False)
+
+    @property
+    def is_ps(self) -> bool:
+        """True for a parameter server."""
+        return self.name.startswith("ps ")
+
+    def measure(self) -> bool:
+        """Reads memory and CPU time; returns False if the process has ended."""
+        try:
+            if self.process is None or self.process.pid != self.pid:
+                self.process = psutil.Process(self.pid)
+            with self.process.oneshot():
+                if self.process.status() == psutil.STATUS_ZOMBIE:
+                    raise psutil.NoSuchProcess(self.process.pid)
+                self.num_bytes = self.process.memory_info().rss
+                self.cpu = self.process.cpu_percent()
+        except psutil.Error:
+            self.num_bytes, self.cpu = None, math.nan
+            return False
+        return True
+
+
+class Tail:
+    """The lines that are appended to a file, which may be replaced."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self._inode, self._offset = 0, 0
+
+    def new_lines(self) -> tuple[list[bytes], bool]:
+        """The complete lines since the last call; and True if the file was replaced before them."""
+        try:
+            with open(self._path, "rb") as file:
+                status = os.fstat(file.fileno())
+                is_replaced = status.st_ino != self._inode or status.st_size < self._offset
+                if is_replaced:
+                    self._inode, self._offset = status.st_ino, 0
+                file.seek(self._offset)
+                content, newline, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return [], False
+        self._offset += len(content) + len(newline)
+        return content.splitlines(), is_replaced
+
+
+class Status:
+    """The state of a run, as far as it is known."""
+
+    def __init__(self, model_dir: str, pid: int, logs: Path | None) -> None:
+        """`pid` is the process that is shown; it is the launcher of a cluster that logs to `logs`.
+
+        Without `logs` it is a single process, or the chief of a cluster on several machines.
+        """
+        self.model_dir = model_dir
+        self.step = 0
+        self.last_step: int | None = None
+        self.config: Mapping[str, Any] = {}  # JSON values.
+        self.messages: deque[str] = deque(maxlen=_MAX_MESSAGES)
+        self.report: Mapping[str, Any] = {}  # The last one of training.
+        self.goodput: float | None = None
+        self._next_goodput = 0.0
+        self._files = RunFiles(model_dir)
+        self._metrics = Tail(RunFiles(local_dir(model_dir)).metrics)
+        self._curves: dict[tuple[str, str], list[float]] = {}
+        self._phase = STARTING
+        self._restarting: set[str] = set()
+        self._logs = logs
+        self._tails: dict[Path, Tail] = {}
+        # Whole seconds, as in the logs, which may have tasks of former runs.
+        self._since = psutil.Process(pid).create_time() // 1
+        self._tasks: dict[str, TaskStatus] = {}
+        if logs is None:
+            self._tasks["this process"] = TaskStatus("this process", pid)
+
+    @property
+    def tasks(self) -> list[TaskStatus]:
+        """The tasks by name: the chief, servers, workers."""
+
+        def place(task: TaskStatus) -> tuple[str, int]:
+            job, _, index = task.name.partition(" ")
+            return job, int(index) if index.isdecimal() else -1
+
+        return sorted(self._tasks.values(), key=place)
+
+    @property
+    def secs_left(self) -> float | None:
+        """The time of the steps that are left, at the rate of the last report."""
+        rate = self.report.get("steps_per_sec")
+        if not rate or self.last_step is None:
+            return None
+        return float(max(0, self.last_step - self.step) / rate)
+
+    def curve(self, split: str, name: str) -> list[float]:
+        """The values of all reports of a metric."""
+        return self._curves.get((split, name), [])
+
+    def metrics(self) -> list[str]:
+        """The names of the metrics that reports have had, losses first."""
+        names = dict.fromkeys(name for _, name in self._curves if name not in NO_METRICS)
+        return sorted(names, key=lambda name: "loss" not in name)
+
+    def read_line(self, line: str) -> None:
+        """Learns from a line that the process has printed."""
+        step = progress_in(line)
+        if step is not None:
+            self.step, self._phase = step, TRAINING
+        elif line.strip() == COMPILING:
+            self._read_starts()  # A start before this line must not be seen after it.
+            self._phase = COMPILES
+        elif found := _RESTARTING.search(line.rstrip()):
+            is_all = found["task"] == _ALL
+            self._restarting |= set(self._tasks) if is_all else {found["task"]}
+        if step is None and line.strip() and not split_of_report(line):
+            self.messages.append(line)
+
+    def poll(self) -> None:
+        """Looks at the files of the run and at its processes."""
+        self._read_starts()
+        self._read_reports()
+        if self._phase != STARTING:  # Before, the file may be that of a former run.
+            self._read_config()
+            self._read_goodput()
+        for task in self._tasks.values():
+            if task.pid is None:
+                task.state = self._phase
+            elif task.measure():
+                task.state = self._state_of_running(task)
+            else:
+                task.state = RESTARTING if task.name in self._restarting else DEAD
+
+    def _state_of_running(self, task: TaskStatus) -> str:
+        if task.is_ps:
+            return STARTING if self._phase == STARTING else SERVING
+        if task.steps_at_start is not None and (task.step or 0) > task.steps_at_start:
+            task.steps_at_start = None
+        return self._phase if task.steps_at_start is None else STARTING
+
+    def _read_starts(self) -> None:
+        """Finds the tasks, and their restarts, in the logs that the launcher writes."""
+        if self._logs is None:
+            return
+        for path in self._logs.glob("*.log"):
+            lines, _ = self._tails.setdefault(path, Tail(path)).new_lines()
+            for found in filter(None, map(_START.match, lines)):
+                if datetime.fromisoformat(found["time"].decode()).timestamp() < self._since:
+                    continue
+                name, start = found["task"].decode(), int(found["start"])
+                former = self._tasks.get(name)
+                task = TaskStatus(name, int(found["pid"]), restarts=start - 1)
+                self._tasks[name] = task
+                self._restarting.discard(name)
+                if name == ("chief 0" if "chief 0" in self._tasks else "worker 0"):
+                    self._phase = STARTING
+                    for other in self._tasks.values():
+                        other.steps_at_start = None
+                elif former is not None and self._phase == TRAINING:  # Of ps: restarted alone.
+                    task.step = former.step
+                    task.steps_at_start = former.step or 0
+
+    def _read_reports(self) -> None:
+        lines, is_replaced = self._metrics.new_lines()
+        if is_replaced:
+            self._curves.clear()
+        for line in lines:
+            if math.isnan(step_of(line, math.nan)):  # A part of a line, of a run that was killed.
+                continue
+            report = json.loads(line)
+            for name, value in report.items():
+                if isinstance(value, float):
+                    values = self._curves.setdefault((report["split"], name), [])
+                    values.append(value)
+                    if len(values) > _MAX_VALUES:
+                        del values[:-1:2]
+            if report["split"] == "train":
+                self._read_train_report(report)
+
+    def _read_train_report(self, report: Mapping[str, Any]) -> None:
+        self.report = report
+        # Progress lines come first, but a process that is not this one's child sends none.
+        self.step = max(self.step, report["step"]) if self._phase == TRAINING else report["step"]
+        steps = report.get("worker_steps", {})
+        for name, number in steps.items():
+            if self._logs is None:
+                self._tasks.setdefault(name, TaskStatus(name))
+            if name in self._tasks:
+                task = self._tasks[name]
+                task.step = number
+                task.share = report.get("worker_share", {}).get(name, math.nan)
+                task.staleness = _mean(report.get("staleness", {}).get(name, {}))
+
+    def _read_config(self) -> None:
+        if self.last_step is not None:
+            return
+        try:
+            document = self._files.read_config()
+            self.last_step = int(document["config"]["train_steps"])
+        except (OSError, ValueError, KeyError):
+            return
+        self.config = document
+
+    def _read_goodput(self) -> None:
+        begin = time.monotonic()
+        if begin < self._next_goodput:
+            return
+        with contextlib.suppress(OSError):
+            if tasks := goodput(self.model_dir):
+                seconds = total(tasks)
+                self.goodput = seconds["compute"] / max(sum(seconds.values()), 1e-9)
+        now = time.monotonic()
+        self._next_goodput = now + max(_SECS_PER_GOODPUT, _GOODPUT_PAUSE * (now - begin))
+
+
+def _mean(counts: Mapping[str, int]) -> float:
+    """The mean of a histogram {value: count}."""
+    total = sum(counts.values())
+    return sum(int(value) * count for value, count in counts.items()) / total if total else math.nan
