@@ -25,7 +25,7 @@ def show_help(argv: Sequence[str], more: Callable[[], str] = str) -> None:
         if argument.startswith("-") and name in _HELP:
             with contextlib.suppress(SystemExit):
                 flags.FLAGS([argv[0], "--help" if name == "h" else argument])
-            if text := more():
+            if name != "helpxml" and (text := more()):
                 print(text)
             sys.exit(0)
 
