@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.__main__ import ASYNC, SYNC, flags_for
-from tests.chaos.chaos import check_complete, check_counts, check_same, disturb, outcomes
+from tests.chaos.chaos import (
+    LocalRun,
+    check_complete,
+    check_counts,
+    check_same,
+    disturb,
+    outcomes,
+)
 from tests.chaos.faults import Fault
 from tests.cluster.runs import TOPOLOGIES, Topology, train
 
@@ -26,11 +33,11 @@ def test_disturbed_run_finishes_with_nothing_lost_damaged_or_left(
     faults = []
     for number, words in enumerate(PLANS[topology], 1):
         kind, _, task = words.partition(" ")
-        faults.append(Fault(kind, task, EVERY_STEPS * number, delay_secs=0.3, stop_secs=2.0))
+        faults.append(Fault(kind, task, EVERY_STEPS * number, delay_secs=0.3, secs=2.0))
     num_steps = EVERY_STEPS * (len(faults) + 2)
     flags = flags_for(topology, digits, num_steps)
 
-    story = disturb(topology, tmp_path / "run", (*flags, "--max_restarts=3"), faults)
+    story = disturb(LocalRun(topology, tmp_path / "run", (*flags, "--max_restarts=3")), faults)
 
     assert len(story.events) == len(faults), "the run was over before its faults"
     check_complete(story, num_steps)
