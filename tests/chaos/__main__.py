@@ -150,7 +150,10 @@ def main() -> None:
         if isinstance(run, on_hosts.HostsRun):
             details: list[object] = [*on_hosts.outcomes(story, run)]
             found_table = on_hosts.table(story, run)
-            ending = f"the last task ended {run.last_secs:.0f} s after the chief"
+            ending = (
+                f"{run.num_restarts} tasks were started again by hand; the last task ended "
+                f"{run.last_secs:.0f} s after the chief"
+            )
         else:
             details, found_table = [*outcomes(story)], table(story)
             ending = "none is left"
@@ -160,7 +163,7 @@ def main() -> None:
         print(
             f"{len(story.events)} faults, {story.num_kills} of them SIGKILL, in one run of "
             f"{num_steps:,} steps and {story.seconds:.0f} s; {story.num_endings} processes have "
-            f"ended, and {ending}."
+            f"ended; {ending}."
         )
         check_complete(story, num_steps)
         print("The run is done, and no file is damaged.")

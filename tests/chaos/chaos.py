@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -146,8 +147,14 @@ class Disturbed(abc.ABC):
             self._stack = self._stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # With the error: otherwise processes that are left would be reported in its place.
+        self._stack.__exit__(kind, error, trace)
 
     @abc.abstractmethod
     def _start(self) -> None:

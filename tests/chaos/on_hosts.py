@@ -190,6 +190,11 @@ class HostsRun(Disturbed):
                 return False
 
     @property
+    def num_restarts(self) -> int:
+        """How many tasks were started again."""
+        return len(self._tasks.processes) - len(self._places)
+
+    @property
     def last_secs(self) -> float:
         """From the end of the chief to the end of the last task."""
         return self._last_secs
