@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 from typing_extensions import override
 
-from benchmarks.hosts import Host, dropped, hosts
+from benchmarks.hosts import Host, dropped, hosts, num_dropped
 from strategies.cluster.tf_config import Task
 from tests.chaos.chaos import (
     Disturbed,
@@ -160,12 +160,15 @@ class HostsRun(Disturbed):
             "to": [(other, host) for other in others if other is not host],
         }
         directions["both"] = directions["from"] + directions["to"]
-        with dropped(*directions[fault.direction]):
+        pairs = directions[fault.direction]
+        with dropped(*pairs):
             if fault.kind == "lose":
                 ended = _wait_until(lambda: not _is_alive(target), 4 * self._timeout_secs)
                 assert ended, f"{fault.task} does not end by itself:\n{self._output()}"
             else:
                 time.sleep(fault.secs)
+                # Tasks that have just been started may send nothing for a while.
+                _wait_until(lambda: num_dropped(*pairs) > 0, self.patience_secs)
 
     @override
     def finish(self) -> Run:
