@@ -63,13 +63,20 @@ def dropped(*directions: tuple[Host, Host]) -> Iterator[None]:
     for sender, receiver in directions:
         _iptables(receiver, "--append", *_drop_from(sender))
     yield
+    number = num_dropped(*directions)
+    for sender, receiver in directions:
+        _iptables(receiver, "--delete", *_drop_from(sender))
+    assert number, "there was no packet to drop"
+
+
+def num_dropped(*directions: tuple[Host, Host]) -> int:
+    """The packets that `dropped` has dropped so far."""
     number = 0
     for sender, receiver in directions:
         counted = _iptables(receiver, "--list", "INPUT", "--verbose", "--exact", "--numeric")
         of_sender = (line for line in counted.splitlines() if f" {sender.address} " in line)
         number += sum(int(line.split()[0]) for line in of_sender)
-        _iptables(receiver, "--delete", *_drop_from(sender))
-    assert number, "there was no packet to drop"
+    return number
 
 
 def _drop_from(sender: Host) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """The checkpoint that a run resumes from, the same in all tasks: at its start, and after a NaN.
 
     saved = restore_together(executor, checkpointer, learner)
+    warn_if_begun_before(files)         # if there is none
     step = train_recovering(executor, learner, checkpointer, hooks, order, config)
 
 After a NaN, training goes back to the newest complete checkpoint, and skips all examples that were
@@ -22,6 +23,7 @@ from trainer.hooks.base import Hook
 from trainer.hooks.finite import NonFiniteLossError
 from trainer.learner import Learner
 from trainer.loop import train
+from trainer.run_files import RunFiles, progress_of
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,19 @@ def restore_together(
     if saved and isinstance(rate, keras.Variable):
         rate.assign(given)
     return saved
+
+
+def warn_if_begun_before(files: RunFiles) -> None:
+    """Warns that training begins anew if the run has reports, which need a step, already."""
+    _, reported = progress_of(files.model_dir)
+    if reported:
+        log.warning(
+            "%s has reports up to step %s, but %s has no complete checkpoint: none was saved yet, "
+            "or they were deleted. Training begins anew at step 0.",
+            files.metrics,
+            f"{reported:,}",
+            files.checkpoints,
+        )
 
 
 def train_recovering(

@@ -62,7 +62,7 @@ from trainer.inputs import (
 )
 from trainer.preflight import check_model_dir, disk_errors_explained
 from trainer.report.recorder import Recorder
-from trainer.resume import restore_together, train_recovering
+from trainer.resume import restore_together, train_recovering, warn_if_begun_before
 from trainer.run_files import Document, RunFiles
 
 log = logging.getLogger(__name__)
@@ -353,6 +353,8 @@ def _resume(spec: TaskSpec, parts: Parts) -> int:
     executor = parts.executor
     saved = restore_together(executor, parts.checkpointer, parts.learner)
     files = RunFiles(spec.model_dir)
+    if spec.is_chief and not saved:
+        warn_if_begun_before(files)
     recorded = files.recorded("all_reduce") if saved and spec.is_chief else {}
     all_reduce = executor.choose_buckets(parts.learner, recorded)
     if spec.is_chief:

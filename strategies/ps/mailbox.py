@@ -44,7 +44,11 @@ class Mailbox:
             self._size = tf.raw_ops.QueueSizeV2(handle=queue)
 
     def put(self, text: str, timeout_secs: float) -> bool:
-        """Adds `text`; returns True if the server has received it within `timeout_secs`."""
+        """Adds `text`; returns True once the server has received it.
+
+        Returns False if the server has not answered within `timeout_secs`. The message may still
+        arrive later.
+        """
         is_received = threading.Event()
 
         def put() -> None:

@@ -5,10 +5,11 @@
     with strategy.scope(), placed(placement):
         learner = make()                            # makes the same variables on the servers
 
-TensorFlow's own strategy places variables round-robin, whatever their sizes. The rule here is
-Graham's, "Bounds on Multiprocessing Timing Anomalies" (1969): the fullest server holds at most
-4/3 - 1/(3 num_ps) of its bytes under the best placement. Optimizer slots are placed with their
-variable, so the bytes of a variable include them.
+TensorFlow's own strategy places variables round-robin, whatever their sizes. Here each variable
+goes to the server that has the fewest bytes so far, the largest variable first. Compared with the
+best possible placement, the fullest server then holds at most a third more (Graham, "Bounds on
+Multiprocessing Timing Anomalies", 1969). Optimizer slots are placed with their variable, so the
+bytes of a variable include them.
 """
 
 import contextlib

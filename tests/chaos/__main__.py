@@ -2,24 +2,39 @@
 
     python -m tests.chaos --strategy=ps --sync_replicas --kills=50 --seed=1
     python -m tests.chaos --strategy=multiworker --minutes=5 --faults=kill,stop,term
+    python -m tests.chaos --strategy=ps --hosts --kills=30 --faults=drop
 
-Prints a table of the faults and their outcomes, and ends with 0 if everything holds:
+With --hosts each task is on a host of its own (a network namespace, which needs root), and is
+started again by hand where it ends with 75; otherwise the tasks are a local cluster. Prints a table
+of the faults and their outcomes, and ends with 0 if everything holds:
 
 | of | what holds |
 | --- | --- |
 | every run | it finishes; no process is left; no file is damaged |
 | synchronous strategies | weights and optimizer are bit for bit those of an undisturbed run |
+| with a backup worker | every step has its number of gradients |
 | asynchronous | every update that was applied is counted, and every batch was done |
+
+The faults: kill (SIGKILL), stop (SIGSTOP for some seconds), stall (SIGSTOP; local clusters only),
+term (SIGTERM), disk (the disk of the run is full for some seconds); and with --hosts drop (packets
+from a task, to it, or both, are dropped without an error for 5 to 60 s), lose (until the task has
+ended by itself), cut (packets between two tasks are dropped for 5 to 60 s).
 """
 
 import argparse
+import contextlib
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.hosts import reason_why_not
 from data.prepare.preparing import prepare
+from tests.chaos import on_hosts
 from tests.chaos.chaos import (
+    Disturbed,
+    LocalRun,
+    check_backups,
     check_complete,
     check_counts,
     check_same,
@@ -28,14 +43,20 @@ from tests.chaos.chaos import (
     table,
     tasks_of,
 )
-from tests.chaos.faults import KINDS, STALL_TIMEOUT_SECS, plan
+from tests.chaos.faults import KINDS, NETWORK, STALL_TIMEOUT_SECS, plan
 from tests.cluster.runs import TOPOLOGIES, Topology, train
+from tests.faults.disks import mounted
 
 # About the rate on two cores, with the recoveries.
 _FAULTS_A_MINUTE = 5
 _EVERY_STEPS = 40
 # An asynchronous run continues while a worker restarts: about as long as a restart takes.
 _EVERY_STEPS_ASYNC = 400
+# On hosts, with longer pauses. Most runs continue during most faults, some hundred steps.
+_EVERY_STEPS_ON_HOSTS = 40
+_STEPS_PER_FAULT_ON_HOSTS = 300
+# On hosts. A task may be silent for half of the first; the second is --chief_timeout_secs.
+_HOSTS_STALL_SECS, _HOSTS_CHIEF_SECS = 20, 40
 
 SYNC = Topology(
     "ps-sync-2+1",
@@ -44,11 +65,18 @@ SYNC = Topology(
     ("chief-0", "worker-0", "worker-1", "ps-0"),
 )
 ASYNC = TOPOLOGIES["ps-2+1"]
+BACKUP = Topology(
+    "ps-sync-3+1, 1 backup",
+    "ps",
+    ("--workers=3", "--ps=1", "--sync_replicas", "--replicas_to_aggregate=2", "--num_threads=1"),
+    ("chief-0", "worker-0", "worker-1", "worker-2", "ps-0"),
+)
 _TOPOLOGIES = {
-    ("mirrored", False): TOPOLOGIES["mirrored-2"],
-    ("multiworker", False): TOPOLOGIES["multiworker-2"],
-    ("ps", False): ASYNC,
-    ("ps", True): SYNC,
+    ("mirrored", False, False): TOPOLOGIES["mirrored-2"],
+    ("multiworker", False, False): TOPOLOGIES["multiworker-2"],
+    ("ps", False, False): ASYNC,
+    ("ps", True, False): SYNC,
+    ("ps", True, True): BACKUP,
 }
 
 
@@ -63,6 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("--strategy", choices=("mirrored", "multiworker", "ps"), required=True)
     parser.add_argument("--sync_replicas", action="store_true")
+    parser.add_argument("--backup", action="store_true", help="with a backup worker")
+    parser.add_argument("--hosts", action="store_true", help="each task on a host of its own")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--minutes", type=float, help="about how long")
     length.add_argument("--kills", type=int, help="how many faults, whatever --faults they are")
@@ -71,37 +101,78 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="for the runs; it stays afterwards")
     arguments = parser.parse_args()
     kinds = arguments.faults.split(",")
-    topology = _TOPOLOGIES.get((arguments.strategy, arguments.sync_replicas))
+    mode = arguments.strategy, arguments.sync_replicas, arguments.backup
+    topology = _TOPOLOGIES.get(mode)
     if topology is None:
-        parser.error("--sync_replicas is for --strategy=ps")
+        parser.error("--sync_replicas is for --strategy=ps, and --backup for --sync_replicas")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"--faults has {', '.join(unknown)}, but knows only {', '.join(KINDS)}")
+    if arguments.hosts:
+        if "stall" in kinds or len(topology.tasks) < 2:
+            parser.error("--hosts needs tasks that end by themselves: no stall, and no mirrored")
+        if why_not := reason_why_not():
+            parser.error(f"--hosts cannot make hosts here: {why_not}")
+    elif found := set(kinds) & set(NETWORK):
+        parser.error(f"--faults={','.join(found)} needs --hosts")
     num_faults = arguments.kills or max(1, round(arguments.minutes * _FAULTS_A_MINUTE))
     every_steps = _EVERY_STEPS_ASYNC if topology == ASYNC else _EVERY_STEPS
     num_steps = num_faults * every_steps
+    if arguments.hosts:
+        every_steps = _EVERY_STEPS_ON_HOSTS
+        num_steps = num_faults * _STEPS_PER_FAULT_ON_HOSTS
     seed = f"{topology} {arguments.seed}"
-    faults = plan(tasks_of(topology), kinds, num_faults, every_steps, seed)
-    with tempfile.TemporaryDirectory() as temporary:
+    faults = plan(
+        tasks_of(topology), kinds, num_faults, every_steps, seed, has_launcher=not arguments.hosts
+    )
+    with contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory())
         data_dir = Path(temporary) / "digits"
         prepare("digits", str(data_dir))
         flags = flags_for(topology, data_dir, num_steps)
-        patience = (f"--stall_timeout_secs={STALL_TIMEOUT_SECS}",) if "stall" in kinds else ()
         directory = arguments.directory or Path(temporary)
-        disturbed = (*flags, f"--max_restarts={num_faults}", *patience)
-        story = disturb(topology, directory / "disturbed", disturbed, faults)
-        for event, outcome in zip(story.events, outcomes(story), strict=True):
+        model_dir = directory / "disturbed"
+        if "disk" in kinds:
+            model_dir.mkdir(parents=True)
+            stack.enter_context(mounted("-t", "tmpfs", "-o", "size=32m", "tmpfs", at=model_dir))
+        run: Disturbed
+        if arguments.hosts:
+            timeouts = (
+                f"--stall_timeout_secs={_HOSTS_STALL_SECS}",
+                f"--chief_timeout_secs={_HOSTS_CHIEF_SECS}",
+            )
+            run = on_hosts.HostsRun(
+                topology, model_dir, (*flags, *timeouts), timeout_secs=_HOSTS_CHIEF_SECS
+            )
+        else:
+            patience = [f"--stall_timeout_secs={STALL_TIMEOUT_SECS}"] if "stall" in kinds else []
+            run = LocalRun(topology, model_dir, (*flags, f"--max_restarts={num_faults}", *patience))
+        story = disturb(run, faults)
+        if isinstance(run, on_hosts.HostsRun):
+            details: list[object] = [*on_hosts.outcomes(story, run)]
+            found_table = on_hosts.table(story, run)
+            ending = (
+                f"{run.num_restarts} tasks were started again by hand; the last task ended "
+                f"{run.last_secs:.0f} s after the chief"
+            )
+        else:
+            details, found_table = [*outcomes(story)], table(story)
+            ending = "none is left"
+        for event, outcome in zip(story.events, details, strict=True):
             print(event.fault, outcome, file=sys.stderr)
-        print(table([story]), flush=True)
+        print(found_table, flush=True)
         print(
             f"{len(story.events)} faults, {story.num_kills} of them SIGKILL, in one run of "
             f"{num_steps:,} steps and {story.seconds:.0f} s; {story.num_endings} processes have "
-            "ended, and none is left."
+            f"ended; {ending}."
         )
         check_complete(story, num_steps)
         print("The run is done, and no file is damaged.")
         if topology == ASYNC:
             check_counts(story)
             print(f"Every update is counted: {story.run.result['batches']}.")
+        elif topology == BACKUP:
+            check_backups(story, 2)
+            print(f"Every step has 2 gradients: {story.run.result['worker_steps']}.")
         else:
             check_same(story, train(topology, directory / "undisturbed", *flags))
             print("Its variables are bit for bit those of a run without faults.")

@@ -1,14 +1,18 @@
 """One disturbed training run: its faults, their observed outcomes, and checks of its result.
 
-story = disturb(TOPOLOGIES["ps-2+1"], model_dir, flags, faults)
+story = disturb(LocalRun(TOPOLOGIES["ps-2+1"], model_dir, flags), faults)
 check_complete(story, num_steps)
-print(table([story]))
+print(table(story))
+
+on_hosts.py has runs whose tasks are on hosts with their own addresses.
 """
 
+import abc
 import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import signal
 import statistics
 import threading
@@ -16,14 +20,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import psutil
+from typing_extensions import override
 
 from tests.chaos.faults import LAUNCHER, Fault
+from tests.chaos.journal import journal_of, pause_of
 from tests.cluster.runs import Run, Topology, read_metrics, start
 
-# The longest wait for one restart, on a busy machine, with other faults in between.
+# The longest wait for the effect of a signal.
 _PATIENCE_SECS = 100.0
 _POLL_SECS = 0.02
 # More steps than a worker may do between the last report and its death: 10 between two reports, and
@@ -59,23 +66,16 @@ class Story:
     run: Run
     events: list[Event]
     reports: list[tuple[float, Mapping[str, int]]]
-    num_launches: int
+    num_endings: int  # Processes that have come and gone, launchers and tasks.
     seconds: float
 
     @property
     def num_kills(self) -> int:
         return sum(event.fault.kind == "kill" for event in self.events)
 
-    @property
-    def num_endings(self) -> int:
-        """Processes that have come and gone, launchers and tasks."""
-        logs = (self.run.model_dir / "tasks").glob("*.log")
-        lines = (line for log in logs for line in log.read_text(errors="replace").splitlines())
-        return self.num_launches + sum(line.startswith("=== ") for line in lines)
-
     def lives(self) -> list[Life]:
         lives: list[list[tuple[float, int]]] = []
-        for line in _json_lines(self.run.model_dir / "journal.jsonl"):
+        for line in json_lines(journal_of(self.run.model_dir)):
             if line["begins"]:
                 lives.append([])
             lives[-1].append((line["time"], line["step"]))
@@ -83,7 +83,7 @@ class Story:
 
     def started_again(self) -> dict[int, int]:
         """How many tasks were started again, by the process whose end was the reason."""
-        records = _json_lines(self.run.model_dir / "tasks" / "restarts.jsonl")
+        records = json_lines(self.run.model_dir / "tasks" / "restarts.jsonl")
         return {record["process"]: len(record["started_again"]) for record in records}
 
 
@@ -102,47 +102,83 @@ def tasks_of(topology: Topology) -> list[str]:
     return [name.replace("-", " ") for name in topology.tasks or ("worker-0",)]
 
 
-def disturb(
-    topology: Topology, model_dir: Path, flags: Sequence[str], faults: Sequence[Fault]
-) -> Story:
+def disturb(run: "Disturbed", faults: Sequence[Fault]) -> Story:
     """Trains to the end, and causes `faults` meanwhile.
 
     Faults that would come after the end of the run are left out.
     """
-    model_dir.mkdir(parents=True)
-    chaos = model_dir / "chaos"
-    chaos.touch()
+    run.model_dir.mkdir(parents=True, exist_ok=True)
+    pause = pause_of(run.model_dir)
+    pause.write_text(str(run.pause_secs))
     began = time.monotonic()
-    with _Disturbed(topology, model_dir, flags) as disturbed, _Reports(model_dir) as reports:
+    with run, _Reports(run.model_dir) as reports:
         events = []
         for fault in faults:
-            event = disturbed.inflict(fault)
+            event = run.inflict(fault)
             if event is None:
                 break
             events.append(event)
-        chaos.unlink()
-        run = disturbed.process.wait()
-        assert run.exit_code == 0, disturbed.process.output()
+        pause.unlink()
+        finished = run.finish()
     seconds = time.monotonic() - began
-    return Story(topology, run, events, reports.seen, disturbed.num_launches, seconds)
+    return Story(run.topology, finished, events, reports.seen, run.num_endings(), seconds)
 
 
-class _Disturbed:
-    """A run that is started again when its launcher is killed."""
+class Disturbed(abc.ABC):
+    """A run that can be disturbed, and is started again where that is necessary.
+
+    Attributes:
+        pause_secs: Lost after each call of the chief's executor, until the last fault is over.
+        patience_secs: The longest wait for one recovery, on a busy machine.
+    """
+
+    pause_secs = 0.05
+    patience_secs = 100.0
 
     def __init__(self, topology: Topology, model_dir: Path, flags: Sequence[str]) -> None:
-        self._topology = topology
-        self._model_dir = model_dir
-        self._flags = flags
+        self.topology = topology
+        self.model_dir = model_dir
+        self._flags = tuple(flags)
         self._stack = contextlib.ExitStack()
-        self.num_launches = 0
 
     def __enter__(self) -> Self:
-        self._launch()
+        with contextlib.ExitStack() as self._stack:
+            self._start()
+            self._stack = self._stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # With the error: otherwise processes that are left would be reported in its place.
+        self._stack.__exit__(kind, error, trace)
+
+    @abc.abstractmethod
+    def _start(self) -> None:
+        """Starts the run; `_stack` ends it."""
+
+    @abc.abstractmethod
+    def _is_over(self) -> bool:
+        """Returns True if the run has ended, and will not be started again."""
+
+    @abc.abstractmethod
+    def _output(self) -> str:
+        """What the run has printed, for messages."""
+
+    @abc.abstractmethod
+    def _process_of(self, task: str) -> psutil.Process:
+        """The process of a task. Any error means that there is none at the moment."""
+
+    @abc.abstractmethod
+    def finish(self) -> Run:
+        """Waits for the end of the run, and checks that nothing is left of it."""
+
+    @abc.abstractmethod
+    def num_endings(self) -> int:
+        """Processes that have come and gone, after `finish`."""
 
     def inflict(self, fault: Fault) -> Event | None:
         """Causes the fault, and proves that it happened; None if the run ends before."""
@@ -155,30 +191,28 @@ class _Disturbed:
                 return None
             began = time.time()
             with contextlib.suppress(psutil.NoSuchProcess):  # It has ended: there will be another.
-                _INFLICT[fault.kind](target, fault)
+                self._cause(fault, target)
                 break
         ended = time.time()
-        if fault.task == LAUNCHER:
-            code = self.process.wait_alone().exit_code
-            if code == 0:  # It was done just before.
-                return None
-            assert code == -signal.SIGKILL, f"{fault}: {code}\n{self.process.output()}"
-            self.process.wait_for_family_to_end()
-            self._launch()
-        return Event(fault, target.pid, began, ended)
+        return Event(fault, target.pid, began, ended) if self._handle_end(fault) else None
 
-    def _launch(self) -> None:
-        process = start(self._topology, self._model_dir, *self._flags)
-        self.process = self._stack.enter_context(process)
-        self.num_launches += 1
+    def _cause(self, fault: Fault, target: psutil.Process) -> None:
+        if fault.kind == "disk":
+            _fill_disk(self.model_dir, fault.secs)
+        else:
+            _INFLICT[fault.kind](target, fault)
+
+    def _handle_end(self, fault: Fault) -> bool:
+        """Starts again what `fault` has ended for certain; returns False if the run is over."""
+        return True
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
         """Waits for `condition`; returns False if the run ends before."""
-        deadline = time.monotonic() + _PATIENCE_SECS
+        deadline = time.monotonic() + self.patience_secs
         while not condition():
-            if self.process.popen.poll() is not None:
+            if self._is_over():
                 return False
-            assert time.monotonic() < deadline, f"is unresponsive:\n{self.process.output()}"
+            assert time.monotonic() < deadline, f"is unresponsive:\n{self._output()}"
             time.sleep(_POLL_SECS)
         return True
 
@@ -191,19 +225,66 @@ class _Disturbed:
             with contextlib.suppress(
                 FileNotFoundError, IndexError, ValueError, psutil.NoSuchProcess
             ):
-                if task == LAUNCHER:
-                    found.append(psutil.Process(self.process.popen.pid))
-                else:
-                    found.append(self.process.task(task))
+                found.append(self._process_of(task))
             return bool(found)
 
         return found[0] if self._wait_for(look) else None
 
     def _step(self) -> int:
         """The step of the last line of the journal."""
-        path = self._model_dir / "journal.jsonl"
-        lines = list(_json_lines(path)) if path.exists() else []
+        lines = list(json_lines(journal_of(self.model_dir)))
         return max((line["step"] for line in lines), default=0)
+
+
+class LocalRun(Disturbed):
+    """A run on this machine, that is started again when its launcher is killed."""
+
+    def __init__(self, topology: Topology, model_dir: Path, flags: Sequence[str]) -> None:
+        super().__init__(topology, model_dir, flags)
+        self._num_launches = 0
+
+    @override
+    def _start(self) -> None:
+        process = start(self.topology, self.model_dir, *self._flags)
+        self._process = self._stack.enter_context(process)
+        self._num_launches += 1
+
+    @override
+    def _is_over(self) -> bool:
+        return self._process.popen.poll() is not None
+
+    @override
+    def _output(self) -> str:
+        return self._process.output()
+
+    @override
+    def _process_of(self, task: str) -> psutil.Process:
+        if task == LAUNCHER:
+            return psutil.Process(self._process.popen.pid)
+        return self._process.task(task)
+
+    @override
+    def _handle_end(self, fault: Fault) -> bool:
+        if fault.task == LAUNCHER:
+            code = self._process.wait_alone().exit_code
+            if code == 0:  # It was done just before.
+                return False
+            assert code == -signal.SIGKILL, f"{fault}: {code}\n{self._output()}"
+            self._process.wait_for_family_to_end()
+            self._start()
+        return True
+
+    @override
+    def finish(self) -> Run:
+        run = self._process.wait()
+        assert run.exit_code == 0, self._output()
+        return run
+
+    @override
+    def num_endings(self) -> int:
+        logs = (self.model_dir / "tasks").glob("*.log")
+        lines = (line for log in logs for line in log.read_text(errors="replace").splitlines())
+        return self._num_launches + sum(line.startswith("=== ") for line in lines)
 
 
 def _kill(process: psutil.Process, fault: Fault) -> None:
@@ -214,7 +295,7 @@ def _kill(process: psutil.Process, fault: Fault) -> None:
 def _stop(process: psutil.Process, fault: Fault) -> None:
     process.suspend()
     _wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
-    time.sleep(fault.stop_secs)
+    time.sleep(fault.secs)
     with contextlib.suppress(psutil.NoSuchProcess):  # Others may have given it up.
         process.resume()
 
@@ -226,6 +307,17 @@ def _stall(process: psutil.Process, fault: Fault) -> None:
 
 def _term(process: psutil.Process, fault: Fault) -> None:
     process.terminate()
+
+
+def _fill_disk(directory: Path, secs: float) -> None:
+    assert directory.is_mount(), f"{directory} is no file system of its own"
+    fill = directory / "fill"
+    with contextlib.suppress(OSError), fill.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    assert not shutil.disk_usage(directory).free
+    time.sleep(secs)
+    fill.unlink()
 
 
 _INFLICT = {"kill": _kill, "stop": _stop, "stall": _stall, "term": _term}
@@ -278,10 +370,12 @@ def outcomes(story: Story) -> list[Outcome]:
         if again.get(event.pid) == 1 < len(tasks_of(story.topology)):
             seen = "it is started again alone"
             trained = _works_again(story.reports, fault.task, event.began)
-        elif fault.kind in ("stop", "stall") and (after is None or after.steps[0][0] > next_began):
-            seen = "the others wait" if fault.kind == "stop" else "the others continue without it"
+        elif fault.kind in ("stop", "stall", "disk") and (
+            after is None or after.steps[0][0] > next_began
+        ):
+            seen = _SEEN_WITHOUT_RESTART[fault.kind]
             times = [at for life in before for at, _ in life.steps[1:] if event.ended < at]
-            if fault.kind == "stop":
+            if fault.kind != "stall":
                 trained = min(times, default=math.inf)
             else:
                 trained = _end_of_longest_gap(event.ended, [at for at in times if at < next_began])
@@ -299,10 +393,17 @@ def outcomes(story: Story) -> list[Outcome]:
             elif before:
                 lost = before[-1].steps[-1][1] - after.steps[0][1]
             blamed.add(after)
-        secs = trained - (event.ended if fault.kind == "stop" else event.began)
-        role = _role(story.topology, fault.task)
+        secs = trained - (event.ended if fault.kind in ("stop", "disk") else event.began)
+        role = "disk" if fault.kind == "disk" else role_of(story.topology, fault.task)
         found.append(Outcome(role, fault.kind, seen, lost, secs if trained < next_began else None))
     return found
+
+
+_SEEN_WITHOUT_RESTART = {
+    "stop": "the others wait",
+    "stall": "the others continue without it",
+    "disk": "training continues",
+}
 
 
 def _end_of_longest_gap(began: float, times: Sequence[float]) -> float:
@@ -320,7 +421,7 @@ def _works_again(
     return min(later, default=math.inf)
 
 
-def _role(topology: Topology, task: str) -> str:
+def role_of(topology: Topology, task: str) -> str:
     if topology.strategy == "mirrored":
         return task if task == LAUNCHER else "the process"
     if topology.strategy == "multiworker" and task == "worker 0":
@@ -367,41 +468,47 @@ def check_counts(story: Story) -> None:
     assert 0 <= num_uncounted <= len(story.events)
 
 
-def table(stories: Sequence[Story]) -> str:
-    """Markdown: medians for each strategy, role and kind of fault."""
+def check_backups(story: Story, num_gradients: int) -> None:
+    """Checks that each step of synchronous ps has its number of gradients, of all workers."""
+    result = story.run.result
+    assert sum(result["worker_steps"].values()) == num_gradients * result["step"]
+
+
+def table(story: Story) -> str:
+    """Markdown: medians for each role and kind of fault."""
     lines = [
         "| strategy | fault | times | what is seen | steps lost | seconds until it trains again |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for story in stories:
-        rows: dict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
-        for outcome in outcomes(story):
-            rows[outcome.kind, outcome.role, outcome.seen].append(outcome)
-        for (kind, role, seen), several in sorted(rows.items()):
-            lost = [o.steps_lost for o in several if o.steps_lost is not None]
-            secs = [o.recovery_secs for o in several if o.recovery_secs is not None]
-            lines.append(
-                f"| {story.topology} | {_SIGNALS[kind]} to {role} | {len(several)} | {seen} | "
-                f"{_median(lost, '.0f')} | {_median(secs, '.1f')} |"
-            )
+    rows: dict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
+    for outcome in outcomes(story):
+        rows[outcome.kind, outcome.role, outcome.seen].append(outcome)
+    for (kind, role, seen), several in sorted(rows.items()):
+        lost = [o.steps_lost for o in several if o.steps_lost is not None]
+        secs = [o.recovery_secs for o in several if o.recovery_secs is not None]
+        lines.append(
+            f"| {story.topology} | {_NAMES[kind]} {role} | {len(several)} | {seen} | "
+            f"{median_and_most(lost, '.0f')} | {median_and_most(secs, '.1f')} |"
+        )
     return "\n".join(lines)
 
 
-_SIGNALS = {
-    "kill": "SIGKILL",
-    "stop": "SIGSTOP, SIGCONT",
-    "stall": "SIGSTOP without SIGCONT",
-    "term": "SIGTERM",
+_NAMES = {
+    "kill": "SIGKILL to",
+    "stop": "SIGSTOP, SIGCONT to",
+    "stall": "SIGSTOP without SIGCONT to",
+    "term": "SIGTERM to",
+    "disk": "full",
 }
 
 
-def _median(values: Sequence[float], form: str) -> str:
+def median_and_most(values: Sequence[float], form: str) -> str:
     if not values:
         return "-"
     return f"{statistics.median(values):{form}} (at most {max(values):{form}})"
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The complete lines."""
     if path.exists():
         for line in path.read_text().split("\n")[:-1]:

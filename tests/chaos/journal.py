@@ -1,9 +1,12 @@
 """A hook that records the time of each step of the chief, and pauses so that faults can happen.
 
-MODEL_DIR/journal.jsonl   {"time": 1795273455.4, "process": 7701, "begins": true, "step": 40}
-MODEL_DIR/chaos           while this file is there, training is slow
+MODEL_DIR.journal.jsonl   {"time": 1795273455.4, "process": 7701, "begins": true, "step": 40}
+MODEL_DIR.pause           while this file is there: the seconds of a pause after each call
+
+Both are beside the directory of the run, whose disk may be full.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -14,23 +17,29 @@ from strategies.metrics import Metrics
 from trainer.config import Config
 from trainer.hooks.base import Hook
 
-_PAUSE_SECS = 0.05
+
+def journal_of(model_dir: Path) -> Path:
+    return model_dir.with_name(f"{model_dir.name}.journal.jsonl")
+
+
+def pause_of(model_dir: Path) -> Path:
+    return model_dir.with_name(f"{model_dir.name}.pause")
 
 
 class Journal(Hook):
     """One line when a process begins to train, and one after each call of the executor."""
 
     def __init__(self, model_dir: Path) -> None:
-        self._path = model_dir / "journal.jsonl"
-        self._chaos = model_dir / "chaos"
+        self._path = journal_of(model_dir)
+        self._pause = pause_of(model_dir)
 
     def begin(self, step: int) -> None:
         self._write(step, begins=True)
 
     def __call__(self, step: int, metrics: Metrics) -> None:
         self._write(step, begins=False)
-        if self._chaos.exists():
-            time.sleep(_PAUSE_SECS)
+        with contextlib.suppress(FileNotFoundError):
+            time.sleep(float(self._pause.read_text()))
 
     def _write(self, step: int, *, begins: bool) -> None:
         line = {"time": time.time(), "process": os.getpid(), "begins": begins, "step": step}

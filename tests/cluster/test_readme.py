@@ -33,6 +33,7 @@ TOO_LONG = {
     "benchmarks.scaling": "needs the result of benchmarks.run; tests/unit/test_cost_model.py",
     "benchmarks.table": "takes many minutes, and needs MNIST files",
     "benchmarks.linear_scaling": "takes an hour, and needs MNIST files",
+    "benchmarks.long_runs": "takes two hours; tests/unit/test_long_runs.py",
     "benchmarks.object_storage": "takes minutes",
     "benchmarks.wire": "takes many minutes, and needs MNIST files",
     "benchmarks.network": "takes many minutes, and needs root and PyTorch",

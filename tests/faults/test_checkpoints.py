@@ -240,18 +240,28 @@ def test_model_dir_deleted_during_a_run_is_written_anew_and_said(
     assert_same_weights(run, undisturbed)
 
 
-def test_model_dir_deleted_before_a_restart_is_said(flags: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("deleted", "message"),
+    [
+        (".", "{} was deleted, with all files of the run so far."),
+        ("checkpoints", "has reports up to step"),
+    ],
+    ids=["all", "checkpoints"],
+)
+def test_files_deleted_before_a_restart_are_said(
+    deleted: str, message: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
     model_dir = tmp_path / "run"
     quick = (*flags, "--train_steps=100", "--max_restarts=1")
     with start(ALONE, model_dir, *quick) as process:
         process.wait_until(lambda: bool(complete_steps(model_dir)), "a checkpoint")
         task = process.task("worker 0")
         task.suspend()
-        shutil.rmtree(model_dir)
+        shutil.rmtree(model_dir / deleted)
         task.kill()
         run = process.wait()
     assert run.exit_code == 0, process.output()
-    assert f"{model_dir} was deleted, with all files of the run so far." in run.stderr
+    assert message.format(model_dir) in run.stderr
     assert "resuming" not in run.stdout
     assert run.result["step"] == 100
 

@@ -53,13 +53,6 @@ def test_another_program_at_a_workers_address_is_named(digits: Path, tmp_path: P
         assert_one_error(process.wait(), "worker 1", address, "is not a TensorFlow server")
 
 
-def test_own_address_of_another_machine_is_refused(digits: Path, tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    address = f"192.0.2.1:{port}"  # RFC 5737 reserves it for examples.
-    with worker_0([address, "127.0.0.1:1"], tmp_path, digits) as process:
-        assert_one_error(process.wait(), "worker 0", address, "do not come to this process")
-
-
 @pytest.mark.parametrize("is_asked", [False, True], ids=["lost", "SIGTERM"])
 def test_worker_that_is_frozen_while_all_connect_is_named_and_signals_work(
     is_asked: bool, digits: Path, tmp_path: Path

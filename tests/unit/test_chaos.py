@@ -1,9 +1,12 @@
 """The plan of a disturbed run is decided by its seed, and fits into it."""
 
+import itertools
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chaos.faults import KINDS, LAUNCHER, plan
+from tests.chaos.faults import DIRECTIONS, KINDS, LAUNCHER, NETWORK, plan
 
 TASKS = ("chief 0", "worker 0", "ps 0")
 
@@ -28,6 +31,21 @@ def test_plan_fits_into_the_run_and_is_the_seeds(
 
 
 def test_every_task_has_its_faults() -> None:
-    faults = plan(TASKS, KINDS, 100, 40, "0")
+    faults = plan(TASKS, KINDS, 200, 40, "0")
     assert {fault.task for fault in faults} == {*TASKS, LAUNCHER}
     assert {fault.kind for fault in faults} == set(KINDS)
+
+
+def test_network_faults_have_every_direction_and_durations_around_the_timeouts() -> None:
+    faults = plan(TASKS, NETWORK, 200, 40, "0", has_launcher=False)
+    assert {fault.task for fault in faults} == set(TASKS)
+    drops = [fault for fault in faults if fault.kind == "drop"]
+    assert {fault.direction for fault in drops} == set(DIRECTIONS)
+    assert min(drop.secs for drop in drops) >= 5
+    assert max(drop.secs for drop in drops) <= 60
+    assert 0.3 < sum(drop.secs < 15 for drop in drops) / len(drops) < 0.6
+    cuts = [fault for fault in faults if fault.kind == "cut"]
+    assert {frozenset((cut.task, cut.peer)) for cut in cuts} == {
+        frozenset(pair) for pair in itertools.combinations(TASKS, 2)
+    }
+    assert all(math.isinf(fault.secs) for fault in faults if fault.kind == "lose")

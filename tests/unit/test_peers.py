@@ -207,6 +207,32 @@ def test_connections_of_an_earlier_run_do_not_block_the_port() -> None:
     check_own_address(alone_at(address[1]))
 
 
+OWN_HOSTS = ["localhost", "127.0.0.1", "0.0.0.0", "[::1]", socket.gethostname(), UNKNOWN]
+
+
+@pytest.mark.parametrize("host", OWN_HOSTS)
+def test_own_address_may_have_any_form_or_be_unknown_yet(host: str) -> None:
+    if host == "[::1]" and not socket.has_ipv6:
+        pytest.skip("the kernel has no IPv6")
+    (port,) = free_ports(1)
+    check_own_address(Cluster({"worker": {0: f"{host}:{port}"}}, Task("worker", 0)))
+
+
+# RFC 5737 reserves the first for examples; another program has the second.
+@pytest.mark.parametrize("is_taken", [False, True], ids=["no host", "another host's"])
+def test_own_address_of_another_machine_is_refused(
+    is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_STRANGER_SECS", 0.5)
+    (port,) = free_ports(1)
+    if is_taken:  # Whatever the address is, it does not lead here.
+        monkeypatch.setattr(peers, "_greeting_at", lambda address: b"another program")
+    address = f"192.0.2.1:{port}"
+    with pytest.raises(ClusterError, match="do not come to this process") as caught:
+        check_own_address(Cluster({"worker": {0: address}}, Task("worker", 0)))
+    assert address in str(caught.value)
+
+
 def test_own_public_address_is_refused_and_the_danger_explained() -> None:
     def serving_at(address: str) -> Cluster:
         return Cluster({"worker": {0: address, 1: "8.8.4.4:1"}}, Task("worker", 0))

@@ -44,3 +44,11 @@ def test_values_are_of_the_last_take(tmp_path: Path) -> None:
     other = graph(5.0)
     other.read(str(tmp_path / "snapshot")).assert_consumed()
     assert values(other)[0] == 1.0
+
+
+def test_nothing_is_traced_after_a_snapshot_is_made() -> None:
+    root = graph(1.0)
+    snapshot = Snapshot(root, device="CPU:0")
+    for _ in range(2):
+        assert snapshot.take.experimental_get_tracing_count() == 1
+        snapshot.take()

@@ -1,6 +1,7 @@
 """A task without progress gets a warning, then ends with the stacks of its threads in a file."""
 
 import logging
+import os
 import queue
 import subprocess
 import sys
@@ -16,6 +17,10 @@ def test_task_without_progress_gets_a_warning_and_its_stacks_are_in_a_file(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    earlier = [tmp_path / f"trainer-stacks-{index}.txt" for index in range(12)]
+    for age, path in enumerate(earlier):
+        path.touch()
+        os.utime(path, (1e9 - age, 1e9 - age))
     stalls: queue.SimpleQueue[str] = queue.SimpleQueue()
     began = time.monotonic()
     with caplog.at_level(logging.WARNING), Watchdog(0.5, stalls.put) as watchdog:
@@ -25,7 +30,8 @@ def test_task_without_progress_gets_a_warning_and_its_stacks_are_in_a_file(
     assert "no progress" in message
     assert "--stall_timeout_secs" in message
     assert [r.levelname for r in caplog.records] == ["WARNING", "ERROR"]
-    (stacks,) = tmp_path.iterdir()
+    # The newest ten stay.
+    (stacks,) = set(tmp_path.iterdir()) - set(earlier[:9])
     assert str(stacks) in caplog.text
     assert "test_task_without_progress" in stacks.read_text()
 

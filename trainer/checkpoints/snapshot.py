@@ -23,6 +23,8 @@ class Snapshot:
         self._pairs: list[tuple[tf.Variable, tf.Variable]] = []  # (original, copy)
         with tf.device(device):
             self._copy = self._copy_graph(checkpoint)
+        # Now, not at the second checkpoint: under ps all tasks must answer meanwhile.
+        self.take.get_concrete_function()
 
     @tf.function  # In one graph, so that parameter servers are read in parallel.
     def take(self) -> None:

@@ -135,7 +135,7 @@ GRACE_SECS = flags.DEFINE_float(
 STALL_TIMEOUT_SECS = flags.DEFINE_float(
     "stall_timeout_secs",
     300.0,
-    "A task that trains but makes no progress for this time writes the Python stacks to its log, "
+    "A task that trains but makes no progress for this time writes the Python stacks to a file, "
     "and ends with 75; before the first steps it has four times as long. Another task that does "
     "not answer for half of this time is considered lost. 0 has no limit.",
     lower_bound=0.0,

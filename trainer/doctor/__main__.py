@@ -45,7 +45,7 @@ def define_flags() -> None:
         "After this time the command ends. Other tasks must come within 0.4 of it.",
         lower_bound=5.0,
     )
-    absl.flags.DEFINE_boolean("json", False, "Print one JSON object instead of tables.")
+    absl.flags.DEFINE_boolean("json", False, "Print JSON.")
 
 
 class _Doctor:

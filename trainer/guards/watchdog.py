@@ -8,12 +8,14 @@ hang until somebody looks. TensorFlow mostly waits outside Python, so a Python t
 native code holds Python's interpreter lock, so that no thread runs, the process ends with 1.
 """
 
+import contextlib
 import faulthandler
 import logging
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Self
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 _START_FACTOR = 4.0  # The first steps take longer: their graph is traced and compiled.
 _WARN_AT = 0.5  # The fraction of the time-out after which a warning is logged.
 _POLLS_PER_TIMEOUT = 20
+_KEPT_FILES = 10
 
 
 class Watchdog:
@@ -83,9 +86,16 @@ class Watchdog:
 
 
 def _write_stacks() -> None:
+    """Writes a file, and removes those of earlier stalls: the newest _KEPT_FILES stay."""
     # A local file: the file system of the run may be what does not answer.
+    prefix = "trainer-stacks-"
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="stacks-", suffix=".txt", delete=False) as out:
+        earlier = list(Path(tempfile.gettempdir()).glob(f"{prefix}*.txt"))
+        with contextlib.suppress(OSError):  # Removed meanwhile, or of another user.
+            earlier.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+            for path in earlier[_KEPT_FILES - 1 :]:
+                path.unlink()
+        with tempfile.NamedTemporaryFile("w", prefix=prefix, suffix=".txt", delete=False) as out:
             faulthandler.dump_traceback(file=out, all_threads=True)
     except OSError as error:  # The disk is full.
         log.warning("The stacks of the threads could not be written: %s", error)
