@@ -46,7 +46,7 @@ _MODES = flags.DEFINE_list(
     list(_ARGV),
     "The modes to start; `mirrored 2` is mirrored with 2 replicas.",
 )
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each model in each mode.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds to measure.", lower_bound=1)
 _SHORT_RUN = (
     "--num_threads=1",
     "--train_steps=3",

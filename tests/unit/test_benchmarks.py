@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from benchmarks.deep import GRADIENT_BYTES, build_model
-from benchmarks.network import rows, transfer_secs
 from benchmarks.pairs import is_met, rate_of, summarise, turns
 from benchmarks.peers.common import batches_of
+from tests.unit.benchmark_modules import imported
 from trainer.config import Config
+
+network = imported("benchmarks.network")
 
 
 def test_programs_take_turns_and_neither_is_always_first() -> None:
@@ -78,12 +80,12 @@ def test_peers_batches_are_whole() -> None:
 
 def test_gradients_of_the_network_benchmark_need_their_bytes_on_the_link() -> None:
     assert 4 * build_model(Config()).count_params() == GRADIENT_BYTES
-    assert transfer_secs("500mbit") == pytest.approx(GRADIENT_BYTES / 62.5e6)
-    assert transfer_secs("2gbit") == pytest.approx(transfer_secs("500mbit") / 4)
+    assert network.transfer_secs("500mbit") == pytest.approx(GRADIENT_BYTES / 62.5e6)
+    assert network.transfer_secs("2gbit") == pytest.approx(network.transfer_secs("500mbit") / 4)
 
 
 def test_hidden_part_of_a_transfer_is_all_or_nothing_at_the_ends() -> None:
     measured = {"compute": [1.0], "transfer": [0.8], "one_sum": [1.8], "program": [1.0]}
-    *_, one_sum, program = rows("500mbit", 512, measured)
+    *_, one_sum, program = network.rows("500mbit", 512, measured)
     assert one_sum.endswith("| 1.80 (1.80 to 1.80) | 1.00 | 1.80 | 0.00 |")
     assert program.endswith("| 1.00 (1.00 to 1.00) | 1.00 | 1.00 | 1.00 |")

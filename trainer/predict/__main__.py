@@ -39,7 +39,7 @@ def define_flags() -> None:
         "input", None, "A TFRecord, CSV or NPZ file, or a folder of PNG or JPEG files."
     )
     flags.DEFINE_string(
-        "output", None, "File to write, .jsonl or .csv; by default JSON on standard output."
+        "output", None, "The file to write, .jsonl or .csv; by default JSON on standard output."
     )
     flags.DEFINE_string("split", None, "Split to read; by default the evaluation split.")
     flags.DEFINE_string(
