@@ -130,7 +130,7 @@ def test_example_config_of_a_regression_trains(tmp_path: Path) -> None:
         "--config=configs/regression.py",
         f"--data_dir={tmp_path / 'data'}",
     )
-    assert run.result["eval"].keys() == {"loss", "mean_absolute_error"}
+    assert run.result["eval"].keys() == {"loss", "mae"}
     assert run.result["eval"]["loss"] < 4500  # The mean label has about 5,900.
     line = predictions(run, tmp_path)[0]
     assert "predicted" not in line
