@@ -93,6 +93,9 @@ KNOWN_FLAGS = {
     *("config", "help", "FLAG"),
     *("train_dir", "log_dir", "checkpoint_dir", "max_steps"),  # Of TensorFlow 1 programs.
     "nproc_per_node",  # Of torchrun.
+    "distribution",  # Of srun.
+    "logdir",  # Of tensorboard.
+    "noheader",  # absl's negation of --header.
 }
 
 
