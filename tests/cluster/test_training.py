@@ -162,7 +162,7 @@ def test_exported_models_have_the_accuracy_of_the_result(run: Run, digits: Path)
 
 def test_each_task_of_a_local_cluster_has_a_log(run: Run, topology: Topology) -> None:
     tasks = run.model_dir / "tasks"
-    logs = {path.name for path in tasks.iterdir()} if tasks.exists() else set()
+    logs = {path.name for path in tasks.glob("*.log")} if tasks.exists() else set()
     assert logs == {f"{task}.log" for task in topology.tasks}
     if logs:
         start, _, output = (tasks / f"{topology.tasks[0]}.log").read_text().partition("\n")
