@@ -21,6 +21,8 @@ import pyte
 ROOT = Path(__file__).parents[1]
 TIMEOUT_SECS = 240.0
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# They take precedence over what a terminal says of itself.
+_NOT_INHERITED = ("CI", "COLUMNS", "LINES", "NO_COLOR")
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"  # The second screen of a terminal.
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -41,7 +43,7 @@ class Terminal:
         self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.Stream(self._screen)
         self._set_size(rows, columns)
-        inherited = {k: v for k, v in os.environ.items() if k not in ("CI", "NO_COLOR")}
+        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         self.popen = subprocess.Popen(
             [sys.executable, *argv],
             stdin=theirs,

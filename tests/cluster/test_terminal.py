@@ -8,7 +8,7 @@ from tests.cluster.runs import ROOT
 from tests.terminal import ENTER, Terminal
 
 SLOW = ROOT / "tests" / "cluster" / "configs" / "slow.py"
-COLUMNS = 80
+COLUMNS = 72
 
 
 def test_interrupted_run_is_continued_by_the_command_of_its_last_line(
