@@ -243,8 +243,11 @@ def test_model_dir_deleted_during_a_run_is_written_anew_and_said(
 
 @pytest.mark.parametrize(
     ("deleted", "message"),
-    [(".", "{} was deleted, with all files of the run so far.")],
-    ids=["all"],
+    [
+        (".", "{} was deleted, with all files of the run so far."),
+        ("checkpoints", "has reports up to step"),
+    ],
+    ids=["all", "checkpoints"],
 )
 def test_files_deleted_before_a_restart_are_said(
     deleted: str, message: str, flags: tuple[str, ...], tmp_path: Path
@@ -259,7 +262,8 @@ def test_files_deleted_before_a_restart_are_said(
         task.kill()
         run = process.wait()
     assert run.exit_code == 0, process.output()
-    assert message.format(model_dir) in run.stderr
+    # The launcher says the first on standard error; the second is in the output of the task.
+    assert message.format(model_dir) in run.stderr + run.stdout
     assert "resuming" not in run.stdout
     assert run.result["step"] == 100
 
