@@ -1,11 +1,14 @@
 """A user's session at a terminal: start, Ctrl-C, and the command that the last line names."""
 
 import json
+import os
+import re
 import shlex
+import signal
 from pathlib import Path
 
 from tests.cluster.runs import ROOT
-from tests.terminal import ENTER, Terminal
+from tests.terminal import ENTER, LEAVE, SHOW_CURSOR, Terminal
 
 SLOW = ROOT / "tests" / "cluster" / "configs" / "slow.py"
 COLUMNS = 72
@@ -53,6 +56,35 @@ def test_interrupted_run_is_continued_by_the_command_of_its_last_line(
     assert json.loads((model_dir / "result.json").read_text())["step"] == saved + 20
     last = [line for line in second.lines if line][-1]
     assert last.startswith(f"next: python -m trainer.evaluate {command[-1].partition('=')[2]}")
+
+
+def test_live_view_shows_a_cluster_of_ps_and_its_restarted_worker(
+    digits: Path, tmp_path: Path
+) -> None:
+    argv = ["-m", "trainer", f"--config={SLOW}", f"--data_dir={digits}", "--train_steps=100000"]
+    argv += ["--strategy=ps", "--workers=2", "--num_threads=1", f"--model_dir={tmp_path / 'run'}"]
+    with Terminal(argv, tmp_path, rows=24, columns=80) as terminal:
+        terminal.see("slow.py  ps  batch 64", "chief 0 ", "ps 0 ", "worker 0", "worker 1")
+        terminal.see("/100,000  ", "loss", "accuracy", "examples/s", "share", "staleness", "MiB")
+        lines = terminal.see("chief 0   training", "ps 0      serving", "worker 1  training")
+        assert all("dead" not in line for line in lines)
+        log = (tmp_path / "run" / "tasks" / "worker-1.log").read_text()
+        assert "\x1b_" not in log + (tmp_path / "run" / "tasks" / "chief-0.log").read_text()
+        os.kill(int(log.partition("process ")[2].partition(",")[0]), signal.SIGKILL)
+        terminal.see("worker 1 (process ", "died: signal 9")
+        restarted = re.compile(r"worker 1  training .* 1  +[\d,]+ MiB")  # One restart.
+        terminal.wait(lambda: any(map(restarted.match, terminal.display())))
+        terminal.resize(10, 40)
+        terminal.see("/100,000", "loss", "worker 1")
+        terminal.type("\x03")
+        assert terminal.end() == 75, terminal.output
+    assert terminal.output.count(ENTER) == terminal.output.count(LEAVE) == 1
+    assert SHOW_CURSOR in terminal.output.rpartition(LEAVE)[0][-200:]
+    left = [line for line in terminal.lines_left_behind if line]
+    assert sum("  train  loss" in line for line in left) == 1
+    assert any(line.startswith("SIGINT: the tasks are asked to save") for line in left)
+    assert any(line.startswith("asked to stop: step ") for line in left)
+    assert left[-1].startswith("continue: python -m trainer --model_dir=")
 
 
 def test_live_view_shows_one_process_and_quiet_prints_the_last_line_alone(

@@ -165,6 +165,16 @@ def test_screen_of_80_columns_has_everything(run: Path) -> None:
     assert ascii_text.isascii()
 
 
+def test_traceback_does_not_hide_the_last_warning(run: Path) -> None:
+    status = training(run)
+    died = "worker 1 (process 7) died: signal 9 (Killed). Restarting it now.\n"
+    for line in (died, *(f"  File of a traceback, line {i}\n" for i in range(300))):
+        status.read_line(line)
+    lines = shown(status, 80, 24)
+    assert died.strip() in "\n".join(lines)
+    assert "line 299" in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("width", "height", "parts", "missing"),
     [

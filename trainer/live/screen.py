@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from trainer.live.status import DEAD, RESTARTING, TRAINING, Status, TaskStatus
+from trainer.live.status import DEAD, RESTARTING, TRAINING, Status, TaskStatus, is_warning
 from trainer.run_files import clock
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
@@ -223,10 +223,13 @@ def _summary(tasks: Sequence[TaskStatus], begin: str = "") -> Text:
 def _messages(status: Status, height: int) -> list[Text]:
     if height < 1:
         return []
+    shown = list(status.messages)[-height:]
+    if status.last_warning and status.last_warning not in shown:
+        shown = [status.last_warning, *shown[1:]]
     lines = []
-    for message in list(status.messages)[-height:]:
+    for message in shown:
         line = Text.from_ansi(message.rstrip("\n").rpartition("\r")[2], no_wrap=True)
-        if message.startswith(("WARNING", "ERROR", "error:")) or " died: " in message:
+        if is_warning(message):
             line.stylize("yellow")
         lines.append(line)
     return lines

@@ -106,6 +106,11 @@ class Tail:
         return content.splitlines(), is_replaced
 
 
+def is_warning(message: str) -> bool:
+    """Returns True for a message that must not be hidden by others, such as a traceback."""
+    return message.startswith(("WARNING", "ERROR", "error:")) or " died: " in message
+
+
 class Status:
     """The state of a run, as far as it is known."""
 
@@ -119,6 +124,7 @@ class Status:
         self.last_step: int | None = None
         self.config: Mapping[str, Any] = {}  # JSON values.
         self.messages: deque[str] = deque(maxlen=_MAX_MESSAGES)
+        self.last_warning = ""  # Of the messages.
         self.report: Mapping[str, Any] = {}  # The last one of training.
         self.goodput: float | None = None
         self._next_goodput = 0.0
@@ -175,6 +181,8 @@ class Status:
             self._restarting |= set(self._tasks) if is_all else {found["task"]}
         if step is None and line.strip() and not split_of_report(line):
             self.messages.append(line)
+            if is_warning(line):
+                self.last_warning = line
 
     def poll(self) -> None:
         """Looks at the files of the run and at its processes."""
