@@ -12,7 +12,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from absl import app, flags
@@ -48,12 +47,7 @@ class SlowLink:
         self.port = int(self._server.sockets[0].getsockname()[1])
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.is_open = False
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)

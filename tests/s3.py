@@ -12,7 +12,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self
 
 import pytest
@@ -52,12 +51,7 @@ class S3Server:
             assert time.monotonic() < deadline, "moto's server does not answer"
             time.sleep(0.1)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._process.kill()
         self._process.wait()
 

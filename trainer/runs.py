@@ -61,7 +61,8 @@ def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Docume
     result: Mapping[str, Any] = files.read_result() or {}
     name = config.get("best_metric", "loss")  # Runs of early versions lack it.
     values = [r[name] for r in reports if r["split"] == "eval" and r.get(name) is not None]
-    best = (min if name == "loss" else max)(values, default=result.get("eval", {}).get(name))
+    is_lowest = document.get("best_is_lowest", name == "loss")
+    best = (min if is_lowest else max)(values, default=result.get("eval", {}).get(name))
     step = result.get("step")
     if step is None:
         step = max((report["step"] for report in reports), default=0)

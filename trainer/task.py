@@ -60,6 +60,7 @@ from trainer.inputs import (
     input_specs,
     open_inputs,
 )
+from trainer.learner import Learner
 from trainer.preflight import check_model_dir, disk_errors_explained
 from trainer.report.recorder import Recorder
 from trainer.resume import restore_together, train_recovering, warn_if_begun_before
@@ -359,7 +360,9 @@ def _resume(spec: TaskSpec, parts: Parts) -> int:
     all_reduce = executor.choose_buckets(parts.learner, recorded)
     if spec.is_chief:
         with disk_errors_explained(spec.model_dir):
-            files.write_config({**_config_document(spec, parts.inputs), "all_reduce": all_reduce})
+            files.write_config(
+                {**_config_document(spec, parts.inputs, parts.learner), "all_reduce": all_reduce}
+            )
             files.remove_result()
     with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
         position = saved.position if saved else Position()
@@ -372,12 +375,14 @@ def _resume(spec: TaskSpec, parts: Parts) -> int:
     return 0
 
 
-def _config_document(spec: TaskSpec, inputs: Inputs) -> Document:
+def _config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Document:
+    config = spec.recipe.config
     return {
         "strategy": spec.strategy,
         "recipe": absolute(spec.recipe.path),
         "data_dir": absolute_path(data_dir(spec.recipe.config)),
-        "config": json.loads(to_json(spec.recipe.config)),
+        "config": json.loads(to_json(config)),
+        "best_is_lowest": learner.is_better_lower(config.best_metric),
         "wire_dtype": spec.wire_dtype,
         "flags": list(spec.flags),
         "cluster": None if spec.cluster is None else json.loads(spec.cluster.tf_config()),
@@ -427,7 +432,7 @@ def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: in
         console.say(parts.learner.origin)
     for note in parts.learner.notes:
         console.say(f"note: {note}")
-    document = _config_document(spec, inputs)
+    document = _config_document(spec, inputs, parts.learner)
     progress = progress_writers(spec.metrics_address, spec.model_dir, config.train_steps)
     return chief_hooks(parts, console, document, progress, evaluates=not spec.has_evaluator)
 

@@ -189,7 +189,7 @@ def test_tracker_on_another_machine_needs_the_network(monkeypatch: pytest.Monkey
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example.org")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert reached_over_network("wandb,mlflow") == "The tracker mlflow"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "file:///tmp/mlruns")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "file:///disk/mlruns")
     assert reached_over_network("wandb,mlflow") == ""
     monkeypatch.delenv("WANDB_MODE")
     assert reached_over_network("wandb,mlflow") == "The tracker wandb"

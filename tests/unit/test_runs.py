@@ -52,6 +52,19 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_best_value_of_an_error_is_the_lowest(directory: Path) -> None:
+    model_dir = directory / "a"
+    document = json.loads((model_dir / "config.json").read_text())
+    document["config"]["best_metric"] = "mae"
+    lines = [{"step": s, "split": "eval", "loss": 1.0, "mae": s / 10, "seconds": 1} for s in (5, 9)]
+    (model_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for is_lowest, best in ((True, 0.5), (False, 0.9)):
+        (model_dir / "config.json").write_text(
+            json.dumps({**document, "best_is_lowest": is_lowest})
+        )
+        assert runs_under(str(model_dir))[0]["best"] == best
+
+
 def test_each_run_is_listed_once_with_its_best_value_and_the_time_of_all_processes(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -225,7 +225,8 @@ class EarlyStoppingConfig:
 
     Attributes:
         patience: The number of evaluations in a row without improvement; 0 never stops early.
-        min_delta: An improvement is larger than this: lower for `loss`, higher for other metrics.
+        min_delta: An improvement is larger than this: `Learner.is_better_lower` says in
+            which direction.
     """
 
     patience: int = at_least(0, 0)
