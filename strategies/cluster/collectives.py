@@ -5,12 +5,15 @@
 
 TensorFlow 2.21 holds Python's interpreter lock in the call that waits for the other workers,
 unlike in its other calls that wait. Then no thread of this process runs: no signal is handled, and
-a worker that does not answer is not noticed.
+a worker that does not answer is not noticed. The call also replaces the handler of SIGTERM by one
+that only sets a flag of TensorFlow's.
 """
 
 import contextlib
 import ctypes
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +21,16 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework.errors import exception_type_from_error_code
 
+_SIGACTION_BYTES = 256  # At least the size of libc's struct.
+_RESTORE_SECS = 0.01
+
 
 @contextlib.contextmanager
 def interpreter_lock_released() -> Iterator[None]:
-    """Within it, the call that waits for the other workers releases the interpreter lock."""
+    """Within it, the call that waits for the other workers releases the interpreter lock.
+
+    SIGTERM's handler stays the present one: it is restored 100 times a second.
+    """
     if sys.platform != "linux":  # The libraries have other names there.
         yield
         return
@@ -53,6 +62,26 @@ def interpreter_lock_released() -> Iterator[None]:
     original = pywrap_tfe.TFE_EnableCollectiveOps
     pywrap_tfe.TFE_EnableCollectiveOps = enable_collective_ops
     try:
-        yield
+        with _sigterm_handler_kept():
+            yield
     finally:
         pywrap_tfe.TFE_EnableCollectiveOps = original
+
+
+@contextlib.contextmanager
+def _sigterm_handler_kept() -> Iterator[None]:
+    libc = ctypes.CDLL(None)
+    handler = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    libc.sigaction(int(signal.SIGTERM), None, handler)
+    is_over = threading.Event()
+
+    def restore() -> None:
+        while not is_over.wait(_RESTORE_SECS):
+            libc.sigaction(int(signal.SIGTERM), handler, None)
+
+    # `signal.signal` works in the main thread only, which waits.
+    threading.Thread(target=restore, name="SIGTERM handler", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
