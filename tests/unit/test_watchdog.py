@@ -5,6 +5,7 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -34,6 +35,28 @@ def test_task_without_progress_gets_a_warning_and_its_stacks_are_in_a_file(
     (stacks,) = set(tmp_path.iterdir()) - set(earlier[:9])
     assert str(stacks) in caplog.text
     assert "test_task_without_progress" in stacks.read_text()
+
+
+def test_stacks_begin_with_the_main_thread_also_if_there_are_more_than_100_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ending = threading.Event()
+    threads = [threading.Thread(target=ending.wait, name=f"waiting-{n}") for n in range(120)]
+    stalls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    try:
+        for thread in threads:
+            thread.start()
+        with Watchdog(0.1, stalls.put) as watchdog:
+            watchdog.moved()
+            stalls.get(timeout=20)
+    finally:
+        ending.set()
+    (stacks,) = tmp_path.iterdir()
+    first, *others = stacks.read_text().split("\nThread ")
+    assert first.startswith("Thread MainThread")
+    assert "test_stacks_begin_with_the_main_thread" in first
+    assert sum(other.startswith("waiting-") for other in others) == 120
 
 
 def test_task_with_some_progress_continues() -> None:

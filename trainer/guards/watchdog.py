@@ -11,9 +11,11 @@ native code holds Python's interpreter lock, so that no thread runs, the process
 import contextlib
 import faulthandler
 import logging
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -96,8 +98,24 @@ def _write_stacks() -> None:
             for path in earlier[_KEPT_FILES - 1 :]:
                 path.unlink()
         with tempfile.NamedTemporaryFile("w", prefix=prefix, suffix=".txt", delete=False) as out:
-            faulthandler.dump_traceback(file=out, all_threads=True)
+            out.write(_stacks())
     except OSError as error:  # The disk is full.
         log.warning("The stacks of the threads could not be written: %s", error)
     else:
         log.error("The stacks of the threads of this task are in %s", out.name)
+
+
+def _stacks() -> str:
+    """The Python stack of each thread, the main thread first.
+
+    faulthandler's own list has no names, and ends after 100 threads: the main thread, which is
+    the oldest, would be missing in the chief of a large cluster.
+    """
+    main = threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    return "\n".join(
+        f"Thread {names.get(ident, ident)} (most recent call last):\n"
+        + "".join(traceback.format_stack(frame))
+        for ident, frame in frames
+    )
