@@ -12,10 +12,7 @@ Each package derives its own errors from these two. `python -m trainer` prints t
 with the code; `trainer.train` raises the error. Any other exception is a bug.
 """
 
-from typing import TYPE_CHECKING, Optional
-
-if TYPE_CHECKING:
-    from trainer.api.result import Result
+from typing import Any
 
 
 class TrainerError(Exception):
@@ -23,12 +20,12 @@ class TrainerError(Exception):
 
     Attributes:
         exit_code: What the command exits with.
-        result: What the run has left behind so far, if trainer.train raised the error after the
-            run had begun; or None.
+        result: The trainer.Result of what the run has left behind so far, if trainer.train raised
+            the error after the run had begun; or None.
     """
 
     exit_code: int = 1
-    result: Optional["Result"] = None
+    result: Any = None  # This package imports nothing of trainer/, so it cannot name the class.
 
 
 class UsageError(TrainerError, ValueError):
