@@ -28,12 +28,13 @@ from trainer.hooks.console import Console
 from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.export import Export
 from trainer.hooks.finite import StopOnNonFinite
+from trainer.hooks.hparams import hparams_of
 from trainer.hooks.inspect import Histograms, Profile
 from trainer.hooks.notebook import notebook_bars
 from trainer.hooks.report import Report
 from trainer.hooks.save import KeepConfig, SaveCheckpoint
 from trainer.hooks.trackers.building import build_trackers
-from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer, hparams_of
+from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
 from trainer.models import build_from_specs, check_model, is_built
@@ -110,7 +111,7 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
             origin=origin,
         )
     _check_learner(learner, recipe)
-    learner.notes += [*adopted.notes, *advice(model, recipe, loss)]
+    learner.notes += [*adopted.notes, *advice(model, recipe.loss, loss, recipe.path)]
     return learner
 
 

@@ -1,7 +1,6 @@
 """Config: the typed options of a training run; Recipe: a config with the functions of its file.
 
     recipe = load_recipe("configs/mnist_replica.py")
-    check(recipe.config)
     recipe = recipe_of_run(RunFiles("runs/a").read_config())      # with the config of that run
 
 A config file is a user's whole plug-in. It defines
@@ -43,17 +42,16 @@ import dataclasses
 import difflib
 import functools
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from data.system.files import FAIL, SKIP
+from data.system.files import FAIL
 from trainer.config_file import errors_explained, load_module, split_target
-from trainer.hooks.trackers.names import check_trackers
 from trainer.step.options import (
+    BELOW_1,
     ClipConfig,
     EarlyStoppingConfig,
     EmaConfig,
@@ -63,8 +61,7 @@ from trainer.step.options import (
     WarmStartConfig,
     WeightDecayConfig,
     at_least,
-    check_options,
-    must_be,
+    number,
 )
 from trainer.step.options import ConfigError as ConfigError  # Users import it from here.
 
@@ -78,8 +75,6 @@ if TYPE_CHECKING:
     from trainer.step.keras_losses import LossSpec
     from trainer.step.keras_metrics import MetricSpec
     from trainer.step.losses import PerExample
-
-log = logging.getLogger(__name__)
 
 # In place of a config file, in config.json and in messages: a Config object that trainer.train got.
 PYTHON_CONFIG = "trainer.train()"
@@ -200,7 +195,7 @@ class Config:
     micro_batches: int = at_least(1, 1)
     precision: str = "float32"
     jit_compile: bool = False
-    label_smoothing: float = 0.0
+    label_smoothing: float = number(0.0, BELOW_1)
     class_weight: dict[int, float] = field(default_factory=dict)
     freeze: str = ""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -299,97 +294,6 @@ def _set_field(config: Config, name: str, value: object) -> None:
     setattr(group, last, tuple(value) if isinstance(value, list) else value)
 
 
-def check(config: Config) -> None:
-    """Raises ConfigError for the first invalid field."""
-    values = flatten(config)
-    for name, default in flatten(Config()).items():
-        wanted = (int, float) if isinstance(default, float) else type(default)
-        came = values[name]
-        if not isinstance(came, wanted) or (isinstance(came, bool) != isinstance(default, bool)):
-            raise ConfigError(
-                f"config.{name} must be of type {type(default).__name__}. Received: {came!r}, of "
-                f"type {type(came).__name__}."
-            )
-    if config.seed >= 2**32:
-        raise ConfigError(f"config.seed must be below 2**32. Received: seed={config.seed}.")
-    # The bounds of Config: a field that a derived class declares again has none.
-    for name, item, _ in _fields(Config()):
-        least = item.metadata.get("at_least")
-        if least is not None and values[name] < least:
-            raise ConfigError(
-                f"config.{name} must be at least {least}. Received: {name}={values[name]}. "
-                f"Type --config.{name}={max(least, 1)}, or more."
-            )
-    if not config.learning_rate > 0:
-        raise must_be("above 0", "learning_rate", config.learning_rate, 0.001)
-    if config.recover_from_nan and not config.checkpoint_every_steps:
-        raise ConfigError(
-            f"config.recover_from_nan={config.recover_from_nan} needs checkpoints to go back to, "
-            "but config.checkpoint_every_steps=0 saves at the end only. Type "
-            "--config.checkpoint_every_steps=100, for example."
-        )
-    check_options(config)
-    check_trackers(config.trackers)
-    if config.warm_start.path.startswith("s3://"):
-        raise ConfigError(
-            f"config.warm_start.path={config.warm_start.path} cannot be read: give a local copy. "
-            "Type, for example: aws s3 cp --recursive s3://BUCKET/RUN/checkpoints/step-00001000 DIR"
-        )
-    if config.data.on_corrupt not in (FAIL, SKIP):
-        raise must_be(f"{FAIL} or {SKIP}", "data.on_corrupt", config.data.on_corrupt, SKIP)
-    if config.data.lanes and config.batch_size % config.data.lanes:
-        raise ConfigError(
-            "config.data.lanes must divide batch_size, so that every batch takes as many examples "
-            f"from each lane. Received: lanes={config.data.lanes}, batch_size={config.batch_size}. "
-            "Leave lanes at 0 to have it chosen."
-        )
-
-
-def check_sub_batches(config: Config, num_sub_batches: int, num_workers: int) -> None:
-    """Raises ConfigError if a step of synchronous ps cannot sum `num_sub_batches` gradients.
-
-    With backup workers a step may sum sub-batches of different batches, so all must have one size.
-    Without, no sub-batch may be empty.
-    """
-    lanes = num_lanes(config)
-    has_backups = num_sub_batches < num_workers
-    if lanes < num_sub_batches or (has_backups and lanes % num_sub_batches):
-        raise ConfigError(
-            f"--replicas_to_aggregate={num_sub_batches} of {num_workers} workers needs a number of "
-            f"lanes that {num_sub_batches} divides. Received: {lanes} lanes for batch_size="
-            f"{config.batch_size}. Choose a --batch_size that {num_sub_batches} divides, and set "
-            f"--config.data.lanes to a divisor of it that {num_sub_batches} divides."
-        )
-
-
-def check_replicas(config: Config, num_replicas: int) -> None:
-    """Raises ConfigError if a replica gets no examples; warns if their numbers differ."""
-    for name in ("batch_size", "eval_batch_size"):
-        size = getattr(config, name) or config.batch_size
-        if size < num_replicas:
-            raise ConfigError(
-                f"{name}={size} is smaller than the {num_replicas} replicas that share a batch. "
-                f"Use --config.{name}={num_replicas} or more, or fewer replicas."
-            )
-    lanes = num_lanes(config)
-    if lanes < num_replicas:
-        raise ConfigError(
-            f"{num_replicas} replicas need at least as many lanes, but there are {lanes}. Set "
-            f"--config.data.lanes to a divisor of batch_size={config.batch_size} from "
-            f"{num_replicas} up: {config.batch_size}, for example."
-        )
-    smallest = lanes // num_replicas * (config.batch_size // lanes)
-    if config.micro_batches > smallest:
-        raise ConfigError(
-            f"config.micro_batches={config.micro_batches} cuts a replica's share into more parts "
-            f"than the {smallest} examples it may have: batch_size={config.batch_size} on "
-            f"{num_replicas} replica(s). Type --config.micro_batches={smallest}, or less."
-        )
-    if lanes % num_replicas:
-        message = "batch_size=%d is shared unevenly by %d replicas; a multiple of them is faster."
-        log.warning(message, config.batch_size, num_replicas)
-
-
 def num_lanes(config: Config) -> int:
     """The number of parallel reading orders."""
     return config.data.lanes or config.batch_size
@@ -402,16 +306,17 @@ def data_dir(config: Config) -> str:
 
 def flatten(config: object) -> dict[str, object]:
     """`{"batch_size": 100, "data.lanes": 0, ...}`: every field by its name on the command line."""
-    return {name: value for name, _, value in _fields(config)}
+    return {name: value for name, _, value in fields_of(config)}
 
 
-def _fields(
+def fields_of(
     config: object, prefix: str = ""
 ) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:  # Fields have no common type.
+    """Each field with its name on the command line, its declaration and its value in `config`."""
     for item in dataclasses.fields(config):  # type: ignore[arg-type]  # It is a dataclass.
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
-            yield from _fields(value, f"{prefix}{item.name}.")
+            yield from fields_of(value, f"{prefix}{item.name}.")
         else:
             yield prefix + item.name, item, value
 

@@ -27,8 +27,8 @@ from data.features import ExampleParse, default_parse, read_features
 from data.order import Order
 from data.reader import Parse, Reader
 from data.system.files import SKIP, DataError, exists, is_s3
+from data.tfrecord.copied_split import complete_copies, with_copies
 from data.tfrecord.damage import open_split
-from data.tfrecord.shard_copies import complete_copies, with_copies
 from data.tfrecord.split import Split, changed_files, verify
 from strategies.base import Batch
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes

@@ -41,7 +41,8 @@ from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import Parts, build_checkpointer, build_learner, chief_hooks, shared_hooks
 from trainer.checkpoints.report_upload import uploading_reports
 from trainer.cli.task_spec import TaskSpec
-from trainer.config import ConfigError, check_replicas, data_dir, to_json
+from trainer.config import ConfigError, data_dir, to_json
+from trainer.config_checks import check_replicas
 from trainer.config_file import absolute
 from trainer.evaluator import follow
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line

@@ -1,9 +1,8 @@
 """Copies of shards at s3:// on a disk of this machine, filled by blocks when they are read.
 
-    split = with_copies(split, directory="/disk/copies", max_bytes=100 << 30)
-    split.copies.fetch(ranges)                  # starts requests for what is missing, and returns
-    split.copies.read_into(ranges, content)     # waits for them
-    complete_copies(split)                      # whole files, for readers in TensorFlow
+    copies = ShardCopies(urls, directory="/disk/copies", max_bytes=100 << 30)
+    copies.fetch(ranges)                  # starts requests for what is missing, and returns
+    copies.read_into(ranges, content)     # waits for them
 
 A shard has two files in the directory: a copy of its size, with holes, and a map with a byte for
 each block of 128 KiB that says if the copy has it. Several processes may fill a copy at once: they
@@ -18,7 +17,6 @@ reads all shards, so removing one for another would gain nothing.
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -37,7 +35,6 @@ from data.system.files import DataError
 from data.system.object_store import UnavailableError
 from data.tfrecord.byte_ranges import ByteRanges, pread
 from data.tfrecord.crc import Int64s, Uint8s
-from data.tfrecord.split import Split, verify
 
 T = TypeVar("T")
 
@@ -53,40 +50,6 @@ _MISSING, _PRESENT, _VERIFIED = 0, 1, 2
 
 class _NoCopyError(Exception):
     """A copy cannot be written any more: the bytes must be fetched into memory."""
-
-
-def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
-    """`split` with copies of its shards in `directory`, if they are at s3://.
-
-    Raises DataError if the directory cannot be written.
-    """
-    urls = list(dict.fromkeys(shard.path for shard in split.shards))
-    if not files.is_s3(urls[0]):
-        return split
-    directory = os.path.abspath(os.path.expanduser(directory or _default_directory()))
-    try:
-        return dataclasses.replace(split, copies=ShardCopies(urls, directory, max_bytes))
-    except UnavailableError:
-        raise
-    except OSError as error:
-        raise DataError(
-            f"Copies of {files.parent(urls[0])} cannot be kept in {directory}: {error}. Give a "
-            "directory on a local disk with room: --data_cache_dir=DIR"
-        ) from error
-
-
-def complete_copies(split: Split) -> None:
-    """Fetches what is missing of all shards, and compares every record with its CRCs.
-
-    Raises DataError if a shard has no copy, because not all copies fit in the directory.
-    """
-    if split.copies is not None:
-        split.copies.complete(split)
-
-
-def _default_directory() -> str:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    return os.path.join(cache, "tf-distribution-trainer", "shards")
 
 
 class ShardCopies:
@@ -155,12 +118,18 @@ class ShardCopies:
                 self._copies[path] = None
                 _remove(path)
 
-    def complete(self, split: Split) -> None:
-        """See `complete_copies`."""
+    def complete(self, name: str, is_damaged: Callable[[str, str], bool]) -> None:
+        """Fetches what is missing of all shards. `name` is that of the split, for an error.
+
+        `is_damaged(url, path)` compares a complete copy at `path` with its CRCs. A damaged copy is
+        fetched again, once.
+
+        Raises DataError if a shard has no copy, because not all copies fit in the directory.
+        """
         num_bytes = sum(size for _, size in self._objects.values())
         if None in self._copies.values():
             raise DataError(
-                f"Workers of ps read whole local copies of {split.name!r}, {num_bytes:,} bytes, "
+                f"Workers of ps read whole local copies of {name!r}, {num_bytes:,} bytes, "
                 f"but not all fit in {self._directory} with --data_cache_bytes={self._max_bytes}. "
                 "Raise it to the bytes of both splits or more, give --data_cache_dir on a larger "
                 "disk, or use another strategy."
@@ -170,11 +139,9 @@ class ShardCopies:
             with copy.alone():
                 if copy.are_all(_VERIFIED):
                     continue
-                shards = [s for s in split.shards if self._local[s.path] == path]
-                local = [dataclasses.replace(shard, path=path) for shard in shards]
-                of_file = dataclasses.replace(split, shards=tuple(local))
                 self._fill(copy)
-                if verify(of_file):  # Perhaps the copy is damaged, and not the object.
+                url, _ = self._objects[path]
+                if is_damaged(url, path):  # Perhaps the copy is damaged, and not the object.
                     copy.mark(np.arange(copy.num_blocks), _MISSING)
                     self._fill(copy)
                 copy.flush()

@@ -18,7 +18,6 @@ import logging
 import os
 import zipfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,10 +32,8 @@ from data.tfrecord.framing import (
     refuse_gzip,
     walk,
 )
+from data.tfrecord.shard_copies import ShardCopies
 from data.tfrecord.shard_names import prepare_again, shard_lengths_announced, shard_paths
-
-if TYPE_CHECKING:
-    from data.tfrecord.shard_copies import ShardCopies
 
 _INDEX_VERSION = 2
 
@@ -90,7 +87,7 @@ class Split:
     shards: tuple[Shard, ...]
     chunk_examples: int
     damages: tuple[Damage, ...] = ()
-    copies: "ShardCopies | None" = None
+    copies: ShardCopies | None = None
 
     @property
     def num_skipped(self) -> int:

@@ -34,7 +34,8 @@ from strategies.ps.asynchronous import AsynchronousExecutor
 from strategies.ps.servers import start_server
 from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import build_learner
-from trainer.config import Config, Recipe, check, check_replicas
+from trainer.config import Config, Recipe
+from trainer.config_checks import check, check_replicas
 from trainer.step.optimizers import supported_optimizers
 from trainer.step.options import (
     ClipConfig,

@@ -11,13 +11,13 @@ from trainer.config import (
     Config,
     ConfigError,
     DataConfig,
-    check,
     data_dir,
     explain_unknown_field,
     flatten,
     load_recipe,
     to_json,
 )
+from trainer.config_checks import check
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOLE = """

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from trainer.config import Config, ConfigError, check, check_replicas
+from trainer.config import Config, ConfigError
+from trainer.config_checks import check, check_replicas
 
 
 def changed(changes: dict[str, Any]) -> Config:

@@ -19,7 +19,8 @@ from trainer.api.arguments import parsed, recipe_named, split_arguments, words_o
 from trainer.api.command import run_command
 from trainer.api.result import Result
 from trainer.cli import flags
-from trainer.config import Config, check, flatten, load_recipe
+from trainer.config import Config, flatten, load_recipe
+from trainer.config_checks import check
 from trainer.config_file import forget_modules
 from trainer.run_files import RunFiles
 

@@ -22,7 +22,8 @@ from trainer.checkpoints.report_upload import uploading_reports
 from trainer.cli import flag_checks, flags, run_names
 from trainer.cli.continued import print_next
 from trainer.cli.task_spec import TaskSpec
-from trainer.config import ConfigError, Recipe, check_replicas, data_dir, to_json
+from trainer.config import ConfigError, Recipe, data_dir, to_json
+from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
 from trainer.hooks.trackers.names import reached_over_network
 from trainer.live.view import can_show, live_view

@@ -25,11 +25,10 @@ from trainer.config import (
     Config,
     ConfigError,
     Recipe,
-    check,
-    check_sub_batches,
     data_dir,
     load_recipe,
 )
+from trainer.config_checks import check, check_sub_batches
 from trainer.hooks.trackers.names import reached_over_network
 
 log = logging.getLogger(__name__)

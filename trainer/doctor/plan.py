@@ -149,7 +149,8 @@ def _plan(
     import tensorflow as tf
 
     from strategies.ps.placement import place
-    from trainer.config import check_replicas, data_dir
+    from trainer.config import data_dir
+    from trainer.config_checks import check_replicas
     from trainer.preflight import preflight
 
     config, num_workers = recipe.config, cluster.num("worker")

@@ -25,14 +25,11 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from typing_extensions import override
 
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
-from trainer.config import Config, flatten
 from trainer.exit_codes import first_line
 from trainer.hooks.base import Hook
 from trainer.run_files import read_reports, step_of, without_nan
 
 log = logging.getLogger(__name__)
-
-_HPARAMS = ("batch_size", "learning_rate", "optimizer", "precision", "seed", "train_steps")
 
 # A number; or by worker a number or a histogram {value: count}, as in Executor.worker_stats. Any:
 # each writer distinguishes the three when it writes.
@@ -205,14 +202,6 @@ class TensorBoard(Writer):
                     summary.MergeFrom(scalar_pb(f"{name}/{worker}", number))
         with self.writing(split, step):
             tf.summary.experimental.write_raw_pb(summary.SerializeToString())
-
-
-def hparams_of(config: Config) -> dict[str, bool | float | str]:
-    """What HParams shows of a config: some fields of all runs, and the fields that were set."""
-    values, defaults = flatten(config), flatten(Config())
-    shown = [name for name in values if name in _HPARAMS or values[name] != defaults.get(name)]
-    kinds = (bool, int, float, str)
-    return {n: v if isinstance(v := values[n], kinds) else str(v) for n in shown if n != "data_dir"}
 
 
 def _samples(counts: Mapping[int, int]) -> npt.NDArray[np.int64]:

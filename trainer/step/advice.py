@@ -1,6 +1,6 @@
 """Advice on a model and a loss that do not fit each other, although training runs.
 
-for line in advice(model, recipe, loss):
+for line in advice(model, recipe.loss, loss, recipe.path):
     print("note:", line)
 """
 
@@ -14,14 +14,20 @@ from trainer.step.model_loss import ModelLoss, overrides
 
 if TYPE_CHECKING:
     from strategies.base import Batch
-    from trainer.config import Recipe
+    from trainer.step.keras_losses import LossSpec
     from trainer.step.losses import PerExample
 
 
 def advice(
-    model: keras.Model, recipe: "Recipe", loss: "PerExample | KerasLoss | ModelLoss"
+    model: keras.Model,
+    given_loss: "LossSpec | None",
+    loss: "PerExample | KerasLoss | ModelLoss",
+    path: str,
 ) -> list[str]:
-    """Returns lines for the user; empty if nothing is remarkable."""
+    """Returns lines for the user; empty if nothing is remarkable.
+
+    `given_loss` is the loss as the config file at `path` gives it; None: it gives none.
+    """
     if isinstance(loss, ModelLoss):
         return [
             f"{name}() of {type(model).__name__} is not called: a step takes the gradient of its "
@@ -33,10 +39,10 @@ def advice(
     if getattr(model, "compiled", False):
         lines.append(
             "model.compile(...) in build_model has no effect: define loss, metrics and "
-            f"build_optimizer in {recipe.path}."
+            f"build_optimizer in {path}."
         )
     activation = _activation(model)
-    if recipe.loss is None:
+    if given_loss is None:
         if activation == "softmax":
             lines.append(
                 "The model ends with softmax, but the default loss applies softmax too. Remove the "
@@ -44,7 +50,7 @@ def advice(
             )
     elif isinstance(loss, KerasLoss):
         lines += loss.notes
-        lines += _of_keras_loss(recipe.loss, activation)
+        lines += _of_keras_loss(given_loss, activation)
     return lines
 
 

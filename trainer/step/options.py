@@ -1,29 +1,24 @@
 """Options of a training step: groups of config fields, each with its checks.
 
     config.clip.global_norm = 1.0           # or --config.clip.global_norm=1.0
-    check_options(config)
 
 Patterns are Python regular expressions. A pattern matches if it is found anywhere in the path of a
 variable, for example "conv2d/kernel", or of a layer, for example "conv2d".
 """
 
 import math
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from data.system.errors import UsageError
-
-if TYPE_CHECKING:
-    from trainer.config import Config
 
 # A check of a number: the requirement in words, and the test.
 _Bound: TypeAlias = tuple[str, Callable[[float], bool]]
 _AT_LEAST_0: _Bound = ("0 or more", lambda x: 0 <= x < math.inf)
 _FRACTION: _Bound = ("from 0 to 1", lambda x: 0 <= x <= 1)
-_BELOW_1: _Bound = ("at least 0 and below 1", lambda x: 0 <= x < 1)
+BELOW_1: _Bound = ("at least 0 and below 1", lambda x: 0 <= x < 1)
 _ABOVE_0: _Bound = ("above 0", lambda x: 0 < x < math.inf)
 _AT_LEAST_1: _Bound = ("1 or more", lambda x: 1 <= x < math.inf)
 
@@ -31,7 +26,7 @@ PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
 def at_least(least: int, default: int) -> int:
-    """Declares a whole number of a config with its lower bound, which trainer/config.py tests."""
+    """Declares a whole number of a config with its lower bound (see trainer/config_checks.py)."""
     return field(default=default, metadata={"at_least": least})
 
 
@@ -47,7 +42,8 @@ def must_be(needed: str, name: str, value: object, example: object) -> ConfigErr
     )
 
 
-def _number(default: float, bound: _Bound) -> float:
+def number(default: float, bound: _Bound) -> float:
+    """Declares a number of a config with its bound (see trainer/config_checks.py)."""
     return field(default=default, metadata={"bound": bound})
 
 
@@ -81,13 +77,13 @@ class ScheduleConfig:
 
     kind: str = "constant"
     warmup_steps: int = at_least(0, 0)
-    warmup_start: float = _number(0.0, _FRACTION)
+    warmup_start: float = number(0.0, _FRACTION)
     decay_steps: int = at_least(0, 0)
-    decay_rate: float = _number(0.1, _ABOVE_0)
+    decay_rate: float = number(0.1, _ABOVE_0)
     staircase: bool = False
     boundaries: tuple[int, ...] = ()
-    end_fraction: float = _number(0.0, _FRACTION)
-    power: float = _number(1.0, _ABOVE_0)
+    end_fraction: float = number(0.0, _FRACTION)
+    power: float = number(1.0, _ABOVE_0)
     base_batch_size: int = at_least(0, 0)
 
     def check(self) -> None:
@@ -140,9 +136,9 @@ class ClipConfig:
             "On the difficulty of training recurrent neural networks", 2013).
     """
 
-    value: float = _number(0.0, _AT_LEAST_0)
-    norm: float = _number(0.0, _AT_LEAST_0)
-    global_norm: float = _number(0.0, _AT_LEAST_0)
+    value: float = number(0.0, _AT_LEAST_0)
+    norm: float = number(0.0, _AT_LEAST_0)
+    global_norm: float = number(0.0, _AT_LEAST_0)
 
     def check(self) -> None:
         """Raises ConfigError if more than one field is set."""
@@ -166,8 +162,8 @@ class PenaltyConfig:
         variables: Pattern of the trainable variables that are penalised.
     """
 
-    l1: float = _number(0.0, _AT_LEAST_0)
-    l2: float = _number(0.0, _AT_LEAST_0)
+    l1: float = number(0.0, _AT_LEAST_0)
+    l2: float = number(0.0, _AT_LEAST_0)
     variables: str = "kernel|embeddings"
 
 
@@ -184,7 +180,7 @@ class WeightDecayConfig:
         exclude: Pattern of variables without decay, for example "bias|gamma|beta". Empty: none.
     """
 
-    rate: float = _number(0.0, _AT_LEAST_0)
+    rate: float = number(0.0, _AT_LEAST_0)
     exclude: str = ""
 
 
@@ -201,7 +197,7 @@ class EmaConfig:
             use_ema; otherwise with the initial weights.
     """
 
-    decay: float = _number(0.0, _BELOW_1)
+    decay: float = number(0.0, BELOW_1)
     warmup: bool = False
     from_first_step: bool = False
 
@@ -215,7 +211,7 @@ class LossScaleConfig:
         growth_steps: The scale is doubled after this number of steps without overflow.
     """
 
-    initial: float = _number(2.0**15, _AT_LEAST_1)
+    initial: float = number(2.0**15, _AT_LEAST_1)
     growth_steps: int = at_least(1, 2000)
 
 
@@ -230,7 +226,7 @@ class EarlyStoppingConfig:
     """
 
     patience: int = at_least(0, 0)
-    min_delta: float = _number(0.0, _AT_LEAST_0)
+    min_delta: float = number(0.0, _AT_LEAST_0)
 
 
 @dataclass
@@ -263,52 +259,6 @@ class Options:
     jit_compile: bool = False  # XLA compiles a replica's gradient.
     # The weights of the examples of some classes, in training.
     class_weight: Mapping[int, float] = field(default_factory=dict)
-
-
-def check_options(config: "Config") -> None:
-    """Raises ConfigError for the first group that cannot be used. Called with all types checked."""
-    config.schedule.check()
-    _check_numbers(config)
-    config.clip.check()
-    if config.precision not in PRECISIONS:
-        needed = f"one of {', '.join(PRECISIONS)}"
-        raise must_be(needed, "precision", config.precision, PRECISIONS[-1])
-    if config.early_stopping.patience and not config.eval_every_steps:
-        raise ConfigError(
-            f"config.early_stopping.patience={config.early_stopping.patience} counts evaluations, "
-            "but there is none before the end. Type --config.eval_every_steps=1000, for example."
-        )
-    for name, other, example in (
-        ("ema.warmup", "ema.decay", 0.999),
-        ("ema.from_first_step", "ema.decay", 0.999),
-        ("early_stopping.min_delta", "early_stopping.patience", 3),
-        ("warm_start.exclude", "warm_start.path", "runs/RUN"),
-    ):
-        value, needed = operator.attrgetter(name, other)(config)
-        if value and not needed:
-            raise ConfigError(
-                f"config.{name}={value} means nothing without config.{other}. Type "
-                f"--config.{other}={example}, for example, or leave it out."
-            )
-    for name in ("penalty.variables", "weight_decay.exclude", "freeze", "warm_start.exclude"):
-        pattern = operator.attrgetter(name)(config)
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            needed = f"a regular expression ({error})"
-            raise must_be(needed, name, pattern, "'kernel|bias'") from error
-
-
-def _check_numbers(config: "Config") -> None:
-    bounds = [("label_smoothing", _BELOW_1)]
-    for group in fields(config):
-        if is_dataclass(value := getattr(config, group.name)):
-            of_group = [item for item in fields(value) if "bound" in item.metadata]
-            bounds += [(f"{group.name}.{item.name}", item.metadata["bound"]) for item in of_group]
-    for name, (words, is_valid) in bounds:
-        value = operator.attrgetter(name)(config)
-        if not is_valid(value):  # NaN is not valid either.
-            raise must_be(words, name, value, 1.0 if is_valid(1.0) else 0.1)
 
 
 def matching(name: str, pattern: str, paths: Sequence[str]) -> list[bool]:

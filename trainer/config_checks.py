@@ -1,0 +1,152 @@
+"""The checks of a config, before anything starts.
+
+    check(recipe.config)                                # each field, and what fits together
+    check_replicas(recipe.config, num_replicas=4)       # what depends on the cluster
+
+All raise ConfigError: what came, what is needed, what to type. `build.py` checks what needs the
+model.
+"""
+
+import logging
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from data.system.files import FAIL, SKIP
+from trainer.config import Config, ConfigError, fields_of, flatten, num_lanes
+from trainer.hooks.trackers.names import check_trackers
+from trainer.step.options import PRECISIONS, must_be
+
+log = logging.getLogger(__name__)
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for the first invalid field."""
+    values = flatten(config)
+    for name, default in flatten(Config()).items():
+        wanted = (int, float) if isinstance(default, float) else type(default)
+        came = values[name]
+        if not isinstance(came, wanted) or (isinstance(came, bool) != isinstance(default, bool)):
+            raise ConfigError(
+                f"config.{name} must be of type {type(default).__name__}. Received: {came!r}, of "
+                f"type {type(came).__name__}."
+            )
+    if config.seed >= 2**32:
+        raise ConfigError(f"config.seed must be below 2**32. Received: seed={config.seed}.")
+    _check_bounds(values)
+    if not config.learning_rate > 0:
+        raise must_be("above 0", "learning_rate", config.learning_rate, 0.001)
+    if config.recover_from_nan and not config.checkpoint_every_steps:
+        raise ConfigError(
+            f"config.recover_from_nan={config.recover_from_nan} needs checkpoints to go back to, "
+            "but config.checkpoint_every_steps=0 saves at the end only. Type "
+            "--config.checkpoint_every_steps=100, for example."
+        )
+    _check_options(config)
+    check_trackers(config.trackers)
+    if config.warm_start.path.startswith("s3://"):
+        raise ConfigError(
+            f"config.warm_start.path={config.warm_start.path} cannot be read: give a local copy. "
+            "Type, for example: aws s3 cp --recursive s3://BUCKET/RUN/checkpoints/step-00001000 DIR"
+        )
+    if config.data.on_corrupt not in (FAIL, SKIP):
+        raise must_be(f"{FAIL} or {SKIP}", "data.on_corrupt", config.data.on_corrupt, SKIP)
+    if config.data.lanes and config.batch_size % config.data.lanes:
+        raise ConfigError(
+            "config.data.lanes must divide batch_size, so that every batch takes as many examples "
+            f"from each lane. Received: lanes={config.data.lanes}, batch_size={config.batch_size}. "
+            "Leave lanes at 0 to have it chosen."
+        )
+
+
+def check_sub_batches(config: Config, num_sub_batches: int, num_workers: int) -> None:
+    """Raises ConfigError if a step of synchronous ps cannot sum `num_sub_batches` gradients.
+
+    With backup workers a step may sum sub-batches of different batches, so all must have one size.
+    Without, no sub-batch may be empty.
+    """
+    lanes = num_lanes(config)
+    has_backups = num_sub_batches < num_workers
+    if lanes < num_sub_batches or (has_backups and lanes % num_sub_batches):
+        raise ConfigError(
+            f"--replicas_to_aggregate={num_sub_batches} of {num_workers} workers needs a number of "
+            f"lanes that {num_sub_batches} divides. Received: {lanes} lanes for batch_size="
+            f"{config.batch_size}. Choose a --batch_size that {num_sub_batches} divides, and set "
+            f"--config.data.lanes to a divisor of it that {num_sub_batches} divides."
+        )
+
+
+def check_replicas(config: Config, num_replicas: int) -> None:
+    """Raises ConfigError if a replica gets no examples; warns if their numbers differ."""
+    for name in ("batch_size", "eval_batch_size"):
+        size = getattr(config, name) or config.batch_size
+        if size < num_replicas:
+            raise ConfigError(
+                f"{name}={size} is smaller than the {num_replicas} replicas that share a batch. "
+                f"Use --config.{name}={num_replicas} or more, or fewer replicas."
+            )
+    lanes = num_lanes(config)
+    if lanes < num_replicas:
+        raise ConfigError(
+            f"{num_replicas} replicas need at least as many lanes, but there are {lanes}. Set "
+            f"--config.data.lanes to a divisor of batch_size={config.batch_size} from "
+            f"{num_replicas} up: {config.batch_size}, for example."
+        )
+    smallest = lanes // num_replicas * (config.batch_size // lanes)
+    if config.micro_batches > smallest:
+        raise ConfigError(
+            f"config.micro_batches={config.micro_batches} cuts a replica's share into more parts "
+            f"than the {smallest} examples it may have: batch_size={config.batch_size} on "
+            f"{num_replicas} replica(s). Type --config.micro_batches={smallest}, or less."
+        )
+    if lanes % num_replicas:
+        message = "batch_size=%d is shared unevenly by %d replicas; a multiple of them is faster."
+        log.warning(message, config.batch_size, num_replicas)
+
+
+def _check_bounds(values: Mapping[str, Any]) -> None:
+    # The bounds of Config: a field that a derived class declares again has none.
+    for name, item, _ in fields_of(Config()):
+        value = values[name]
+        least = item.metadata.get("at_least")
+        if least is not None and value < least:
+            raise ConfigError(
+                f"config.{name} must be at least {least}. Received: {name}={value}. "
+                f"Type --config.{name}={max(least, 1)}, or more."
+            )
+        words, is_valid = item.metadata.get("bound", ("", lambda _: True))
+        if not is_valid(value):  # NaN is not valid either.
+            raise must_be(words, name, value, 1.0 if is_valid(1.0) else 0.1)
+
+
+def _check_options(config: Config) -> None:
+    config.schedule.check()
+    config.clip.check()
+    if config.precision not in PRECISIONS:
+        needed = f"one of {', '.join(PRECISIONS)}"
+        raise must_be(needed, "precision", config.precision, PRECISIONS[-1])
+    if config.early_stopping.patience and not config.eval_every_steps:
+        raise ConfigError(
+            f"config.early_stopping.patience={config.early_stopping.patience} counts evaluations, "
+            "but there is none before the end. Type --config.eval_every_steps=1000, for example."
+        )
+    for name, other, example in (
+        ("ema.warmup", "ema.decay", 0.999),
+        ("ema.from_first_step", "ema.decay", 0.999),
+        ("early_stopping.min_delta", "early_stopping.patience", 3),
+        ("warm_start.exclude", "warm_start.path", "runs/RUN"),
+    ):
+        value, needed = operator.attrgetter(name, other)(config)
+        if value and not needed:
+            raise ConfigError(
+                f"config.{name}={value} means nothing without config.{other}. Type "
+                f"--config.{other}={example}, for example, or leave it out."
+            )
+    for name in ("penalty.variables", "weight_decay.exclude", "freeze", "warm_start.exclude"):
+        pattern = operator.attrgetter(name)(config)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            needed = f"a regular expression ({error})"
+            raise must_be(needed, name, pattern, "'kernel|bias'") from error
