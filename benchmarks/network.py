@@ -16,23 +16,29 @@ benchmarks/deep.py, in each of these ways:
 Prints for each rate the seconds of a step, median (least to most), as Markdown. The limit is the
 larger of compute alone and of the time that the gradients need on the link, calculated. `hidden` is
 (compute + transfer - step) / the smaller of compute and transfer: 1 if the whole transfer overlaps.
-The load of the machine is printed, because other programs disturb a measurement.
+`CPU` are the CPU seconds of a step on the host that takes more, kernel included. A host has one
+core, so no step is shorter: if CPU is near the step, the core has no time left, and more overlap
+is not possible. The load of the machine is printed, because other programs disturb a measurement.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import math
 import os
 import signal
+import statistics
 import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 from absl import app, flags
 
 from benchmarks.deep import GRADIENT_BYTES
@@ -62,9 +68,18 @@ _TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 600.0, "A program that takes 
 _ROOT = Path(__file__).resolve().parents[1]
 _WARMUP_STEPS = 4
 _NUM_HOSTS = 2
+_LOOK_SECS = 0.05
 _NUM_EXAMPLES = 8192
 _PORT = 2222
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """The mean step of a run; both in seconds. CPU is NaN where it is not known."""
+
+    secs: float
+    cpu_secs: float
 
 
 class RunError(RuntimeError):
@@ -114,8 +129,8 @@ def transfer_secs(rate: str) -> float:
     return 8 * num_bytes / (float(number) * _BITS[rate.removeprefix(number)])
 
 
-def step_secs(way: Way, places: Sequence[Host], examples: int, data: Path, where: Path) -> float:
-    """Seconds of a step.
+def measure_step(way: Way, places: Sequence[Host], examples: int, data: Path, where: Path) -> Taken:
+    """Trains in this way, with the files of the run in `where`.
 
     Raises:
         RunError: a process failed, or took too long.
@@ -146,22 +161,54 @@ def step_secs(way: Way, places: Sequence[Host], examples: int, data: Path, where
                         [*prefix, *command], cwd=_ROOT, env=env, stdout=log, stderr=log
                     )
                 )
+        # Of a cluster, worker 0 writes the reports.
+        model_dirs = [where if way.is_cluster else where / str(rank) for rank in range(_NUM_HOSTS)]
+        meters = list(map(_CpuMeter, processes, model_dirs))
+        deadline = time.monotonic() + _TIMEOUT_SECS.value
+        while any(process.poll() is None for process in processes):
+            if time.monotonic() > deadline:
+                raise RunError(f"{way.what} took more than {_TIMEOUT_SECS.value:.0f} s")
+            for meter in meters:
+                meter.look()
+            time.sleep(_LOOK_SECS)
         for rank, process in enumerate(processes):
-            if process.wait(_TIMEOUT_SECS.value):
+            if process.returncode:
                 log_text = (where.parent / f"{where.name}-{rank}.log").read_text()
                 raise RunError(f"{way.what}, host {rank}: {log_text[-2000:]}")
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"{way.what}: {error}") from error
     finally:
         for process in processes:
             process.kill()
             process.wait()
     if way.name == "ddp":
         output = (where.parent / f"{where.name}-0.log").read_text()
-        return float(1 / json.loads(output.splitlines()[-1])["steps_per_sec"])
-    model_dirs = [where] if way.is_cluster else [where / str(rank) for rank in range(_NUM_HOSTS)]
+        return Taken(1 / json.loads(output.splitlines()[-1])["steps_per_sec"], math.nan)
     # Alone, the slower host: the others would wait for it.
-    return max(1 / rate_of(train_reports(model_dir)) for model_dir in model_dirs)
+    secs = max(1 / rate_of(train_reports(model_dir)) for model_dir in model_dirs)
+    return Taken(secs, max(meter.secs_per_step() for meter in meters))
+
+
+class _CpuMeter:
+    """The CPU time of a process between the first and the last report that are seen."""
+
+    def __init__(self, process: subprocess.Popen[bytes], model_dir: Path) -> None:
+        self._process, self._model_dir = process, model_dir
+        self._seen: list[tuple[int, float]] = []  # A step that was reported, CPU seconds.
+
+    def look(self) -> None:
+        """Must be called often: the time between a report and this call counts as a step's."""
+        reports = train_reports(self._model_dir)
+        if not reports or (self._seen and reports[-1]["step"] == self._seen[-1][0]):
+            return
+        with contextlib.suppress(psutil.Error):  # It has ended meanwhile.
+            times = psutil.Process(self._process.pid).cpu_times()
+            self._seen.append((reports[-1]["step"], times.user + times.system))
+
+    def secs_per_step(self) -> float:
+        """NaN if fewer than two reports were seen."""
+        if len(self._seen) < 2:
+            return math.nan
+        (first, before), *_, (last, after) = self._seen
+        return (after - before) / (last - first)
 
 
 def write_random_mnist(directory: Path) -> None:
@@ -178,8 +225,9 @@ def write_random_mnist(directory: Path) -> None:
         )
 
 
-def rows(rate: str, examples: int, secs: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """The rows of the table for one rate; `secs` are the seconds of a step by way."""
+def rows(rate: str, examples: int, taken: Mapping[str, Sequence[Taken]]) -> Iterator[str]:
+    """The rows of the table for one rate; `taken` are the measured steps by way."""
+    secs = {name: [step.secs for step in steps] for name, steps in taken.items()}
     median = {name: summarise(values).median for name, values in secs.items() if values}
     on_link = transfer_secs(rate)
     limit = max(median.get("compute", math.nan), on_link)
@@ -190,8 +238,11 @@ def rows(rate: str, examples: int, secs: Mapping[str, Sequence[float]]) -> Itera
             compute, transfer = median["compute"], median.get("transfer", on_link)
             share = (compute + transfer - median[name]) / min(compute, transfer)
             of_limit, hidden = f"{median[name] / limit:.2f}", f"{share:.2f}"
+        cpu = [step.cpu_secs for step in taken[name] if not math.isnan(step.cpu_secs)]
+        shown_cpu = f"{statistics.median(cpu):.2f}" if cpu else ""
         where = f"{rate}, {_NUM_HOSTS} x {examples:,}"
-        yield f"| {where} | {name} | {shown} | {limit:.2f} | {of_limit} | {hidden} |"
+        cells = (where, name, shown, shown_cpu, f"{limit:.2f}", of_limit, hidden)
+        yield f"| {' | '.join(cells)} |"
 
 
 def _find_torch() -> str | None:
@@ -244,14 +295,14 @@ def main(argv: Sequence[str]) -> None:
     if not torch:
         print("DDP is left out: it needs PyTorch. Give --torch_python.", file=sys.stderr)
     print(f"{machine()}, {GRADIENT_BYTES / 1e6:.0f} MB of gradients:\n")
-    print("| link, examples | way | s a step | limit | of the limit | hidden |")
-    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    print("| link, examples | way | s a step | CPU | limit | of the limit | hidden |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_random_mnist(directory / "random")
         prepare("mnist", directory / "mnist", f"--source={directory / 'random'}")
         for rate, examples in zip(_RATES.value, map(int, _EXAMPLES.value), strict=True):
-            secs: dict[str, list[float]] = {way.name: [] for way in chosen}
+            taken: dict[str, list[Taken]] = {way.name: [] for way in chosen}
             for number in range(_ROUNDS.value):
                 for way in chosen:
                     where = directory / f"{rate}-{number}-{way.name}"
@@ -261,16 +312,17 @@ def main(argv: Sequence[str]) -> None:
                         for host in places:
                             host.limit_rate(rate)
                         try:
-                            taken = step_secs(way, places, examples, directory / "mnist", where)
+                            step = measure_step(way, places, examples, directory / "mnist", where)
                         except (RunError, ValueError) as error:
                             print(f"{way.name} failed: {error}", file=sys.stderr, flush=True)
                             has_failed = True
                             continue
-                    secs[way.name].append(taken)
+                    taken[way.name].append(step)
                     turn = f"{rate} {number + 1}/{_ROUNDS.value} {way.name}"
-                    said = f"{turn}: {taken:.3f} s, load {os.getloadavg()[0]:.1f}"
+                    load = f"load {os.getloadavg()[0]:.1f}"
+                    said = f"{turn}: {step.secs:.3f} s, CPU {step.cpu_secs:.3f} s, {load}"
                     print(said, file=sys.stderr, flush=True)
-            for row in rows(rate, examples, secs):
+            for row in rows(rate, examples, taken):
                 print(row, flush=True)
     if has_failed:
         sys.exit(1)

@@ -85,7 +85,10 @@ def test_gradients_of_the_network_benchmark_need_their_bytes_on_the_link() -> No
 
 
 def test_hidden_part_of_a_transfer_is_all_or_nothing_at_the_ends() -> None:
-    measured = {"compute": [1.0], "transfer": [0.8], "one_sum": [1.8], "program": [1.0]}
-    *_, one_sum, program = network.rows("500mbit", 512, measured)
-    assert one_sum.endswith("| 1.80 (1.80 to 1.80) | 1.00 | 1.80 | 0.00 |")
-    assert program.endswith("| 1.00 (1.00 to 1.00) | 1.00 | 1.00 | 1.00 |")
+    secs = {"compute": 1.0, "transfer": 0.8, "one_sum": 1.8, "program": 1.0, "ddp": 1.4}
+    measured = {name: [network.Taken(value, 0.9)] for name, value in secs.items()}
+    measured["ddp"] = [network.Taken(1.4, math.nan)]
+    *_, one_sum, program, ddp = network.rows("500mbit", 512, measured)
+    assert one_sum.endswith("| 1.80 (1.80 to 1.80) | 0.90 | 1.00 | 1.80 | 0.00 |")
+    assert program.endswith("| 1.00 (1.00 to 1.00) | 0.90 | 1.00 | 1.00 | 1.00 |")
+    assert ddp.endswith("| 1.40 (1.40 to 1.40) |  | 1.00 | 1.40 | 0.50 |")
