@@ -90,18 +90,20 @@ def test_live_view_shows_a_cluster_of_ps_and_its_restarted_worker(
 def test_live_view_shows_one_process_and_quiet_prints_the_last_line_alone(
     digits: Path, tmp_path: Path
 ) -> None:
-    flags = ["-m", "trainer", f"--config={SLOW}", f"--data_dir={digits}", "--train_steps=60"]
-    with Terminal([*flags, "--model_dir=a"], tmp_path, rows=24, columns=80) as shown:
-        shown.see("/60  ", "loss", "this process  training", "MiB")
+    flags = ["-m", "trainer", f"--config={SLOW}", f"--data_dir={digits}"]
+    long = [*flags, "--train_steps=100000", "--model_dir=a"]
+    with Terminal(long, tmp_path, rows=24, columns=80) as shown:
+        shown.see("/100,000  ", "loss", "this process  training", "MiB")
         shown.type("\x03")
         assert shown.end() == 75, shown.output
     before, _, _ = shown.output.partition(ENTER)
-    assert "mirrored: 1 replica(s), batch 64, 60 steps" in before
+    assert "mirrored: 1 replica(s), batch 64, 100,000 steps" in before
     left = [line for line in shown.lines_left_behind if line]
     assert any("SIGINT: this task saves and ends" in line for line in left)
     assert left[-1] == "continue: python -m trainer --model_dir=a"
 
-    with Terminal([*flags, "--model_dir=a", "--quiet"], tmp_path) as quiet:
+    short = [*flags, "--train_steps=60", "--model_dir=b"]
+    with Terminal([*short, "--quiet"], tmp_path) as quiet:
         assert quiet.end() == 0, quiet.output
     (line,) = [line for line in quiet.lines if line]
     assert line.startswith("done: step 60  loss ")
