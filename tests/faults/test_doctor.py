@@ -54,7 +54,7 @@ def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path
     with hosts(4) as places, contextlib.ExitStack() as stack:
         for host in places:
             host.limit_rate("400mbit")
-        places[3].limit_rate("40mbit")
+        places[3].limit_rate("20mbit")
         listed = [f"{host.address}:2222" for host in places]
         wrong = [*listed[:1], f"{places[1].address}:2223", *listed[2:]]
         processes = []
