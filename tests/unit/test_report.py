@@ -7,20 +7,25 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from data.system.files import open_file
 from data.system.stopwatch import SERVING
 from tests.cluster.runs import ROOT
 from tests.unit.test_goodput import BEGAN, steps, write_process
+from trainer import run_files
 from trainer.report.drawing import Curve, bars, plot, strip
 from trainer.report.goodput import Piece
 from trainer.report.page import render
 from trainer.report.series import RunSeries
+from trainer.run_files import read_reports
 
 WORKERS = [f"worker {index}" for index in range(6)]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -143,10 +148,50 @@ def report(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_reports_are_read_once_and_each_of_their_columns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = write_run(tmp_path / "run", num_steps=30_000, every_steps=10)
+    opened: list[str] = []
+    columns: list[tuple[str, str]] = []
+
+    def opening(path: str) -> Any:
+        opened.append(os.path.basename(path))
+        return open_file(path)
+
+    class CountedReport(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            columns.append((self["split"], name))
+            return super().get(name, default)
+
+    monkeypatch.setattr(run_files, "open_file", opening)
+    run = RunSeries(str(first))
+    run.reports = [CountedReport(report) for report in run.reports]
+    text = render([run], {run.model_dir: "no"})
+    assert opened.count("metrics.jsonl") == 1
+    counts = Counter(columns)
+    assert counts["eval", "accuracy"] == 30
+    assert counts["train", "accuracy"] == 3000, "in four plots"
+    assert len(text) < 500_000
+
+
+def test_long_run_keeps_no_more_values_by_worker_than_a_plot_shows(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", num_steps=30_000, every_steps=10) / "metrics.jsonl"
+    every, some = read_reports(str(path)), read_reports(str(path), num_with_workers=300)
+    assert len(every) == len(some) == 3030
+    with_workers = [report for report in some if "worker_steps" in report]
+    assert 270 <= len(with_workers) <= 305
+    assert all(report in every for report in with_workers)
+    last = [report for report in every if report["split"] == "train"][-1]
+    assert with_workers[-1] == last
+    names = ("step", "split", "loss", "accuracy")
+    assert [[r[n] for n in names] for r in some] == [[r[n] for n in names] for r in every]
+
+
 def test_page_of_a_long_run_is_small_and_complete_and_made_without_tensorflow(
     tmp_path: Path,
 ) -> None:
-    run = write_run(tmp_path / "long", num_steps=100_000, every_steps=10)
+    run = write_run(tmp_path / "long", num_steps=100_000, every_steps=1)
     done = report(str(run), "--no_examples")
     path = run / "report.html"
     assert os.path.realpath(ROOT / done.stdout.strip()) == str(path)
@@ -239,17 +284,17 @@ def test_mistakes_are_one_message(words: tuple[str, ...], parts: list[str]) -> N
 
 
 def test_plot_keeps_the_least_and_the_largest_value_of_each_pixel() -> None:
-    points = [(float(x), 1.0) for x in range(100_000)]
-    points[5_000] = (5_000.0, 9.0)
-    points[7_000] = (7_000.0, float("nan"))
+    points = np.stack([np.arange(100_000.0), np.ones(100_000)], axis=1)
+    points[5_000, 1] = 9.0
+    points[7_000, 1] = np.nan
     svg = plot("a < b", [Curve(points, "s0 train")], is_time=False)
     assert len(svg) < 20_000
     ElementTree.fromstring(svg)
     path = svg.partition('class="s0 train band" d="M')[2].partition('"')[0]
     ys = {float(point.split()[1]) for point in path.split("L")}
     assert len(ys) == 2, "9.0 is still there, and NaN is not"
-    assert plot("nothing", [Curve([], "s0 train")], is_time=True) == ""
-    ElementTree.fromstring(plot("one", [Curve([(3.0, 0.0)], "s0 eval")], is_time=True))
+    assert plot("nothing", [Curve(np.empty([0, 2]), "s0 train")], is_time=True) == ""
+    ElementTree.fromstring(plot("one", [Curve(np.array([[3.0, 0.0]]), "s0 eval")], is_time=True))
 
 
 def test_strips_show_the_cause_with_the_most_time() -> None:

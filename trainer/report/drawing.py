@@ -1,6 +1,6 @@
 """Plots and bars as SVG, for a page without scripts.
 
-    plot("loss", [Curve([(0, 2.3), (100, 0.4)], "s0 train")], is_time=False)
+    plot("loss", [Curve(np.array([[0, 2.3], [100, 0.4]]), "s0 train")], is_time=False)
     bars([("compute", 0.9), ("dead", 0.1)])
     strip(task.pieces, begin, end)
 
@@ -11,9 +11,12 @@ with many points for each pixel is a band from the least to the largest value, a
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from trainer.report.goodput import Piece
 from trainer.run_files import clock
@@ -27,13 +30,13 @@ _BAND_FROM = 1000  # Points.
 _STRIP_WIDTH = 1000
 _STRIP_PARTS = 500
 
-Point = tuple[float, float]
+Points: TypeAlias = npt.NDArray[np.float64]  # Rows of (x, y).
 
 
 class Curve(NamedTuple):
     """Points in the order of x, and CSS classes: a colour s0 to s7, and train or eval."""
 
-    points: Sequence[Point]
+    points: Points
     style: str
 
 
@@ -44,23 +47,24 @@ def plot(
 
     If it `may_be_log`, the y axis is logarithmic for values of several orders of magnitude.
     """
-    finite = [Curve([p for p in c.points if math.isfinite(p[1])], c.style) for c in curves]
-    shown = [curve for curve in finite if curve.points]
+    finite = [Curve(points[np.isfinite(points[:, 1])], style) for points, style in curves]
+    shown = [curve for curve in finite if len(curve.points)]
     if not shown:
         return ""
-    xs = [x for curve in shown for x in (curve.points[0][0], curve.points[-1][0])]
-    ys = [y for curve in shown for _, y in curve.points]
-    is_log = may_be_log and min(ys) > 0 and max(ys) > _LOG_FROM * min(ys)
-    scale = math.log10 if is_log else float
-    x_low, x_high = _widened(min(0.0, *xs), max(xs))
-    y_low, y_high = _widened(scale(min(ys)), scale(max(ys)))
+    xs = np.concatenate([points[[0, -1], 0] for points, _ in shown])
+    ys = np.concatenate([points[:, 1] for points, _ in shown])
+    is_log = may_be_log and ys.min() > 0 and ys.max() > _LOG_FROM * ys.min()
+    scale: Callable[[npt.ArrayLike], Points] = np.log10 if is_log else np.asarray
+    x_low, x_high = _widened(min(0.0, float(xs.min())), float(xs.max()))
+    y_low, y_high = _widened(float(scale(ys.min())), float(scale(ys.max())))
 
-    def place(x: float, y: float) -> Point:
-        across, up = (x - x_low) / (x_high - x_low), (scale(y) - y_low) / (y_high - y_low)
-        return (
-            _LEFT + across * (_WIDTH - _LEFT - _RIGHT),
-            _HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM),
-        )
+    def place_x(x: npt.ArrayLike) -> Points:
+        across = (np.asarray(x) - x_low) / (x_high - x_low)
+        return _LEFT + across * (_WIDTH - _LEFT - _RIGHT)
+
+    def place_y(y: npt.ArrayLike) -> Points:
+        up = (scale(y) - y_low) / (y_high - y_low)
+        return _HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM)
 
     parts = [
         f'<svg class="plot" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
@@ -68,23 +72,22 @@ def plot(
     ]
     y_ticks = _powers(y_low, y_high) if is_log else _ticks(y_low, y_high)
     for tick in y_ticks:
-        _, y = place(x_low, tick)
+        y = float(place_y(tick))
         parts.append(
             f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
             f'<text class="y" x="{_LEFT - 5}" y="{y + 3.5:.1f}">{_number(tick)}</text>'
         )
     for tick in _time_ticks(x_low, x_high) if is_time else _ticks(x_low, x_high):
-        x, _ = place(tick, 10**y_low if is_log else y_low)
         text = clock(tick) if is_time else _number(tick)
-        parts.append(f'<text class="x" x="{x:.1f}" y="{_HEIGHT - 7}">{text}</text>')
-    for curve in shown:
-        placed = [place(x, y) for x, y in curve.points]
+        parts.append(f'<text class="x" x="{place_x(tick):.1f}" y="{_HEIGHT - 7}">{text}</text>')
+    for points, style in shown:
+        placed = np.stack([place_x(points[:, 0]), place_y(points[:, 1])], axis=1)
         if len(placed) > _BAND_FROM:
-            columns = [list(c) for _, c in itertools.groupby(placed, key=lambda p: int(p[0]))]
-            parts.append(_path(f"{curve.style} band", list(map(_extremes, columns))))
-            parts.append(_path(curve.style, [[_mean(column)] for column in columns]))
-        else:
-            parts.append(_path(curve.style, [placed]))
+            pixels = np.flatnonzero(np.diff(placed[:, 0].astype(int))) + 1
+            columns = np.split(placed, pixels)
+            parts.append(_path(f"{style} band", np.concatenate(list(map(_extremes, columns)))))
+            placed = np.array([(column[0, 0], column[:, 1].mean()) for column in columns])
+        parts.append(_path(style, placed))
     parts.append("</svg>")
     return "".join(parts)
 
@@ -145,21 +148,16 @@ def _strip(parts: Sequence[str]) -> str:
     return "".join([opening, *parts, "</svg>"])
 
 
-def _path(style: str, parts: Iterable[Sequence[Point]]) -> str:
-    points = [f"{x:.1f} {y:.1f}" for part in parts for x, y in part]
+def _path(style: str, points: Points) -> str:
+    places = [f"{x:.1f} {y:.1f}" for x, y in points.tolist()]
     # With round ends a very short line is a dot.
-    return f'<path class="{style}" d="M{"L".join(points)}{"h.1" if len(points) == 1 else ""}"/>'
+    return f'<path class="{style}" d="M{"L".join(places)}{"h.1" if len(places) == 1 else ""}"/>'
 
 
-def _extremes(column: Sequence[Point]) -> list[Point]:
+def _extremes(column: Points) -> Points:
     """The points with the least and the largest value, in their order."""
-    lowest = min(range(len(column)), key=lambda i: column[i][1])
-    highest = max(range(len(column)), key=lambda i: column[i][1])
-    return [column[i] for i in sorted({lowest, highest})]
-
-
-def _mean(column: Sequence[Point]) -> Point:
-    return column[0][0], sum(y for _, y in column) / len(column)
+    rows = sorted({int(column[:, 1].argmin()), int(column[:, 1].argmax())})
+    return column[rows]
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:

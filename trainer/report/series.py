@@ -1,21 +1,24 @@
 """What the files of a run say: reports over steps and time, and the facts of its tables.
 
     run = RunSeries("runs/a")
-    run.curve("train", "loss", over_time=True)     # [(seconds, value), ...]
+    run.curve("train", "loss", over_time=True)     # rows of (seconds, value)
 
 No TensorFlow is imported for local paths.
 """
 
-import bisect
 import functools
 import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from data.system.files import exists, join, read_text
 from trainer.cli.tools import require_run
 from trainer.local.launch_report import RESTARTS, directory_of_logs
+from trainer.report.drawing import Points
 from trainer.report.goodput import CHIEFS, TaskTime, goodput
 from trainer.run_files import Document, RunFiles, clock
 from trainer.runs import summary
@@ -52,13 +55,14 @@ class RunSeries:
         self.model_dir = model_dir
         self.name = os.path.basename(os.path.realpath(model_dir.rstrip("/")))
         self.config = files.read_config()
-        self.reports = files.read_reports()
+        # Read once; of the values by worker there are no more than a plot shows.
+        self.reports = files.read_reports(num_with_workers=_MOST_SAMPLES)
         if exists(files.evaluator):
             self.reports += RunFiles(files.evaluator).read_reports()
         self.summary = summary(model_dir, self.reports)
         self.result: Document = files.read_result() or {}
         self.tasks: Sequence[TaskTime] = goodput(model_dir)
-        self._times: dict[str, list[float]] = {}
+        self._columns: dict[tuple[str, str], npt.NDArray[np.float64]] = {}
 
     @functools.cached_property
     def began(self) -> float:
@@ -98,23 +102,25 @@ class RunSeries:
         }
         return sorted(names, key=lambda name: name != "loss")
 
-    def curve(self, split: str, name: str, *, over_time: bool) -> list[tuple[float, float]]:
-        """The value `name` of the reports of a split, over steps or over seconds."""
-        reports = self.of(split)
-        xs = self.times(split) if over_time else [float(report["step"]) for report in reports]
-        return [
-            (x, float(value))
-            for x, report in zip(xs, reports, strict=True)
-            if (value := report.get(name)) is not None
-        ]
+    def curve(self, split: str, name: str, *, over_time: bool) -> Points:
+        """The value `name` of the reports of a split, over steps or over seconds: rows (x, y)."""
+        xs = self.times(split) if over_time else self._column(split, "step")
+        ys = self._column(split, name)
+        is_there = ~np.isnan(ys)
+        return np.stack([xs[is_there], ys[is_there]], axis=1)
 
-    def times(self, split: str) -> list[float]:
+    def times(self, split: str) -> npt.NDArray[np.float64]:
         """The seconds from the first start of the run to each report of a split."""
-        if split not in self._times:
-            steps = [int(report["step"]) for report in self.of(split)]
-            marks = self._marks
-            self._times[split] = [_interpolated(marks, step) for step in steps]
-        return self._times[split]
+        steps, seconds = zip(*self._marks, strict=True)
+        times: npt.NDArray[np.float64] = np.interp(self._column(split, "step"), steps, seconds)
+        return times
+
+    def _column(self, split: str, name: str) -> npt.NDArray[np.float64]:
+        """The value `name` of each report of a split; NaN where it is missing."""
+        if (split, name) not in self._columns:
+            values = [report.get(name) for report in self.of(split)]
+            self._columns[split, name] = np.array(values, np.float64)
+        return self._columns[split, name]
 
     @functools.cached_property
     def _marks(self) -> list[tuple[int, float]]:
@@ -151,30 +157,30 @@ class RunSeries:
     @functools.cached_property
     def _sampled(self) -> list[Document]:
         """Reports for curves of workers: as many as a plot can show."""
-        reports = self.of("train")
-        return reports[:: -(-len(reports) // _MOST_SAMPLES) or 1]
+        return [report for report in self.of("train") if "worker_steps" in report]
 
-    def share_curve(self, worker: str) -> list[tuple[float, float]]:
+    def share_curve(self, worker: str) -> Points:
         """The share of `worker` in the steps between two reports."""
-        found, before, all_before = [], 0, 0
+        found: list[tuple[float, float]] = []
+        before = all_before = 0
         for report in self._sampled:
             steps = report.get("worker_steps", {})
             own, whole = steps.get(worker, 0), sum(steps.values())
             if whole > all_before:
                 found.append((float(report["step"]), (own - before) / (whole - all_before)))
             before, all_before = own, whole
-        return found
+        return np.array(found, np.float64).reshape(-1, 2)
 
-    def staleness_curve(self, worker: str) -> list[tuple[float, float]]:
+    def staleness_curve(self, worker: str) -> Points:
         """The mean staleness of the gradients of `worker` so far."""
-        found = []
+        found: list[tuple[float, float]] = []
         for report in self._sampled:
             counts = {int(a): n for a, n in report.get("staleness", {}).get(worker, {}).items()}
             counts = {age: number for age, number in counts.items() if age >= 0}
             if number := sum(counts.values()):
                 mean = sum(age * n for age, n in counts.items()) / number
                 found.append((float(report["step"]), mean))
-        return found
+        return np.array(found, np.float64).reshape(-1, 2)
 
     def restarts(self) -> list[Document]:
         """The lines of restarts.jsonl."""
@@ -239,16 +245,6 @@ class RunSeries:
     def versions(self) -> dict[str, Any]:  # Any: JSON values.
         """The versions that config.json names."""
         return dict(self.config.get("versions") or {})
-
-
-def _interpolated(marks: Sequence[tuple[int, float]], step: int) -> float:
-    index = bisect.bisect_left(marks, (step, -1.0))
-    if index == 0:
-        return marks[0][1]
-    if index == len(marks):
-        return marks[-1][1]
-    (low, begin), (high, end) = marks[index - 1], marks[index]
-    return begin + (step - low) / (high - low) * (end - begin)
 
 
 def _json_lines(text: str) -> Iterator[Document]:
