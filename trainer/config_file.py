@@ -8,6 +8,7 @@ A config file may import its neighbours, be part of a package, and use any other
 module. It is executed once in a process.
 """
 
+import builtins
 import contextlib
 import difflib
 import functools
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from trainer import tf_setup
 from trainer.exit_codes import first_line
@@ -33,8 +35,6 @@ _LIBRARIES = tuple(
 )
 # A line of a traceback, also of AutoGraph's, which is a part of the error's message.
 _PLACE = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
-# At the left margin, so when the file is imported.
-_IMPORTS_KERAS = re.compile(r"^(import|from) (keras|tensorflow)\b", re.MULTILINE)
 _LOADED: set[str] = set()  # The files of config files, and their neighbours.
 _SHIPPED = Path(__file__).resolve().parents[1] / "configs"
 # Errors of other tasks: a user's code did not cause them.
@@ -66,7 +66,7 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     modules_before, had_tensors = set(sys.modules), has_tensors()
     place = _shipped_file(place) or place
     try:
-        with _metrics_without_variables(place):
+        with _metrics_without_variables():
             module = _import_file(place) if _is_file_name(place) else _import_name(place)
     except ConfigError:
         raise
@@ -101,16 +101,35 @@ def forget_modules() -> None:
 
 
 @contextlib.contextmanager
-def _metrics_without_variables(place: str) -> Iterator[None]:
+def _metrics_without_variables() -> Iterator[None]:
     """Within it, objects of keras.metrics create no variables: a config file only describes them.
 
-    Each run makes its own metrics from them (trainer/step/keras_metrics.py).
+    Each run makes its own metrics from them (trainer/step/keras_metrics.py). Keras is changed when
+    the config file, or a module that it imports, imports it first: a launcher may not need it.
     """
-    path = Path(place if _is_file_name(place) else place.replace(".", "/") + ".py")
-    text = path.read_text(errors="replace") if path.is_file() else ""
-    if "keras" not in sys.modules and not _IMPORTS_KERAS.search(text):
-        yield
-        return
+    with contextlib.ExitStack() as stack:
+        if "keras" in sys.modules:
+            stack.enter_context(_without_variables())
+            yield
+            return
+        import_of_python = builtins.__import__
+
+        def import_keras_first(name: str, *args: Any, **kwargs: Any) -> ModuleType:
+            if name.partition(".")[0] in ("keras", "tensorflow"):
+                builtins.__import__ = import_of_python
+                stack.enter_context(_without_variables())
+            return import_of_python(name, *args, **kwargs)
+
+        builtins.__import__ = import_keras_first
+        try:
+            yield
+        finally:
+            builtins.__import__ = import_of_python
+
+
+@contextlib.contextmanager
+def _without_variables() -> Iterator[None]:
+    """Imports Keras; within it, metrics of Keras create no variables."""
     # As tasks do, and not as the file would: in less time, without TensorFlow's own messages.
     tf_setup.set_environment()
     tf_setup.import_tensorflow()
@@ -178,6 +197,9 @@ def _is_users(file: str) -> bool:
     if not file.endswith(".py") or "__autograph_generated_file" in file:
         return False
     path = Path(file).resolve()
+    # By name too: an environment may use the packages of another.
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return False
     if any(path.is_relative_to(library) for library in _LIBRARIES):
         return False
     return not any(path.is_relative_to(_PROGRAM / package) for package in _PACKAGES)

@@ -42,6 +42,8 @@ from trainer.step.losses import PerExample
 
 log = logging.getLogger(__name__)
 
+# They come with scikit-learn, and are prepared when they are needed.
+_WITHOUT_DOWNLOAD = ("digits", "diabetes")
 _PARSE_HINT = (
     "\n  parse gets n records at once, string [n], and returns (inputs [n, ...], labels [n, ...]): "
     "use tf.io.parse_example, not tf.io.parse_single_example, and tf.map_fn where an op takes one "
@@ -79,8 +81,7 @@ def open_inputs(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = Fals
     """
     config, data = recipe.config, recipe.config.data
     directory = data_dir(config)
-    if config.dataset in ("digits", "diabetes"):
-        _prepare_if_missing(config)
+    _prepare_if_missing(config)
     train_split = _open_split(recipe, data.train_split, copies_all=copies_all)
     order = Order(
         shard_lengths=train_split.shard_lengths,
@@ -154,8 +155,7 @@ def num_steps_of(recipe: Recipe, num_epochs: float) -> int:
 
     Errors as of `open_inputs`.
     """
-    if recipe.config.dataset == "digits":
-        _prepare_if_missing(recipe.config)
+    _prepare_if_missing(recipe.config)
     split = _open_split(recipe, recipe.config.data.train_split)
     # Less a little: a whole number of steps must not become one more by rounding.
     return max(1, math.ceil(num_epochs * split.num_examples / recipe.config.batch_size - 1e-9))
@@ -232,7 +232,7 @@ def _check_name(config: Config) -> None:
     if config.data_dir or directory.exists():
         return
     there = [path.name for path in directory.parent.glob("*") if path.is_dir()]
-    near = difflib.get_close_matches(config.dataset, ["digits", *there], n=1)
+    near = difflib.get_close_matches(config.dataset, [*_WITHOUT_DOWNLOAD, *there], n=1)
     if near and near[0] != config.dataset:
         raise DataError(
             f"There is no data set {config.dataset!r} in {directory.parent}. Did you mean "
@@ -243,7 +243,7 @@ def _check_name(config: Config) -> None:
 def _prepare_if_missing(config: Config) -> None:
     directory = data_dir(config)
     # Not if the user named the directory: a typo must not create one.
-    if config.data_dir or exists(directory):
+    if config.dataset not in _WITHOUT_DOWNLOAD or config.data_dir or exists(directory):
         return
     from data.prepare.preparing import prepare  # It imports tensorflow_datasets.
 

@@ -12,8 +12,8 @@ from keras import callbacks as K
 
 from data.tfrecord.split import Split
 from tests.unit.toy import BATCH, NUM_EXAMPLES, Overshooting, Toy, write_split
-from trainer.config import ConfigError
-from trainer.hooks.callbacks import Callbacks
+from trainer.config import Config, ConfigError, Recipe
+from trainer.hooks.callbacks import Callbacks, build_callbacks
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.export import Export
 from trainer.loop import train
@@ -164,6 +164,39 @@ def test_schedule_of_a_callback_is_followed(split: Split, tmp_path: Path) -> Non
     toy = Toy(split, tmp_path)
     run(toy, [K.LearningRateScheduler(lambda epoch, rate: rate / 2)], 3 * EPOCH)
     assert toy.learner.learning_rate == pytest.approx(0.01 / 8)
+
+
+def test_rate_is_reduced_on_a_plateau_and_epochs_are_logged(split: Split, tmp_path: Path) -> None:
+    toy = Toy(split, tmp_path)
+    log = tmp_path / "log.csv"
+    callbacks = [
+        K.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=1e9),
+        K.CSVLogger(str(log)),
+    ]
+    run(toy, callbacks, 3 * EPOCH)
+    # The first epoch sets the best loss, and each other one does not improve it by 1e9.
+    assert toy.learner.learning_rate == pytest.approx(0.01 / 4)
+    head, *rows = [line.split(",") for line in log.read_text().splitlines()]
+    assert head == ["epoch", "accuracy", "learning_rate", "loss", "val_accuracy", "val_loss"]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert float(rows[2][3]) < float(rows[0][3])
+
+
+@pytest.mark.parametrize(
+    ("make", "instead"),
+    [
+        (K.TensorBoard, "MODEL_DIR/tensorboard"),
+        (lambda: K.BackupAndRestore("x"), "--model_dir"),
+        (K.SwapEMAWeights, "config.ema.decay"),
+        (K.ProgbarLogger, "config.log_every_steps"),
+    ],
+)
+def test_callback_that_cannot_work_is_refused_with_what_to_use(
+    make: Callable[[], K.Callback], instead: str
+) -> None:
+    recipe = Recipe("mine.py", Config(), lambda config: None, build_callbacks=lambda c: [make()])
+    with pytest.raises(ConfigError, match=f"which cannot work here: .*{instead}"):
+        build_callbacks(recipe)
 
 
 def test_other_tasks_take_over_the_chiefs_rate_and_stop(

@@ -1,6 +1,8 @@
 """Config files are ordinary modules, and each mistake in them is one message with its line."""
 
 import dataclasses
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -222,6 +224,17 @@ def test_error_of_the_import_names_the_line(tmp_path: Path) -> None:
         load_recipe(path)
 
 
+def test_line_of_a_library_of_another_environment_is_not_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "base/lib/python3/site-packages"
+    written(library, "def size():\n    raise ValueError('too many')", "library_of_mine.py")
+    monkeypatch.syspath_prepend(str(library))
+    path = written(tmp_path, "import library_of_mine\n\nSIZE = library_of_mine.size()\n")
+    with pytest.raises(ConfigError, match=r"too many\n.*mine.py, line 3, .*: SIZE = library"):
+        load_recipe(path)
+
+
 def test_error_in_get_config_names_the_line(tmp_path: Path) -> None:
     path = written(
         tmp_path, "def get_config():\n    return 1 / 0\ndef build_model(config):\n    pass\n"
@@ -278,6 +291,18 @@ def test_file_may_import_its_neighbour_and_postpone_annotations(tmp_path: Path) 
     assert types["width"] is int
     assert load_recipe(f"{path}:wide").config.width == 99  # type: ignore[attr-defined]
     assert [Path(file).name for file in recipe.files] == ["mine.py", "neighbour_of_mine.py"]
+
+
+def test_neighbour_may_describe_metrics_of_keras(tmp_path: Path) -> None:
+    written(tmp_path, "import keras\nmetrics = [keras.metrics.AUC()]", "neighbour_of_mine.py")
+    path = written(tmp_path, COMPLETE + "\n    from neighbour_of_mine import metrics\n")
+    # A launcher that has not imported Keras yet.
+    program = f"from trainer.config import load_recipe; print(load_recipe({path!r}).metrics)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "AUC" in done.stdout
 
 
 def test_tasks_compare_the_neighbours_too(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from strategies.base import Tensor
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
-from trainer.inputs import Inputs, check_batches, data_errors_explained
+from trainer.inputs import Inputs, check_batches, data_errors_explained, num_steps_of
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.optimizers import supported_optimizers
 
@@ -38,6 +38,15 @@ def check(tmp_path: Path, **parts: Any) -> None:
     recipe = make_recipe(**parts)
     reader = make_reader(write_split(tmp_path))
     check_batches(Inputs(reader, reader), build_learner(recipe), recipe)
+
+
+def test_epochs_are_counted_in_data_that_is_prepared_when_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # 397 training examples, in batches of 64.
+    recipe = make_recipe(config=Config(dataset="diabetes", batch_size=64))
+    assert num_steps_of(recipe, 2) == 13
 
 
 def test_message_names_a_shard_that_was_cut_while_it_was_read(tmp_path: Path) -> None:
