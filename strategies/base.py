@@ -122,6 +122,10 @@ class Learner(Protocol):
         """The integer variable that counts steps."""
 
     @property
+    def layer_state(self) -> Sequence[tf.Variable]:
+        """The variables that `gradients` changes, each replica its own copy: moving statistics."""
+
+    @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `gradients_at` takes; empty if the learner reads its own."""
 

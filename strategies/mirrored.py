@@ -32,6 +32,7 @@ from strategies.base import (
 )
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
+from strategies.gradients.layer_state import averaged_over_replicas
 from strategies.metrics import Metrics
 
 
@@ -120,7 +121,7 @@ class MirroredExecutor(Executor):
         learner, offsets = self._learner, self._replica_offsets(self._source)
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
-            gradients, metrics = learner.gradients(batch)
+            gradients, metrics = self._gradients(batch)
             gradients = self._all_reduced(gradients)
             learner.apply(gradients)
             return totals + metrics
@@ -137,6 +138,12 @@ class MirroredExecutor(Executor):
             return self._sum_over_replicas(totals, status)
 
         self._run_in_graph = run
+
+    @no_autograph
+    def _gradients(self, batch: Batch) -> tuple[Sequence[Tensor], tf.Tensor]:
+        """`Learner.gradients`, with equal states of layers on all replicas."""
+        with averaged_over_replicas(self._learner.layer_state):
+            return self._learner.gradients(batch)
 
     @no_autograph
     def _all_reduced(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -255,6 +255,20 @@ class Learner:
         return self.gradients_at(batch, None, training=training)
 
     @property
+    def layer_state(self) -> Sequence[tf.Variable]:
+        """What layers change in training, each replica its own copy: moving statistics.
+
+        Without integers, and without variables for which the layer chose an aggregation.
+        """
+        return [
+            variable.value
+            for layer in self.model._flatten_layers()
+            if layer.trainable
+            for variable in layer._non_trainable_variables
+            if variable.aggregation == "none" and tf.as_dtype(variable.dtype).is_floating
+        ]
+
+    @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `gradients_at` needs; empty if a subclass overrides `gradients`."""
         return self._tf_variables if type(self).gradients is Learner.gradients else ()

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.models.__main__ import MODELS, MODES, compare
+from tests.models.__main__ import MAX_EXPORT_ERROR, MODELS, MODES, compare, export_errors, train
 from tests.models.examples import write_examples
 from trainer.config import load_recipe
 
@@ -25,3 +26,21 @@ def test_model_with_its_own_loss_is_equal_on_servers_and_where_it_was_exported_t
     cells, is_right = compare("vae_compute_loss", modes, tmp_path / "data", tmp_path)
     assert is_right, cells
     assert len(cells) == 3
+
+
+# Without batch statistics, but with a loss that makes each rounding visible; and with them.
+@pytest.mark.parametrize("model", ["triplet_hinge", "normed"])
+def test_two_replicas_and_two_workers_end_in_the_same_bits_and_evaluate_as_their_exports(
+    model: str, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    write_examples(data)
+    modes = ("mirrored-2", "multiworker-2")
+    runs = [train(model, MODES[mode], data, tmp_path / mode) for mode in modes]
+    assert [run.exit_code for run in runs] == [0, 0]
+    mirrored, multiworker = (run.variables() for run in runs)
+    assert mirrored.keys() == multiworker.keys()
+    assert [k for k in mirrored if not np.array_equal(mirrored[k], multiworker[k])] == []
+    assert runs[0].result["eval"] == runs[1].result["eval"]
+    # Each replica evaluates with the same statistics, and these are saved.
+    assert max(export_errors(model, runs, data, tmp_path)) <= MAX_EXPORT_ERROR

@@ -35,7 +35,7 @@ MODES = {
     PS_SYNC.name: PS_SYNC,
     "ps-2+1": TOPOLOGIES["ps-2+1"],
 }
-WITH_BATCH_STATISTICS = ("mobilenetv2", "efficientnetv2b0", "resnet50")
+WITH_BATCH_STATISTICS = ("mobilenetv2", "efficientnetv2b0", "resnet50", "normed")
 # What a model without batch statistics may have that makes rounding visible.
 WITH_JUMPS = ("triplet_hinge",)
 _IMAGES = (*WITH_BATCH_STATISTICS, "subclassed", "pooled")

@@ -8,6 +8,7 @@ import tensorflow as tf
 from strategies.base import Batch
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
+from strategies.gradients.layer_state import averaged_over_replicas
 from trainer.learner import Learner
 
 
@@ -24,7 +25,8 @@ def update_of(learner: Learner) -> Callable[[Batch], tf.Tensor]:
     """A step on a replica's part of a batch, as the mirrored strategies do it."""
 
     def update(batch: Batch) -> tf.Tensor:
-        gradients, metrics = learner.gradients(batch)
+        with averaged_over_replicas(learner.layer_state):
+            gradients, metrics = learner.gradients(batch)
         learner.apply(all_reduced(gradients, Compression()))
         return metrics
 

@@ -334,6 +334,59 @@ def test_compiled_gradient_and_batch_statistics_are_equal_to_uncompiled(
     assert_close(*found)
 
 
+def test_moving_statistics_are_the_mean_over_replicas_in_each_copy() -> None:
+    class Counting(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.third = self.add_weight(shape=(), initializer="ones", trainable=False)
+            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+            self.total = self.add_weight(
+                shape=(), initializer="zeros", trainable=False, aggregation="sum"
+            )
+            self.third.assign(1 / 3)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.count.assign_add(1.0)
+            return x
+
+    def build() -> keras.Model:
+        layers = [keras.layers.BatchNormalization(momentum=0.5), Counting(), keras.layers.Dense(5)]
+        return keras.Sequential([keras.Input((3,)), *layers])
+
+    strategy = replicas(2)
+    with strategy.scope():
+        learner = Learner(
+            build(),
+            keras.optimizers.SGD(RATE),
+            sparse_categorical_crossentropy,
+            {},
+            batch_size=BATCH,
+        )
+    norm, counting = learner.model.layers[:2]
+    inputs = np.random.default_rng(0).normal(size=(BATCH, 3)).astype(np.float32)
+    update = updater(learner, strategy)
+    for _ in range(2):
+        update((inputs, np.arange(BATCH) % 5))
+    means = inputs[:5].mean(axis=0), inputs[5:].mean(axis=0)
+    variances = inputs[:5].var(axis=0), inputs[5:].var(axis=0)
+    for variable, exact in (
+        (norm.moving_mean, 0.75 * np.mean(means, axis=0)),
+        (norm.moving_variance, 0.25 + 0.75 * np.mean(variances, axis=0)),
+        (counting.count, 2.0),
+    ):
+        first, second = (v.numpy() for v in strategy.experimental_local_results(variable.value))
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_allclose(first, exact, rtol=1e-5, atol=1e-6)
+    # It did not change, so it was not rounded.
+    assert counting.third.numpy() == np.float32(1 / 3)
+    states = {id(variable) for variable in learner.layer_state}
+    assert id(norm.moving_mean.value) in states
+    assert id(counting.total.value) not in states
+    norm.trainable = False
+    assert id(norm.moving_mean.value) not in {id(variable) for variable in learner.layer_state}
+
+
 def test_layer_that_communicates_with_other_replicas_cannot_be_compiled() -> None:
     layer = keras.layers.BatchNormalization(synchronized=True, name="norm")
     model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(5)])

@@ -1,0 +1,34 @@
+"""State that layers change in training, such as moving statistics: equal on all replicas.
+
+with averaged_over_replicas(learner.layer_state):      # in replica context
+    gradients, totals = learner.gradients(batch)
+
+Each replica changes its own copy, by its own part of the batch. Without the average, a replica
+would evaluate with its own copy, but only the first one is saved and exported.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from strategies.gradients.all_reduce import all_reduced
+from strategies.gradients.compression import Compression
+
+
+@contextlib.contextmanager
+def averaged_over_replicas(variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """Changes each of `variables` by the mean of what all replicas change it by within the block.
+
+    A variable that does not change keeps its bits. Not to be converted by AutoGraph.
+    """
+    num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    if num_replicas == 1 or not variables:
+        yield
+        return
+    before = [variable.read_value() for variable in variables]
+    yield
+    changes = [new.read_value() - old for new, old in zip(variables, before, strict=True)]
+    sums = all_reduced(changes, Compression())
+    for variable, old, total in zip(variables, before, sums, strict=True):
+        variable.assign(old + total / num_replicas)
