@@ -33,6 +33,7 @@ from absl import app, flags
 
 from benchmarks.table import machine, prepare, train_reports
 from data.system.flags import parse_flags
+from trainer.local.launch_report import RESTARTS
 
 _MODES = {
     "mirrored": ("--strategy=mirrored",),
@@ -41,8 +42,10 @@ _MODES = {
     "ps-sync": ("--strategy=ps", "--sync_replicas", "--workers=2", "--ps=1"),
 }
 _STRATEGIES = flags.DEFINE_list("strategies", list(_MODES), f"Of {', '.join(_MODES)}.")
-_ROUNDS = flags.DEFINE_integer("rounds", 20, "Turns of each run.", lower_bound=1)
-_SECS = flags.DEFINE_float("secs", 3.0, "The duration of a turn.", lower_bound=0.5)
+_ROUNDS = flags.DEFINE_integer("rounds", 20, "Rounds to measure.", lower_bound=1)
+_SECS = flags.DEFINE_float(
+    "secs", 3.0, "The duration of a turn; a round has one of each run.", lower_bound=0.5
+)
 flags.register_validator(
     "strategies", lambda names: set(names) <= set(_MODES), f"it knows only {', '.join(_MODES)}"
 )
@@ -120,6 +123,7 @@ class Run:
         threading.Thread(target=self._drain, args=[ours], daemon=True).start()
         self.processes: list[psutil.Process] = []
         self.view: psutil.Process | None = None
+        self._cpu: dict[psutil.Process, float] = {}
         self.turns: list[Turn] = []
 
     def _drain(self, output: int) -> None:
@@ -146,12 +150,14 @@ class Run:
 
     def turn(self, secs: float) -> None:
         """Trains for `secs`."""
-        self.processes = [process for process in self.processes if process.is_running()]
         step, cpu, view = self._step(), self._cpu_secs(), self._view_secs()
         began = time.monotonic()
         self._signal(signal.SIGCONT)
         time.sleep(secs)
         self.pause()
+        restarts = self._model_dir / "tasks" / RESTARTS
+        if restarts.exists():
+            raise RuntimeError(f"a task was started again: {restarts.read_text()}")
         if self._popen.poll() is not None:
             raise RuntimeError(f"the run has ended:\n{self.printed.decode(errors='replace')}")
         took = time.monotonic() - began
@@ -174,7 +180,10 @@ class Run:
         return int(train_reports(self._model_dir)[-1]["step"])
 
     def _cpu_secs(self) -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):  # One that has started the others.
+                self._cpu[process] = sum(process.cpu_times()[:2])
+        return sum(self._cpu.values())
 
     def _view_secs(self) -> float:
         return sum(self.view.cpu_times()[:2]) if self.view else 0.0
