@@ -7,6 +7,7 @@
 Each source is one file in `sources/`.
 """
 
+import difflib
 import re
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -128,9 +129,11 @@ def open_source(name: str, path: str | None, options: Options) -> Source:
     check(name, options)
     kind, colon, following = name.partition(":")
     if not colon and path is None and name not in _NAMES:
+        near = difflib.get_close_matches(name, _NAMES, n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
         raise DataError(
-            f"{name!r} is not a data set that can be made from nothing. Known: {_KNOWN}. If you "
-            f"have it as IDX files: python -m data.prepare {name} --source=DIR"
+            f"There is no data set {name!r}.{meant} Known: {_KNOWN}. If you have it as IDX files: "
+            f"python -m data.prepare {name} --source=DIR"
         )
     entry = _KINDS[kind] if colon else _NAMES.get(name, _IDX)
     if path is None and entry.made_from:

@@ -19,6 +19,7 @@ import contextlib
 import threading
 
 import tensorflow as tf
+from typing_extensions import override
 
 from strategies.cluster.tf_config import Cluster, Task
 
@@ -81,4 +82,15 @@ class Mailbox:
         config = tf.compat.v1.ConfigProto(device_filters=[self._filter])
         if timeout_secs is not None:
             config.operation_timeout_in_ms = int(timeout_secs * 1000)
-        return tf.compat.v1.Session(self._target, graph=self._graph, config=config)
+        return _Session(self._target, graph=self._graph, config=config)
+
+
+class _Session(tf.compat.v1.Session):
+    @override
+    def close(self) -> None:
+        """A server that has ended or was restarted does not know the session: it is closed then.
+
+        TensorFlow may call this in a thread, which would print a traceback.
+        """
+        with contextlib.suppress(tf.errors.OpError):
+            super().close()

@@ -29,6 +29,7 @@ from typing_extensions import override
 from tests.chaos.faults import LAUNCHER, Fault
 from tests.chaos.journal import journal_of, pause_of
 from tests.cluster.runs import Run, Topology, read_metrics, start
+from trainer.exit_codes import EXIT_RESTART
 
 # The longest wait for the effect of a signal.
 _PATIENCE_SECS = 100.0
@@ -269,7 +270,8 @@ class LocalRun(Disturbed):
             code = self._process.wait_alone().exit_code
             if code == 0:  # It was done just before.
                 return False
-            assert code == -signal.SIGKILL, f"{fault}: {code}\n{self._output()}"
+            expected = EXIT_RESTART if fault.kind == "interrupt" else -signal.SIGKILL
+            assert code == expected, f"{fault}: {code}\n{self._output()}"
             self._process.wait_for_family_to_end()
             self._start()
         return True
@@ -309,6 +311,10 @@ def _term(process: psutil.Process, fault: Fault) -> None:
     process.terminate()
 
 
+def _interrupt(process: psutil.Process, fault: Fault) -> None:
+    process.send_signal(signal.SIGINT)
+
+
 def _fill_disk(directory: Path, secs: float) -> None:
     assert directory.is_mount(), f"{directory} is no file system of its own"
     fill = directory / "fill"
@@ -320,7 +326,7 @@ def _fill_disk(directory: Path, secs: float) -> None:
     fill.unlink()
 
 
-_INFLICT = {"kill": _kill, "stop": _stop, "stall": _stall, "term": _term}
+_INFLICT = {"kill": _kill, "stop": _stop, "stall": _stall, "term": _term, "interrupt": _interrupt}
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
@@ -385,7 +391,7 @@ def outcomes(story: Story) -> list[Outcome]:
             seen = "all are started again"
             if fault.task == LAUNCHER:
                 seen = "all end by themselves; resumed by the same command"
-            if fault.kind == "term":
+            if fault.kind in ("term", "interrupt"):
                 seen = "all save; " + seen
             trained = after.steps[1][0] if len(after.steps) > 1 else math.inf
             if after in blamed:
@@ -498,6 +504,7 @@ _NAMES = {
     "stop": "SIGSTOP, SIGCONT to",
     "stall": "SIGSTOP without SIGCONT to",
     "term": "SIGTERM to",
+    "interrupt": "Ctrl-C to",
     "disk": "full",
 }
 

@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Sequence
 
-SIGNALS = ("kill", "stop", "stall", "term")
+SIGNALS = ("kill", "stop", "stall", "term", "interrupt")
 # They need hosts with their own addresses.
 NETWORK = ("drop", "lose", "cut")
 KINDS = (*SIGNALS, *NETWORK, "disk")
@@ -31,10 +31,10 @@ class Fault:
 
     Attributes:
         kind: kill is SIGKILL; stop is SIGSTOP, and SIGCONT after `secs`; stall is SIGSTOP without
-            SIGCONT; term is SIGTERM. drop drops the packets of a task's host without an error for
-            `secs`; lose does so until that task has ended by itself; cut drops the packets between
-            the hosts of two tasks, in both directions, for `secs`. disk fills up the file system of
-            the run for `secs`.
+            SIGCONT; term is SIGTERM; interrupt is Ctrl-C, for the launcher. drop drops the packets
+            of a task's host without an error for `secs`; lose does so until that task has ended by
+            itself; cut drops the packets between the hosts of two tasks, in both directions, for
+            `secs`. disk fills up the file system of the run for `secs`.
         after_step: The fault comes after this step; 0 waits for no step.
         delay_secs: The delay after that step, or after the fault before.
         secs: The duration; infinite for lose, 0 for signals other than stop.
@@ -70,9 +70,11 @@ def plan(
     faults = []
     for number in range(1, num_faults + 1):
         kind = chance.choice(kinds)
-        # Only SIGKILL goes to the launcher: any other signal to it asks the complete run to stop.
+        # Of the other signals to the launcher, each asks the complete run to stop: interrupt does.
         may_be_launcher = has_launcher and kind == "kill"
         task = chance.choice([*tasks, LAUNCHER] if may_be_launcher else tasks)
+        if kind == "interrupt":
+            task = LAUNCHER
         step, secs = number * every_steps - every_steps // 2, chance.uniform(0, 1)
         if number == num_faults:
             step = number * every_steps - 5

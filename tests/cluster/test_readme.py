@@ -35,9 +35,11 @@ TOO_LONG = {
     "benchmarks.linear_scaling": "takes an hour, and needs MNIST files",
     "benchmarks.long_runs": "takes two hours; tests/unit/test_long_runs.py",
     "benchmarks.object_storage": "takes minutes",
+    "benchmarks.watching": "takes ten minutes; tests/unit/test_watching.py",
     "benchmarks.wire": "takes many minutes, and needs MNIST files",
     "benchmarks.network": "takes many minutes, and needs root and PyTorch",
     "tests.chaos": "takes half an hour; tests/faults/test_chaos.py disturbs shorter runs",
+    "tests.chaos.times": "takes half an hour; tests/faults/test_goodput.py disturbs shorter runs",
 }
 READERS = ("evaluate", "runs", "compare", "report")
 NEEDS_THE_NETWORK = ("pip install ",)
@@ -184,7 +186,7 @@ def test_make_command_exists(command: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("command", LONG, ids=ids(LONG))
 def test_flags_of_a_long_command_exist(command: tuple[str, ...]) -> None:
-    done = run(command, ROOT, "--help" if command[2] == "tests.chaos" else "--helpfull")
+    done = run(command, ROOT, "--help" if command[2].startswith("tests.") else "--helpfull")
     # The help is also printed for a command with a flag that does not exist.
     names = {word[2:].partition("=")[0] for word in command if word.startswith("--")}
     known = set(re.findall(r"^\s+--(?:\[no\])?(\w+)", done.stdout, re.MULTILINE))

@@ -192,6 +192,16 @@ def test_small_screen_leaves_out_what_matters_least(
     assert [part for part in missing if part in text] == [], text
 
 
+def test_small_loss_has_digits(run: Path) -> None:
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(report(300, {"loss": 0.0000418, "accuracy": 0.0}))
+    status = Status(str(run), os.getpid(), run / "tasks")
+    status.poll()
+    lines = [line.plain for line in lines_of(status, 80, 24)]
+    assert any(re.match(r"loss +4\.18e-05 ", line) for line in lines), lines
+    assert any(re.match(r"accuracy +0\.0000 ", line) for line in lines), lines
+
+
 def test_goodput_so_far_is_shown(run: Path) -> None:
     assert "goodput 75%" not in "\n".join(shown(training(run), 80, 24))
     path = run / "tasks" / "worker-0.time.jsonl"

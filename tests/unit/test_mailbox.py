@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.client import session
 
 from data.system.cores import num_cores
 from strategies.cluster.ports import free_ports
@@ -49,6 +50,20 @@ def test_mailboxes_of_other_names_or_tasks_are_separate(cluster: Cluster) -> Non
     Mailbox(cluster, WORKER, "mine").put("text", 10)
     assert Mailbox(cluster, WORKER, "other").size(10) == 0
     assert Mailbox(cluster, PS, "mine").size(10) == 0
+
+
+def test_error_of_a_server_is_raised_without_a_traceback_of_the_thread_that_closes(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise tf.errors.AbortedError(None, None, "Session 1 is not found.")
+
+    printed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    monkeypatch.setattr(session.tf_session, "TF_CloseSession", fail)
+    with pytest.raises(tf.errors.DeadlineExceededError):
+        Mailbox(cluster, WORKER, "empty").take(timeout_secs=0.2)
+    assert printed == []
 
 
 def test_message_ends_a_take_that_waits(cluster: Cluster) -> None:

@@ -273,6 +273,7 @@ def test_wrong_idx_files_are_named(
         ((), "One NAME is needed"),
         (("digits", "mnist"), "One NAME is needed"),
         (("unheard_of",), "--source=DIR"),
+        (("minst",), "Did you mean mnist?"),
         (("mnist",), "train-images-idx3-ubyte.gz"),
         (("mnist", "--source=nowhere"), "is not a directory"),
         (("what?:x",), "Known: digits"),

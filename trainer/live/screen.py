@@ -111,32 +111,37 @@ def _progress(status: Status, width: int, is_ascii: bool) -> Text:
 
 def _metrics(status: Status, width: int, is_ascii: bool) -> list[Text]:
     curves = {
-        name: (status.curve("train", name), status.curve("eval", name), "{:.4f}")
+        name: (status.curve("train", name), status.curve("eval", name), _four_digits)
         for name in status.metrics()
     }
     rates = status.curve("train", "examples_per_sec")
     # Third: the first lines stay on a small screen.
     names = [*list(curves)[:2], *(["examples/s"] if rates else []), *list(curves)[2:]]
-    curves["examples/s"] = (rates, [], "{:,.0f}")
+    curves["examples/s"] = (rates, [], "{:,.0f}".format)
     eval_width = 0
     if width >= 44 and any(evaluated for _, evaluated, _ in curves.values()):
         eval_width = 14
     return [_metric(name, *curves[name], width, eval_width, is_ascii) for name in names]
 
 
+def _four_digits(value: float) -> str:
+    """`0.0123`; `4.18e-06` where it would be 0.0000."""
+    return f"{value:.4f}" if value == 0 or not abs(value) < 0.0005 else f"{value:.2e}"
+
+
 def _metric(
     name: str,
     train: Sequence[float],
     evaluated: Sequence[float],
-    form: str,
+    form: Callable[[float], str],
     width: int,
     eval_width: int,
     is_ascii: bool,
 ) -> Text:
     line = Text(f"{name[:_NAME_WIDTH]:{_NAME_WIDTH}}", no_wrap=True)
-    line.append(f"{form.format(train[-1]) if train else '':>10}", "bold")
+    line.append(f"{form(train[-1]) if train else '':>10}", "bold")
     if eval_width:
-        text = f"eval {form.format(evaluated[-1])}" if evaluated else ""
+        text = f"eval {form(evaluated[-1])}" if evaluated else ""
         line.append(f"  {text:{eval_width}}", "cyan")
     room = min(_MAX_CURVE, width - len(line) - 2)
     if room >= _MIN_CURVE:

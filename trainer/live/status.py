@@ -30,8 +30,8 @@ from trainer.run_files import NO_METRICS, RunFiles, step_of
 
 _MAX_VALUES = 4096  # Of a curve. More than this are thinned out.
 _MAX_MESSAGES = 200
-# Goodput is computed anew after this time, and at most during 0.5% of the time.
-_SECS_PER_GOODPUT, _GOODPUT_PAUSE = 5.0, 200
+# Goodput is computed anew after this time, and at most during 0.2% of the time.
+_SECS_PER_GOODPUT, _GOODPUT_PAUSE = 5.0, 500
 _REPORT = re.compile(r"step [\d,]+/[\d,]+  (train|eval) ")
 _START = re.compile(rb"=== (?P<task>.+), start (?P<start>\d+), process (?P<pid>\d+), (?P<time>.+)")
 _RESTARTING = re.compile(r" died: .*\. Restarting (?P<task>.+) (now|in [\d.e+]+ s)\.$")

@@ -83,8 +83,9 @@ def plot(
     for points, style in shown:
         placed = np.stack([place_x(points[:, 0]), place_y(points[:, 1])], axis=1)
         if len(placed) > _BAND_FROM:
-            pixels = np.flatnonzero(np.diff(placed[:, 0].astype(int))) + 1
-            columns = np.split(placed, pixels)
+            # The last point is often alone in its pixel, and not a mean of many as the others are.
+            pixels = np.minimum(placed[:, 0].astype(int), int(placed[-1, 0]) - 1)
+            columns = np.split(placed, np.flatnonzero(np.diff(pixels)) + 1)
             parts.append(_path(f"{style} band", np.concatenate(list(map(_extremes, columns)))))
             placed = np.array([(column[0, 0], column[:, 1].mean()) for column in columns])
         parts.append(_path(style, placed))

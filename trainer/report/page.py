@@ -24,6 +24,7 @@ from trainer.runs import differences
 _NUM_COLOURS = 8
 _MOST_CLASSES = 20  # In a confusion matrix: the classes with the most mistakes.
 _MOST_RESTARTS = 50
+_MOST_EVALUATIONS = 100  # More of them would hide the causes below their lines.
 
 
 class _Plot(NamedTuple):
@@ -76,6 +77,7 @@ def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Classified | str
         runs=runs,
         plots=_plots(runs),
         pages=[_run_page(run, classifiers[run.model_dir]) for run in runs],
+        most_evaluations=_MOST_EVALUATIONS,
         causes=[(cause, cause_class(cause)) for cause in CAUSES],
         differences=differences(documents) if len(runs) > 1 else {},
         versions=[(name, [found.get(name, "-") for found in versions]) for name in names],
@@ -96,7 +98,7 @@ def _plots(runs: Sequence[RunSeries]) -> list[_Plot]:
             plots.append(_titled(name, curves, is_time=is_time))
     for name, title, is_time in (
         ("learning_rate", "learning rate", False),
-        ("examples_per_sec", "examples/s, of the steps alone", True),
+        ("examples_per_sec", "examples/s (steps alone)", True),
     ):
         curves = [
             Curve(run.curve("train", name, over_time=is_time), f"s{i % _NUM_COLOURS} train only")
@@ -132,8 +134,9 @@ def _run_page(run: RunSeries, classifier: Classified | str) -> _RunPage:
 def _row(task: TaskTime, run: RunSeries) -> _Row:
     total = max(task.total_secs, 1e-9)
     shares = {cause: max(0.0, task.seconds[cause]) / total for cause in CAUSES}
-    is_chief = run.chief is task
-    marks = [("mark-eval", run.began + t) for t in run.times("eval")] if is_chief else []
+    marks: list[tuple[str, float]] = []
+    if run.chief is task and len(times := run.times("eval")) <= _MOST_EVALUATIONS:
+        marks = [("mark-eval", run.began + time) for time in times]
     marks += [("mark-start", start) for start in task.starts[1:]]
     return _Row(
         task.name,
@@ -152,8 +155,8 @@ def _percent(share: float) -> str:
 def _worker_plots(run: RunSeries) -> list[_Plot]:
     plots = []
     for title, curve in (
-        ("share of the steps between reports", run.share_curve),
-        ("mean staleness so far", run.staleness_curve),
+        ("share of each worker", run.share_curve),
+        ("mean staleness", run.staleness_curve),
     ):
         curves = [
             Curve(curve(worker), f"s{i % _NUM_COLOURS} train only")
