@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from data.system.files import join, read_text
-from trainer.config import Config, data_dir
+from trainer.config import Config, DataConfig, data_dir
 
 if TYPE_CHECKING:
     import keras
@@ -46,6 +46,7 @@ def get_config() -> RecommenderConfig:
         log_every_steps=50,
         eval_every_steps=250,
         best_metric="auc",
+        data=DataConfig(inputs=("dense", "categorical")),
     )
 
 

@@ -1,6 +1,8 @@
 """ShardedEmbedding: the same rows with any number of parts and replicas, and as Keras computes."""
 
+import contextlib
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,8 @@ def make_learner(
     """A model with a table of `parts` parts, all of them in this process."""
     keras.utils.set_random_seed(3)
     step_options = options.pop("step_options", None)
-    with replicas(replica).scope(), split_into(parts):
+    scope = replicas(replica).scope() if replica else contextlib.nullcontext()
+    with scope, split_into(parts):
         options = {"initializer": UNIFORM, **options}
         model = keras.Sequential(
             [
@@ -93,7 +96,7 @@ def test_initial_rows_do_not_depend_on_the_number_of_parts(monkeypatch: pytest.M
     one = table_of(make_learner())
     for parts in (2, 3, 5):
         learner = make_learner(parts=parts)
-        assert [len(part) for part in learner.model.get_layer("ids").weights] == [
+        assert [part.shape[0] for part in learner.model.get_layer("ids").weights] == [
             -(-(ROWS - index) // parts) for index in range(parts)
         ]
         np.testing.assert_array_equal(table_of(learner), one)
@@ -128,14 +131,14 @@ def test_rows_are_equal_with_any_number_of_parts_and_replicas(
 @pytest.mark.parametrize(
     ("optimizer", "of_keras"),
     [
-        (SGD(0.3), keras.optimizers.SGD(0.3)),
-        (Adagrad(0.3), keras.optimizers.Adagrad(0.3)),
-        (FTRL(0.3, l1=0.01), keras.optimizers.Ftrl(0.3, l1_regularization_strength=0.01)),
+        (SGD(0.3), lambda: keras.optimizers.SGD(0.3)),
+        (Adagrad(0.3), lambda: keras.optimizers.Adagrad(0.3)),
+        (FTRL(0.3, l1=0.01), lambda: keras.optimizers.Ftrl(0.3, l1_regularization_strength=0.01)),
     ],
     ids=["sgd", "adagrad", "ftrl"],
 )
 def test_equals_a_plain_loop_with_an_embedding_of_keras(
-    optimizer: TableOptimizer, of_keras: keras.Optimizer
+    optimizer: TableOptimizer, of_keras: Callable[[], keras.Optimizer]
 ) -> None:
     # Keras' dense FTRL sets rows to 0 that were never used, unless they are 0.
     initializer = "zeros" if isinstance(optimizer, FTRL) else UNIFORM
@@ -150,14 +153,14 @@ def test_equals_a_plain_loop_with_an_embedding_of_keras(
     )
     reference.set_weights(learner.weights())
     table, *dense = reference.trainable_variables
-    of_dense = keras.optimizers.SGD(0.1)
+    of_dense, of_rows = keras.optimizers.SGD(0.1), of_keras()
     train(learner)
     for ids, labels in BATCHES:
         with tf.GradientTape() as tape:
             losses = sparse_categorical_crossentropy(labels, reference(ids))
             loss = tf.reduce_mean(losses)
         of_table, *others = tape.gradient(loss, [v.value for v in (table, *dense)])
-        of_keras.apply([tf.convert_to_tensor(of_table)], [table])
+        of_rows.apply([tf.convert_to_tensor(of_table)], [table])
         of_dense.apply(others, dense)
     for left, right in zip(weights_of(learner), reference.get_weights(), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-5)
@@ -253,7 +256,7 @@ def test_ids_must_be_integers() -> None:
 
 
 def test_a_dry_run_makes_no_rows_and_each_server_gets_a_part() -> None:
-    learner, groups = dry_run(lambda: make_learner("adagrad"))
+    learner, groups = dry_run(lambda: make_learner("adagrad", replica=0))
     assert learner.model.get_layer("ids").weights[0].shape == (0, WIDTH)
     assert learner.model(IDS[0]).shape == (BATCH, CLASSES)
     placement = place(groups, 3, num_gradient_buffers=2)
@@ -270,7 +273,8 @@ def test_a_dry_run_makes_no_rows_and_each_server_gets_a_part() -> None:
 def test_a_variable_of_a_table_is_one_entry() -> None:
     model = make_learner(parts=3).model
     names = [(entry.path, tuple(entry.shape)) for entry in saved_variables(model)]
-    assert names[0] == ("ids/embeddings", (ROWS, WIDTH))
+    assert names[0][0].endswith("ids/embeddings")
+    assert names[0][1] == (ROWS, WIDTH)
     assert len(names) == 3
 
 
@@ -285,7 +289,7 @@ def test_a_variable_of_a_table_is_one_entry() -> None:
         {"clip_norm": float("nan")},
         {"initializer": "glorot_uniform"},
         {"optimizer": "adam"},
-        {"optimizer": keras.optimizers.Adagrad()},
+        {"optimizer": 0.1},
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ class ShardedEmbedding(keras.layers.Layer):
         super().__init__(**kwargs)
         object.__setattr__(self, "table", None)
         self.rows, self.width = rows, width
-        sizes = [rows] if isinstance(rows, int) else list(rows)
+        sizes = list(rows) if isinstance(rows, Sequence) else [rows]
         if not sizes or any(type(n) is not int or n < 1 for n in (*sizes, width)):
             raise ConfigError(
                 "ShardedEmbedding(rows, width): both must be whole numbers above 0, and rows may "
@@ -131,8 +131,9 @@ class ShardedEmbedding(keras.layers.Layer):
                     name="embeddings" if total == 1 else f"embeddings_{index}",
                 )
             parts.append(weight.value)
+        path = f"{weight.path.rpartition('/')[0]}/embeddings"
         # Not by Keras, which would save each part on its own.
-        object.__setattr__(self, "table", Rows(parts, shape, f"{self.path}/embeddings"))
+        object.__setattr__(self, "table", Rows(parts, shape, path))
 
     def _initial_rows(
         self, index: int, num_parts: int, shape: Sequence[int], dtype: object = None

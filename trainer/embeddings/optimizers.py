@@ -295,7 +295,7 @@ def gather_rows(variable: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
     A tf.gather of a value that was read before would copy the table: TensorFlow copies each read
     of a variable that sparse updates change.
     """
-    return tf.raw_ops.ResourceGather(resource=variable.handle, indices=ids, dtype=variable.dtype)
+    return variable.sparse_read(ids)
 
 
 def _subtract(
