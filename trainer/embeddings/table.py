@@ -53,9 +53,10 @@ class Rows(tf.__internal__.tracking.Trackable):
         return np.asarray(self.read_value().numpy())
 
     def assign(self, value: tf.Tensor | npt.NDArray[np.generic]) -> None:
-        """Sets the complete table."""
+        """Sets the complete table; does nothing in a dry run, in which it has no rows."""
         for index, part in enumerate(self.parts):
-            part.assign(value[index :: len(self.parts)])
+            if part.shape[0]:
+                part.assign(value[index :: len(self.parts)])
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {_VALUE: self.read_value()}
