@@ -115,7 +115,11 @@ class Learner(Protocol):
 
     @property
     def variables(self) -> Sequence[tf.Variable]:
-        """The trainable variables."""
+        """The trainable variables: dense ones, then the parts of tables."""
+
+    @property
+    def num_dense(self) -> int:
+        """The number of dense variables; the gradients of the others are tf.IndexedSlices."""
 
     @property
     def step(self) -> tf.Variable:

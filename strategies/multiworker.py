@@ -35,7 +35,7 @@ from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes
 from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
-from strategies.mirrored import MirroredExecutor
+from strategies.mirrored import DeviceError, MirroredExecutor
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,12 @@ class MultiWorkerExecutor(MirroredExecutor):
 
         All workers use the chief's size: it decides in which order each element is summed.
         """
-        gradient_bytes = sum(map(num_bytes, learner.variables))
+        if learner.num_dense < len(learner.variables) and not cpu_of_worker(self.strategy):
+            raise DeviceError(
+                "A ShardedEmbedding under multiworker needs one replica on the CPU of each worker, "
+                "because workers gather rows in their memory. Type --replicas=1 --num_gpus=0."
+            )
+        gradient_bytes = sum(map(num_bytes, learner.variables[: learner.num_dense]))
         if self._given_bucket_mb is not None:
             recorded = {"bucket_mb": self._given_bucket_mb}
         bucket_bytes = self._bucket_bytes_of(recorded)

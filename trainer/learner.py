@@ -31,6 +31,8 @@ import tensorflow as tf
 from data.autograph import autograph, no_autograph
 from strategies.base import Batch, read_now
 from strategies.metrics import Metrics
+from trainer.embeddings.table import Rows, saved_variables, tables_of
+from trainer.embeddings.updates import TablePart, require_table_options, slots_of
 from trainer.step.ema import ExponentialMovingAverage
 from trainer.step.fused_updates import fused_update, supports
 from trainer.step.gradients import Gradient, add_gradients, clip_gradients, to_dense
@@ -66,12 +68,16 @@ class Learner:
       they are an approximation.
     - A variable's constraint is applied after each update. Under asynchronous ps, an update of
       another worker between the read and the write of the constraint is lost.
-    - The gradient of an embedding is sent as rows (tf.IndexedSlices) and made dense on the device
-      of the variable, because Keras' optimizers do not agree on rows that occur twice. So each
-      update costs the time and memory of the whole table. Synchronous ps sends it dense.
+    - The gradient of a Keras Embedding is sent as rows (tf.IndexedSlices) and made dense on the
+      device of the variable, because Keras' optimizers do not agree on rows that occur twice. So
+      each update costs the time and memory of the whole table. Synchronous ps sends it dense.
+      The parts of a ShardedEmbedding are updated by rows, by the optimizer of their table.
 
     Attributes:
         variables: The trainable variables, in the order of `gradients`.
+        num_dense: The first `num_dense` of `variables` are dense. The others are parts of tables
+            (trainer/embeddings), whose gradients are rows.
+        dense_variables: Keras' variables of the former, in the same order.
         step: The optimizer's counter, an integer scalar; it also counts steps that float16 skips.
         needs_seeds: True if the model has random layers, which draw from the examples' seeds.
         keras_metrics: The metrics that are not functions of one example; None if there are none.
@@ -118,11 +124,27 @@ class Learner:
         self.needs_seeds = bind(model)
         self._rate_factor = rate_factor
         self._options = options = options or Options()
-        trained = model.trainable_variables
-        self.variables = [variable.value for variable in trained]
-        # All inputs of the forward pass, trainable variables first.
-        self._keras_variables = [*trained, *model.non_trainable_variables]
+        tables = [layer for layer in tables_of(model) if layer.table is not None]
+        of_tables = {id(part) for layer in tables for part in layer.weights}
+        trained = [v for v in model.trainable_variables if id(v) not in of_tables]
+        others = [v for v in model.non_trainable_variables if id(v) not in of_tables]
+        self.num_dense = len(trained)
+        self.dense_variables = trained
+        self._table_parts = [
+            TablePart(layer, index)
+            for layer in tables
+            if layer.trainable
+            for index in range(len(layer.table.parts))
+        ]
+        self.variables = [
+            *(variable.value for variable in trained),
+            *(part.variable for part in self._table_parts),
+        ]
+        # All inputs of the forward pass but tables, trainable variables first.
+        self._keras_variables = [*trained, *others]
         self._tf_variables = [variable.value for variable in self._keras_variables]
+        if tables:
+            require_table_options(options, tables, is_float16=computes_in_float16(model))
         paths = [variable.path for variable in trained]
         self._is_penalised = [False] * len(trained)
         if options.penalty.l1 or options.penalty.l2:
@@ -203,22 +225,31 @@ class Learner:
         return float(self._rate(tf.convert_to_tensor(self.step)).numpy())
 
     @property
-    def state(self) -> Mapping[str, Sequence[tf.Variable]]:
+    def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
         """Variables, in named lists, that belong to neither the model nor the optimizer."""
         return {
             **({"averages": self._ema.shadow_variables} if self._ema else {}),
             **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),
+            **({"table_slots": slots} if (slots := slots_of(self._table_parts)) else {}),
         }
 
     def weights(self) -> list[npt.NDArray[np.generic]]:
-        """Returns the values of `model.variables` that `evaluate` uses: averages if any."""
-        evaluated = dict(zip(map(id, self.variables), self._evaluated, strict=True))
-        variables = [variable.value for variable in self.model.variables]
-        return [np.asarray(evaluated.get(id(v), v).numpy()) for v in variables]
+        """Returns the values that `evaluate` uses, averages if any.
+
+        They are in the order of `model.variables`; but each table is one value, however many parts
+        it has.
+        """
+        evaluated = dict(zip(map(id, self.variables), self._evaluated, strict=False))
+        return [
+            v.numpy()
+            if isinstance(v, Rows)
+            else np.asarray(evaluated.get(id(v.value), v.value).numpy())
+            for v in saved_variables(self.model)
+        ]
 
     def build_optimizers(self) -> None:
         """Creates the optimizer's variables. Called by `__init__`, in the strategy's scope."""
-        self.optimizer.build(self.model.trainable_variables)
+        self.optimizer.build(self.dense_variables)
 
     def forward(self, inputs: Batch, seeds: tf.Tensor | None = None, *, training: bool) -> Batch:
         """Returns the model's outputs. Random layers draw from `seeds`, int32 [B, 2]."""
@@ -324,7 +355,7 @@ class Learner:
         mapping = list(zip(variables, values, strict=True))
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             before = [scope.get_current_value(variable) for variable in variables]
-            sources = values[: len(self.variables)]
+            sources = [*values[: self.num_dense], *self.variables[self.num_dense :]]
             gradients, totals = self._differentiate(batch, training, sources, scale)
             after = [scope.get_current_value(variable) for variable in variables]
         changed = [
@@ -389,7 +420,7 @@ class Learner:
         """Returns the penalties of the options, [], and of the layers, [] or [B]: float32."""
         penalties = []
         l1, l2 = self._options.penalty.l1, self._options.penalty.l2
-        for variable in itertools.compress(self.model.trainable_variables, self._is_penalised):
+        for variable in itertools.compress(self.dense_variables, self._is_penalised):
             weights = tf.cast(tf.convert_to_tensor(variable.value), tf.float32)
             penalties.append(l1 * tf.reduce_sum(tf.abs(weights)))
             penalties.append(l2 * tf.reduce_sum(tf.square(weights)))
@@ -410,6 +441,7 @@ class Learner:
         with tf.device(self.step.device):
             step = read_now(self.step)
             rate = self._rate(step)
+            factor = None if self._rate_factor is None else self._rate_factor(step)
             is_overridden = type(self).change_variable is not Learner.change_variable
             update = None if is_overridden else fused_update(self.optimizer, step)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -440,12 +472,21 @@ class Learner:
             return tf.cond(is_finite, change_now, lambda: read_now(variable))
 
         def change_all(strategy: tf.distribute.Strategy, *changes: Gradient) -> list[tf.Tensor]:
-            changed = [
-                strategy.extended.update(
-                    variable, change_if_finite, args=(gradient, index), group=False
+            changed = []
+            for variable, gradient, index in zip(variables, changes, present, strict=True):
+                if index >= self.num_dense:
+                    part = self._table_parts[index - self.num_dense]
+                    change_rows = functools.partial(part.change, factor=factor)
+                    arguments: tuple[object, ...] = gradient, rate, step, part.slots
+                    changed.append(
+                        strategy.extended.update(variable, change_rows, arguments, group=False)
+                    )
+                    continue
+                changed.append(
+                    strategy.extended.update(
+                        variable, change_if_finite, args=(gradient, index), group=False
+                    )
                 )
-                for variable, gradient, index in zip(variables, changes, present, strict=True)
-            ]
             if self.loss_scale:
                 changed += self.loss_scale.adjust(strategy, is_finite)
             return changed
@@ -478,7 +519,8 @@ class Learner:
 
     @property
     def _evaluated(self) -> Sequence[tf.Variable]:
-        return self._ema.shadow_variables if self._ema else self.variables
+        averages = self._ema.shadow_variables if self._ema else None
+        return self.variables[: self.num_dense] if averages is None else averages
 
     @no_autograph
     def evaluate(self, batch: Batch) -> tf.Tensor:
@@ -493,7 +535,7 @@ class Learner:
     @property
     def evaluation_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `evaluate_at` needs; empty if a subclass overrides `evaluate`."""
-        inputs = [*self._evaluated, *self._tf_variables[len(self.variables) :]]
+        inputs = [*self._evaluated, *self._tf_variables[self.num_dense :]]
         return inputs if type(self).evaluate is Learner.evaluate else ()
 
     @no_autograph

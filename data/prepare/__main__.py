@@ -8,6 +8,7 @@
     python -m data.prepare npz:NAME --source=FILE --label=COLUMN
     python -m data.prepare text:NAME --source=DIR        # all files below DIR
     python -m data.prepare tfds:cifar10
+    python -m data.prepare clicks                        # generated; --examples, --scale
     python -m data.prepare rewrite --source=DIR --data_dir=OTHER_DIR
 
 Writes to datasets/NAME (or to --data_dir=DIR, which may be a URL): shards with their index, and
@@ -33,6 +34,7 @@ from absl import app, flags
 from data.prepare.catalog import bare_name
 from data.prepare.preparing import prepare
 from data.prepare.sources import LAYOUTS, TEST_FRACTION, Options
+from data.prepare.sources.clicks import EXAMPLES, SCALE
 from data.prepare.sources.text import LENGTH
 from data.system.files import DataError
 from data.system.flags import parse_flags
@@ -76,6 +78,14 @@ _ALLOW_PARTIAL = flags.DEFINE_bool(
     None,
     "cifar10, cifar100: take the files that are there, if some are missing or cut off.",
 )
+_EXAMPLES = flags.DEFINE_integer(
+    "examples", None, f"clicks: the number of training examples; {EXAMPLES:,} by default."
+)
+_SCALE = flags.DEFINE_float(
+    "scale",
+    None,
+    f"clicks: the part of Criteo's numbers of ids; {SCALE} by default. 1 is 33.8 million ids.",
+)
 _OVERWRITE = flags.DEFINE_bool(
     "overwrite", False, "Write a data set again that --data_dir already holds."
 )
@@ -98,6 +108,8 @@ def _main(argv: Sequence[str]) -> int:
         _MISSING.value,
         _HEADER.value,
         _ALLOW_PARTIAL.value,
+        _EXAMPLES.value,
+        _SCALE.value,
     )
     try:
         prepare(name, data_dir, _SOURCE.value, options, overwrite=_OVERWRITE.value)

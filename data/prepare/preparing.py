@@ -222,7 +222,7 @@ def _files_of_former(name: str, data_dir: str) -> list[str]:
     if not files.is_dir(data_dir):
         return []
     ours = re.compile(
-        rf"(dataset_info|features|source)\.json|.*\.labels\.txt|.*\.index\.npz(\.partial-.*)?|"
+        rf"(dataset_info|features|source|clicks)\.json|.*\.labels\.txt|.*\.index\.npz(\.partial-.*)?|"
         rf"{re.escape(name)}-.*\.tfrecord.*"
     )
     names = sorted(files.names_in(data_dir), key=lambda file: file != "dataset_info.json")

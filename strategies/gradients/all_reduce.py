@@ -7,6 +7,7 @@ bucket waits for another one, so sums overlap with the backward pass, and with t
 variables whose sums have arrived. Overlap is lost in a graph that XLA compiles as one op.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ from strategies.gradients.compression import Compression
 EXCHANGE_BYTES = 1 << 20
 # TensorFlow numbers its own groups from 1.
 _GROUP_KEY = 1 << 20
+# Rows are gathered in multiples of this number; a table has this number of keys for them.
+_BLOCK_ROWS = 256
+_KEYS_OF_A_TABLE = 1 << 20
 # All workers trace the same graphs once, so they give the same number to the same bucket.
 _instance_keys = itertools.count(1)
 
@@ -44,7 +48,9 @@ def all_reduced(
     summed = list(gradients)
     for index, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
-            summed[index] = context.all_reduce("sum", gradient)
+            is_fixed = gradient.indices.shape.is_fully_defined()
+            gather = functools.partial(context.all_reduce, "sum") if is_fixed else _gathered_rows
+            summed[index] = gather(gradient)
     for indices in bucket_layout(gradients, bucket_bytes):
         bucket = [gradients[index] for index in indices]
         vectors = [tf.reshape(gradient, [-1]) for gradient in bucket]
@@ -116,6 +122,63 @@ def _exchanged(vector: Tensor) -> Tensor:
     )
     first, second = tf.split(tf.bitcast(both, vector.dtype), 2)
     return tf.ensure_shape(first + second, vector.shape)
+
+
+def _gathered_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The rows of all replicas, in their order; each replica has another number of rows.
+
+    TensorFlow's collectives refuse another number in each iteration of a loop.
+    """
+    context = tf.distribute.get_replica_context()
+    if device := cpu_of_worker(context.strategy):
+        with tf.device(device):
+            return _rows_of_workers(gradient, context.num_replicas_in_sync)
+    if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        raise NotImplementedError("the executor refuses tables on several replicas of a worker")
+
+    def join(strategy: tf.distribute.Strategy, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [strategy.experimental_local_results(tensors) for tensors in (rows, ids)]
+        return tf.concat(parts[0], axis=0), tf.concat(parts[1], axis=0)
+
+    rows, ids = context.merge_call(join, args=(gradient.values, gradient.indices))
+    return tf.IndexedSlices(rows, ids, gradient.dense_shape)
+
+
+def _rows_of_workers(gradient: tf.IndexedSlices, num_workers: int) -> tf.IndexedSlices:
+    """`_gathered_rows` of workers that have one replica each, on a CPU.
+
+    First the numbers of rows are gathered. Then each worker sends as many rows as the worker with
+    the most, rounded up, and this number is in the key of the collective: all uses of a key must
+    have the same shape.
+    """
+    instance_key = next(_instance_keys)
+    rows, ids = gradient.values, gradient.indices
+    numbers = _gathered(tf.shape(ids), num_workers, instance_key)
+    blocks = (tf.reduce_max(numbers) + _BLOCK_ROWS - 1) // _BLOCK_ROWS
+    size = blocks * _BLOCK_ROWS
+    missing = size - tf.size(ids)
+    width = rows.shape[1]
+    # Ids and rows travel as one tensor, of the type of the rows.
+    numbered = tf.concat([tf.bitcast(ids, tf.float32)[:, tf.newaxis], rows], axis=1)
+    sent = tf.pad(numbered, [[0, missing], [0, 0]])
+    key = (instance_key + 1) * _KEYS_OF_A_TABLE + blocks
+    arrived = tf.reshape(_gathered(sent, num_workers, key), [num_workers, size, width + 1])
+    present = tf.boolean_mask(arrived, tf.sequence_mask(numbers, size))
+    return tf.IndexedSlices(
+        present[:, 1:], tf.bitcast(present[:, 0], tf.int32), gradient.dense_shape
+    )
+
+
+def _gathered(tensor: Tensor, num_workers: int, instance_key: Tensor | int) -> Tensor:
+    """`tensor`, [n, ...], of all workers: [workers * n, ...]."""
+    return tf.raw_ops.CollectiveGatherV2(
+        input=tensor,
+        group_size=num_workers,
+        group_key=_GROUP_KEY,
+        instance_key=instance_key,
+        ordering_token=[_token(next(_instance_keys))],
+        communication_hint="ring",
+    )
 
 
 def _token(instance_key: int) -> Tensor:

@@ -9,7 +9,7 @@ TensorFlow's own strategy places variables round-robin, whatever their sizes. He
 goes to the server that has the fewest bytes so far, the largest variable first. Compared with the
 best possible placement, the fullest server then holds at most a third more (Graham, "Bounds on
 Multiprocessing Timing Anomalies", 1969). Optimizer slots are placed with their variable, so the
-bytes of a variable include them.
+bytes of a variable include them. A table (strategies/tables.py) has a part on each server.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 from data.system.errors import UsageError
+from strategies.tables import current_part, part_rows, split_into, without_rows
 
 Made = TypeVar("Made")
 
@@ -39,6 +40,7 @@ class Group:
     num_bytes: int  # Of all variables.
     num_variables: int = 1
     gradient_bytes: int = 0  # Of a gradient of the first variable; 0 if it is not trainable.
+    is_table: bool = False  # In the result of `place`: a part of a table.
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,14 @@ def dry_run(make: Callable[[], Made]) -> tuple[Made, list[Group]]:
 
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable:
         variable = next_creator(**kwargs)
-        num_bytes = math.prod(variable.shape) * variable.dtype.size
+        part = current_part()
+        shape = tuple(variable.shape) if part is None else part.shape
+        num_bytes = math.prod(shape) * variable.dtype.size
         group = group_of.get(id(kwargs.get("colocate_with")))
         if group is None:
-            group = Group(variable.name, tuple(variable.shape), num_bytes)
-            group.gradient_bytes = num_bytes if variable.trainable else 0
+            group = Group(variable.name, shape, num_bytes, is_table=part is not None)
+            # Gradients of tables are rows, whose number is not known.
+            group.gradient_bytes = num_bytes if variable.trainable and part is None else 0
             groups.append(group)
         else:
             group.num_bytes += num_bytes
@@ -85,25 +90,38 @@ def dry_run(make: Callable[[], Made]) -> tuple[Made, list[Group]]:
         return variable
 
     # The default strategy does not pass `colocate_with` to creators; this one does.
-    with tf.distribute.OneDeviceStrategy("CPU:0").scope(), tf.variable_creator_scope(creator):
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    with strategy.scope(), tf.variable_creator_scope(creator), without_rows():
         return make(), groups
 
 
 def place(groups: Sequence[Group], num_ps: int, *, num_gradient_buffers: int = 0) -> Placement:
     """Places the largest group first, each on the ps that has the fewest bytes so far.
 
-    The server of a trainable variable also stores `num_gradient_buffers` of its gradients.
+    Tables come before all others: each gets a part on each ps. The server of a trainable variable
+    also stores `num_gradient_buffers` of its gradients.
     """
-    groups = [
+    tables = [
+        _part_of(group, ps, num_ps) for group in groups if group.is_table for ps in range(num_ps)
+    ]
+    dense = [
         dataclasses.replace(g, num_bytes=g.num_bytes + num_gradient_buffers * g.gradient_bytes)
         for g in groups
+        if not g.is_table
     ]
-    loads = [0] * num_ps
-    chosen = [0] * len(groups)
-    for index in sorted(range(len(groups)), key=lambda i: -groups[i].num_bytes):
+    loads = [sum(part.num_bytes for part in tables[ps::num_ps]) for ps in range(num_ps)]
+    chosen = [0] * len(dense)
+    for index in sorted(range(len(dense)), key=lambda i: -dense[i].num_bytes):
         ps = chosen[index] = loads.index(min(loads))
-        loads[ps] += groups[index].num_bytes
-    return Placement(groups, chosen, loads)
+        loads[ps] += dense[index].num_bytes
+    of_tables = [index % num_ps for index in range(len(tables))]
+    return Placement([*dense, *tables], [*chosen, *of_tables], loads)
+
+
+def _part_of(table: Group, index: int, num_parts: int) -> Group:
+    rows = part_rows(table.shape[0], index, num_parts)
+    num_bytes = table.num_bytes // table.shape[0] * rows
+    return dataclasses.replace(table, shape=(rows, *table.shape[1:]), num_bytes=num_bytes)
 
 
 @contextlib.contextmanager
@@ -116,11 +134,17 @@ def placed(placement: Placement) -> Iterator[None]:
         PlacementError: a variable is made that is not in `placement`.
     """
     anchors = _anchors(len(placement.num_bytes))
-    planned = iter(zip(placement.groups, placement.ps, strict=True))
+    planned = iter(
+        (group, ps)
+        for group, ps in zip(placement.groups, placement.ps, strict=True)
+        if not group.is_table
+    )
 
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable:
         if kwargs.get("colocate_with") is not None:
             return next_creator(**kwargs)
+        if (part := current_part()) is not None:
+            return next_creator(**{**kwargs, "colocate_with": anchors[part.number]})
         group, ps = next(planned, (None, 0))
         variable = next_creator(**{**kwargs, "colocate_with": anchors[ps]})
         if group is None or tuple(variable.shape) != group.shape:
@@ -132,7 +156,7 @@ def placed(placement: Placement) -> Iterator[None]:
             )
         return variable
 
-    with tf.variable_creator_scope(creator):
+    with tf.variable_creator_scope(creator), split_into(len(anchors)):
         yield
 
 

@@ -51,6 +51,10 @@ def compute_gradients(
         # The scopes are entered here: the strategy calls this function on another thread, where
         # scopes of the caller have no effect.
         if values:
+            if learner.num_dense < len(learner.variables):
+                # Rows of tables are gathered after the step counter was read, too.
+                with tf.control_dependencies([after]):
+                    batch = tf.nest.map_structure(tf.identity, batch)
             with _gather_rows_on_servers():
                 return learner.gradients_at(batch, values)
         with tf.control_dependencies([after]):
@@ -86,14 +90,19 @@ def send_to_servers(
     arrived = list(gradients)
     for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
         if isinstance(gradient, tf.IndexedSlices):
-            with tf.device(variable.device):
-                values, indices = tf.identity(gradient.values), tf.identity(gradient.indices)
-            arrived[index] = tf.IndexedSlices(values, indices, gradient.dense_shape)
+            arrived[index] = rows_sent(gradient, variable.device)
     for bucket in buckets(variables, compression.compress_all(gradients)):
         for index, sent in bucket.gradients.items():
             with tf.device(bucket.device):
                 arrived[index] = tf.cast(sent, gradients[index].dtype)
     return arrived
+
+
+def rows_sent(gradient: tf.IndexedSlices, device: str) -> tf.IndexedSlices:
+    """Sends the rows of a sparse gradient to `device`."""
+    with tf.device(device):
+        values, indices = tf.identity(gradient.values), tf.identity(gradient.indices)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def unstack(stacked: Batch, num_batches: int) -> list[Batch]:

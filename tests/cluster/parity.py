@@ -36,6 +36,9 @@ from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import build_learner
 from trainer.config import Config, Recipe
 from trainer.config_checks import check, check_replicas
+from trainer.embeddings import ShardedEmbedding
+from trainer.embeddings.optimizers import OPTIMIZERS as TABLE_OPTIMIZERS
+from trainer.embeddings.table import saved_variables
 from trainer.step.optimizers import supported_optimizers
 from trainer.step.options import (
     ClipConfig,
@@ -113,6 +116,16 @@ def build_model_with_embedding(config: Config, num_rows: int = 8) -> keras.Model
     )
 
 
+def build_model_with_table(config: Config, **options: Any) -> keras.Model:
+    """Two lookups in a table that is split by row: one of each float, one of the first two."""
+    layers = keras.layers
+    inputs = keras.Input((3,))
+    ids = layers.Discretization(bin_boundaries=[-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5])(inputs)
+    table = ShardedEmbedding(9, 4, **options)
+    found = [layers.Flatten()(table(ids)), layers.Flatten()(table(ids[:, :2]))]
+    return keras.Model(inputs, layers.Dense(CLASSES)(layers.Concatenate()(found)))
+
+
 @dataclass(frozen=True)
 class Case:
     """One option, or several together.
@@ -142,6 +155,7 @@ SCHEDULES = {
 # Options that do not depend on the optimizer are tried with one. A schedule is a factor of the
 # rate; `cosine` tries a schedule, and warm-up, with both optimizers.
 FOR_ANY_OPTIMIZER = {f"schedule: {kind}" for kind in SCHEDULES if kind != "cosine"}
+FOR_ANY_OPTIMIZER |= {f"plain: table, {name}" for name in TABLE_OPTIMIZERS}
 FOR_ANY_OPTIMIZER |= {"label_smoothing", "freeze", "dropout", "dropout: compiled in parts"}
 FOR_BOTH_OPTIMIZERS = {"plain", "all of these", "mixed_float16"}
 # Executors of several devices, without the number of their workers.
@@ -185,6 +199,17 @@ CASES = {
     "plain: large embedding": Case(
         model=functools.partial(build_model_with_embedding, num_rows=70_000)
     ),
+    # Micro-batches and two lookups: ids are several times in the gradient of a worker.
+    **{
+        f"plain: table, {name}": Case(
+            {"micro_batches": 1 + index % 2},
+            model=functools.partial(
+                build_model_with_table, optimizer=kind(0.1), l2=0.01 * (index % 3), clip_norm=0.05
+            ),
+            is_bounded=index == 0,
+        )
+        for index, (name, kind) in enumerate(TABLE_OPTIMIZERS.items())
+    },
     "clip.global_norm: embedding": Case(
         {"clip": ClipConfig(global_norm=0.1)},
         model=build_model_with_embedding,
@@ -288,7 +313,11 @@ def train(
     for num_steps in calls:
         executor.run(num_steps)
     assert int(learner.step.numpy()) == STEPS
-    found = {f"weights {i}": w for i, w in enumerate(learner.model.get_weights())}
+    variables = saved_variables(learner.model)
+    found = {f"weights {i}": np.asarray(v.numpy()) for i, v in enumerate(variables)}
+    for kind, slots in learner.state.items():
+        if kind == "table_slots":
+            found |= {f"{kind} {i}": slot.numpy() for i, slot in enumerate(slots)}
     # Without the state of Keras' generators, which are not used.
     to_export = [w for w in learner.weights() if w.dtype == np.float32]
     found |= {f"to export {i}": w for i, w in enumerate(to_export)}
@@ -317,7 +346,7 @@ def executors(name: str) -> Callable[[], Executor]:
         cluster = parse_tf_config(os.environ["TF_CONFIG"], "multiworker")
         ring = MultiWorkerExecutor.connect(cluster, "ring").strategy
         return lambda: MultiWorkerExecutor(ring, cluster, bucket_mb=BUCKET_MB)
-    cluster = local_cluster("ps", int(num_workers), 1)
+    cluster = local_cluster("ps", int(num_workers), 2)
     for task in cluster.trainers:
         if task.job != "chief":
             start_server(cluster.for_task(task))

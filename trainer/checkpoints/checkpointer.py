@@ -46,6 +46,7 @@ from trainer.checkpoints.file_checks import (
     size_damage_of,
 )
 from trainer.checkpoints.snapshot import Snapshot
+from trainer.embeddings.table import Rows, saved_variables
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
 from trainer.run_files import CHECKPOINT_MARK
@@ -105,14 +106,14 @@ class Checkpointer:
         self._directory = directory
         self._checkpoint = _checkpoint_of(learner)
         ours = {
-            "variables": _specs(learner.model.variables),
+            "variables": _specs(saved_variables(learner.model)),
             "optimizer": type(learner.optimizer).__name__,
             "optimizer's variables": _specs(learner.optimizer.variables),
             **{name: _specs(variables) for name, variables in learner.state.items()},
         }
         self._identity = json.loads(json.dumps({**identity, **ours}))
         self._data_keys = identity.keys()
-        kinds = {"variables": learner.model.variables, **learner.state}
+        kinds = {"variables": saved_variables(learner.model), **learner.state}
         kinds["optimizer's variables"] = learner.optimizer.variables
         self._names_of = {kind: _names_of(variables) for kind, variables in kinds.items()}
         self._keep = keep
@@ -426,8 +427,8 @@ def _checkpoint_of(learner: Learner) -> tf.train.Checkpoint:
     # keras.random.SeedGenerator is not a Trackable: the state of dropout would be left out.
     checkpoint.missed = {
         str(index): variable
-        for index, variable in enumerate(learner.model.variables)
-        if id(variable) not in reached and id(variable.value) not in reached
+        for index, variable in enumerate(saved_variables(learner.model))
+        if id(variable) not in reached and id(getattr(variable, "value", None)) not in reached
     }
     return checkpoint
 
@@ -461,11 +462,11 @@ def _local_copy(path: str, names: Iterable[str]) -> Iterator[str]:
         yield local
 
 
-def _specs(variables: Sequence[keras.Variable | tf.Variable]) -> list[str]:
+def _specs(variables: Sequence[keras.Variable | tf.Variable | Rows]) -> list[str]:
     return [f"{index} {v.dtype}{list(v.shape)}" for index, v in enumerate(variables)]
 
 
-def _names_of(variables: Sequence[keras.Variable | tf.Variable]) -> list[str]:
+def _names_of(variables: Sequence[keras.Variable | tf.Variable | Rows]) -> list[str]:
     return [getattr(variable, "path", variable.name) for variable in variables]
 
 

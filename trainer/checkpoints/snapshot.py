@@ -11,6 +11,8 @@ whose variables create a tf.Variable inside the tf.function that copies.
 import keras
 import tensorflow as tf
 
+from trainer.embeddings.table import Rows
+
 
 class Snapshot:
     """Copies of all variables below a tf.train.Checkpoint, on `device`.
@@ -20,7 +22,7 @@ class Snapshot:
     """
 
     def __init__(self, checkpoint: tf.train.Checkpoint, *, device: str) -> None:
-        self._pairs: list[tuple[tf.Variable, tf.Variable]] = []  # (original, copy)
+        self._pairs: list[tuple[tf.Variable | Rows, tf.Variable]] = []  # (original, copy)
         with tf.device(device):
             self._copy = self._copy_graph(checkpoint)
         # Now, not at the second checkpoint: under ps all tasks must answer meanwhile.
@@ -49,7 +51,7 @@ class Snapshot:
         copies: dict[int, tf.Variable | tf.train.Checkpoint] = {}
         inner = []
         for node in nodes:
-            if isinstance(node, keras.Variable | tf.Variable):
+            if isinstance(node, keras.Variable | tf.Variable | Rows):
                 copies[id(node)] = self._copy_variable(node)
             # Other leaves are not copied: a lookup table is written as it is.
             elif view.children(node):
@@ -60,7 +62,7 @@ class Snapshot:
                 setattr(copies[id(node)], name, copies.get(id(child), child))
         return copies[id(checkpoint)]
 
-    def _copy_variable(self, node: keras.Variable | tf.Variable) -> tf.Variable:
+    def _copy_variable(self, node: keras.Variable | tf.Variable | Rows) -> tf.Variable:
         variable = node.value if isinstance(node, keras.Variable) else node
         name = variable.name.partition(":")[0]
         copy = tf.Variable(variable.read_value(), trainable=False, name=name)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Histograms(PeriodicHook):
-    """Writes histograms of all trainable variables, and of their gradients on one batch."""
+    """Writes histograms of trainable variables but tables, and of their gradients on a batch."""
 
     learner: Learner
     next_batch: Callable[[], Batch]  # (inputs, labels)
@@ -36,8 +36,9 @@ class Histograms(PeriodicHook):
     def act(self, step: int) -> None:
         gradients = self._gradients(self.next_batch())
         histograms = {}
-        variables = self.learner.model.trainable_variables
-        for variable, gradient in zip(variables, gradients, strict=True):
+        # Tables come after these: their rows are too many for a histogram.
+        variables = self.learner.dense_variables
+        for variable, gradient in zip(variables, gradients, strict=False):
             histograms[f"variables/{variable.path}"] = tf.convert_to_tensor(variable.value)
             if gradient is not None:
                 histograms[f"gradients/{variable.path}"] = tf.convert_to_tensor(gradient)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
+from trainer.embeddings.table import saved_variables
 from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK
 from trainer.step.options import ConfigError, WarmStartConfig, matching
@@ -40,7 +41,7 @@ def warm_start(model: keras.Model, options: WarmStartConfig) -> str:
     Raises ConfigError if nothing is found at the path, or its variables have other shapes.
     """
     path = options.path
-    variables = model.variables
+    variables = saved_variables(model)
     excluded = [False] * len(variables)
     if options.exclude:
         excluded = matching("warm_start.exclude", options.exclude, [v.path for v in variables])
@@ -95,12 +96,13 @@ def _of_checkpoint(path: str, model: keras.Model) -> Values:
     try:
         reader = tf.train.load_checkpoint(f"{directory}/variables")
         nodes = TrackableObjectGraph.FromString(reader.get_tensor(_GRAPH)).nodes
+        variables = saved_variables(model)
         root = {child.local_name: child.node_id for child in nodes[0].children}
         keys = _keys(nodes, model, root["model"])
         for child in nodes[root["missed"]].children if "missed" in root else ():
-            variable = model.variables[int(child.local_name)]
+            variable = variables[int(child.local_name)]
             keys |= _keys(nodes, variable, child.node_id)
-        found = [keys.get(id(v), keys.get(id(v.value))) for v in model.variables]
+        found = [keys.get(id(v), keys.get(id(getattr(v, "value", v)))) for v in variables]
         return [None if key is None else reader.get_tensor(key) for key in found]
     except (tf.errors.OpError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(

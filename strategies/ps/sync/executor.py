@@ -126,7 +126,8 @@ class SynchronousExecutor(ParameterServerExecutor):
             WorkerLoop, learner, source, strategy, self._compression, self._buffers, lanes
         )
         self._short_loop = self._long_loop = loops(num_unrolled=1)
-        if all(map(is_small, learner.variables)):  # Large ones travel for skipped assignments too.
+        dense = learner.variables[: learner.num_dense]
+        if all(map(is_small, dense)):  # Large ones travel for skipped assignments too.
             self._long_loop = loops(num_unrolled=_UNROLLED)
 
     @override

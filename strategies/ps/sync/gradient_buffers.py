@@ -9,15 +9,18 @@
     messages, totals = buffers.receive(n)               # aggregator
     is_complete, summed = buffers.total(slots, attempts, step, n)
 
-Each trainable variable has a buffer [worker slots, ...] on its server. Each worker slot has a tag
-(attempt, step) on each server. If a worker dies between two of its buffers, it leaves no message,
-and no tag on the servers with an incomplete gradient, so nothing of it is ever summed. A worker
-that was given up may still write. It must hold the lock of its worker slot on that server, as all
-writers must, and it changes the tag first, so a reader notices it afterwards.
+Each dense variable has a buffer [worker slots, ...] on its server, and each part of a table has a
+pair (ids, rows) for each worker slot. Each worker slot has a tag (attempt, step) on each server. If
+a worker dies between two of its buffers, it leaves no message, and no tag on the servers with an
+incomplete gradient, so nothing of it is ever summed. A worker that was given up may still write. It
+must hold the lock of its worker slot on that server, as all writers must, and it changes the tag
+first, so a reader notices it afterwards.
 """
 
+import itertools
 import os
 import time
+from collections.abc import Mapping
 
 import tensorflow as tf
 
@@ -25,6 +28,7 @@ from strategies.base import Learner, Tensor
 from strategies.gradients.coalescing import Bucket
 from strategies.ps.sync.protocol import END_ASSIGNMENT, Assignment, Kind, Message, unpack
 
+_NO_ROWS: Mapping[int, tf.IndexedSlices] = {}
 _ASSIGNMENT_SHAPE = [len(Assignment._fields)]
 _MESSAGE_SHAPE = [len(Message._fields)]
 
@@ -50,13 +54,15 @@ class GradientBuffers:
         self.num_totals = learner.num_totals
         self._gradients: list[tf.Variable] = []
         self._tags: dict[str, tf.Variable] = {}
+        self._num_dense = learner.num_dense
+        self._parts = list(learner.variables[learner.num_dense :])
         with strategy.scope():
-            for variable in (learner.step, *learner.variables):
+            for index, variable in enumerate((*learner.variables, learner.step)):
                 with strategy.extended.colocate_vars_with(variable):
                     if variable.device not in self._tags:
                         none = -tf.ones([num_slots, 2], tf.int64)
                         self._tags[variable.device] = tf.Variable(none, trainable=False)
-                    if variable is not learner.step:
+                    if index < learner.num_dense:
                         zeros = tf.zeros([num_slots, *variable.shape], variable.dtype)
                         self._gradients.append(tf.Variable(zeros, trainable=False))
         with tf.device(self.step_device):
@@ -79,6 +85,8 @@ class GradientBuffers:
             with tf.device(device):
                 for slot, locks in enumerate(self.locks):
                     locks.append(tf.raw_ops.MutexV2(shared_name=f"slot-{self.name}-{slot}"))
+
+        self._row_buffers = [self._row_buffer(i, num_slots) for i in range(len(self._parts))]
 
     def assign(self, slot: int, rows: Tensor) -> None:
         """Puts packed assignments, int64 [n, 4] with any n, into the queue of a worker slot."""
@@ -134,11 +142,14 @@ class GradientBuffers:
         )
         return tf.ensure_shape(messages, [None, *_MESSAGE_SHAPE]), totals
 
-    def write(self, bucket: Bucket, lock: Tensor) -> Tensor:
+    def write(
+        self, bucket: Bucket, lock: Tensor, sparse: Mapping[int, tf.IndexedSlices] = _NO_ROWS
+    ) -> Tensor:
         """Writes the gradients of `bucket`; the tag is unset until they are complete.
 
         `bucket.metadata[0]` is the worker's message; `lock` is the lock of its worker slot on this
-        device. Returns the worker slot, after the write.
+        device. `sparse` are the gradients of the parts of tables on this device, by the number of
+        the part. Returns the worker slot, after the write.
 
         One gap is left: TensorFlow frees a lock when an op that waits for it is cancelled, so a
         third writer could come between.
@@ -146,7 +157,9 @@ class GradientBuffers:
         tags = self._tags[bucket.device]
         message = unpack(Message, bucket.metadata[0])
         slot = message.worker_slot
-        with tf.control_dependencies(list(bucket.gradients.values())):
+        rows = [[gradient.indices, gradient.values] for gradient in sparse.values()]
+        arrived = itertools.chain(bucket.gradients.values(), *rows)
+        with tf.control_dependencies(list(arrived)):
             # TensorFlow frees the lock with the graph that holds it, however that ends.
             held = tf.raw_ops.MutexLock(mutex=lock)
         with tf.control_dependencies([held]):
@@ -156,6 +169,14 @@ class GradientBuffers:
             buffer = self._gradients[index]
             with tf.control_dependencies([untagged]):
                 written.append(_write_row(buffer, slot, tf.cast(gradient, buffer.dtype)))
+        for part, pair in zip(sparse, rows, strict=True):
+            with tf.control_dependencies([untagged]):
+                update = tf.raw_ops.ResourceScatterUpdate(
+                    resource=self._row_buffers[part],
+                    indices=slot,
+                    updates=tf.raw_ops.OptionalFromValue(components=pair),
+                )
+            written.append(update)
         with tf.control_dependencies([untagged, *written]):
             tagged = _write_row(tags, slot, tf.stack([message.attempt, message.step]))
         with tf.control_dependencies([tagged]):
@@ -182,12 +203,46 @@ class GradientBuffers:
                     total += row
                 summed.append(total)
                 read[buffer.device].append(total)
+        for index, part in enumerate(self._parts):
+            with tf.device(part.device):
+                gradient = self._joined_rows(index, slots, number)
+                summed.append(gradient)
+                read[part.device] += [gradient.indices, gradient.values]
         are_expected = []
         for device, tags in self._tags.items():
             # Tags are read after the rows: a writer to one of the rows has changed its tag before.
             with tf.device(device), tf.control_dependencies(read[device]):
                 are_expected.append(tf.reduce_all(tf.equal(tags.sparse_read(slots), expected)))
         return tf.reduce_all(tf.stack(are_expected)), summed
+
+    def _row_buffer(self, part: int, num_slots: int) -> Tensor:
+        """A variable, [worker slots], of pairs (ids, rows), which have any number of rows."""
+        variable = self._parts[part]
+        with tf.device(variable.device):
+            buffer = tf.raw_ops.VarHandleOp(
+                dtype=tf.variant, shape=[num_slots], shared_name=f"rows-{self.name}-{part}"
+            )
+            none = [tf.zeros([0], tf.int32), tf.zeros([0, *variable.shape[1:]], variable.dtype)]
+            pairs = [tf.raw_ops.OptionalFromValue(components=none) for _ in range(num_slots)]
+            tf.raw_ops.AssignVariableOp(resource=buffer, value=tf.stack(pairs))
+        return buffer
+
+    def _joined_rows(self, part: int, slots: Tensor, number: int) -> tf.IndexedSlices:
+        """The gradients of `number` worker slots for a part of a table, in the order of `slots`."""
+        variable = self._parts[part]
+        pairs = [
+            tf.raw_ops.OptionalGetValue(
+                optional=tf.raw_ops.ResourceGather(
+                    resource=self._row_buffers[part], indices=slot, dtype=tf.variant
+                ),
+                output_types=[tf.int32, variable.dtype],
+                output_shapes=[[None], [None, *variable.shape[1:]]],
+            )
+            for slot in tf.unstack(slots, num=number)
+        ]
+        ids, rows = zip(*pairs, strict=True)
+        shape = tf.constant(variable.shape.as_list())
+        return tf.IndexedSlices(tf.concat(rows, axis=0), tf.concat(ids, axis=0), shape)
 
 
 def _write_row(variable: tf.Variable, slot: Tensor, row: Tensor) -> Tensor:

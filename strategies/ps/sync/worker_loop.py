@@ -33,7 +33,7 @@ from strategies.ps.sync.protocol import (
     pack,
     unpack,
 )
-from strategies.ps.worker_step import compute_gradients, read_variables
+from strategies.ps.worker_step import compute_gradients, read_variables, rows_sent
 
 
 class _Inputs(NamedTuple):
@@ -149,23 +149,38 @@ class WorkerLoop:
         row, values = read_variables(learner, at_queue)
         assignment = unpack(Assignment, row)
         is_assigned = assignment.attempt >= 0
-        present: list[int] = []  # The indices of gradients that are not None.
+        present: list[int] = []  # The indices of dense gradients that are not None.
+        parts = learner.variables[learner.num_dense :]
 
         def compute() -> list[Tensor]:
             batch = self._batch(assignment.sub_batch, inputs.starts, inputs.tickets)
             gradients, totals = compute_gradients(values, row, learner, self.strategy, batch)
-            present[:] = [index for index, g in enumerate(gradients) if g is not None]
             shapes = [variable.shape for variable in learner.variables]
+            present[:] = [i for i in range(learner.num_dense) if gradients[i] is not None]
             dense = (tf.ensure_shape(gradients[index], shapes[index]) for index in present)
-            return [totals, *dense]
+            rows = [
+                gradient if gradient is not None else _no_rows(part)
+                for gradient, part in zip(gradients[learner.num_dense :], parts, strict=True)
+            ]
+            return [totals, *dense, *(t for row in rows for t in (row.indices, row.values))]
 
         def skip() -> list[Tensor]:
             no_totals = tf.zeros([buffers.num_totals], tf.float64)
             absent = [learner.variables[index] for index in present]
-            return [no_totals, *(tf.zeros(like.shape, like.dtype) for like in absent)]
+            rows = [_no_rows(part) for part in parts]
+            return [
+                no_totals,
+                *(tf.zeros(like.shape, like.dtype) for like in absent),
+                *(t for row in rows for t in (row.indices, row.values)),
+            ]
 
         totals, *computed = tf.cond(is_assigned, compute, skip)
-        gradients = dict(zip(present, computed, strict=True))
+        gradients = dict(zip(present, computed[: len(present)], strict=True))
+        of_parts = computed[len(present) :]
+        sparse = [
+            rows_sent(tf.IndexedSlices(values, ids), part.device)
+            for part, ids, values in zip(parts, of_parts[::2], of_parts[1::2], strict=True)
+        ]
         # Outside of the branch: outputs of a branch wait for all of its side effects.
         sent = self.compression.compress_all(
             [gradients.get(index) for index in range(len(learner.variables))], is_assigned
@@ -176,7 +191,8 @@ class WorkerLoop:
         (with_message,) = (bucket for bucket in found if bucket.device == buffers.step_device)
 
         def write(bucket: Bucket) -> Tensor:
-            return buffers.write(bucket, inputs.locks[bucket.device])
+            here = {i: rows for i, rows in enumerate(sparse) if parts[i].device == bucket.device}
+            return buffers.write(bucket, inputs.locks[bucket.device], here)
 
         others = []
         for bucket in found:
@@ -205,6 +221,11 @@ class WorkerLoop:
 _ATTEMPT, _END_REASON = Assignment._fields.index("attempt"), Assignment._fields.index("end_reason")
 _MESSAGE_SLOT = Message._fields.index("worker_slot")
 _MESSAGE_ATTEMPT = Message._fields.index("attempt")
+
+
+def _no_rows(part: tf.Variable) -> tf.IndexedSlices:
+    """The gradient of a part of a table of which no row was used."""
+    return tf.IndexedSlices(tf.zeros([0, part.shape[1]], part.dtype), tf.zeros([0], tf.int32))
 
 
 def _continues(row: Tensor) -> Tensor:

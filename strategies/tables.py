@@ -1,0 +1,76 @@
+"""Tables that are split by row: with P parts, row `id` is row `id // P` of part `id % P`.
+
+    with split_into(3):                             # in the executor, when it builds the model
+        with making_part(0, (334, 64)):             # in the layer
+            tf.Variable(...)                        # is placed on ps 0
+
+Part p of all tables is on parameter server p, with its optimizer slots. Without parameter servers
+a table has one part.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """The part of a table for which variables are made."""
+
+    number: int
+    shape: tuple[int, ...]  # Of the part.
+
+
+_num_parts: ContextVar[int] = ContextVar("num_parts", default=1)
+_has_rows: ContextVar[bool] = ContextVar("has_rows", default=True)
+_part: ContextVar[Part | None] = ContextVar("part", default=None)
+
+
+def num_parts() -> int:
+    """The number of parts of each table that is made now."""
+    return _num_parts.get()
+
+
+def has_rows() -> bool:
+    """False in a dry run: tables are made without rows, so they need no memory."""
+    return _has_rows.get()
+
+
+def current_part() -> Part | None:
+    """The part whose variables are made now; None outside of `making_part`."""
+    return _part.get()
+
+
+def part_rows(num_rows: int, index: int, num_parts: int) -> int:
+    """The number of rows of part `index`."""
+    return max(0, -(-(num_rows - index) // num_parts))
+
+
+@contextlib.contextmanager
+def split_into(num_parts: int) -> Iterator[None]:
+    """Tables that are made inside have `num_parts` parts."""
+    token = _num_parts.set(num_parts)
+    try:
+        yield
+    finally:
+        _num_parts.reset(token)
+
+
+@contextlib.contextmanager
+def without_rows() -> Iterator[None]:
+    """Tables that are made inside have no rows."""
+    token = _has_rows.set(False)
+    try:
+        yield
+    finally:
+        _has_rows.reset(token)
+
+
+@contextlib.contextmanager
+def making_part(number: int, shape: tuple[int, ...]) -> Iterator[None]:
+    """Variables that are made inside belong to part `number` of a table, which has `shape`."""
+    token = _part.set(Part(number, shape))
+    try:
+        yield
+    finally:
+        _part.reset(token)

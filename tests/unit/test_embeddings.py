@@ -1,0 +1,316 @@
+"""ShardedEmbedding: the same rows with any number of parts and replicas, and as Keras computes."""
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorflow as tf
+
+from strategies.base import Position
+from strategies.ps.placement import dry_run, place
+from strategies.tables import split_into
+from tests.unit.replicas import replicas, update_of
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.embeddings import (
+    FTRL,
+    SGD,
+    Adagrad,
+    LazyAdam,
+    RowWiseAdagrad,
+    ShardedEmbedding,
+)
+from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer
+from trainer.embeddings.table import saved_variables
+from trainer.learner import Learner
+from trainer.step.losses import sparse_categorical_crossentropy
+from trainer.step.options import ClipConfig, ConfigError, EmaConfig, Options
+
+BATCH, ROWS, WIDTH, CLASSES = 12, 11, 4, 5
+IDS = np.random.default_rng(1).integers(0, ROWS - 1, (8, BATCH, 3))  # Never the last row.
+BATCHES = [(ids, ids.sum(axis=1) % CLASSES) for ids in IDS]
+UNIFORM = keras.initializers.RandomUniform(-0.5, 0.5)
+
+
+def make_learner(
+    optimizer: TableOptimizer | str = "sgd", *, parts: int = 1, replica: int = 1, **options: Any
+) -> Learner:
+    """A model with a table of `parts` parts, all of them in this process."""
+    keras.utils.set_random_seed(3)
+    step_options = options.pop("step_options", None)
+    scope = replicas(replica).scope() if replica else contextlib.nullcontext()
+    with scope, split_into(parts):
+        options = {"initializer": UNIFORM, **options}
+        model = keras.Sequential(
+            [
+                keras.Input((3,), dtype="int64"),
+                ShardedEmbedding(ROWS, WIDTH, optimizer=optimizer, name="ids", **options),
+                keras.layers.Flatten(),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+        loss = sparse_categorical_crossentropy
+        return Learner(
+            model, keras.optimizers.SGD(0.1), loss, {}, batch_size=BATCH, options=step_options
+        )
+
+
+def train(learner: Learner, replica: int = 1) -> None:
+    strategy = replicas(replica)
+    update = tf.function(
+        lambda batch: strategy.run(update_of(learner), args=(batch,)), reduce_retracing=True
+    )
+    for batch in BATCHES:
+        ends = [0, 5, BATCH] if replica == 2 else [0, BATCH]
+        slices = [
+            tf.nest.map_structure(lambda t, a=a, b=b: tf.constant(t[a:b]), batch)
+            for a, b in itertools.pairwise(ends)
+        ]
+        update(
+            strategy.experimental_distribute_values_from_function(
+                lambda context, slices=slices: slices[context.replica_id_in_sync_group]
+            )
+        )
+
+
+def weights_of(learner: Learner) -> list[npt.NDArray[Any]]:
+    return [np.asarray(value, np.float32) for value in learner.weights()]
+
+
+def slots_of(learner: Learner) -> list[npt.NDArray[Any]]:
+    slots = learner.state.get("table_slots", ())
+    return [np.asarray(slot.numpy(), np.float32) for slot in slots]
+
+
+def table_of(learner: Learner) -> npt.NDArray[Any]:
+    return np.asarray(learner.model.get_layer("ids").table.numpy())
+
+
+def test_initial_rows_do_not_depend_on_the_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.embeddings.layer._BLOCK_ROWS", 4)
+    one = table_of(make_learner())
+    for parts in (2, 3, 5):
+        learner = make_learner(parts=parts)
+        assert [part.shape[0] for part in learner.model.get_layer("ids").weights] == [
+            -(-(ROWS - index) // parts) for index in range(parts)
+        ]
+        np.testing.assert_array_equal(table_of(learner), one)
+    assert len(np.unique(one)) == one.size, "no two blocks have the same values"
+
+
+def test_two_tables_have_different_rows() -> None:
+    keras.utils.set_random_seed(3)
+    first, second = (ShardedEmbedding(ROWS, WIDTH) for _ in range(2))
+    rows = [np.asarray(layer(tf.range(ROWS))) for layer in (first, second)]
+    assert not np.any(rows[0] == rows[1])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("parts", "replica"), [(3, 1), (1, 2)])
+def test_rows_are_equal_with_any_number_of_parts_and_replicas(
+    name: str, parts: int, replica: int
+) -> None:
+    options: dict[str, Any] = {"l2": 0.02, "clip_norm": 0.05}
+    one = make_learner(OPTIMIZERS[name](0.1), **options)
+    other = make_learner(OPTIMIZERS[name](0.1), parts=parts, replica=replica, **options)
+    initial = table_of(one)
+    train(one)
+    train(other, replica)
+    assert np.abs(table_of(one) - initial).max() > 1e-3
+    for left, right in zip(weights_of(one), weights_of(other), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
+    for left, right in zip(slots_of(one), slots_of(other), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "of_keras"),
+    [
+        (SGD(0.3), lambda: keras.optimizers.SGD(0.3)),
+        (Adagrad(0.3), lambda: keras.optimizers.Adagrad(0.3)),
+        (FTRL(0.3, l1=0.01), lambda: keras.optimizers.Ftrl(0.3, l1_regularization_strength=0.01)),
+    ],
+    ids=["sgd", "adagrad", "ftrl"],
+)
+def test_equals_a_plain_loop_with_an_embedding_of_keras(
+    optimizer: TableOptimizer, of_keras: Callable[[], keras.Optimizer]
+) -> None:
+    # Keras' dense FTRL sets rows to 0 that were never used, unless they are 0.
+    initializer = "zeros" if isinstance(optimizer, FTRL) else UNIFORM
+    learner = make_learner(optimizer, parts=2, initializer=initializer)
+    reference = keras.Sequential(
+        [
+            keras.Input((3,), dtype="int64"),
+            keras.layers.Embedding(ROWS, WIDTH),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+    reference.set_weights(learner.weights())
+    table, *dense = reference.trainable_variables
+    of_dense, of_rows = keras.optimizers.SGD(0.1), of_keras()
+    train(learner)
+    for ids, labels in BATCHES:
+        with tf.GradientTape() as tape:
+            losses = sparse_categorical_crossentropy(labels, reference(ids))
+            loss = tf.reduce_mean(losses)
+        of_table, *others = tape.gradient(loss, [v.value for v in (table, *dense)])
+        of_rows.apply([tf.convert_to_tensor(of_table)], [table])
+        of_dense.apply(others, dense)
+    for left, right in zip(weights_of(learner), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-5)
+
+
+def test_lazy_adam_and_row_wise_adagrad_have_the_formulas_of_their_papers() -> None:
+    gradients = np.random.default_rng(0).normal(size=(3, 2, WIDTH)).astype(np.float32)
+    ids = tf.constant([4, 1])
+    for optimizer in (LazyAdam(0.1), RowWiseAdagrad(0.1)):
+        table = tf.Variable(tf.ones([ROWS, WIDTH]))
+        slots = {
+            name: tf.Variable(tf.fill([ROWS] if is_of_row else [ROWS, WIDTH], value))
+            for name, (value, is_of_row) in optimizer.initial_slots.items()
+        }
+        expected = np.ones([2, WIDTH])
+        m, v, total = np.zeros([2, WIDTH]), np.zeros([2, WIDTH]), np.full([2, 1], 0.1)
+        for step, gradient in enumerate(gradients):
+            args = ids, tf.constant(gradient), tf.constant(0.1), tf.constant(step)
+            optimizer.update(table, slots, *args)
+            if isinstance(optimizer, LazyAdam):
+                m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+                corrected = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.999 ** (step + 1))
+                expected -= 0.1 * corrected[0] / (np.sqrt(corrected[1]) + 1e-7)
+            else:
+                total += np.mean(gradient**2, axis=1, keepdims=True)
+                expected -= 0.1 * gradient / (np.sqrt(total) + 1e-7)
+        np.testing.assert_allclose(tf.gather(table, ids), expected, atol=1e-4)
+        unused = np.delete(table.numpy(), ids.numpy(), axis=0)
+        np.testing.assert_array_equal(unused, np.ones([ROWS - 2, WIDTH]))
+
+
+def test_a_row_that_is_not_used_does_not_change() -> None:
+    learner = make_learner("lazy_adam", l2=0.1)
+    last = table_of(learner)[-1]
+    train(learner)
+    np.testing.assert_array_equal(table_of(learner)[-1], last)
+
+
+def test_a_checkpoint_restores_with_another_number_of_parts(tmp_path: Path) -> None:
+    saved = make_learner(Adagrad(0.1), parts=2)
+    train(saved)
+    of_saved = Checkpointer(str(tmp_path), saved, {}, keep=1)
+    of_saved.save(8, Position(), {})
+    assert of_saved.has_saved(8)
+    for parts in (1, 3):
+        learner = make_learner(Adagrad(0.1), parts=parts)
+        found = Checkpointer(str(tmp_path), learner, {}, keep=1).restore()
+        assert found is not None
+        assert found.step == 8
+        for left, right in zip(weights_of(saved), weights_of(learner), strict=True):
+            np.testing.assert_array_equal(left, right)
+        (left,), (right,) = slots_of(saved), slots_of(learner)
+        np.testing.assert_array_equal(left, right)
+        assert not np.allclose(left, 0.1)
+
+
+def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None:
+    learner = make_learner(parts=3)
+    train(learner)
+    exported = make_learner().model
+    for variable, value in zip(exported.variables, weights_of(learner), strict=True):
+        variable.assign(value)
+    exported.export(str(tmp_path / "saved_model"), verbose=False)
+    exported.save(tmp_path / "model.keras")
+    expected = learner.model(IDS[0])
+    served = tf.saved_model.load(str(tmp_path / "saved_model")).serve(tf.constant(IDS[0]))
+    np.testing.assert_allclose(served, expected, atol=1e-6)
+    again = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(again(IDS[0]), expected, atol=1e-6)
+
+
+def test_columns_have_their_own_rows() -> None:
+    layer = ShardedEmbedding([2, 3], WIDTH, initializer=UNIFORM)
+    found = np.asarray(layer(tf.constant([[1, 2], [0, 0], [1, 0]])))
+    rows = layer.table.numpy()
+    assert found.shape == (3, 2, WIDTH)
+    np.testing.assert_array_equal(found, rows[[[1, 4], [0, 2], [1, 2]]])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="an id is not from 0 to"):
+        layer(tf.constant([[2, 0]]))
+    with pytest.raises(ValueError, match="needs ids of as many columns"):
+        ShardedEmbedding([2, 3], WIDTH)(tf.constant([[1, 2, 0]]))
+
+
+@pytest.mark.parametrize("ids", [[-1], [ROWS]])
+def test_an_id_out_of_range_is_refused(ids: list[int]) -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="an id is not from 0 to 11 - 1"):
+        ShardedEmbedding(ROWS, WIDTH)(tf.constant(ids))
+
+
+def test_ids_must_be_integers() -> None:
+    with pytest.raises(ValueError, match="takes ids, which are integers"):
+        ShardedEmbedding(ROWS, WIDTH)(tf.constant([1.0]))
+
+
+def test_a_dry_run_makes_no_rows_and_each_server_gets_a_part() -> None:
+    learner, groups = dry_run(lambda: make_learner("adagrad", replica=0))
+    assert learner.model.get_layer("ids").weights[0].shape == (0, WIDTH)
+    assert learner.model(IDS[0]).shape == (BATCH, CLASSES)
+    placement = place(groups, 3, num_gradient_buffers=2)
+    parts = [
+        (g.shape, ps, g.num_bytes)
+        for g, ps in zip(placement.groups, placement.ps, strict=True)
+        if g.is_table
+    ]
+    # A row has 16 bytes, and as many in Adagrad's accumulator.
+    assert parts == [((4, 4), 0, 128), ((4, 4), 1, 128), ((3, 4), 2, 96)]
+    assert sum(placement.num_bytes) - 352 < 3 * 1024
+
+
+def test_a_variable_of_a_table_is_one_entry() -> None:
+    model = make_learner(parts=3).model
+    names = [(entry.path, tuple(entry.shape)) for entry in saved_variables(model)]
+    assert names[0][0].endswith("ids/embeddings")
+    assert names[0][1] == (ROWS, WIDTH)
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"rows": 0},
+        {"rows": []},
+        {"rows": 1.5},
+        {"width": -1},
+        {"l2": -1},
+        {"clip_norm": float("nan")},
+        {"initializer": "glorot_uniform"},
+        {"optimizer": "adam"},
+        {"optimizer": 0.1},
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="ShardedEmbedding"):
+        ShardedEmbedding(**{"rows": ROWS, "width": WIDTH, **arguments})
+
+
+def test_wrong_settings_of_an_optimizer_are_refused() -> None:
+    for make in (lambda: SGD(0), lambda: Adagrad(epsilon=0.0), lambda: LazyAdam(beta_1=1.0)):
+        with pytest.raises(ConfigError, match="must be"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (Options(clip=ClipConfig(norm=1.0)), "config.clip"),
+        (Options(ema=EmaConfig(decay=0.9)), "config.ema"),
+        (Options(jit_compile=True), "config.jit_compile"),
+    ],
+)
+def test_options_that_need_the_whole_table_are_refused(options: Options, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} cannot be used with a ShardedEmbedding"):
+        make_learner(step_options=options)

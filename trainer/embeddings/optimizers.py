@@ -1,0 +1,313 @@
+"""Optimizers of tables: an update changes only the rows that the batch used.
+
+    optimizer = Adagrad(learning_rate=0.05)
+    slots = {name: variable, ...}                   # as `initial_slots` says
+    op = optimizer.update(table, slots, ids, gradients, rate, step)
+
+The formulas are those of Keras, except of RowWiseAdagrad, which Keras does not have, and of
+LazyAdam: Adam would change all rows in each step. `ids` are unique.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import tensorflow as tf
+from typing_extensions import override
+
+from trainer.step.options import ConfigError
+
+# The name of a slot: its first value, and True if it has one value for each row.
+Slots: TypeAlias = Mapping[str, tuple[float, bool]]
+
+_POSITIVE = "a number above 0"
+_NOT_NEGATIVE = "a number of 0 or more"
+_BELOW_1 = "a number from 0 to below 1"
+
+
+@dataclass(frozen=True)
+class TableOptimizer:
+    """The base class of the optimizers of tables.
+
+    Attributes:
+        learning_rate: The rate of this table; None is the rate of the config. `config.schedule`
+            multiplies both.
+    """
+
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError if a setting is not a number, or out of range."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.name == "learning_rate":
+                continue
+            needed = _POSITIVE
+            if field.name in ("initial_accumulator", "l1", "l2"):
+                needed = _NOT_NEGATIVE
+            if field.name.startswith("beta_"):
+                needed = _BELOW_1
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            is_right = is_number and (value > 0 or (needed != _POSITIVE and value >= 0))
+            if not is_right or (needed == _BELOW_1 and value >= 1):
+                raise ConfigError(
+                    f"{type(self).__name__}: {field.name} must be {needed}. Received: {value!r}."
+                )
+
+    @property
+    def initial_slots(self) -> Slots:
+        """The slots with their first values."""
+        return {}
+
+    def update(
+        self,
+        table: tf.Variable,
+        slots: Mapping[str, tf.Variable],
+        ids: tf.Tensor,
+        gradients: tf.Tensor,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tf.Operation | None:
+        """Changes the rows `ids`, [n], of `table` by `gradients`, [n, width].
+
+        `step` is the number of steps done. Returns the op that is done last; None if eager.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SGD(TableOptimizer):
+    """row <- row - rate * gradient."""
+
+    @override
+    def update(
+        self,
+        table: tf.Variable,
+        slots: Mapping[str, tf.Variable],
+        ids: tf.Tensor,
+        gradients: tf.Tensor,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tf.Operation | None:
+        return _subtract(table, ids, gradients, rate)
+
+
+@dataclass(frozen=True)
+class Adagrad(TableOptimizer):
+    """a <- a + gradient ** 2;  row <- row - rate * gradient / (sqrt(a) + epsilon).
+
+    Duchi et al., "Adaptive Subgradient Methods for Online Learning", 2011.
+    """
+
+    initial_accumulator: float = 0.1
+    epsilon: float = 1e-7
+
+    @property
+    @override
+    def initial_slots(self) -> Slots:
+        return {"accumulator": (self.initial_accumulator, False)}
+
+    @override
+    def update(
+        self,
+        table: tf.Variable,
+        slots: Mapping[str, tf.Variable],
+        ids: tf.Tensor,
+        gradients: tf.Tensor,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tf.Operation | None:
+        return tf.raw_ops.ResourceSparseApplyAdagradV2(
+            var=table.handle,
+            accum=slots["accumulator"].handle,
+            lr=rate,
+            epsilon=tf.constant(self.epsilon, gradients.dtype),
+            grad=gradients,
+            indices=ids,
+            use_locking=True,
+        )
+
+
+@dataclass(frozen=True)
+class RowWiseAdagrad(TableOptimizer):
+    """Adagrad with one accumulator a row: a <- a + mean(gradient ** 2).
+
+    Its slot has 1/width of the memory of Adagrad's (Naumov et al., "Deep Learning Recommendation
+    Model for Personalization and Recommendation Systems", 2019).
+    """
+
+    initial_accumulator: float = 0.1
+    epsilon: float = 1e-7
+
+    @property
+    @override
+    def initial_slots(self) -> Slots:
+        return {"accumulator": (self.initial_accumulator, True)}
+
+    @override
+    def update(
+        self,
+        table: tf.Variable,
+        slots: Mapping[str, tf.Variable],
+        ids: tf.Tensor,
+        gradients: tf.Tensor,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tf.Operation | None:
+        accumulator = slots["accumulator"]
+        squares = tf.reduce_mean(tf.square(gradients), axis=1)
+        added = tf.raw_ops.ResourceScatterAdd(
+            resource=accumulator.handle, indices=ids, updates=squares
+        )
+        with tf.control_dependencies(_ops(added)):
+            total = gather_rows(accumulator, ids)
+        scale = 1 / (tf.sqrt(total) + self.epsilon)
+        return _subtract(table, ids, gradients * scale[:, tf.newaxis], rate)
+
+
+@dataclass(frozen=True)
+class FTRL(TableOptimizer):
+    """FTRL-Proximal (McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013).
+
+    Attributes:
+        learning_rate_power: The accumulator's exponent is the negative of this.
+        l1: L1 regularisation: rows whose gradients are small become exactly 0.
+        l2: L2 regularisation, as part of the formula.
+    """
+
+    initial_accumulator: float = 0.1
+    learning_rate_power: float = 0.5
+    l1: float = 0.0
+    l2: float = 0.0
+
+    @property
+    @override
+    def initial_slots(self) -> Slots:
+        return {"accumulator": (self.initial_accumulator, False), "linear": (0.0, False)}
+
+    @override
+    def update(
+        self,
+        table: tf.Variable,
+        slots: Mapping[str, tf.Variable],
+        ids: tf.Tensor,
+        gradients: tf.Tensor,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tf.Operation | None:
+        dtype = gradients.dtype
+        return tf.raw_ops.ResourceSparseApplyFtrl(
+            var=table.handle,
+            accum=slots["accumulator"].handle,
+            linear=slots["linear"].handle,
+            grad=gradients,
+            indices=ids,
+            lr=rate,
+            l1=tf.constant(self.l1, dtype),
+            l2=tf.constant(self.l2, dtype),
+            lr_power=tf.constant(-self.learning_rate_power, dtype),
+            use_locking=True,
+        )
+
+
+@dataclass(frozen=True)
+class LazyAdam(TableOptimizer):
+    """Adam's formula on the rows of the batch; the moments of other rows do not decay.
+
+    So it is not Adam. The bias correction uses the step of the run. Several ops make an update:
+    under asynchronous ps two updates of one row at the same time may lose one of them.
+    """
+
+    beta_1: float = 0.9
+    beta_2: float = 0.999
+    epsilon: float = 1e-7
+
+    @property
+    @override
+    def initial_slots(self) -> Slots:
+        return {"momentum": (0.0, False), "velocity": (0.0, False)}
+
+    @override
+    def update(
+        self,
+        table: tf.Variable,
+        slots: Mapping[str, tf.Variable],
+        ids: tf.Tensor,
+        gradients: tf.Tensor,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tf.Operation | None:
+        number = tf.cast(step + 1, gradients.dtype)
+        corrected = rate * tf.sqrt(1 - self.beta_2**number) / (1 - self.beta_1**number)
+        m = gather_rows(slots["momentum"], ids)
+        v = gather_rows(slots["velocity"], ids)
+        m += (1 - self.beta_1) * (gradients - m)
+        v += (1 - self.beta_2) * (tf.square(gradients) - v)
+        written = [
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=slots[name].handle, indices=ids, updates=value
+            )
+            for name, value in (("momentum", m), ("velocity", v))
+        ]
+        with tf.control_dependencies(_ops(*written)):
+            return _subtract(table, ids, m / (tf.sqrt(v) + self.epsilon), corrected)
+
+
+OPTIMIZERS: Mapping[str, type[TableOptimizer]] = {
+    "sgd": SGD,
+    "adagrad": Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "ftrl": FTRL,
+    "lazy_adam": LazyAdam,
+}
+
+
+def table_optimizer(given: object) -> TableOptimizer:
+    """The optimizer that a layer was `given`: an object, a name, or the result of `to_config`.
+
+    Raises ConfigError if there is no such optimizer.
+    """
+    if isinstance(given, TableOptimizer):
+        return given
+    if isinstance(given, str) and given in OPTIMIZERS:
+        return OPTIMIZERS[given]()
+    if isinstance(given, Mapping):
+        settings = dict(given)
+        return OPTIMIZERS[settings.pop("name")](**settings)
+    raise ConfigError(
+        f"ShardedEmbedding: optimizer={given!r} is none of {', '.join(OPTIMIZERS)}, and no object "
+        'of trainer.embeddings, such as Adagrad(learning_rate=0.05). Type optimizer="adagrad", for '
+        "example. Optimizers of Keras would change the whole table in each step."
+    )
+
+
+def to_config(optimizer: TableOptimizer) -> dict[str, object]:
+    """`optimizer` as JSON values."""
+    (name,) = (name for name, kind in OPTIMIZERS.items() if kind is type(optimizer))
+    return {"name": name, **dataclasses.asdict(optimizer)}
+
+
+def gather_rows(variable: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
+    """The rows `ids` of `variable`, on its device; no other row is copied.
+
+    A tf.gather of a value that was read before would copy the table: TensorFlow copies each read
+    of a variable that sparse updates change.
+    """
+    return variable.sparse_read(ids)
+
+
+def _subtract(
+    table: tf.Variable, ids: tf.Tensor, rows: tf.Tensor, rate: tf.Tensor
+) -> tf.Operation | None:
+    """Subtracts rate * rows. The op holds the lock of the table: no update is lost."""
+    zero = tf.constant(0, rows.dtype)
+    return tf.raw_ops.ResourceSparseApplyProximalGradientDescent(
+        var=table.handle, alpha=rate, l1=zero, l2=zero, grad=rows, indices=ids, use_locking=True
+    )
+
+
+def _ops(*ops: tf.Operation | None) -> list[tf.Operation]:
+    """The ops that are not None, as the ops of eager code are."""
+    return [op for op in ops if op is not None]

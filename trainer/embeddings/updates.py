@@ -1,0 +1,112 @@
+"""The update of a table: a learner's part of it.
+
+parts = [TablePart(layer, index) for index in range(P)]     # makes the slots
+part.change(variable, gradient, rate, step, slots)          # on the device of the variable
+slots_of(parts)                                             # complete, for a checkpoint
+"""
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from strategies.tables import has_rows, making_part, part_rows
+from trainer.embeddings.layer import ShardedEmbedding
+from trainer.embeddings.optimizers import gather_rows
+from trainer.embeddings.table import Rows
+from trainer.step.options import ClipConfig, ConfigError, EmaConfig, Options
+
+
+class TablePart:
+    """A part of the table of a layer, with its optimizer slots.
+
+    Attributes:
+        layer: The layer.
+        index: The number of the part.
+        variable: The rows of the part.
+        slots: The optimizer slots, by name.
+    """
+
+    def __init__(self, layer: ShardedEmbedding, index: int) -> None:
+        """Makes the slots; called in the strategy's scope."""
+        self.layer, self.index = layer, index
+        self.variable: tf.Variable = layer.table.parts[index]
+        num_rows, width = layer.table.shape
+        rows = part_rows(num_rows, index, len(layer.table.parts))
+        extended = tf.distribute.get_strategy().extended
+        self.slots: dict[str, tf.Variable] = {}
+        for name, (value, is_of_row) in layer.optimizer.initial_slots.items():
+            shape = (rows,) if is_of_row else (rows, width)
+            made = shape if has_rows() else (0, *shape[1:])
+            with extended.colocate_vars_with(self.variable), making_part(index, shape):
+                self.slots[name] = tf.Variable(
+                    lambda made=made, value=value: tf.fill(made, tf.constant(value)),
+                    trainable=False,
+                    name=name,
+                )
+
+    def change(
+        self,
+        variable: tf.Variable,
+        gradient: tf.IndexedSlices,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+        slots: Mapping[str, tf.Variable],
+        *,
+        factor: tf.Tensor | None,
+    ) -> tf.Tensor:
+        """Applies `gradient` to `variable` and `slots`, copies of the variables of this part.
+
+        `rate` is that of the config, and `factor` that of its schedule; `step` is the number of
+        steps done. Returns a tensor that is computed after the update.
+        """
+        layer = self.layer
+        if layer.optimizer.learning_rate is not None:
+            rate = tf.constant(layer.optimizer.learning_rate, tf.float32)
+            rate = rate if factor is None else rate * factor
+        with tf.device(variable.device):
+            ids, place = tf.unique(gradient.indices)
+            rows = tf.math.unsorted_segment_sum(gradient.values, place, tf.size(ids))
+            if layer.l2:
+                rows += 2 * layer.l2 * gather_rows(variable, ids)
+            if layer.clip_norm:
+                rows = tf.clip_by_norm(rows, layer.clip_norm, axes=[1])
+            rate = tf.cast(rate, rows.dtype)
+            done = layer.optimizer.update(variable, slots, ids, rows, rate, step)
+            with tf.control_dependencies([] if done is None else [done]):
+                return tf.identity(rate)
+
+
+def slots_of(parts: Sequence[TablePart]) -> list[Rows]:
+    """The complete slots of all tables that `parts` are of."""
+    slots: dict[tuple[int, str], list[tf.Variable]] = {}
+    layers: dict[int, ShardedEmbedding] = {}
+    for part in parts:
+        layers[id(part.layer)] = part.layer
+        for name, variable in part.slots.items():
+            slots.setdefault((id(part.layer), name), []).append(variable)
+    found = []
+    for (layer_id, name), variables in slots.items():
+        layer = layers[layer_id]
+        num_rows, width = layer.table.shape
+        shape = (num_rows, width)[: len(variables[0].shape)]
+        found.append(Rows(variables, shape, f"{layer.table.path}/{name}"))
+    return found
+
+
+def require_table_options(
+    options: Options, tables: Sequence[ShardedEmbedding], *, is_float16: bool
+) -> None:
+    """Raises ConfigError for an option that would change, or read, a whole table in each step."""
+    names = ", ".join(layer.name for layer in tables)
+    refused = {
+        "config.clip": (options.clip != ClipConfig(), "clip_norm=..., an argument of the layer"),
+        "config.ema": (options.ema != EmaConfig(), "no moving average"),
+        "config.jit_compile": (options.jit_compile, "--config.jit_compile=False"),
+        "config.precision=mixed_float16": (is_float16, "--config.precision=mixed_bfloat16"),
+    }
+    for name, (is_set, instead) in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"{name} cannot be used with a ShardedEmbedding ({names}), of which a step knows "
+                f"the rows of its batch only. Use {instead}."
+            )
