@@ -2,7 +2,7 @@
 
     python -m benchmarks.network --rates=500mbit,2gbit --examples=1024,512
     python -m benchmarks.network --torch_python=ENVIRONMENT/bin/python --rounds=5
-    python -m benchmarks.network --hosts=4 --slow_rate=125mbit --rates=500mbit --examples=64
+    python -m benchmarks.network --num_hosts=4 --slow_rate=125mbit --rates=500mbit --examples=64
 
 Makes hosts on this machine: network namespaces of one core each, joined by links of the given rate.
 If there are more hosts than cores, they share the cores: choose few examples then. Needs root and
@@ -59,7 +59,7 @@ _RATES = flags.DEFINE_list("rates", ["500mbit", "2gbit"], "Rates of the links, a
 _EXAMPLES = flags.DEFINE_list(
     "examples", ["1024", "512"], "Examples of a step on each host, for each of --rates."
 )
-_HOSTS = flags.DEFINE_integer("hosts", 2, "Hosts that train.", lower_bound=2, upper_bound=16)
+_HOSTS = flags.DEFINE_integer("num_hosts", 2, "Hosts that train.", lower_bound=2, upper_bound=16)
 _SLOW_RATE = flags.DEFINE_string(
     "slow_rate", None, "The rate of the last training host's link; by default as the others."
 )
@@ -199,7 +199,7 @@ def _words(way: str, setting: Setting) -> list[str]:
             "ps_backup": [f"--replicas_to_aggregate={setting.num_hosts - 1}"],
         }
         # Workers do not wait for each other within a call, so calls are long.
-        calls = _WARMUP_STEPS * setting.num_hosts
+        calls = 16 * setting.num_hosts
         long = [f"--config.{field}={calls}" for field in ("steps_per_call", "log_every_steps")]
         return ["--strategy=ps", *long, *of_kind, *special.get(way, [])]
     words = [f"--batch_size={setting.num_hosts if way == 'transfer' else batch}"]
@@ -294,7 +294,9 @@ def _check() -> None:
     names = ways(_HOSTS.value, "torch")
     for name in _ONLY.value:
         if name not in names:
-            _end_with(f"--only={name}: with --hosts={_HOSTS.value} it takes {', '.join(names)}.")
+            _end_with(
+                f"--only={name}: with --num_hosts={_HOSTS.value} it takes {', '.join(names)}."
+            )
     if why := reason_why_not():
         _end_with(f"{why}. It is needed to make hosts on this machine.")
 
