@@ -1,24 +1,32 @@
-"""`python -m benchmarks.network`: how much of the all-reduce overlaps with the backward pass.
+"""`python -m benchmarks.network`: how much of the communication overlaps with computation.
 
-    python -m benchmarks.network --rates=500mbit,2gbit --examples=2048,512
+    python -m benchmarks.network --rates=500mbit,2gbit --examples=1024,512
     python -m benchmarks.network --torch_python=ENVIRONMENT/bin/python --rounds=5
+    python -m benchmarks.network --num_hosts=4 --slow_rate=125mbit --rates=500mbit --examples=64
 
-Makes two hosts of one core each on this machine: network namespaces, joined by a link of the given
-rate. Needs root and the commands `ip`, `tc` and `taskset`. In turns trains the perceptron of
-benchmarks/deep.py, in each of these ways:
+Makes hosts on this machine: network namespaces of one core each, joined by links of the given rate.
+If there are more hosts than cores, they share the cores: choose few examples then. Needs root and
+the commands `ip`, `tc` and `taskset`. In turns trains the perceptron of benchmarks/deep.py, in each
+of these ways:
 
-* compute alone: one process on each host, which do not communicate;
-* transfer alone: this program with one example on each host;
-* one sum: this program with one all-reduce after the backward pass (--bucket_mb=1000);
-* this program, and with --wire_dtype=bfloat16;
-* PyTorch DDP over gloo with its default buckets, if there is a Python with PyTorch.
+* compute: one process on each host, which do not communicate;
+* transfer: this program's ring with one example on each host;
+* one_sum: this program's ring with one all-reduce after the backward pass (--bucket_mb=1000);
+* program, bfloat16: this program's ring, and with --wire_dtype=bfloat16;
+* ddp: PyTorch DDP over gloo with its default buckets, if there is a Python with PyTorch;
+* ps, ps_bfloat16, ps_sync, ps_backup: this program's parameter servers, asynchronous, with
+  --wire_dtype=bfloat16 and --read_dtype=bfloat16, synchronous, and with one backup worker (from 3
+  hosts on);
+* tf1: TensorFlow 1's asynchronous parameter servers.
 
-Prints for each rate the seconds of a step, median (least to most), as Markdown. The limit is the
-larger of compute alone and of the time that the gradients need on the link, calculated. `hidden` is
-(compute + transfer - step) / the smaller of compute and transfer: 1 if the whole transfer overlaps.
-`CPU` are the CPU seconds of a step on the host that takes more, kernel included. A host has one
-core, so no step is shorter: if CPU is near the step, the core has no time left, and more overlap
-is not possible. The load of the machine is printed, because other programs disturb a measurement.
+Parameter servers have one host more, for the server, which may use all cores. Prints for each rate
+the seconds of a step, median (least to most), as Markdown. An asynchronous step is one gradient of
+one worker. The limit is the larger of two times: that of computing alone, and the time that the
+bytes of a step need on the link that carries most of them, calculated. `hidden` is (compute +
+transfer - step) / the smaller of compute and transfer: 1 if the whole transfer overlaps. `CPU` are
+the CPU seconds of a step on the worker that takes more, kernel included. A host has one core, so no
+step of the ring is shorter: if CPU is near the step, the core has no time left, and more overlap is
+not possible. The load of the machine is printed, because other programs disturb a measurement.
 """
 
 import contextlib
@@ -33,24 +41,27 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 from absl import app, flags
 
 from benchmarks.deep import GRADIENT_BYTES
 from benchmarks.hosts import Host, hosts, reason_why_not
-from benchmarks.pairs import rate_of, summarise
-from benchmarks.table import machine, prepare, train_reports
+from benchmarks.network_run import Process, Program, RunError, Taken, measured, steps_per_sec_of
+from benchmarks.pairs import summarise
+from benchmarks.table import machine, prepare
 from data.system.flags import parse_flags
 from strategies.cluster.tf_config import Cluster, Task
 
-_RATES = flags.DEFINE_list("rates", ["500mbit", "2gbit"], "Rates of the link, as `tc` takes them.")
+_RATES = flags.DEFINE_list("rates", ["500mbit", "2gbit"], "Rates of the links, as `tc` takes them.")
 _EXAMPLES = flags.DEFINE_list(
-    "examples", ["2048", "512"], "Examples of a step on each host, for each of --rates."
+    "examples", ["1024", "512"], "Examples of a step on each host, for each of --rates."
+)
+_HOSTS = flags.DEFINE_integer("num_hosts", 2, "Hosts that train.", lower_bound=2, upper_bound=16)
+_SLOW_RATE = flags.DEFINE_string(
+    "slow_rate", None, "The rate of the last training host's link; by default as the others."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds to measure.", lower_bound=1)
 _STEPS = flags.DEFINE_integer(
@@ -65,150 +76,168 @@ _TORCH = flags.DEFINE_string(
 )
 _TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 600.0, "A program that takes longer has failed.")
 
-_ROOT = Path(__file__).resolve().parents[1]
 _WARMUP_STEPS = 4
-_NUM_HOSTS = 2
-_LOOK_SECS = 0.05
 _NUM_EXAMPLES = 8192
 _PORT = 2222
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_PS = ("ps", "ps_bfloat16", "ps_sync", "ps_backup")
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
-    """The mean step of a run; both in seconds. CPU is NaN where it is not known."""
+class Setting:
+    """What all ways of a row have in common."""
 
-    secs: float
-    cpu_secs: float
+    rate: str
+    examples: int
+    num_hosts: int
+    slow_rate: str | None = None
+
+    def __str__(self) -> str:
+        slow = f", one {self.slow_rate}" if self.slow_rate else ""
+        return f"{self.rate}{slow}, {self.num_hosts} x {self.examples:,}"
+
+    def transfer_secs(self, way: str) -> float:
+        """The time that the bytes of a step need on the busiest link, in one direction.
+
+        A ring of n sends 2 (n - 1) / n of the gradients from each host, and is as fast as its
+        slowest link. A server sends all variables for each gradient: for one of an asynchronous
+        step, for n of a synchronous one.
+        """
+        if way in _PS or way == "tf1":
+            copies = {"ps_sync": self.num_hosts, "ps_backup": self.num_hosts}.get(way, 1)
+            return 8 * copies * GRADIENT_BYTES / _bits_per_sec(self.rate)
+        num_bytes = 2 * (self.num_hosts - 1) / self.num_hosts * GRADIENT_BYTES
+        return 8 * num_bytes / min(map(_bits_per_sec, (self.rate, self.slow_rate or self.rate)))
 
 
-class RunError(RuntimeError):
-    """A measured program failed."""
+def ways(num_hosts: int, torch: str | None) -> list[str]:
+    """The names of all ways; `ddp` only with `torch`, a Python with PyTorch."""
+    ring = ["compute", "transfer", "one_sum", "program", "bfloat16", *(["ddp"] if torch else [])]
+    return [*ring, *(_PS if num_hosts > 2 else _PS[:-1]), "tf1"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A way to train. The command has the words {examples}, {batch}, {rank} and so on."""
-
-    name: str
-    what: str
-    command: tuple[str, ...]
-    is_cluster: bool = True
+def num_places(way: str, num_hosts: int) -> int:
+    """The hosts that a way needs."""
+    return num_hosts + (way in _PS or way == "tf1")
 
 
-def ways(torch: str | None) -> list[Way]:
-    """All ways; DDP only with `torch`, a Python with PyTorch."""
-    trainer = (
-        sys.executable,
-        *("-m", "trainer", "--config=benchmarks/deep.py", "--num_threads=1", "--data_dir={data}"),
-        *("--model_dir={model_dir}", f"--train_steps={_STEPS.value}"),
-    )
-    workers = (*trainer, "--strategy=multiworker", "--batch_size={batch}")
-    alone = (*trainer, "--strategy=mirrored", "--batch_size={examples}")
-    buckets = () if _BUCKET_MB.value is None else (f"--bucket_mb={_BUCKET_MB.value:g}",)
-    found = [
-        Way("compute", "compute alone", alone, is_cluster=False),
-        Way("transfer", "transfer alone", (*workers, *buckets, f"--batch_size={_NUM_HOSTS}")),
-        Way("one_sum", "this program, one sum", (*workers, "--bucket_mb=1000")),
-        Way("program", "this program", (*workers, *buckets)),
-        Way("bfloat16", "this program, bfloat16", (*workers, *buckets, "--wire_dtype=bfloat16")),
+def program(
+    way: str, setting: Setting, places: Sequence[Host], data: Path, where: Path, torch: str | None
+) -> Program:
+    """The processes of a way on the hosts `places`, with the files of the run in `where`."""
+    num_hosts, addresses = setting.num_hosts, [f"{host.address}:{_PORT}" for host in places]
+    trainer = [
+        *(sys.executable, "-m", "trainer", "--config=benchmarks/deep.py", "--num_threads=1"),
+        *(f"--data_dir={data}", f"--train_steps={_STEPS.value}"),
     ]
-    if torch:
-        ddp = ("-m", "benchmarks.peers.ddp", "--model=deep", "--batch_size={batch}")
-        steps = (f"--steps={_STEPS.value - _WARMUP_STEPS}", f"--warmup_steps={_WARMUP_STEPS}")
-        found.append(
-            Way("ddp", "PyTorch DDP", (torch, *ddp, *steps, "--rank={rank}", "--address={address}"))
+    measured_steps = _STEPS.value - _WARMUP_STEPS
+    steps = (f"--steps={measured_steps}", f"--warmup_steps={_WARMUP_STEPS}")
+    if way == "compute":
+        alone_words = ["--strategy=mirrored", f"--batch_size={setting.examples}"]
+        alone = [
+            Process(
+                (*trainer, *alone_words, f"--model_dir={where / str(rank)}"),
+                core=rank,
+                model_dir=where / str(rank),
+            )
+            for rank in range(num_hosts)
+        ]
+        return Program("compute alone", alone)
+    if way == "ddp":
+        peer = ("-m", "benchmarks.peers.ddp", "--model=deep", f"--workers={num_hosts}", *steps)
+        ddp = [
+            Process(
+                (
+                    *(str(torch), *peer, f"--batch_size={setting.examples * num_hosts}"),
+                    *(f"--rank={rank}", f"--address={addresses[0]}"),
+                ),
+                core=rank,
+            )
+            for rank in range(num_hosts)
+        ]
+        return Program("PyTorch DDP", ddp, steps_per_sec_of)
+    if way == "tf1":
+        cluster = json.dumps({"ps": addresses[num_hosts:], "worker": addresses[:num_hosts]})
+        peer = (sys.executable, "-m", "benchmarks.peers.tf1_ps", "--model=deep", *steps)
+        tasks = [*(f"worker:{rank}" for rank in range(num_hosts)), "ps:0"]
+        tf1 = [
+            Process(
+                (*peer, f"--batch_size={setting.examples}", f"--hosts={cluster}", f"--task={task}"),
+                core=rank if rank < num_hosts else None,
+            )
+            for rank, task in enumerate(tasks)
+        ]
+        return Program("TensorFlow 1", tf1, steps_per_sec_of, ends_alone=False)
+    jobs = {"worker": dict(enumerate(addresses[:num_hosts]))}
+    tasks_of_trainer = [Task("worker", rank) for rank in range(num_hosts)]
+    if way in _PS:
+        jobs["ps"] = {0: addresses[num_hosts]}
+        tasks_of_trainer.append(Task("ps", 0))
+    words = _words(way, setting)
+    tasks_of_cluster = [
+        Process(
+            (*trainer, *words, f"--model_dir={where / 'run'}"),
+            env={"TF_CONFIG": Cluster(jobs, task).tf_config()},
+            core=task.index if task.job == "worker" else None,
+            model_dir=where / "run" if task.job == "worker" else None,
         )
-    return found
+        for task in tasks_of_trainer
+    ]
+    return Program(way, tasks_of_cluster)
 
 
-def transfer_secs(rate: str) -> float:
-    """The time of all gradients on a link: a ring of two sends each byte once in each direction."""
-    number = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
-    num_bytes = 2 * (_NUM_HOSTS - 1) / _NUM_HOSTS * GRADIENT_BYTES
-    return 8 * num_bytes / (float(number) * _BITS[rate.removeprefix(number)])
+def _words(way: str, setting: Setting) -> list[str]:
+    """The flags with which this trainer trains in a cluster."""
+    batch = setting.examples * setting.num_hosts
+    if way in _PS:
+        if _is_async(way):
+            of_kind = [f"--batch_size={setting.examples}"]
+        else:
+            of_kind = ["--sync_replicas", f"--batch_size={batch}"]
+        special = {
+            "ps_bfloat16": ["--wire_dtype=bfloat16", "--read_dtype=bfloat16"],
+            "ps_backup": [f"--replicas_to_aggregate={setting.num_hosts - 1}"],
+        }
+        # Workers do not wait for each other within a call, so calls are long.
+        calls = 16 * setting.num_hosts
+        long = [f"--config.{field}={calls}" for field in ("steps_per_call", "log_every_steps")]
+        return ["--strategy=ps", *long, *of_kind, *special.get(way, [])]
+    words = [f"--batch_size={setting.num_hosts if way == 'transfer' else batch}"]
+    if way == "one_sum":
+        words.append("--bucket_mb=1000")
+    elif _BUCKET_MB.value is not None:
+        words.append(f"--bucket_mb={_BUCKET_MB.value:g}")
+    if way == "bfloat16":
+        words.append("--wire_dtype=bfloat16")
+    return ["--strategy=multiworker", *words]
 
 
-def measure_step(way: Way, places: Sequence[Host], examples: int, data: Path, where: Path) -> Taken:
-    """Trains in this way, with the files of the run in `where`.
-
-    Raises:
-        RunError: a process failed, or took too long.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    jobs = {"worker": {i: f"{host.address}:{_PORT}" for i, host in enumerate(places)}}
-    processes = []
-    try:
-        for rank, host in enumerate(places):
-            # The workers of a cluster share a model_dir.
-            model_dir = where if way.is_cluster else where / str(rank)
-            words = {
-                "examples": examples,
-                "batch": examples * _NUM_HOSTS,
-                "data": data,
-                "model_dir": model_dir,
-                "rank": rank,
-                "address": f"{places[0].address}:{_PORT}",
-            }
-            env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "GLOO_SOCKET_IFNAME": "eth0"}
-            if way.is_cluster:
-                env["TF_CONFIG"] = Cluster(jobs, Task("worker", rank)).tf_config()
-            command = [word.format_map(words) for word in way.command]
-            prefix = (*host.command, "taskset", "--cpu-list", str(cores[rank]))
-            with (where.parent / f"{where.name}-{rank}.log").open("w") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [*prefix, *command], cwd=_ROOT, env=env, stdout=log, stderr=log
-                    )
-                )
-        # Of a cluster, worker 0 writes the reports.
-        model_dirs = [where if way.is_cluster else where / str(rank) for rank in range(_NUM_HOSTS)]
-        meters = list(map(_CpuMeter, processes, model_dirs))
-        deadline = time.monotonic() + _TIMEOUT_SECS.value
-        while any(process.poll() is None for process in processes):
-            if time.monotonic() > deadline:
-                raise RunError(f"{way.what} took more than {_TIMEOUT_SECS.value:.0f} s")
-            for meter in meters:
-                meter.look()
-            time.sleep(_LOOK_SECS)
-        for rank, process in enumerate(processes):
-            if process.returncode:
-                log_text = (where.parent / f"{where.name}-{rank}.log").read_text()
-                raise RunError(f"{way.what}, host {rank}: {log_text[-2000:]}")
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if way.name == "ddp":
-        output = (where.parent / f"{where.name}-0.log").read_text()
-        return Taken(1 / json.loads(output.splitlines()[-1])["steps_per_sec"], math.nan)
-    # Alone, the slower host: the others would wait for it.
-    secs = max(1 / rate_of(train_reports(model_dir)) for model_dir in model_dirs)
-    return Taken(secs, max(meter.secs_per_step() for meter in meters))
+def _is_async(way: str) -> bool:
+    return way in ("ps", "ps_bfloat16", "tf1")
 
 
-class _CpuMeter:
-    """The CPU time of a process between the first and the last report that are seen."""
-
-    def __init__(self, process: subprocess.Popen[bytes], model_dir: Path) -> None:
-        self._process, self._model_dir = process, model_dir
-        self._seen: list[tuple[int, float]] = []  # A step that was reported, CPU seconds.
-
-    def look(self) -> None:
-        """Must be called often: the time between a report and this call counts as a step's."""
-        reports = train_reports(self._model_dir)
-        if not reports or (self._seen and reports[-1]["step"] == self._seen[-1][0]):
-            return
-        with contextlib.suppress(psutil.Error):  # It has ended meanwhile.
-            times = psutil.Process(self._process.pid).cpu_times()
-            self._seen.append((reports[-1]["step"], times.user + times.system))
-
-    def secs_per_step(self) -> float:
-        """NaN if fewer than two reports were seen."""
-        if len(self._seen) < 2:
-            return math.nan
-        (first, before), *_, (last, after) = self._seen
-        return (after - before) / (last - first)
+def rows(setting: Setting, taken: Mapping[str, Sequence[Taken]]) -> Iterator[str]:
+    """The rows of the table for one setting; `taken` are the measured steps by way."""
+    secs = {way: [step.secs for step in steps] for way, steps in taken.items()}
+    median = {way: summarise(values).median for way, values in secs.items() if values}
+    for way, values in secs.items():
+        shown = str(summarise(values)) if values else "failed"
+        limit = of_limit = hidden = ""
+        if {way, "compute"} <= median.keys() and way not in ("compute", "transfer"):
+            # An asynchronous step is one gradient, and all workers compute at the same time.
+            compute = median["compute"] / (setting.num_hosts if _is_async(way) else 1)
+            on_link = setting.transfer_secs(way)
+            is_ring = not (way in _PS or way == "tf1")
+            transfer = median.get("transfer", on_link) if is_ring else on_link
+            limit = f"{max(compute, on_link):.2f}"
+            of_limit = f"{median[way] / max(compute, on_link):.2f}"
+            if "bfloat16" not in way:
+                share = (compute + transfer - median[way]) / min(compute, transfer)
+                hidden = f"{share:.2f}"
+        cpu = [step.cpu_secs for step in taken[way] if not math.isnan(step.cpu_secs)]
+        shown_cpu = f"{statistics.median(cpu):.2f}" if cpu else ""
+        cells = (str(setting), way, shown, shown_cpu, limit, of_limit, hidden)
+        yield f"| {' | '.join(cells)} |"
 
 
 def write_random_mnist(directory: Path) -> None:
@@ -225,24 +254,9 @@ def write_random_mnist(directory: Path) -> None:
         )
 
 
-def rows(rate: str, examples: int, taken: Mapping[str, Sequence[Taken]]) -> Iterator[str]:
-    """The rows of the table for one rate; `taken` are the measured steps by way."""
-    secs = {name: [step.secs for step in steps] for name, steps in taken.items()}
-    median = {name: summarise(values).median for name, values in secs.items() if values}
-    on_link = transfer_secs(rate)
-    limit = max(median.get("compute", math.nan), on_link)
-    for name, values in secs.items():
-        shown = str(summarise(values)) if values else "failed"
-        of_limit = hidden = ""
-        if name in ("one_sum", "program", "ddp") and {name, "compute"} <= median.keys():
-            compute, transfer = median["compute"], median.get("transfer", on_link)
-            share = (compute + transfer - median[name]) / min(compute, transfer)
-            of_limit, hidden = f"{median[name] / limit:.2f}", f"{share:.2f}"
-        cpu = [step.cpu_secs for step in taken[name] if not math.isnan(step.cpu_secs)]
-        shown_cpu = f"{statistics.median(cpu):.2f}" if cpu else ""
-        where = f"{rate}, {_NUM_HOSTS} x {examples:,}"
-        cells = (where, name, shown, shown_cpu, f"{limit:.2f}", of_limit, hidden)
-        yield f"| {' | '.join(cells)} |"
+def _bits_per_sec(rate: str) -> float:
+    number = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
+    return float(number) * _BITS[rate.removeprefix(number)]
 
 
 def _find_torch() -> str | None:
@@ -265,24 +279,26 @@ def _check() -> None:
     if len(_RATES.value) != len(_EXAMPLES.value):
         _end_with(
             f"--rates has {len(_RATES.value)} values and --examples {len(_EXAMPLES.value)}. Give "
-            "as many examples as rates, for example --rates=500mbit,2gbit --examples=2048,512."
+            "as many examples as rates, for example --rates=500mbit,2gbit --examples=1024,512."
         )
-    for rate in _RATES.value:
+    for flag, rate in [("rates", rate) for rate in _RATES.value] + [
+        ("slow_rate", rate) for rate in [_SLOW_RATE.value] if rate
+    ]:
         try:
-            transfer_secs(rate)
+            _bits_per_sec(rate)
         except (KeyError, ValueError):
-            _end_with(f"--rates={rate}: type a number and kbit, mbit or gbit, for example 500mbit.")
+            _end_with(f"--{flag}={rate}: type a number and kbit, mbit or gbit, such as 500mbit.")
     for number in _EXAMPLES.value:
         if not number.isdecimal() or int(number) < 1:
-            _end_with(f"--examples={number}: type whole numbers above 0, for example 2048,512.")
-    names = [way.name for way in ways("torch")]
+            _end_with(f"--examples={number}: type whole numbers above 0, for example 1024,512.")
+    names = ways(_HOSTS.value, "torch")
     for name in _ONLY.value:
         if name not in names:
-            _end_with(f"--only={name}: it takes {', '.join(names)}.")
+            _end_with(
+                f"--only={name}: with --num_hosts={_HOSTS.value} it takes {', '.join(names)}."
+            )
     if why := reason_why_not():
         _end_with(f"{why}. It is needed to make hosts on this machine.")
-    if len(os.sched_getaffinity(0)) < _NUM_HOSTS:
-        _end_with(f"{_NUM_HOSTS} hosts of one core each need {_NUM_HOSTS} cores.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -291,7 +307,7 @@ def main(argv: Sequence[str]) -> None:
     # An exception, so that processes are ended and hosts removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch, has_failed = _find_torch(), False
-    chosen = [way for way in ways(torch) if not _ONLY.value or way.name in _ONLY.value]
+    chosen = [way for way in ways(_HOSTS.value, torch) if not _ONLY.value or way in _ONLY.value]
     if not torch:
         print("DDP is left out: it needs PyTorch. Give --torch_python.", file=sys.stderr)
     print(f"{machine()}, {GRADIENT_BYTES / 1e6:.0f} MB of gradients:\n")
@@ -302,30 +318,38 @@ def main(argv: Sequence[str]) -> None:
         write_random_mnist(directory / "random")
         prepare("mnist", directory / "mnist", f"--source={directory / 'random'}")
         for rate, examples in zip(_RATES.value, map(int, _EXAMPLES.value), strict=True):
-            taken: dict[str, list[Taken]] = {way.name: [] for way in chosen}
+            setting = Setting(rate, examples, _HOSTS.value, _SLOW_RATE.value)
+            taken: dict[str, list[Taken]] = {way: [] for way in chosen}
             for number in range(_ROUNDS.value):
                 for way in chosen:
-                    where = directory / f"{rate}-{number}-{way.name}"
+                    where = directory / f"{rate}-{number}-{way}"
                     where.mkdir()
-                    # New hosts for each run: a port of a former run may still be in use.
-                    with hosts(_NUM_HOSTS) as places:
-                        for host in places:
-                            host.limit_rate(rate)
-                        try:
-                            step = measure_step(way, places, examples, directory / "mnist", where)
-                        except (RunError, ValueError) as error:
-                            print(f"{way.name} failed: {error}", file=sys.stderr, flush=True)
-                            has_failed = True
-                            continue
-                    taken[way.name].append(step)
-                    turn = f"{rate} {number + 1}/{_ROUNDS.value} {way.name}"
+                    turn = f"{rate} {number + 1}/{_ROUNDS.value} {way}"
+                    try:
+                        step = _measured(way, setting, directory / "mnist", where, torch)
+                    except (RunError, ValueError) as error:
+                        print(f"{turn} failed: {error}", file=sys.stderr, flush=True)
+                        has_failed = True
+                        continue
+                    taken[way].append(step)
                     load = f"load {os.getloadavg()[0]:.1f}"
                     said = f"{turn}: {step.secs:.3f} s, CPU {step.cpu_secs:.3f} s, {load}"
                     print(said, file=sys.stderr, flush=True)
-            for row in rows(rate, examples, taken):
+            for row in rows(setting, taken):
                 print(row, flush=True)
     if has_failed:
         sys.exit(1)
+
+
+def _measured(way: str, setting: Setting, data: Path, where: Path, torch: str | None) -> Taken:
+    # New hosts for each run: a port of a former run may still be in use.
+    with contextlib.ExitStack() as stack:
+        places = stack.enter_context(hosts(num_places(way, setting.num_hosts)))
+        for rank, host in enumerate(places):
+            is_last = rank == setting.num_hosts - 1
+            host.limit_rate((setting.slow_rate if is_last else None) or setting.rate)
+        made = program(way, setting, places, data, where, torch)
+        return measured(made, places, where, timeout_secs=_TIMEOUT_SECS.value)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.wire`: bytes per step, and loss, with gradients of 32 and 16 bits.
+"""`python -m benchmarks.wire`: bytes per step, and loss, with messages of 32 and 16 bits.
 
     python -m benchmarks.wire --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
 
 The 784-100-10 perceptron: 79,510 weights, 0.318 MB in float32. The loopback interface counts the
 bytes, in the tasks' network namespace, from the first report to the last. Without a network
 namespace it is the machine's loopback interface, which no other program may use. Under ps the bytes
-include the variables that each worker reads, which are not compressed. A loss is the mean training
+include the variables that each worker reads, which --read_dtype rounds. A loss is the mean training
 loss since the previous report. Prints Markdown; takes some minutes.
 """
 
@@ -37,7 +37,12 @@ _STRATEGIES = (
     ("--strategy=ps", "--sync_replicas", "--workers=2"),
     ("--strategy=ps", "--workers=2"),
 )
-_DTYPES = ("float32", "float16", "bfloat16")
+_DTYPES: tuple[tuple[str, ...], ...] = tuple(
+    (f"--wire_dtype={dtype}",) for dtype in ("float32", "float16", "bfloat16")
+)
+_READ_DTYPES: tuple[tuple[str, ...], ...] = tuple(
+    (f"--wire_dtype={dtype}", f"--read_dtype={dtype}") for dtype in ("float16", "bfloat16")
+)
 _CONFIG = (
     "--config=configs/mnist_replica.py",
     "--num_threads=1",
@@ -93,14 +98,15 @@ def rows(data: Path, directory: Path) -> Iterator[str]:
     """Yields a row of the table for each strategy and type."""
     for number, strategy in enumerate(_STRATEGIES):
         of_float32 = 0.0
-        for dtype in _DTYPES:
-            argv = [*strategy, *_CONFIG, f"--data_dir={data}", f"--wire_dtype={dtype}"]
-            num_bytes, reports, result = run(argv, directory / f"{number}-{dtype}")
+        dtypes = _DTYPES + (_READ_DTYPES if "--strategy=ps" in strategy else ())
+        for index, dtype in enumerate(dtypes):
+            argv = [*strategy, *_CONFIG, f"--data_dir={data}", *dtype]
+            num_bytes, reports, result = run(argv, directory / f"{number}-{index}")
             of_float32 = of_float32 or num_bytes
             at = {report["step"]: report["loss"] for report in reports}
             losses = " | ".join(f"{at[step]:.4f}" if step in at else "" for step in _SHOWN_STEPS)
             yield (
-                f"| `{' '.join(strategy)}` | {dtype} | {num_bytes / 1e6:.3f} | "
+                f"| `{' '.join(strategy)}` | `{' '.join(dtype)}` | {num_bytes / 1e6:.3f} | "
                 f"{num_bytes / of_float32:.2f} | {losses} | {result['eval']['accuracy']:.4f} |"
             )
 
@@ -109,7 +115,7 @@ def main(argv: Sequence[str]) -> None:
     """Prints the table."""
     print(f"{machine()}, {_STEPS:,} steps of 100 examples, Adam 0.01:\n")
     shown = " | ".join(f"loss at {step:,}" for step in _SHOWN_STEPS)
-    print(f"| command | `--wire_dtype` | MB a step | of float32 | {shown} | test accuracy |")
+    print(f"| command | types | MB a step | of float32 | {shown} | test accuracy |")
     print("| --- " * (5 + len(_SHOWN_STEPS)) + "|")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

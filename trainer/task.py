@@ -257,12 +257,13 @@ def _connect(spec: TaskSpec, num_gpus: int) -> Executor:
         return MultiWorkerExecutor.connect(
             cluster, spec.communication, watched, wire_dtype=wire_dtype, bucket_mb=spec.bucket_mb
         )
+    types = {"wire_dtype": wire_dtype, "read_dtype": spec.read_dtype}
     if to_aggregate := spec.replicas_to_aggregate:
         return SynchronousExecutor.connect(
-            cluster, versions(), watched, replicas_to_aggregate=to_aggregate, wire_dtype=wire_dtype
+            cluster, versions(), watched, replicas_to_aggregate=to_aggregate, **types
         )
     return AsynchronousExecutor.connect(
-        cluster, versions(), watched, max_staleness=spec.max_staleness, wire_dtype=wire_dtype
+        cluster, versions(), watched, max_staleness=spec.max_staleness, **types
     )
 
 
@@ -385,6 +386,7 @@ def _config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Docume
         "config": json.loads(to_json(config)),
         "best_is_lowest": learner.is_better_lower(config.best_metric),
         "wire_dtype": spec.wire_dtype,
+        "read_dtype": spec.read_dtype,
         "flags": list(spec.flags),
         "cluster": None if spec.cluster is None else json.loads(spec.cluster.tf_config()),
         "train_examples": inputs.train.split.num_examples,

@@ -59,6 +59,12 @@ def _bytes_of(directory: str, name: str) -> npt.NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8)
 
 
+def random_images(number: int) -> Arrays:
+    """Random images, for models whose rate does not depend on them."""
+    random = np.random.default_rng(0)
+    return random.random((number, 784), np.float32), random.integers(0, 10, number)
+
+
 def batches_of(arrays: Arrays, batch_size: int) -> Arrays:
     """The examples in full batches: images [number, B, ...], labels [number, B]."""
     images, labels = arrays

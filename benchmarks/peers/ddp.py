@@ -14,30 +14,23 @@ import itertools
 import time
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed
 from torch import nn
 
 from benchmarks.peers.common import (
-    Arrays,
     Window,
     batches_of,
     load_mnist,
     parser,
     print_result,
+    random_images,
     run_tasks,
 )
 from strategies.cluster.ports import free_ports
 
 # Total of all sums, whatever the size of one sum.
 _ALL_REDUCE_MB = 1000
-
-
-def random_images(number: int) -> Arrays:
-    """Random images, for models whose rate does not depend on them."""
-    random = np.random.default_rng(0)
-    return random.random((number, 784), np.float32), random.integers(0, 10, number)
 
 
 def train(options: argparse.Namespace, rank: int) -> float:

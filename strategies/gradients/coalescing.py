@@ -77,12 +77,17 @@ def sent_together(tensors: Sequence[Tensor], *, at: str = "", to: str = "") -> l
 
 @no_autograph
 def read_together(
-    variables: Sequence[tf.Variable], metadata: Sequence[Tensor], device: str
+    variables: Sequence[tf.Variable],
+    metadata: Sequence[Tensor],
+    device: str,
+    dtype: str = "float32",
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Sends `metadata`, which is on `device`, and the values of `variables`, to the graph's caller.
 
     The variables are read after `metadata` is computed. Large values stay on their devices, and are
-    sent when they are used.
+    sent when they are used. Values of trainable float32 variables are rounded to the type named
+    `dtype` before they are sent, and arrive as float32. Tables of embeddings are not: only a few of
+    their rows are sent.
     """
     places = {device: list[int]()}
     values: list[Tensor] = [None] * len(variables)
@@ -91,17 +96,26 @@ def read_together(
             places.setdefault(variable.device, []).append(index)
         else:
             with tf.device(variable.device), tf.control_dependencies(metadata):
-                values[index] = read_now(variable)
+                value = _rounded(read_now(variable), variable, dtype)
+            values[index] = tf.cast(value, variable.dtype)
     arrived: list[Tensor] = []
     for place, indices in places.items():
         with tf.device(place), tf.control_dependencies(metadata):
-            found = [read_now(variables[index]) for index in indices]
+            read = [(read_now(variables[index]), variables[index]) for index in indices]
+            found = [_rounded(value, variable, dtype) for value, variable in read]
         first = list(metadata) if place == device else []
         found = sent_together([*first, *found], at=place)
         arrived += found[: len(first)]
         for index, value in zip(indices, found[len(first) :], strict=True):
-            values[index] = value
+            values[index] = tf.cast(value, variables[index].dtype)
     return arrived, values
+
+
+def _rounded(value: Tensor, variable: tf.Variable, dtype: str) -> Tensor:
+    # Keras gives this name to the table of an Embedding layer.
+    is_table = variable.name.rpartition("/")[2].startswith("embeddings")
+    is_rounded = variable.trainable and variable.dtype == tf.float32 and not is_table
+    return tf.cast(value, dtype) if is_rounded else value
 
 
 def _on(device: str) -> contextlib.AbstractContextManager[object]:

@@ -51,12 +51,13 @@ class AsynchronousExecutor(ParameterServerExecutor):
         *,
         max_staleness: int | None = None,
         wire_dtype: str = "float32",
+        read_dtype: str = "float32",
     ) -> None:
         """A gradient that is older than `max_staleness` steps when it arrives is dropped.
 
         Its batch is handed out again. None applies all gradients.
         """
-        super().__init__(strategy, cluster, wire_dtype=wire_dtype)
+        super().__init__(strategy, cluster, wire_dtype=wire_dtype, read_dtype=read_dtype)
         self._max_staleness = max_staleness
         # Of each worker, the number of gradients of each staleness, and of DROPPED.
         self._ages = collections.defaultdict[str, collections.Counter[int]](collections.Counter)
@@ -112,6 +113,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
             self._compression,
             num_workers=self.num_replicas,
             max_staleness=self._max_staleness,
+            read_dtype=self._read_dtype,
         )
 
     @override
@@ -170,6 +172,7 @@ class _Steps:
         *,
         num_workers: int,
         max_staleness: int | None,
+        read_dtype: str,
     ) -> None:
         """`strategy` has placed the variables of `learner`; workers parse tickets of `source`."""
         self._strategy = strategy
@@ -177,6 +180,7 @@ class _Steps:
         self._source = source
         self._compression = compression
         self._max_staleness = max_staleness
+        self._read_dtype = read_dtype
         # `applied` is the number of applied gradients of each worker.
         with strategy.scope(), strategy.extended.colocate_vars_with(learner.step):
             self.applied = tf.Variable(tf.zeros([num_workers], tf.int64), trainable=False)
@@ -286,7 +290,7 @@ class _Steps:
         learner = self._learner
         with tf.device(learner.step.device):
             before = read_now(learner.step)
-        arrived, values = read_variables(learner, before)
+        arrived, values = read_variables(learner, before, self._read_dtype)
         gradients, totals = compute_gradients(values, arrived, learner, self._strategy, batch)
         return before, send_to_servers(learner.variables, gradients, self._compression), totals
 

@@ -80,14 +80,19 @@ class ParameterServerExecutor(Executor):
         cluster: Cluster,
         *,
         wire_dtype: str = "float32",
+        read_dtype: str = "float32",
     ) -> None:
-        """`strategy` connects to the tasks of `cluster`, and to a chief if that has none."""
+        """`strategy` connects to the tasks of `cluster`, and to a chief if that has none.
+
+        Workers send gradients as `wire_dtype`, and are sent the variables as `read_dtype`.
+        """
         super().__init__()
         capture_outside_of_branches()
         self.strategy = strategy
         self._cluster = cluster
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._compression = Compression(wire_dtype)
+        self._read_dtype = read_dtype
         self._counts_before: WorkerStats = {}
         self._has_run = False
         # The number of gradients of each variable that its server stores.

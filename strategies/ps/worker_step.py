@@ -1,6 +1,6 @@
 """What a worker computes in one step, with variables that live on other processes.
 
-    (step,), values = read_variables(learner, step)
+    (step,), values = read_variables(learner, step, "float32")
     gradients, metrics = compute_gradients(values, step, learner, strategy, batch)
     arrived = send_to_servers(learner.variables, gradients, compression)
 
@@ -24,13 +24,14 @@ from strategies.gradients.compression import Compression
 _Computed = tuple[Sequence[Tensor], Tensor]
 
 
-def read_variables(learner: Learner, first: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """`first`, and the values of `learner.gradient_inputs`, read after it.
+def read_variables(learner: Learner, first: Tensor, dtype: str) -> tuple[Tensor, list[Tensor]]:
+    """`first`, and the values of `learner.gradient_inputs`, read after it and sent as `dtype`.
 
     `first` is on the device of the step counter. Both results are on the worker; large values stay
     on their server until they are used.
     """
-    (arrived,), values = read_together(learner.gradient_inputs, [first], learner.step.device)
+    inputs, device = learner.gradient_inputs, learner.step.device
+    (arrived,), values = read_together(inputs, [first], device, dtype)
     return arrived, values
 
 

@@ -1,4 +1,4 @@
-"""`--wire_dtype`: 16-bit gradients train like 32-bit gradients, up to rounding."""
+"""`--wire_dtype`, `--read_dtype`: messages of 16 bits train like 32 bits, up to rounding."""
 
 from pathlib import Path
 
@@ -26,9 +26,13 @@ def test_synchronous_gradients_of_16_bits_end_near_the_weights_of_one_device(
 ) -> None:
     flags = (*FLAGS, f"--data_dir={digits}")
     alone = train(TOPOLOGIES["mirrored-1"], tmp_path / "alone", *flags)
-    for name, dtype in (("multiworker-2", "bfloat16"), ("ps-sync-3+1", "float16")):
-        run = train(TOPOLOGIES[name], tmp_path / name, *flags, f"--wire_dtype={dtype}")
-        assert run.config["wire_dtype"] == dtype
+    for name, flag, dtype in (
+        ("multiworker-2", "wire_dtype", "bfloat16"),
+        ("ps-sync-3+1", "wire_dtype", "float16"),
+        ("ps-sync-3+1", "read_dtype", "bfloat16"),
+    ):
+        run = train(TOPOLOGIES[name], tmp_path / f"{name}-{flag}", *flags, f"--{flag}={dtype}")
+        assert run.config[flag] == dtype
         # It was rounded, but by less than a hundredth.
         assert 1e-6 < largest_difference(alone.weights(), run.weights()) < 1e-2
         assert run.result["eval"]["loss"] == pytest.approx(alone.result["eval"]["loss"], rel=0.01)
@@ -42,6 +46,7 @@ def test_asynchronous_gradients_of_16_bits_train(digits: Path, tmp_path: Path) -
         f"--data_dir={digits}",
         "--train_steps=300",
         "--wire_dtype=bfloat16",
+        "--read_dtype=bfloat16",
         "--max_staleness=2",
     )
     assert run.result["eval"]["accuracy"] > 0.9

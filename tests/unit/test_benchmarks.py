@@ -78,17 +78,24 @@ def test_peers_batches_are_whole() -> None:
     assert labels.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_gradients_of_the_network_benchmark_need_their_bytes_on_the_link() -> None:
+def test_bytes_of_a_step_need_their_time_on_the_busiest_link() -> None:
     assert 4 * build_model(Config()).count_params() == GRADIENT_BYTES
-    assert network.transfer_secs("500mbit") == pytest.approx(GRADIENT_BYTES / 62.5e6)
-    assert network.transfer_secs("2gbit") == pytest.approx(network.transfer_secs("500mbit") / 4)
+    secs = pytest.approx(GRADIENT_BYTES / 62.5e6)
+    assert network.Setting("500mbit", 1, 2).transfer_secs("program") == secs
+    assert network.Setting("2gbit", 1, 2).transfer_secs("program") * 4 == secs
+    # Of four hosts each sends 2 * 3 / 4 of the gradients, and all wait for the slow link.
+    slow = network.Setting("2gbit", 1, 4, slow_rate="500mbit")
+    assert slow.transfer_secs("program") / 1.5 == secs
+    # A server sends the variables to the four workers over its own link, which is not slow.
+    assert slow.transfer_secs("ps") * 4 == secs
+    assert slow.transfer_secs("ps_sync") == secs
 
 
 def test_hidden_part_of_a_transfer_is_all_or_nothing_at_the_ends() -> None:
     secs = {"compute": 1.0, "transfer": 0.8, "one_sum": 1.8, "program": 1.0, "ddp": 1.4}
     measured = {name: [network.Taken(value, 0.9)] for name, value in secs.items()}
     measured["ddp"] = [network.Taken(1.4, math.nan)]
-    *_, one_sum, program, ddp = network.rows("500mbit", 512, measured)
+    *_, one_sum, program, ddp = network.rows(network.Setting("500mbit", 512, 2), measured)
     assert one_sum.endswith("| 1.80 (1.80 to 1.80) | 0.90 | 1.00 | 1.80 | 0.00 |")
     assert program.endswith("| 1.00 (1.00 to 1.00) | 0.90 | 1.00 | 1.00 | 1.00 |")
     assert ddp.endswith("| 1.40 (1.40 to 1.40) |  | 1.00 | 1.40 | 0.50 |")

@@ -43,6 +43,31 @@ def test_tensors_that_are_sent_together_arrive_unchanged() -> None:
             np.testing.assert_array_equal(received.numpy(), sent.numpy())
 
 
+def test_variables_are_rounded_on_their_way_but_not_tables_or_statistics() -> None:
+    values = np.array([1.0 + 2.0**-12, 3.0], np.float32)
+    kernel = tf.Variable(values, name="kernel")
+    large = tf.Variable(tf.fill(LARGE, 1.0 + 2.0**-12), name="kernel")
+    mean = tf.Variable(values, trainable=False, name="moving_mean")
+    table = keras.layers.Embedding(2, 1)
+    table.build()
+    table.set_weights([np.reshape(values, (2, 1))])
+    count = tf.Variable(2**30 + 1, name="kernel")
+    variables = [kernel, large, mean, table.embeddings.value, count]
+
+    @tf.function
+    def read(dtype: str) -> list[tf.Tensor]:
+        return read_together(variables, [tf.constant(1)], kernel.device, dtype)[1]
+
+    for dtype, first in (("float32", 1.0 + 2.0**-12), ("bfloat16", 1.0)):
+        of_kernel, of_large, of_mean, of_table, of_count = read(dtype)
+        np.testing.assert_array_equal(of_kernel, [first, 3.0])
+        np.testing.assert_array_equal(of_large, np.full(LARGE, first, np.float32))
+        np.testing.assert_array_equal(of_mean, values)
+        np.testing.assert_array_equal(of_table, values[:, np.newaxis])
+        assert of_count == 2**30 + 1
+        assert of_kernel.dtype == of_large.dtype == tf.float32
+
+
 def make_learner(micro_batches: int = 1, decay: float = 0.0) -> Learner:
     layers = keras.layers
     model = keras.Sequential(

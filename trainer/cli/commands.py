@@ -293,6 +293,7 @@ def task_spec(
         num_gpus=flags.NUM_GPUS.value,
         communication=flags.COMMUNICATION.value,
         wire_dtype=flags.WIRE_DTYPE.value,
+        read_dtype=flags.READ_DTYPE.value,
         bucket_mb=flags.BUCKET_MB.value,
         num_threads=flags.NUM_THREADS.value,
         log_device_placement=flags.LOG_DEVICE_PLACEMENT.value,

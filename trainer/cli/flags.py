@@ -356,6 +356,15 @@ with _scope(_CLUSTERS):
         "rounding error of a gradient is added to the next gradient. A resumed run is then not "
         "bit for bit the same.",
     )
+with _scope(_PS):
+    READ_DTYPE = flags.DEFINE_enum(
+        "read_dtype",
+        "float32",
+        ("float32", "float16", "bfloat16"),
+        "ps: the type in which the servers send variables to the workers, which compute gradients "
+        "at the rounded values. 16 bits halve the bytes. The servers keep float32. Tables of "
+        "Embedding layers are not rounded.",
+    )
 
 _RENAMED = {"bind_cores": "cpu_affinity"}  # Former name of a flag -> its name today.
 

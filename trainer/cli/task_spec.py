@@ -19,6 +19,7 @@ class TaskSpec:
     num_gpus: int | None = None
     communication: str = "auto"
     wire_dtype: str = "float32"
+    read_dtype: str = "float32"
     bucket_mb: float | None = None  # None: measured, or as recorded in the run that is resumed.
     num_threads: int = 0
     log_device_placement: bool = False

@@ -70,9 +70,10 @@ class SynchronousExecutor(ParameterServerExecutor):
         replicas_to_aggregate: int,
         *,
         wire_dtype: str = "float32",
+        read_dtype: str = "float32",
     ) -> None:
         """A step is the first `replicas_to_aggregate` gradients of as many workers or more."""
-        super().__init__(strategy, cluster, wire_dtype=wire_dtype)
+        super().__init__(strategy, cluster, wire_dtype=wire_dtype, read_dtype=read_dtype)
         self._num_sub_batches = replicas_to_aggregate
         self._num_slots = self._num_gradient_buffers = self.num_replicas
         self._loops = WorkerLoops(lambda slot: self._buffers.end_loop(slot))
@@ -123,7 +124,14 @@ class SynchronousExecutor(ParameterServerExecutor):
         self._buffers = GradientBuffers(learner, strategy, num_slots=self._num_slots)
         self._aggregator = Aggregator(learner, source, strategy, self._buffers, lanes)
         loops = functools.partial(
-            WorkerLoop, learner, source, strategy, self._compression, self._buffers, lanes
+            WorkerLoop,
+            learner,
+            source,
+            strategy,
+            self._compression,
+            self._buffers,
+            lanes,
+            read_dtype=self._read_dtype,
         )
         self._short_loop = self._long_loop = loops(num_unrolled=1)
         dense = learner.variables[: learner.num_dense]

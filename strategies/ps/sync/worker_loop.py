@@ -58,6 +58,7 @@ class WorkerLoop:
     buffers: GradientBuffers
     lanes: Sequence[range]  # Of each sub-batch of a batch of `source`.
     num_unrolled: int  # The number of assignments that one iteration handles.
+    read_dtype: str = "float32"  # In which the variables are sent to the worker.
 
     @functools.cached_property
     def _specs(self) -> list[dict[str, tf.TensorSpec]]:
@@ -146,7 +147,7 @@ class WorkerLoop:
                 at_queue = take()
             else:
                 at_queue = tf.cond(_continues(former), take, lambda: _skipped(former))
-        row, values = read_variables(learner, at_queue)
+        row, values = read_variables(learner, at_queue, self.read_dtype)
         assignment = unpack(Assignment, row)
         is_assigned = assignment.attempt >= 0
         present: list[int] = []  # The indices of dense gradients that are not None.
