@@ -22,7 +22,7 @@ import time
 import tensorflow as tf
 
 from strategies.base import Learner, Tensor
-from strategies.gradients.coalescing import Bucket
+from strategies.gradients.coalescing import Bucket, is_small
 from strategies.ps.sync.protocol import END_ASSIGNMENT, Assignment, Kind, Message, unpack
 
 _ASSIGNMENT_SHAPE = [len(Assignment._fields)]
@@ -49,6 +49,7 @@ class GradientBuffers:
         self.name = f"{os.getpid()}-{time.time_ns()}"
         self.num_totals = learner.num_totals
         self._gradients: list[tf.Variable] = []
+        self._are_small: list[bool] = []
         self._tags: dict[str, tf.Variable] = {}
         with strategy.scope():
             for variable in (learner.step, *learner.variables):
@@ -57,8 +58,11 @@ class GradientBuffers:
                         none = -tf.ones([num_slots, 2], tf.int64)
                         self._tags[variable.device] = tf.Variable(none, trainable=False)
                     if variable is not learner.step:
-                        zeros = tf.zeros([num_slots, *variable.shape], variable.dtype)
+                        # Made on the server: the chief would have to store and send them.
+                        with tf.device(variable.device):
+                            zeros = tf.zeros([num_slots, *variable.shape], variable.dtype)
                         self._gradients.append(tf.Variable(zeros, trainable=False))
+                        self._are_small.append(is_small(variable))
         with tf.device(self.step_device):
             self.queues = [
                 tf.raw_ops.FIFOQueueV2(
@@ -174,20 +178,35 @@ class GradientBuffers:
         expected = tf.stack([attempts, tf.fill(tf.shape(attempts), step)], axis=1)
         summed = []
         read: dict[str, list[Tensor]] = {device: [] for device in self._tags}
-        for buffer in self._gradients:
+        for buffer, small in zip(self._gradients, self._are_small, strict=True):
             with tf.device(buffer.device):
-                # Not tf.reduce_sum: from 8 rows on it adds them in another order.
-                total, *rows = tf.unstack(buffer.sparse_read(slots), num=number)
-                for row in rows:
-                    total += row
-                summed.append(total)
-                read[buffer.device].append(total)
+                add = _sum_of_small_rows if small else _sum_of_large_rows
+                summed.append(add(buffer, slots, number))
+                read[buffer.device].append(summed[-1])
         are_expected = []
         for device, tags in self._tags.items():
             # Tags are read after the rows: a writer to one of the rows has changed its tag before.
             with tf.device(device), tf.control_dependencies(read[device]):
                 are_expected.append(tf.reduce_all(tf.equal(tags.sparse_read(slots), expected)))
         return tf.reduce_all(tf.stack(are_expected)), summed
+
+
+def _sum_of_small_rows(buffer: tf.Variable, slots: Tensor, number: int) -> Tensor:
+    """The sum of the rows of `number` worker slots, in the order of `slots`."""
+    # Not tf.reduce_sum: from 8 rows on it adds them in another order.
+    total, *rows = tf.unstack(buffer.sparse_read(slots), num=number)
+    for row in rows:
+        total += row
+    return total
+
+
+def _sum_of_large_rows(buffer: tf.Variable, slots: Tensor, number: int) -> Tensor:
+    """`_sum_of_small_rows`, but reads one row at a time: together they take much memory."""
+    total = buffer.sparse_read(slots[0])
+    for index in range(1, number):
+        with tf.control_dependencies([total]):
+            total += buffer.sparse_read(slots[index])
+    return total
 
 
 def _write_row(variable: tf.Variable, slot: Tensor, row: Tensor) -> Tensor:
