@@ -116,18 +116,14 @@ class ParameterServerExecutor(Executor):
         if cluster.task.job != "chief":
             host = cluster.address.rpartition(":")[0]
             coordinator = cluster.with_chief(f"{host}:{free_ports(1)[0]}")
-        with connecting(cluster):
-            with losses_explained("A task was lost while this task connected"):
-                check_versions(cluster, cluster.other_trainers, versions)
-            os.environ["TF_CONFIG"] = coordinator.training_tf_config()
-            resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-            try:
-                strategy = tf.distribute.ParameterServerStrategy(resolver)
-            except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
-                raise PeerLostError("A task went away while all connected", error) from error
-            _take_lease(coordinator)
-        executor = cls(strategy, cluster, **options)
         with losses_explained("A worker or parameter server was lost while this task connected"):
+            with connecting(cluster):
+                check_versions(cluster, cluster.other_trainers, versions)
+                os.environ["TF_CONFIG"] = coordinator.training_tf_config()
+                resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+                strategy = tf.distribute.ParameterServerStrategy(resolver)
+                _take_lease(coordinator)
+            executor = cls(strategy, cluster, **options)
             listen_for_stop(cluster, executor._stop_for)
             listen_for_losses(cluster)
         return executor
