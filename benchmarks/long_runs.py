@@ -49,7 +49,7 @@ _MODES = {
     "ps-sync": ("--strategy=ps", "--sync_replicas", "--workers=2", "--ps=1"),
 }
 _MINUTES = flags.DEFINE_float(
-    "minutes", 30.0, "The duration, after the first report of all runs.", lower_bound=0.5
+    "minutes", 30.0, "The duration, after the first report of all runs.", lower_bound=1.0
 )
 _STRATEGIES = flags.DEFINE_list("strategies", list(_MODES), f"Of {', '.join(_MODES)}.")
 flags.register_validator(
