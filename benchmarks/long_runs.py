@@ -1,24 +1,30 @@
-"""`python -m benchmarks.long_runs`: do memory, descriptors and threads of a long run stay the same?
+"""`python -m benchmarks.long_runs`: do memory, descriptors, threads and rate stay the same?
 
     python -m benchmarks.long_runs --minutes=30 --strategies=mirrored,multiworker,ps,ps-sync
 
-Trains on the digits under each strategy, one after the other, with evaluations and checkpoints.
-Every 10 seconds it reads the memory (RSS), the file descriptors and the threads of each process,
-and the step rate since the sample before. Puts a straight line through the samples after the
-warm-up (the first 5 minutes, a third of the run at most), and prints its two ends and its slope in
-Markdown; memory in MiB. Then says whether the values are flat. The exit code is 1 if a process
-ended meanwhile, or something is not flat.
+Trains on the digits under all strategies at the same time, with evaluations and checkpoints: the
+load is steady, and 30 minutes are enough for all. Every 10 seconds it reads the memory (RSS), the
+file descriptors and the threads of each process, and for each run the steps and the CPU time of all
+its processes. Everything before the end of the warm-up (the first 5 minutes, a third of the run at
+most) is left out. Puts a straight line through the other samples, and prints its two ends and its
+slope in Markdown; memory in MiB. Rate and CPU time are those of the first and of the last third.
+Then says whether the values are flat. The exit code is 1 if a process ended meanwhile, or something
+is not flat.
 
-| of | flat means: by the line, from the warm-up to the end |
+| of | flat means: from the warm-up to the end |
 | --- | --- |
 | memory | at most 2% or 4 MiB more |
 | descriptors, threads | less than 1 more |
-| steps/s | at most 3% less |
+| steps/s | at most 3% less, or at most 3% more CPU time for a step |
+
+Other programs on the machine make a run slower, but hardly change its CPU time for a step.
 """
 
 import contextlib
 import dataclasses
 import itertools
+import json
+import os
 import re
 import signal
 import subprocess
@@ -27,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -42,7 +49,7 @@ _MODES = {
     "ps-sync": ("--strategy=ps", "--sync_replicas", "--workers=2", "--ps=1"),
 }
 _MINUTES = flags.DEFINE_float(
-    "minutes", 30.0, "The duration of each run, after its first report.", lower_bound=0.5
+    "minutes", 30.0, "The duration, after the first report of all runs.", lower_bound=1.0
 )
 _STRATEGIES = flags.DEFINE_list("strategies", list(_MODES), f"Of {', '.join(_MODES)}.")
 flags.register_validator(
@@ -51,10 +58,11 @@ flags.register_validator(
 
 _SAMPLE_SECS = 10.0
 _WARMUP_SECS = 300.0
-_START_SECS = 300.0
+_START_SECS = 600.0
 _END_SECS = 120.0
 _MIB = 2**20
-_MOST_SLOWDOWN = 0.03
+_END_BYTES = 1 << 16
+_MOST_CHANGE = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +75,18 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a run is at one time, by its newest report."""
+
+    seconds: float  # Since the first sample.
+    steps: int
+    reported_secs: float  # The time of the report, since the run started.
+    cpu_secs: float  # Of all its processes, since they started.
+
+
+@dataclasses.dataclass(frozen=True)
 class Trend:
-    """A straight line through values after the warm-up: its ends, and its slope in an hour."""
+    """How values change after the warm-up: the first, the last, and the change in an hour."""
 
     first: float
     last: float
@@ -76,7 +94,7 @@ class Trend:
 
     @property
     def growth(self) -> float:
-        """From the first end to the last."""
+        """From the first to the last."""
         return self.last - self.first
 
 
@@ -95,74 +113,177 @@ def trend(times: Sequence[float], values: Sequence[float], warmup_secs: float) -
 
 
 def is_flat(name: str, found: Trend) -> bool:
-    """Returns True if the values called `name`, a field of Sample or `rate`, stay the same."""
-    if name == "rate":
-        return -found.growth <= _MOST_SLOWDOWN * found.first
+    """Returns True if the values called `name`, a field of Sample, stay the same."""
     if name == "memory":
         return found.growth <= max(0.02 * found.first, 4 * _MIB)
     return found.growth < 1
 
 
-def rates(reports: Sequence[tuple[float, int]]) -> list[tuple[float, float]]:
-    """The time and the step rate of each sample, of which `reports` has the newest report.
+def of_thirds(progress: Sequence[Progress], warmup_secs: float) -> tuple[Trend, Trend]:
+    """Steps/s, and CPU milliseconds for a step, in the first and last third after the warm-up.
 
-    A report has the seconds since the start, and a step. The rate is that since the report of the
-    sample before; samples without a new report have none.
+    The rate is the median of 10 parts of a third, so short disturbances do not count.
+
+    Raises:
+        ValueError: too few samples are after the warm-up, or a third has no step.
     """
-    found = []
-    for (early, before), (late, after) in itertools.pairwise(reports):
-        if after > before:
-            found.append((late, (after - before) / (late - early)))
-    return found
+    after = [at for at in progress if at.seconds >= warmup_secs]
+    if len(after) < 4:
+        raise ValueError(f"only {len(after)} of {len(progress)} samples came after the warm-up")
+    size = (len(after) + 2) // 3
+    first, last = after[: size + 1], after[-size - 1 :]
+    if any(third[-1].steps == third[0].steps for third in (first, last)):
+        raise ValueError("a third of the run has no step")
+    hours = (last[0].seconds - first[0].seconds) / 3600
+    trends = []
+    for measure in (_rate, _cpu_millisecs):
+        begin, end = measure(first), measure(last)
+        trends.append(Trend(begin, end, (end - begin) / hours))
+    return trends[0], trends[1]
+
+
+def _rate(third: Sequence[Progress]) -> float:
+    stride = max(1, (len(third) - 1) // 10)
+    rates = [
+        (later.steps - sooner.steps) / (later.reported_secs - sooner.reported_secs)
+        for sooner, later in itertools.pairwise(third[::stride])
+        if later.steps > sooner.steps
+    ]
+    return float(np.median(rates))
+
+
+def _cpu_millisecs(third: Sequence[Progress]) -> float:
+    return 1000 * (third[-1].cpu_secs - third[0].cpu_secs) / (third[-1].steps - third[0].steps)
+
+
+def is_rate_flat(rate: Trend, cpu_millisecs: Trend) -> bool:
+    """Returns True if the run did not get slower by itself."""
+    has_rate = -rate.growth <= _MOST_CHANGE * rate.first
+    return has_rate or cpu_millisecs.growth <= _MOST_CHANGE * cpu_millisecs.first
 
 
 def table(
     mode: str,
-    times: Sequence[float],
     samples: Mapping[str, Sequence[Sample]],
-    of_rates: Sequence[tuple[float, float]],
+    progress: Sequence[Progress],
     warmup_secs: float,
 ) -> tuple[list[str], list[str]]:
-    """The rows of a mode, and what is not flat. `samples` has those of each process."""
+    """The rows of a mode, and what is not flat.
+
+    `samples` has those of each process; `progress` has the progress of the run at the same times.
+    """
     rows, grown = [], []
 
-    def add(process: str, name: str, found: Trend) -> None:
-        unit, flat = _MIB if name == "memory" else 1, is_flat(name, found)
+    def add(process: str, name: str, found: Trend, flat: bool) -> None:
+        unit = _MIB if name == "memory" else 1
         ends = (found.first, found.last, found.per_hour)
         columns = " | ".join(f"{value / unit:z,.1f}" for value in ends)
         rows.append(f"| {mode} | {process} | {name} | {columns} | {'yes' if flat else 'no'} |")
-        if not flat:
-            grown.append(f"{name} of {process}")
 
+    times = [at.seconds for at in progress]
     for process, values in samples.items():
         for field in dataclasses.fields(Sample):
             found = trend(times, [getattr(value, field.name) for value in values], warmup_secs)
-            add(process, field.name, found)
-    rate = trend([at for at, _ in of_rates], [rate for _, rate in of_rates], warmup_secs)
-    add("the run", "rate", rate)
+            flat = is_flat(field.name, found)
+            add(process, field.name, found, flat)
+            if not flat:
+                grown.append(f"{field.name} of {process}")
+    rate, cpu_millisecs = of_thirds(progress, warmup_secs)
+    flat = is_rate_flat(rate, cpu_millisecs)
+    add("the run", "steps/s", rate, flat)
+    add("the run", "CPU ms of a step", cpu_millisecs, flat)
+    if not flat:
+        grown.append("steps/s of the run")
     return rows, grown
 
 
-def summary(mode: str, grown: Sequence[str], rate: Trend) -> str:
-    """One sentence: what is not flat, and how much the rate fell."""
+def summary(mode: str, grown: Sequence[str], rate: Trend, cpu_millisecs: Trend) -> str:
+    """One sentence: what is not flat, and how much rate and CPU time changed."""
     flat = "not flat: " + ", ".join(grown) if grown else "all values are flat"
-    return f"{mode}: {flat}; the rate changed by {100 * rate.growth / rate.first:+.1f}%."
+    changes = [100 * found.growth / found.first for found in (rate, cpu_millisecs)]
+    return (
+        f"{mode}: {flat}; steps/s changed by {changes[0]:+.1f}%, the CPU time of a step by "
+        f"{changes[1]:+.1f}%."
+    )
 
 
-@contextlib.contextmanager
-def _running(argv: Sequence[str], model_dir: Path, log: Path) -> Iterator[psutil.Popen]:
-    command = [sys.executable, "-m", "trainer", *argv, f"--model_dir={model_dir}"]
-    with log.open("wb") as out:
-        process = psutil.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+def newest_report(metrics: Path) -> dict[str, Any]:
+    """The newest report of training. Reads only the end of the file, which grows."""
+    with metrics.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):  # Cut off, at the beginning or the end.
+            report: dict[str, Any] = json.loads(line)
+            if report["split"] == "train":
+                return report
+    raise ValueError(f"{metrics} has no report of training in its last {_END_BYTES:,} bytes")
+
+
+class _Run:
+    """One run of the trainer, and its samples."""
+
+    def __init__(self, mode: str, data_dir: Path, directory: Path) -> None:
+        """Starts it; `close` ends it."""
+        self.mode = mode
+        self._model_dir, self._log = directory / mode, directory / f"{mode}.log"
+        command = [sys.executable, "-m", "trainer", *_MODES[mode], "--num_threads=1"]
+        command += [f"--data_dir={data_dir}", f"--model_dir={self._model_dir}"]
+        command.append("--train_steps=1000000000")
+        with self._log.open("wb") as out:
+            self._launcher = psutil.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        self._processes: dict[str, psutil.Process] = {}
+        self.samples: dict[str, list[Sample]] = {}
+        self.progress: list[Progress] = []
+        self.error = ""
+
+    def wait_for_report(self, deadline: float) -> None:
+        """Returns after the first report of the run, or sets `error` when it is too late."""
+        while not train_reports(self._model_dir):
+            if self._launcher.poll() is not None or time.monotonic() > deadline:
+                self.error = f"{self.mode} did not start:\n{self._output()}"
+                return
+            time.sleep(1)
+        self._processes = _processes(self._launcher, self._model_dir)
+        self.samples = {name: [] for name in self._processes}
+
+    def sample(self, began: float) -> None:
+        """Adds a sample of each process, or sets `error` if one has ended."""
+        found: dict[str, Sample] = {}
+        cpu_secs = 0.0
+        for name, process in self._processes.items():
             try:
-                process.wait(_END_SECS)
-            except psutil.TimeoutExpired:
-                process.kill()
+                with process.oneshot():
+                    times = process.cpu_times()
+                    found[name] = Sample(
+                        process.memory_info().rss, process.num_fds(), process.num_threads()
+                    )
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    raise psutil.NoSuchProcess(process.pid)
+            except psutil.Error:  # A zombie denies access.
+                self.error = f"{self.mode}: {name} has ended:\n{self._output()}"
+                return
+            cpu_secs += times.user + times.system
+        for name, sample in found.items():
+            self.samples[name].append(sample)
+        report = newest_report(self._model_dir / "metrics.jsonl")
+        self.progress.append(
+            Progress(time.monotonic() - began, report["step"], report["seconds"], cpu_secs)
+        )
+
+    def _output(self) -> str:
+        return self._log.read_text("utf-8", "replace")[-4000:]
+
+    def ask_to_end(self) -> None:
+        if self._launcher.poll() is None:
+            self._launcher.send_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        self.ask_to_end()
+        try:
+            self._launcher.wait(_END_SECS)
+        except psutil.TimeoutExpired:
+            self._launcher.kill()
 
 
 def _processes(launcher: psutil.Popen, model_dir: Path) -> dict[str, psutil.Process]:
@@ -177,62 +298,55 @@ def _processes(launcher: psutil.Popen, model_dir: Path) -> dict[str, psutil.Proc
     return {"the process": named["launcher"]} if len(named) == 1 else named
 
 
-def _sample(process: psutil.Process) -> Sample:
-    with process.oneshot():
-        return Sample(process.memory_info().rss, process.num_fds(), process.num_threads())
-
-
 def measure(
-    mode: str, data_dir: Path, directory: Path, minutes: float
-) -> tuple[list[str], str, bool]:
-    """Runs one mode; returns its rows, its summary, and whether all is flat.
+    modes: Sequence[str], data_dir: Path, directory: Path, minutes: float
+) -> Iterator[tuple[list[str], str, bool]]:
+    """Runs all modes at the same time; yields for each its rows, its summary, and if all is flat.
 
-    Raises:
-        RuntimeError: the run did not start, or a process ended.
+    The summary of a mode that did not start, or of which a process ended, is the reason.
     """
-    model_dir, log = directory / mode, directory / f"{mode}.log"
-    argv = [*_MODES[mode], f"--data_dir={data_dir}", "--train_steps=1000000000", "--num_threads=1"]
-    with _running(argv, model_dir, log) as launcher:
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for mode in modes:
+            runs.append(_Run(mode, data_dir, directory))
+            stack.callback(runs[-1].close)
         deadline = time.monotonic() + _START_SECS
-        while not train_reports(model_dir):
-            if launcher.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{mode} did not start:\n{log.read_text()}")
-            time.sleep(1)
-        processes = _processes(launcher, model_dir)
+        for run in runs:
+            run.wait_for_report(deadline)
         began = time.monotonic()
-        times: list[float] = []
-        samples: dict[str, list[Sample]] = {name: [] for name in processes}
-        reports: list[tuple[float, int]] = []
-        while (now := time.monotonic() - began) < 60 * minutes:
-            try:
-                for name, process in processes.items():
-                    samples[name].append(_sample(process))
-            except psutil.NoSuchProcess:
-                raise RuntimeError(f"{mode}: {name} has ended:\n{log.read_text()}") from None
-            times.append(now)
-            newest = train_reports(model_dir)[-1]
-            reports.append((newest["seconds"], newest["step"]))
-            time.sleep(max(0.0, began + len(times) * _SAMPLE_SECS - time.monotonic()))
-    # Times of reports count from a moment before the first sample.
-    of_rates = [(at - reports[0][0], rate) for at, rate in rates(reports)]
+        number = 0
+        while time.monotonic() - began < 60 * minutes and not all(run.error for run in runs):
+            for run in runs:
+                if not run.error:
+                    run.sample(began)
+            number += 1
+            time.sleep(max(0.0, began + number * _SAMPLE_SECS - time.monotonic()))
+        for run in runs:  # All of them first: each takes seconds to end.
+            run.ask_to_end()
     warmup_secs = min(_WARMUP_SECS, 60 * minutes / 3)
-    rows, grown = table(mode, times, samples, of_rates, warmup_secs)
-    of_run = trend([at for at, _ in of_rates], [rate for _, rate in of_rates], warmup_secs)
-    return rows, summary(mode, grown, of_run), not grown
+    for run in runs:
+        if run.error:
+            yield [], run.error, False
+            continue
+        rows, grown = table(run.mode, run.samples, run.progress, warmup_secs)
+        changes = of_thirds(run.progress, warmup_secs)
+        yield rows, summary(run.mode, grown, *changes), not grown
 
 
 def main(argv: Sequence[str]) -> None:
     """Prints the table, and a sentence for each mode."""
-    print(f"{machine()}, {_MINUTES.value:g} minutes each:\n")
+    print(f"{machine()}, {_MINUTES.value:g} minutes, all at the same time:\n")
     print("| mode | process | of | after the warm-up | at the end | per hour | flat |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     sentences, are_flat = [], True
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         prepare("digits", directory / "digits")
-        for mode in _STRATEGIES.value:
-            rows, sentence, flat = measure(mode, directory / "digits", directory, _MINUTES.value)
-            print("\n".join(rows), flush=True)
+        for rows, sentence, flat in measure(
+            _STRATEGIES.value, directory / "digits", directory, _MINUTES.value
+        ):
+            if rows:
+                print("\n".join(rows), flush=True)
             sentences.append(sentence)
             are_flat = are_flat and flat
     print()

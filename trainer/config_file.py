@@ -153,14 +153,23 @@ def errors_explained(what: str, hint: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # A user's code, which may fail in any way.
-        kind = type(error)
-        if kind.__module__.partition(".")[0] in _PACKAGES or kind.__name__ in _LOSSES:
+        if type(error).__module__.partition(".")[0] in _PACKAGES or _is_loss(error):
             raise
         said = explained(error)
         own = f"{ConfigError.__name__}: "
         if said.startswith(own):  # Wrapped by AutoGraph.
             raise ConfigError(said.removeprefix(own)) from error
         raise ConfigError(f"{what} fails: {said}{hint}") from error
+
+
+def _is_loss(error: Exception) -> bool:
+    if type(error).__name__ in _LOSSES:
+        return True
+    if not type(error).__module__.startswith("tensorflow."):
+        return False
+    from strategies.ps.losses import loss_of  # Loads TensorFlow, which this module must not.
+
+    return loss_of(error) is not None
 
 
 def explained(error: BaseException) -> str:

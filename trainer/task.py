@@ -30,12 +30,14 @@ from data.system.files import absolute as absolute_path
 from data.system.files import is_s3, is_url
 from data.system.stopwatch import SERVING
 from strategies.base import DataFaultError, Executor, PeerLostError, Position
+from strategies.cluster.connections import limit_silence
 from strategies.cluster.peers import check_own_address, connecting, port_of
 from strategies.cluster.ports import held
 from strategies.cluster.tf_config import Cluster, ClusterError
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from strategies.multiworker import MultiWorkerExecutor
 from strategies.ps.asynchronous import AsynchronousExecutor
+from strategies.ps.losses import loss_of
 from strategies.ps.servers import ask_chief_to_stop, serve, start_server
 from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import Parts, build_checkpointer, build_learner, chief_hooks, shared_hooks
@@ -69,9 +71,6 @@ from trainer.run_files import Document, RunFiles
 
 log = logging.getLogger(__name__)
 
-# Unavailable: a parameter server was lost while a hook read a variable.
-_LOST = (PeerLostError, tf.errors.UnavailableError)
-
 # Ops that a worker runs at the same time at least, if other workers are on other hosts. With one
 # thread all-reduces wait for the ops of the backward pass: a step took 1.5 times as long.
 _OPS_WITH_NETWORK = 4
@@ -102,6 +101,7 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
                 recorder.open()
                 return follow(spec, signals, recorder.stopwatch)
         num_gpus = use_gpus(spec.num_gpus)
+        _limit_silence(spec)
         if spec.serves:
             _copy_data(spec)
             _serve(spec, signals, recorder)
@@ -171,6 +171,14 @@ def _configure_tensorflow(spec: TaskSpec) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(num_ops)
     tf.config.set_soft_device_placement(True)
     tf.debugging.set_log_device_placement(spec.log_device_placement)
+
+
+def _limit_silence(spec: TaskSpec) -> None:
+    if spec.cluster and spec.stall_timeout_secs:
+        # The kernel repeats packets at intervals that double, so a connection may not outlive a
+        # silence of half the limit. Within that time a silent task is considered lost, by the chief
+        # or another worker after 0.5 of --stall_timeout_secs, by a worker that serves after 0.65.
+        limit_silence(spec.stall_timeout_secs * (1.5 if spec.serves else 1.0))
 
 
 def _write_placement_to_file(spec: TaskSpec) -> None:
@@ -295,12 +303,15 @@ def _supervised(
         executor.on_progress = watchdog.moved
         try:
             yield outcome
-        except _LOST as error:
-            log.error("%s. The last checkpoint is complete; restart to resume.", first_line(error))
-            executor.close_after_error(lost=True)
-            return
-        except Exception:
-            executor.close_after_error(lost=False)
+        except Exception as error:
+            # Not only PeerLostError: a hook reads variables, too.
+            is_lost = loss_of(error) is not None
+            if is_lost:
+                said = first_line(error)
+                log.error("%s. The last checkpoint is complete; restart to resume.", said)
+            executor.close_after_error(lost=is_lost)
+            if is_lost:
+                return
             raise
         assert outcome.exit_code is not None
         try:
@@ -465,7 +476,7 @@ def _failure_recorded(spec: TaskSpec, parts: Parts, started: float) -> Iterator[
             with data_errors_explained(parts.inputs):
                 raise error.__cause__ or error from None
     except Exception as error:
-        is_lost = isinstance(error, _LOST)
+        is_lost = loss_of(error) is not None
         exit_code = error.exit_code if isinstance(error, TrainerError) else EXIT_BUG
         failed = {
             "step": None if is_lost else int(parts.learner.step.numpy()),

@@ -45,6 +45,9 @@ _SILENT_SECS = 60.0
 _ANSWER_SECS = 2.0
 # The longest interval between two checks of a task in training.
 _WATCH_SECS = 10.0
+# How often a worker checks that it alone does not reach a ps, and the interval.
+_PROOFS = 4
+_PROOF_SECS = 1.0
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
 _GREETING = re.compile(rb"tf-distribution-trainer (\w+) (\d+)\n")
@@ -295,22 +298,28 @@ def watch_peers(
 def watch_servers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Task], None]) -> None:
     """In a worker under ps: calls `on_silent` with a ps that only this worker cannot reach.
 
-    The ps has answered before, and has not for `timeout_secs`, while the chief is training. Returns
-    at once; the call comes on another thread. The chief cannot detect this: it reaches both.
+    The ps has answered before, and has not for `timeout_secs`; and at three more checks the chief
+    answers, and the ps does not. (One check could come in the moment when this worker's network
+    returns.) Returns at once; the call comes on another thread. The chief cannot detect this: it
+    reaches both.
     """
+    poll_secs = min(_WATCH_SECS, timeout_secs / 10)
 
     def watch(ps: Task) -> None:
         last_seen: float | None = None
-        while True:
-            time.sleep(min(_WATCH_SECS, timeout_secs / 10))
+        num_proofs = 0
+        while num_proofs < _PROOFS:
+            time.sleep(_PROOF_SECS if num_proofs else poll_secs)
             with contextlib.suppress(UnknownHostError):
                 if identify(cluster.address_of(ps)) not in ("silent", None):
                     last_seen = time.monotonic()
                 is_silent = last_seen is not None and time.monotonic() - last_seen > timeout_secs
                 # If the ps is lost for all, the chief ends.
-                if is_silent and identify(cluster.address_of(cluster.chief)) == cluster.chief:
-                    on_silent(ps)
-                    return
+                is_proof = (
+                    is_silent and identify(cluster.address_of(cluster.chief)) == cluster.chief
+                )
+                num_proofs = num_proofs + 1 if is_proof else 0
+        on_silent(ps)
 
     for index in cluster.jobs["ps"]:
         ps = Task("ps", index)

@@ -46,15 +46,18 @@ class Closure:
         self, coordinator: tf.distribute.coordinator.ClusterCoordinator, *args: object
     ) -> tf.distribute.coordinator.RemoteValue:
         """Gives the function and `args` to the next idle worker; returns the remote result."""
-        if self._concrete is not None:
-            return coordinator.schedule(self._concrete, args=args)
-        started = time.process_time()
-        value = coordinator.schedule(self._function, args=args)
-        self.trace_secs = time.process_time() - started
-        # The coordinator traces in the scope; outside of it the function would be traced again.
-        with coordinator.strategy.scope():
-            self._concrete = self._function.get_concrete_function()
-        return value
+        if self._concrete is None:
+            self.trace(coordinator.strategy)
+        return coordinator.schedule(self._concrete, args=args)
+
+    def trace(self, strategy: tf.distribute.Strategy) -> None:
+        """Traces the function, which also sends it to all tasks; later calls do nothing."""
+        if self._concrete is None:
+            started = time.process_time()
+            # In the scope, as the coordinator would do it.
+            with strategy.scope():
+                self._concrete = self._function.get_concrete_function()
+            self.trace_secs = time.process_time() - started
 
 
 def closure_sizes(num_steps: int, num_workers: int, runs: Iterator[tuple[int, int]]) -> list[int]:

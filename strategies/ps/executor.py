@@ -16,7 +16,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -50,6 +50,7 @@ from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
 from strategies.ps.lookup_tables import capture_outside_of_branches
+from strategies.ps.losses import losses_explained
 from strategies.ps.placement import dry_run, place, placed
 from strategies.ps.servers import check_versions, end_servers, listen_for_losses, listen_for_stop
 from strategies.ps.worker_step import compute_metrics
@@ -58,14 +59,6 @@ from strategies.worker_stats import WorkerStats, added, with_shares
 log = logging.getLogger(__name__)
 
 _LEASE_SECS = 0.5
-
-# The answer of a task to a request with a damaged device name. Seen once or twice in hundreds of
-# runs, when several threads copied results of the first closures of a run or of an evaluation: most
-# likely a race inside TensorFlow, between a function that runs and a function that is traced.
-_DAMAGED_REQUEST = "Unable to parse request"
-
-# DeadlineExceededError is that of a message.
-_LOSSES = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError)
 
 # Executors live until the process ends: destructors of closures would call servers that have ended.
 _KEEP_ALIVE: list["ParameterServerExecutor"] = []
@@ -128,18 +121,14 @@ class ParameterServerExecutor(Executor):
         if cluster.task.job != "chief":
             host = cluster.address.rpartition(":")[0]
             coordinator = cluster.with_chief(f"{host}:{free_ports(1)[0]}")
-        with connecting(cluster):
-            with losses_explained("A task was lost while this task connected"):
-                check_versions(cluster, cluster.other_trainers, versions)
-            os.environ["TF_CONFIG"] = coordinator.training_tf_config()
-            resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-            try:
-                strategy = tf.distribute.ParameterServerStrategy(resolver)
-            except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
-                raise PeerLostError("A task went away while all connected", error) from error
-            _take_lease(coordinator)
-        executor = cls(strategy, cluster, **options)
         with losses_explained("A worker or parameter server was lost while this task connected"):
+            with connecting(cluster):
+                check_versions(cluster, cluster.other_trainers, versions)
+                os.environ["TF_CONFIG"] = coordinator.training_tf_config()
+                resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+                strategy = tf.distribute.ParameterServerStrategy(resolver)
+                _take_lease(coordinator)
+            executor = cls(strategy, cluster, **options)
             listen_for_stop(cluster, executor._stop_for)
             listen_for_losses(cluster)
         return executor
@@ -165,15 +154,26 @@ class ParameterServerExecutor(Executor):
 
     @override
     def run(self, num_steps: int) -> Metrics:
-        metrics = super().run(num_steps)
+        with losses_explained():
+            metrics = super().run(num_steps)
         if not self._has_run:
+            self._has_run = True
+            # Now, when all workers have just answered: in the middle of the run one of them may be
+            # silent, and the graph of the evaluation would wait for it.
+            if self._num_evaluation_batches:
+                with self.stopwatch.spend("graph"):
+                    self._evaluate_closure.trace(self.strategy)
             # When a traced function is collected, TensorFlow waits until all tasks have removed it,
             # and holds Python's lock: no thread would run while a worker is silent. Building has
             # left such functions behind: they are removed now, and later collections skip the rest.
-            self._has_run = True
             gc.collect()
             gc.freeze()
         return metrics
+
+    @override
+    def evaluate(self, *, must_complete: bool = True) -> Metrics:
+        with losses_explained():
+            return super().evaluate(must_complete=must_complete)
 
     @override
     def worker_stats(self) -> WorkerStats:
@@ -341,19 +341,3 @@ def _take_lease(coordinator: Cluster) -> None:
             "The servers serve another chief",
             RuntimeError(f"it is at {chief}. Start this chief when the other one has ended"),
         )
-
-
-@contextlib.contextmanager
-def losses_explained(what: str = "A parameter server was lost") -> Iterator[None]:
-    """Raises PeerLostError, which says `what`, if a server, or a message, was lost.
-
-    In training a lost worker causes no error here: the coordinator handles it.
-    """
-    try:
-        yield
-    except _LOSSES as error:
-        raise PeerLostError(what, error) from error
-    except tf.errors.InternalError as error:
-        if _DAMAGED_REQUEST not in str(error):
-            raise
-        raise PeerLostError("A message to another task was damaged", error) from error

@@ -177,7 +177,10 @@ def main() -> None:
             check_backups(story, 2)
             print(f"Every step has 2 gradients: {story.run.result['worker_steps']}.")
         else:
-            check_same(story, train(topology, directory / "undisturbed", *flags))
+            undisturbed = directory / "undisturbed"
+            # Other programs may use the machine, too.
+            timeout_secs = max(300.0, num_steps / 10)
+            check_same(story, train(topology, undisturbed, *flags, timeout_secs=timeout_secs))
             print("Its variables are bit for bit those of a run without faults.")
 
 

@@ -183,7 +183,7 @@ class Disturbed(abc.ABC):
 
     def inflict(self, fault: Fault) -> Event | None:
         """Causes the fault, and proves that it happened; None if the run ends before."""
-        if not self._wait_for(lambda: self._step() >= fault.after_step):
+        if not self._wait_for(lambda: self._is_due(fault)):
             return None
         time.sleep(fault.delay_secs)
         while True:
@@ -231,8 +231,11 @@ class Disturbed(abc.ABC):
 
         return found[0] if self._wait_for(look) else None
 
+    def _is_due(self, fault: Fault) -> bool:
+        return self._step() >= fault.after_step
+
     def _step(self) -> int:
-        """The step of the last line of the journal."""
+        """The highest step in the journal."""
         lines = list(json_lines(journal_of(self.model_dir)))
         return max((line["step"] for line in lines), default=0)
 

@@ -41,7 +41,7 @@ _POLL_SECS = 0.2
 # Between the end of a task and its restart.
 _BY_HAND_SECS = 5.0
 # What tasks say of another task that is silent.
-_SILENCES = ("has not answered for", "does not answer", "accepts no connection")
+_SILENCES = ("has not answered for", "does not answer", "accepts no connection", "waiting for ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +86,7 @@ class HostsRun(Disturbed):
         self._error = ""
         self._run: Run | None = None
         self._last_secs = 0.0
+        self._last_fault_ended = 0.0
         self.endings: list[Ending] = []
         self.named: list[float] = []
 
@@ -149,7 +150,20 @@ class HostsRun(Disturbed):
         return self._places[tasks_of(self.topology).index(task)]
 
     @override
+    def _is_due(self, fault: Fault) -> bool:
+        """Most runs make steps during a fault, so a step number alone says little."""
+        if not fault.after_step:
+            return True
+        lines = [line for line in json_lines(journal_of(self.model_dir)) if not line["begins"]]
+        has_trained_again = bool(lines) and lines[-1]["time"] > self._last_fault_ended
+        return has_trained_again and lines[-1]["step"] >= fault.after_step
+
+    @override
     def _cause(self, fault: Fault, target: psutil.Process) -> None:
+        self._disturb(fault, target)
+        self._last_fault_ended = time.time()
+
+    def _disturb(self, fault: Fault, target: psutil.Process) -> None:
         if fault.kind not in NETWORK:
             super()._cause(fault, target)
             return

@@ -246,10 +246,16 @@ def start(
     return Process((*topology.argv, f"--model_dir={model_dir}", *flags), model_dir, env=env)
 
 
-def train(topology: Topology, model_dir: Path, *flags: str, exit_code: int = 0) -> Run:
+def train(
+    topology: Topology,
+    model_dir: Path,
+    *flags: str,
+    exit_code: int = 0,
+    timeout_secs: float = TIMEOUT_SECS,
+) -> Run:
     """Runs `topology` with `flags` to its end, which must be with `exit_code`."""
     with start(topology, model_dir, *flags) as process:
-        run = process.wait()
+        run = process.wait(timeout_secs)
         assert run.exit_code == exit_code, process.output()
         return run
 

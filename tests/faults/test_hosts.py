@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,7 +130,10 @@ def four_hosts() -> Iterator[tuple[Host, ...]]:
 def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
     mode: tuple[str, ...], four_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
 ) -> None:
-    """The chief alone reaches all tasks; no connection is refused or reset, in either direction."""
+    """The chief alone reaches all tasks; no connection is refused or reset, in either direction.
+
+    The first evaluation comes while the worker is away.
+    """
     first, ps, other, lost = four_hosts
     jobs = {
         "chief": {0: f"{first.address}:2222"},
@@ -139,13 +143,17 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
     places = zip(("chief", "ps", "worker", "worker"), (0, 0, 0, 1), four_hosts, strict=True)
     commands = {Task(job, index): host.command for job, index, host in places}
     flags = (*SLOW, *mode, f"--data_dir={digits}", "--config.train_steps=100000")
+    flags = (*flags, "--config.eval_every_steps=150")
     times = ("--stall_timeout_secs=20", "--chief_timeout_secs=100")
 
+    def last_report() -> dict[str, Any]:
+        return [line for line in read_metrics(tmp_path) if line["split"] == "train"][-1]
+
     def last_step() -> int:
-        return int(read_metrics(tmp_path)[-1]["step"])
+        return int(last_report()["step"])
 
     def steps_of_worker_1() -> int:
-        return int(read_metrics(tmp_path)[-1]["worker_steps"]["worker 1"])
+        return int(last_report()["worker_steps"]["worker 1"])
 
     cluster = Cluster(jobs, Task("chief", 0))
     with by_hand(cluster, tmp_path, *flags, *times, under=commands) as tasks:
@@ -157,7 +165,8 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
         with dropped(*((host, lost) for host in (first, ps, other))):
             is_lost = f"worker 1 ({lost.address}:2222) has not answered for"
             chief.wait_until(lambda: chief.warned(is_lost) == 2, "its loss")
-            chief.wait_for_step(last_step() + 60)
+            chief.wait_for_step(max(150, last_step()) + 60)
+            assert any(line["split"] == "eval" for line in read_metrics(tmp_path))
         before = steps_of_worker_1()
         chief.wait_until(lambda: steps_of_worker_1() > before + 20, "steps of worker 1, again")
 

@@ -125,10 +125,23 @@ def test_function_is_traced_once_and_then_scheduled_as_a_concrete_function() -> 
     assert sums == [3, 6, 10]
     assert len(traced) == 1
     assert closure.trace_secs > 0
-    first, *others = coordinator.scheduled
-    assert first is function
     with coordinator.strategy.scope():
-        assert others == [function.get_concrete_function()] * 2
+        assert coordinator.scheduled == [function.get_concrete_function()] * 3
+
+
+def test_closure_can_be_traced_before_it_is_scheduled() -> None:
+    traced = []
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.int64)])
+    def function(number: Any) -> Any:
+        traced.append(number)
+        return number + 1
+
+    coordinator, closure = Coordinator(), Closure(function)
+    closure.trace(coordinator.strategy)
+    assert len(traced) == 1
+    assert int(closure.schedule(coordinator, tf.constant(2, tf.int64))) == 3
+    assert len(traced) == 1
 
 
 def test_graph_is_unrolled_only_if_one_step_was_traced_fast() -> None:

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from strategies.base import PeerLostError
-from strategies.ps.executor import losses_explained
+from strategies.ps.losses import losses_explained
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,36 @@ from strategies.ps.executor import losses_explained
             ),
             r"A message to another task was damaged: \(0\) Unable to parse request",
         ),
+        (
+            tf.errors.InvalidArgumentError(
+                None,
+                None,
+                "2 root error(s) found.\n  (0) INVALID_ARGUMENT:  Unable to find the relevant "
+                "tensor remote_handle: Op ID: 21, Output num: 0.",
+            ),
+            "A parameter server was lost: .*Unable to find the relevant tensor",
+        ),
+        (
+            tf.errors.InvalidArgumentError(None, None, "/job:ps/task:1 unknown device."),
+            "A parameter server was lost: /job:ps/task:1 unknown device",
+        ),
+        (
+            tf.errors.NotFoundError(
+                None,
+                None,
+                "'__inference_evaluate_9' is neither a type of a primitive operation nor a name of "
+                "a function registered in binary running on host-7.",
+            ),
+            "A graph has not reached another task: '__inference_evaluate_9' is neither",
+        ),
+        (
+            tf.errors.CancelledError(None, None, "of a graph on /job:worker/task:1"),
+            "A parameter server was lost: of a graph",
+        ),
+        (
+            tf.errors.NotFoundError(None, None, "Resource a/b does not exist. /job:ps/task:0"),
+            "A parameter server was lost: Resource a/b",
+        ),
     ],
 )
 def test_losses_are_reported_as_lost_peers(error: Exception, message: str) -> None:
@@ -31,6 +61,10 @@ def test_losses_are_reported_as_lost_peers(error: Exception, message: str) -> No
     [
         tf.errors.InternalError(None, None, "of a kernel"),
         tf.errors.InvalidArgumentError(None, None, "Unable to parse request"),
+        tf.errors.InvalidArgumentError(None, None, "of a kernel on /job:worker/task:1"),
+        tf.errors.CancelledError(None, None, "The corresponding function is cancelled."),
+        tf.errors.NotFoundError(None, None, "The file x.tfrecord does not exist"),
+        ValueError("unknown device"),
     ],
 )
 def test_other_errors_are_unchanged(error: Exception) -> None:

@@ -24,6 +24,7 @@ from strategies.cluster.peers import (
     wait_for_servers,
     watch_chief,
     watch_peers,
+    watch_servers,
 )
 from strategies.cluster.ports import bind, free_ports, held
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
@@ -283,3 +284,46 @@ def test_cut_connection_fails_at_both_ends_and_other_connections_stay(prefix: st
         assert client.recv(1) == accepted.recv(1) == b""
         other.sendall(b"x")
         assert other_accepted.recv(1) == b"x"
+
+
+class Network:
+    """Answers `identify` in a worker: ps 0 answers once, the chief always.
+
+    With `returns`, the network returns between the check of the ps and the check of the chief.
+    """
+
+    def __init__(self, *, returns: bool) -> None:
+        self._returns = returns
+        self.num_ps_answers = 0
+        self.num_chief_checks = 0
+
+    def identify(self, address: str) -> Task | None:
+        if address == "chief:1":
+            self.num_chief_checks += 1
+            return Task("chief", 0)
+        if self.num_ps_answers and not (self._returns and self.num_chief_checks):
+            return None
+        self.num_ps_answers += 1
+        return Task("ps", 0)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_worker_leaves_only_because_of_a_ps_that_stays_silent(
+    returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = Network(returns=returns)
+    monkeypatch.setattr(peers, "identify", network.identify)
+    monkeypatch.setattr(peers, "_PROOF_SECS", 0.05)
+    jobs = {"chief": {0: "chief:1"}, "worker": {0: "worker:1"}, "ps": {0: "ps:1"}}
+    named: queue.Queue[Task] = queue.Queue()
+    watch_servers(Cluster(jobs, Task("worker", 0)), 1.0, named.put)
+    if not returns:
+        assert named.get(timeout=30) == Task("ps", 0)
+        assert network.num_chief_checks > 1
+        return
+    deadline = time.monotonic() + 30
+    while network.num_ps_answers < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert network.num_chief_checks == 1
+    assert named.empty()

@@ -29,7 +29,8 @@ from strategies.base import PeerLostError, Position, Tensor, refuse_open_sub_bat
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
 from strategies.metrics import Metrics
-from strategies.ps.executor import ParameterServerExecutor, losses_explained
+from strategies.ps.executor import ParameterServerExecutor
+from strategies.ps.losses import losses_explained
 from strategies.ps.sync.aggregator import Aggregator
 from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.sync.protocol import (

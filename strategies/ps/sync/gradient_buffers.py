@@ -25,7 +25,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from strategies.base import Learner, Tensor
-from strategies.gradients.coalescing import Bucket
+from strategies.gradients.coalescing import Bucket, is_small
 from strategies.ps.sync.protocol import END_ASSIGNMENT, Assignment, Kind, Message, unpack
 
 _NO_ROWS: Mapping[int, tf.IndexedSlices] = {}
@@ -53,6 +53,7 @@ class GradientBuffers:
         self.name = f"{os.getpid()}-{time.time_ns()}"
         self.num_totals = learner.num_totals
         self._gradients: list[tf.Variable] = []
+        self._are_small: list[bool] = []
         self._tags: dict[str, tf.Variable] = {}
         self._num_dense = learner.num_dense
         self._parts = list(learner.variables[learner.num_dense :])
@@ -63,8 +64,11 @@ class GradientBuffers:
                         none = -tf.ones([num_slots, 2], tf.int64)
                         self._tags[variable.device] = tf.Variable(none, trainable=False)
                     if index < learner.num_dense:
-                        zeros = tf.zeros([num_slots, *variable.shape], variable.dtype)
+                        # Made on the server: the chief would have to store and send them.
+                        with tf.device(variable.device):
+                            zeros = tf.zeros([num_slots, *variable.shape], variable.dtype)
                         self._gradients.append(tf.Variable(zeros, trainable=False))
+                        self._are_small.append(is_small(variable))
         with tf.device(self.step_device):
             self.queues = [
                 tf.raw_ops.FIFOQueueV2(
@@ -195,14 +199,11 @@ class GradientBuffers:
         expected = tf.stack([attempts, tf.fill(tf.shape(attempts), step)], axis=1)
         summed = []
         read: dict[str, list[Tensor]] = {device: [] for device in self._tags}
-        for buffer in self._gradients:
+        for buffer, small in zip(self._gradients, self._are_small, strict=True):
             with tf.device(buffer.device):
-                # Not tf.reduce_sum: from 8 rows on it adds them in another order.
-                total, *rows = tf.unstack(buffer.sparse_read(slots), num=number)
-                for row in rows:
-                    total += row
-                summed.append(total)
-                read[buffer.device].append(total)
+                add = _sum_of_small_rows if small else _sum_of_large_rows
+                summed.append(add(buffer, slots, number))
+                read[buffer.device].append(summed[-1])
         for index, part in enumerate(self._parts):
             with tf.device(part.device):
                 gradient = self._joined_rows(index, slots, number)
@@ -243,6 +244,24 @@ class GradientBuffers:
         ids, rows = zip(*pairs, strict=True)
         shape = tf.constant(variable.shape.as_list())
         return tf.IndexedSlices(tf.concat(rows, axis=0), tf.concat(ids, axis=0), shape)
+
+
+def _sum_of_small_rows(buffer: tf.Variable, slots: Tensor, number: int) -> Tensor:
+    """The sum of the rows of `number` worker slots, in the order of `slots`."""
+    # Not tf.reduce_sum: from 8 rows on it adds them in another order.
+    total, *rows = tf.unstack(buffer.sparse_read(slots), num=number)
+    for row in rows:
+        total += row
+    return total
+
+
+def _sum_of_large_rows(buffer: tf.Variable, slots: Tensor, number: int) -> Tensor:
+    """`_sum_of_small_rows`, but reads one row at a time: together they take much memory."""
+    total = buffer.sparse_read(slots[0])
+    for index in range(1, number):
+        with tf.control_dependencies([total]):
+            total += buffer.sparse_read(slots[index])
+    return total
 
 
 def _write_row(variable: tf.Variable, slot: Tensor, row: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar  # Any: futures of different results.
 import tensorflow as tf
 
 from strategies.ps.closures import fetched
-from strategies.ps.executor import losses_explained
+from strategies.ps.losses import losses_explained
 
 _Result = TypeVar("_Result")
 
