@@ -660,6 +660,38 @@ def test_all_tasks_are_restarted_if_the_others_cannot_continue(
     assert written["last_lines"] == ["start 1"]
 
 
+def test_workers_that_are_left_save_before_all_are_restarted(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    """Worker 0 saves in response to SIGUSR1; worker 2, which hangs, is killed after the grace."""
+    command = program("""
+        if start > 1:
+            sys.exit(0)
+        if index == 0:
+            signal.signal(signal.SIGUSR1, save_and_end)
+        if index == 2:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        note("running")
+        for other in (0, 2):
+            await_note(f"running-worker-{other}")
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    """)
+    cluster = local_cluster("multiworker", 3, 0)
+    report = launch(cluster, tmp_path, command, grace_secs=1.0, restarts=no_progress(1))
+    assert set(notes(tmp_path, "saved")) == {"worker-0"}
+    first_ends = {str(end.task): end for end in report.tasks[:3]}
+    assert {name: end.exit_code for name, end in first_ends.items()} == {
+        "worker 0": 75,
+        "worker 1": -signal.SIGKILL,
+        "worker 2": -signal.SIGKILL,
+    }
+    assert first_ends["worker 0"].failure == first_ends["worker 2"].failure == ""
+    assert causes(report) == [("worker 1", -signal.SIGKILL, 3)]
+    assert report.exit_code == 0
+
+
 def test_tasks_that_end_themselves_after_a_peer_are_not_killed(
     tmp_path: Path, program: Callable[[str], list[str]]
 ) -> None:

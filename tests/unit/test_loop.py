@@ -149,3 +149,16 @@ def test_stop_request_ends_the_loop_before_the_last_step(split: Split, tmp_path:
 def test_next_multiple_is_after_the_step(step: int, every: int, due: int) -> None:
     assert next_multiple(step, every) == due
     assert next_multiple(step, 0) == NEVER
+
+
+@pytest.mark.parametrize(("step", "acted"), [(4, [4, 8]), (5, [8]), (8, [8])])
+def test_hook_that_was_due_at_the_step_of_a_survivor_acts_after_the_restart(
+    split: Split, tmp_path: Path, step: int, acted: list[int]
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    toy.executor.run(step)
+    every, never = Every(4), Every(0)
+    train(toy.executor, toy.learner, [every, never], steps=8, steps_per_call=100, catches_up=True)
+    assert every.acted == acted
+    assert never.acted == []

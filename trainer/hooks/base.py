@@ -48,6 +48,12 @@ class Hook:
     def __call__(self, step: int, metrics: Metrics) -> None:
         """Called after each call of the executor, with the metrics of its steps."""
 
+    def catch_up(self, step: int) -> None:
+        """Called after `begin` if a former process completed `step`, but called no hook there.
+
+        The metrics of that step are lost.
+        """
+
     def end(self, step: int) -> None:
         """Called once after the last step, unless the run failed."""
 
@@ -92,6 +98,12 @@ class PeriodicHook(Hook, abc.ABC):
         if step >= self._due:
             self._act(step)
             self._due = self.next_step(step)
+
+    @override
+    def catch_up(self, step: int) -> None:
+        """Acts if it is due at `step`."""
+        if step > 0 and self.next_step(step - 1) == step:
+            self._act(step)
 
     @override
     def end(self, step: int) -> None:

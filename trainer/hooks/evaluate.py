@@ -99,6 +99,11 @@ class EarlyStop(Hook):
                 self._count(report[self.metric])
 
     @override
+    def catch_up(self, step: int) -> None:
+        """Counts the evaluation of `step`, if there was one now."""
+        self(step, Metrics())
+
+    @override
     def __call__(self, step: int, metrics: Metrics) -> None:
         if self.evaluate.latest_step != step:
             return

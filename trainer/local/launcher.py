@@ -11,7 +11,9 @@ each start, are in `<model_dir>/tasks/<job>-<index>.log`; for a URL, in runs/<na
 Servers are ps tasks and ps workers; trainers are the chief and multiworker workers. A task that
 died is restarted: a ps worker alone, any other with all tasks, which resume from the newest
 checkpoint. For that the launcher kills the peers at once; after an exit with 75 it first lets them
-end by themselves for 15 s. deaths.py has the table; restarts.py ends a run without progress.
+end by themselves for 15 s. Workers of multiworker get SIGUSR1 in place of SIGKILL: each has the
+complete state, and saves it within `grace_secs`. deaths.py has the table; restarts.py ends a run
+without progress.
 
 The run ends when the chief exits with 0, when a failure cannot be repaired by a restart, or when
 the launcher receives a signal. Every process is started in a new session: Ctrl-C in a terminal
@@ -326,6 +328,10 @@ class LocalCluster:
         self._restart_of_all = (cause, time.monotonic() + delay_secs)
         # After an exit with 75 the other tasks may be about to end by themselves, with state saved.
         patience = _PEER_LOST_SECS if cause.exit_code == EXIT_RESTART else 0.0
+        if not self.cluster.num("ps"):
+            # Each worker has the complete state: it saves, if it is training, and ends.
+            self._end(self._running, patience, signal.SIGUSR1)
+            patience += self.grace_secs
         self._end(self._running, patience, signal.SIGKILL)
         self._go_down()
 
