@@ -152,6 +152,30 @@ def test_step_of_a_writer_that_died_is_written_by_another_worker(
     assert "step-00000004" in toy.checkpoints()
 
 
+def test_chief_that_is_left_writes_first(
+    split: Split, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivors, "_CHIEF_SECS", 2.0)
+    toy, chief = trained(split, tmp_path, 4), trained(split, tmp_path, 4)
+    port = int(cluster.address_of(Task("worker", 0)).rpartition(":")[2])
+    mark = tmp_path / "checkpoints/step-00000004/checkpoint.json"
+    with held(port):
+        waiting = threading.Thread(target=save, args=(toy, cluster))
+        waiting.start()
+        waiting.join(timeout=0.5)
+        assert waiting.is_alive()
+        assert not (tmp_path / "checkpoints").exists(), "it did not wait"
+        chief.checkpointer.save(4, chief.executor.position, {})
+        chief.checkpointer.wait()
+        waiting.join(timeout=30)
+        assert not waiting.is_alive()
+        assert "is_of_survivor" not in json.loads(mark.read_text()), "it wrote the step, too"
+        # A chief that does nothing does not hold the others back for long.
+        toy.executor.run(1)
+        save(toy, cluster)
+    assert "step-00000005" in toy.checkpoints()
+
+
 def test_claim_of_an_earlier_step_holds_no_worker_back(
     split: Split, tmp_path: Path, cluster: Cluster
 ) -> None:

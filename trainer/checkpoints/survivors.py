@@ -12,6 +12,9 @@ Each step has one writer: the first worker that creates the step's claim, a file
 until the checkpoint is complete. If its writer dies, the next worker that sees it claims the step.
 A worker that is a step further claims that step. No worker writes a step that is not later than the
 newest complete checkpoint.
+
+If the chief is left, the others let it write first. It has written all checkpoints so far, and some
+layers have statistics of each worker's own examples: BatchNormalization, unless it is synchronized.
 """
 
 import logging
@@ -30,6 +33,8 @@ from trainer.learner import Learner
 log = logging.getLogger(__name__)
 
 _POLL_SECS = 0.2
+# How long the chief may take to claim a step, before another worker does.
+_CHIEF_SECS = 5.0
 # How long to wait for the checkpoint of another worker. If it is not complete then, the storage is
 # slow: a second writer would not be faster.
 _WAIT_SECS = 120.0
@@ -58,12 +63,16 @@ def save_last_complete_step(
 def _save(step: int, executor: Executor, checkpointer: Checkpointer, cluster: Cluster) -> None:
     checkpointer.wait()  # The chief may be writing an earlier one.
     deadline = time.monotonic() + _WAIT_SECS
+    head_start = 0.0 if cluster.is_chief else time.monotonic() + _CHIEF_SECS
     number = 0  # Of the claim: each writer that died has left one.
     while time.monotonic() < deadline:
         newest = checkpointer.newest()
         if step <= (newest.step if newest else 0):
             log.warning("Step %s, the last that this worker completed, is saved.", f"{step:,}")
             return
+        if time.monotonic() < head_start and not _is_dead(cluster.chief, cluster):
+            time.sleep(_POLL_SECS)
+            continue
         claim = f"{checkpointer.directory}/claims/step-{step:08d}.{number}"
         if _create_claim(claim, cluster.task):
             try:
