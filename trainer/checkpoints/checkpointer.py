@@ -157,20 +157,10 @@ class Checkpointer:
         more = {"counts": counts, "is_of_survivor": True}
 
         def write() -> None:
-            path = f"{self._directory}/{name}"
-            if files.is_url(path):  # Directories of URLs cannot be renamed in one operation.
-                is_written = self._written(name, step, position, more)
-            else:
-                # A process that cannot be reached may be writing the same step.
-                partial = f"{self._directory}/claims/{name}-{os.getpid()}-{os.urandom(4).hex()}"
-                self._write(partial, step, position, more)
-                if self._mark_if_complete(name) is None:
-                    files.remove_tree(path)
-                with contextlib.suppress(FileExistsError):  # It is complete now.
-                    os.rename(partial, path)
-                flush_to_disk(self._directory)
-                is_written = True
-            if is_written:
+            # Directories of URLs cannot be renamed in one operation.
+            is_url = files.is_url(self._directory)
+            write_one = self._written if is_url else self._written_elsewhere
+            if write_one(name, step, position, more):
                 self._saved_step = step
 
         self._write_later(step, write)
@@ -351,6 +341,29 @@ class Checkpointer:
                     self._remove(name)
             return False
         self._verified.add(name)
+        return True
+
+    def _written_elsewhere(
+        self, name: str, step: int, position: Position, more: Mapping[str, object]
+    ) -> bool:
+        """As `_written`, but in another directory that is renamed when it is complete.
+
+        A process that cannot be reached may be writing the same step.
+        """
+        path = f"{self._directory}/{name}"
+        partial = f"{self._directory}/claims/{files.partial_name(name)}"
+        try:
+            self._write(partial, step, position, more)
+            if self._mark_if_complete(name) is None:
+                files.remove_tree(path)
+            with contextlib.suppress(FileExistsError):  # It is complete now.
+                os.rename(partial, path)
+            flush_to_disk(self._directory)
+        except STORAGE_ERRORS as error:
+            log.warning("%s could not be written: %s.", path, first_line(error))
+            return False
+        finally:
+            files.remove_tree(partial)
         return True
 
     def _write(self, path: str, step: int, position: Position, more: Mapping[str, object]) -> None:
