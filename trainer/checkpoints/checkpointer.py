@@ -356,8 +356,11 @@ class Checkpointer:
             self._write(partial, step, position, more)
             if self._mark_if_complete(name) is None:
                 files.remove_tree(path)
-            with contextlib.suppress(FileExistsError):  # It is complete now.
+            try:
                 os.rename(partial, path)
+            except OSError:
+                if self._mark_if_complete(name) is None:
+                    raise
             flush_to_disk(self._directory)
         except STORAGE_ERRORS as error:
             log.warning("%s could not be written: %s.", path, first_line(error))
