@@ -23,7 +23,7 @@ def train(
 
     Hooks are called in their order, at steps where no step is in flight. The counter is re-read
     after each call, never counted here: asynchronous steps may overshoot. If it `catches_up`, hooks
-    that are due at the present step were not called there.
+    that are due at the present step may not have been called there.
     """
     step = int(learner.step.numpy())
     for hook in hooks:

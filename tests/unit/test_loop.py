@@ -151,14 +151,26 @@ def test_next_multiple_is_after_the_step(step: int, every: int, due: int) -> Non
     assert next_multiple(step, 0) == NEVER
 
 
-@pytest.mark.parametrize(("step", "acted"), [(4, [4, 8]), (5, [8]), (8, [8])])
-def test_hook_that_was_due_at_the_step_of_a_survivor_acts_after_the_restart(
-    split: Split, tmp_path: Path, step: int, acted: list[int]
+@pytest.mark.parametrize("catches_up", [False, True])
+def test_hooks_catch_up_after_all_have_begun(
+    split: Split, tmp_path: Path, catches_up: bool
 ) -> None:
     toy = Toy(split, tmp_path)
     toy.start()
-    toy.executor.run(step)
-    every, never = Every(4), Every(0)
-    train(toy.executor, toy.learner, [every, never], steps=8, steps_per_call=100, catches_up=True)
-    assert every.acted == acted
-    assert never.acted == []
+    toy.executor.run(4)
+    calls: list[str] = []
+
+    class Noted(Hook):
+        def begin(self, step: int) -> None:
+            calls.append(f"begin {step}")
+
+        def catch_up(self, step: int) -> None:
+            calls.append(f"catch up {step}")
+
+        def __call__(self, step: int, metrics: Metrics) -> None:
+            calls.append(f"call {step}")
+
+    hooks = [Noted(), Noted()]
+    train(toy.executor, toy.learner, hooks, steps=8, steps_per_call=100, catches_up=catches_up)
+    late = ["catch up 4"] * 2 if catches_up else []
+    assert calls == ["begin 4"] * 2 + late + ["call 8"] * 2

@@ -65,7 +65,7 @@ class Saved:
     step: int
     position: Position
     counts: WorkerStats = field(default_factory=dict)  # JSON has converted the keys to strings.
-    # After the loss of a worker: the hooks of this step were not called.
+    # After the loss of a worker: perhaps the hooks of this step were not called.
     is_of_survivor: bool = False
 
 

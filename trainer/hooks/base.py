@@ -49,9 +49,9 @@ class Hook:
         """Called after each call of the executor, with the metrics of its steps."""
 
     def catch_up(self, step: int) -> None:
-        """Called after `begin` if a former process completed `step`, but called no hook there.
+        """Called after `begin` if a former process ended at `step`, perhaps without calling hooks.
 
-        The metrics of that step are lost.
+        The metrics of that step may be lost.
         """
 
     def end(self, step: int) -> None:
@@ -98,12 +98,6 @@ class PeriodicHook(Hook, abc.ABC):
         if step >= self._due:
             self._act(step)
             self._due = self.next_step(step)
-
-    @override
-    def catch_up(self, step: int) -> None:
-        """Acts if it is due at `step`."""
-        if step > 0 and self.next_step(step - 1) == step:
-            self._act(step)
 
     @override
     def end(self, step: int) -> None:
