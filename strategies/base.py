@@ -137,6 +137,10 @@ class Learner(Protocol):
     def evaluation_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `evaluate_at` takes; empty if the learner reads its own."""
 
+    @property
+    def forward_state(self) -> Sequence[tf.Variable]:
+        """The variables that `gradients` may change; `apply` changes all others."""
+
     def gradients(self, batch: Batch) -> tuple[Sequence[Tensor], tf.Tensor]:
         """One replica's part of the gradient, as `variables` are ordered, and its metric totals."""
 
@@ -417,6 +421,20 @@ class Executor(abc.ABC):
         Returns immediately. If the run cannot continue without the lost task, calls `on_lost` with
         a message, on another thread. TensorFlow itself only reports tasks that end.
         """
+
+    def return_to_complete_step(self) -> int | None:
+        """After a PeerLostError: sets variables back to the last complete step, and returns it.
+
+        None if this process cannot: it has not got the state of a step.
+        """
+        return None
+
+    def abandon_peers(self, why: str) -> bool:
+        """Makes `run` raise a PeerLostError now if it waits for others, or when it next would.
+
+        Called on another thread, when another task is lost. Returns False if it is not possible.
+        """
+        return False
 
     def request_stop(self) -> None:
         """Asks for a stop after the current `run`. Safe in a signal handler."""

@@ -122,8 +122,7 @@ class MirroredExecutor(Executor):
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
             gradients, metrics = self._gradients(batch)
-            gradients = self._all_reduced(gradients)
-            learner.apply(gradients)
+            learner.apply(self._begun(self._all_reduced(gradients)))
             return totals + metrics
 
         num_steps_spec, status_spec = tf.TensorSpec([], tf.int64), tf.TensorSpec([2], tf.float64)
@@ -133,9 +132,10 @@ class MirroredExecutor(Executor):
         def run(taken: Any, num_steps: tf.Tensor, status: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             totals = self.strategy.run(self._zero_totals)
             for index in tf.range(num_steps):
-                batch = self._slice_for_replicas(self._feed.batch(taken, index), offsets)
+                batch = self._after_complete_step(self._feed.batch(taken, index))
+                batch = self._slice_for_replicas(batch, offsets)
                 totals = self.strategy.run(step, args=(totals, batch))
-            return self._sum_over_replicas(totals, status)
+            return self._sum_over_replicas(self._after_complete_step(totals), status)
 
         self._run_in_graph = run
 
@@ -144,6 +144,22 @@ class MirroredExecutor(Executor):
         """`Learner.gradients`, with equal states of layers on all replicas."""
         with averaged_over_replicas(self._learner.layer_state):
             return self._learner.gradients(batch)
+
+    @no_autograph
+    def _after_complete_step(self, tensors: Batch) -> Batch:
+        """Called in the graph where all changes of a step are made, and none of the next step.
+
+        Returns `tensors`, on which the next step depends.
+        """
+        return tensors
+
+    @no_autograph
+    def _begun(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Called in the graph, in replica context, before a step changes variables by `gradients`.
+
+        Returns `gradients`.
+        """
+        return gradients
 
     @no_autograph
     def _all_reduced(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:

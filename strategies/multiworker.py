@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 from typing_extensions import override
 
 from data.autograph import no_autograph
-from strategies.base import Connecting, Learner, PeerLostError, Tensor
+from strategies.base import Batch, Connecting, Learner, PeerLostError, Tensor
 from strategies.cluster.collectives import interpreter_lock_released
 from strategies.cluster.peers import (
     SilentPeerError,
@@ -36,6 +37,7 @@ from strategies.gradients.coalescing import num_bytes
 from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
 from strategies.mirrored import DeviceError, MirroredExecutor
+from strategies.step_marks import StepMarks
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         super().__init__(strategy, wire_dtype=wire_dtype)
         self.is_chief = cluster.is_chief
         self._given_bucket_mb = bucket_mb
+        self._marks: StepMarks | None = None
         # Seconds of this worker from its last gradient to the last sum, in all steps so far.
         self._waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         self._waited_before = 0.0
@@ -174,6 +177,33 @@ class MultiWorkerExecutor(MirroredExecutor):
             latency = min(secs_of(_SMALL_BYTES, _SMALL_SUMS) for _ in range(_MEASUREMENTS))
             large = min(secs_of(_LARGE_BYTES, _LARGE_SUMS) for _ in range(_MEASUREMENTS))
         return Network(latency, _LARGE_BYTES / max(large - latency, 1e-6))
+
+    @override
+    def _prepare_run(self) -> None:
+        self._marks = StepMarks(self.strategy, self._learner.step, self._learner.forward_state)
+        super()._prepare_run()
+
+    @override
+    @no_autograph
+    def _after_complete_step(self, tensors: Batch) -> Batch:
+        assert self._marks is not None
+        with tf.control_dependencies([self._marks.complete()]):
+            return tf.nest.map_structure(tf.identity, tensors)
+
+    @override
+    @no_autograph
+    def _begun(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        assert self._marks is not None
+        return self._marks.begun(gradients)
+
+    @override
+    def return_to_complete_step(self) -> int | None:
+        return self._marks.return_to_complete() if self._marks else None
+
+    @override
+    def abandon_peers(self, why: str) -> bool:
+        context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
+        return True
 
     @override
     def run(self, num_steps: int) -> Metrics:

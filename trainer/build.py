@@ -378,6 +378,7 @@ def _evaluation_hooks(
         best_metric=config.best_metric,
         checkpointer=checkpointer,
         position=lambda: parts.executor.position,
+        history=history,
     )
     if not config.early_stopping.patience:
         return [evaluate]

@@ -227,11 +227,24 @@ class Learner:
     @property
     def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
         """Variables, in named lists, that belong to neither the model nor the optimizer."""
+        return self._own_state
+
+    @property
+    def _own_state(self) -> Mapping[str, Sequence[tf.Variable]]:
         return {
             **({"averages": self._ema.shadow_variables} if self._ema else {}),
             **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),
             **({"table_slots": slots} if (slots := slots_of(self._table_parts)) else {}),
         }
+
+    @property
+    def forward_state(self) -> Sequence[tf.Variable]:
+        """The variables that `gradients` may change: all but those of the base class's `apply`."""
+        ours = self._own_state
+        others = [
+            v for name, variables in self.state.items() if name not in ours for v in variables
+        ]
+        return [*self._tf_variables[len(self.variables) :], *others]
 
     def weights(self) -> list[npt.NDArray[np.generic]]:
         """Returns the values that `evaluate` uses, averages if any.

@@ -41,7 +41,9 @@ from strategies.ps.losses import loss_of
 from strategies.ps.servers import ask_chief_to_stop, serve, start_server
 from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import Parts, build_checkpointer, build_learner, chief_hooks, shared_hooks
+from trainer.checkpoints.checkpointer import Saved
 from trainer.checkpoints.report_upload import uploading_reports
+from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
 from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, data_dir, to_json
 from trainer.config_checks import check_replicas
@@ -121,15 +123,19 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
             # 5. Build the model, the optimizer and the checkpointer.
             parts = _build(spec, inputs, executor)
             # 6. Resume. From here on the files of a former run are overwritten.
-            first_step = _resume(spec, parts)
+            saved = _resume(spec, parts)
             recorder.open(makes_directory=True)
             # 7. Train.
             config = spec.recipe.config
             console = None
             if spec.is_chief:
                 console = Console(config.train_steps, executor.pace, is_quiet=spec.is_quiet)
-            hooks = [recorder, *_begin(spec, parts, console, first_step)]
-            with _failure_recorded(spec, parts, started), _uploading(spec, parts):
+            hooks = [recorder, *_begin(spec, parts, console, saved.step if saved else 0)]
+            with (
+                _failure_recorded(spec, parts, started),
+                _uploading(spec, parts),
+                _complete_steps_saved(spec, parts, signals),
+            ):
                 step = train_recovering(
                     executor,
                     parts.learner,
@@ -137,6 +143,7 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
                     hooks,
                     parts.inputs.train.order,
                     config,
+                    catches_up=bool(saved and saved.is_of_survivor),
                 )
             outcome.exit_code = _record_end(spec, parts, hooks, console, step, started)
             # 8. Close: `_supervised` does it when this block ends, also after an error.
@@ -295,10 +302,16 @@ def _supervised(
         _write_result(spec, {"step": None, "exit_code": EXIT_RESTART, "why": message})
         os._exit(EXIT_RESTART)
 
+    def end_without_peer(message: str) -> None:
+        if outcome.exit_code is None and executor.abandon_peers(message):
+            log.error("%s.", message)
+            time.sleep(spec.grace_secs)  # The main thread saves and ends meanwhile.
+        end_stalled(message)
+
     signals.on_stop(executor.request_stop, spec.grace_secs)
     if spec.stall_timeout_secs:
         # Half the time: the name of a silent peer explains more than "nothing moved".
-        executor.watch_peers(spec.stall_timeout_secs / 2, end_stalled)
+        executor.watch_peers(spec.stall_timeout_secs / 2, end_without_peer)
     with Watchdog(spec.stall_timeout_secs, end_stalled) as watchdog:
         executor.on_progress = watchdog.moved
         try:
@@ -363,10 +376,13 @@ def _differs(executor: Executor, value: object) -> bool:
     return len(set(executor.gathered(as_number(value)))) > 1
 
 
-def _resume(spec: TaskSpec, parts: Parts) -> int:
+def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
     executor = parts.executor
     saved = restore_together(executor, parts.checkpointer, parts.learner)
     files = RunFiles(spec.model_dir)
+    if spec.is_chief:
+        with disk_errors_explained(spec.model_dir):
+            remove_claims(parts.checkpointer)
     if spec.is_chief and not saved:
         warn_if_begun_before(files)
     recorded = files.recorded("all_reduce") if saved and spec.is_chief else {}
@@ -381,11 +397,9 @@ def _resume(spec: TaskSpec, parts: Parts) -> int:
         position = saved.position if saved else Position()
         executor.start(parts.learner, parts.inputs.train, parts.inputs.evaluation, position)
     executor.restore_worker_stats(saved.counts if saved else {})
-    if saved:
-        return saved.step
-    if spec.is_chief and spec.recipe.config.recover_from_nan:
+    if spec.is_chief and not saved and spec.recipe.config.recover_from_nan:
         parts.checkpointer.save(0, Position(), executor.worker_stats())  # To go back to.
-    return 0
+    return saved
 
 
 def _config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Document:
@@ -461,6 +475,28 @@ def _uploading(spec: TaskSpec, parts: Parts) -> Iterator[None]:
     with uploading_reports(spec.model_dir, [lines, "tensorboard"], resumes=lines) as sync:
         parts.checkpointer.before_mark = sync
         yield
+
+
+@contextlib.contextmanager
+def _complete_steps_saved(spec: TaskSpec, parts: Parts, signals: StopSignals) -> Iterator[None]:
+    """Under multiworker, saves the last complete step if another worker is lost.
+
+    Meanwhile a launcher says with SIGUSR1 that a worker has died.
+    """
+    if spec.strategy != "multiworker" or spec.cluster is None:
+        yield
+        return
+    executor = parts.executor
+    signals.on_peer_lost(lambda: executor.abandon_peers("another worker has died"))
+    try:
+        yield
+    except Exception as error:
+        if loss_of(error) is not None:
+            log.warning("%s.", first_line(error))
+            save_last_complete_step(executor, parts.learner, parts.checkpointer, spec.cluster)
+        raise
+    finally:
+        signals.on_peer_lost(None)
 
 
 @contextlib.contextmanager

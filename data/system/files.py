@@ -155,6 +155,27 @@ def replace_file(path: str, content: bytes) -> None:
             remove_file(partial)
 
 
+def create_new(path: str, content: bytes) -> bool:
+    """Writes a file if there is none; returns False, and changes nothing, if there is one.
+
+    Of several processes that call this at the same time one gets True. The exception are URLs other
+    than s3://: TensorFlow's file systems cannot do this in one operation.
+    """
+    if is_s3(path):
+        return object_store.put_new(path, content)
+    if is_url(path):
+        if exists(path):
+            return False
+        replace_file(path, content)
+        return True
+    try:
+        with open(path, "xb") as file:
+            file.write(content)
+    except FileExistsError:
+        return False
+    return True
+
+
 def partial_name(path: str) -> str:
     """A unique name for an incomplete file, which is renamed to `path` once it is complete."""
     return f"{path}.partial-{os.getpid()}-{os.urandom(4).hex()}"

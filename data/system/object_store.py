@@ -140,6 +140,16 @@ def put(url: str, content: bytes) -> None:
         _obstore().put(*_located(url), content, use_multipart=False)
 
 
+def put_new(url: str, content: bytes) -> bool:
+    """Writes an object if there is none; returns False, and changes nothing, if there is one."""
+    with _errors_of(url):
+        try:
+            _obstore().put(*_located(url), content, mode="create", use_multipart=False)
+        except _obstore().exceptions.AlreadyExistsError:
+            return False
+    return True
+
+
 def upload(path: str, url: str) -> None:
     """Writes a local file as an object."""
     with _errors_of(url):

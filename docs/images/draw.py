@@ -374,8 +374,7 @@ def buckets(words: Words) -> Drawing:
     )
     drawing.text(30, 30, words("In buckets", "分桶"), "bold", "start")
     layers = [(130 + 75 * i, 75, f"{backward} {4 - i}", kind) for i, kind in enumerate("aabc")]
-    updates = [(455, 60, "4, 3", "a"), (515, 50, "2", "b"), (575, 50, "1", "c")]
-    lane(44, compute, [(0, 130, forward, "box"), *layers, *updates])
+    lane(44, compute, [(0, 130, forward, "box"), *layers, (550, 75, update, "box")])
     lane(
         96,
         network,
@@ -385,7 +384,6 @@ def buckets(words: Words) -> Drawing:
             (470, 80, words("sum C: 1", "桶 C: 1"), "c"),
         ],
     )
-    drawing.text(start + 480, 38, update, "soft", "start")
     for top, arrived in ((80, 280), (80, 355), (80, 430)):
         drawing.arrow((start + arrived - 2, top), (start + arrived + 4, 96))
     drawing.text(30, 180, words("One sum", "一次求和"), "bold", "start")

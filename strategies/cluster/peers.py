@@ -14,6 +14,7 @@ connections. A worker of multiworker has no TensorFlow server yet: until then it
 whoever connects.
 """
 
+import concurrent.futures
 import contextlib
 import errno
 import ipaddress
@@ -24,7 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import grpc
 import psutil
@@ -43,6 +44,7 @@ _STRANGER_SECS = 10.0
 # How long an address may accept connections without an answer, as a server on a busy machine does.
 _SILENT_SECS = 60.0
 _ANSWER_SECS = 2.0
+_NUM_PARALLEL = 16  # Tasks that are looked for at the same time.
 # The longest interval between two checks of a task in training.
 _WATCH_SECS = 10.0
 # How often a worker checks that it alone does not reach a ps, and the interval.
@@ -50,7 +52,7 @@ _PROOFS = 4
 _PROOF_SECS = 1.0
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
-_GREETING = re.compile(rb"tf-distribution-trainer (\w+) (\d+)\n")
+_GREETING = re.compile(rb"tf-distribution-trainer (\w+) (\d+)(?: not ([-\w,]+))?\n")
 
 
 # What is found at an address; `identify` explains it.
@@ -150,13 +152,45 @@ def wait_for_servers(cluster: Cluster) -> None:
 def wait_for_peers(cluster: Cluster) -> None:
     """Returns once every other training task identifies itself; meanwhile this task does too.
 
+    A task whose TensorFlow server is there before this task can have been seen is of an earlier
+    start: it has not waited for this process. It ends when it sees that another task was started
+    again (`connecting`), or that an all-reduce fails. Until then it is not counted.
+
     Raises the errors of `wait_for_servers`.
     """
     task = cluster.task
-    greeting = f"tf-distribution-trainer {task.job} {task.index}\n".encode()
-    assert _GREETING.fullmatch(greeting)
+    peers = cluster.other_trainers
+    with concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool:
+        serves = pool.map(_serves, map(cluster.address_of, peers))
+        earlier = {peer for peer, is_earlier in zip(peers, serves, strict=True) if is_earlier}
+
+    def greeting() -> bytes:
+        names = ",".join(_name(peer) for peer in set(earlier))
+        text = f"tf-distribution-trainer {task.job} {task.index}"
+        return f"{text} not {names}\n".encode() if names else f"{text}\n".encode()
+
+    by_address = {cluster.address_of(peer): peer for peer in peers}
+
+    def identify_new(address: str) -> _Identity:
+        found = _identify_waiting(address)
+        if found.is_server and by_address[address] in earlier:
+            return None
+        earlier.discard(by_address[address])
+        return found.identity
+
     with held(port_of(cluster.address), greeting):
-        _wait(cluster, cluster.other_trainers, _Identification(cluster, _identify_waiting))
+        _wait(cluster, peers, _Identification(cluster, identify_new))
+
+
+def _name(task: Task) -> str:
+    return f"{task.job}-{task.index}"
+
+
+def _serves(address: str) -> bool:
+    try:
+        return isinstance(identify(address), Task)
+    except UnknownHostError:
+        return False
 
 
 class _Identification:
@@ -216,11 +250,31 @@ def connecting(
     overdue.daemon = True
     overdue.start()
     watch_peers(cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"), is_over)
+    threading.Thread(
+        target=_watch_restarts, args=[cluster, on_lost, is_over], name="restarts", daemon=True
+    ).start()
     try:
         yield
     finally:
         overdue.cancel()
         is_over.set()
+
+
+def _watch_restarts(
+    cluster: Cluster, on_lost: Callable[[str], None], is_over: threading.Event
+) -> None:
+    """Calls `on_lost` when another task waits for this task to be started again.
+
+    That task was started again itself, after this process had seen it.
+    """
+    own = _name(cluster.task).encode()
+    while not is_over.wait(_REPORT_SECS / 5):
+        for task in cluster.other_trainers:
+            with contextlib.suppress(UnknownHostError):
+                found = _GREETING.fullmatch(_greeting_at(cluster.address_of(task)) or b"")
+                if found and own in (found[3] or b"").split(b",") and not is_over.is_set():
+                    on_lost(f"{task} was started again")
+                    return
 
 
 def watch_chief(cluster: Cluster, timeout_secs: float, on_gone: Callable[[str], None]) -> None:
@@ -420,13 +474,22 @@ def identify(address: str) -> _Identity:
     return Task(device[1].decode(), int(device[2])) if device else "stranger"
 
 
-def _identify_waiting(address: str) -> _Identity:
+class _Found(NamedTuple):
+    """`identity` is as `identify` returns it; a server is a TensorFlow server."""
+
+    identity: _Identity
+    is_server: bool
+
+
+def _identify_waiting(address: str) -> _Found:
     """`identify`, also of a process in `wait_for_peers`."""
     greeting = _greeting_at(address)
     if greeting is None:
-        return None
-    found = _GREETING.fullmatch(greeting)
-    return Task(found[1].decode(), int(found[2])) if found else identify(address)
+        return _Found(None, is_server=False)
+    if found := _GREETING.fullmatch(greeting):
+        return _Found(Task(found[1].decode(), int(found[2])), is_server=False)
+    identity = identify(address)
+    return _Found(identity, is_server=isinstance(identity, Task))
 
 
 def _greeting_at(address: str) -> bytes | None:

@@ -10,7 +10,7 @@ import random
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 _PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -42,8 +42,10 @@ def _bound(port: int, *, may_share: bool) -> socket.socket:
 
 
 @contextlib.contextmanager
-def held(port: int, greeting: bytes = b"") -> Iterator[None]:
+def held(port: int, greeting: bytes | Callable[[], bytes] = b"") -> Iterator[None]:
     """In the context, `port` accepts connections, sends `greeting` and closes them immediately.
+
+    `greeting` may be a function, which another thread calls for each connection.
 
     Raises:
         OSError: the port is in use.
@@ -53,7 +55,7 @@ def held(port: int, greeting: bytes = b"") -> Iterator[None]:
         with contextlib.suppress(OSError):  # Until the listener is shut down.
             while True:
                 with listener.accept()[0] as connection, contextlib.suppress(ConnectionError):
-                    connection.sendall(greeting)
+                    connection.sendall(greeting() if callable(greeting) else greeting)
 
     with bind(port) as listener:
         listener.listen()

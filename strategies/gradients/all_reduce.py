@@ -3,8 +3,8 @@
 gradients = all_reduced(gradients, Compression("bfloat16", num_senders=2))  # in replica context
 
 Each bucket of gradients (buckets.py) is summed on its own, when its last gradient is computed. No
-bucket waits for another one, so sums overlap with the backward pass, and with the updates of
-variables whose sums have arrived. Overlap is lost in a graph that XLA compiles as one op.
+bucket waits for another one, so sums overlap with the backward pass. Overlap is lost in a graph
+that XLA compiles as one op.
 """
 
 import functools

@@ -3,10 +3,12 @@
     python -m tests.chaos --strategy=ps --sync_replicas --kills=50 --seed=1
     python -m tests.chaos --strategy=multiworker --minutes=5 --faults=kill,stop,term
     python -m tests.chaos --strategy=ps --hosts --kills=30 --faults=drop
+    python -m tests.chaos --strategy=multiworker --launchers --kills=50
 
 With --hosts each task is on a host of its own (a network namespace, which needs root), and is
-started again by hand where it ends with 75; otherwise the tasks are a local cluster. Prints a table
-of the faults and their outcomes, and ends with 0 if everything holds:
+started again by hand where it ends with 75. With --launchers four workers are on hosts of their
+own, each with a launcher, and launchers are killed too. Otherwise the tasks are a local cluster.
+Prints a table of the faults and their outcomes, and ends with 0 if everything holds:
 
 | of | what holds |
 | --- | --- |
@@ -44,7 +46,8 @@ from tests.chaos.chaos import (
     table,
     tasks_of,
 )
-from tests.chaos.faults import KINDS, NETWORK, STALL_TIMEOUT_SECS, plan
+from tests.chaos.faults import KINDS, LAUNCHER, NETWORK, STALL_TIMEOUT_SECS, plan
+from tests.chaos.launchers import LaunchersRun
 from tests.cluster.runs import TOPOLOGIES, Topology, train
 from tests.faults.disks import mounted
 
@@ -72,6 +75,12 @@ BACKUP = Topology(
     ("--workers=3", "--ps=1", "--sync_replicas", "--replicas_to_aggregate=2", "--num_threads=1"),
     ("chief-0", "worker-0", "worker-1", "worker-2", "ps-0"),
 )
+ON_FOUR_HOSTS = Topology(
+    "multiworker-4",
+    "multiworker",
+    ("--workers=4", "--num_threads=1"),
+    tuple(f"worker-{index}" for index in range(4)),
+)
 _TOPOLOGIES = {
     ("mirrored", False, False): TOPOLOGIES["mirrored-2"],
     ("multiworker", False, False): TOPOLOGIES["multiworker-2"],
@@ -94,6 +103,7 @@ def main() -> None:
     parser.add_argument("--sync_replicas", action="store_true")
     parser.add_argument("--backup", action="store_true", help="with a backup worker")
     parser.add_argument("--hosts", action="store_true", help="each task on a host of its own")
+    parser.add_argument("--launchers", action="store_true", help="a launcher on each of 4 hosts")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--minutes", type=float, help="about how long")
     length.add_argument("--kills", type=int, help="how many faults, whatever --faults they are")
@@ -106,15 +116,19 @@ def main() -> None:
     topology = _TOPOLOGIES.get(mode)
     if topology is None:
         parser.error("--sync_replicas is for --strategy=ps, and --backup for --sync_replicas")
+    if arguments.launchers:
+        if arguments.hosts or arguments.strategy != "multiworker" or kinds != ["kill"]:
+            parser.error("--launchers is for --strategy=multiworker and SIGKILL, without --hosts")
+        topology = ON_FOUR_HOSTS
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"--faults has {', '.join(unknown)}, but knows only {', '.join(KINDS)}")
-    if arguments.hosts:
+    if arguments.hosts or arguments.launchers:
         if {"stall", "interrupt"} & set(kinds) or len(topology.tasks) < 2:
             parser.error(
                 "--hosts needs tasks that end by themselves: no stall, interrupt or mirrored"
             )
         if why_not := reason_why_not():
-            parser.error(f"--hosts cannot make hosts here: {why_not}")
+            parser.error(f"Hosts cannot be made here: {why_not}")
     elif found := set(kinds) & set(NETWORK):
         parser.error(f"--faults={','.join(found)} needs --hosts")
     num_faults = arguments.kills or max(1, round(arguments.minutes * _FAULTS_A_MINUTE))
@@ -124,9 +138,11 @@ def main() -> None:
         every_steps = _EVERY_STEPS_ON_HOSTS
         num_steps = num_faults * _STEPS_PER_FAULT_ON_HOSTS
     seed = f"{topology} {arguments.seed}"
-    faults = plan(
-        tasks_of(topology), kinds, num_faults, every_steps, seed, has_launcher=not arguments.hosts
-    )
+    targets = tasks_of(topology)
+    if arguments.launchers:
+        targets += [f"{LAUNCHER} {index}" for index in range(len(targets))]
+    is_local = not (arguments.hosts or arguments.launchers)
+    faults = plan(targets, kinds, num_faults, every_steps, seed, has_launcher=is_local)
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(tempfile.TemporaryDirectory())
         data_dir = Path(temporary) / "digits"
@@ -146,6 +162,8 @@ def main() -> None:
             run = on_hosts.HostsRun(
                 topology, model_dir, (*flags, *timeouts), timeout_secs=_HOSTS_CHIEF_SECS
             )
+        elif arguments.launchers:
+            run = LaunchersRun(topology, model_dir, (*flags, f"--max_restarts={num_faults}"))
         else:
             patience = [f"--stall_timeout_secs={STALL_TIMEOUT_SECS}"] if "stall" in kinds else []
             run = LocalRun(topology, model_dir, (*flags, f"--max_restarts={num_faults}", *patience))

@@ -376,7 +376,8 @@ def outcomes(story: Story) -> list[Outcome]:
         before = [life for life in lives if life.steps[0][0] <= event.began]
         lost: int | None = 0
         trained = math.inf
-        if again.get(event.pid) == 1 < len(tasks_of(story.topology)):
+        is_ps = story.topology.strategy == "ps"
+        if is_ps and again.get(event.pid) == 1 < len(tasks_of(story.topology)):
             seen = "it is started again alone"
             trained = _works_again(story.reports, fault.task, event.began)
         elif fault.kind in ("stop", "stall", "disk") and (
@@ -394,13 +395,16 @@ def outcomes(story: Story) -> list[Outcome]:
             seen = "all are started again"
             if fault.task == LAUNCHER:
                 seen = "all end by themselves; resumed by the same command"
+            elif fault.task.startswith(LAUNCHER):
+                seen = "its task ends by itself; all are started again when it is"
             if fault.kind in ("term", "interrupt"):
                 seen = "all save; " + seen
             trained = after.steps[1][0] if len(after.steps) > 1 else math.inf
             if after in blamed:
                 lost = None
             elif before:
-                lost = before[-1].steps[-1][1] - after.steps[0][1]
+                # A step may be complete, and saved, without being in the journal.
+                lost = max(0, before[-1].steps[-1][1] - after.steps[0][1])
             blamed.add(after)
         secs = trained - (event.ended if fault.kind in ("stop", "disk") else event.began)
         role = "disk" if fault.kind == "disk" else role_of(story.topology, fault.task)

@@ -212,8 +212,10 @@ CASES = {
     "--workers with TF_CONFIG": Case(
         f"{MULTI} --workers=2", ("--workers", "TF_CONFIG"), tf_config=cluster_of(WORKERS)
     ),
-    "--max_restarts with TF_CONFIG": Case(
-        f"{MULTI} --max_restarts=2", ("--max_restarts", "TF_CONFIG"), tf_config=cluster_of(WORKERS)
+    "--max_restarts with --keep_serving": Case(
+        "--strategy=ps --keep_serving --max_restarts=2",
+        ("--max_restarts", "--keep_serving"),
+        tf_config=cluster_of(PS),
     ),
     "negative --max_restarts": Case(f"{MULTI} --max_restarts=-1", ("max_restarts", "-1")),
     "--cpu_affinity for ps": Case(

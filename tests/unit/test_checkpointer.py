@@ -593,3 +593,30 @@ def test_later_checkpoints_that_not_all_tasks_can_read_are_skipped_and_written_a
     before = mark.stat().st_mtime_ns
     save_after(toy, 4)
     assert mark.stat().st_mtime_ns > before
+
+
+def test_checkpoint_for_a_restart_gives_way_to_a_complete_one_of_another_process(
+    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, other = Toy(split, tmp_path), Toy(split, tmp_path)
+    real = Checkpointer._mark_if_complete
+    looked: list[str] = []
+
+    def mark_if_complete(checkpointer: Checkpointer, name: str) -> Any:
+        found = real(checkpointer, name)
+        if checkpointer is toy.checkpointer and not looked:
+            looked.append(name)  # Now the other process completes the step.
+            other.checkpointer.save(3, Position(3), {"worker": {"other": 1}})
+            other.checkpointer.wait()
+        return found
+
+    monkeypatch.setattr(Checkpointer, "_mark_if_complete", mark_if_complete)
+    # It has looked before the other process was done, and removes no complete checkpoint.
+    monkeypatch.setattr("data.system.files.remove_tree", lambda path: None)
+    toy.checkpointer.save_for_restart(3, Position(3), {})
+    toy.checkpointer.wait()
+    assert looked == ["step-00000003"]
+    saved = Toy(split, tmp_path).checkpointer.restore()
+    assert saved is not None
+    assert saved.counts == {"worker": {"other": 1}}
+    assert not saved.is_of_survivor

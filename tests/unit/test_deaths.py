@@ -149,6 +149,7 @@ def test_ps_worker_that_the_chief_did_not_end_is_lost_after_the_wait(
         (0, "", "was still running", False, "was still running"),
         (KILLED, "", "", False, ""),
         (-signal.SIGTERM, "", "", False, ""),
+        (-signal.SIGUSR1, "", "", False, ""),
         (75, "", "", False, ""),
         (1, "", "", False, "exit code 1"),
         (-signal.SIGSEGV, "", "", False, "signal 11 (Segmentation fault)"),

@@ -136,6 +136,39 @@ def test_evaluation_counts_each_example_once_and_keeps_the_best(
     assert evaluate.latest["loss"] == losses[25]
 
 
+@pytest.mark.parametrize(
+    ("step", "reported", "evaluated"), [(10, [], [10]), (10, [10], []), (12, [], []), (0, [], [])]
+)
+def test_evaluation_that_a_former_process_did_not_report_is_made_up_for_and_counts_once(
+    split: Split, tmp_path: Path, step: int, reported: list[int], evaluated: list[int]
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    toy.executor.run(step)
+    recorded = Recorded()
+    history = [{"split": "eval", "step": at, "loss": 0.0} for at in reported]
+    evaluate = Evaluate(
+        toy.executor,
+        toy.learner,
+        [recorded],
+        every_steps=10,
+        last_step=100,
+        best_metric="loss",
+        checkpointer=None,
+        position=lambda: toy.executor.position,
+        history=lambda: history,
+    )
+    options = EarlyStoppingConfig(patience=1)
+    # Of a loss of 0 before, the new one is no improvement.
+    stop = EarlyStop(toy.executor, evaluate, options, "loss", history=lambda: history)
+    for hook in (evaluate, stop):
+        hook.begin(step)
+    for hook in (evaluate, stop):
+        hook.catch_up(step)
+    assert [at for at, _, _ in recorded.reports] == evaluated
+    assert not stop.done
+
+
 def test_interrupted_run_is_saved_at_its_step_and_not_exported(
     split: Split, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -660,6 +661,38 @@ def test_all_tasks_are_restarted_if_the_others_cannot_continue(
     assert written["last_lines"] == ["start 1"]
 
 
+def test_workers_that_are_left_save_before_all_are_restarted(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    """Worker 0 saves in response to SIGUSR1; worker 2, which hangs, is killed after the grace."""
+    command = program("""
+        if start > 1:
+            sys.exit(0)
+        if index == 0:
+            signal.signal(signal.SIGUSR1, save_and_end)
+        if index == 2:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        note("running")
+        for other in (0, 2):
+            await_note(f"running-worker-{other}")
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    """)
+    cluster = local_cluster("multiworker", 3, 0)
+    report = launch(cluster, tmp_path, command, grace_secs=1.0, restarts=no_progress(1))
+    assert set(notes(tmp_path, "saved")) == {"worker-0"}
+    first_ends = {str(end.task): end for end in report.tasks[:3]}
+    assert {name: end.exit_code for name, end in first_ends.items()} == {
+        "worker 0": 75,
+        "worker 1": -signal.SIGKILL,
+        "worker 2": -signal.SIGKILL,
+    }
+    assert first_ends["worker 0"].failure == first_ends["worker 2"].failure == ""
+    assert causes(report) == [("worker 1", -signal.SIGKILL, 3)]
+    assert report.exit_code == 0
+
+
 def test_tasks_that_end_themselves_after_a_peer_are_not_killed(
     tmp_path: Path, program: Callable[[str], list[str]]
 ) -> None:
@@ -928,3 +961,108 @@ def test_task_killed_after_the_chief_is_done_does_not_fail_the_run(
     assert by_task(report)["ps 0"] == -signal.SIGKILL
     assert report.restarts == ()
     assert report.exit_code == 0
+
+
+def on_host(index: int, model_dir: Path, command: Sequence[str], max_restarts: int) -> LaunchReport:
+    """Runs one task of a cluster of two hosts."""
+    jobs = {"worker": {0: "host-a:2222", 1: "host-b:2222"}}
+    cluster = Cluster(jobs, Task("worker", index))
+    host = f"host-{'ab'[index]}"
+    restarts = no_progress(max_restarts)
+    return LocalCluster(
+        cluster, [], model_dir, restarts, host=host, grace_secs=5.0, command=command
+    ).run()
+
+
+def failures(model_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (model_dir / "failures.jsonl").read_text().splitlines()]
+
+
+def test_launcher_of_a_host_restarts_its_task_and_tells_the_other_hosts(
+    tmp_path: Path, program: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = program("""
+        print("start", start, flush=True)
+        if start == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if start == 2:
+            sys.exit(75)  # Another task was lost.
+    """)
+    report = on_host(1, tmp_path, command, max_restarts=2)
+    assert [(str(end.task), end.exit_code) for end in report.tasks] == [
+        ("worker 1", -signal.SIGKILL),
+        ("worker 1", 75),
+        ("worker 1", 0),
+    ]
+    assert report.exit_code == 0
+    output = capfd.readouterr().out
+    assert "[host-b] start 1\n" in output
+    # A lost task is not the cause.
+    (failure,) = failures(tmp_path)
+    assert (failure["host"], failure["task"], failure["exit_code"]) == ("host-b", "worker 1", -9)
+    assert failure["last_lines"] == ["start 1"]
+    assert not failure["ends_run"]
+
+
+def test_launcher_of_the_chief_shows_why_a_task_of_another_host_died(
+    tmp_path: Path, program: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    died = program("""
+        print("the reason", flush=True)
+        if start == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    on_host(1, tmp_path, died, max_restarts=1)
+    lines = (tmp_path / "failures.jsonl").read_text()
+    (tmp_path / "failures.jsonl").unlink()
+    capfd.readouterr()
+    command = program("""
+        note("running")
+        await_note("is-written")
+        time.sleep(3)
+    """)
+
+    def write() -> None:
+        (tmp_path / "failures.jsonl").write_text(lines)
+        (tmp_path / "is-written").touch()
+
+    with when_noted(tmp_path, "running", 1, write):
+        assert on_host(0, tmp_path, command, max_restarts=1).exit_code == 0
+    errors = capfd.readouterr().err
+    assert "[worker 1 on host-b] the reason" in errors
+    assert "worker 1 on host-b (process" in errors
+    assert "signal 9 (Killed)" in errors
+
+
+@pytest.mark.parametrize(("code", "expected"), [(2, 2), (1, 75)])
+def test_error_that_a_restart_does_not_repair_ends_the_launchers_of_all_hosts(
+    code: int,
+    expected: int,
+    tmp_path: Path,
+    program: Callable[[str], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.local.launcher._PEER_LOST_SECS", 0.5)
+    assert on_host(1, tmp_path, program(f"sys.exit({code})"), max_restarts=3).exit_code == code
+    lines = (tmp_path / "failures.jsonl").read_text()
+    assert [line["ends_run"] for line in failures(tmp_path)] == [True]
+
+    # What is there at the start is of an earlier run.
+    assert on_host(0, tmp_path, program(""), max_restarts=3).exit_code == 0
+
+    command = program("""
+        signal.signal(signal.SIGTERM, save_and_end)
+        note("running")
+        time.sleep(60)
+    """)
+
+    def write() -> None:
+        with (tmp_path / "failures.jsonl").open("a") as file:
+            file.write("damaged\n" + lines)
+
+    with when_noted(tmp_path, "running", 1, write):
+        began = time.monotonic()
+        report = on_host(0, tmp_path, command, max_restarts=3)
+    assert report.exit_code == expected
+    assert time.monotonic() - began < WAIT_SECS + 5
+    assert notes(tmp_path, "saved")

@@ -149,3 +149,28 @@ def test_stop_request_ends_the_loop_before_the_last_step(split: Split, tmp_path:
 def test_next_multiple_is_after_the_step(step: int, every: int, due: int) -> None:
     assert next_multiple(step, every) == due
     assert next_multiple(step, 0) == NEVER
+
+
+@pytest.mark.parametrize("catches_up", [False, True])
+def test_hooks_catch_up_after_all_have_begun(
+    split: Split, tmp_path: Path, catches_up: bool
+) -> None:
+    toy = Toy(split, tmp_path)
+    toy.start()
+    toy.executor.run(4)
+    calls: list[str] = []
+
+    class Noted(Hook):
+        def begin(self, step: int) -> None:
+            calls.append(f"begin {step}")
+
+        def catch_up(self, step: int) -> None:
+            calls.append(f"catch up {step}")
+
+        def __call__(self, step: int, metrics: Metrics) -> None:
+            calls.append(f"call {step}")
+
+    hooks = [Noted(), Noted()]
+    train(toy.executor, toy.learner, hooks, steps=8, steps_per_call=100, catches_up=catches_up)
+    late = ["catch up 4"] * 2 if catches_up else []
+    assert calls == ["begin 4"] * 2 + late + ["call 8"] * 2

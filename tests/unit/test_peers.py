@@ -16,6 +16,7 @@ from strategies.cluster.peers import (
     _wait,
     check_own_address,
     check_private,
+    connecting,
     cut_connections,
     identify,
     own_host,
@@ -162,6 +163,81 @@ def test_peers_meet() -> None:
     other.start()
     meet(0)
     other.join()
+
+
+class Fakes:
+    """The processes at the addresses of workers 0 and 1, seen from worker 2."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ports: list[int]) -> None:
+        jobs = {"worker": {i: f"localhost:{port}" for i, port in enumerate(ports)}}
+        self.cluster = Cluster(jobs, Task("worker", 2))
+        self.own = f"localhost:{ports[2]}"
+        self.greetings: dict[str, bytes] = {}  # A TensorFlow server sends nothing first.
+        real = peers._greeting_at
+        monkeypatch.setattr(
+            peers, "_greeting_at", lambda a: real(a) if a == self.own else self.greetings.get(a)
+        )
+        tasks = {address: Task("worker", i) for i, address in jobs["worker"].items()}
+        serving = {b""}
+        monkeypatch.setattr(
+            peers, "identify", lambda a: tasks[a] if self.greetings.get(a) in serving else None
+        )
+        self._monkeypatch = monkeypatch
+        self.real = real
+
+    def set(self, index: int, greeting: bytes | None) -> None:
+        address = self.cluster.address_of(Task("worker", index))
+        if greeting is None:
+            self.greetings.pop(address, None)
+        else:
+            self.greetings[address] = greeting
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    return Fakes(monkeypatch, free_ports(3))
+
+
+SERVES = b""
+WAITS = [b"tf-distribution-trainer worker %d\n" % index for index in range(2)]
+
+
+@pytest.mark.parametrize("then", [WAITS[0], SERVES], ids=["waits", "has met the others"])
+def test_server_of_an_earlier_start_does_not_count_until_it_was_started_again(
+    fakes: Fakes, then: bytes
+) -> None:
+    fakes.set(0, SERVES)
+    fakes.set(1, WAITS[1])
+    waiting = threading.Thread(target=wait_for_peers, args=(fakes.cluster,))
+    waiting.start()
+    waiting.join(timeout=1.0)
+    assert waiting.is_alive(), "it counted a process of an earlier start"
+    assert fakes.real(fakes.own) == b"tf-distribution-trainer worker 2 not worker-0\n"
+
+    fakes.set(0, None)  # It has ended.
+    deadline = time.monotonic() + 20
+    while fakes.real(fakes.own) != b"tf-distribution-trainer worker 2\n":
+        assert time.monotonic() < deadline
+    assert waiting.is_alive()
+    fakes.set(0, then)
+    waiting.join(timeout=20)
+    assert not waiting.is_alive()
+
+
+def test_task_that_connects_ends_when_another_task_was_started_again(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_REPORT_SECS", 0.5)
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for index in range(2):
+        fakes.set(index, WAITS[index])
+    with connecting(fakes.cluster, 100.0, lost.put):
+        # It waits for a third task, and not for this one.
+        fakes.set(1, b"tf-distribution-trainer worker 1 not worker-0\n")
+        with pytest.raises(queue.Empty):
+            lost.get(timeout=1.0)
+        fakes.set(1, b"tf-distribution-trainer worker 1 not worker-0,worker-2\n")
+        assert lost.get(timeout=20) == "worker 1 was started again"
 
 
 def test_watcher_reports_the_chief_only_after_it_is_gone() -> None:

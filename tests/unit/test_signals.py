@@ -127,3 +127,18 @@ def test_timer_is_cancelled_when_the_task_is_done() -> None:
         os._exit(0)
     """)
     assert ended.returncode == 0
+
+
+def test_sigusr1_says_that_a_peer_was_lost_while_a_callback_is_set() -> None:
+    ended = run("""
+        called = threading.Event()
+        with StopSignals() as signals:
+            signals.on_stop(lambda: os._exit(3), grace_secs=60)
+            signals.on_peer_lost(called.set)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert called.wait(10)
+            signals.on_peer_lost(None)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            threading.Event().wait(50)
+    """)
+    assert ended.returncode == -signal.SIGUSR1, ended.stderr

@@ -24,6 +24,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class Saved:
     step: int
     position: Position
     counts: WorkerStats = field(default_factory=dict)  # JSON has converted the keys to strings.
+    # After the loss of a worker: perhaps the hooks of this step were not called.
+    is_of_survivor: bool = False
 
 
 class _DamagedError(Exception):
@@ -103,7 +106,7 @@ class Checkpointer:
             keep: The number of newest checkpoints that are not removed.
             io_device: The device whose file system has `directory`; None is the local one.
         """
-        self._directory = directory
+        self.directory = self._directory = directory
         self._checkpoint = _checkpoint_of(learner)
         ours = {
             "variables": _specs(saved_variables(learner.model)),
@@ -143,6 +146,23 @@ class Checkpointer:
             if self._written(name, step, position, {"counts": counts}):
                 self._saved_step = step
                 self._rotate(name)
+
+        self._write_later(step, write)
+
+    def save_for_restart(self, step: int, position: Position, counts: WorkerStats) -> None:
+        """As `save`, but removes no other checkpoint. Any task may call it, before it ends.
+
+        Only the chief knows which of them are complete. `Saved.is_of_survivor` will be True.
+        """
+        name = f"step-{step:08d}"
+        more = {"counts": counts, "is_of_survivor": True}
+
+        def write() -> None:
+            # Directories of URLs cannot be renamed in one operation.
+            is_url = files.is_url(self._directory)
+            write_one = self._written if is_url else self._written_elsewhere
+            if write_one(name, step, position, more):
+                self._saved_step = step
 
         self._write_later(step, write)
 
@@ -322,6 +342,32 @@ class Checkpointer:
                     self._remove(name)
             return False
         self._verified.add(name)
+        return True
+
+    def _written_elsewhere(
+        self, name: str, step: int, position: Position, more: Mapping[str, object]
+    ) -> bool:
+        """As `_written`, but in another directory that is renamed when it is complete.
+
+        A process that cannot be reached may be writing the same step.
+        """
+        path = f"{self._directory}/{name}"
+        partial = f"{self._directory}/claims/{files.partial_name(name)}"
+        try:
+            self._write(partial, step, position, more)
+            if self._mark_if_complete(name) is None:
+                files.remove_tree(path)
+            try:
+                os.rename(partial, path)
+            except OSError:
+                if self._mark_if_complete(name) is None:
+                    raise
+            flush_to_disk(self._directory)
+        except STORAGE_ERRORS as error:
+            log.warning("%s could not be written: %s.", path, first_line(error))
+            return False
+        finally:
+            files.remove_tree(partial)
         return True
 
     def _write(self, path: str, step: int, position: Position, more: Mapping[str, object]) -> None:
@@ -523,7 +569,8 @@ def _complete_mark(path: str) -> _Mark:
         shares = tuple((int(b), int(first), int(last)) for b, first, last in mark["open_shares"])
         skipped = tuple(map(int, mark["skipped"]))
         position = Position(int(mark["next_batch"]), shares, skipped)
-        saved = Saved(int(mark["step"]), position, dict(mark.get("counts", {})))
+        is_of_survivor = bool(mark.get("is_of_survivor", False))
+        saved = Saved(int(mark["step"]), position, dict(mark.get("counts", {})), is_of_survivor)
         score = float(mark.get("score", -math.inf))
         names = dict(mark.get("names", {}))  # Early versions have none.
         found = _Mark(saved, dict(mark["identity"]), dict(mark["files"]), score, names)

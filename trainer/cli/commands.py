@@ -15,6 +15,7 @@ from pathlib import Path
 
 from data.system.cores import num_cores
 from data.system.files import is_url
+from strategies.cluster.peers import host_of
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
 from trainer import tf_setup
@@ -60,6 +61,8 @@ def main(argv: Sequence[str]) -> int | TaskSpec:
     is_one = flags.STRATEGY.value == "mirrored" and not flags.MAX_RESTARTS.present
     if cluster is None and not is_one and not is_launched:
         return _launch(recipe)
+    if cluster is not None and flags.MAX_RESTARTS.present and not is_launched:
+        return _supervise(recipe, cluster)
     if cluster is not None and flags.KEEP_SERVING.value and not is_launched:
         return keep_serving(cluster.task, [sys.executable, "-m", "trainer", *sys.argv[1:]])
     return _task(recipe, cluster, is_launched=is_launched)
@@ -72,8 +75,8 @@ def check_before_launch(argv: Sequence[str]) -> int:
     process only if it cannot fork. Returns _READY if the cluster must be launched.
     """
     watch_parent()
-    recipe, _ = _read(argv, is_launched=False)
-    return _check_before_launch(recipe)
+    recipe, cluster = _read(argv, is_launched=False)
+    return _check_before_launch(recipe, cluster or _local_cluster())
 
 
 def _read(argv: Sequence[str], *, is_launched: bool) -> tuple[Recipe, Cluster | None]:
@@ -112,7 +115,7 @@ def _launch(recipe: Recipe) -> int:
         if sys.platform == "linux":
             forks = stack.enter_context(fork_server(f"--model_dir={model_dir}"))
         _tell("checking the config, the data and the model")
-        exit_code = _run_check_before_launch(recipe, argv, forks)
+        exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
         if exit_code != _READY:
             return exit_code
         namespace = None
@@ -147,6 +150,36 @@ def _launch(recipe: Recipe) -> int:
     return exit_code
 
 
+def _supervise(recipe: Recipe, cluster: Cluster) -> int:
+    """Starts, supervises and restarts this host's task of a cluster of several hosts."""
+    flag_checks.num_to_aggregate(recipe, _num_workers(cluster))
+    flag_checks.check_wire(_num_workers(cluster))
+    model_dir = model_dir_of(recipe)
+    argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
+    with contextlib.ExitStack() as stack:
+        forks = None
+        if sys.platform == "linux":
+            forks = stack.enter_context(fork_server(f"--model_dir={model_dir}"))
+        if not flag_checks.serves(cluster):  # Otherwise the chief has the config.
+            exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
+            if exit_code != _READY:
+                return exit_code
+        launched = LocalCluster(
+            cluster,
+            argv,
+            model_dir,
+            restarts=Restarts(flags.MAX_RESTARTS.value, lambda: progress_of(model_dir)),
+            host=host_of(cluster.address),
+            grace_secs=flags.GRACE_SECS.value,
+            stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
+            fork_server=forks,
+        )
+        exit_code = launched.run().exit_code
+    if cluster.is_chief and not flags.QUIET.value:
+        print_next(exit_code, model_dir, cluster)
+    return exit_code
+
+
 def shows_live_view(model_dir: str) -> bool:
     """Returns True if this run is shown as one screen, not as lines."""
     return not flags.PLAIN.value and not flags.QUIET.value and can_show(model_dir)
@@ -167,16 +200,18 @@ def fork_server(label: str) -> ForkServer:
     )
 
 
-def _run_check_before_launch(recipe: Recipe, argv: Sequence[str], forks: ForkServer | None) -> int:
+def _run_check_before_launch(
+    recipe: Recipe, argv: Sequence[str], forks: ForkServer | None, cluster: Cluster
+) -> int:
     if forks is None:
-        return _check_before_launch(recipe)
+        return _check_before_launch(recipe, cluster)
     with ParentWatch() as parent_watch:
         fds = {1: 1, 2: 2, parent_watch.fd: parent_watch.fd}
         try:
             target = "trainer.__main__:check_before_launch"
             child = forks.spawn(target, "preflight", argv, parent_watch.env, fds)
         except OSError:  # Perhaps TensorFlow cannot be imported: then this process says why.
-            return _check_before_launch(recipe)
+            return _check_before_launch(recipe, cluster)
 
         def stop(signum: int, frame: object) -> None:
             child.kill()
@@ -193,13 +228,13 @@ def _run_check_before_launch(recipe: Recipe, argv: Sequence[str], forks: ForkSer
     return exit_code
 
 
-def _check_before_launch(recipe: Recipe) -> int:
+def _check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
     model_dir = model_dir_of(recipe)
     set_train_steps(recipe)
     if _say_if_finished(recipe, model_dir):
         return EXIT_DONE
     if flags.CHECK.value:
-        return _check(recipe, model_dir, _local_cluster())
+        return _check(recipe, model_dir, cluster)
     from trainer import preflight
 
     preflight.preflight(recipe, model_dir)

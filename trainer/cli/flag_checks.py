@@ -119,7 +119,7 @@ def read_cluster(*, is_launched: bool) -> Cluster | None:
         _check_source()
         found = _cluster_of_source()
     is_local = flags.CLUSTER.value == "local" and not is_launched
-    cluster = found.cluster if found else None if is_local else _described_cluster()
+    cluster = found.cluster if found else None if is_local else _described_cluster(is_launched)
     if cluster is None and (given := _given_of(("hosts", "port"))):
         raise ConfigError(
             f"--{given[0]} is for a cluster of several hosts, but --cluster="
@@ -182,12 +182,15 @@ def _cluster_of_source() -> Found | None:
     return finding.find(source, clouds.with_resource_config(os.environ), wanted)
 
 
-def _described_cluster() -> Cluster | None:
+def _described_cluster(is_launched: bool) -> Cluster | None:
     text, strategy = os.environ.get("TF_CONFIG"), flags.STRATEGY.value
     hosts = {job: flag.value for job, flag in flags.HOSTS.items() if flag.value is not None}
     if text is None:
         return _cluster_of_flags(hosts, strategy)
-    if given := [*(f"{job}_hosts" for job in hosts), *_given(flags.HOSTS_OF_TASKS)]:
+    # A launcher has made TF_CONFIG of these flags.
+    if not is_launched and (
+        given := [*(f"{job}_hosts" for job in hosts), *_given(flags.HOSTS_OF_TASKS)]
+    ):
         raise ConfigError(
             f"TF_CONFIG is set, and --{given[0]} is given: two descriptions of the cluster. Leave "
             f"--{given[0]} out, or `unset TF_CONFIG`."
@@ -288,6 +291,11 @@ def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str
 
 def _check_role_flags(cluster: Cluster) -> None:
     task = cluster.task
+    if flags.KEEP_SERVING.value and flags.MAX_RESTARTS.present:
+        raise ConfigError(
+            f"--keep_serving restarts this task without a limit, so --max_restarts="
+            f"{flags.MAX_RESTARTS.value} would be ignored. Leave one out."
+        )
     if flags.KEEP_SERVING.value and not cluster.is_server:
         raise ConfigError(f"--keep_serving is for worker and ps tasks, but this task is {task}.")
     if flags.KEEP_SERVING.value and flags.CHIEF_TIMEOUT_SECS.present:

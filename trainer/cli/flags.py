@@ -216,13 +216,13 @@ with _scope(_PS, LOCAL):
         "Parameter servers of a cluster on this machine, or of --hosts or a scheduler: the last "
         "tasks.",
     )
-with _scope(STRATEGIES, LOCAL):
+with _scope(STRATEGIES):
     MAX_RESTARTS = flags.DEFINE_integer(
         "max_restarts",
         3,
         "How often tasks of a cluster on this machine are restarted within 10 minutes without a "
-        "new checkpoint or a later step; 0 is never. mirrored: if given, the process is "
-        "supervised too.",
+        "new checkpoint or a later step; 0 is never. mirrored, and a task of a cluster of several "
+        "hosts: if given, the task is supervised too.",
         lower_bound=0,
     )
 with _scope(("multiworker",), LOCAL):

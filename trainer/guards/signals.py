@@ -3,6 +3,7 @@
     with StopSignals() as signals:
         executor = connect()                    # A signal here ends the process: no state to save.
         signals.on_stop(executor.request_stop, grace_secs=30)   # A signal after this calls it.
+        signals.on_peer_lost(executor.abandon_peers)            # SIGUSR1 calls it.
 
 Python runs signal handlers between bytecodes of the main thread, so none runs while TensorFlow
 waits there for a peer. The interpreter's wake-up descriptor is written at once, and a thread reads
@@ -49,6 +50,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
+        self._peer_lost: Callable[[], object] | None = None
         self._repetitions = Repetitions()
         self._grace_secs = 0.0
         self._overdue: threading.Timer | None = None
@@ -61,6 +63,14 @@ class StopSignals:
         self._stop, self._grace_secs = stop, grace_secs
         # Again, because the coordination service of a multiworker cluster replaces SIGTERM's.
         _set_handlers()
+
+    def on_peer_lost(self, callback: Callable[[], object] | None) -> None:
+        """From now on, SIGUSR1 calls `callback` on another thread.
+
+        None, as at first: SIGUSR1 ends the process at once.
+        """
+        self._peer_lost = callback
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL if callback is None else lambda *_: None)
 
     def __enter__(self) -> Self:
         self._reader, self._writer = socket.socketpair()
@@ -82,6 +92,8 @@ class StopSignals:
     def _watch(self) -> None:
         is_stop_requested = False
         while numbers := self._reader.recv(1):
+            if numbers[0] == signal.SIGUSR1 and (callback := self._peer_lost):
+                threading.Thread(target=callback, name="peer lost", daemon=True).start()
             if numbers[0] not in _STOP or self._repetitions.includes_now():
                 continue
             name = signal.Signals(numbers[0]).name

@@ -48,6 +48,12 @@ class Hook:
     def __call__(self, step: int, metrics: Metrics) -> None:
         """Called after each call of the executor, with the metrics of its steps."""
 
+    def catch_up(self, step: int) -> None:
+        """Called after `begin` if a former process ended at `step`, perhaps without calling hooks.
+
+        The metrics of that step may be lost.
+        """
+
     def end(self, step: int) -> None:
         """Called once after the last step, unless the run failed."""
 

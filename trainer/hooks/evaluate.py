@@ -34,8 +34,18 @@ class Evaluate(PeriodicHook):
     checkpointer: Checkpointer | None  # The chief's; it saves the best state by `best_metric`.
     position: Callable[[], Position]  # Of the evaluated state, in the data.
     clock: Callable[[], float] = time.monotonic
+    history: Callable[[], Sequence[Values]] = list  # The reports of the run so far (the chief's).
     latest: dict[str, float] = field(default_factory=dict, init=False)  # The last metrics.
     latest_step: int = field(default=-1, init=False)
+
+    @override
+    def catch_up(self, step: int) -> None:
+        """Evaluates if that is due at `step`, and the chief has not reported it."""
+        if step == 0 or self.next_step(step - 1) != step:
+            return
+        is_reported = any(r["split"] == "eval" and r["step"] == step for r in self.history())
+        if not self.executor.gathered(int(is_reported))[0]:
+            self._act(step)
 
     @override
     def act(self, step: int) -> None:
@@ -97,6 +107,11 @@ class EarlyStop(Hook):
         for report in self.history():
             if report["split"] == "eval" and report["step"] <= step:
                 self._count(report[self.metric])
+
+    @override
+    def catch_up(self, step: int) -> None:
+        """Counts the evaluation of `step`, if there was one now."""
+        self(step, Metrics())
 
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:

@@ -122,7 +122,8 @@ def failure_of(code: int, *, unresponsive: str, end_reason: str | None, is_stopp
         return unresponsive
     if end_reason:
         return end_reason
-    if end_reason is not None and code in (EXIT_RESTART, -signal.SIGTERM, -signal.SIGKILL):
+    asked = (EXIT_RESTART, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)
+    if end_reason is not None and code in asked:
         return ""
     if is_stopped and code == EXIT_RESTART:  # The chief passes the stop on to its servers.
         return ""

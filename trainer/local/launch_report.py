@@ -36,6 +36,7 @@ class LaunchReport:
     tasks: tuple[TaskEnd, ...]
     restarts: tuple[Restart, ...]
     is_stopped: bool  # The user or a scheduler has asked the cluster to stop.
+    exit_of_others: int = 0  # With which a launcher of another host has ended the run; else 0.
 
     @property
     def first_failure(self) -> TaskEnd | None:
@@ -50,13 +51,16 @@ class LaunchReport:
     def exit_code(self) -> int:
         """The first that fits. Stopped: 0 if the chief and all needed tasks ended with 0, else 75.
 
-        0 without a failure that ended the run. 2 after bad usage. 75 if the first failure is a 75
-        or a signal, and was not overdue: the same command resumes. Otherwise 1.
+        That of another host, if it ended the run. 0 without a failure that ended the run. 2 after
+        bad usage. 75 if the first failure is a 75 or a signal, and was not overdue: the same
+        command resumes. Otherwise 1.
         """
         first = self.first_failure
         codes = [end.exit_code for end in self.tasks if not end.survived]
         if self.is_stopped:
             return EXIT_RESTART if any(codes) or not is_chief_done(self.tasks) else 0
+        if self.exit_of_others:
+            return self.exit_of_others
         if first is None or first.survived:
             return 0
         if EXIT_USAGE in codes:

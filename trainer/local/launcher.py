@@ -11,11 +11,17 @@ each start, are in `<model_dir>/tasks/<job>-<index>.log`; for a URL, in runs/<na
 Servers are ps tasks and ps workers; trainers are the chief and multiworker workers. A task that
 died is restarted: a ps worker alone, any other with all tasks, which resume from the newest
 checkpoint. For that the launcher kills the peers at once; after an exit with 75 it first lets them
-end by themselves for 15 s. deaths.py has the table; restarts.py ends a run without progress.
+end by themselves for 15 s. Workers of multiworker get SIGUSR1 in place of SIGKILL: each has the
+complete state, and saves it within `grace_secs`. deaths.py has the table; restarts.py ends a run
+without progress.
 
 The run ends when the chief exits with 0, when a failure cannot be repaired by a restart, or when
 the launcher receives a signal. Every process is started in a new session: Ctrl-C in a terminal
 reaches only the launcher, which asks the tasks to save and end.
+
+With `host` the cluster has several hosts, and each has a launcher, for one task. It restarts that
+task alone. The tasks themselves see that others are gone, end, and wait for each other when they
+are started again, so launchers need not agree. What they tell each other is in failures.jsonl.
 
 No process is left when `run` returns: process groups are killed by their id. If the launcher itself
 is killed, a socket that it held closes, and the tasks end (parent_watch.py).
@@ -34,7 +40,7 @@ from pathlib import Path
 
 from data.system.files import absolute
 from strategies.cluster.tf_config import Cluster, Task
-from trainer.exit_codes import EXIT_BUG, EXIT_RESTART
+from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.guards.signals import Repetitions
 from trainer.local.cpu_affinity import affinity_env
 from trainer.local.deaths import (
@@ -46,6 +52,7 @@ from trainer.local.deaths import (
     failure_of,
     is_chief_done,
 )
+from trainer.local.failures import FailureLog, print_failure
 from trainer.local.fork_server import ForkServer
 from trainer.local.launch_report import (
     LaunchReport,
@@ -61,6 +68,7 @@ from trainer.local.task_logs import TaskLogs, now, say
 from trainer.local.task_process import Child, TaskProcess
 from trainer.local.terminal import terminal_env
 
+FAILURES = "failures.jsonl"  # In the model directory.
 TARGET = "trainer.__main__:run_from_command_line"  # What a task runs if it is forked.
 _PEER_LOST_SECS = 15.0  # TensorFlow's coordination service reports a dead peer within 10 s.
 _SHUTDOWN_GRACE_SECS = 10.0  # From the chief's exit with 0 to SIGTERM for tasks that still run.
@@ -69,6 +77,7 @@ _CHIEF_FOLLOWS_SECS = 1.0  # From a ps worker's 75 to the chief's, if the chief 
 _SHORT_LIFE_SECS = 10.0  # A task that died sooner has not trained.
 _LATE_SECS = 2.0  # From the time when a task should have ended by itself to SIGKILL.
 _POLLS_PER_TIMEOUT = 10  # Heartbeats are read this many times in each stall time-out.
+_FOLLOW_SECS = 1.0  # Between two looks at what other hosts have written.
 _STATELESS_GRACE_SECS = 5.0  # From SIGTERM to SIGKILL for tasks without state to save.
 
 
@@ -92,12 +101,19 @@ class LocalCluster:
     stall_timeout_secs: float = 0.0  # A task without a heartbeat for this long is killed; 0: never.
     fork_server: ForkServer | None = None  # If it is None or fails, tasks execute `command`.
     command: Sequence[str] = (sys.executable, "-m", "trainer")
+    host: str = ""  # The host of the cluster's own task, if that is the only task to start.
 
     def __post_init__(self) -> None:
         self._logs = TaskLogs(directory_of_logs(self.model_dir))
+        tasks = (self.cluster.task,) if self.host else self.cluster.tasks()
         self._argv = [*self.argv, f"--model_dir={absolute(str(self.model_dir))}"]
         self._chief = self.cluster.chief
-        self._clusters = {task: self.cluster.for_task(task) for task in self.cluster.tasks()}
+        self._clusters = {task: self.cluster.for_task(task) for task in tasks}
+        self._failures: FailureLog | None = None
+        self._exit_of_others = 0
+        if self.host:
+            path = self._logs.directory.parent / FAILURES
+            self._failures = FailureLog(path, self.host)
         self._events: queue.SimpleQueue[TaskProcess | signal.Signals] = queue.SimpleQueue()
         self._running: dict[Task, TaskProcess] = {}
         self._plans = sched.scheduler(time.monotonic)
@@ -125,6 +141,8 @@ class LocalCluster:
             self._start(self._clusters)
             if self.stall_timeout_secs:
                 self._kill_unresponsive()
+            if self._failures:
+                self._follow_failures(self._failures)
             while self._running or self._planned_starts():
                 self._handle_next_event()
         finally:
@@ -133,7 +151,12 @@ class LocalCluster:
                 process.reap()
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
-        report = LaunchReport(tuple(self._ends), tuple(self._restarts), self._num_stops > 0)
+        report = LaunchReport(
+            tuple(self._ends),
+            tuple(self._restarts),
+            is_stopped=self._num_stops > 0,
+            exit_of_others=self._exit_of_others,
+        )
         print_summary(report, self._logs)
         return report
 
@@ -145,7 +168,8 @@ class LocalCluster:
                 partial(self._start_process, self._clusters[task]),
                 self._logs.open(task),
                 self._events,
-                is_shown=task == self._chief,
+                is_shown=task == self._chief or bool(self.host),
+                host=self.host,
                 start=self._num_starts[task],
             )
 
@@ -191,6 +215,18 @@ class LocalCluster:
             else:
                 self._on_stop(event)
 
+    def _follow_failures(self, failures: FailureLog) -> None:
+        """Shows on the chief's host why tasks of other hosts ended; ends the run if one says so."""
+        for failure in failures.new_of_others():
+            if self._chief in self._clusters or failure.ends_run:
+                print_failure(failure)
+            if failure.ends_run and not self._is_ending:
+                say(f"It is not restarted. So this host ends {self.cluster.task}, too.")
+                is_usage = failure.exit_code == EXIT_USAGE
+                self._exit_of_others = EXIT_USAGE if is_usage else EXIT_RESTART
+                self._end_run()
+        self._plans.enter(_FOLLOW_SECS, 0, self._follow_failures, (failures,))
+
     def _kill_unresponsive(self) -> None:
         for process in self._running.values():
             silent_secs = process.watch.silent_secs()
@@ -211,7 +247,8 @@ class LocalCluster:
             "Send the signal again to kill them at once."
         )
         overdue = f"did not save and end within {self.grace_secs:g} s after SIGTERM"
-        self._end(self._trainers(), 0, signal.SIGTERM)
+        # On a host of its own a server asks its chief to stop.
+        self._end(self._running if self.host else self._trainers(), 0, signal.SIGTERM)
         patience = self.grace_secs + _LATE_SECS
         self._end(self._trainers(), patience, signal.SIGKILL, overdue)
         self._end_stateless(self._servers(), patience)
@@ -243,6 +280,7 @@ class LocalCluster:
             case Action.FINISH:
                 self._finish()
             case Action.ABORT:
+                self._write_failure(end, ends_run=True)
                 self._start_nothing_more()
                 self._end_stateless(self._running, 0)
             case Action.GO_DOWN:
@@ -262,6 +300,7 @@ class LocalCluster:
         if action in (Action.RESTART_TASK, Action.RESTART_ALL):
             delay_secs = self._next_delay_secs(end)
             if delay_secs is not None:
+                self._write_failure(end, ends_run=False)
                 self._restart(end, delay_secs, is_alone=action is Action.RESTART_TASK)
                 return
             action = decide_loss(end, state._replace(may_restart=False))
@@ -269,7 +308,12 @@ class LocalCluster:
             _mark_survived([end])
             say(f"{_death(end)}. The other workers continue without it.")
         else:
+            self._write_failure(end, ends_run=True)
             self._end_run()
+
+    def _write_failure(self, end: TaskEnd, *, ends_run: bool) -> None:
+        if self._failures and end.failure and not self._is_ending:
+            self._failures.write(end, ends_run=ends_run)
 
     def _state(self, end: TaskEnd) -> RunState:
         return RunState(
@@ -314,7 +358,7 @@ class LocalCluster:
         return delay_secs
 
     def _restart(self, cause: TaskEnd, delay_secs: float, *, is_alone: bool) -> None:
-        what = cause.task if is_alone else "all tasks"
+        what = cause.task if is_alone or self.host else "all tasks"
         when = f"in {delay_secs:g} s" if delay_secs else "now"
         say(f"{_death(cause)}. Restarting {what} {when}.")
         if is_alone:
@@ -326,6 +370,10 @@ class LocalCluster:
         self._restart_of_all = (cause, time.monotonic() + delay_secs)
         # After an exit with 75 the other tasks may be about to end by themselves, with state saved.
         patience = _PEER_LOST_SECS if cause.exit_code == EXIT_RESTART else 0.0
+        if not self.cluster.num("ps"):
+            # Each worker has the complete state: it saves, if it is training, and ends.
+            self._end(self._running, patience, signal.SIGUSR1)
+            patience += self.grace_secs
         self._end(self._running, patience, signal.SIGKILL)
         self._go_down()
 
@@ -349,7 +397,7 @@ class LocalCluster:
     def _forget_plans(self) -> None:
         """Drops all plans before a restart of all tasks: they were for the old processes."""
         for plan in self._plans.queue:
-            if plan.action != self._kill_unresponsive:
+            if plan.action not in (self._kill_unresponsive, self._follow_failures):
                 self._plans.cancel(plan)
         self._restarted_alone.clear()
         self._restart_of_all = None

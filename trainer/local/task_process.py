@@ -49,11 +49,13 @@ class TaskProcess:
         *,
         is_shown: bool,
         start: int,
+        host: str = "",
     ) -> None:
         """Starts the process, for the `start`th time that the task is started.
 
         `start_process(watch, output)` starts a process that prints to the descriptor `output`. Its
-        output is appended to `log`, and, if `is_shown`, copied to standard output.
+        output is appended to `log`, and, if `is_shown`, copied to standard output, each line after
+        the name of the `host`, if it is given.
 
         Raises OSError if the process could not be made.
         """
@@ -63,6 +65,7 @@ class TaskProcess:
         self.unresponsive = ""
         self.end_reason: str | None = None
         self._is_shown = is_shown
+        self._prefix = f"[{host}] " if host else ""
         self._events = events
         self._log = log
         self._started = time.monotonic()
@@ -77,7 +80,8 @@ class TaskProcess:
             os.close(write)
         self.pid = self._child.pid
         self._pipe = os.fdopen(read, "rb")
-        self._log.begin(f"=== {task}, start {start}, process {self.pid}, {now()}")
+        where = f" on {host}" if host else ""
+        self._log.begin(f"=== {task}{where}, start {start}, process {self.pid}, {now()}")
         self._output = threading.Thread(target=self._copy_output, daemon=True)
         self._exit = threading.Thread(target=self._await_exit, daemon=True)
         self._output.start()
@@ -117,4 +121,4 @@ class TaskProcess:
                     # An error here must not end this loop: a task blocks when its pipe is full.
                     self._log.write(line)
                 if self._is_shown:
-                    say(text, sys.stdout, end="")
+                    say(self._prefix + text, sys.stdout, end="")

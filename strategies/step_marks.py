@@ -1,0 +1,110 @@
+"""Marks of begun and complete steps: after a failure they tell if the variables are of one step.
+
+    marks = StepMarks(strategy, learner.step, learner.forward_state)
+    for index in tf.range(num_steps):
+        done = marks.complete()                     # all changes of the former step are made
+        with tf.control_dependencies([done]):
+            ...
+        gradients = all_reduced(...)                # may fail: a worker has died
+        gradients = marks.begun(gradients)          # all sums have arrived; the changes begin
+        learner.apply(gradients)
+    marks.complete()
+    ...
+    step = marks.return_to_complete()               # after a failure: the step, or None
+
+A collective op that fails stops its graph at any op. In TensorFlow, without these marks, the sum of
+one bucket has then changed its variables, and the sum of the next one has not: the variables belong
+to no step. With them the changes of a step begin when all its sums have arrived, and no collective
+op follows until all are made. So a failure finds either none of the changes, or all.
+
+The forward pass changes variables before the sums, such as the averages of batch normalisation.
+Their values after the last complete step are kept. A kept value shares its memory with the variable
+until the variable changes.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from data.autograph import no_autograph
+from strategies.base import Tensor, read_now
+
+
+class StepMarks:
+    """Two counters, and the kept values of the variables that the forward pass changes."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        step: tf.Variable,
+        forward_state: Sequence[tf.Variable],
+    ) -> None:
+        """`step` counts complete steps. The gradients' computation may change `forward_state`."""
+        self._strategy = strategy
+        self._step = self._copies(step)[0]
+        first = int(self._step.numpy())
+        with tf.device("CPU:0"):
+            self._begun = tf.Variable(first, dtype=tf.int64, trainable=False, name="begun")
+            self._complete = tf.Variable(first, dtype=tf.int64, trainable=False, name="complete")
+        self._kept: list[tuple[tf.Variable, list[tf.Variable]]] = []
+        for variable in forward_state:
+            copies = self._copies(variable)
+            with tf.device(copies[0].device):
+                kept = tf.Variable(copies[0].read_value(), trainable=False, name="kept")
+            self._kept.append((kept, copies))
+
+    @no_autograph
+    def complete(self) -> tf.Operation:
+        """Marks the last step as complete. In a graph, where all its changes are made.
+
+        Returns the op that the next step must wait for.
+        """
+        kept = [value.assign(copies[0].read_value()).op for value, copies in self._kept]
+        with tf.control_dependencies(kept):
+            return self._complete.assign(tf.cast(read_now(self._step), tf.int64)).op
+
+    @no_autograph
+    def begun(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The same gradients, once all of them are there. In replica context."""
+
+        def mark(_: tf.distribute.Strategy, *of_replicas: Tensor) -> tf.Tensor:
+            parts = [
+                tensor
+                for gradient in of_replicas
+                for tensor in tf.nest.flatten(
+                    self._strategy.experimental_local_results(gradient), expand_composites=True
+                )
+            ]
+            with tf.control_dependencies(parts):
+                number = tf.cast(read_now(self._step), tf.int64) + 1
+            with tf.control_dependencies([self._begun.assign(number).op]):
+                return tf.identity(number)
+
+        present = tuple(gradient for gradient in gradients if gradient is not None)
+        number = tf.distribute.get_replica_context().merge_call(mark, args=present)
+        with tf.control_dependencies([number]):
+            return [
+                None
+                if gradient is None
+                else tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
+                for gradient in gradients
+            ]
+
+    def return_to_complete(self) -> int | None:
+        """The step of the variables, after the kept values are back; None if they are of none.
+
+        No graph may run meanwhile.
+        """
+        begun, complete, step = (
+            int(counter.numpy()) for counter in (self._begun, self._complete, self._step)
+        )
+        if not begun == complete == step:
+            return None
+        for kept, copies in self._kept:
+            for copy in copies:
+                copy.assign(kept.read_value())
+        return step
+
+    def _copies(self, variable: tf.Variable) -> list[tf.Variable]:
+        """The copies of `variable` in this process."""
+        return list(self._strategy.experimental_local_results(variable))

@@ -1,0 +1,244 @@
+"""After the loss of a worker: one checkpoint of the furthest step, never over a better one."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typing_extensions import override
+
+from data.system import files
+from data.tfrecord.split import Split
+from strategies.base import Position
+from strategies.cluster.ports import free_ports, held
+from strategies.cluster.tf_config import Cluster, Task
+from strategies.mirrored import MirroredExecutor
+from tests.unit.toy import Toy, file_size_limit, write_split
+from trainer.checkpoints import survivors
+from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
+
+
+class Survivor(MirroredExecutor):
+    """An executor whose variables are those of a complete step."""
+
+    @override
+    def return_to_complete_step(self) -> int | None:
+        return int(self._learner.step.numpy())
+
+
+class Lost(MirroredExecutor):
+    """An executor whose variables are between two steps."""
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    return write_split(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    """The cluster that worker 1 sees; no worker runs."""
+    ports = free_ports(3)
+    return Cluster(
+        {"worker": {i: f"127.0.0.1:{port}" for i, port in enumerate(ports)}}, Task("worker", 1)
+    )
+
+
+def trained(split: Split, model_dir: Path, num_steps: int, **options: Any) -> Toy:
+    toy = Toy(split, model_dir, executor=options.pop("executor", Survivor), **options)
+    toy.start()
+    toy.executor.run(num_steps)
+    return toy
+
+
+def save(toy: Toy, cluster: Cluster) -> None:
+    save_last_complete_step(toy.executor, toy.learner, toy.checkpointer, cluster)
+
+
+def claim_of(toy: Toy, step: int, task: str) -> Path:
+    path = Path(toy.model_dir, "checkpoints/claims", f"step-{step:08d}.0")
+    path.parent.mkdir(parents=True)
+    path.write_text(task)
+    return path
+
+
+def test_last_step_is_saved_as_a_checkpoint_from_which_a_run_continues(
+    split: Split, tmp_path: Path, cluster: Cluster
+) -> None:
+    toy = trained(split, tmp_path, 7)
+    save(toy, cluster)
+
+    assert toy.checkpoints() == ["claims", "step-00000007"]
+    assert list((tmp_path / "checkpoints/claims").iterdir()) == []
+    other = Toy(split, tmp_path, seed=1)
+    saved = other.checkpointer.restore()
+    assert saved is not None
+    assert (saved.step, saved.position, saved.is_of_survivor) == (7, Position(7), True)
+    for left, right in zip(toy.state(), other.state(), strict=True):
+        np.testing.assert_array_equal(left, right)
+    remove_claims(other.checkpointer)
+    assert other.checkpoints() == ["step-00000007"]
+
+
+def test_checkpoint_of_a_later_or_the_same_step_stays_as_it_is(
+    split: Split, tmp_path: Path, cluster: Cluster
+) -> None:
+    chief = trained(split, tmp_path, 5)
+    chief.checkpointer.save(5, chief.executor.position, {})
+    chief.checkpointer.wait()
+    mark = tmp_path / "checkpoints/step-00000005/checkpoint.json"
+    before = mark.read_bytes(), mark.stat().st_mtime_ns
+    for num_steps in (5, 3):
+        save(trained(split, tmp_path, num_steps), cluster)
+        assert (mark.read_bytes(), mark.stat().st_mtime_ns) == before
+        assert "step-00000003" not in chief.checkpoints()
+
+
+def test_other_checkpoints_stay_though_this_worker_did_not_write_them(
+    split: Split, tmp_path: Path, cluster: Cluster
+) -> None:
+    survivor = trained(split, tmp_path, 6, keep=1)
+    chief = trained(split, tmp_path, 0, keep=3)
+    for step in (2, 4):
+        chief.executor.run(2)
+        chief.checkpointer.save(step, chief.executor.position, {})
+    chief.checkpointer.wait()
+    save(survivor, cluster)
+    assert chief.checkpoints() == ["claims", "step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_unfinished_checkpoint_of_a_dead_chief_is_replaced(
+    split: Split, tmp_path: Path, cluster: Cluster
+) -> None:
+    unfinished = tmp_path / "checkpoints/step-00000004"
+    unfinished.mkdir(parents=True)
+    (unfinished / "variables.index").write_bytes(b"half")
+    save(trained(split, tmp_path, 4), cluster)
+    saved = Toy(split, tmp_path).checkpointer.restore()
+    assert saved is not None
+    assert saved.step == 4
+
+
+def test_worker_waits_for_the_writer_of_its_step(
+    split: Split, tmp_path: Path, cluster: Cluster
+) -> None:
+    toy, writer = trained(split, tmp_path, 4), trained(split, tmp_path, 4)
+    claim = claim_of(toy, 4, "worker 2")
+    mark = tmp_path / "checkpoints/step-00000004/checkpoint.json"
+    port = int(cluster.address_of(Task("worker", 2)).rpartition(":")[2])
+    with held(port):  # The writer lives.
+        waiting = threading.Thread(target=save, args=(toy, cluster))
+        waiting.start()
+        waiting.join(timeout=1.0)
+        assert waiting.is_alive(), "it did not wait"
+        assert not mark.exists()
+        writer.checkpointer.save(4, writer.executor.position, {})
+        writer.checkpointer.wait()
+        waiting.join(timeout=30)
+        assert not waiting.is_alive()
+    assert "is_of_survivor" not in json.loads(mark.read_text()), "it wrote the step, too"
+    assert claim.exists()
+
+
+def test_step_of_a_writer_that_died_is_written_by_another_worker(
+    split: Split, tmp_path: Path, cluster: Cluster
+) -> None:
+    toy = trained(split, tmp_path, 4)
+    claim_of(toy, 4, "worker 2")
+    save(toy, cluster)
+    assert "step-00000004" in toy.checkpoints()
+
+
+def test_chief_that_is_left_writes_first(
+    split: Split, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivors, "_CHIEF_SECS", 2.0)
+    toy, chief = trained(split, tmp_path, 4), trained(split, tmp_path, 4)
+    port = int(cluster.address_of(Task("worker", 0)).rpartition(":")[2])
+    mark = tmp_path / "checkpoints/step-00000004/checkpoint.json"
+    with held(port):
+        waiting = threading.Thread(target=save, args=(toy, cluster))
+        waiting.start()
+        waiting.join(timeout=0.5)
+        assert waiting.is_alive()
+        assert not (tmp_path / "checkpoints").exists(), "it did not wait"
+        chief.checkpointer.save(4, chief.executor.position, {})
+        chief.checkpointer.wait()
+        waiting.join(timeout=30)
+        assert not waiting.is_alive()
+        assert "is_of_survivor" not in json.loads(mark.read_text()), "it wrote the step, too"
+        # A chief that does nothing does not hold the others back for long.
+        toy.executor.run(1)
+        save(toy, cluster)
+    assert "step-00000005" in toy.checkpoints()
+
+
+def test_claim_of_an_earlier_step_holds_no_worker_back(
+    split: Split, tmp_path: Path, cluster: Cluster
+) -> None:
+    toy = trained(split, tmp_path, 4)
+    claim_of(toy, 3, "worker 2")
+    port = int(cluster.address_of(Task("worker", 2)).rpartition(":")[2])
+    with held(port):
+        save(toy, cluster)
+    assert "step-00000004" in toy.checkpoints()
+
+
+def test_full_disk_is_logged_and_leaves_no_claim(
+    split: Split, tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = trained(split, tmp_path, 4)
+    with file_size_limit(100), caplog.at_level(logging.WARNING):
+        save(toy, cluster)
+    assert "step-00000004 could not be written" in caplog.text
+    assert [name for name in toy.checkpoints() if name.startswith("step-")] == []
+    assert list((tmp_path / "checkpoints/claims").iterdir()) == []
+
+
+def test_state_between_two_steps_and_damaged_state_are_not_saved(
+    split: Split, tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(trained(split, tmp_path, 4, executor=Lost), cluster)
+    assert "of no complete step" in caplog.text
+    toy = trained(split, tmp_path, 4)
+    toy.learner.variables[0].assign(toy.learner.variables[0] * np.nan)
+    save(toy, cluster)
+    assert "Step 4 is not saved" in caplog.text
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_one_of_many_threads_creates_a_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "claim")
+    created = []
+    barrier = threading.Barrier(8)
+
+    def create(content: bytes) -> None:
+        barrier.wait()
+        if files.create_new(path, content):
+            created.append(content)
+
+    threads = [threading.Thread(target=create, args=(b"%d" % i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert created == [Path(path).read_bytes()]
+
+
+def test_wait_for_a_slow_writer_ends(
+    split: Split,
+    tmp_path: Path,
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(survivors, "_WAIT_SECS", 0.5)
+    toy = trained(split, tmp_path, 4)
+    claim_of(toy, 4, "worker 2")
+    port = int(cluster.address_of(Task("worker", 2)).rpartition(":")[2])
+    with held(port):
+        save(toy, cluster)
+    assert "has not saved step 4" in caplog.text

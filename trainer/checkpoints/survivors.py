@@ -1,0 +1,119 @@
+"""After the loss of a worker: the workers that are left save the last complete step.
+
+    save_last_complete_step(executor, learner, checkpointer, cluster)     # then end with 75
+    remove_claims(checkpointer)         # in the chief, after the restart
+
+Each worker of multiworker has the complete state. After a loss the steps of the survivors differ by
+one at most: a worker adds to the sums of a step only when it has completed the step before. So
+the checkpoint of the furthest survivor is all that is needed, and a restart resumes from the newest
+complete checkpoint.
+
+Each step has one writer: the first worker that creates the step's claim, a file. The others wait
+until the checkpoint is complete. If its writer dies, the next worker that sees it claims the step.
+A worker that is a step further claims that step. No worker writes a step that is not later than the
+newest complete checkpoint.
+
+If the chief is left, the others let it write first: it has written all checkpoints so far.
+"""
+
+import logging
+import time
+
+from data.system import files
+from strategies.base import Executor
+from strategies.cluster.peers import UnknownHostError, identify
+from strategies.cluster.tf_config import Cluster, Task
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.file_checks import STORAGE_ERRORS
+from trainer.exit_codes import first_line
+from trainer.hooks.finite import NonFiniteLossError, require_finite
+from trainer.learner import Learner
+
+log = logging.getLogger(__name__)
+
+_POLL_SECS = 0.2
+# How long the chief may take to claim a step, before another worker does.
+_CHIEF_SECS = 5.0
+# How long to wait for the checkpoint of another worker. If it is not complete then, the storage is
+# slow: a second writer would not be faster.
+_WAIT_SECS = 120.0
+
+
+def save_last_complete_step(
+    executor: Executor, learner: Learner, checkpointer: Checkpointer, cluster: Cluster
+) -> None:
+    """Returns when a checkpoint has the last complete step of this process, or cannot have it.
+
+    Called in the main thread after a PeerLostError. Logs what it does, and storage errors.
+    """
+    step = executor.return_to_complete_step()
+    if step is None:
+        log.warning("The variables of this worker are of no complete step: it saves nothing.")
+        return
+    try:
+        require_finite(learner, step)
+        _save(step, executor, checkpointer, cluster)
+    except NonFiniteLossError as error:
+        log.warning("Step %s is not saved: %s", f"{step:,}", first_line(error))
+    except STORAGE_ERRORS as error:
+        log.warning("Step %s could not be saved: %s", f"{step:,}", first_line(error))
+
+
+def _save(step: int, executor: Executor, checkpointer: Checkpointer, cluster: Cluster) -> None:
+    checkpointer.wait()  # The chief may be writing an earlier one.
+    deadline = time.monotonic() + _WAIT_SECS
+    head_start = 0.0 if cluster.is_chief else time.monotonic() + _CHIEF_SECS
+    number = 0  # Of the claim: each writer that died has left one.
+    while time.monotonic() < deadline:
+        newest = checkpointer.newest()
+        if step <= (newest.step if newest else 0):
+            log.warning("Step %s, the last that this worker completed, is saved.", f"{step:,}")
+            return
+        if time.monotonic() < head_start and not _is_dead(cluster.chief, cluster):
+            time.sleep(_POLL_SECS)
+            continue
+        claim = f"{checkpointer.directory}/claims/step-{step:08d}.{number}"
+        if _create_claim(claim, cluster.task):
+            try:
+                checkpointer.save_for_restart(step, executor.position, executor.worker_stats())
+                if checkpointer.has_saved(step):
+                    log.warning("Saved step %s, the last that this worker completed.", f"{step:,}")
+            finally:
+                files.remove_file(claim)
+            return
+        if _is_dead(_owner(claim), cluster):
+            number += 1
+        else:
+            time.sleep(_POLL_SECS)
+    log.warning("Another worker has not saved step %s in %.0f s.", f"{step:,}", _WAIT_SECS)
+
+
+def remove_claims(checkpointer: Checkpointer) -> None:
+    """Removes the claims of writers that died. Called when no worker of an earlier start is left.
+
+    Raises one of STORAGE_ERRORS if that is not possible.
+    """
+    files.remove_tree(f"{checkpointer.directory}/claims")
+
+
+def _create_claim(path: str, task: Task) -> bool:
+    files.make_dirs(files.parent(path))
+    return files.create_new(path, f"{task.job} {task.index}".encode())
+
+
+def _owner(claim: str) -> Task | None:
+    """The task that has written `claim`; None if there is no such file any more, or not yet."""
+    try:
+        job, index = files.read_text(claim).split()
+    except (FileNotFoundError, ValueError):
+        return None
+    return Task(job, int(index))
+
+
+def _is_dead(task: Task | None, cluster: Cluster) -> bool:
+    if task is None:
+        return False
+    try:
+        return identify(cluster.address_of(task)) is None
+    except UnknownHostError:
+        return True

@@ -1,0 +1,98 @@
+"""MODEL_DIR/failures.jsonl: why tasks of a cluster of several hosts ended, from all hosts.
+
+    failures = FailureLog("/shared/run", host="host-b")
+    failures.write(end, ends_run=False)         # a task of this host has ended
+    for failure in failures.new_of_others():    # what other hosts have written since the last call
+        print_failure(failure)
+
+A task that ends with 75 because another task was lost is not the cause, so only the chief's are
+written. A line with `ends_run` ends the launchers of all hosts.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.exit_codes import EXIT_RESTART
+from trainer.local.deaths import TaskEnd
+from trainer.local.task_logs import now, say
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A line of failures.jsonl: `exit_code` is that of the task, `ends_run` is explained above."""
+
+    time: str
+    host: str
+    task: str
+    process: int
+    seconds: float
+    exit_code: int
+    why: str
+    ends_run: bool
+    last_lines: list[str]
+
+
+class FailureLog:
+    """Appends to the file, and reads what others append. An error of the storage is a message."""
+
+    def __init__(self, path: Path, host: str) -> None:
+        """What the file has now is of earlier launchers."""
+        self._path = path
+        self._host = host
+        self._read_bytes = path.stat().st_size if path.exists() else 0
+
+    def write(self, end: TaskEnd, *, ends_run: bool) -> None:
+        """Appends how a task of this host ended, in one operation."""
+        if end.exit_code == EXIT_RESTART and not (end.is_chief or ends_run):
+            return
+        failure = Failure(
+            time=now(),
+            host=self._host,
+            task=str(end.task),
+            process=end.pid,
+            seconds=round(end.seconds, 1),
+            exit_code=end.exit_code,
+            why=end.failure,
+            ends_run=ends_run,
+            last_lines=[line.rstrip() for line in end.last_lines],
+        )
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab", buffering=0) as file:
+                file.write(json.dumps(vars(failure)).encode() + b"\n")
+                os.fsync(file.fileno())
+        except OSError as error:
+            say(f"{self._path} could not be written: {error}")
+
+    def new_of_others(self) -> Iterator[Failure]:
+        """The lines that launchers of other hosts have appended since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._read_bytes:
+                    self._read_bytes = 0  # It was deleted meanwhile.
+                file.seek(self._read_bytes)
+                lines = file.read().splitlines(keepends=True)
+        except OSError:  # Nothing has failed yet, or the storage does not answer.
+            return
+        for line in lines:
+            if not line.endswith(b"\n"):  # Not complete yet.
+                return
+            self._read_bytes += len(line)
+            with contextlib.suppress(ValueError, TypeError):  # Damaged.
+                failure = Failure(**json.loads(line))
+                if failure.host != self._host:
+                    yield failure
+
+
+def print_failure(failure: Failure) -> None:
+    """Prints the last lines of the task, and why it ended, to standard error."""
+    for line in failure.last_lines:
+        say(f"[{failure.task} on {failure.host}] {line}")
+    say(
+        f"{failure.task} on {failure.host} (process {failure.process}) ended after "
+        f"{failure.seconds:.1f} s: {failure.why}."
+    )
