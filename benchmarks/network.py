@@ -1,8 +1,8 @@
 """`python -m benchmarks.network`: how much of the communication overlaps with computation.
 
-    python -m benchmarks.network --rates=500mbit,2gbit --examples=1024,512
+    python -m benchmarks.network --rates=500mbit,2gbit --host_examples=1024,512
     python -m benchmarks.network --torch_python=ENVIRONMENT/bin/python --rounds=5
-    python -m benchmarks.network --num_hosts=4 --slow_rate=125mbit --rates=500mbit --examples=64
+    python -m benchmarks.network --num_hosts=4 --slow_rate=125mbit --rates=500mbit --host_examples=64
 
 Makes hosts on this machine: network namespaces of one core each, joined by links of the given rate.
 If there are more hosts than cores, they share the cores: choose few examples then. Needs root and
@@ -57,7 +57,7 @@ from strategies.cluster.tf_config import Cluster, Task
 
 _RATES = flags.DEFINE_list("rates", ["500mbit", "2gbit"], "Rates of the links, as `tc` takes them.")
 _EXAMPLES = flags.DEFINE_list(
-    "examples", ["1024", "512"], "Examples of a step on each host, for each of --rates."
+    "host_examples", ["1024", "512"], "Examples of a step on each host, for each of --rates."
 )
 _HOSTS = flags.DEFINE_integer("num_hosts", 2, "Hosts that train.", lower_bound=2, upper_bound=16)
 _SLOW_RATE = flags.DEFINE_string(
@@ -278,8 +278,8 @@ def _end_with(message: str) -> None:
 def _check() -> None:
     if len(_RATES.value) != len(_EXAMPLES.value):
         _end_with(
-            f"--rates has {len(_RATES.value)} values and --examples {len(_EXAMPLES.value)}. Give "
-            "as many examples as rates, for example --rates=500mbit,2gbit --examples=1024,512."
+            f"--rates has {len(_RATES.value)} values and --host_examples {len(_EXAMPLES.value)}. Give "
+            "as many examples as rates, for example --rates=500mbit,2gbit --host_examples=1024,512."
         )
     for flag, rate in [("rates", rate) for rate in _RATES.value] + [
         ("slow_rate", rate) for rate in [_SLOW_RATE.value] if rate
@@ -290,7 +290,7 @@ def _check() -> None:
             _end_with(f"--{flag}={rate}: type a number and kbit, mbit or gbit, such as 500mbit.")
     for number in _EXAMPLES.value:
         if not number.isdecimal() or int(number) < 1:
-            _end_with(f"--examples={number}: type whole numbers above 0, for example 1024,512.")
+            _end_with(f"--host_examples={number}: type whole numbers above 0, for example 1024,512.")
     names = ways(_HOSTS.value, "torch")
     for name in _ONLY.value:
         if name not in names:

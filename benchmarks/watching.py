@@ -226,10 +226,12 @@ def _two_runs(argv: Sequence[str], directory: Path) -> Iterator[dict[bool, Run]]
     runs: dict[bool, Run] = {}
     try:
         for is_watched in (True, False):
-            # One after the other: the second would take the core from the first.
             run = Run(argv, directory / f"watched-{is_watched}", is_watched=is_watched)
             runs[is_watched] = run
+        for run in runs.values():
             run.warm_up()
+        # Not before: a run that is stopped for as long as another starts is taken for dead.
+        for run in runs.values():
             run.pause()
         yield runs
     finally:

@@ -48,6 +48,8 @@ class Clock:
         self.ended: dict[str, float] = {}
         self.dead: dict[str, float] = {}  # The time between two processes of a task.
         self._known: set[int] = set()
+        self._offset = time.time() - time.monotonic()
+        self.step_secs = 0.0  # By how much the system's clock was set meanwhile.
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -67,6 +69,7 @@ class Clock:
 
     def _look(self) -> None:
         now = time.time()
+        self.step_secs = now - time.monotonic() - self._offset
         for pid in [pid for pid in self._present if _started_at(pid) is None]:
             self.ended[self._present.pop(pid)] = now
         for log in self._logs.glob("*.log"):
@@ -153,6 +156,8 @@ def disturbed(topology: Topology, number: int, data_dir: Path, model_dir: Path) 
         story = disturb(LocalRun(topology, model_dir, flags), faults)
     assert len(story.events) == len(faults), "the run was over before its faults"
     check_complete(story, num_steps)
+    if abs(clock.step_secs) > 0.1:
+        print(f"The system's clock was set by {clock.step_secs:.1f} s.", file=sys.stderr)
     return differences(goodput(str(model_dir)), clock)
 
 

@@ -8,6 +8,7 @@ exit_code = events.get().reap()     # It has ended.
 import contextlib
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,14 @@ from trainer.local.terminal import progress_in
 
 _TAIL_LINES = 40
 Child: TypeAlias = subprocess.Popen[bytes] | Fork  # In a new session.
+# TensorFlow's runtime says these several times for each lost worker, and its Python part and the
+# launcher say it once more. The lines are in the log of the task.
+_REPEATED = re.compile(
+    r"\] Failed to register function remotely due to"
+    r"|^Additional GRPC error information from remote target "
+    r"|^:UNKNOWN:Error received from peer "
+    r"|^This could happen if the remote target has been disconnected from the client"
+)
 
 
 class TaskProcess:
@@ -120,5 +129,10 @@ class TaskProcess:
                     self.tail.append(text)
                     # An error here must not end this loop: a task blocks when its pipe is full.
                     self._log.write(line)
+<<<<<<< HEAD
                 if self._is_shown:
                     say(self._prefix + text, sys.stdout, end="")
+=======
+                if self._is_shown and not _REPEATED.search(text):
+                    say(text, sys.stdout, end="")
+>>>>>>> 0a3514a (Leave in the log what TensorFlow repeats about a lost worker; stop no run for as long as another starts when watching is measured)
