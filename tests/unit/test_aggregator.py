@@ -45,7 +45,7 @@ class Play:
                 return self.step.assign_add(1)
 
         learner: Any = SimpleNamespace(
-            step=self.step, variables=[self.variable], num_totals=2, apply=apply
+            step=self.step, variables=[self.variable], num_dense=1, num_totals=2, apply=apply
         )
         strategy = tf.distribute.get_strategy()
         order = Order((80,), 8, BATCH, BATCH, window_batches=1, seed=0, shuffle=False)

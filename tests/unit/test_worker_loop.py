@@ -33,6 +33,7 @@ class Desk:
         learner: Any = SimpleNamespace(
             step=tf.Variable(0, dtype=tf.int64),
             variables=[self.variable],
+            num_dense=1,
             gradient_inputs=[self.variable],
             num_totals=2,
             gradients_at=self._gradients,
