@@ -2,7 +2,7 @@
 
     python -m benchmarks.network --rates=500mbit,2gbit --host_examples=1024,512
     python -m benchmarks.network --torch_python=ENVIRONMENT/bin/python --rounds=5
-    python -m benchmarks.network --num_hosts=4 --slow_rate=125mbit --rates=500mbit --host_examples=64
+    python -m benchmarks.network --num_hosts=4 --slow_rate=125mbit --rates=1gbit --host_examples=64
 
 Makes hosts on this machine: network namespaces of one core each, joined by links of the given rate.
 If there are more hosts than cores, they share the cores: choose few examples then. Needs root and
@@ -278,8 +278,8 @@ def _end_with(message: str) -> None:
 def _check() -> None:
     if len(_RATES.value) != len(_EXAMPLES.value):
         _end_with(
-            f"--rates has {len(_RATES.value)} values and --host_examples {len(_EXAMPLES.value)}. Give "
-            "as many examples as rates, for example --rates=500mbit,2gbit --host_examples=1024,512."
+            f"--rates has {len(_RATES.value)} values and --host_examples {len(_EXAMPLES.value)}. "
+            "Give as many, for example --rates=500mbit,2gbit --host_examples=1024,512."
         )
     for flag, rate in [("rates", rate) for rate in _RATES.value] + [
         ("slow_rate", rate) for rate in [_SLOW_RATE.value] if rate
@@ -290,7 +290,9 @@ def _check() -> None:
             _end_with(f"--{flag}={rate}: type a number and kbit, mbit or gbit, such as 500mbit.")
     for number in _EXAMPLES.value:
         if not number.isdecimal() or int(number) < 1:
-            _end_with(f"--host_examples={number}: type whole numbers above 0, for example 1024,512.")
+            _end_with(
+                f"--host_examples={number}: type whole numbers above 0, for example 1024,512."
+            )
     names = ways(_HOSTS.value, "torch")
     for name in _ONLY.value:
         if name not in names:

@@ -129,10 +129,5 @@ class TaskProcess:
                     self.tail.append(text)
                     # An error here must not end this loop: a task blocks when its pipe is full.
                     self._log.write(line)
-<<<<<<< HEAD
-                if self._is_shown:
-                    say(self._prefix + text, sys.stdout, end="")
-=======
                 if self._is_shown and not _REPEATED.search(text):
-                    say(text, sys.stdout, end="")
->>>>>>> 0a3514a (Leave in the log what TensorFlow repeats about a lost worker; stop no run for as long as another starts when watching is measured)
+                    say(self._prefix + text, sys.stdout, end="")
