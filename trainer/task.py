@@ -337,6 +337,11 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     check_replicas(spec.recipe.config, executor.replicas_per_step)
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))
+    if spec.read_dtype != "float32" and not learner.gradient_inputs:
+        raise ConfigError(
+            f"--read_dtype={spec.read_dtype}: the Learner of {spec.recipe.path} overrides "
+            "`gradients`, and reads its variables itself. Leave the flag out."
+        )
     inputs = fitted_to_model(inputs, spec.recipe, learner.model)
     build_metrics(inputs, learner, spec.recipe)
     if not spec.is_checked:

@@ -250,6 +250,9 @@ CASES = {
     "16 bits with one worker": Case(
         f"{MULTI} --workers=1 --wire_dtype=float16", ("--wire_dtype=float16", "one worker")
     ),
+    "variables of 16 bits without servers": Case(
+        f"{MULTI} --read_dtype=float16", ("--read_dtype=float16", "--strategy=ps")
+    ),
     "8 bits": Case(f"{MULTI} --wire_dtype=int8", ("wire_dtype", "float16", "bfloat16")),
     "negative staleness": Case("--strategy=ps --max_staleness=-1", ("max_staleness", "-1")),
     "hosts and TF_CONFIG": Case(
