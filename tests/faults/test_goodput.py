@@ -29,7 +29,7 @@ def test_causes_of_a_run_with_a_killed_worker_add_up_to_its_time(
         "--config=tests/cluster/configs/slow.py",
         f"--data_dir={digits}",
         "--train_steps=300",
-        # Times are recorded once a second: without a checkpoint more than a second is lost.
+        # Without the save of the other worker all steps before the death would be lost.
         "--config.checkpoint_every_steps=0",
         "--config.log_every_steps=5",
         "--max_restarts=3",
@@ -59,8 +59,8 @@ def test_causes_of_a_run_with_a_killed_worker_add_up_to_its_time(
     assert killed.seconds["dead"] > 0
     assert killed.seconds["compute"] > 0
     if name == "multiworker-2":
-        # All steps before the death.
-        assert all(task.seconds["lost steps"] > 0 for task in tasks.values())
+        # The other worker saves the last complete step.
+        assert all(task.seconds["lost steps"] < 1.0 for task in tasks.values())
         assert all(task.seconds["sum wait"] > 0 for task in tasks.values())
     else:
         assert len(tasks["chief-0"].starts) == 1
