@@ -8,7 +8,7 @@
     python -m data.prepare npz:NAME --source=FILE --label=COLUMN
     python -m data.prepare text:NAME --source=DIR        # all files below DIR
     python -m data.prepare tfds:cifar10
-    python -m data.prepare clicks                        # generated; --examples, --scale
+    python -m data.prepare clicks                        # generated; --num_clicks, --id_scale
     python -m data.prepare rewrite --source=DIR --data_dir=OTHER_DIR
 
 Writes to datasets/NAME (or to --data_dir=DIR, which may be a URL): shards with their index, and
@@ -78,11 +78,11 @@ _ALLOW_PARTIAL = flags.DEFINE_bool(
     None,
     "cifar10, cifar100: take the files that are there, if some are missing or cut off.",
 )
-_EXAMPLES = flags.DEFINE_integer(
-    "examples", None, f"clicks: the number of training examples; {EXAMPLES:,} by default."
+_NUM_EXAMPLES = flags.DEFINE_integer(
+    "num_clicks", None, f"clicks: the number of training examples; {EXAMPLES:,} by default."
 )
 _SCALE = flags.DEFINE_float(
-    "scale",
+    "id_scale",
     None,
     f"clicks: the part of Criteo's numbers of ids; {SCALE} by default. 1 is 33.8 million ids.",
 )
@@ -108,7 +108,7 @@ def _main(argv: Sequence[str]) -> int:
         _MISSING.value,
         _HEADER.value,
         _ALLOW_PARTIAL.value,
-        _EXAMPLES.value,
+        _NUM_EXAMPLES.value,
         _SCALE.value,
     )
     try:

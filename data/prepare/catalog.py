@@ -49,7 +49,7 @@ _CIFAR = _Entry(
 _NAMES = {
     "digits": _Entry(digits.source, _IMAGES),
     "svhn": _Entry(svhn.source, _IMAGES, "train_32x32.mat and test_32x32.mat", ("*.mat",)),
-    "clicks": _Entry(clicks.source, ("examples", "scale", *_SPLITTING)),
+    "clicks": _Entry(clicks.source, ("num_clicks", "id_scale", *_SPLITTING)),
     "diabetes": _Entry(diabetes.source, _SPLITTING),
     **dict.fromkeys(cifar.KINDS, _CIFAR),
     "rewrite": _Entry(

@@ -52,7 +52,9 @@ def test_auc_counts_equal_scores_as_half() -> None:
 
 
 def test_a_data_set_has_the_features_and_its_numbers(tmp_path: Path) -> None:
-    prepare("clicks", str(tmp_path), options=Options(examples=300, scale=0.01, test_fraction=0.5))
+    prepare(
+        "clicks", str(tmp_path), options=Options(num_clicks=300, id_scale=0.01, test_fraction=0.5)
+    )
     known = json.loads((tmp_path / "clicks.json").read_text())
     assert known["cardinalities"][2] == 101_313
     assert len(known["cardinalities"]) == len(CARDINALITIES)
@@ -63,12 +65,12 @@ def test_a_data_set_has_the_features_and_its_numbers(tmp_path: Path) -> None:
     assert features["click"].num_classes == 2
     assert open_split(str(tmp_path), "train").num_examples == 300
     assert open_split(str(tmp_path), "test").num_examples == 150
-    prepare("clicks", str(tmp_path), options=Options(examples=10), overwrite=True)
+    prepare("clicks", str(tmp_path), options=Options(num_clicks=10), overwrite=True)
     assert open_split(str(tmp_path), "train").num_examples == 10
 
 
 @pytest.mark.parametrize(
-    "options", [Options(examples=0), Options(scale=2.0), Options(test_fraction=1.0)]
+    "options", [Options(num_clicks=0), Options(id_scale=2.0), Options(test_fraction=1.0)]
 )
 def test_options_out_of_range_are_refused(options: Options) -> None:
     with pytest.raises(DataError, match="must be"):

@@ -55,8 +55,8 @@ class Options(NamedTuple):
         length: The number of bytes of a sequence of text.
         missing: What replaces missing values of a table: DROP leaves out the row, or a number.
         header: Whether a table begins with a line of column names; None refuses a line of numbers.
-        examples: The number of training examples that are generated.
-        scale: The part of Criteo's numbers of ids that is generated.
+        num_clicks: The number of training examples that are generated.
+        id_scale: The part of Criteo's numbers of ids that is generated.
         allow_partial: Take the files that are there, if some of a data set are missing or cut off.
     """
 
@@ -68,8 +68,8 @@ class Options(NamedTuple):
     missing: str | None = None
     header: bool | None = None
     allow_partial: bool | None = None
-    examples: int | None = None
-    scale: float | None = None
+    num_clicks: int | None = None
+    id_scale: float | None = None
 
     def given(self) -> dict[str, object]:
         """Options that were given, by name."""

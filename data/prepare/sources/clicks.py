@@ -1,6 +1,6 @@
 """Generated clicks on advertisements, shaped like Criteo's: 13 numbers, 26 columns of ids, a label.
 
-The columns have the numbers of ids of Criteo's Kaggle data, times `scale`. The id with rank r has
+The columns have the numbers of ids of Criteo's Kaggle data, times `id_scale`. The id with rank r has
 a probability of about r ** -1.05 (Zipf). The probability of a click is the sigmoid of
 
     bias + sum of weight * number + sum of the effects of the ids + products of effects of columns
@@ -45,18 +45,18 @@ _Ints = npt.NDArray[np.int64]
 
 
 def source(name: str, path: str, options: Options) -> Source:
-    """Generates `examples` for training, and `test_fraction` of this number more for testing.
+    """Generates `num_clicks` for training, and `test_fraction` of this number more for testing.
 
     No file is read: `path` is not used.
     """
-    num_train = EXAMPLES if options.examples is None else options.examples
-    scale = SCALE if options.scale is None else options.scale
+    num_train = EXAMPLES if options.num_clicks is None else options.num_clicks
+    scale = SCALE if options.id_scale is None else options.id_scale
     fraction = TEST_FRACTION if options.test_fraction is None else options.test_fraction
     if num_train < 1:
-        raise DataError(f"--examples must be 1 or more. Received: {num_train}.")
+        raise DataError(f"--num_clicks must be 1 or more. Received: {num_train}.")
     if not 0 < scale <= 1:
         raise DataError(
-            f"--scale must be above 0, at most 1. Received: {scale}. --scale=0.01, for example."
+            f"--id_scale must be above 0, at most 1. Received: {scale}. --id_scale=0.01, for example."
         )
     if not 0 < fraction < 1:
         raise DataError(f"--test_fraction must be above 0 and below 1. Received: {fraction}.")
