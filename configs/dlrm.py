@@ -47,19 +47,19 @@ def get_config() -> DlrmConfig:
         log_every_steps=50,
         eval_every_steps=250,
         best_metric="auc",
-        data=DataConfig(inputs=("dense", "categorical")),
+        data=DataConfig(inputs=("numbers", "categorical")),
     )
 
 
 def build_model(config: DlrmConfig) -> "keras.Model":
-    """Inputs dense [B, 13] and categorical [B, columns] -> the probability of a click, [B, 1]."""
+    """Inputs numbers [B, 13] and categorical [B, columns] -> the probability of a click, [B, 1]."""
     import keras
     from keras import layers, ops
 
     from trainer.embeddings import Adagrad, ShardedEmbedding
 
     sizes = json.loads(read_text(join(data_dir(config), "clicks.json")))["cardinalities"]
-    dense = keras.Input((NUM_DENSE,), name="dense")
+    dense = keras.Input((NUM_DENSE,), name="numbers")
     ids = keras.Input((len(sizes),), dtype="int32", name="categorical")
     vector = dense
     for units in (64, config.width):
@@ -74,4 +74,4 @@ def build_model(config: DlrmConfig) -> "keras.Model":
     for units in (256, 128):
         hidden = layers.Dense(units, activation="relu")(hidden)
     outputs = layers.Dense(1, activation="sigmoid")(hidden)
-    return keras.Model({"dense": dense, "categorical": ids}, outputs)
+    return keras.Model({"numbers": dense, "categorical": ids}, outputs)

@@ -46,19 +46,19 @@ def get_config() -> RecommenderConfig:
         log_every_steps=50,
         eval_every_steps=250,
         best_metric="auc",
-        data=DataConfig(inputs=("dense", "categorical")),
+        data=DataConfig(inputs=("numbers", "categorical")),
     )
 
 
 def build_model(config: RecommenderConfig) -> "keras.Model":
-    """Inputs dense [B, 13] and categorical [B, columns] -> the probability of a click, [B, 1]."""
+    """Inputs numbers [B, 13] and categorical [B, columns] -> the probability of a click, [B, 1]."""
     import keras
     from keras import layers, ops
 
     from trainer.embeddings import FTRL, Adagrad, ShardedEmbedding
 
     sizes = json.loads(read_text(join(data_dir(config), "clicks.json")))["cardinalities"]
-    dense = keras.Input((NUM_DENSE,), name="dense")
+    dense = keras.Input((NUM_DENSE,), name="numbers")
     ids = keras.Input((len(sizes),), dtype="int32", name="categorical")
     rate = config.table_learning_rate
     wide = ShardedEmbedding(sizes, 1, optimizer=FTRL(rate, l1=1e-4), initializer="zeros")(ids)
@@ -68,4 +68,4 @@ def build_model(config: RecommenderConfig) -> "keras.Model":
         hidden = layers.Dense(units, activation="relu")(hidden)
     outputs = layers.Dense(1)(layers.Concatenate()([hidden, dense]))
     total = outputs + ops.sum(wide, axis=1)
-    return keras.Model({"dense": dense, "categorical": ids}, layers.Activation("sigmoid")(total))
+    return keras.Model({"numbers": dense, "categorical": ids}, layers.Activation("sigmoid")(total))

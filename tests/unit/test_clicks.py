@@ -60,7 +60,7 @@ def test_a_data_set_has_the_features_and_its_numbers(tmp_path: Path) -> None:
     assert len(known["cardinalities"]) == len(CARDINALITIES)
     assert 0.7 < known["best_auc"] < 0.95
     features = read_features(str(tmp_path))
-    assert features["dense"].shape == (13,)
+    assert features["numbers"].shape == (13,)
     assert features["categorical"].shape == (26,)
     assert features["click"].num_classes == 2
     assert open_split(str(tmp_path), "train").num_examples == 300

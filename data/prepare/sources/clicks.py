@@ -1,7 +1,7 @@
 """Generated clicks on advertisements, shaped like Criteo's: 13 numbers, 26 columns of ids, a label.
 
-The columns have the numbers of ids of Criteo's Kaggle data, times `id_scale`. The id with rank r has
-a probability of about r ** -1.05 (Zipf). The probability of a click is the sigmoid of
+The columns have the numbers of ids of Criteo's Kaggle data, times `id_scale`. The id with rank r
+has a probability of about r ** -1.05 (Zipf). The probability of a click is the sigmoid of
 
     bias + sum of weight * number + sum of the effects of the ids + products of effects of columns
 
@@ -56,7 +56,7 @@ def source(name: str, path: str, options: Options) -> Source:
         raise DataError(f"--num_clicks must be 1 or more. Received: {num_train}.")
     if not 0 < scale <= 1:
         raise DataError(
-            f"--id_scale must be above 0, at most 1. Received: {scale}. --id_scale=0.01, for example."
+            f"--id_scale must be above 0, at most 1. Received: {scale}. Type --id_scale=0.01."
         )
     if not 0 < fraction < 1:
         raise DataError(f"--test_fraction must be above 0 and below 1. Received: {fraction}.")
@@ -69,7 +69,7 @@ def source(name: str, path: str, options: Options) -> Source:
     }
     best = clicks.best_auc(num_train, num_test)
     nodes = {
-        "dense": tensor("float32", (NUM_DENSE,)),
+        "numbers": tensor("float32", (NUM_DENSE,)),
         "categorical": tensor("int32", (len(CARDINALITIES),)),
     }
     known = {
@@ -102,7 +102,7 @@ class Clicks:
             for row in range(high - low):
                 yield example_bytes(
                     {
-                        "dense": dense_bytes[row].tobytes(),
+                        "numbers": dense_bytes[row].tobytes(),
                         "categorical": id_bytes[row].tobytes(),
                         "click": int(clicked[row]),
                     }
