@@ -226,8 +226,8 @@ def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None
     exported.export(str(tmp_path / "saved_model"), verbose=False)
     exported.save(tmp_path / "model.keras")
     expected = learner.model(IDS[0])
-    served = tf.saved_model.load(str(tmp_path / "saved_model")).serve(tf.constant(IDS[0]))
-    np.testing.assert_allclose(served, expected, atol=1e-6)
+    loaded = tf.saved_model.load(str(tmp_path / "saved_model"))  # Its variables live as long.
+    np.testing.assert_allclose(loaded.serve(tf.constant(IDS[0])), expected, atol=1e-6)
     again = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_allclose(again(IDS[0]), expected, atol=1e-6)
 
