@@ -46,7 +46,7 @@ def get_config() -> DlrmConfig:
         train_steps=500,
         log_every_steps=50,
         eval_every_steps=250,
-        best_metric="auc",
+        best_metric="AUC",
         data=DataConfig(inputs=("numbers", "categorical")),
     )
 
