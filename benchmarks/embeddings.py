@@ -142,7 +142,7 @@ def _peer(rows: int) -> Callable[[], None]:
     dense = [v for part in (kernel, bias) for v in getattr(part, "variables", [part])]
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-    def make_dataset(_: Any) -> tf.data.Dataset:
+    def make_dataset() -> tf.data.Dataset:
         rows_of = tf.data.Dataset.from_tensor_slices((values[:, :-1], values[:, -1]))
         return rows_of.shuffle(len(values)).repeat().batch(BATCH, drop_remainder=True).prefetch(4)
 
