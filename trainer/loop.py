@@ -11,26 +11,16 @@ from trainer.hooks.base import Hook
 
 
 def train(
-    executor: Executor,
-    learner: Learner,
-    hooks: Sequence[Hook],
-    *,
-    steps: int,
-    steps_per_call: int,
-    catches_up: bool = False,
+    executor: Executor, learner: Learner, hooks: Sequence[Hook], *, steps: int, steps_per_call: int
 ) -> int:
     """Trains until `steps`, a hook is done or a stop is requested; returns the last step.
 
     Hooks are called in their order, at steps where no step is in flight. The counter is re-read
-    after each call, never counted here: asynchronous steps may overshoot. If it `catches_up`, hooks
-    that are due at the present step may not have been called there.
+    after each call, never counted here: asynchronous steps may overshoot.
     """
     step = int(learner.step.numpy())
     for hook in hooks:
         hook.begin(step)
-    if catches_up:
-        for hook in hooks:
-            hook.catch_up(step)
     while step < steps and not executor.stopping and not any(hook.done for hook in hooks):
         stop = min(steps, step + steps_per_call, *(hook.next_step(step) for hook in hooks))
         metrics = executor.run(stop - step)

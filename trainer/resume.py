@@ -78,8 +78,6 @@ def train_recovering(
     hooks: Sequence[Hook],
     order: Order,
     config: Config,
-    *,
-    catches_up: bool = False,
 ) -> int:
     """`train`, but goes back after a NonFiniteLossError, `recover_from_nan` times in a run at most.
 
@@ -89,15 +87,9 @@ def train_recovering(
     while True:
         try:
             return train(
-                executor,
-                learner,
-                hooks,
-                steps=steps,
-                steps_per_call=config.steps_per_call,
-                catches_up=catches_up,
+                executor, learner, hooks, steps=steps, steps_per_call=config.steps_per_call
             )
         except NonFiniteLossError as error:
-            catches_up = False
             num_recoveries = len(executor.position.skipped)
             if not most_recoveries:
                 raise

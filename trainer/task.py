@@ -53,7 +53,7 @@ from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards.fingerprint import as_number, fingerprint, versions
 from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
-from trainer.hooks.base import Hook
+from trainer.hooks.base import CatchUp, Hook
 from trainer.hooks.console import Console
 from trainer.hooks.progress import progress_writers
 from trainer.inputs import (
@@ -131,6 +131,8 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
             if spec.is_chief:
                 console = Console(config.train_steps, executor.pace, is_quiet=spec.is_quiet)
             hooks = [recorder, *_begin(spec, parts, console, saved.step if saved else 0)]
+            if saved and saved.is_of_survivor:
+                hooks.append(CatchUp(tuple(hooks)))
             with (
                 _failure_recorded(spec, parts, started),
                 _uploading(spec, parts),
@@ -143,7 +145,6 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
                     hooks,
                     parts.inputs.train.order,
                     config,
-                    catches_up=bool(saved and saved.is_of_survivor),
                 )
             outcome.exit_code = _record_end(spec, parts, hooks, console, step, started)
             # 8. Close: `_supervised` does it when this block ends, also after an error.

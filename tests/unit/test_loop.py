@@ -8,7 +8,7 @@ import pytest
 from data.tfrecord.split import Split
 from strategies.metrics import Metrics
 from tests.unit.toy import Overshooting, Toy, write_split
-from trainer.hooks.base import NEVER, Hook, PeriodicHook, next_multiple
+from trainer.hooks.base import NEVER, CatchUp, Hook, PeriodicHook, next_multiple
 from trainer.loop import train
 
 
@@ -151,10 +151,7 @@ def test_next_multiple_is_after_the_step(step: int, every: int, due: int) -> Non
     assert next_multiple(step, 0) == NEVER
 
 
-@pytest.mark.parametrize("catches_up", [False, True])
-def test_hooks_catch_up_after_all_have_begun(
-    split: Split, tmp_path: Path, catches_up: bool
-) -> None:
+def test_hooks_catch_up_once_after_all_have_begun(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path)
     toy.start()
     toy.executor.run(4)
@@ -170,7 +167,10 @@ def test_hooks_catch_up_after_all_have_begun(
         def __call__(self, step: int, metrics: Metrics) -> None:
             calls.append(f"call {step}")
 
-    hooks = [Noted(), Noted()]
-    train(toy.executor, toy.learner, hooks, steps=8, steps_per_call=100, catches_up=catches_up)
-    late = ["catch up 4"] * 2 if catches_up else []
-    assert calls == ["begin 4"] * 2 + late + ["call 8"] * 2
+    noted = [Noted(), Noted()]
+    hooks = [*noted, CatchUp(noted)]
+    train(toy.executor, toy.learner, hooks, steps=8, steps_per_call=100)
+    assert calls == ["begin 4"] * 2 + ["catch up 4"] * 2 + ["call 8"] * 2
+    calls.clear()
+    train(toy.executor, toy.learner, hooks, steps=10, steps_per_call=100)  # After a NaN.
+    assert calls == ["begin 8"] * 2 + ["call 10"] * 2

@@ -295,9 +295,13 @@ def gather_rows(variable: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
     A tf.gather of a value that was read before would copy the table: TensorFlow copies each read
     of a variable that sparse updates change.
     """
-    if tf.distribute.in_cross_replica_context():  # Where a mirrored variable has no handle.
-        variable = getattr(variable, "values", [variable])[0]
-    return tf.raw_ops.ResourceGather(resource=variable.handle, indices=ids, dtype=variable.dtype)
+    try:
+        handle = variable.handle
+    except (
+        ValueError
+    ):  # A mirrored variable, outside of replicas and updates: its copies are equal.
+        handle = variable.values[0].handle
+    return tf.raw_ops.ResourceGather(resource=handle, indices=ids, dtype=variable.dtype)
 
 
 def _subtract(

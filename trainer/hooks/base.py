@@ -12,7 +12,7 @@ multiple was crossed. trainer/build.py decides which task has which hook; no hoo
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from typing_extensions import override
@@ -60,6 +60,21 @@ class Hook:
     def result(self) -> Mapping[str, object]:
         """Returns what the hook adds to result.json: JSON values by key."""
         return {}
+
+
+@dataclass(eq=False)
+class CatchUp(Hook):
+    """Calls `catch_up` of `hooks` once, after all of them have begun: it is the last hook."""
+
+    hooks: Sequence[Hook]
+    _is_done: bool = field(default=False, init=False)
+
+    @override
+    def begin(self, step: int) -> None:
+        if not self._is_done:
+            self._is_done = True
+            for hook in self.hooks:
+                hook.catch_up(step)
 
 
 def next_multiple(step: int, every_steps: int) -> int:
