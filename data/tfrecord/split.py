@@ -195,10 +195,13 @@ def changed_files(split: Split) -> list[Damage]:
     """The shards whose size has changed since `split` was opened."""
     damages = []
     for shard in split.shards:
-        size = num_bytes_of(shard.path) if files.exists(shard.path) else 0
+        is_there = files.exists(shard.path)
+        size = num_bytes_of(shard.path) if is_there else 0
         if size != shard.num_bytes:
             record = int(np.searchsorted(shard.offsets, size)) * split.chunk_examples
             reason = f"the file has {size} bytes; its index was built for {shard.num_bytes}"
+            if not is_there:
+                reason = "the file is missing, so it cannot be read any more"
             offset = min(size, shard.num_bytes)
             damages.append(Damage(shard.path, shard.first_record + record, offset, reason))
     return damages
