@@ -103,6 +103,14 @@ def parse(serialized):
     return tf.io.parse_single_example(serialized, spec)
 """
 )
+CALLBACK = (
+    RECIPE
+    + """
+def build_hooks(config, model_dir):
+    import keras
+    return [keras.callbacks.History()]
+"""
+)
 TENSOR = RECIPE + "import tensorflow as tf\nMEAN = tf.zeros([3])\n"
 WORKERS = {"worker": ["localhost:1111", "localhost:1112"]}
 PS = {"chief": ["localhost:1113"], "worker": ["localhost:1111"], "ps": ["localhost:1114"]}
@@ -328,6 +336,18 @@ def test_bad_input_is_explained(case: Case, digits: Path, tmp_path: Path) -> Non
         made = {name for name in latter.keys() - former.keys() if not name.endswith(".index.npz")}
         assert made == set()
         assert former.items() <= latter.items()
+
+
+def test_callback_of_keras_as_a_hook_ends_the_run_before_its_first_step(
+    digits: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.py").write_text(CALLBACK)
+    model_dir = tmp_path / "run"
+    flags = (f"--config={tmp_path}/recipe.py", f"--data_dir={digits}", f"--model_dir={model_dir}")
+    with Process(flags, model_dir) as process:
+        run = process.wait()
+    assert_one_error(run, "History", "build_callbacks")
+    assert not (model_dir / "metrics.jsonl").exists()
 
 
 def test_port_in_use_is_explained(digits: Path, tmp_path: Path) -> None:

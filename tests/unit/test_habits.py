@@ -9,13 +9,20 @@ import pytest
 
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
+from data.system.files import DataError
 from strategies.base import Position
 from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor
 from tests.unit.test_config_file import COMPLETE, Mistake, checked, digits, written
 from trainer.build import build_learner
 from trainer.config import ConfigError, load_recipe
-from trainer.inputs import build_metrics, check_batches, input_specs, open_inputs
+from trainer.inputs import (
+    build_metrics,
+    check_batches,
+    fitted_to_model,
+    input_specs,
+    open_inputs,
+)
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -30,6 +37,7 @@ def started(path: str, data: Path) -> MirroredExecutor:
     executor = MirroredExecutor.on(["CPU:0"])
     specs = input_specs(inputs, recipe)
     learner = executor.build(lambda: build_learner(recipe, specs))
+    inputs = fitted_to_model(inputs, recipe, learner.model)
     build_metrics(inputs, learner, recipe)
     check_batches(inputs, learner, recipe)
     executor.start(learner, inputs.train, inputs.evaluation, Position())
@@ -234,6 +242,38 @@ def test_example_of_the_documentation_trains(digits: Path, tmp_path: Path) -> No
     last = means(executor.evaluate())
     assert last.keys() == {"loss"}
     assert last["loss"] < 0.7 * first["loss"]
+
+
+def test_class_label_that_the_config_names_is_left_out_of_a_dict_of_inputs(tmp_path: Path) -> None:
+    lines = [f"{20 + i},{'ab'[i % 2]},{['low', 'high'][i % 2]}" for i in range(40)]
+    (tmp_path / "people.csv").write_text("\n".join(["age,sex,income", *lines]))
+    data = tmp_path / "data"
+    options = Options(label="income")
+    prepare("csv:people", str(data), str(tmp_path / "people.csv"), options)
+    source = """
+        from trainer.config import Config, DataConfig
+
+        def get_config():
+            data = DataConfig(label="income")
+            return Config(batch_size=8, train_steps=3, learning_rate=0.05, data=data)
+
+        def build_model(config):
+            import keras
+            age = keras.Input((1,), name="age")
+            sex = keras.Input((1,), name="sex", dtype="string")
+            bins = keras.layers.Hashing(8)(sex)
+            parts = [keras.layers.Flatten()(keras.layers.Embedding(8, 4)(bins)), age / 60.0]
+            return keras.Model(
+                {"age": age, "sex": sex}, keras.layers.Dense(2)(keras.layers.Concatenate()(parts))
+            )
+    """
+    executor = started(written(tmp_path, source), data)
+    first = means(executor.evaluate())
+    executor.run(3)
+    assert means(executor.evaluate())["loss"] < first["loss"]
+    wrong = source.replace('label="income"', 'label="sex"')
+    with pytest.raises((ConfigError, DataError), match="sex"):
+        started(written(tmp_path, wrong, "wrong.py"), data)
 
 
 def test_array_that_a_record_stores_as_bytes_is_explained(tmp_path: Path) -> None:
