@@ -42,8 +42,8 @@ from trainer.step.losses import PerExample
 
 log = logging.getLogger(__name__)
 
-# They come with scikit-learn, and are prepared when they are needed.
-_WITHOUT_DOWNLOAD = ("digits", "diabetes")
+# They come with scikit-learn, or are generated; a run prepares them when they are missing.
+_WITHOUT_DOWNLOAD = ("digits", "diabetes", "clicks")
 _PARSE_HINT = (
     "\n  parse gets n records at once, string [n], and returns (inputs [n, ...], labels [n, ...]): "
     "use tf.io.parse_example, not tf.io.parse_single_example, and tf.map_fn where an op takes one "
@@ -216,7 +216,7 @@ def _as_tuples(nest: Batch) -> Batch:
 
 def prepare_inputs(recipe: Recipe) -> None:
     """Prepares the data set of `recipe` if it is missing; opens, indexes and describes it."""
-    _prepare_if_missing(recipe.config)
+    _prepare_if_missing(recipe.config, may_download=True)
     inputs = open_inputs(recipe, copies_all=is_s3(data_dir(recipe.config)))
     print(f"{data_dir(recipe.config)} is ready:")
     for split in (inputs.train.split, inputs.evaluation.split):
@@ -240,10 +240,12 @@ def _check_name(config: Config) -> None:
         )
 
 
-def _prepare_if_missing(config: Config) -> None:
+def _prepare_if_missing(config: Config, *, may_download: bool = False) -> None:
     directory = data_dir(config)
     # Not if the user named the directory: a typo must not create one.
-    if config.dataset not in _WITHOUT_DOWNLOAD or config.data_dir or exists(directory):
+    if config.data_dir or exists(directory):
+        return
+    if config.dataset not in _WITHOUT_DOWNLOAD and not may_download:
         return
     from data.prepare.preparing import prepare  # It imports tensorflow_datasets.
 

@@ -98,6 +98,7 @@ OWN_FILES = {  # The examples of your_own.md; the first line of each is its name
 OWN_SCRIPTS = [c for c in COMMANDS if c[0] == "python" and c[1] in OWN_FILES]
 OWN = [c for c in TRAINER if any(word == f"--config={name}" for word in c for name in OWN_FILES)]
 TRAININGS = [c for c in TRAINER if c not in (*CHECKS, *ON_HOSTS, *ON_MNIST, *OWN)]
+CLICKS = ("configs/dlrm.py", "configs/recommender.py")
 PREPARE = [command for command in COMMANDS if is_python(command, "data.prepare")]
 INSPECT = [command for command in COMMANDS if is_python(command, "data.inspect")]
 DOCTOR = [command for command in COMMANDS if is_python(command, "trainer.doctor")]
@@ -206,7 +207,9 @@ def test_training_command_trains_on_a_machine_that_has_no_data(
     (model_dir,) = set((checkout / "runs").iterdir()) - {latest}
     assert latest.resolve() == model_dir.resolve()
     assert (model_dir / "result.json").exists()
-    data_set = "diabetes" if "--config=configs/regression.py" in argv else "digits"
+    (config,) = [word for word in argv if word.startswith("--config=")] or [""]
+    generated = {"configs/regression.py": "diabetes"} | dict.fromkeys(CLICKS, "clicks")
+    data_set = generated.get(config.removeprefix("--config="), "digits")
     assert (checkout / "datasets" / data_set / "features.json").exists()
 
 
@@ -274,10 +277,17 @@ def test_mnist_is_prepared_and_trained_on(checkout: Path) -> None:
 
 
 def test_data_set_is_written_to_a_directory(checkout: Path) -> None:
-    (command,) = [command for command in PREPARE if command[3] != "mnist"]
+    (command,) = [command for command in PREPARE if command[3] == "digits"]
     done = run(command, checkout, DIRECTORY_TO_WRITE=str(checkout / "written"))
     assert done.returncode == 0, done.stderr
     assert (checkout / "written" / "features.json").exists()
+
+
+def test_clicks_of_the_documentation_are_generated(checkout: Path) -> None:
+    (command,) = [command for command in PREPARE if command[3] == "clicks"]
+    done = run(command, checkout, "--num_clicks=2000")
+    assert done.returncode == 0, done.stderr
+    assert (checkout / "datasets" / "clicks" / "clicks.json").exists()
 
 
 @pytest.mark.parametrize("command", INSPECT, ids=ids(INSPECT))
@@ -350,6 +360,7 @@ def with_hosts(
 
 TERMINALS = [c for c in ON_HOSTS if any(word.startswith("--job_name") for word in c)]
 SERVED = [command for command in ON_HOSTS if "--existing_servers" in command]
+WITH_TF_CONFIG = [c for c in ON_HOSTS if "--strategy=multiworker" in c and "--hosts" not in str(c)]
 
 
 @pytest.mark.quick
@@ -390,7 +401,7 @@ def test_chief_of_servers_that_keep_serving_trains(digits: Path, tmp_path: Path)
 def test_workers_with_the_tf_config_of_the_readme_train_together(
     digits: Path, tmp_path: Path
 ) -> None:
-    (command,) = [c for c in ON_HOSTS if "--strategy=multiworker" in c]
+    (command,) = WITH_TF_CONFIG
     (exported,) = [c[1] for c in EXPORTS if c[1].startswith("TF_CONFIG=")]
     tf_config = json.loads(exported.removeprefix("TF_CONFIG="))
     ports = free_ports(2)
@@ -409,5 +420,6 @@ def test_workers_with_the_tf_config_of_the_readme_train_together(
 
 
 def test_each_command_on_hosts_is_run_here() -> None:
-    (tf_config,) = [command for command in ON_HOSTS if "--strategy=multiworker" in command]
-    assert {*ON_HOSTS} == {*TERMINALS, *SERVED, tf_config}
+    # tests/faults/test_agents.py starts a launcher on each host.
+    (launched,) = [command for command in ON_HOSTS if "--max_restarts=3" in command]
+    assert {*ON_HOSTS} == {*TERMINALS, *SERVED, *WITH_TF_CONFIG, launched}

@@ -59,12 +59,14 @@ def test_worker_that_is_frozen_while_all_connect_is_named_and_signals_work(
 ) -> None:
     (port,) = free_ports(1)
     # It introduces itself, and then says nothing more.
+    answers = [b"tf-distribution-trainer worker 1\n"]
     with (
-        listener([b"tf-distribution-trainer worker 1\n", b""]) as address,
+        listener(answers) as address,
         worker_0([f"127.0.0.1:{port}", address], tmp_path, digits) as process,
     ):
         connecting = "All 2 workers are there; connecting."
         process.wait_until(lambda: bool(process.warned(connecting)), connecting)
+        answers[:] = [b""]
         if is_asked:
             # By now TensorFlow has replaced the handler of SIGTERM.
             process.wait_until(lambda: process.warned("has not answered") > 0, "the first warning")

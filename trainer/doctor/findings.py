@@ -18,6 +18,8 @@ from trainer.doctor.exchange import Json
 
 # A link is slow if it has less than this fraction of the rate of the others.
 _SLOW_FRACTION = 0.25
+# A faster link (10 Gbit/s) is not called slow: rates above that change with the load of the cores.
+_FAST_MB_PER_SEC = 1250.0
 _CLOCK_SECS = 5.0
 _STATES = {
     "refused": "its host answers, but nothing listens at that port. Start this command there, or "
@@ -169,7 +171,9 @@ def _rates(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
     if len(rates) < 2:
         return
     usual = statistics.median_high(rates.values())
-    slow = {pair for pair, rate in rates.items() if rate < _SLOW_FRACTION * usual}
+    slow = {
+        pair for pair, rate in rates.items() if rate < min(_SLOW_FRACTION * usual, _FAST_MB_PER_SEC)
+    }
     for place, verb in ((0, "sends"), (1, "receives")):
         for name in sorted({pair[place] for pair in slow}):
             own = [pair for pair in rates if pair[place] == name]
