@@ -19,6 +19,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import math
 import os
 import re
 import socket
@@ -47,9 +48,8 @@ _ANSWER_SECS = 2.0
 _NUM_PARALLEL = 16  # Tasks that are looked for at the same time.
 # The longest interval between two checks of a task in training.
 _WATCH_SECS = 10.0
-# How often a worker checks that it alone does not reach a ps, and the interval.
+# How often in succession a worker must see that it alone does not reach a ps.
 _PROOFS = 4
-_PROOF_SECS = 1.0
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
 _GREETING = re.compile(rb"tf-distribution-trainer (\w+) (\d+)(?: not ([-\w,]+))?\n")
@@ -352,27 +352,26 @@ def watch_peers(
 def watch_servers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Task], None]) -> None:
     """In a worker under ps: calls `on_silent` with a ps that only this worker cannot reach.
 
-    The ps has answered before, and has not for `timeout_secs`; and at three more checks the chief
-    answers, and the ps does not. (One check could come in the moment when this worker's network
+    The ps has answered before, and has not for `timeout_secs`; and at the last checks the chief
+    answered, and the ps did not. (One check could come in the moment when this worker's network
     returns.) Returns at once; the call comes on another thread. The chief cannot detect this: it
     reaches both.
     """
     poll_secs = min(_WATCH_SECS, timeout_secs / 10)
 
     def watch(ps: Task) -> None:
-        last_seen: float | None = None
+        last_seen = math.inf  # It has not answered yet.
         num_proofs = 0
-        while num_proofs < _PROOFS:
-            time.sleep(_PROOF_SECS if num_proofs else poll_secs)
+        while num_proofs < _PROOFS or time.monotonic() - last_seen <= timeout_secs:
+            time.sleep(poll_secs)
             with contextlib.suppress(UnknownHostError):
                 if identify(cluster.address_of(ps)) not in ("silent", None):
-                    last_seen = time.monotonic()
-                is_silent = last_seen is not None and time.monotonic() - last_seen > timeout_secs
+                    last_seen, num_proofs = time.monotonic(), 0
                 # If the ps is lost for all, the chief ends.
-                is_proof = (
-                    is_silent and identify(cluster.address_of(cluster.chief)) == cluster.chief
-                )
-                num_proofs = num_proofs + 1 if is_proof else 0
+                elif identify(cluster.address_of(cluster.chief)) == cluster.chief:
+                    num_proofs += 1
+                else:
+                    num_proofs = 0
         on_silent(ps)
 
     for index in cluster.jobs["ps"]:
