@@ -176,7 +176,9 @@ def wait_for_peers(cluster: Cluster) -> None:
         if found.is_server and by_address[address] in earlier:
             return None
         earlier.discard(by_address[address])
-        return found.identity
+        # That task still takes this one for the process of an earlier start. It would end this
+        # process if this one connected before it has looked again.
+        return None if _name(task) in found.not_counted else found.identity
 
     with held(port_of(cluster.address), greeting):
         _wait(cluster, peers, _Identification(cluster, identify_new))
@@ -474,10 +476,14 @@ def identify(address: str) -> _Identity:
 
 
 class _Found(NamedTuple):
-    """`identity` is as `identify` returns it; a server is a TensorFlow server."""
+    """`identity` is as `identify` returns it; a server is a TensorFlow server.
+
+    `not_counted` are the names of the tasks that a waiting process takes for an earlier start's.
+    """
 
     identity: _Identity
     is_server: bool
+    not_counted: tuple[str, ...] = ()
 
 
 def _identify_waiting(address: str) -> _Found:
@@ -486,7 +492,8 @@ def _identify_waiting(address: str) -> _Found:
     if greeting is None:
         return _Found(None, is_server=False)
     if found := _GREETING.fullmatch(greeting):
-        return _Found(Task(found[1].decode(), int(found[2])), is_server=False)
+        names = tuple((found[3] or b"").decode().split(","))
+        return _Found(Task(found[1].decode(), int(found[2])), False, names)
     identity = identify(address)
     return _Found(identity, is_server=isinstance(identity, Task))
 

@@ -224,6 +224,18 @@ def test_server_of_an_earlier_start_does_not_count_until_it_was_started_again(
     assert not waiting.is_alive()
 
 
+def test_task_that_does_not_count_this_one_yet_is_waited_for(fakes: Fakes) -> None:
+    fakes.set(0, WAITS[0])
+    fakes.set(1, b"tf-distribution-trainer worker 1 not worker-0,worker-2\n")
+    waiting = threading.Thread(target=wait_for_peers, args=(fakes.cluster,))
+    waiting.start()
+    waiting.join(timeout=1.0)
+    assert waiting.is_alive(), "it would connect, and be ended by worker 1"
+    fakes.set(1, b"tf-distribution-trainer worker 1 not worker-0\n")
+    waiting.join(timeout=20)
+    assert not waiting.is_alive()
+
+
 def test_task_that_connects_ends_when_another_task_was_started_again(
     fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
