@@ -244,7 +244,7 @@ class Learner:
         others = [
             v for name, variables in self.state.items() if name not in ours for v in variables
         ]
-        return [*self._tf_variables[len(self.variables) :], *others]
+        return [*self._tf_variables[self.num_dense :], *others]
 
     def weights(self) -> list[npt.NDArray[np.generic]]:
         """Returns the values that `evaluate` uses, averages if any.

@@ -103,6 +103,19 @@ def test_initial_rows_do_not_depend_on_the_number_of_parts(monkeypatch: pytest.M
     assert len(np.unique(one)) == one.size, "no two blocks have the same values"
 
 
+def test_state_that_the_forward_pass_changes_has_all_moving_statistics() -> None:
+    ids = keras.Input((3,), dtype="int64")
+    with replicas(1).scope(), split_into(2):
+        rows = keras.layers.Flatten()(ShardedEmbedding(ROWS, WIDTH)(ids))
+        norm = keras.layers.BatchNormalization()
+        model = keras.Model(ids, keras.layers.Dense(CLASSES)(norm(rows)))
+        optimizer = keras.optimizers.SGD(0.1)
+        loss = sparse_categorical_crossentropy
+        learner = Learner(model, optimizer, loss, {}, batch_size=BATCH)
+    kept = {id(variable) for variable in learner.forward_state}
+    assert {id(norm.moving_mean.value), id(norm.moving_variance.value)} <= kept
+
+
 def test_two_tables_have_different_rows() -> None:
     keras.utils.set_random_seed(3)
     first, second = (ShardedEmbedding(ROWS, WIDTH) for _ in range(2))
