@@ -198,9 +198,11 @@ def _words(way: str, setting: Setting) -> list[str]:
             "ps_bfloat16": ["--wire_dtype=bfloat16", "--read_dtype=bfloat16"],
             "ps_backup": [f"--replicas_to_aggregate={setting.num_hosts - 1}"],
         }
-        # Workers do not wait for each other within a call, so calls are long.
-        calls = 16 * setting.num_hosts
+        # Workers do not wait for each other between two reports, so reports are rare.
+        calls = 32 * setting.num_hosts
         long = [f"--config.{field}={calls}" for field in ("steps_per_call", "log_every_steps")]
+        # A rate needs two reports.
+        long.append(f"--train_steps={max(_STEPS.value, 2 * calls)}")
         return ["--strategy=ps", *long, *of_kind, *special.get(way, [])]
     words = [f"--batch_size={setting.num_hosts if way == 'transfer' else batch}"]
     if way == "one_sum":

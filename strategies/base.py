@@ -292,7 +292,8 @@ class Executor(abc.ABC):
     def run(self, num_steps: int) -> Metrics:
         """Runs `num_steps` steps, or a few more under asynchronous ps, and waits for all of them.
 
-        Runs fewer after a stop request, which is seen about once a second.
+        Runs fewer after a stop request, which is seen about once a second; under asynchronous ps,
+        after the steps that workers have been given, at most 16 seconds if all have the same rate.
 
         Raises:
             PeerLostError: a task without which no step is possible is lost.
@@ -300,21 +301,25 @@ class Executor(abc.ABC):
         """
         metrics = Metrics()
         while num_steps > 0 and not self._stopping:
-            size = min(num_steps, self._run_size.size)
+            size = min(num_steps, self._steps_of_call(num_steps))
             started, num_graphs = self.clock(), len(self._used_graphs)
             self.stopwatch.switch("compute" if num_graphs else "graph")
             with _data_errors_wrapped():
                 more, seconds = self._run(size)
-            if len(self._used_graphs) == num_graphs:
-                self.pace.add(size, self.clock() - started)
-            else:  # The call compiled a graph.
+            if len(self._used_graphs) > num_graphs:  # The call compiled a graph.
                 self.stopwatch.relabel("graph")
+            elif not self._stopping:  # Otherwise it may have run fewer steps.
+                self.pace.add(size, self.clock() - started)
             self.stopwatch.switch("compute")
             metrics = add_metrics(metrics, more)
             num_steps -= size
             self._run_size.adapt(size, seconds)
             self.on_progress()
         return metrics
+
+    def _steps_of_call(self, num_steps: int) -> int:
+        """The steps of the next call of `_run`, when `num_steps` are left; it may return more."""
+        return self._run_size.size
 
     @abc.abstractmethod
     def _run(self, num_steps: int) -> tuple[Metrics, float]:

@@ -1,14 +1,17 @@
-"""Draws the images of how_it_works.md, in English and in Chinese.
+"""Draws the images of the documentation, in English and in Chinese.
 
     python docs/images/draw.py          # writes docs/images/*.svg
 
 Each file has its own colours for light and dark screens. The numbers in order.svg come from
-`data.order`, so the image shows the real order of a small data set.
+`data.order`, so the image shows the real order of a small data set. overlap.svg is for measured.md,
+and shows what `python -m benchmarks.trace docs/images/overlap.json` has measured.
 """
 
 import html
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from data.order import Order
 
@@ -404,7 +407,64 @@ def buckets(words: Words) -> Drawing:
     return drawing
 
 
-IMAGES = {"loop": loop, "order": order, "round": sync_round, "buckets": buckets}
+def overlap(words: Words) -> Drawing:
+    """Steps that benchmarks/trace.py has measured, as it wrote them in overlap.json."""
+    found = json.loads((Path(__file__).parent / "overlap.json").read_text(encoding="utf-8"))
+    steps = found["steps"]
+    num_sums = [sum(bar["kind"] == "sum" for bar in step["bars"]) for step in steps]
+    thin, left, width = 12, 120, 630
+    height = sum(120 + thin * number for number in num_sums) + 70
+    drawing = Drawing(words("Measured steps", "实测的训练步"), 780, height)
+    longest = max(bar["end"] for step in steps for bar in step["bars"])
+    kinds = {"forward": "c", "backward": "a", "update": "d", "sum": "b"}
+    titles = {
+        "one_sum": words("One sum after the backward pass", "反向传播之后一次求和"),
+        "program": words("Buckets", "分桶"),
+    }
+    top = 30
+
+    def bar(found: Mapping[str, Any], y: float, bar_height: float) -> None:
+        begin, end = (left + width * found[key] / longest for key in ("begin", "end"))
+        drawing.box(begin, y, max(1.0, end - begin), bar_height, [], kinds[found["kind"]])
+
+    for step, number in zip(steps, num_sums, strict=True):
+        ended = max(bar["end"] for bar in step["bars"]) / 1e3
+        drawing.text(left, top, f"{titles[step['way']]}: {ended:.2f} s", "bold", "start")
+        drawing.text(left - 12, top + 31, words("computation", "计算"), anchor="end")
+        drawing.text(left - 12, top + 66, words("sums", "求和"), anchor="end")
+        sums = (each for each in step["bars"] if each["kind"] == "sum")
+        for row, each in enumerate(sums):
+            bar(each, top + 54 + thin * row, thin - 2)
+        for each in step["bars"]:
+            if each["kind"] != "sum":
+                bar(each, top + 12, 30)
+        top += 120 + thin * number
+    legend = (
+        ("forward", words("forward pass", "前向传播")),
+        ("backward", words("backward pass", "反向传播")),
+        ("sum", words("sum of a bucket", "一个桶的求和")),
+        ("update", words("update of variables", "变量更新")),
+    )
+    for index, (kind, name) in enumerate(legend):
+        drawing.box(left + 160 * index, top - 20, 14, 14, [], kinds[kind])
+        drawing.text(left + 160 * index + 20, top - 8, name, "soft", "start")
+    link = {"mbit": " Mbit/s", "gbit": " Gbit/s"}[found["link"][-4:]]
+    drawing.text(
+        left,
+        top + 18,
+        words(
+            f"2 hosts, {found['link'][:-4]}{link}, {found['examples']:,} examples each. "
+            f"Time runs to the right, 0 to {longest / 1e3:.2f} s.",
+            f"2 台主机，{found['link'][:-4]}{link}，每台 {found['examples']:,} 个样本。"
+            f"时间向右，0 到 {longest / 1e3:.2f} 秒。",
+        ),
+        "soft",
+        "start",
+    )
+    return drawing
+
+
+IMAGES = {"loop": loop, "order": order, "round": sync_round, "buckets": buckets, "overlap": overlap}
 
 
 def files() -> dict[str, str]:

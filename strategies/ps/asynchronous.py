@@ -10,6 +10,7 @@ continue meanwhile.
 """
 
 import collections
+import dataclasses
 import functools
 import os
 import time
@@ -22,11 +23,14 @@ from typing_extensions import override
 from data.tickets import TicketSource
 from strategies.base import Batch, Learner, Position, Tensor, read_now, refuse_open_sub_batches
 from strategies.cluster.tf_config import Cluster
+from strategies.gradients.coalescing import is_small
 from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
 from strategies.ps.closures import (
+    FEW_STEPS,
     STEPS_PER_CLOSURE,
     Closure,
+    closure_size,
     closure_sizes,
     fetched,
     packed,
@@ -61,6 +65,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         self._max_staleness = max_staleness
         # Of each worker, the number of gradients of each staleness, and of DROPPED.
         self._ages = collections.defaultdict[str, collections.Counter[int]](collections.Counter)
+        self._tried_sizes: set[int] = set()  # Of closures.
 
     @property
     @override
@@ -130,34 +135,73 @@ class AsynchronousExecutor(ParameterServerExecutor):
         self._steps.applied.assign(tf.zeros_like(self._steps.applied))
 
     @override
+    def _steps_of_call(self, num_steps: int) -> int:
+        """All steps, so that no worker waits for another one.
+
+        But not before the time of a step is known, nor when a graph is used for the first time: the
+        time of such a call counts as the graph's.
+        """
+        if self.pace.secs_per_step() is None:
+            return super()._steps_of_call(num_steps)
+        size = self._closure_size(num_steps)
+        if size not in self._train_unrolled or size in self._tried_sizes:
+            return num_steps
+        self._tried_sizes.add(size)
+        # Windows of batches may begin and end within it.
+        return 2 * size * self.num_replicas
+
+    def _closure_size(self, num_steps: int) -> int:
+        secs = self.pace.secs_per_step()
+        secs_of_worker = None if secs is None else secs * self.num_replicas
+        return closure_size(num_steps, self.num_replicas, secs_of_worker)
+
+    @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
-        """Runs a few more steps if a worker died when a part of its ticket was done."""
+        """Runs a few more steps if a worker died when a part of its ticket was done.
+
+        Each worker has a ticket, and another one waits for it. After a stop request no ticket is
+        handed out, but for batches of dropped gradients.
+        """
         started = time.monotonic()
         runs = self._source.ticket_runs(self._next_batch)
-        tickets: list[tuple[int, int]] = []
-        for size in closure_sizes(num_steps, self.num_replicas, runs):
-            tickets.append((self._next_batch, size))
-            self._next_batch += size
+        sizes = closure_sizes(num_steps, self._closure_size(num_steps), runs)
+        again = collections.deque[tuple[int, int]]()
+        in_flight = collections.deque[tuple[int, tf.distribute.coordinator.RemoteValue]]()
         totals = np.zeros([self._learner.num_totals])
-        while tickets:
-            closures = []
-            for first, size in tickets:
-                is_unrolled = size == STEPS_PER_CLOSURE and pays_unrolling(
-                    self._train_looped.trace_secs
-                )
-                self._used_graphs.add("unrolled" if is_unrolled else "looped")
-                train = self._train_unrolled if is_unrolled else self._train_looped
-                closures.append((first, self._schedule(train, self._source.ticket(first, size))))
-            self._join()
-            tickets = []
-            for first, closure in closures:
-                closure_totals, worker, ages = unpacked(fetched(closure), len(totals))
-                totals += closure_totals
-                self._ages[f"worker {worker}"].update(ages.tolist())
-                # Batches of dropped gradients are handed out again, one by one.
-                tickets += [(first + int(i), 1) for i in np.flatnonzero(ages == DROPPED)]
+        while True:
+            while len(in_flight) < 2 * self.num_replicas:
+                if again:
+                    first, size = again.popleft()
+                elif not self._stop_requested and (size := next(sizes, 0)):
+                    first = self._next_batch
+                    self._next_batch += size
+                else:
+                    break
+                in_flight.append((first, self._schedule_ticket(first, size)))
+            if not in_flight:
+                break
+            first, closure = in_flight.popleft()
+            try:
+                result = fetched(closure)
+            except Exception:
+                self._join()  # Raises the first error of all closures.
+                raise
+            closure_totals, worker, ages = unpacked(result, len(totals))
+            totals += closure_totals
+            self._ages[f"worker {worker}"].update(ages.tolist())
+            # Batches of dropped gradients are handed out again, one by one.
+            again.extend((first + int(i), 1) for i in np.flatnonzero(ages == DROPPED))
+            self.on_progress()
+        self._join()
         self._stopping = self._stop_requested
         return self._learner.to_metrics(totals), time.monotonic() - started
+
+    def _schedule_ticket(self, first: int, size: int) -> tf.distribute.coordinator.RemoteValue:
+        train = self._train_looped
+        if size in self._train_unrolled and pays_unrolling(size, self._train_looped.trace_secs):
+            train = self._train_unrolled[size]
+        self._used_graphs.add("looped" if train is self._train_looped else f"{size} unrolled")
+        return self._schedule(train, self._source.ticket(first, size))
 
 
 class _Steps:
@@ -188,8 +232,8 @@ class _Steps:
             name = f"applying-{os.getpid()}-{time.time_ns()}"
             self._locks = [tf.raw_ops.MutexV2(shared_name=f"{name}-{i}") for i in range(2)]
 
-    def closures(self) -> tuple[Closure, Closure]:
-        """A closure for tickets of STEPS_PER_CLOSURE batches, unrolled, and one for any other.
+    def closures(self) -> tuple[dict[int, Closure], Closure]:
+        """Closures of unrolled steps, by their number; and one with a loop, for any number.
 
         They return the argument of `unpacked`. Unrolled steps are faster than a loop in the graph.
         But each number of unrolled steps needs a graph, which takes seconds to trace and to send.
@@ -204,17 +248,14 @@ class _Steps:
             with tf.device(step_device):
                 return worker, tf.identity(worker)
 
-        @tf.function(input_signature=[source.ticket_spec(STEPS_PER_CLOSURE)])
-        def unrolled(ticket: dict[str, Tensor]) -> Tensor:
-            batches = unstack(source.parse_ticket(ticket), STEPS_PER_CLOSURE)
+        def unrolled(num_steps: int, ticket: dict[str, Tensor]) -> Tensor:
+            batches = unstack(source.parse_ticket(ticket), num_steps)
             worker, worker_at_step = this_worker()
             totals: list[Tensor] = []
             ages: list[Tensor] = []
+            former: _Sent | None = None
             for batch in batches:
-                if self._compression.is_lossy:  # The residual of one step goes into the next step.
-                    with tf.control_dependencies(ages[-1:]):
-                        batch = tf.nest.map_structure(tf.identity, batch)
-                step_totals, age = step(batch, worker_at_step)
+                step_totals, age, former = step(batch, worker_at_step, former)
                 totals.append(step_totals)
                 ages.append(age)
             with tf.device(step_device):  # The ages travel as one tensor.
@@ -231,30 +272,57 @@ class _Steps:
             ages = tf.TensorArray(tf.int64, num_steps, element_shape=[])
             for i in tf.range(num_steps):
                 batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
-                step_totals, age = step(batch, worker_at_step)
+                step_totals, age, _ = step(batch, worker_at_step, None)
                 totals = totals.write(i, step_totals)
                 ages = ages.write(i, age)
             return _result(totals.stack(), worker, ages.stack())
 
-        return Closure(unrolled), Closure(looped)
+        several = {
+            size: Closure(
+                tf.function(
+                    functools.partial(unrolled, size), input_signature=[source.ticket_spec(size)]
+                )
+            )
+            for size in (STEPS_PER_CLOSURE, FEW_STEPS)
+        }
+        return several, Closure(looped)
 
-    def _unbounded_step(self, batch: Batch, worker: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of `worker`, an index: its metric totals, and its staleness, int64.
+    def _unbounded_step(
+        self, batch: Batch, worker: Tensor, former: "_Sent | None"
+    ) -> tuple[Tensor, Tensor, "_Sent"]:
+        """One step of `worker`, an index: its metric totals, its staleness (int64), its gradients.
 
         Staleness is the step counter at the application, less the counter before the variables were
         read: the number of steps of other workers that this gradient does not know of.
-        """
-        before, arrived, totals = self._compute(batch)
-        return totals, self._apply_and_count(arrived, worker, before)
 
-    def _bounded_step(self, batch: Batch, worker: Tensor) -> tuple[Tensor, Tensor]:
+        `former` is the step before it in the same graph. Each variable is read when the gradient of
+        `former` has been applied to it, not when all have: variables of this step and gradients of
+        `former` travel at the same time, in opposite directions. So the counter is read before
+        `former` is counted; `former` does not count as a step of another worker.
+        """
+        if former is None or former.counter is None:
+            before = self._read_counter()
+        else:
+            before = former.counter + 1
+        sent, totals = self._compute(batch, before, former)
+        # Before the gradient is applied: the graph orders reads and changes as they are created.
+        with tf.control_dependencies(sent.first_to_arrive(self._learner.step.device)):
+            sent.counter = self._read_counter()
+        return totals, self._apply_and_count(sent.arrived, worker, before), sent
+
+    def _bounded_step(
+        self, batch: Batch, worker: Tensor, former: "_Sent | None"
+    ) -> tuple[Tensor, Tensor, "_Sent"]:
         """`_unbounded_step`, but returns DROPPED if the gradient is too old when it arrives.
 
         No other gradient is applied between that check and the application. Only servers take part
         in both, so a worker that is unresponsive blocks no other worker. A dropped gradient also
-        loses the residual of --wire_dtype that was added to it; its own residual stays.
+        loses the residual of --wire_dtype that was added to it; its own residual stays. Variables
+        are read when `former` is applied: an earlier read would make gradients older.
         """
-        before, arrived, totals = self._compute(batch)
+        before = self._read_counter()
+        sent, totals = self._compute(batch, before, former)
+        arrived = sent.arrived
         waited_for = [worker]
         for gradient in arrived:
             if isinstance(gradient, tf.IndexedSlices):
@@ -283,16 +351,25 @@ class _Steps:
                 with tf.control_dependencies([done]):
                     done = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
             with tf.control_dependencies([done]):
-                return totals, tf.identity(age)
+                return totals, tf.identity(age), sent
 
-    def _compute(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        """The step counter; gradients at variables read after it, on the servers; metric totals."""
+    def _read_counter(self) -> Tensor:
+        with tf.device(self._learner.step.device):
+            return read_now(self._learner.step)
+
+    def _compute(
+        self, batch: Batch, before: Tensor, former: "_Sent | None"
+    ) -> tuple["_Sent", Tensor]:
+        """Gradients at variables read after the counter `before`; metric totals."""
         learner = self._learner
-        with tf.device(learner.step.device):
-            before = read_now(learner.step)
         arrived, values = read_variables(learner, before, self._read_dtype)
+        if former is not None and self._compression.is_lossy:
+            # The residual of one step goes into the next step.
+            with tf.control_dependencies(_tensors(former.sent)):
+                batch = tf.nest.map_structure(tf.identity, batch)
         gradients, totals = compute_gradients(values, arrived, learner, self._strategy, batch)
-        return before, send_to_servers(learner.variables, gradients, self._compression), totals
+        sent = self._compression.compress_all(gradients)
+        return _Sent(sent, send_to_servers(learner.variables, gradients, sent)), totals
 
     def _apply_and_count(self, arrived: Sequence[Tensor], worker: Tensor, before: Tensor) -> Tensor:
         """Applies gradients that have `arrived`, counts them for `worker`; returns the staleness.
@@ -304,6 +381,37 @@ class _Steps:
         with tf.device(self._learner.step.device), tf.control_dependencies([step]):
             self.applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
             return tf.cast(step - 1 - before, tf.int64)
+
+
+@dataclasses.dataclass
+class _Sent:
+    """The gradients of a step.
+
+    Attributes:
+        sent: On the worker, as they are sent.
+        arrived: On the servers, in the order of the variables.
+        counter: The step counter, read when the first of them has arrived. None: not read.
+    """
+
+    sent: Sequence[Tensor]
+    arrived: Sequence[Tensor]
+    counter: Tensor | None = None
+
+    def first_to_arrive(self, device: str) -> list[Tensor]:
+        """A gradient that is computed early; of small ones, which travel together, one on `device`.
+
+        The backward pass begins with the last variable.
+        """
+        tensors = _tensors(self.arrived)
+        large = [tensor for tensor in tensors if not is_small(tensor)]
+        here = [tensor for tensor in tensors if tensor.device == device]
+        return (large or here or tensors)[-1:]
+
+
+def _tensors(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """All tensors of gradients, which may be sparse, or None."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    return list(tf.nest.flatten(present, expand_composites=True))
 
 
 def _result(totals: Tensor, worker: Tensor, ages: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Closures for the coordinator: how many steps each has, how it is scheduled, what it returns.
 
-    sizes = closure_sizes(num_steps, num_workers, source.ticket_runs(first_batch))
+    most = closure_size(num_steps, num_workers, secs_of_a_step, trace_secs)
+    for size in closure_sizes(num_steps, most, source.ticket_runs(first_batch)):
+        ...
     closure = Closure(function)                     # a function of a ticket; returns packed(...)
     value = closure.schedule(coordinator, ticket)   # for each ticket
     coordinator.join()
@@ -20,9 +22,14 @@ from strategies.base import PeerLostError
 
 # The most steps in a closure, which costs a few milliseconds in addition to its steps.
 STEPS_PER_CLOSURE = 16
+# In a closure of long steps.
+FEW_STEPS = 4
 
-# The most CPU time in which a graph of STEPS_PER_CLOSURE steps may be traced.
+# The most CPU time in which a graph of several steps may be traced.
 _MAX_TRACE_SECS = 20.0
+# The longest closures of several steps. A stop request is answered when the closures have ended
+# that workers have begun, and one more for each worker.
+_CLOSURE_SECS = 8.0
 _COPY_AGAIN_SECS = 1.0
 _DROPPED_SECS = 0.01
 
@@ -60,31 +67,42 @@ class Closure:
             self.trace_secs = time.process_time() - started
 
 
-def closure_sizes(num_steps: int, num_workers: int, runs: Iterator[tuple[int, int]]) -> list[int]:
-    """The number of steps of each closure; the sum is `num_steps`.
+def closure_size(num_steps: int, num_workers: int, secs_per_step: float | None) -> int:
+    """The most steps in each closure, when `num_steps` follow.
 
-    Each worker gets at least one closure, if there are enough steps. A closure does not cross the
-    border of two `runs`, (first batch, number of batches), each of which is read in one piece.
+    A step takes a worker `secs_per_step`; None if that is not known yet. Each worker gets at least
+    one closure, if there are enough steps.
     """
-    sizes: list[int] = []
-    most = max(1, min(STEPS_PER_CLOSURE, num_steps // num_workers))
+    size = 1
+    if secs_per_step is not None:
+        several = (STEPS_PER_CLOSURE, FEW_STEPS)
+        size = next((n for n in several if n * secs_per_step <= _CLOSURE_SECS), 1)
+    return max(1, min(size, num_steps // num_workers))
+
+
+def closure_sizes(num_steps: int, most: int, runs: Iterator[tuple[int, int]]) -> Iterator[int]:
+    """Yields the number of steps of each closure; the sum is `num_steps`.
+
+    A closure has at most `most` steps, and does not cross the border of two `runs`, (first batch,
+    number of batches), each of which is read in one piece.
+    """
     left = num_steps
     while left:
         in_run = min(next(runs)[1], left)
         left -= in_run
         while in_run:
-            sizes.append(min(in_run, most))
-            in_run -= sizes[-1]
-    return sizes
+            size = min(in_run, most)
+            yield size
+            in_run -= size
 
 
-def pays_unrolling(trace_secs: float) -> bool:
-    """Returns True if a graph of STEPS_PER_CLOSURE steps is traced fast enough to be of use.
+def pays_unrolling(num_steps: int, trace_secs: float) -> bool:
+    """Returns True if a graph of `num_steps` steps is traced fast enough to be of use.
 
     `trace_secs` was the time for one step in a loop; 0 if it is not known yet. An unrolled step
-    saves about a millisecond. A model with a large graph has long steps, for which that is little.
+    saves about a millisecond, and reads variables while the gradients before it are sent.
     """
-    return 0 < trace_secs * STEPS_PER_CLOSURE <= _MAX_TRACE_SECS
+    return num_steps > 1 and 0 < trace_secs * num_steps <= _MAX_TRACE_SECS
 
 
 def packed(metric_totals: tf.Tensor, worker: tf.Tensor, ages: tf.Tensor) -> tf.Tensor:

@@ -2,7 +2,8 @@
 
     (step,), values = read_variables(learner, step, "float32")
     gradients, metrics = compute_gradients(values, step, learner, strategy, batch)
-    arrived = send_to_servers(learner.variables, gradients, compression)
+    sent = compression.compress_all(gradients)
+    arrived = send_to_servers(learner.variables, gradients, sent)
 
     _, values = read_together(learner.evaluation_inputs, [], learner.step.device)
     metrics = compute_metrics(values, learner, strategy, batch)
@@ -18,7 +19,6 @@ import tensorflow as tf
 from data.autograph import autograph, no_autograph
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import buckets, num_bytes, read_together
-from strategies.gradients.compression import Compression
 
 # Gradients, in the order of the learner's variables, and metric totals.
 _Computed = tuple[Sequence[Tensor], Tensor]
@@ -85,17 +85,20 @@ def compute_metrics(
 
 @no_autograph
 def send_to_servers(
-    variables: Sequence[Tensor], gradients: Sequence[Tensor], compression: Compression
+    variables: Sequence[Tensor], gradients: Sequence[Tensor], sent: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Sends each gradient to the device of its variable; returns the gradients as they arrive."""
+    """Sends each gradient to the device of its variable; returns the gradients as they arrive.
+
+    `sent` are the compressed gradients; what arrives has the types of `gradients`.
+    """
     arrived = list(gradients)
     for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
         if isinstance(gradient, tf.IndexedSlices):
             arrived[index] = rows_sent(gradient, variable.device)
-    for bucket in buckets(variables, compression.compress_all(gradients)):
-        for index, sent in bucket.gradients.items():
+    for bucket in buckets(variables, sent):
+        for index, gradient in bucket.gradients.items():
             with tf.device(bucket.device):
-                arrived[index] = tf.cast(sent, gradients[index].dtype)
+                arrived[index] = tf.cast(gradient, gradients[index].dtype)
     return arrived
 
 

@@ -69,6 +69,18 @@ def test_gradient_that_is_too_old_is_dropped_and_its_batch_done_again(
     assert report["loss"] == -np.arange(100).mean()
 
 
+def test_only_worker_knows_all_its_own_steps_whatever_is_applied_when(
+    digits: Path, tmp_path: Path
+) -> None:
+    """Variables are read as soon as the former gradient was applied to each of them."""
+    topology = Topology("ps-1+2", "ps", ("--workers=1", "--ps=2", "--num_threads=1"))
+    flags = ("--config=tests/cluster/configs/counting.py", f"--data_dir={digits}")
+    run = train(topology, tmp_path, *flags, "--train_steps=200", "--config.apply_ms=2")
+    assert run.result["staleness"] == {"worker 0": {"0": 200}}
+    # The loss of step k is -k.
+    assert [report["loss"] for report in run.metrics("train")] == [-49.5, -149.5]
+
+
 def oldest(run: Run) -> int:
     return max(int(age) for ages in run.result["staleness"].values() for age in ages)
 

@@ -192,3 +192,44 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
     assert result["why"] == "asked to stop"
     gradients_of_a_step = 2 if mode else 1
     assert sum(result["worker_steps"].values()) == gradients_of_a_step * result["step"]
+
+
+def test_backup_worker_takes_over_at_once_when_packets_of_a_worker_are_dropped(
+    digits: Path, tmp_path: Path
+) -> None:
+    """Steps go on before the worker is considered lost; its sub-batches are handed out again."""
+    with hosts(5) as places:
+        first, ps, *others = places
+        jobs = {
+            "chief": {0: f"{first.address}:2222"},
+            "ps": {0: f"{ps.address}:2222"},
+            "worker": {i: f"{host.address}:2222" for i, host in enumerate(others)},
+        }
+        commands = {Task("worker", i): host.command for i, host in enumerate(others)}
+        commands |= {Task("chief", 0): first.command, Task("ps", 0): ps.command}
+        mode = ("--sync_replicas", "--replicas_to_aggregate=2", "--stall_timeout_secs=40")
+        flags = (*SLOW, *mode, f"--data_dir={digits}", "--config.train_steps=100000")
+
+        def last_report() -> dict[str, Any]:
+            return [line for line in read_metrics(tmp_path) if line["split"] == "train"][-1]
+
+        def steps_of_worker_1() -> int:
+            return int(last_report()["worker_steps"]["worker 1"])
+
+        with by_hand(Cluster(jobs, Task("chief", 0)), tmp_path, *flags, under=commands) as tasks:
+            tasks.start_all()
+            chief = tasks["chief 0"]
+            chief.wait_for_step(100)
+            lost = others[1]
+            with dropped(*((lost, host) for host in (first, ps, others[0], others[2]))):
+                chief.wait_for_step(last_report()["step"] + 60)
+                silence = f"worker 1 ({lost.address}:2222) has not answered for"
+                assert chief.warned(silence) < 2, "steps stopped until the worker was given up"
+                chief.wait_until(lambda: chief.warned(silence) == 2, "its loss")
+                chief.wait_for_step(last_report()["step"] + 60)
+            before = steps_of_worker_1()
+            chief.wait_until(lambda: steps_of_worker_1() > before + 5, "steps of worker 1, again")
+            chief.send(signal.SIGTERM)
+            result = tasks.wait(75)["chief 0"].result
+        assert result["why"] == "asked to stop"
+        assert sum(result["worker_steps"].values()) == 2 * result["step"]

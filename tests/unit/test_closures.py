@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from strategies.base import PeerLostError
 from strategies.ps.closures import (
-    STEPS_PER_CLOSURE,
     Closure,
+    closure_size,
     closure_sizes,
     fetched,
     packed,
@@ -30,6 +30,11 @@ def windows_of(lengths: list[int]) -> Iterator[tuple[int, int]]:
         first += length
 
 
+def sizes_of(num_steps: int, num_workers: int, lengths: list[int]) -> list[int]:
+    most = closure_size(num_steps, num_workers, 0.001)
+    return list(closure_sizes(num_steps, most, windows_of(lengths)))
+
+
 lengths_of_windows = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 
@@ -37,7 +42,7 @@ lengths_of_windows = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 def test_sizes_sum_to_the_steps_and_no_worker_has_more_than_its_share_at_once(
     num_steps: int, num_workers: int, lengths: list[int]
 ) -> None:
-    sizes = closure_sizes(num_steps, num_workers, windows_of(lengths))
+    sizes = sizes_of(num_steps, num_workers, lengths)
     assert sum(sizes) == num_steps
     assert min(sizes) >= 1
     assert max(sizes) <= max(1, num_steps // num_workers)
@@ -47,7 +52,7 @@ def test_sizes_sum_to_the_steps_and_no_worker_has_more_than_its_share_at_once(
 def test_no_closure_reaches_across_two_windows(
     num_steps: int, num_workers: int, lengths: list[int]
 ) -> None:
-    ends = itertools.accumulate(closure_sizes(num_steps, num_workers, windows_of(lengths)))
+    ends = itertools.accumulate(sizes_of(num_steps, num_workers, lengths))
     window_ends = set()
     for first, length in windows_of(lengths):
         if first >= num_steps:
@@ -60,7 +65,7 @@ def test_no_closure_reaches_across_two_windows(
 def test_each_worker_has_a_closure_if_there_are_enough_steps(
     num_steps: int, num_workers: int, lengths: list[int]
 ) -> None:
-    sizes = closure_sizes(num_steps, num_workers, windows_of(lengths))
+    sizes = sizes_of(num_steps, num_workers, lengths)
     assert len(sizes) >= min(num_steps, num_workers)
 
 
@@ -145,12 +150,24 @@ def test_closure_can_be_traced_before_it_is_scheduled() -> None:
 
 
 def test_graph_is_unrolled_only_if_one_step_was_traced_fast() -> None:
-    assert pays_unrolling(0.3)
+    assert pays_unrolling(16, 0.3)
     # EfficientNetV2B0: 16 copies would take minutes.
-    assert not pays_unrolling(10.0)
+    assert not pays_unrolling(16, 10.0)
+    assert not pays_unrolling(4, 10.0)
+    assert pays_unrolling(4, 4.0)
     # The loop is traced first.
-    assert not pays_unrolling(0.0)
-    assert STEPS_PER_CLOSURE > 1
+    assert not pays_unrolling(16, 0.0)
+    assert not pays_unrolling(1, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("secs_per_step", "size"), [(None, 1), (0.01, 16), (0.5, 16), (0.6, 4), (2.0, 4), (2.1, 1)]
+)
+def test_closures_of_long_steps_have_few_so_that_a_stop_request_does_not_wait_for_long(
+    secs_per_step: float | None, size: int
+) -> None:
+    assert closure_size(1000, 2, secs_per_step) == size
+    assert closure_size(6, 2, secs_per_step) == min(size, 3)
 
 
 def test_unpacked_inverts_packed() -> None:

@@ -16,6 +16,10 @@ RELATIVE_ERROR = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 0.0}
 
 
+def arrived_on_servers(variables: Any, gradients: Any, compression: Compression) -> list[Any]:
+    return send_to_servers(variables, gradients, compression.compress_all(gradients))
+
+
 def arrivals(compression: Compression, gradients: Any) -> Any:
     """Sends `gradients`, [steps, ...], one after another to one variable; returns what arrives."""
     variable = tf.Variable(tf.zeros_like(gradients[0]))
@@ -24,7 +28,7 @@ def arrivals(compression: Compression, gradients: Any) -> Any:
     def send_all() -> Any:
         arrived = tf.TensorArray(tf.float32, len(gradients))
         for i in tf.range(len(gradients)):
-            (gradient,) = send_to_servers([variable], [tf.constant(gradients)[i]], compression)
+            (gradient,) = arrived_on_servers([variable], [tf.constant(gradients)[i]], compression)
             arrived = arrived.write(i, gradient)
         return arrived.stack()
 
@@ -82,7 +86,7 @@ def test_steps_of_an_unrolled_graph_pass_their_residuals_on() -> None:
         done: list[Any] = []
         for _ in range(16):
             with tf.control_dependencies(done[-1:]):
-                (arrived,) = send_to_servers([variable], [tf.constant([2.0**-27])], compression)
+                (arrived,) = arrived_on_servers([variable], [tf.constant([2.0**-27])], compression)
                 done.append(variable.assign_add(arrived))
         return done[-1]
 
@@ -143,7 +147,7 @@ def test_sparse_and_16_bit_gradients_are_not_rounded() -> None:
         third,
     ]
     variables = [tf.Variable(tf.zeros(1)) for _ in gradients]
-    arrived = send_to_servers(variables, gradients, Compression("bfloat16"))
+    arrived = arrived_on_servers(variables, gradients, Compression("bfloat16"))
     assert isinstance(arrived[0], tf.IndexedSlices)
     assert arrived[0].values.dtype == tf.float32
     np.testing.assert_array_equal(
@@ -153,14 +157,15 @@ def test_sparse_and_16_bit_gradients_are_not_rounded() -> None:
     assert arrived[1].numpy() == gradients[1].numpy()
     assert arrived[2] is None
     assert arrived[3].numpy() != third.numpy()
-    assert send_to_servers(variables, gradients, Compression())[3].numpy() == third.numpy()
+    assert arrived_on_servers(variables, gradients, Compression())[3].numpy() == third.numpy()
 
 
 def test_sparse_gradients_arrive_on_the_device_of_their_table() -> None:
     device = "/job:ps/replica:0/task:1/device:CPU:0"
     with tf.Graph().as_default():
         rows = tf.IndexedSlices(tf.ones([1, 1]), tf.constant([1]), tf.constant([2, 1]))
-        (arrived,) = send_to_servers([types.SimpleNamespace(device=device)], [rows], Compression())
+        variable = types.SimpleNamespace(device=device)
+        (arrived,) = arrived_on_servers([variable], [rows], Compression())
     assert arrived.values.device == arrived.indices.device == device
 
 
