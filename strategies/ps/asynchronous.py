@@ -21,7 +21,15 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.tickets import TicketSource
-from strategies.base import Batch, Learner, Position, Tensor, read_now, refuse_open_sub_batches
+from strategies.base import (
+    Batch,
+    Learner,
+    Position,
+    Tensor,
+    read_now,
+    refuse_open_sub_batches,
+    value_of,
+)
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
 from strategies.gradients.compression import Compression
@@ -87,7 +95,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         of the gradients of finished tickets. `batches` adds up: applied gradients are finished or
         repeated.
         """
-        applied = dict(zip(self._workers(), self._steps.applied.numpy().tolist(), strict=True))
+        applied = dict(zip(self._workers(), value_of(self._steps.applied).tolist(), strict=True))
         staleness = {
             name: {age: n for age, n in sorted(self._ages[name].items()) if age != DROPPED}
             for name in applied
@@ -104,7 +112,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
             "batches": {
                 "handed_out": self._next_batch - self._first_batch,
                 "finished": num_finished,
-                "repeated": int(self._learner.step.numpy()) - self._first_step - num_finished,
+                "repeated": int(value_of(self._learner.step)) - self._first_step - num_finished,
             },
         }
 
@@ -130,7 +138,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         refuse_open_sub_batches(position, self._source.order)
         self._first_batch = self._next_batch = position.next_batch
         self._skipped = position.skipped
-        self._first_step = int(self._learner.step.numpy())
+        self._first_step = int(value_of(self._learner.step))
         self._ages.clear()
         self._steps.applied.assign(tf.zeros_like(self._steps.applied))
 

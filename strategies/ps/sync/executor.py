@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from data.order import replica_lanes
 from data.tickets import pack_tickets
-from strategies.base import PeerLostError, Position, Tensor, refuse_open_sub_batches
+from strategies.base import PeerLostError, Position, Tensor, refuse_open_sub_batches, value_of
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
 from strategies.metrics import Metrics
@@ -181,25 +181,25 @@ class SynchronousExecutor(ParameterServerExecutor):
         """Runs the rounds and updates what is known; returns metric totals. Runs on a thread."""
         loops_give_way = int(self._seen_workers is not None)
         before = Progress(num_rounds, loops_give_way, self._next_sub_batch, self._next_attempt)
-        progress, slots, returned, totals, counters = self._aggregator.graph(
+        results = self._aggregator.graph(
             tf.constant(before, tf.int64),
             pack(self._slots),
             tf.constant(self._returned, tf.int64, [len(self._returned)]),
         )
-        after = Progress(*progress.numpy().tolist())
+        progress, slots, returned, totals, counters = map(value_of, results)
+        after = Progress(*progress.tolist())
         self._next_sub_batch, self._next_attempt = after.next_sub_batch, after.next_attempt
-        self._slots = WorkerSlot(*slots.numpy().T.copy())
-        self._returned = returned.numpy().tolist()
-        self._counters += counters.numpy()
+        self._slots = WorkerSlot(*slots.T.copy())
+        self._returned = returned.tolist()
+        self._counters += counters
         if after.loops_give_way and self._seen_workers is None:
             # Workers that were seen in this call may have been lost later in it.
             self._seen_workers = set()
         elif self._seen_workers is not None:
-            self._seen_workers.update(np.flatnonzero(counters.numpy().any(axis=1)).tolist())
+            self._seen_workers.update(np.flatnonzero(counters.any(axis=1)).tolist())
             if len(self._seen_workers) == self._num_slots:
                 self._seen_workers = None
-        found: npt.NDArray[np.float64] = totals.numpy()
-        return found
+        return totals
 
     def _end_old_loops(self) -> None:
         """Ends the loops of former calls after their current assignment: they lack new tickets."""
@@ -243,7 +243,7 @@ class SynchronousExecutor(ParameterServerExecutor):
             old -= set(ended)
             if time.monotonic() >= progressed + patience:
                 with losses_explained():
-                    latest = int(self._learner.step.numpy())
+                    latest = int(value_of(self._learner.step))
                     if latest == step:
                         # Makes each assignment the last of its loop from now on, and ends loops
                         # that wait. A worker that is present can then take over the loop of a

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from strategies.base import Learner, Tensor
+from strategies.base import Learner, Tensor, value_of
 from strategies.gradients.coalescing import Bucket, is_small
 from strategies.ps.sync.protocol import END_ASSIGNMENT, Assignment, Kind, Message, unpack
 
@@ -111,13 +111,13 @@ class GradientBuffers:
         Does nothing if its queue has an assignment: the loop is not waiting.
         """
         with tf.device(self.step_device):
-            if not int(self.num_queued(slot).numpy()):
+            if not int(value_of(self.num_queued(slot))):
                 self.assign(slot, tf.constant([END_ASSIGNMENT], tf.int64))
 
     def clear_queue(self, slot: int) -> None:
         """Takes all assignments out of the queue of a worker slot that has no loop."""
         with tf.device(self.step_device):
-            for _ in range(int(self.num_queued(slot).numpy())):
+            for _ in range(int(value_of(self.num_queued(slot)))):
                 self.take(self.queues[slot])
 
     def send(self, message: Tensor, metric_totals: Tensor | None = None) -> Tensor:
