@@ -230,9 +230,11 @@ class MultiWorkerExecutor(MirroredExecutor):
         """Also measures the wait. On GPUs that is not possible: ops end before their kernels."""
         if not cpu_of_worker(self.strategy):
             return super()._all_reduced(gradients)
+        summed = super()._all_reduced(gradients)
+        # Created after the sums: a graph runs stateful ops that use no resource, such as timestamps
+        # and handles, in the order of their creation, and a sum needs a handle.
         with tf.control_dependencies(_present(gradients)):
             computed = tf.timestamp()
-        summed = super()._all_reduced(gradients)
         with tf.control_dependencies(_present(summed)):
             self._waited.assign_add(tf.timestamp() - computed)
         return summed

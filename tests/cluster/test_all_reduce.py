@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Each of two workers prints for each type, size and bucket size: whether both sums are equal,
 # whether something was added, and the ops of the sums. Then, for a step with and without clipping
-# by the global norm: for each bucket in their order, the number of matrix products that its sum
-# waits for; the number of all matrix products; and for each update the number of sums it waits for.
+# by the global norm, and for a step as the executor makes it: for each bucket in their order, the
+# number of matrix products that its sum waits for; the number of all matrix products; and for each
+# update the number of sums it waits for.
 PROGRAM = """
 import json, math, sys
 import keras
@@ -27,6 +28,7 @@ from strategies.cluster.tf_config import parse_hosts
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.multiworker import MultiWorkerExecutor
+from strategies.step_marks import StepMarks
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ClipConfig, Options
@@ -78,7 +80,14 @@ def ancestors(op):
         todo += new
     return found
 
-def waits(**options):
+def in_buckets(gradients):
+    return all_reduced(gradients, Compression("bfloat16", 2), 256)
+
+def by_executor(gradients):
+    executor._bucket_bytes = 256
+    return executor._begun(executor._all_reduced(gradients))
+
+def waits(sums=in_buckets, **options):
     def make():
         layers = [keras.layers.Dense(8, use_bias=False) for _ in range(4)]
         model = keras.Sequential([keras.Input((8,)), *layers])
@@ -86,12 +95,13 @@ def waits(**options):
         return Learner(model, optimizer, loss, {}, batch_size=4, options=Options(**options))
 
     learner = executor.build(make)
+    executor._marks = StepMarks(strategy, learner.step, learner.forward_state)
 
     @tf.function
     def step():
         def of_replica():
             gradients, _ = learner.gradients((tf.ones([2, 8]), tf.constant([0, 1])))
-            return learner.apply(all_reduced(gradients, Compression("bfloat16", 2), 256))
+            return learner.apply(sums(gradients))
         return strategy.run(of_replica)
 
     step()
@@ -112,6 +122,7 @@ found = {
     for bucket_bytes in (math.inf, 16)
 }
 found["step"] = waits()
+found["executor"] = waits(by_executor)
 found["clipped"] = waits(clip=ClipConfig(global_norm=1.0))
 executor.close()
 print(json.dumps(found))
@@ -164,7 +175,7 @@ def test_a_sum_waits_only_for_its_gradients_and_an_update_only_for_its_sum(
     outputs: list[dict[str, Any]],
 ) -> None:
     for found in outputs:
-        for step in (found["step"], found["clipped"]):
+        for step in (found["step"], found["executor"], found["clipped"]):
             products = step["products"]
             assert len(products) == 4
             assert products == sorted(set(products)), "a bucket waits for a later one"
@@ -173,4 +184,6 @@ def test_a_sum_waits_only_for_its_gradients_and_an_update_only_for_its_sum(
             assert products[-1] <= step["all products"]
             assert step["sums of sums"] == [0] * 4
         assert found["step"]["sums of updates"] == [1] * 4
+        # A step changes no variable before all sums have arrived.
+        assert found["executor"]["sums of updates"] == [4] * 4
         assert found["clipped"]["sums of updates"] == [4] * 4
