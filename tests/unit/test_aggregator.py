@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from data.order import Order, replica_lanes
 from strategies.gradients.coalescing import Bucket
+from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.sync.aggregator import Aggregator, Verdict, judge
 from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.sync.protocol import (
@@ -51,8 +52,9 @@ class Play:
         order = Order((80,), 8, BATCH, BATCH, window_batches=1, seed=0, shuffle=False)
         lanes = [replica_lanes(BATCH, index, num_sub_batches) for index in range(num_sub_batches)]
         self.buffers = GradientBuffers(learner, strategy, num_slots=num_slots)
+        self.stored = NamedTensors(self.step.device, f"rounds of {self.buffers.name}")
         self.aggregator = Aggregator(
-            learner, SimpleNamespace(order=order), strategy, self.buffers, lanes
+            learner, SimpleNamespace(order=order), strategy, self.buffers, lanes, self.stored
         )
         self.num_sub_batches = num_sub_batches
         self.num_slots = num_slots
@@ -71,12 +73,13 @@ class Play:
                 tf.constant(self.progress._replace(num_rounds=num_rounds), tf.int64),
                 pack(self.slots),
                 tf.constant(self.returned, tf.int64, [len(self.returned)]),
+                pack(self.counters),
             )
             self.progress = Progress(*progress.numpy().tolist())
             self.slots = WorkerSlot(*slots.numpy().T.copy())
             self.returned = returned.numpy().tolist()
             self.totals = totals.numpy()
-            self.counters = Counters(*(np.stack(self.counters) + counters.numpy().T))
+            self.counters = Counters(*counters.numpy().T.copy())
             return int(self.progress.num_rounds)
 
         self.call = self._pool.submit(run)
