@@ -1,12 +1,12 @@
 """What asynchronous parameter servers know of the batches handed out, for a next chief.
 
-    store_handed_out(step_device, HandedOut(next_batch, ...))   # the chief, before each call
+    store_handed_out(step_device, HandedOut(next_batch, ...))   # the chief, once a second
     place = log_place(batch)                        # where a server logs each applied gradient
     reached = read_tickets(left)                                # in the next chief
 
 The log is a variable on the server of the step counter, [LOG_ROWS, 3]. Each applied gradient is
-written to it directly after it is counted. So the log has the batches of the present call that are
-done. The other batches that were handed out are open: the next chief hands them out again.
+written to it directly after it is counted. So the log has all batches that are done since the chief
+stored what it had handed out. The others are open: the next chief hands them out again.
 
 A gradient whose chief died while it was applied may have changed only some of its variables. It is
 not counted, and its batch is open. The same happens when a worker dies.
@@ -27,8 +27,8 @@ from strategies.worker_stats import WorkerStats, added
 
 # In place of a gradient's staleness, if the gradient was too old.
 DROPPED = -1
-# More than the steps of a call, which takes about a second. Batches of which the row was
-# overwritten in the same call would be trained again.
+# More than the steps between two times that the chief stores what it has handed out. Batches of
+# which the row was overwritten meanwhile would be trained again.
 LOG_ROWS = 1 << 14
 EMPTY_ROW = (-1, -1, DROPPED)
 
@@ -37,11 +37,11 @@ Ages = Mapping[str, Mapping[int, int]]
 
 
 class HandedOut(NamedTuple):
-    """What the chief had handed out and got back when a call began."""
+    """What the chief has handed out and got back so far."""
 
-    next_batch: int  # The call hands out the batches from this one on.
-    open_batches: tuple[int, ...]  # Before `next_batch`, and not consumed.
-    num_before: int  # Batches that this chief has handed out before.
+    next_batch: int  # Of the next ticket.
+    open_batches: tuple[int, ...]  # Before `next_batch`, and not known to be consumed.
+    num_before: int  # The batches that this chief has handed out, without the open ones.
     ages: Ages
 
 
@@ -101,7 +101,7 @@ def open_after(handed_out: HandedOut, done: Iterable[int]) -> tuple[int, tuple[i
 
 
 def read_tickets(left: LeftState) -> Reached | None:
-    """How far the former chief's run has come; None if its last call is not known."""
+    """How far the former chief's run has come; None if what it had handed out is not known."""
     facts = left.facts
     assert left.variables is not None
     loaded = _stored(facts["step_device"]).load_json()

@@ -119,7 +119,7 @@ class SynchronousExecutor(ParameterServerExecutor):
 
     @override
     def _store_progress(self) -> None:
-        self._buffers.kept = self._saved
+        self._buffers.keep(self._saved)
         step = tf.cast(self._learner.step.read_value(), tf.int64)
         for mark in self._buffers.marks:
             mark.assign(tf.cast(step, mark.dtype))

@@ -58,8 +58,7 @@ class GradientBuffers:
         self._are_small: list[bool] = []
         self._tags: dict[str, tf.Variable] = {}
         self._begun: dict[str, tf.Variable] = {}
-        # The variables of which `begun` keeps the values, if there are several servers.
-        self.kept: Sequence[tf.Variable] = ()
+        self._kept: Sequence[tf.Variable] = ()
         self._num_dense = learner.num_dense
         self._parts = list(learner.variables[learner.num_dense :])
         with strategy.scope():
@@ -233,11 +232,21 @@ class GradientBuffers:
                 are_expected.append(tf.reduce_all(tf.equal(tags.sparse_read(slots), expected)))
         return tf.reduce_all(tf.stack(are_expected)), summed
 
+    def keep(self, variables: Sequence[tf.Variable]) -> None:
+        """From now on `begun` keeps the values of `variables` before a step.
+
+        Not on a single server, which needs no such values, and not of a model with tables: a step
+        changes a few rows, and would have to copy the complete table.
+        """
+        for device in self.devices:
+            kept_values(device).clear()
+        self._kept = variables if len(self.devices) > 1 and not self._parts else ()
+
     def begun(self, summed: list[Tensor], step: Tensor) -> list[Tensor]:
         """The sums, once all of them are there and `step`, which they make, is marked as begun.
 
-        With several servers, each first keeps the values of its variables (left_rounds.py). They
-        share memory with the variables, which are copied when the step changes them.
+        Before that each server keeps the values that `keep` has named (left_rounds.py). They share
+        memory with the variables, which are copied when the step changes them.
         """
         owners = [*self._gradients, *self._parts]
         marks: dict[str, tf.Operation] = {}
@@ -247,9 +256,9 @@ class GradientBuffers:
                 with tf.control_dependencies(tf.nest.flatten(here, expand_composites=True)):
                     number = tf.cast(step, tf.int64)
                 kept: list[tf.Operation | None] = []
-                if len(self._begun) > 1 and self.kept:
+                if self._kept:
                     with tf.control_dependencies([number]):
-                        values = [read_now(v) for v in self.kept if v.device == device]
+                        values = [read_now(v) for v in self._kept if v.device == device]
                     kept = [kept_values(device).store([number - 1, *values])]
                 with tf.control_dependencies(kept):
                     marks[device] = mark.assign(tf.cast(number, mark.dtype)).op
