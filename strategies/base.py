@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +101,14 @@ class Position:
         num_consumed = self.num_examples(order) + sum(self.skipped)
         num_skipped = end.next_batch * order.batch_size - num_consumed
         return Position(end.next_batch, (), (*self.skipped, num_skipped))
+
+
+class Reached(NamedTuple):
+    """How far a run has come: what a checkpoint holds in addition to the variables."""
+
+    step: int
+    position: Position
+    counts: WorkerStats
 
 
 class Learner(Protocol):
@@ -431,6 +439,30 @@ class Executor(abc.ABC):
         """After a PeerLostError: sets variables back to the last complete step, and returns it.
 
         None if this process cannot: it has not got the state of a step.
+        """
+        return None
+
+    def publish(
+        self, variables: Sequence[tf.Variable], identity: str, *, has_standby: bool = False
+    ) -> None:
+        """Lets the next chief of this run take `variables` over if this process dies.
+
+        `variables` are all that a checkpoint has; if there are none, nothing is published.
+        `identity` is the same in each process of a run. With `has_standby`, `copy_to_standby` will
+        be called. Called once, after `start`.
+        """
+
+    def copy_to_standby(self) -> None:
+        """Copies the state to other servers, for `take_over` after the loss of a server."""
+
+    def take_over(
+        self, variables: Sequence[tf.Variable], identity: str, after_step: int
+    ) -> Reached | None:
+        """Sets `variables` to the last complete step of a chief that has died.
+
+        If a server was lost, sets them to the last copy for standby. Returns None, and changes no
+        variable, if the servers have no state of the run `identity`, none of a complete step, or
+        none of a step after `after_step`. Called before `start`.
         """
         return None
 

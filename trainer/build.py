@@ -32,7 +32,7 @@ from trainer.hooks.hparams import hparams_of
 from trainer.hooks.inspect import Histograms, Profile
 from trainer.hooks.notebook import notebook_bars
 from trainer.hooks.report import Report
-from trainer.hooks.save import KeepConfig, SaveCheckpoint
+from trainer.hooks.save import CopyToStandby, KeepConfig, SaveCheckpoint
 from trainer.hooks.trackers.building import build_trackers
 from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
@@ -258,10 +258,12 @@ def chief_hooks(
     progress: Sequence[Writer] = (),
     *,
     evaluates: bool,
+    standby_every_steps: int = 0,
 ) -> list[Hook]:
     """The hooks of the chief: the shared hooks, and the hooks that write, in their order.
 
-    `config_document` is what config.json holds. `progress` gets all reports, too.
+    `config_document` is what config.json holds. `progress` gets all reports, too. Parameter servers
+    copy their state to each other every `standby_every_steps`; 0 is never.
     """
     recipe, config, files = parts.recipe, parts.recipe.config, RunFiles(parts.model_dir)
     appended = RunFiles(local_dir(parts.model_dir))
@@ -323,6 +325,8 @@ def chief_hooks(
     if recipe.build_hooks:
         hooks += _hooks_of_user(recipe, parts.model_dir)
     hooks.append(_save_hook(parts, parts.checkpointer))
+    if standby_every_steps:
+        hooks.append(CopyToStandby(every_steps=standby_every_steps, executor=parts.executor))
     if config.export:
         specs = parts.input_specs
         export = Export(

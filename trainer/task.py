@@ -44,6 +44,7 @@ from trainer.build import Parts, build_checkpointer, build_learner, chief_hooks,
 from trainer.checkpoints.checkpointer import Saved
 from trainer.checkpoints.report_upload import uploading_reports
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
+from trainer.checkpoints.takeover import save_left_step
 from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, data_dir, to_json
 from trainer.config_checks import check_replicas
@@ -384,6 +385,7 @@ def _differs(executor: Executor, value: object) -> bool:
 
 def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
     executor = parts.executor
+    save_left_step(executor, parts.learner, parts.checkpointer)
     saved = restore_together(executor, parts.checkpointer, parts.learner)
     files = RunFiles(spec.model_dir)
     if spec.is_chief:
@@ -403,6 +405,11 @@ def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
         position = saved.position if saved else Position()
         executor.start(parts.learner, parts.inputs.train, parts.inputs.evaluation, position)
     executor.restore_worker_stats(saved.counts if saved else {})
+    executor.publish(
+        parts.checkpointer.variables,
+        parts.checkpointer.run_identity,
+        has_standby=spec.ps_standby > 0,
+    )
     if spec.is_chief and not saved and spec.recipe.config.recover_from_nan:
         parts.checkpointer.save(0, Position(), executor.worker_stats())  # To go back to.
     return saved
@@ -468,7 +475,14 @@ def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: in
         console.say(f"note: {note}")
     document = _config_document(spec, inputs, parts.learner)
     progress = progress_writers(spec.metrics_address, spec.model_dir, config.train_steps)
-    return chief_hooks(parts, console, document, progress, evaluates=not spec.has_evaluator)
+    return chief_hooks(
+        parts,
+        console,
+        document,
+        progress,
+        evaluates=not spec.has_evaluator,
+        standby_every_steps=spec.ps_standby,
+    )
 
 
 @contextlib.contextmanager

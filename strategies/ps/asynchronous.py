@@ -12,9 +12,10 @@ continue meanwhile.
 import collections
 import dataclasses
 import functools
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -46,11 +47,21 @@ from strategies.ps.closures import (
     unpacked,
 )
 from strategies.ps.executor import ParameterServerExecutor
+from strategies.ps.left_tickets import (
+    DROPPED,
+    EMPTY_ROW,
+    LOG_ROWS,
+    HandedOut,
+    counts_of,
+    log_place,
+    store_handed_out,
+)
+from strategies.ps.losses import losses_explained
 from strategies.ps.worker_step import compute_gradients, read_variables, send_to_servers, unstack
 from strategies.worker_stats import WorkerStats
 
-# In place of a gradient's staleness, if the gradient was too old.
-DROPPED = -1
+# Between two times that the chief stores what it has handed out.
+_STORE_SECS = 1.0
 
 
 class AsynchronousExecutor(ParameterServerExecutor):
@@ -83,38 +94,50 @@ class AsynchronousExecutor(ParameterServerExecutor):
     @property
     @override
     def position(self) -> Position:
-        """The next batch to hand out; all batches before it are consumed when `run` returns."""
-        return Position(self._next_batch, (), self._skipped)
+        """The next batch to hand out; when `run` returns, all before it but open ones are done."""
+        last = self._source.order.lanes - 1
+        open_batches = tuple((batch, 0, last) for batch in self._open_batches)
+        return Position(self._next_batch, open_batches, self._skipped)
 
     @override
     def _counts_since_start(self) -> WorkerStats:
-        """`worker_steps` are counted on the server that has the step counter.
+        return counts_of(
+            value_of(self._steps.applied),
+            self._ages,
+            self._workers(),
+            batch_size=self._source.order.batch_size,
+            num_handed_out=self._num_handed_out,
+            num_steps=int(value_of(self._learner.step)) - self._first_step,
+        )
 
-        Steps count as repeated if the worker was lost before it reported them. (A worker that is
-        lost between a step and its count leaves a step that counts for no worker.) `staleness` is
-        of the gradients of finished tickets. `batches` adds up: applied gradients are finished or
-        repeated.
-        """
-        applied = dict(zip(self._workers(), value_of(self._steps.applied).tolist(), strict=True))
-        staleness = {
-            name: {age: n for age, n in sorted(self._ages[name].items()) if age != DROPPED}
-            for name in applied
-        }
-        finished = {name: sum(ages.values()) for name, ages in staleness.items()}
-        num_finished = sum(finished.values())
-        batch_size = self._source.order.batch_size
+    @property
+    @override
+    def _own_variables(self) -> list[tf.Variable]:
+        return [self._steps.applied, self._steps.log]
+
+    @override
+    def _facts(self) -> dict[str, object]:
         return {
-            "worker_steps": applied,
-            "worker_examples": {name: steps * batch_size for name, steps in applied.items()},
-            "worker_dropped": {name: self._ages[name][DROPPED] for name in applied},
-            "worker_repeated": {name: steps - finished[name] for name, steps in applied.items()},
-            "staleness": staleness,
-            "batches": {
-                "handed_out": self._next_batch - self._first_batch,
-                "finished": num_finished,
-                "repeated": int(value_of(self._learner.step)) - self._first_step - num_finished,
-            },
+            "kind": "asynchronous",
+            "step_device": self._learner.step.device,
+            "last_lane": self._source.order.lanes - 1,
+            "batch_size": self._source.order.batch_size,
+            "first_step": self._first_step,
+            "skipped": self._skipped,
         }
+
+    @override
+    def _store_progress(self) -> None:
+        self._store_handed_out(())
+
+    def _store_handed_out(self, tickets: Iterable[tuple[int, int]]) -> None:
+        """Stores what is handed out; `tickets`, (first batch, size), have not come back yet."""
+        waiting = [batch for first, size in tickets for batch in range(first, first + size)]
+        ages = {worker: dict(of_worker) for worker, of_worker in self._ages.items()}
+        num_before = self._num_handed_out - len(waiting)
+        open_batches = (*self._open_batches, *waiting)
+        handed_out = HandedOut(self._next_batch, open_batches, num_before, ages)
+        store_handed_out(self._learner.step.device, handed_out)
 
     @functools.cached_property
     def _steps(self) -> "_Steps":
@@ -135,8 +158,12 @@ class AsynchronousExecutor(ParameterServerExecutor):
 
     @override
     def _set_position(self, position: Position) -> None:
-        refuse_open_sub_batches(position, self._source.order)
-        self._first_batch = self._next_batch = position.next_batch
+        last = self._source.order.lanes - 1
+        if any(tuple(lanes) != (0, last) for _, *lanes in position.open_sub_batches):
+            refuse_open_sub_batches(position, self._source.order)
+        self._open_batches = [batch for batch, _, _ in position.open_sub_batches]
+        self._next_batch = position.next_batch
+        self._num_handed_out = 0
         self._skipped = position.skipped
         self._first_step = int(value_of(self._learner.step))
         self._ages.clear()
@@ -171,24 +198,33 @@ class AsynchronousExecutor(ParameterServerExecutor):
         handed out, but for batches of dropped gradients.
         """
         started = time.monotonic()
+        # Batches of dropped gradients, and open ones of a former chief.
+        again = collections.deque((batch, 1) for batch in self._open_batches[:num_steps])
+        del self._open_batches[: len(again)]
+        self._num_handed_out += len(again)
         runs = self._source.ticket_runs(self._next_batch)
-        sizes = closure_sizes(num_steps, self._closure_size(num_steps), runs)
-        again = collections.deque[tuple[int, int]]()
-        in_flight = collections.deque[tuple[int, tf.distribute.coordinator.RemoteValue]]()
+        sizes = closure_sizes(num_steps - len(again), self._closure_size(num_steps), runs)
+        in_flight = collections.deque[tuple[int, int, tf.distribute.coordinator.RemoteValue]]()
         totals = np.zeros([self._learner.num_totals])
+        stored = -math.inf
         while True:
+            if self._saved and time.monotonic() - stored >= _STORE_SECS:
+                stored = time.monotonic()
+                with losses_explained():
+                    self._store_handed_out([*again, *((at, size) for at, size, _ in in_flight)])
             while len(in_flight) < 2 * self.num_replicas:
                 if again:
                     first, size = again.popleft()
                 elif not self._stop_requested and (size := next(sizes, 0)):
                     first = self._next_batch
                     self._next_batch += size
+                    self._num_handed_out += size
                 else:
                     break
-                in_flight.append((first, self._schedule_ticket(first, size)))
+                in_flight.append((first, size, self._schedule_ticket(first, size)))
             if not in_flight:
                 break
-            first, closure = in_flight.popleft()
+            first, size, closure = in_flight.popleft()
             try:
                 result = fetched(closure)
             except Exception:
@@ -209,7 +245,8 @@ class AsynchronousExecutor(ParameterServerExecutor):
         if size in self._train_unrolled and pays_unrolling(size, self._train_looped.trace_secs):
             train = self._train_unrolled[size]
         self._used_graphs.add("looped" if train is self._train_looped else f"{size} unrolled")
-        return self._schedule(train, self._source.ticket(first, size))
+        ticket = self._source.ticket(first, size)
+        return self._schedule(train, {"first": np.array(first, np.int64), **ticket})
 
 
 class _Steps:
@@ -233,9 +270,12 @@ class _Steps:
         self._compression = compression
         self._max_staleness = max_staleness
         self._read_dtype = read_dtype
-        # `applied` is the number of applied gradients of each worker.
+        # `applied` is the number of applied gradients of each worker; left_tickets.py has the log.
         with strategy.scope(), strategy.extended.colocate_vars_with(learner.step):
             self.applied = tf.Variable(tf.zeros([num_workers], tf.int64), trainable=False)
+            with tf.device(learner.step.device):
+                rows = tf.tile(tf.constant([EMPTY_ROW], tf.int64), [LOG_ROWS, 1])
+            self.log = tf.Variable(rows, trainable=False)
         with tf.device(learner.step.device):
             name = f"applying-{os.getpid()}-{time.time_ns()}"
             self._locks = [tf.raw_ops.MutexV2(shared_name=f"{name}-{i}") for i in range(2)]
@@ -250,55 +290,65 @@ class _Steps:
         step = self._unbounded_step if self._max_staleness is None else self._bounded_step
         step_device = learner.step.device
 
-        def this_worker() -> tuple[Tensor, Tensor]:
-            """The index of the worker, on the worker and on the step device."""
+        def begin(ticket: dict[str, Tensor]) -> tuple[Batch, Tensor, Tensor]:
+            """The batches of `ticket`, stacked; the worker's index; the origin of the first step.
+
+            An origin, int64 [2] on the step device, is the worker's index and a batch's number.
+            """
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            first = ticket["first"]
+            stacked = source.parse_ticket({k: v for k, v in ticket.items() if k != "first"})
+            origin = tf.stack([tf.cast(worker, tf.int64), first])  # One tensor is one transfer.
             with tf.device(step_device):
-                return worker, tf.identity(worker)
+                return stacked, worker, tf.identity(origin)
+
+        def origin_of(index: int | Tensor, first: Tensor) -> Tensor:
+            with tf.device(step_device):
+                return first + tf.stack([tf.constant(0, tf.int64), tf.cast(index, tf.int64)])
+
+        def spec(num_batches: int | None = None) -> dict[str, tf.TensorSpec]:
+            return {**source.ticket_spec(num_batches), "first": tf.TensorSpec([], tf.int64)}
 
         def unrolled(num_steps: int, ticket: dict[str, Tensor]) -> Tensor:
-            batches = unstack(source.parse_ticket(ticket), num_steps)
-            worker, worker_at_step = this_worker()
+            stacked, worker, first = begin(ticket)
+            batches = unstack(stacked, num_steps)
             totals: list[Tensor] = []
             ages: list[Tensor] = []
             former: _Sent | None = None
-            for batch in batches:
-                step_totals, age, former = step(batch, worker_at_step, former)
+            for index, batch in enumerate(batches):
+                step_totals, age, former = step(batch, origin_of(index, first), former)
                 totals.append(step_totals)
                 ages.append(age)
             with tf.device(step_device):  # The ages travel as one tensor.
                 all_ages = tf.stack(ages)
             return _result(tf.stack(totals), worker, all_ages)
 
-        @tf.function(input_signature=[source.ticket_spec()])
+        @tf.function(input_signature=[spec()])
         def looped(ticket: dict[str, Tensor]) -> Tensor:
             # Called outside of the loop, because inner graphs do not know the worker's index.
-            worker, worker_at_step = this_worker()
-            stacked = source.parse_ticket(ticket)
+            stacked, worker, first = begin(ticket)
             num_steps = tf.shape(ticket["gather"])[0]
             totals = tf.TensorArray(tf.float64, num_steps, element_shape=[learner.num_totals])
             ages = tf.TensorArray(tf.int64, num_steps, element_shape=[])
             for i in tf.range(num_steps):
                 batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
-                step_totals, age, _ = step(batch, worker_at_step, None)
+                step_totals, age, _ = step(batch, origin_of(i, first), None)
                 totals = totals.write(i, step_totals)
                 ages = ages.write(i, age)
             return _result(totals.stack(), worker, ages.stack())
 
         several = {
             size: Closure(
-                tf.function(
-                    functools.partial(unrolled, size), input_signature=[source.ticket_spec(size)]
-                )
+                tf.function(functools.partial(unrolled, size), input_signature=[spec(size)])
             )
             for size in (STEPS_PER_CLOSURE, FEW_STEPS)
         }
         return several, Closure(looped)
 
     def _unbounded_step(
-        self, batch: Batch, worker: Tensor, former: "_Sent | None"
+        self, batch: Batch, origin: Tensor, former: "_Sent | None"
     ) -> tuple[Tensor, Tensor, "_Sent"]:
-        """One step of `worker`, an index: its metric totals, its staleness (int64), its gradients.
+        """One step on the `batch` of `origin`: metric totals, staleness (int64), gradients.
 
         Staleness is the step counter at the application, less the counter before the variables were
         read: the number of steps of other workers that this gradient does not know of.
@@ -316,10 +366,10 @@ class _Steps:
         # Before the gradient is applied: the graph orders reads and changes as they are created.
         with tf.control_dependencies(sent.first_to_arrive(self._learner.step.device)):
             sent.counter = self._read_counter()
-        return totals, self._apply_and_count(sent.arrived, worker, before), sent
+        return totals, self._apply_and_count(sent.arrived, origin, before), sent
 
     def _bounded_step(
-        self, batch: Batch, worker: Tensor, former: "_Sent | None"
+        self, batch: Batch, origin: Tensor, former: "_Sent | None"
     ) -> tuple[Tensor, Tensor, "_Sent"]:
         """`_unbounded_step`, but returns DROPPED if the gradient is too old when it arrives.
 
@@ -331,7 +381,7 @@ class _Steps:
         before = self._read_counter()
         sent, totals = self._compute(batch, before, former)
         arrived = sent.arrived
-        waited_for = [worker]
+        waited_for = [origin]
         for gradient in arrived:
             if isinstance(gradient, tf.IndexedSlices):
                 waited_for += [gradient.values, gradient.indices]
@@ -353,7 +403,7 @@ class _Steps:
             if (age < 0) | (age > self._max_staleness):
                 age = tf.constant(DROPPED, tf.int64)
             else:
-                age = self._apply_and_count(arrived, worker, before)
+                age = self._apply_and_count(arrived, origin, before)
             done = age
             for lock in reversed(held):
                 with tf.control_dependencies([done]):
@@ -379,16 +429,19 @@ class _Steps:
         sent = self._compression.compress_all(gradients)
         return _Sent(sent, send_to_servers(learner.variables, gradients, sent)), totals
 
-    def _apply_and_count(self, arrived: Sequence[Tensor], worker: Tensor, before: Tensor) -> Tensor:
-        """Applies gradients that have `arrived`, counts them for `worker`; returns the staleness.
+    def _apply_and_count(self, arrived: Sequence[Tensor], origin: Tensor, before: Tensor) -> Tensor:
+        """Applies gradients that have `arrived`, counts and logs them; returns the staleness.
 
         All ops are on the device of the step counter: an unrolled step sends gradients, and gets
         nothing back.
         """
         step = self._strategy.run(self._learner.apply, args=(arrived,))
         with tf.device(self._learner.step.device), tf.control_dependencies([step]):
+            worker, batch = tf.unstack(origin)
+            age = tf.cast(step - 1 - before, tf.int64)
             self.applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
-            return tf.cast(step - 1 - before, tf.int64)
+            self.log.scatter_nd_update([log_place(batch)], [tf.stack([batch, worker, age])])
+            return age
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -33,7 +33,9 @@ from strategies.base import (
     Made,
     PeerLostError,
     Position,
+    Reached,
     Tensor,
+    value_of,
 )
 from strategies.cluster.peers import (
     SilentPeerError,
@@ -49,10 +51,13 @@ from strategies.gradients.coalescing import read_together
 from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
+from strategies.ps.left_state import LeftState, PublishedState, assign_value
 from strategies.ps.lookup_tables import capture_outside_of_branches
 from strategies.ps.losses import losses_explained
 from strategies.ps.placement import dry_run, place, placed
 from strategies.ps.servers import check_versions, end_servers, listen_for_losses, listen_for_stop
+from strategies.ps.settling import settled_values
+from strategies.ps.standby import Standby
 from strategies.ps.worker_step import compute_metrics
 from strategies.worker_stats import WorkerStats, added, with_shares
 
@@ -90,6 +95,12 @@ class ParameterServerExecutor(Executor):
         self._has_run = False
         # The number of gradients of each variable that its server stores.
         self._num_gradient_buffers = 0
+        self._published = PublishedState(cluster)
+        self._standby = Standby(self._published.devices)
+        # The arguments of `publish`; before, and while variables are set back, there are none.
+        self._saved: Sequence[tf.Variable] = ()
+        self._identity = ""
+        self._former: LeftState | None = None
         _KEEP_ALIVE.append(self)
         self.io_device = "/job:chief/replica:0/task:0/device:CPU:0"
 
@@ -217,6 +228,89 @@ class ParameterServerExecutor(Executor):
         self._evaluate_closure = self._make_evaluate_closure()
         self._make_graphs()
         self._set_position(position)
+
+    @override
+    def take_over(
+        self, variables: Sequence[tf.Variable], identity: str, after_step: int
+    ) -> Reached | None:
+        with losses_explained():
+            left = self._former = self._published.find()
+            if left is None or left.facts["identity"] != identity or not variables:
+                return None
+            found = settled_values(left) or self._standby.find(left)
+            if found is None:
+                log.warning(
+                    "The servers have no complete step of the former chief in their memory: a ps "
+                    "was lost, or the former chief has died before its first step."
+                )
+            if found is None or found[0].step <= after_step:
+                return None
+            reached, values = found
+            for variable, value in zip(variables, values, strict=True):
+                assign_value(variable, value)
+            return reached
+
+    @override
+    def publish(
+        self, variables: Sequence[tf.Variable], identity: str, *, has_standby: bool = False
+    ) -> None:
+        places = {variable.device for variable in variables}
+        if not places or not places.issubset(self._published.devices):
+            return
+        self._saved, self._identity = variables, identity
+        with losses_explained():
+            self._publish()
+            self._standby.clear()
+            if self._former:
+                for variable in self._former.found:
+                    variable.empty()
+                self._former = None
+            if has_standby:
+                self._standby.begin(variables)
+
+    @override
+    def copy_to_standby(self) -> None:
+        if not self._saved:
+            return
+        step = int(value_of(self._learner.step))
+        with losses_explained():
+            self._standby.copy(Reached(step, self.position, self.worker_stats()))
+
+    def _publish(self) -> None:
+        step = next(i for i, v in enumerate(self._saved) if v is self._learner.step)
+        facts = {
+            "identity": self._identity,
+            "num_saved": len(self._saved),
+            "step": step,
+            "workers": self._workers(),
+            "counts_before": self._counts_before,
+            **self._facts(),
+        }
+        self._store_progress()
+        self._published.publish([*self._saved, *self._own_variables], facts)
+
+    @property
+    @abc.abstractmethod
+    def _own_variables(self) -> list[tf.Variable]:
+        """The variables of this executor that a next chief reads, or frees."""
+
+    @abc.abstractmethod
+    def _facts(self) -> dict[str, object]:
+        """What a next chief must know: JSON values, with the `kind` of the executor."""
+
+    @abc.abstractmethod
+    def _store_progress(self) -> None:
+        """Stores how far the run has come on the server of the step counter."""
+
+    @override
+    def roll_back(self, restore: Callable[[], tuple[Position, WorkerStats]]) -> None:
+        # These are of steps that are abandoned.
+        self._published.withdraw()
+        with losses_explained():
+            self._standby.clear()
+        super().roll_back(restore)
+        if self._saved:
+            self._publish()
 
     @override
     def _drop_residuals(self) -> None:

@@ -376,8 +376,9 @@ def outcomes(story: Story) -> list[Outcome]:
         before = [life for life in lives if life.steps[0][0] <= event.began]
         lost: int | None = 0
         trained = math.inf
-        is_ps = story.topology.strategy == "ps"
-        if is_ps and again.get(event.pid) == 1 < len(tasks_of(story.topology)):
+        num_again, num_tasks = again.get(event.pid), len(tasks_of(story.topology))
+        is_ps_worker = story.topology.strategy == "ps" and fault.task.startswith("worker")
+        if is_ps_worker and num_again == 1 < num_tasks:
             seen = "it is started again alone"
             trained = _works_again(story.reports, fault.task, event.began)
         elif fault.kind in ("stop", "stall", "disk") and (
@@ -393,6 +394,9 @@ def outcomes(story: Story) -> list[Outcome]:
             seen = "the run is done"
         else:
             seen = "all are started again"
+            if story.topology.strategy == "ps" and num_again is not None and num_again < num_tasks:
+                these = "it is" if num_again == 1 else "it and the chief are"
+                seen = f"{these} started again; the other servers stay"
             if fault.task == LAUNCHER:
                 seen = "all end by themselves; resumed by the same command"
             elif fault.task.startswith(LAUNCHER):

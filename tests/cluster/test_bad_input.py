@@ -262,6 +262,9 @@ CASES = {
         f"{MULTI} --read_dtype=float16", ("--read_dtype=float16", "--strategy=ps")
     ),
     "8 bits": Case(f"{MULTI} --wire_dtype=int8", ("wire_dtype", "float16", "bfloat16")),
+    "standby without another ps": Case(
+        "--strategy=ps --ps_standby=10", ("--ps_standby=10", "ps tasks is 1", "--ps=2")
+    ),
     "negative staleness": Case("--strategy=ps --max_staleness=-1", ("max_staleness", "-1")),
     "hosts and TF_CONFIG": Case(
         "--strategy=ps --ps_hosts=a:1",

@@ -12,8 +12,10 @@ import tensorflow as tf
 
 from data.order import Order, replica_lanes
 from strategies.gradients.coalescing import Bucket
+from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.sync.aggregator import Aggregator, Verdict, judge
 from strategies.ps.sync.gradient_buffers import GradientBuffers
+from strategies.ps.sync.left_rounds import kept_values
 from strategies.ps.sync.protocol import (
     END,
     END_ASSIGNMENT,
@@ -51,8 +53,9 @@ class Play:
         order = Order((80,), 8, BATCH, BATCH, window_batches=1, seed=0, shuffle=False)
         lanes = [replica_lanes(BATCH, index, num_sub_batches) for index in range(num_sub_batches)]
         self.buffers = GradientBuffers(learner, strategy, num_slots=num_slots)
+        self.stored = NamedTensors(self.step.device, f"rounds of {self.buffers.name}")
         self.aggregator = Aggregator(
-            learner, SimpleNamespace(order=order), strategy, self.buffers, lanes
+            learner, SimpleNamespace(order=order), strategy, self.buffers, lanes, self.stored
         )
         self.num_sub_batches = num_sub_batches
         self.num_slots = num_slots
@@ -71,12 +74,13 @@ class Play:
                 tf.constant(self.progress._replace(num_rounds=num_rounds), tf.int64),
                 pack(self.slots),
                 tf.constant(self.returned, tf.int64, [len(self.returned)]),
+                pack(self.counters),
             )
             self.progress = Progress(*progress.numpy().tolist())
             self.slots = WorkerSlot(*slots.numpy().T.copy())
             self.returned = returned.numpy().tolist()
             self.totals = totals.numpy()
-            self.counters = Counters(*(np.stack(self.counters) + counters.numpy().T))
+            self.counters = Counters(*counters.numpy().T.copy())
             return int(self.progress.num_rounds)
 
         self.call = self._pool.submit(run)
@@ -149,6 +153,36 @@ def backed() -> Iterator[Play]:
     play = Play(3, 2)
     yield play
     play.close()
+
+
+def test_values_before_a_step_are_kept_on_several_servers_but_not_of_tables() -> None:
+    first, second = "CPU:0", "CPU:1"
+    with tf.device(first):
+        step, one = tf.Variable(7, dtype=tf.int64), tf.Variable([1.0, 2.0])
+    with tf.device(second):
+        other = tf.Variable([[3.0]])
+
+    def buffers_of(variables: list[tf.Variable], num_dense: int) -> GradientBuffers:
+        learner: Any = SimpleNamespace(
+            step=step, variables=variables, num_dense=num_dense, num_totals=1
+        )
+        made = GradientBuffers(learner, tf.distribute.get_strategy(), num_slots=1)
+        made.keep([step, *variables])
+        return made
+
+    buffers = buffers_of([one, other], 2)
+    gradients = tf.function(buffers.begun)([tf.ones([2]), tf.ones([1, 1])], tf.constant(8))
+    assert [gradient.numpy().tolist() for gradient in gradients] == [[1.0, 1.0], [[1.0]]]
+    assert [int(mark.numpy()) for mark in buffers.marks] == [8, 8]
+    one.assign_add([10.0, 10.0])
+    number, counted, weight = kept_values(one.device).load([tf.int64, tf.int64, tf.float32]) or []
+    assert (int(number), int(counted), weight.numpy().tolist()) == (7, 7, [1.0, 2.0])
+
+    of_table = buffers_of([one, other], 1)
+    rows = tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0]))
+    tf.function(of_table.begun)([tf.ones([2]), rows], tf.constant(9))
+    assert [int(mark.numpy()) for mark in of_table.marks] == [9, 9]
+    assert kept_values(one.device).load([tf.int64, tf.int64, tf.float32]) is None
 
 
 def test_writer_to_a_worker_slot_waits_for_another_writer(two: Play) -> None:

@@ -643,9 +643,40 @@ def test_ps_worker_is_restarted_alone_at_its_address(
     assert (tmp_path / "tasks" / "worker-0.log").read_text().count("=== worker 0, start") == 2
 
 
+@pytest.mark.parametrize(("victim", "restarted"), [("chief 0", 1), ("ps 0", 2)])
+def test_servers_stay_when_the_chief_or_another_server_is_killed(
+    victim: str, restarted: int, tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    """They have the variables. If that brings no progress, all tasks are restarted."""
+    command = program(f"""
+        note(f"running-{{start}}")
+        if f"{{job}} {{index}}" == "{victim}" and start < 3:
+            for task in ("chief-0", "worker-0", "worker-1", "ps-0", "ps-1"):
+                await_note("running-1-" + task)
+            await_note(f"running-{{start}}-chief-0")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if job == "chief" and start < 3:
+            time.sleep(60)
+        if job == "chief":
+            note("done")
+        await_note("done-chief-0")
+    """)
+    cluster = local_cluster("ps", 2, 2)
+    report = launch(cluster, tmp_path, command, restarts=no_progress(2))
+
+    all_tasks = len(cluster.tasks())
+    killed = -signal.SIGKILL
+    assert causes(report) == [(victim, killed, restarted), (victim, killed, all_tasks)]
+    assert report.exit_code == 0
+    lines = (tmp_path / "tasks" / "restarts.jsonl").read_text().splitlines()
+    started_again = [set(json.loads(line)["started_again"]) for line in lines]
+    assert started_again == [{"chief 0", victim}, set(map(str, cluster.tasks()))]
+    assert len(notes(tmp_path, "running-3")) == restarted
+    assert len(notes(tmp_path, "running-2")) == all_tasks
+
+
 @pytest.mark.parametrize(
-    ("strategy", "victim"),
-    [("ps", "chief 0"), ("ps", "ps 0"), ("multiworker", "worker 0"), ("multiworker", "worker 1")],
+    ("strategy", "victim"), [("multiworker", "worker 0"), ("multiworker", "worker 1")]
 )
 def test_all_tasks_are_restarted_if_the_others_cannot_continue(
     strategy: str, victim: str, tmp_path: Path, program: Callable[[str], list[str]]
@@ -845,7 +876,7 @@ def test_unresponsive_task_is_killed_and_restarted_with_the_tasks_that_depend_on
     cluster = local_cluster("ps", 1, 1)
     report = launch(cluster, tmp_path, command, restarts=no_progress(1), stall_timeout_secs=6.0)
 
-    assert causes(report) == [(victim, -signal.SIGKILL, 1 if victim == "worker 0" else 3)]
+    assert causes(report) == [(victim, -signal.SIGKILL, 2 if victim == "ps 0" else 1)]
     assert "unresponsive" in report.restarts[0].cause.failure
     assert report.exit_code == 0
 

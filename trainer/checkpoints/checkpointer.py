@@ -20,6 +20,7 @@ stay until a newer one is complete.
 import concurrent.futures
 import contextlib
 import difflib
+import hashlib
 import itertools
 import json
 import logging
@@ -46,7 +47,7 @@ from trainer.checkpoints.file_checks import (
     flush_to_disk,
     size_damage_of,
 )
-from trainer.checkpoints.snapshot import Snapshot
+from trainer.checkpoints.snapshot import Snapshot, tensorflow_variables
 from trainer.embeddings.table import Rows, saved_variables
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
@@ -133,6 +134,20 @@ class Checkpointer:
         # Called on the other thread when all but the mark is written: a run that resumes from the
         # checkpoint then finds what was reported before it.
         self.before_mark: Callable[[], None] = lambda: None
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """All variables that a checkpoint has, in the same order in each process of a run.
+
+        Empty if a checkpoint has something else, too.
+        """
+        return tensorflow_variables(self._checkpoint)
+
+    @property
+    def run_identity(self) -> str:
+        """The same in each process of this run; another one in other runs."""
+        of_run = {"directory": files.absolute(self.directory), **self._identity}
+        return hashlib.sha256(json.dumps(of_run, sort_keys=True).encode()).hexdigest()
 
     def save(self, step: int, position: Position, counts: WorkerStats) -> None:
         """Copies the variables, after a former write, and starts to write a checkpoint of `step`.

@@ -14,6 +14,22 @@ import tensorflow as tf
 from trainer.embeddings.table import Rows
 
 
+def tensorflow_variables(checkpoint: tf.train.Checkpoint) -> list[tf.Variable]:
+    """The variables below `checkpoint`, each once; of a table, its parts.
+
+    Empty if a checkpoint has something else, too, such as a lookup table that changes.
+    """
+    found: dict[int, tf.Variable] = {}
+    base = tf.__internal__.tracking.Trackable
+    for node in tf.train.TrackableView(checkpoint).descendants():
+        if isinstance(node, keras.Variable | tf.Variable | Rows):
+            parts = node.parts if isinstance(node, Rows) else [getattr(node, "value", node)]
+            found.update({id(part): part for part in parts})
+        elif type(node)._serialize_to_tensors is not base._serialize_to_tensors:
+            return []
+    return list(found.values())
+
+
 class Snapshot:
     """Copies of all variables below a tf.train.Checkpoint, on `device`.
 

@@ -102,6 +102,7 @@ def _launch(recipe: Recipe) -> int:
     strategy, cluster = flags.STRATEGY.value, _local_cluster()
     num_workers = cluster.num("worker")
     flag_checks.check_wire(num_workers)
+    flag_checks.check_standby(cluster.num("ps"))
     if strategy == "ps":
         flag_checks.num_to_aggregate(recipe, num_workers)
     else:
@@ -154,6 +155,7 @@ def _supervise(recipe: Recipe, cluster: Cluster) -> int:
     """Starts, supervises and restarts this host's task of a cluster of several hosts."""
     flag_checks.num_to_aggregate(recipe, _num_workers(cluster))
     flag_checks.check_wire(_num_workers(cluster))
+    flag_checks.check_standby(cluster.num("ps"))
     model_dir = model_dir_of(recipe)
     argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
     with contextlib.ExitStack() as stack:
@@ -298,6 +300,7 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
 def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int | TaskSpec:
     flag_checks.num_to_aggregate(recipe, _num_workers(cluster))
     flag_checks.check_wire(_num_workers(cluster))
+    flag_checks.check_standby(cluster.num("ps") if cluster else flags.PS.value)
     model_dir = model_dir_of(recipe)
     serves = cluster is not None and flag_checks.serves(cluster)
     is_evaluator = cluster is not None and cluster.task.job == "evaluator"
@@ -337,6 +340,7 @@ def task_spec(
         flags=flags.strategy_words(),
         replicas_to_aggregate=flag_checks.num_to_aggregate(recipe, _num_workers(cluster)),
         max_staleness=flags.MAX_STALENESS.value,
+        ps_standby=flags.PS_STANDBY.value,
         is_checked=is_launched,
         serves=cluster is not None and flag_checks.serves(cluster),
         chief_timeout_secs=None if flags.KEEP_SERVING.value else flags.CHIEF_TIMEOUT_SECS.value,

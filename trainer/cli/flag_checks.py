@@ -326,6 +326,15 @@ def check_wire(num_senders: int) -> None:
         )
 
 
+def check_standby(num_ps: int) -> None:
+    """Refuses `--ps_standby` if there is no other ps for the copies."""
+    if flags.PS_STANDBY.value and num_ps < 2:
+        raise ConfigError(
+            f"--ps_standby={flags.PS_STANDBY.value} copies the variables of each ps to another ps, "
+            f"but the number of ps tasks is {num_ps}. Leave it out, or type --ps=2."
+        )
+
+
 def serves(cluster: Cluster) -> bool:
     """Returns True if this task only executes what a chief in another process sends."""
     return cluster.is_server and (flags.KEEP_SERVING.value or not cluster.is_chief)

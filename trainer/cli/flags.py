@@ -319,6 +319,14 @@ with _scope(_PS):
         "more steps than this were applied since it read the variables.",
         lower_bound=0,
     )
+    PS_STANDBY = flags.DEFINE_integer(
+        "ps_standby",
+        0,
+        "ps, with two ps tasks or more: every so many steps each copies its variables to the next. "
+        "Then the death of one of them costs at most the steps since the last copy. 0 copies "
+        "nothing.",
+        lower_bound=0,
+    )
     SYNC_REPLICAS = flags.DEFINE_boolean(
         "sync_replicas", False, "ps: a step sums gradients computed on the same variables."
     )

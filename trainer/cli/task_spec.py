@@ -25,6 +25,7 @@ class TaskSpec:
     log_device_placement: bool = False
     replicas_to_aggregate: int = 0  # ps: gradients per step; 0 for asynchronous steps.
     max_staleness: int | None = None
+    ps_standby: int = 0  # Steps between two copies to other ps tasks; 0: none.
     is_checked: bool = False  # A launcher has just checked that the data fits the model.
     serves: bool = False  # This task only executes what a chief in another process sends.
     chief_timeout_secs: float | None = None  # None waits without a limit.

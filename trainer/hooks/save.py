@@ -51,6 +51,18 @@ class SaveCheckpoint(PeriodicHook):
 
 
 @dataclass(eq=False)
+class CopyToStandby(PeriodicHook):
+    """Copies the state of parameter servers to other servers, at multiples of `every_steps`."""
+
+    executor: Executor
+
+    @override
+    def act(self, step: int) -> None:
+        with self.executor.stopwatch.spend("checkpoint"):
+            self.executor.copy_to_standby()
+
+
+@dataclass(eq=False)
 class KeepConfig(PeriodicHook):
     """Writes config.json anew, with a warning, if it was deleted during the run.
 

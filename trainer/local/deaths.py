@@ -20,9 +20,10 @@
 | lost: any task | any | any | END_RUN |
 
 An unresponsive task, which the launcher kills, counts as lost. A ps worker is the only task that
-can be lost alone: the chief reconnects to it. The variables are lost with a ps task. Variable
-updates that a dead chief sent may still arrive, and must not reach the variables of the next chief.
-No multiworker step is complete without all workers. Exits with 1 and 2 would happen again.
+can be lost alone: the chief reconnects to it. If the chief of ps or a ps is lost by a signal,
+RESTART_ALL leaves the other servers alone: they have the variables (`keeps_variables`). Updates
+that a dead chief sent cannot reach the variables of the next chief, which makes new ones. No
+multiworker step is complete without all workers. Exits with 1 and 2 would happen again.
 """
 
 import enum
@@ -31,7 +32,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from strategies.cluster.tf_config import Task
+from strategies.cluster.tf_config import Cluster, Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 
 
@@ -45,7 +46,7 @@ class Action(enum.Enum):
     IGNORE = "Nothing: the chief is done and did not need the task."
     WAIT = "Decide a second later: if the chief ended this worker, the chief itself ends by then."
     RESTART_TASK = "Restart this task alone."
-    RESTART_ALL = "End all tasks, then restart them."
+    RESTART_ALL = "End all tasks, but not servers with variables, then restart what has ended."
     CONTINUE = "The other workers continue without this one."
     END_RUN = "Have the remaining tasks save and end."
 
@@ -110,6 +111,14 @@ def decide_loss(end: TaskEnd, run: RunState) -> Action:
     if was_killed and end.is_ps_worker and run.has_other_workers:
         return Action.CONTINUE
     return Action.END_RUN
+
+
+def keeps_variables(end: TaskEnd, cluster: Cluster) -> bool:
+    """Returns True if the next chief may continue from what the other servers have.
+
+    After an exit with 75 some server may not answer, so all tasks are started again.
+    """
+    return cluster.num("ps") > 0 and end.exit_code < 0
 
 
 def failure_of(code: int, *, unresponsive: str, end_reason: str | None, is_stopped: bool) -> str:

@@ -100,7 +100,9 @@ def print_summary(report: LaunchReport, logs: TaskLogs) -> None:
         say(f"{num_before} earlier restarts are in {logs.directory / RESTARTS}")
     for restart in report.restarts[-_NUM_SHOWN_RESTARTS:]:
         cause, tasks = restart.cause, restart.tasks
-        what = tasks[0] if len(tasks) == 1 else "all tasks"
+        has_servers = cause.task.job in ("chief", "ps")  # Which were not restarted.
+        is_part = len(tasks) == 1 or (has_servers and len(tasks) == 2)
+        what = " and ".join(map(str, tasks)) if is_part else "all tasks"
         say(f"{restart.when}  {cause.task} died: {cause.failure}; restarted {what}")
     first = report.first_failure
     if first is None or first.survived:

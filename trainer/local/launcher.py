@@ -11,9 +11,10 @@ each start, are in `<model_dir>/tasks/<job>-<index>.log`; for a URL, in runs/<na
 Servers are ps tasks and ps workers; trainers are the chief and multiworker workers. A task that
 died is restarted: a ps worker alone, any other with all tasks, which resume from the newest
 checkpoint. For that the launcher kills the peers at once; after an exit with 75 it first lets them
-end by themselves for 15 s. Workers of multiworker get SIGUSR1 in place of SIGKILL: each has the
-complete state, and saves it within `grace_secs`. deaths.py has the table; restarts.py ends a run
-without progress.
+end by themselves for 15 s. If the chief of ps or a ps is killed, the other servers stay: they have
+the variables, which the next chief saves. Workers of multiworker get SIGUSR1 in place of SIGKILL:
+each has the complete state, and saves it within `grace_secs`. deaths.py has the table; restarts.py
+ends a run without progress.
 
 The run ends when the chief exits with 0, when a failure cannot be repaired by a restart, or when
 the launcher receives a signal. Every process is started in a new session: Ctrl-C in a terminal
@@ -51,6 +52,7 @@ from trainer.local.deaths import (
     decide_loss,
     failure_of,
     is_chief_done,
+    keeps_variables,
 )
 from trainer.local.failures import FailureLog, print_failure
 from trainer.local.fork_server import ForkServer
@@ -122,8 +124,10 @@ class LocalCluster:
         self._restarted_alone: set[Task] = set()
         self._ends: list[TaskEnd] = []
         self._restarts: list[Restart] = []
-        # While all tasks are being ended for a restart: its cause, and its earliest time.
+        # While all tasks, or all but servers, are being ended for a restart: its cause, and its
+        # earliest time.
         self._restart_of_all: tuple[TaskEnd, float] | None = None
+        self._keeps_servers = False  # In that restart.
         self._is_ending = False
         self._num_stops = 0
         self._repetitions = Repetitions()
@@ -358,7 +362,12 @@ class LocalCluster:
         return delay_secs
 
     def _restart(self, cause: TaskEnd, delay_secs: float, *, is_alone: bool) -> None:
-        what = cause.task if is_alone or self.host else "all tasks"
+        # Not again without progress: then perhaps a server does not work.
+        is_first = self.restarts.num_without_progress == 1
+        keeps_servers = not is_alone and is_first and keeps_variables(cause, self.cluster)
+        what: object = cause.task if is_alone or self.host else "all tasks"
+        if keeps_servers and not self.host:
+            what = " and ".join(dict.fromkeys([str(cause.task), str(self._chief)]))
         when = f"in {delay_secs:g} s" if delay_secs else "now"
         say(f"{_death(cause)}. Restarting {what} {when}.")
         if is_alone:
@@ -368,26 +377,31 @@ class LocalCluster:
             return
         self._forget_plans()
         self._restart_of_all = (cause, time.monotonic() + delay_secs)
+        self._keeps_servers = keeps_servers
         # After an exit with 75 the other tasks may be about to end by themselves, with state saved.
         patience = _PEER_LOST_SECS if cause.exit_code == EXIT_RESTART else 0.0
         if not self.cluster.num("ps"):
             # Each worker has the complete state: it saves, if it is training, and ends.
             self._end(self._running, patience, signal.SIGUSR1)
             patience += self.grace_secs
-        self._end(self._running, patience, signal.SIGKILL)
+        ended = self._trainers() if keeps_servers else self._running
+        self._end(ended, patience, signal.SIGKILL)
         self._go_down()
 
     def _go_down(self) -> None:
-        """Continues a restart of all tasks: ends the servers, then plans the start of all."""
+        """Continues a restart: ends the servers, unless they stay, then plans all starts."""
         assert self._restart_of_all is not None
-        if not self._trainers():
-            self._end(self._servers(), 0, signal.SIGKILL)
-        if self._running:
+        if self._trainers():
             return
+        if not self._keeps_servers:
+            self._end(self._servers(), 0, signal.SIGKILL)
+            if self._running:
+                return
         cause, when = self._restart_of_all
         self._forget_plans()
         _mark_survived(self._ends)
-        self._plans.enterabs(when, 0, self._start_again, (cause, self._clusters))
+        ended = [task for task in self._clusters if task not in self._running]
+        self._plans.enterabs(when, 0, self._start_again, (cause, ended))
 
     def _start_again(self, cause: TaskEnd, tasks: Iterable[Task]) -> None:
         self._restarts.append(Restart(cause, tuple(tasks), now()))

@@ -19,7 +19,11 @@ _MAX_DELAY_SECS = 30.0
 
 
 class Restarts:
-    """Counts restarts without progress."""
+    """Counts restarts without progress.
+
+    Attributes:
+        num_without_progress: The restarts since the last progress, with the one counted last.
+    """
 
     def __init__(
         self,
@@ -33,6 +37,7 @@ class Restarts:
         self._clock = clock
         self._best = progress()
         self._times: deque[float] = deque()
+        self.num_without_progress = 0
 
     def next_delay_secs(self, num_short_lives: int) -> float | None:
         """Counts a restart and returns its delay; returns None if the limit is reached.
@@ -50,6 +55,7 @@ class Restarts:
         if num_before >= self.max_restarts:
             return None
         self._times.append(now)
+        self.num_without_progress = num_before + 1
         num_consecutive = min(10, max(num_before, num_short_lives))
         delay_secs = _FIRST_DELAY_SECS * 2.0 ** (num_consecutive - 1)
         return min(_MAX_DELAY_SECS, delay_secs) if num_consecutive else 0.0

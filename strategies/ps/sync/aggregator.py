@@ -1,12 +1,17 @@
 """What decides the steps of synchronous parameter servers: a loop on the server that counts steps.
 
     aggregator = Aggregator(learner, source, strategy, buffers, lanes)
-    progress, slots, returned, totals, counters = aggregator.graph(progress, slots, returned)
+    progress, slots, returned, totals, counters = aggregator.graph(
+        progress, slots, returned, counters
+    )
 
 A step needs n gradients. While h of them are held, the aggregator takes n - h messages together
 from the queue, or one while loops give way. If all of them are gradients in time, it handles them
 together. Otherwise it handles them one by one: `judge` says what a message means, and
 `Aggregator._answer` gives its sender the next assignment.
+
+After each round the aggregator stores what a chief would need to continue from that step, on its
+server (left_rounds.py): the chief may die during a call.
 """
 
 import functools
@@ -18,7 +23,9 @@ import tensorflow as tf
 
 from data.tickets import TicketSource
 from strategies.base import Learner, Tensor, read_now
+from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.sync.gradient_buffers import GradientBuffers
+from strategies.ps.sync.left_rounds import Rounds
 from strategies.ps.sync.protocol import (
     END,
     END_ASSIGNMENT,
@@ -102,7 +109,7 @@ class _State(NamedTuple):
     returned: Tensor  # Sub-batches to assign again, int64 [any].
     held_totals: Tensor  # The metric totals of held gradients, float64 [worker slots, num_totals].
     metric_totals: Tensor  # Of the rounds that are done, float64 [num_totals].
-    counters: Tensor  # Packed Counters, int64 [workers, 4].
+    counters: Tensor  # Packed Counters of the run so far, int64 [workers, 4].
     num_done: Tensor  # Rounds.
     step: Tensor  # The step counter, which is the number of the round.
     next_sub_batch: Tensor
@@ -127,13 +134,17 @@ _NUM_TENSORS = 5
 
 @dataclass(frozen=True, eq=False)
 class Aggregator:
-    """The loop. `lanes` are the lanes of each sub-batch of a batch of `source`."""
+    """The loop. `lanes` are the lanes of each sub-batch of a batch of `source`.
+
+    The state after each round is stored in `stored`, on the device of the step counter.
+    """
 
     learner: Learner
     source: TicketSource
     strategy: tf.distribute.Strategy
     buffers: GradientBuffers
     lanes: Sequence[range]
+    stored: NamedTensors
 
     @property
     def _num_slots(self) -> int:
@@ -149,16 +160,17 @@ class Aggregator:
                 tf.TensorSpec([len(Progress._fields)], tf.int64),
                 tf.TensorSpec([self._num_slots, len(WorkerSlot._fields)], tf.int64),
                 tf.TensorSpec([None], tf.int64),
+                tf.TensorSpec([self._num_slots, len(Counters._fields)], tf.int64),
             ],
             autograph=False,
         )
         def aggregate(
-            progress: Tensor, slots: Tensor, returned: Tensor
+            progress: Tensor, slots: Tensor, returned: Tensor, counters: Tensor
         ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             """Runs the rounds of `progress`, a packed Progress, from packed worker `slots`.
 
-            `returned` are sub-batches to assign again. Returns these three as they are then; the
-            metric totals; and the packed counters of each worker.
+            `returned` are sub-batches to assign again, `counters` the packed counters of each
+            worker. Returns these four as they are then, and before the last the metric totals.
             """
             with tf.device(self.buffers.step_device):
                 zero = tf.constant(0, tf.int64)
@@ -168,7 +180,7 @@ class Aggregator:
                     returned=tf.identity(returned),
                     held_totals=tf.zeros([self._num_slots, num_totals], tf.float64),
                     metric_totals=tf.zeros([num_totals], tf.float64),
-                    counters=tf.zeros([self._num_slots, len(Counters._fields)], tf.int64),
+                    counters=tf.identity(counters),
                     num_done=zero,
                     step=tf.cast(read_now(self.learner.step), tf.int64),
                     next_sub_batch=begin.next_sub_batch,
@@ -334,7 +346,8 @@ class Aggregator:
         is_complete, summed = self.buffers.total(places, held.attempt, state.step, num_sub_batches)
 
         def apply() -> Tensor:
-            return tf.cast(self.strategy.run(self.learner.apply, args=(summed,)), tf.int64)
+            gradients = self.buffers.begun(summed, state.step + 1)
+            return tf.cast(self.strategy.run(self.learner.apply, args=(gradients,)), tf.int64)
 
         step = tf.cond(is_complete, apply, lambda: state.step)
         done = _int(is_complete)
@@ -344,7 +357,7 @@ class Aggregator:
         )
         total = tf.add_n(tf.unstack(tf.gather(state.held_totals, places)))
         returned = held.sub_batch[: num_sub_batches * (1 - done)]
-        return state._replace(
+        state = state._replace(
             slots=tf.tensor_scatter_nd_update(state.slots, places[:, tf.newaxis], pack(freed)),
             returned=tf.concat([state.returned, returned], axis=0),
             metric_totals=tf.where(is_complete, state.metric_totals + total, state.metric_totals),
@@ -359,6 +372,9 @@ class Aggregator:
             step=step,
             num_held=tf.zeros_like(done),
         )
+        rounds = Rounds(step, state.next_sub_batch, state.returned, state.slots, state.counters)
+        self.stored.store(rounds)
+        return state
 
     def _assign_all(self, state: _State, rounds: Tensor) -> _State:
         """Gives an assignment to each loop that waits, if a round follows: returned ones first."""

@@ -33,6 +33,7 @@ from strategies.ps.executor import ParameterServerExecutor
 from strategies.ps.losses import losses_explained
 from strategies.ps.sync.aggregator import Aggregator
 from strategies.ps.sync.gradient_buffers import GradientBuffers
+from strategies.ps.sync.left_rounds import Rounds, counts_of, position_of, stored_rounds
 from strategies.ps.sync.protocol import (
     IDLE,
     NONE,
@@ -91,27 +92,41 @@ class SynchronousExecutor(ParameterServerExecutor):
     @override
     def position(self) -> Position:
         """Sub-batches in flight are not consumed: their gradients will come too late."""
-        next_batch = -(-self._next_sub_batch // self._num_sub_batches)
-        unassigned = range(self._next_sub_batch, next_batch * self._num_sub_batches)
-        numbers = [*self._returned, *unassigned, *self._in_flight()]
-        places = [divmod(number, self._num_sub_batches) for number in sorted(numbers)]
-        open_sub_batches = [(batch, self._lanes[i][0], self._lanes[i][-1]) for batch, i in places]
-        return Position(next_batch, tuple(open_sub_batches), self._skipped)
+        open_numbers = [*self._returned, *self._in_flight()]
+        return position_of(self._next_sub_batch, open_numbers, self._lanes, self._skipped)
 
     def _in_flight(self) -> list[int]:
         return [int(number) for number in self._slots.sub_batch if number != NONE]
 
     @override
     def _counts_since_start(self) -> WorkerStats:
-        finished, examples, dropped, repeated = (
-            dict(zip(self._workers(), counts, strict=True)) for counts in self._counters.T.tolist()
-        )
+        return counts_of(self._counters, self._workers())
+
+    @property
+    @override
+    def _own_variables(self) -> list[tf.Variable]:
+        return [*self._buffers.marks, *self._buffers.variables]
+
+    @override
+    def _facts(self) -> dict[str, object]:
         return {
-            "worker_steps": finished,
-            "worker_examples": examples,
-            "worker_dropped": dropped,
-            "worker_repeated": repeated,
+            "kind": "synchronous",
+            "step_device": self._buffers.step_device,
+            "num_marks": len(self._buffers.marks),
+            "lanes": [[lanes[0], lanes[-1] + 1] for lanes in self._lanes],
+            "skipped": self._skipped,
         }
+
+    @override
+    def _store_progress(self) -> None:
+        self._buffers.keep(self._saved)
+        step = tf.cast(self._learner.step.read_value(), tf.int64)
+        for mark in self._buffers.marks:
+            mark.assign(tf.cast(step, mark.dtype))
+        returned = tf.constant(self._returned, tf.int64, [len(self._returned)])
+        numbers = step, tf.constant(self._next_sub_batch, tf.int64), returned
+        counters = tf.constant(self._counters, tf.int64)
+        self._stored.store(Rounds(*numbers, pack(self._slots), counters))
 
     @override
     def _make_graphs(self) -> None:
@@ -123,7 +138,8 @@ class SynchronousExecutor(ParameterServerExecutor):
         self._secs_per_round = _FIRST_ROUND_SECS
         learner, source, strategy, lanes = self._learner, self._source, self.strategy, self._lanes
         self._buffers = GradientBuffers(learner, strategy, num_slots=self._num_slots)
-        self._aggregator = Aggregator(learner, source, strategy, self._buffers, lanes)
+        self._stored = stored_rounds(self._buffers.step_device)
+        self._aggregator = Aggregator(learner, source, strategy, self._buffers, lanes, self._stored)
         loops = functools.partial(
             WorkerLoop,
             learner,
@@ -185,18 +201,20 @@ class SynchronousExecutor(ParameterServerExecutor):
             tf.constant(before, tf.int64),
             pack(self._slots),
             tf.constant(self._returned, tf.int64, [len(self._returned)]),
+            tf.constant(self._counters, tf.int64),
         )
         progress, slots, returned, totals, counters = map(value_of, results)
         after = Progress(*progress.tolist())
         self._next_sub_batch, self._next_attempt = after.next_sub_batch, after.next_attempt
         self._slots = WorkerSlot(*slots.T.copy())
         self._returned = returned.tolist()
-        self._counters += counters
+        in_this_call = counters - self._counters
+        self._counters = counters
         if after.loops_give_way and self._seen_workers is None:
             # Workers that were seen in this call may have been lost later in it.
             self._seen_workers = set()
         elif self._seen_workers is not None:
-            self._seen_workers.update(np.flatnonzero(counters.any(axis=1)).tolist())
+            self._seen_workers.update(np.flatnonzero(in_this_call.any(axis=1)).tolist())
             if len(self._seen_workers) == self._num_slots:
                 self._seen_workers = None
         return totals

@@ -8,6 +8,7 @@
     buffers.send(message, totals)                       # worker loop
     messages, totals = buffers.receive(n)               # aggregator
     is_complete, summed = buffers.total(slots, attempts, step, n)
+    summed = buffers.begun(summed, step + 1)            # aggregator; then it applies them
 
 Each dense variable has a buffer [worker slots, ...] on its server, and each part of a table has a
 pair (ids, rows) for each worker slot. Each worker slot has a tag (attempt, step) on each server. If
@@ -20,12 +21,13 @@ first, so a reader notices it afterwards.
 import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from strategies.base import Learner, Tensor, value_of
+from strategies.base import Learner, Tensor, read_now, value_of
 from strategies.gradients.coalescing import Bucket, is_small
+from strategies.ps.sync.left_rounds import kept_values
 from strategies.ps.sync.protocol import END_ASSIGNMENT, Assignment, Kind, Message, unpack
 
 _NO_ROWS: Mapping[int, tf.IndexedSlices] = {}
@@ -55,6 +57,8 @@ class GradientBuffers:
         self._gradients: list[tf.Variable] = []
         self._are_small: list[bool] = []
         self._tags: dict[str, tf.Variable] = {}
+        self._begun: dict[str, tf.Variable] = {}
+        self._kept: Sequence[tf.Variable] = ()
         self._num_dense = learner.num_dense
         self._parts = list(learner.variables[learner.num_dense :])
         with strategy.scope():
@@ -63,6 +67,8 @@ class GradientBuffers:
                     if variable.device not in self._tags:
                         none = -tf.ones([num_slots, 2], tf.int64)
                         self._tags[variable.device] = tf.Variable(none, trainable=False)
+                        mark = tf.Variable(learner.step.read_value(), trainable=False)
+                        self._begun[variable.device] = mark
                     if index < learner.num_dense:
                         # Made on the server: the chief would have to store and send them.
                         with tf.device(variable.device):
@@ -91,6 +97,16 @@ class GradientBuffers:
                     locks.append(tf.raw_ops.MutexV2(shared_name=f"slot-{self.name}-{slot}"))
 
         self._row_buffers = [self._row_buffer(i, num_slots) for i in range(len(self._parts))]
+
+    @property
+    def marks(self) -> list[tf.Variable]:
+        """On each of `devices`, the number of the step begun last, as the step counter counts."""
+        return list(self._begun.values())
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The gradient buffers and the tags."""
+        return [*self._gradients, *self._tags.values()]
 
     def assign(self, slot: int, rows: Tensor) -> None:
         """Puts packed assignments, int64 [n, 4] with any n, into the queue of a worker slot."""
@@ -215,6 +231,44 @@ class GradientBuffers:
             with tf.device(device), tf.control_dependencies(read[device]):
                 are_expected.append(tf.reduce_all(tf.equal(tags.sparse_read(slots), expected)))
         return tf.reduce_all(tf.stack(are_expected)), summed
+
+    def keep(self, variables: Sequence[tf.Variable]) -> None:
+        """From now on `begun` keeps the values of `variables` before a step.
+
+        Not on a single server, which needs no such values, and not of a model with tables: a step
+        changes a few rows, and would have to copy the complete table.
+        """
+        for device in self.devices:
+            kept_values(device).clear()
+        self._kept = variables if len(self.devices) > 1 and not self._parts else ()
+
+    def begun(self, summed: list[Tensor], step: Tensor) -> list[Tensor]:
+        """The sums, once all of them are there and `step`, which they make, is marked as begun.
+
+        Before that each server keeps the values that `keep` has named (left_rounds.py). They share
+        memory with the variables, which are copied when the step changes them.
+        """
+        owners = [*self._gradients, *self._parts]
+        marks: dict[str, tf.Operation] = {}
+        for device, mark in self._begun.items():
+            here = [summed[i] for i, owner in enumerate(owners) if owner.device == device]
+            with tf.device(device):
+                with tf.control_dependencies(tf.nest.flatten(here, expand_composites=True)):
+                    number = tf.cast(step, tf.int64)
+                kept: list[tf.Operation | None] = []
+                if self._kept:
+                    with tf.control_dependencies([number]):
+                        values = [read_now(v) for v in self._kept if v.device == device]
+                    kept = [kept_values(device).store([number - 1, *values])]
+                with tf.control_dependencies(kept):
+                    marks[device] = mark.assign(tf.cast(number, mark.dtype)).op
+        # A server without gradients may have variables that change, such as the step counter.
+        others = [op for device, op in marks.items() if device not in {o.device for o in owners}]
+        marked = []
+        for owner, gradient in zip(owners, summed, strict=True):
+            with tf.device(owner.device), tf.control_dependencies([marks[owner.device], *others]):
+                marked.append(tf.nest.map_structure(tf.identity, gradient, expand_composites=True))
+        return marked
 
     def _row_buffer(self, part: int, num_slots: int) -> Tensor:
         """A variable, [worker slots], of pairs (ids, rows), which have any number of rows."""

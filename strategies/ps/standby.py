@@ -1,0 +1,155 @@
+"""`--ps_standby`: copies of the variables of each server, also on another server.
+
+    standby = Standby(devices)
+    standby.begin(variables)                        # in the chief, before training
+    standby.copy(Reached(step, position, counts))   # while no step is in flight
+    reached, values = standby.find(left) or ...     # in the next chief, if a ps was lost
+
+Each server keeps its own values of a step, which share memory with the variables until the next
+step changes them. Then they travel to the next server, the last server's to the first, while
+training continues. When all have arrived, a record on each server says that the copy is complete,
+and the copy before it is dropped. So there is a complete copy at any time, and if one server is
+lost, the next server has its part of it.
+"""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Sequence
+from typing import Any  # JSON values.
+
+import tensorflow as tf
+
+from strategies.base import Position, Reached, Tensor, read_now, value_of
+from strategies.ps.left_state import LeftState
+from strategies.ps.named_tensors import NamedTensors
+
+_GENERATIONS = (0, 1)
+
+
+class Standby:
+    """Two generations of copies: while one is written, the other one is complete."""
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        """`devices` are those of all ps tasks."""
+        self._devices = list(devices)
+        # By generation, then by ps: its values, on itself and on the next ps; records.
+        self._own, self._mirrored, self._records = (
+            [
+                [NamedTensors(on(ps), f"{name} {generation}") for ps in range(len(devices))]
+                for generation in _GENERATIONS
+            ]
+            for name, on in (
+                ("own values", lambda ps: devices[ps]),
+                ("values of the ps before", self._next),
+                ("complete copy", lambda ps: devices[ps]),
+            )
+        )
+        self._variables: Sequence[tf.Variable] = ()
+        self._generation = 0
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "standby")
+        self._write: concurrent.futures.Future[None] | None = None
+
+    def _next(self, ps: int) -> str:
+        return self._devices[(ps + 1) % len(self._devices)]
+
+    def begin(self, variables: Sequence[tf.Variable]) -> None:
+        """Prepares `copy` of `variables`. Traces its graphs, while all tasks answer."""
+        self._variables = variables
+        graphs = [(self._keep(g), self._mirror(g)) for g in _GENERATIONS]
+        self._graphs = [tuple(f.get_concrete_function() for f in pair) for pair in graphs]
+
+    def clear(self) -> None:
+        """Drops all copies, also of a former chief, and waits for a copy that is being written."""
+        self.wait()
+        for generation in _GENERATIONS:
+            self._drop(generation)
+
+    def wait(self) -> None:
+        """Returns when no copy is being written. Raises tf.errors.OpError if that has failed."""
+        if self._write is not None:
+            write, self._write = self._write, None
+            write.result()
+
+    def copy(self, reached: Reached) -> None:
+        """Copies the present values, which are those of `reached`. No step may be in flight.
+
+        Waits until the former copy is complete. Returns before this one is.
+        """
+        self.wait()
+        generation = self._generation = 1 - self._generation
+        keep, mirror = self._graphs[generation]
+        keep(tf.constant(reached.step, tf.int64))
+
+        def write() -> None:
+            mirror()
+            record = [reached.step, dataclasses.astuple(reached.position), reached.counts]
+            for stored in self._records[generation]:
+                stored.store_json(record)
+            self._drop(1 - generation)
+
+        self._write = self._writer.submit(write)
+
+    def find(self, left: LeftState) -> tuple[Reached, list[Tensor]] | None:
+        """The newest complete copy of the saved variables of `left`: their values; None without."""
+        found = []
+        for generation in _GENERATIONS:
+            for stored in self._records[generation]:
+                if record := stored.load_json():
+                    found.append((_reached(record), generation))
+        for reached, generation in sorted(found, key=lambda pair: -pair[0].step):
+            values = self._values(left, reached.step, generation)
+            if values is not None:
+                return reached, values
+        return None
+
+    def _values(self, left: LeftState, step: int, generation: int) -> list[Tensor] | None:
+        number = left.facts["num_saved"]
+        devices, dtypes = left.devices[:number], left.dtypes[:number]
+        values: dict[int, Tensor] = {}
+        for ps, device in enumerate(self._devices):
+            here = [index for index in range(number) if devices[index] == device]
+            kinds = [tf.int64, *(dtypes[index] for index in here)]
+            for stored in (self._own[generation][ps], self._mirrored[generation][ps]):
+                loaded = stored.load(kinds)
+                if loaded is not None and int(value_of(loaded[0])) == step:
+                    values.update(zip(here, loaded[1:], strict=True))
+                    break
+            else:
+                return None
+        return [values[index] for index in range(number)]
+
+    def _drop(self, generation: int) -> None:
+        for of_each in (self._records, self._own, self._mirrored):
+            for stored in of_each[generation]:
+                stored.clear()
+
+    def _here(self, ps: int) -> list[tf.Variable]:
+        return [v for v in self._variables if v.device == self._devices[ps]]
+
+    def _keep(self, generation: int) -> tf.types.experimental.PolymorphicFunction:
+        @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
+        def keep(step: Tensor) -> None:
+            for ps, stored in enumerate(self._own[generation]):
+                with tf.device(stored.device):
+                    values = [read_now(variable) for variable in self._here(ps)]
+                    stored.store([tf.identity(step), *values])
+
+        return keep
+
+    def _mirror(self, generation: int) -> tf.types.experimental.PolymorphicFunction:
+        @tf.function(input_signature=[], autograph=False)
+        def mirror() -> None:
+            for ps, (own, other) in enumerate(
+                zip(self._own[generation], self._mirrored[generation], strict=True)
+            ):
+                values = own.get([tf.int64, *(variable.dtype for variable in self._here(ps))])
+                with tf.device(other.device):
+                    other.store([tf.identity(value) for value in values])
+
+        return mirror
+
+
+def _reached(values: Sequence[Any]) -> Reached:
+    step, (next_batch, open_sub_batches, skipped), counts = values
+    open_parts = tuple((batch, first, last) for batch, first, last in open_sub_batches)
+    return Reached(step, Position(next_batch, open_parts, tuple(skipped)), counts)

@@ -1,0 +1,50 @@
+"""`--ps_standby`: when a ps dies, the next chief saves the last copy of all variables."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.runs import Run, Topology, largest_difference, start, train
+
+EVERY = 20
+SYNC = Topology(
+    "ps-sync-2+2", "ps", ("--workers=2", "--ps=2", "--sync_replicas", "--num_threads=1")
+)
+SAVED = re.compile(r"Saved step ([\d,]+) from the memory of the servers")
+
+
+@pytest.fixture(scope="module")
+def flags(digits: Path) -> tuple[str, ...]:
+    return f"--data_dir={digits}", "--train_steps=160", f"--config.log_every_steps={EVERY}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(SYNC, tmp_path_factory.mktemp("undisturbed") / "run", *flags)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("victim", ["ps 0", "ps 1"])
+def test_death_of_a_ps_costs_only_the_steps_since_the_last_copy(
+    victim: str, flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
+) -> None:
+    standby = f"--ps_standby={EVERY}"
+    with start(SYNC, tmp_path / "run", *flags, standby) as process:
+        process.wait_for_step(4 * EVERY)
+        process.task(victim).kill()
+        log = process.model_dir / "tasks/chief-0.log"
+        process.wait_until(lambda: "resuming from step" in log.read_text(), "a chief that resumes")
+        run = process.wait()
+    assert run.exit_code == 0, process.output()
+
+    # There is no other checkpoint: otherwise training would begin anew.
+    (saved,) = (int(step) for step in SAVED.findall(log.read_text()))
+    # The steps that were made before the death, by the reports of the first chief.
+    first = log.read_text().partition("=== chief 0, start 2")[0]
+    reported = max(int(step) for step in re.findall(r"step (\d+)/160", first))
+    assert saved % EVERY == 0
+    # A report comes before the copy of its step, which waits until the copy before is complete.
+    assert saved >= reported - 2 * EVERY
+    assert largest_difference(run.variables(), undisturbed.variables()) == 0
+    assert run.result["examples"] == undisturbed.result["examples"]

@@ -1,0 +1,45 @@
+"""After the death of the chief of ps: the next chief saves the last complete step of its servers.
+
+    save_left_step(executor, learner, checkpointer)     # before the run resumes
+
+The variables are on the servers, and the servers live on. So a new chief finds the last complete
+step there (`Executor.take_over`), and writes it as a checkpoint, unless there is one of that step
+or of a later step. The run then resumes from the newest checkpoint, as after any other end.
+"""
+
+import logging
+
+from strategies.base import Executor
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.exit_codes import first_line
+from trainer.hooks.finite import NonFiniteLossError, require_finite
+from trainer.learner import Learner
+from trainer.preflight import DiskError
+
+log = logging.getLogger(__name__)
+
+
+def save_left_step(executor: Executor, learner: Learner, checkpointer: Checkpointer) -> None:
+    """Writes the state that a dead chief has left on the servers as a checkpoint, if it is newer.
+
+    The variables have any values afterwards, so a checkpoint must be restored.
+
+    Raises:
+        PeerLostError: a server was lost.
+        NonFiniteLossError, DiskError: the state cannot be saved, and there is no checkpoint.
+    """
+    newest = checkpointer.newest()
+    after_step = newest.step if newest else 0
+    reached = executor.take_over(checkpointer.variables, checkpointer.run_identity, after_step)
+    if reached is None:
+        return
+    try:
+        require_finite(learner, reached.step)
+        checkpointer.save_for_restart(*reached)
+        if not checkpointer.has_saved(reached.step):
+            raise DiskError(f"Step {reached.step:,} of the former chief could not be saved.")
+        log.warning("Saved step %s from the memory of the servers.", f"{reached.step:,}")
+    except (NonFiniteLossError, DiskError) as error:
+        if newest is None:
+            raise
+        log.warning("%s The run resumes from step %s.", first_line(error), f"{newest.step:,}")
