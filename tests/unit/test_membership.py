@@ -5,6 +5,7 @@ import os
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -204,6 +205,27 @@ def test_launcher_outside_the_group_starts_no_task_and_ends_when_the_run_is_done
     assert report.exit_code == 0
     assert report.tasks == ()
     assert newest_generation(tmp_path) == 1
+
+
+def test_task_that_waits_for_others_ends_when_the_run_is_done(
+    tmp_path: Path, run_host: Callable[..., LaunchReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.local.elastic._DONE_SECS", 0.1)
+    other = Membership(tmp_path, HOSTS, 0)
+
+    def end_when_the_task_runs() -> None:
+        beat = 0
+        while not (tmp_path / "runs").exists():
+            other.write(HostRecord("start", beat := beat + 1, frozenset()))
+            time.sleep(0.05)
+        other.write(HostRecord("start", beat + 1, frozenset(), ended=0))
+
+    thread = threading.Thread(target=end_when_the_task_runs)
+    thread.start()
+    report = run_host("(model_dir / 'runs').touch(); time.sleep(60)", rejoin_secs=100.0)
+    thread.join()
+    assert report.exit_code == 0
+    assert starts(tmp_path) == [(0, 3, 1, 15)]
 
 
 def test_task_that_dies_too_often_ends_only_the_launcher_of_its_host(

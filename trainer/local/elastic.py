@@ -30,6 +30,8 @@ from trainer.local.membership import LookOut, Membership
 from trainer.local.task_logs import say
 from trainer.local.task_process import TaskProcess
 
+# From the time when another launcher says that the run is done to SIGTERM for a task that waits.
+_DONE_SECS = 10.0
 # How a task ends that was asked to end.
 _ASKED = (EXIT_RESTART, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)
 
@@ -82,16 +84,24 @@ class ElasticCluster(LocalCluster):
         self._sightings.update(look, self._group)
         if self._is_ending:
             return
-        if self._sightings.is_done and not self._running:
-            self._forget_plans()
+        if self._sightings.is_done and not self._is_done:
             self._is_done = True
-        elif self._running:
+            self._forget_plans()
+            # It ends by itself, unless it was started again just now and waits for the others.
+            self._end_stateless(self._running, _DONE_SECS)
+        if self._is_done:
+            return
+        if self._running:
             self._end_task_if_group_changes()
         else:
             self._regroup()
 
     def _read_group(self) -> None:
-        group = self._membership.group()
+        try:
+            group = self._membership.group()
+        except OSError as error:
+            say(f"The group of hosts could not be read: {error}")
+            return
         # A group is never left for an earlier one, also if the files are deleted.
         if group.generation <= self._group.generation:
             return
@@ -129,7 +139,10 @@ class ElasticCluster(LocalCluster):
             return  # It died, and is started again after a delay.
         self._forget_plans()
         if members is not None:
-            self._membership.propose(self._group, members)
+            try:
+                self._membership.propose(self._group, members)
+            except OSError as error:
+                say(f"The next group of hosts could not be written: {error}")
             self._read_group()
         if self._own in self._group.members:
             self._enter_group()
@@ -151,14 +164,15 @@ class ElasticCluster(LocalCluster):
 
     @override
     def _on_exit(self, process: TaskProcess) -> None:
-        is_asked = self._is_regrouping and process.reap() in _ASKED
+        is_asked = (self._is_regrouping or self._is_done) and process.reap() in _ASKED
         self._is_regrouping = False
         if not is_asked or self._is_ending:
             super()._on_exit(process)
             self._is_done |= process.reap() == EXIT_DONE
             return
         self._reap(process)
-        self._regroup()
+        if not self._is_done:
+            self._regroup()
 
     @override
     def _write_failure(self, end: TaskEnd, *, ends_run: bool) -> None:
