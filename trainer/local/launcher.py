@@ -362,7 +362,10 @@ class LocalCluster:
         if end.seconds > _SHORT_LIFE_SECS:
             self._num_short_lives[end.task] = 0
         delay_secs = self.restarts.next_delay_secs(self._num_short_lives[end.task])
-        self._num_short_lives[end.task] += end.seconds <= _SHORT_LIFE_SECS
+        # A task that lost another one soon after its start is not the cause. (A ps worker that does
+        # so again and again is: the run makes progress without it.)
+        is_cause = end.exit_code != EXIT_RESTART or end.is_ps_worker
+        self._num_short_lives[end.task] += is_cause and end.seconds <= _SHORT_LIFE_SECS
         if delay_secs is None:
             say(
                 f"{_death(end)}. It is not restarted: {self.restarts.max_restarts} restarts within "
