@@ -38,7 +38,7 @@ def flags_for(digits: Path, num_steps: int) -> tuple[str, ...]:
         "--num_threads=1",
         # Sums in another order are rounded differently, and large steps amplify small differences.
         "--config.optimizer=sgd",
-        "--learning_rate=0.01",
+        "--learning_rate=0.003",
     )
 
 

@@ -207,17 +207,20 @@ def test_of_two_parts_the_larger_one_continues_and_the_other_waits() -> None:
     assert world.wishes(one) == {}, "host 0 must not train alone"
 
 
-def test_of_two_equal_parts_one_continues() -> None:
+@pytest.mark.parametrize(("ours", "others"), [((0, 1), (2, 3)), ((1, 2), (0, 3))])
+def test_of_two_equal_parts_the_one_without_the_last_host_continues(
+    ours: tuple[int, int], others: tuple[int, int]
+) -> None:
     world = all_there()
-    world.cut = {(a, b) for a, b in itertools.product((0, 1), (2, 3))}
+    world.cut = set(itertools.product(ours, others))
     world.wait(40)
-    assert world.wishes() == {0: [0, 1], 1: [0, 1]}
+    assert world.wishes() == {host: list(ours) for host in ours}
     world.change()
     world.wait(100)
     assert world.wishes() == {}
-    world.alive -= {0, 1}  # Now for good.
+    world.alive -= set(ours)  # Now for good.
     world.wait(30)
-    assert world.wishes() == {2: [2, 3], 3: [2, 3]}
+    assert world.wishes() == {host: list(others) for host in others}
 
 
 def test_launcher_that_was_frozen_blames_no_other_host() -> None:

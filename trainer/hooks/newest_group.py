@@ -3,6 +3,7 @@
 hooks = [StopIfReplaced(model_dir, generation), ...]       # in the chief of an elastic cluster
 """
 
+import contextlib
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -26,7 +27,9 @@ class StopIfReplaced(Hook):
 
     @override
     def begin(self, step: int) -> None:
-        newest = newest_generation(self.model_dir)
+        newest = 0
+        with contextlib.suppress(OSError):  # What cannot be read cannot be written either.
+            newest = newest_generation(self.model_dir)
         if newest > self.generation:
             reason = f"group {newest} trains in {self.model_dir}, not group {self.generation}"
             raise PeerLostError("Other hosts have taken over", RuntimeError(reason))

@@ -81,9 +81,9 @@ class ElasticCluster(LocalCluster):
 
     def _on_look(self, look: Look) -> None:
         self._read_group()
-        self._sightings.update(look, self._group)
-        if self._is_ending:
+        if self._group.generation < 0 or self._is_ending:
             return
+        self._sightings.update(look, self._group)
         if self._sightings.is_done and not self._is_done:
             self._is_done = True
             self._forget_plans()

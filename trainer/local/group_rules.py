@@ -17,7 +17,7 @@ that grows with each change. Before the first change the group has all hosts.
 
 A host is ready to join when a checkpoint was completed since it asked, or if the group did not
 train when it asked. Hosts that do not reach each other cannot train together: of two parts the
-larger one continues; of two equal parts, the part with the first host.
+larger one continues; of two equal parts, the part without the last host.
 """
 
 from collections.abc import Collection, Iterable, Mapping
