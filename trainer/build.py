@@ -197,7 +197,13 @@ def build_model(recipe: Recipe, input_specs: Batch = None) -> keras.Model:
 
 
 def build_checkpointer(
-    recipe: Recipe, model_dir: str, inputs: Inputs, learner: Learner, io_device: str | None = None
+    recipe: Recipe,
+    model_dir: str,
+    inputs: Inputs,
+    learner: Learner,
+    io_device: str | None = None,
+    *,
+    is_shared: bool = False,
 ) -> Checkpointer:
     """The checkpointer of `model_dir`. The chief saves with it; an evaluator, only the best."""
     order = inputs.train.order
@@ -215,6 +221,7 @@ def build_checkpointer(
         identity,
         keep=recipe.config.keep_checkpoints,
         io_device=io_device,
+        is_shared=is_shared,
     )
 
 

@@ -14,6 +14,7 @@
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
 | tasks/ | one log per task of a local cluster | local/launcher.py |
 | failures.jsonl | why tasks ended, of a cluster of several hosts with --max_restarts | local/ |
+| membership/ | which hosts train together, with --min_workers | local/membership.py |
 | trackers.json | the ids of the run in trackers | hooks/trackers/ |
 | tasks/*.time.jsonl | where the time of each task went | report/recorder.py |
 | placement.txt | the device of each op, if asked for; of a cluster in tasks/ | task.py |

@@ -56,6 +56,7 @@ from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import CatchUp, Hook
 from trainer.hooks.console import Console
+from trainer.hooks.newest_group import StopIfReplaced
 from trainer.hooks.progress import progress_writers
 from trainer.inputs import (
     Inputs,
@@ -132,6 +133,8 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
             if spec.is_chief:
                 console = Console(config.train_steps, executor.pace, is_quiet=spec.is_quiet)
             hooks = [recorder, *_begin(spec, parts, console, saved.step if saved else 0)]
+            if spec.is_chief and spec.generation is not None:
+                hooks.insert(0, StopIfReplaced(spec.model_dir, spec.generation))
             if saved and saved.is_of_survivor:
                 hooks.append(CatchUp(tuple(hooks)))
             with (
@@ -351,7 +354,12 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     train = dataclasses.replace(inputs.train, gives_seeds=learner.needs_seeds)
     inputs = dataclasses.replace(inputs, train=train)
     checkpointer = build_checkpointer(
-        spec.recipe, spec.model_dir, inputs, learner, executor.io_device
+        spec.recipe,
+        spec.model_dir,
+        inputs,
+        learner,
+        executor.io_device,
+        is_shared=spec.generation is not None,
     )
     _check_agreement(spec, executor)
     return Parts(spec.recipe, spec.model_dir, inputs, specs, executor, learner, checkpointer)

@@ -52,7 +52,9 @@ _WATCH_SECS = 10.0
 _PROOFS = 4
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
-_GREETING = re.compile(rb"tf-distribution-trainer (\w+) (\d+)(?: not ([-\w,]+))?\n")
+_GREETING = re.compile(
+    rb"tf-distribution-trainer (\w+) (\d+)(?: generation (\d+))?(?: not ([-\w,]+))?\n"
+)
 
 
 # What is found at an address; `identify` explains it.
@@ -154,7 +156,8 @@ def wait_for_peers(cluster: Cluster) -> None:
 
     A task whose TensorFlow server is there before this task can have been seen is of an earlier
     start: it has not waited for this process. It ends when it sees that another task was started
-    again (`connecting`), or that an all-reduce fails. Until then it is not counted.
+    again (`connecting`), or that an all-reduce fails. Until then it is not counted. In an elastic
+    cluster the same holds for a task of another generation: its launcher ends it.
 
     Raises the errors of `wait_for_servers`.
     """
@@ -167,6 +170,8 @@ def wait_for_peers(cluster: Cluster) -> None:
     def greeting() -> bytes:
         names = ",".join(_name(peer) for peer in set(earlier))
         text = f"tf-distribution-trainer {task.job} {task.index}"
+        if cluster.generation is not None:
+            text += f" generation {cluster.generation}"
         return f"{text} not {names}\n".encode() if names else f"{text}\n".encode()
 
     by_address = {cluster.address_of(peer): peer for peer in peers}
@@ -174,6 +179,10 @@ def wait_for_peers(cluster: Cluster) -> None:
     def identify_new(address: str) -> _Identity:
         found = _identify_waiting(address)
         if found.is_server and by_address[address] in earlier:
+            return None
+        waits = isinstance(found.identity, Task) and not found.is_server
+        if waits and found.generation != cluster.generation:
+            earlier.add(by_address[address])  # So is the server that it may start.
             return None
         earlier.discard(by_address[address])
         # That task still takes this one for the process of an earlier start. It would end this
@@ -209,6 +218,8 @@ class _Identification:
         answer = self._identify_at(address)
         if answer == task:
             return True
+        if isinstance(answer, Task) and self._cluster.generation is not None:
+            return False  # Of another generation: its launcher will end it.
         if isinstance(answer, Task):
             raise ClusterError(
                 f"{expected} {answer} of another cluster answers there. Start {task} with the same "
@@ -269,12 +280,12 @@ def _watch_restarts(
 
     That task was started again itself, after this process had seen it.
     """
-    own = _name(cluster.task).encode()
+    own = _name(cluster.task)
     while not is_over.wait(_REPORT_SECS / 5):
         for task in cluster.other_trainers:
             with contextlib.suppress(UnknownHostError):
-                found = _GREETING.fullmatch(_greeting_at(cluster.address_of(task)) or b"")
-                if found and own in (found[3] or b"").split(b",") and not is_over.is_set():
+                found = _waiting(_greeting_at(cluster.address_of(task)) or b"")
+                if found and own in found.not_counted and not is_over.is_set():
                     on_lost(f"{task} was started again")
                     return
 
@@ -483,6 +494,7 @@ class _Found(NamedTuple):
 
     identity: _Identity
     is_server: bool
+    generation: int | None = None
     not_counted: tuple[str, ...] = ()
 
 
@@ -491,11 +503,20 @@ def _identify_waiting(address: str) -> _Found:
     greeting = _greeting_at(address)
     if greeting is None:
         return _Found(None, is_server=False)
-    if found := _GREETING.fullmatch(greeting):
-        names = tuple((found[3] or b"").decode().split(","))
-        return _Found(Task(found[1].decode(), int(found[2])), False, names)
+    if found := _waiting(greeting):
+        return found
     identity = identify(address)
     return _Found(identity, is_server=isinstance(identity, Task))
+
+
+def _waiting(greeting: bytes) -> _Found | None:
+    """The process in `wait_for_peers` that has sent `greeting`; None if another one has."""
+    found = _GREETING.fullmatch(greeting)
+    if found is None:
+        return None
+    generation = None if found[3] is None else int(found[3])
+    names = tuple((found[4] or b"").decode().split(","))
+    return _Found(Task(found[1].decode(), int(found[2])), False, generation, names)
 
 
 def _greeting_at(address: str) -> bytes | None:
@@ -522,7 +543,8 @@ def _wait(cluster: Cluster, peers: Iterable[Task], is_there: Callable[[Task], bo
                     missing.remove(task)
                 unknown_since.pop(task, None)
             except UnknownHostError as error:
-                if _secs_since(unknown_since, task) > _UNKNOWN_HOST_SECS:
+                is_late = _secs_since(unknown_since, task) > _UNKNOWN_HOST_SECS
+                if is_late and cluster.generation is None:  # Else the others continue without it.
                     raise ClusterError(
                         f"The host of {task} ({cluster.address_of(task)}) is unknown here: "
                         f"its name could not be resolved for {_UNKNOWN_HOST_SECS:g} s ({error}). "
@@ -544,6 +566,17 @@ def _secs_since(times: dict[Task, float], task: Task) -> float:
     """Seconds since the first call for `task` after it was last removed from `times`."""
     now = time.monotonic()
     return now - times.setdefault(task, now)
+
+
+def is_reachable(address: str) -> bool:
+    """Returns True if the host of `address` accepts or refuses a connection within a second."""
+    try:
+        socket.create_connection((host_of(address), port_of(address)), timeout=1).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def _accepts_connections(address: str) -> bool:

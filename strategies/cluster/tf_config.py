@@ -15,6 +15,7 @@ A job is a list of addresses, or the map that Kubernetes operators write for ela
 `--ps_hosts=a:2222 --worker_hosts=b:2222,c:2222 --job_name=worker --task_index=0`.
 """
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -61,11 +62,13 @@ class Cluster:
     Built by `parse_tf_config`, `parse_hosts`, `check_cluster` or `local_cluster`, so every Cluster
     is checked.
     `jobs` is read-only. It lists chief, worker, ps, evaluator in this order, without jobs that have
-    no tasks.
+    no tasks. `generation` grows each time that the hosts of an elastic cluster change; None if they
+    do not.
     """
 
     jobs: Mapping[str, Mapping[int, str]]
     task: Task
+    generation: int | None = None
 
     def __post_init__(self) -> None:
         known = [job for job in _JOBS if self.jobs.get(job)]
@@ -129,7 +132,7 @@ class Cluster:
 
     def for_task(self, task: Task) -> "Cluster":
         """The same cluster seen from another of its tasks."""
-        return Cluster(self.jobs, task)
+        return dataclasses.replace(self, task=task)
 
     def with_chief(self, address: str) -> "Cluster":
         """This cluster with a chief at `address`, seen from that chief."""
@@ -142,7 +145,8 @@ class Cluster:
             for job, known in self.jobs.items()
         }
         task = {"type": self.task.job, "index": self.task.index}
-        return json.dumps({"cluster": cluster, "task": task})
+        generation = {} if self.generation is None else {"generation": self.generation}
+        return json.dumps({"cluster": cluster, "task": task, **generation})
 
     def training_tf_config(self) -> str:
         """`tf_config` without evaluators, for the tasks that train.
@@ -150,7 +154,7 @@ class Cluster:
         ParameterServerStrategy hangs if the cluster has an evaluator (tensorflow#46169).
         """
         training = {job: known for job, known in self.jobs.items() if job != "evaluator"}
-        return Cluster(training, self.task).tf_config()
+        return dataclasses.replace(self, jobs=training).tf_config()
 
 
 def parse_tf_config(text: str, strategy: str) -> Cluster:
@@ -191,7 +195,10 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
     jobs = _parse_jobs(config["cluster"])
     if not jobs:
         raise ClusterError(f"TF_CONFIG's cluster has no addresses. {form}")
-    cluster = Cluster(jobs, _parse_task(config, jobs, form))
+    generation = config.get("generation")
+    if not isinstance(generation, int):  # A launcher writes it.
+        generation = None
+    cluster = Cluster(jobs, _parse_task(config, jobs, form), generation)
     _check_strategy(cluster, strategy, _TF_CONFIG)
     return cluster
 

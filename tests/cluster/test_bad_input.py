@@ -226,6 +226,24 @@ CASES = {
         tf_config=cluster_of(PS),
     ),
     "negative --max_restarts": Case(f"{MULTI} --max_restarts=-1", ("max_restarts", "-1")),
+    "--min_workers for ps": Case(
+        "--strategy=ps --hosts=localhost,b --min_workers=1",
+        ("--min_workers=1", "--strategy=multiworker"),
+    ),
+    "--min_workers without --hosts": Case(
+        f"{MULTI} --min_workers=1",
+        ("--min_workers=1", "--hosts=a,b,c"),
+        tf_config=cluster_of(WORKERS),
+    ),
+    "--min_workers of a local cluster": Case(
+        f"{MULTI} --min_workers=1", ("--min_workers", "--hosts")
+    ),
+    "more --min_workers than hosts": Case(
+        f"{MULTI} --hosts=localhost,b --min_workers=3", ("--min_workers=3", "2 hosts")
+    ),
+    "--rejoin_secs without --min_workers": Case(
+        f"{MULTI} --hosts=localhost,b --rejoin_secs=30", ("--rejoin_secs=30", "--min_workers")
+    ),
     "--cpu_affinity for ps": Case(
         "--strategy=ps --cpu_affinity=on", ("--cpu_affinity=on", "--strategy=multiworker")
     ),

@@ -620,3 +620,56 @@ def test_checkpoint_for_a_restart_gives_way_to_a_complete_one_of_another_process
     assert saved is not None
     assert saved.counts == {"worker": {"other": 1}}
     assert not saved.is_of_survivor
+
+
+def shared_toy(split: Split, model_dir: Path, *, keep: int = 2) -> Toy:
+    """Of an elastic run: the chief of an earlier group may still be writing."""
+    toy = Toy(split, model_dir, keep=keep)
+    identity = {"train data": split.fingerprint, "batch_size": BATCH}
+    directory = f"{model_dir}/checkpoints"
+    toy.checkpointer = Checkpointer(directory, toy.learner, identity, keep=keep, is_shared=True)
+    return toy
+
+
+def test_chief_of_an_earlier_group_removes_no_later_checkpoint_and_changes_none(
+    split: Split, tmp_path: Path
+) -> None:
+    earlier, later = shared_toy(split, tmp_path, keep=1), shared_toy(split, tmp_path, keep=2)
+    for step in (10, 20, 30):
+        later.checkpointer.save(step, Position(step), {"worker": {"later": 1}})
+    later.checkpointer.wait()
+    names = ["step-00000020", "step-00000030"]
+    assert later.checkpointer.names() == names
+    before = snapshot_of(tmp_path)
+    earlier.checkpointer.save(20, Position(20), {"worker": {"earlier": 1}})
+    assert earlier.checkpointer.has_saved(20)
+    assert later.checkpointer.names() == names
+    assert snapshot_of(tmp_path) == before
+
+    later.checkpointer.save(40, Position(40), {})
+    later.checkpointer.wait()
+    assert later.checkpointer.names() == ["step-00000030", "step-00000040"]
+
+
+def test_damaged_checkpoint_of_an_elastic_run_is_written_anew(split: Split, tmp_path: Path) -> None:
+    toy = shared_toy(split, tmp_path)
+    for step in (10, 20):
+        toy.checkpointer.save(step, Position(step), {})
+    toy.checkpointer.wait()
+    (index,) = (tmp_path / "checkpoints/step-00000020").glob("*.index")
+    content = bytearray(index.read_bytes())
+    content[len(content) // 2] ^= 1
+    index.write_bytes(content)
+    again = shared_toy(split, tmp_path)
+    saved = again.checkpointer.restore()
+    assert saved is not None
+    assert saved.step == 10
+    again.checkpointer.save(20, Position(20), {})
+    assert again.checkpointer.has_saved(20)
+    saved = Toy(split, tmp_path).checkpointer.restore()
+    assert saved is not None
+    assert saved.step == 20
+
+
+def snapshot_of(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}

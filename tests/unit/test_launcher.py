@@ -1053,6 +1053,20 @@ def test_launcher_of_a_host_restarts_its_task_and_tells_the_other_hosts(
     assert not failure["ends_run"]
 
 
+def test_task_that_loses_others_again_and_again_is_restarted_at_once_if_steps_are_made(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    steps = itertools.count()
+    cluster = Cluster({"worker": {0: "host-a:2222", 1: "host-b:2222"}}, Task("worker", 1))
+    command = program("sys.exit(75 if start < 5 else 0)")
+    began = time.monotonic()
+    restarts = Restarts(1, lambda: (next(steps), 0))
+    report = LocalCluster(cluster, [], tmp_path, restarts, host="host-b", command=command).run()
+    assert len(report.restarts) == 4
+    assert report.exit_code == 0
+    assert time.monotonic() - began < 1 + 2 + 4, "it waited before it started the task again"
+
+
 def test_launcher_of_the_chief_shows_why_a_task_of_another_host_died(
     tmp_path: Path, program: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Identifying, awaiting and watching tasks, over real sockets and TensorFlow servers."""
 
 import contextlib
+import dataclasses
 import errno
 import queue
 import socket
@@ -232,6 +233,25 @@ def test_task_that_does_not_count_this_one_yet_is_waited_for(fakes: Fakes) -> No
     waiting.join(timeout=1.0)
     assert waiting.is_alive(), "it would connect, and be ended by worker 1"
     fakes.set(1, b"tf-distribution-trainer worker 1 not worker-0\n")
+    waiting.join(timeout=20)
+    assert not waiting.is_alive()
+
+
+def test_task_of_another_generation_does_not_count_nor_does_its_server(fakes: Fakes) -> None:
+    cluster = dataclasses.replace(fakes.cluster, generation=3)
+    fakes.set(1, b"tf-distribution-trainer worker 1 generation 3\n")
+    # Host 0 was worker 1 of the earlier group.
+    fakes.set(0, b"tf-distribution-trainer worker 1 generation 2\n")
+    waiting = threading.Thread(target=wait_for_peers, args=(cluster,))
+    waiting.start()
+    own = b"tf-distribution-trainer worker 2 generation 3"
+    deadline = time.monotonic() + 20
+    while fakes.real(fakes.own) != own + b" not worker-0\n":
+        assert time.monotonic() < deadline
+    fakes.set(0, SERVES)  # It has met the others of generation 2.
+    waiting.join(timeout=1.0)
+    assert waiting.is_alive(), "it counted a server of another generation"
+    fakes.set(0, b"tf-distribution-trainer worker 0 generation 3\n")
     waiting.join(timeout=20)
     assert not waiting.is_alive()
 

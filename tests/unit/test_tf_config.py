@@ -99,6 +99,16 @@ def test_keys_of_other_programs_are_ignored() -> None:
     assert parse_tf_config(json.dumps(config), "multiworker").num("worker") == 2
 
 
+def test_generation_of_an_elastic_cluster_is_kept() -> None:
+    config = json.loads(tf_config({"worker": WORKERS}))
+    assert parse_tf_config(json.dumps(config), "multiworker").generation is None
+    cluster = parse_tf_config(json.dumps(config | {"generation": 3}), "multiworker")
+    for text in (cluster.tf_config(), cluster.training_tf_config()):
+        assert parse_tf_config(text, "multiworker") == cluster
+    other = cluster.for_task(cluster.other_trainers[0])
+    assert json.loads(other.tf_config())["generation"] == 3
+
+
 def test_ipv6_addresses_are_understood() -> None:
     cluster = parse_tf_config(tf_config({"worker": ["[::1]:2222", "[FE80::2]:1"]}), "multiworker")
     assert list(cluster.jobs["worker"].values()) == ["[::1]:2222", "[fe80::2]:1"]

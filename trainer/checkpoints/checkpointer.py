@@ -97,6 +97,7 @@ class Checkpointer:
         *,
         keep: int,
         io_device: str | None = None,
+        is_shared: bool = False,
     ) -> None:
         """Reads and writes nothing yet.
 
@@ -106,6 +107,9 @@ class Checkpointer:
             identity: JSON values that must be equal for a run to continue from a checkpoint.
             keep: The number of newest checkpoints that are not removed.
             io_device: The device whose file system has `directory`; None is the local one.
+            is_shared: Another process may save at the same time: the chief of an earlier group of
+                hosts. Then each checkpoint is renamed when it is complete, and a save removes
+                only checkpoints of earlier steps. Not for URLs.
         """
         self.directory = self._directory = directory
         self._checkpoint = _checkpoint_of(learner)
@@ -121,6 +125,8 @@ class Checkpointer:
         kinds["optimizer's variables"] = learner.optimizer.variables
         self._names_of = {kind: _names_of(variables) for kind, variables in kinds.items()}
         self._keep = keep
+        self._is_shared = is_shared
+        self._damaged: set[str] = set()  # Checkpoints that `restore` skipped.
         # Checkpoints that this process wrote or read: their checksums were right, not only sizes.
         self._verified: set[str] = set()
         self._resumed_step = 0
@@ -153,12 +159,13 @@ class Checkpointer:
         """Copies the variables, after a former write, and starts to write a checkpoint of `step`.
 
         When it is complete, others are removed: incomplete checkpoints; newer checkpoints that
-        `restore` skipped; and the oldest beyond `keep`.
+        `restore` skipped; and the oldest beyond `keep`. If `is_shared`, no newer ones.
         """
 
         def write() -> None:
             name = f"step-{step:08d}"
-            if self._written(name, step, position, {"counts": counts}):
+            write_one = self._written_elsewhere if self._is_shared else self._written
+            if write_one(name, step, position, {"counts": counts}):
                 self._saved_step = step
                 self._rotate(name)
 
@@ -272,6 +279,7 @@ class Checkpointer:
             except _DamagedError as error:
                 path = f"{self._directory}/{name}"
                 log.warning("%s is not complete: %s. Using the one before it.", path, error)
+                self._damaged.add(name)
             else:
                 self._resumed_step = self._saved_step = saved.step
                 return saved
@@ -370,13 +378,15 @@ class Checkpointer:
         partial = f"{self._directory}/claims/{files.partial_name(name)}"
         try:
             self._write(partial, step, position, more)
-            if self._mark_if_complete(name) is None:
+            if name in self._damaged or self._mark_if_complete(name) is None:
                 files.remove_tree(path)
             try:
                 os.rename(partial, path)
             except OSError:
                 if self._mark_if_complete(name) is None:
                     raise
+            self._damaged.discard(name)
+            self._verified.add(name)
             flush_to_disk(self._directory)
         except STORAGE_ERRORS as error:
             log.warning("%s could not be written: %s.", path, first_line(error))
@@ -418,6 +428,8 @@ class Checkpointer:
     def _rotate(self, just_written: str) -> None:
         useful = []
         for name in self._names("step-"):
+            if self._is_shared and _step(name) > _step(just_written):
+                continue
             was_skipped = _step(name) > self._resumed_step and name not in self._verified
             if was_skipped or self._mark_if_complete(name) is None:
                 self._remove(name)

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from data.system.cores import num_cores
@@ -29,7 +30,9 @@ from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
 from trainer.hooks.trackers.names import reached_over_network
 from trainer.live.view import can_show, live_view
 from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
+from trainer.local.elastic import ElasticCluster
 from trainer.local.fork_server import ForkServer
+from trainer.local.group_rules import Rules
 from trainer.local.keep_serving import keep_serving
 from trainer.local.launcher import LocalCluster
 from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
@@ -61,7 +64,8 @@ def main(argv: Sequence[str]) -> int | TaskSpec:
     is_one = flags.STRATEGY.value == "mirrored" and not flags.MAX_RESTARTS.present
     if cluster is None and not is_one and not is_launched:
         return _launch(recipe)
-    if cluster is not None and flags.MAX_RESTARTS.present and not is_launched:
+    is_supervised = flags.MAX_RESTARTS.present or flags.MIN_WORKERS.present
+    if cluster is not None and is_supervised and not is_launched:
         return _supervise(recipe, cluster)
     if cluster is not None and flags.KEEP_SERVING.value and not is_launched:
         return keep_serving(cluster.task, [sys.executable, "-m", "trainer", *sys.argv[1:]])
@@ -166,12 +170,20 @@ def _supervise(recipe: Recipe, cluster: Cluster) -> int:
             exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
             if exit_code != _READY:
                 return exit_code
-        launched = LocalCluster(
+        launch: Callable[..., LocalCluster] = LocalCluster
+        if flags.MIN_WORKERS.present:
+            check_replicas(recipe.config, _num_workers(cluster))
+            launch = partial(
+                ElasticCluster,
+                rules=Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value),
+                saves_regularly=recipe.config.checkpoint_every_steps > 0,
+            )
+        launched = launch(
             cluster,
             argv,
             model_dir,
             restarts=Restarts(flags.MAX_RESTARTS.value, lambda: progress_of(model_dir)),
-            host=host_of(cluster.address),
+            host=_label_of(cluster),
             grace_secs=flags.GRACE_SECS.value,
             stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
             fork_server=forks,
@@ -180,6 +192,13 @@ def _supervise(recipe: Recipe, cluster: Cluster) -> int:
     if cluster.is_chief and not flags.QUIET.value:
         print_next(exit_code, model_dir, cluster)
     return exit_code
+
+
+def _label_of(cluster: Cluster) -> str:
+    """The host of this task, with its port if the host has other tasks, too."""
+    host = host_of(cluster.address)
+    is_alone = all(host_of(cluster.address_of(t)) != host for t in cluster.other_trainers)
+    return host if is_alone else cluster.address
 
 
 def shows_live_view(model_dir: str) -> bool:
@@ -299,8 +318,9 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
 
 def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int | TaskSpec:
     flag_checks.num_to_aggregate(recipe, _num_workers(cluster))
-    flag_checks.check_wire(_num_workers(cluster))
     flag_checks.check_standby(cluster.num("ps") if cluster else flags.PS.value)
+    if not is_launched:  # A launcher has checked it for all hosts, which may not all be here.
+        flag_checks.check_wire(_num_workers(cluster))
     model_dir = model_dir_of(recipe)
     serves = cluster is not None and flag_checks.serves(cluster)
     is_evaluator = cluster is not None and cluster.task.job == "evaluator"

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from data.system import object_store
-from data.system.files import is_s3
+from data.system.files import is_s3, is_url
 from strategies.cluster.ports import free_ports
 from strategies.cluster.sources import finding
 from strategies.cluster.sources.base import Found, Wanted
@@ -126,9 +126,41 @@ def read_cluster(*, is_launched: bool) -> Cluster | None:
             f"{flags.CLUSTER.value} found none: this machine is the cluster. Leave it out."
         )
     _check_flags(cluster, is_launched, finding.size_flags(found.source) if found else ())
+    if not is_launched:
+        _check_elastic(cluster)
     if found:
         log.info("%s", found.line())
     return cluster
+
+
+def _check_elastic(cluster: Cluster | None) -> None:
+    """Refuses --min_workers and --rejoin_secs where they would be ignored, or cannot work."""
+    least, model_dir = flags.MIN_WORKERS.value, flags.MODEL_DIR.value
+    if least is None:
+        if flags.REJOIN_SECS.present:
+            raise ConfigError(
+                f"--rejoin_secs={flags.REJOIN_SECS.value:g} needs --min_workers: without it the "
+                "others wait for a lost host without a limit. Add --min_workers=1, or leave "
+                "--rejoin_secs out."
+            )
+        return
+    given = f"--min_workers={least}"
+    if flags.HOST_LIST.value is None or cluster is None:
+        raise ConfigError(
+            f"{given} needs the list of all hosts that may take part. Add --hosts=a,b,c, the same "
+            "on every host, or leave --min_workers out."
+        )
+    num_hosts = cluster.num("worker")
+    if least > num_hosts:
+        raise ConfigError(
+            f"{given} is more than the {num_hosts} hosts of --hosts, so that training would never "
+            f"begin. Type --min_workers={num_hosts}, or less."
+        )
+    if is_url(str(model_dir)):
+        raise ConfigError(
+            f"{given} needs --model_dir on a shared file system with hard links, on which the "
+            f"hosts agree who trains. Received: --model_dir={model_dir}."
+        )
 
 
 def _check_source() -> None:

@@ -225,6 +225,22 @@ with _scope(STRATEGIES):
         "hosts: if given, the task is supervised too.",
         lower_bound=0,
     )
+with _scope(("multiworker",), DESCRIBED):
+    MIN_WORKERS = flags.DEFINE_integer(
+        "min_workers",
+        None,
+        "multiworker, with --hosts: hosts that are lost do not stop the others, as long as this "
+        "many are left, and hosts that come are taken in. Each host has a launcher, as with "
+        "--max_restarts.",
+        lower_bound=1,
+    )
+    REJOIN_SECS = flags.DEFINE_float(
+        "rejoin_secs",
+        60.0,
+        "With --min_workers: how long the others wait for a lost host before they continue "
+        "without it.",
+        lower_bound=5.0,
+    )
 with _scope(("multiworker",), LOCAL):
     CPU_AFFINITY = flags.DEFINE_enum(
         "cpu_affinity",

@@ -45,3 +45,8 @@ class TaskSpec:
     def is_chief(self) -> bool:
         """True for the task that writes the files of the run."""
         return self.cluster is None or self.cluster.is_chief
+
+    @property
+    def generation(self) -> int | None:
+        """The generation of this task's group of hosts; None if the cluster is not elastic."""
+        return None if self.cluster is None else self.cluster.generation

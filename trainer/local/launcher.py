@@ -23,6 +23,7 @@ reaches only the launcher, which asks the tasks to save and end.
 With `host` the cluster has several hosts, and each has a launcher, for one task. It restarts that
 task alone. The tasks themselves see that others are gone, end, and wait for each other when they
 are started again, so launchers need not agree. What they tell each other is in failures.jsonl.
+elastic.py has the launcher of hosts that continue without a lost host.
 
 No process is left when `run` returns: process groups are killed by their id. If the launcher itself
 is killed, a socket that it held closes, and the tasks end (parent_watch.py).
@@ -34,7 +35,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,7 @@ _SHUTDOWN_GRACE_SECS = 10.0  # From the chief's exit with 0 to SIGTERM for tasks
 _SERVERS_ALONE_SECS = 2.0  # From the failure of the last trainer to SIGTERM for servers.
 _CHIEF_FOLLOWS_SECS = 1.0  # From a ps worker's 75 to the chief's, if the chief ended the worker.
 _SHORT_LIFE_SECS = 10.0  # A task that died sooner has not trained.
-_LATE_SECS = 2.0  # From the time when a task should have ended by itself to SIGKILL.
+LATE_SECS = 2.0  # From the time when a task should have ended by itself to SIGKILL.
 _POLLS_PER_TIMEOUT = 10  # Heartbeats are read this many times in each stall time-out.
 _FOLLOW_SECS = 1.0  # Between two looks at what other hosts have written.
 _STATELESS_GRACE_SECS = 5.0  # From SIGTERM to SIGKILL for tasks without state to save.
@@ -116,7 +117,9 @@ class LocalCluster:
         if self.host:
             path = self._logs.directory.parent / FAILURES
             self._failures = FailureLog(path, self.host)
-        self._events: queue.SimpleQueue[TaskProcess | signal.Signals] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[TaskProcess | signal.Signals | Callable[[], None]] = (
+            queue.SimpleQueue()
+        )
         self._running: dict[Task, TaskProcess] = {}
         self._plans = sched.scheduler(time.monotonic)
         self._num_starts: Counter[Task] = Counter()
@@ -142,12 +145,12 @@ class LocalCluster:
             stops.append(signal.SIGHUP)
         handlers = {signum: signal.signal(signum, self._on_signal) for signum in stops}
         try:
-            self._start(self._clusters)
+            self._begin()
             if self.stall_timeout_secs:
                 self._kill_unresponsive()
             if self._failures:
                 self._follow_failures(self._failures)
-            while self._running or self._planned_starts():
+            while not self._is_over():
                 self._handle_next_event()
         finally:
             for process in self._running.values():
@@ -163,6 +166,12 @@ class LocalCluster:
         )
         print_summary(report, self._logs)
         return report
+
+    def _begin(self) -> None:
+        self._start(self._clusters)
+
+    def _is_over(self) -> bool:
+        return not self._running and not self._planned_starts()
 
     def _start(self, tasks: Iterable[Task]) -> None:
         for task in tasks:
@@ -216,8 +225,10 @@ class LocalCluster:
         else:
             if isinstance(event, TaskProcess):
                 self._on_exit(event)
-            else:
+            elif isinstance(event, signal.Signals):
                 self._on_stop(event)
+            else:
+                event()
 
     def _follow_failures(self, failures: FailureLog) -> None:
         """Shows on the chief's host why tasks of other hosts ended; ends the run if one says so."""
@@ -253,16 +264,12 @@ class LocalCluster:
         overdue = f"did not save and end within {self.grace_secs:g} s after SIGTERM"
         # On a host of its own a server asks its chief to stop.
         self._end(self._running if self.host else self._trainers(), 0, signal.SIGTERM)
-        patience = self.grace_secs + _LATE_SECS
+        patience = self.grace_secs + LATE_SECS
         self._end(self._trainers(), patience, signal.SIGKILL, overdue)
         self._end_stateless(self._servers(), patience)
 
     def _on_exit(self, process: TaskProcess) -> None:
-        task = process.task
-        del self._running[task]
-        code = process.reap()
-        if self.fork_server:
-            self.fork_server.reap_orphans({other.pid for other in self._running.values()})
+        task, code = process.task, self._reap(process)
         end = TaskEnd(
             task,
             is_chief=task == self._chief,
@@ -297,6 +304,13 @@ class LocalCluster:
                 self._plans.enter(_CHIEF_FOLLOWS_SECS, 0, self._on_loss, (end,))
             case _:
                 self._on_loss(end)
+
+    def _reap(self, process: TaskProcess) -> int:
+        del self._running[process.task]
+        code = process.reap()
+        if self.fork_server:
+            self.fork_server.reap_orphans({other.pid for other in self._running.values()})
+        return code
 
     def _on_loss(self, end: TaskEnd) -> None:
         state = self._state(end)
@@ -352,7 +366,10 @@ class LocalCluster:
         if end.seconds > _SHORT_LIFE_SECS:
             self._num_short_lives[end.task] = 0
         delay_secs = self.restarts.next_delay_secs(self._num_short_lives[end.task])
-        self._num_short_lives[end.task] += end.seconds <= _SHORT_LIFE_SECS
+        # A task that lost another one soon after its start is not the cause. (A ps worker that does
+        # so again and again is: the run makes progress without it.)
+        is_cause = end.exit_code != EXIT_RESTART or end.is_ps_worker
+        self._num_short_lives[end.task] += is_cause and end.seconds <= _SHORT_LIFE_SECS
         if delay_secs is None:
             say(
                 f"{_death(end)}. It is not restarted: {self.restarts.max_restarts} restarts within "

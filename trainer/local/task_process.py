@@ -54,7 +54,7 @@ class TaskProcess:
         task: Task,
         start_process: Callable[[ParentWatch, int], Child],
         log: TaskLog,
-        events: "queue.SimpleQueue[TaskProcess | signal.Signals]",
+        events: "queue.SimpleQueue[TaskProcess | signal.Signals | Callable[[], None]]",
         *,
         is_shown: bool,
         start: int,

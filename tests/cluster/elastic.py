@@ -1,0 +1,118 @@
+"""The launchers of an elastic run: hosts that a test starts, kills and cuts off.
+
+with ExitStack() as stack:
+    launchers = Launchers(stack, model_dir, "localhost:5001,localhost:5002", flags)
+    launchers.start(0, 1)
+    launchers.wait_for_group(2)
+    launchers.kill(0)
+    launchers.finish()
+
+The config must be tests/chaos/digits.py: it pauses after each call until `finish`, so that the run
+is not over before the hosts have come and gone.
+"""
+
+import contextlib
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.journal import pause_of
+from tests.cluster.runs import (
+    Process,
+    Run,
+    assert_nothing_left,
+    largest_difference,
+    read_metrics,
+)
+
+PAUSE_SECS = 0.5  # After every 5 steps.
+
+
+def flags_for(digits: Path, num_steps: int) -> tuple[str, ...]:
+    """The flags of a run with a checkpoint every 20 steps."""
+    return (
+        "--config=tests/chaos/digits.py",
+        f"--data_dir={digits}",
+        f"--train_steps={num_steps}",
+        "--num_threads=1",
+        # Sums in another order are rounded differently, and large steps amplify small differences.
+        "--config.optimizer=sgd",
+        "--learning_rate=0.003",
+    )
+
+
+class Launchers:
+    """`listed` is --hosts; `under` has a prefix of each launcher's command."""
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        model_dir: Path,
+        listed: str,
+        flags: tuple[str, ...],
+        under: tuple[tuple[str, ...], ...] = (),
+    ) -> None:
+        self._stack = stack
+        self.model_dir = model_dir
+        pause_of(model_dir).write_text(str(PAUSE_SECS))
+        self._under = under
+        self._argv = (
+            "--strategy=multiworker",
+            f"--hosts={listed}",
+            f"--model_dir={model_dir}",
+            *flags,
+        )
+        self.on: dict[int, Process] = {}
+
+    def start(self, *indices: int) -> None:
+        for index in indices:
+            task = () if self._under else ("--job_name=worker", f"--task_index={index}")
+            under = self._under[index] if self._under else ()
+            process = Process((*self._argv, *task), self.model_dir, under=under)
+            self.on[index] = self._stack.enter_context(process)
+
+    def kill(self, *indices: int) -> None:
+        for index in indices:
+            self.on[index].send(signal.SIGKILL)
+        for index in indices:
+            self.on.pop(index).wait_for_family_to_end()
+
+    def wait_for_group(self, size: int) -> None:
+        """Waits until `size` hosts have made 20 steps together."""
+        some = next(iter(self.on.values()))
+        some.wait_until(lambda: len(group(self.model_dir)) == size, f"a group of {size}")
+        some.wait_for_step(last_step(self.model_dir) + 20)
+
+    def finish(self, num_steps: int) -> None:
+        """Waits for the end of the run, which must not be near."""
+        assert last_step(self.model_dir) < num_steps, "the run was over too early"
+        pause_of(self.model_dir).unlink()
+        runs = {index: process.wait_alone() for index, process in self.on.items()}
+        for index, run in runs.items():
+            assert run.exit_code == 0, self.on[index].output()
+            self.on[index].wait_for_family_to_end()
+        assert_nothing_left(self.model_dir)
+
+
+def group(model_dir: Path) -> list[str]:
+    """The members of the newest group that is written down."""
+    written = sorted((model_dir / "membership").glob("group-*.json"))
+    return json.loads(written[-1].read_text())["members"] if written else []
+
+
+def last_step(model_dir: Path) -> int:
+    return max((line["step"] for line in read_metrics(model_dir)), default=0)
+
+
+def difference_from(undisturbed: Run, model_dir: Path) -> float:
+    """The largest difference of a variable; checks that each batch was used once."""
+    run = Run(0, "", "", model_dir)
+    step = undisturbed.result["step"]
+    mark: dict[str, Any] = json.loads(
+        (model_dir / f"checkpoints/step-{step:08d}/checkpoint.json").read_text()
+    )
+    assert (mark["next_batch"], mark["open_shares"], mark["skipped"]) == (step, [], [])
+    for name in ("examples", "step"):
+        assert run.result[name] == undisturbed.result[name]
+    return largest_difference(run.variables(), undisturbed.variables())

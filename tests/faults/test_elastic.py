@@ -1,0 +1,71 @@
+"""Hosts leave and join a run of multiworker, and the others go on with the same weights."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import dropped, hosts, num_dropped, reason_why_not
+from strategies.cluster.ports import free_ports
+from tests.cluster.elastic import Launchers, difference_from, flags_for, group
+from tests.cluster.runs import TOPOLOGIES, Run, train
+
+STEPS = 600
+
+
+@pytest.fixture(scope="module")
+def flags(digits: Path) -> tuple[str, ...]:
+    return flags_for(digits, STEPS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    model_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    return train(TOPOLOGIES["mirrored-2"], model_dir, *flags)
+
+
+@pytest.mark.timeout(300)
+def test_1_then_4_then_2_then_3_workers_train_to_the_same_weights(
+    flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
+) -> None:
+    model_dir = tmp_path / "run"
+    listed = ",".join(f"localhost:{port}" for port in free_ports(4))
+    elastic = ("--min_workers=1", "--rejoin_secs=6")
+    with contextlib.ExitStack() as stack:
+        launchers = Launchers(stack, model_dir, listed, (*flags, *elastic))
+        launchers.start(1)
+        launchers.wait_for_group(1)
+        launchers.start(0, 2, 3)
+        launchers.wait_for_group(4)
+        launchers.kill(0, 1)  # With the chief.
+        launchers.wait_for_group(2)
+        launchers.start(1)
+        launchers.wait_for_group(3)
+        launchers.finish(STEPS)
+    assert difference_from(undisturbed, model_dir) < 1e-5
+
+
+@pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
+@pytest.mark.timeout(300)
+def test_hosts_continue_without_a_host_that_is_cut_off_and_take_it_in_again(
+    flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
+) -> None:
+    model_dir = tmp_path / "run"
+    with contextlib.ExitStack() as stack:
+        places = stack.enter_context(hosts(3))
+        listed = ",".join(host.address for host in places)
+        under = tuple(host.command for host in places)
+        elastic = ("--min_workers=2", "--rejoin_secs=10")
+        launchers = Launchers(stack, model_dir, listed, (*flags, *elastic), under)
+        launchers.start(2, 0, 1)
+        launchers.on[0].wait_for_step(40)
+        assert group(model_dir) == []
+        # Host 0 has the chief. It still reaches the directory of the run, and tries to train.
+        lost = [(places[0], other) for other in places[1:]]
+        with dropped(*lost):
+            launchers.wait_for_group(2)
+            assert group(model_dir) == [f"{host.address}:2222" for host in places[1:]]
+            assert num_dropped(*lost) > 0
+        launchers.wait_for_group(3)
+        launchers.finish(STEPS)
+    assert difference_from(undisturbed, model_dir) < 1e-5

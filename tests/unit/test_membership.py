@@ -1,0 +1,239 @@
+"""The files on which launchers agree who trains, and a launcher that follows them."""
+
+import json
+import os
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from strategies.base import PeerLostError
+from strategies.cluster.ports import free_ports, held
+from strategies.cluster.tf_config import Cluster, ClusterError, Task
+from strategies.metrics import Metrics
+from trainer.hooks.newest_group import StopIfReplaced
+from trainer.local.elastic import ElasticCluster
+from trainer.local.group_rules import Group, HostRecord, Look, Rules
+from trainer.local.launch_report import LaunchReport
+from trainer.local.membership import LookOut, Membership, newest_generation
+from trainer.local.restarts import Restarts
+
+ADDRESSES = ("a:2222", "b:2222", "c:2222")
+ALL = frozenset({0, 1, 2})
+HOSTS = tuple(f"host-{index}.invalid:2222" for index in range(3))  # Names without an address.
+
+
+def test_first_group_has_all_hosts_and_needs_no_file(tmp_path: Path) -> None:
+    assert Membership(tmp_path, ADDRESSES, 0).group() == Group(0, ALL)
+    assert newest_generation(tmp_path) == 0
+
+
+def test_of_many_proposals_for_a_generation_one_holds_for_all(tmp_path: Path) -> None:
+    ours = [Membership(tmp_path, ADDRESSES, host) for host in range(3)]
+    start = threading.Barrier(3)
+    was_first: list[int] = []
+
+    def propose(host: int) -> None:
+        start.wait()
+        if ours[host].propose(Group(0, ALL), ALL - {host}):
+            was_first.append(host)
+
+    threads = [threading.Thread(target=propose, args=(host,)) for host in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (first,) = was_first
+    assert {one.group() for one in ours} == {Group(1, ALL - {first})}
+    assert os.listdir(tmp_path / "membership") == ["group-00000001.json"]
+    assert ours[0].propose(ours[0].group(), ALL)
+    assert ours[1].group() == Group(2, ALL)
+
+
+def test_group_of_another_list_of_hosts_is_explained(tmp_path: Path) -> None:
+    Membership(tmp_path, ADDRESSES, 0).propose(Group(0, ALL), ALL)
+    with pytest.raises(ClusterError, match=r"--hosts=a:2222,b:2222,c:2222.*rm -r "):
+        Membership(tmp_path, ADDRESSES[:2], 0).group()
+
+
+def test_file_system_without_hard_links_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(ClusterError, match="hard links"):
+        Membership(tmp_path, ADDRESSES, 0).propose(Group(0, ALL), ALL)
+    assert os.listdir(tmp_path / "membership") == []
+
+
+def test_records_of_hosts_are_read_as_written(tmp_path: Path) -> None:
+    ours = [Membership(tmp_path, ADDRESSES, host) for host in range(3)]
+    long, short = HostRecord("x" * 2000, 1, ALL), HostRecord("y", 2, frozenset(), ended=75)
+    ours[1].write(long)
+    assert ours[0].records() == {1: long}
+    ours[1].write(short)
+    (tmp_path / "membership/host-2.json").write_text('{"start": "half')
+    assert ours[0].records() == {1: short}
+
+
+def test_look_out_tells_which_hosts_are_reached(tmp_path: Path) -> None:
+    open_port, closed_port = free_ports(2)
+    ports = (1, open_port, closed_port)
+    addresses = (*(f"localhost:{port}" for port in ports), "no.invalid:1")
+    looks: list[Look] = []
+    came = threading.Event()
+
+    def on_look(look: Look) -> None:
+        looks.append(look)
+        came.set()
+
+    membership = Membership(tmp_path, addresses, 0)
+    with held(open_port), LookOut(membership, on_look) as look_out:
+        assert came.wait(20)
+        look_out.end(0)
+    # A host that refuses connections is there; its task may be about to start.
+    assert looks[0].records[0].reaches == {1, 2}
+    assert membership.records()[0].ended == 0
+    assert membership.records()[0].beat > looks[-1].records[0].beat
+
+
+def test_chief_of_a_replaced_group_stops_before_it_writes(tmp_path: Path) -> None:
+    membership = Membership(tmp_path, ADDRESSES, 0)
+    hook = StopIfReplaced(str(tmp_path), 1)
+    membership.propose(Group(0, ALL), ALL)
+    hook.begin(0)
+    hook(10, Metrics())
+    membership.propose(Group(1, ALL), ALL)
+    with pytest.raises(PeerLostError, match="group 2"):
+        hook(20, Metrics())
+
+
+# A stand-in for a task: it notes its cluster, and ends as a task does.
+PROGRAM = """
+import json, os, signal, sys, time
+from pathlib import Path
+from trainer.local.parent_watch import watch_parent
+watch_parent()
+model_dir = Path(sys.argv[-1].removeprefix("--model_dir="))
+config = json.loads(os.environ["TF_CONFIG"])
+config["ended_by"] = 0
+notes = model_dir / "starts.jsonl"
+def end(signum, frame):
+    with notes.open("a") as file:
+        file.write(json.dumps({**config, "ended_by": int(signum)}) + "\\n")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGUSR1, end)
+"""
+
+
+@pytest.fixture
+def run_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LaunchReport]:
+    """Runs the launcher of host 1 of three; `body` is what its task does after PROGRAM."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr("trainer.local.membership._LOOK_SECS", 0.05)
+
+    def run(body: str, rejoin_secs: float) -> LaunchReport:
+        program = tmp_path / "program.py"
+        program.write_text(PROGRAM + textwrap.dedent(body))
+        jobs = {"worker": dict(enumerate(HOSTS))}
+        launcher = partial(ElasticCluster, rules=Rules(1, rejoin_secs), saves_regularly=False)
+        return launcher(
+            Cluster(jobs, Task("worker", 1)),
+            [],
+            tmp_path,
+            Restarts(3, lambda: (0, 0)),
+            host="host-1",
+            grace_secs=5.0,
+            command=[sys.executable, str(program)],
+        ).run()
+
+    return run
+
+
+def starts(model_dir: Path) -> list[tuple[int, int, int, int]]:
+    """Of each task: the generation, the number of workers, its index, and the signal it got."""
+    lines = map(json.loads, (model_dir / "starts.jsonl").read_text().splitlines())
+    return [
+        (d["generation"], len(d["cluster"]["worker"]), d["task"]["index"], d["ended_by"])
+        for d in lines
+    ]
+
+
+def test_launcher_ends_its_task_before_it_proposes_a_group_without_lost_hosts(
+    tmp_path: Path, run_host: Callable[..., LaunchReport]
+) -> None:
+    body = """
+    if len(config["cluster"]["worker"]) > 1:
+        time.sleep(60)
+    with notes.open("a") as file:
+        file.write(json.dumps(config) + "\\n")
+    """
+    report = run_host(body, rejoin_secs=1.0)
+    assert report.exit_code == 0
+    usr1 = 10  # The other workers, if there were any, would save their last complete step.
+    assert starts(tmp_path) == [(0, 3, 1, usr1), (1, 1, 0, 0)]
+    assert not report.restarts, "a change of the group is no failure"
+    assert Membership(tmp_path, HOSTS, 1).records()[1].ended == 0
+
+
+def test_launcher_outside_the_group_starts_no_task_and_ends_when_the_run_is_done(
+    tmp_path: Path, run_host: Callable[..., LaunchReport]
+) -> None:
+    other = Membership(tmp_path, HOSTS, 0)
+    other.propose(Group(0, ALL), frozenset({0}))
+
+    def train() -> None:
+        for beat in range(20):
+            other.write(HostRecord("start", beat, frozenset()))
+            is_over.wait(0.1)
+        other.write(HostRecord("start", 100, frozenset(), ended=0))
+
+    is_over = threading.Event()
+    thread = threading.Thread(target=train)
+    thread.start()
+    report = run_host("sys.exit(1)", rejoin_secs=100.0)
+    is_over.set()
+    thread.join()
+    assert report.exit_code == 0
+    assert report.tasks == ()
+    assert newest_generation(tmp_path) == 1
+
+
+def test_task_that_waits_for_others_ends_when_the_run_is_done(
+    tmp_path: Path, run_host: Callable[..., LaunchReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.local.elastic._DONE_SECS", 0.1)
+    other = Membership(tmp_path, HOSTS, 0)
+
+    def end_when_the_task_runs() -> None:
+        beat = 0
+        while not (tmp_path / "runs").exists():
+            other.write(HostRecord("start", beat := beat + 1, frozenset()))
+            time.sleep(0.05)
+        other.write(HostRecord("start", beat + 1, frozenset(), ended=0))
+
+    thread = threading.Thread(target=end_when_the_task_runs)
+    thread.start()
+    report = run_host("(model_dir / 'runs').touch(); time.sleep(60)", rejoin_secs=100.0)
+    thread.join()
+    assert report.exit_code == 0
+    assert starts(tmp_path) == [(0, 3, 1, 15)]
+
+
+def test_task_that_dies_too_often_ends_only_the_launcher_of_its_host(
+    tmp_path: Path, run_host: Callable[..., LaunchReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.local.restarts._FIRST_DELAY_SECS", 0.01)
+    report = run_host("os.kill(os.getpid(), signal.SIGKILL)", rejoin_secs=100.0)
+    assert report.exit_code == 75
+    assert len(report.tasks) == 4
+    lines = map(json.loads, (tmp_path / "failures.jsonl").read_text().splitlines())
+    assert not any(line["ends_run"] for line in lines)

@@ -1,0 +1,176 @@
+"""Which hosts train together when some are lost and others come: pure functions, no files.
+
+    sightings = Sightings(own=0)
+    sightings.update(look, group)            # at each look at the records of all hosts
+    members = next_members(group, sightings, rules)      # None: the group stays as it is
+
+Hosts are numbers, their places in --hosts. A group is a set of hosts with a generation, a number
+that grows with each change. Before the first change the group has all hosts.
+
+| the hosts | next group |
+| --- | --- |
+| all members are there and reach each other | the same, with the hosts that are ready to join |
+| a member is away, for less than `rejoin_secs` | no change: the members wait for it |
+| a member is away for `rejoin_secs` | without it, with all hosts that ask to join |
+| all members are away for `rejoin_secs` | the hosts that ask to join |
+| fewer than `min_workers` would be left | no change |
+
+A host is ready to join when a checkpoint was completed since it asked, or if the group did not
+train when it asked. Hosts that do not reach each other cannot train together: of two parts the
+larger one continues; of two equal parts, the part without the last host.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+# A host whose record has not changed for this long is away. Records change about every second.
+SILENT_SECS = 5.0
+# The longest time that one look adds. A launcher that was frozen has not seen what others did.
+_MOST_SECS_PER_LOOK = 2.5
+
+
+class Group(NamedTuple):
+    """The hosts that train together. Generation 0 has all hosts, and is not written down."""
+
+    generation: int
+    members: frozenset[int]
+
+
+class HostRecord(NamedTuple):
+    """What the launcher of a host writes down about every second.
+
+    `start` is different for each start of the launcher; `beat` grows. `reaches` are the hosts that
+    it could connect to. `ended` is the exit code of the launcher; None while it runs.
+    """
+
+    start: str
+    beat: int
+    reaches: frozenset[int]
+    ended: int | None = None
+
+
+class Look(NamedTuple):
+    """What a launcher has read: the time is its own monotonic clock, in seconds."""
+
+    time: float
+    records: Mapping[int, HostRecord]
+    saved_step: int  # Of the newest complete checkpoint.
+
+
+class Rules(NamedTuple):
+    """`--min_workers` and `--rejoin_secs`."""
+
+    min_workers: int
+    rejoin_secs: float
+
+
+class Sightings:
+    """What one launcher has seen of all hosts so far. Only its own clock counts.
+
+    Attributes:
+        present: The hosts whose launchers run.
+        core: The members of the group that can train together now.
+        away_secs: For each member, how long it has not been in `core`.
+        waiting: The present hosts that are not in the group.
+        ready: Those of them that may join without another reason for a change.
+        is_done: True if a launcher has ended with 0 since the first look: the run is complete.
+    """
+
+    def __init__(self, own: int, *, saves_regularly: bool = True) -> None:
+        """`saves_regularly` is False if there are no checkpoints to wait for."""
+        self.own = own
+        self._saves_regularly = saves_regularly
+        self._last_time: float | None = None
+        self._last_seen: dict[int, tuple[str, int]] = {}
+        self._silent_secs: dict[int, float] = {}
+        self._asked_at: dict[int, int] = {}  # The saved step when a host asked to join.
+        self._links: frozenset[tuple[int, int]] = frozenset()
+        self.present: frozenset[int] = frozenset()
+        self.core: frozenset[int] = frozenset()
+        self.away_secs: dict[int, float] = {}
+        self.waiting: frozenset[int] = frozenset()
+        self.ready: frozenset[int] = frozenset()
+        self.is_done = False
+
+    def update(self, look: Look, group: Group) -> None:
+        """Takes a new look into account."""
+        passed = 0.0 if self._last_time is None else look.time - self._last_time
+        secs = min(passed, _MOST_SECS_PER_LOOK)
+        is_first, self._last_time = self._last_time is None, look.time
+        for host in look.records.keys() | self._silent_secs.keys():
+            record = look.records.get(host)
+            # A record that was there at the first look may be of a launcher that is dead.
+            if record is None or is_first or record[:2] == self._last_seen.get(host):
+                self._silent_secs[host] = self._silent_secs.get(host, SILENT_SECS) + secs
+            else:
+                self._silent_secs[host] = SILENT_SECS if record.ended is not None else 0.0
+                self.is_done |= record.ended == 0
+            if record is not None:
+                self._last_seen[host] = record[:2]
+        self._silent_secs[self.own] = 0.0
+        self.present = frozenset(h for h, s in self._silent_secs.items() if s < SILENT_SECS)
+        self._links = frozenset(
+            (host, other)
+            for host, record in look.records.items()
+            if host in self.present
+            for other in record.reaches
+        )
+        self.core = connected(group.members & self.present, self._links)
+        self.away_secs = {
+            # Silence begins before it is noticed.
+            host: self._silent_secs.get(host, 0.0)
+            if host in self.core
+            else self.away_secs.get(host, 0.0) + secs
+            for host in group.members
+        }
+        self.waiting = self.present - group.members
+        trains = self.core == group.members
+        for host in self.waiting - self._asked_at.keys():
+            self._asked_at[host] = look.saved_step if trains and self._saves_regularly else -1
+        for host in self._asked_at.keys() - self.waiting:
+            del self._asked_at[host]
+        self.ready = frozenset(h for h, step in self._asked_at.items() if look.saved_step > step)
+
+    def extended(self, core: frozenset[int], others: Iterable[int]) -> frozenset[int]:
+        """`core` with those of `others` that all of them reach."""
+        if not core:
+            return connected(others, self._links)
+        for host in sorted(others):
+            if connected(core | {host}, self._links) == core | {host}:
+                core |= {host}
+        return core
+
+
+def next_members(group: Group, sightings: Sightings, rules: Rules) -> frozenset[int] | None:
+    """The members of the next group that this launcher must propose; None if it must not."""
+    kept = frozenset(h for h, secs in sightings.away_secs.items() if secs < rules.rejoin_secs)
+    is_complete = kept == group.members
+    if is_complete and sightings.core != group.members:
+        return None
+    able = sightings.extended(sightings.core, sightings.ready if is_complete else sightings.waiting)
+    members = kept | able
+    # A host outside the group decides only if no member is left to decide.
+    has_say = sightings.own in group.members or not group.members & sightings.present
+    if sightings.own not in able or not has_say:
+        return None
+    if members == group.members or len(members) < rules.min_workers:
+        return None
+    return members
+
+
+def connected(hosts: Iterable[int], links: Collection[tuple[int, int]]) -> frozenset[int]:
+    """Hosts of which each reaches all others.
+
+    Removes the host that misses most links, and of several the last one, until no link is missing.
+    """
+    left = sorted(hosts)
+    while left:
+        missing = {
+            host: sum((host, o) not in links or (o, host) not in links for o in left if o != host)
+            for host in left
+        }
+        worst = max(left, key=lambda host: (missing[host], host))
+        if not missing[worst]:
+            break
+        left.remove(worst)
+    return frozenset(left)

@@ -1,0 +1,210 @@
+"""MODEL_DIR/membership: which hosts train together, agreed on through files.
+
+    membership = Membership(Path("/shared/run"), addresses, own=0)
+    membership.group()                          # the newest
+    membership.propose(group, members)          # False if there is a newer one already
+    with LookOut(membership, on_look):          # a thread; on_look(look) about every second
+        ...
+
+| file | contents | written by |
+| --- | --- | --- |
+| group-00000003.json | the addresses of all hosts, and the members of generation 3 | a launcher |
+| host-2.json | HostRecord: that the launcher runs, and which hosts it reaches | that of host 2 |
+
+A file of a group is complete when it gets its name, and gets it in one operation that succeeds once
+(a hard link). So there is one group of each generation, and all launchers read the same. Two groups
+never train at the same time: docs/failures.md has the reasons.
+
+A host reaches another one if a connection to its task is accepted or refused: a refusal comes from
+a host without a task at that moment. Nothing comes from a host that is off or cut off.
+"""
+
+import concurrent.futures
+import contextlib
+import errno
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from data.system.files import partial_name
+from strategies.cluster.peers import is_reachable
+from strategies.cluster.tf_config import ClusterError
+from trainer.local.group_rules import Group, HostRecord, Look
+from trainer.local.task_logs import say
+from trainer.run_files import progress_of
+
+DIRECTORY = "membership"  # In the model directory.
+_LOOK_SECS = 1.0
+_NUM_PARALLEL = 16  # Hosts that are tried at the same time.
+_RECORD_BYTES = 1024  # Records of equal length are overwritten in one piece.
+_GROUP = re.compile(r"group-(\d{8})\.json")
+
+
+def newest_generation(model_dir: str | Path) -> int:
+    """The generation of the newest group that is written down; 0 if there is none."""
+    try:
+        found = map(_GROUP.fullmatch, os.listdir(Path(model_dir) / DIRECTORY))
+    except FileNotFoundError:
+        return 0
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+class Membership:
+    """The files, as the launcher of one host reads and writes them. All raise OSError."""
+
+    def __init__(self, model_dir: Path, addresses: Sequence[str], own: int) -> None:
+        """`addresses` are of the tasks of all hosts, in the order of --hosts."""
+        self.model_dir = model_dir
+        self.addresses = tuple(addresses)
+        self.own = own
+        self._directory = model_dir / DIRECTORY
+
+    def group(self) -> Group:
+        """The newest group. Raises ClusterError if it is of another list of hosts."""
+        generation = newest_generation(self.model_dir)
+        if not generation:
+            return Group(0, frozenset(range(len(self.addresses))))
+        path = self._path_of(generation)
+        document = json.loads(path.read_text())
+        if tuple(document["hosts"]) != self.addresses:
+            raise ClusterError(
+                f"{path} is of --hosts={','.join(document['hosts'])}. Received: "
+                f"--hosts={','.join(self.addresses)}. Give every launcher the same list; or, if no "
+                f"launcher of the former list runs any more, type: rm -r {self._directory}"
+            )
+        members = frozenset(map(self.addresses.index, document["members"]))
+        return Group(generation, members)
+
+    def propose(self, group: Group, members: frozenset[int]) -> bool:
+        """Makes `members` the group after `group`; False if another launcher was faster.
+
+        Raises ClusterError if the file system has no hard links.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True)
+        document = {
+            "hosts": self.addresses,
+            "members": [self.addresses[host] for host in sorted(members)],
+            "written_by": self.addresses[self.own],
+        }
+        partial = Path(partial_name(str(self._directory / "proposal")))
+        with partial.open("x") as file:
+            file.write(json.dumps(document))
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(partial, self._path_of(group.generation + 1))
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            raise ClusterError(
+                f"--min_workers needs hard links, which the file system of {self.model_dir} does "
+                "not have. Give --model_dir on another file system, or leave --min_workers out."
+            ) from None
+        finally:
+            partial.unlink(missing_ok=True)
+        return True
+
+    def write(self, record: HostRecord) -> None:
+        """Writes the record of this host."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        document = {**record._asdict(), "reaches": sorted(record.reaches)}
+        # In place: a file system over the network may keep showing a file that was replaced.
+        content = json.dumps(document).ljust(_RECORD_BYTES).encode()
+        fd = os.open(self._path_of_host(self.own), os.O_WRONLY | os.O_CREAT)
+        try:
+            os.pwrite(fd, content, 0)
+            os.ftruncate(fd, len(content))
+        finally:
+            os.close(fd)
+
+    def records(self) -> dict[int, HostRecord]:
+        """The records of all hosts that have one; a record that is being written is left out."""
+        found = {}
+        for host in range(len(self.addresses)):
+            with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+                record = HostRecord(**json.loads(self._path_of_host(host).read_text()))
+                found[host] = record._replace(reaches=frozenset(record.reaches))
+        return found
+
+    def _path_of(self, generation: int) -> Path:
+        return self._directory / f"group-{generation:08d}.json"
+
+    def _path_of_host(self, host: int) -> Path:
+        return self._directory / f"host-{host}.json"
+
+
+class LookOut:
+    """A thread that writes the record of this host, and reads those of all, about every second.
+
+    If the storage fails or hangs, no look comes: then this launcher decides nothing, and the others
+    consider this host away.
+    """
+
+    def __init__(self, membership: Membership, on_look: Callable[[Look], None]) -> None:
+        """`on_look` is called on the thread."""
+        self._membership = membership
+        self._on_look = on_look
+        self._start = os.urandom(8).hex()
+        self._beat = 0
+        self._reaches: frozenset[int] = frozenset()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="look-out", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        self._thread.join(timeout=_LOOK_SECS)
+
+    def end(self, exit_code: int) -> None:
+        """Writes down that this launcher ends with `exit_code`."""
+        self.__exit__(None, None, None)
+        with contextlib.suppress(OSError):  # The others notice it by the silence.
+            self._membership.write(self._record()._replace(ended=exit_code))
+
+    def _record(self) -> HostRecord:
+        self._beat += 1
+        return HostRecord(self._start, self._beat, self._reaches)
+
+    def _watch(self) -> None:
+        failure = ""
+        with concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool:
+            while not self._is_over.is_set():
+                self._reaches = self._reached(pool)
+                now = time.monotonic()
+                try:
+                    own = self._record()
+                    self._membership.write(own)
+                    records: Mapping[int, HostRecord] = {
+                        **self._membership.records(),
+                        self._membership.own: own,
+                    }
+                    saved, _ = progress_of(str(self._membership.model_dir))
+                    self._on_look(Look(now, records, saved))
+                    failure = ""
+                except OSError as error:
+                    if str(error) != failure:
+                        say(f"The records of the hosts cannot be read or written: {error}")
+                    failure = str(error)
+                self._is_over.wait(_LOOK_SECS)
+
+    def _reached(self, pool: concurrent.futures.ThreadPoolExecutor) -> frozenset[int]:
+        own, addresses = self._membership.own, self._membership.addresses
+        others = [host for host in range(len(addresses)) if host != own]
+        found = pool.map(is_reachable, (addresses[host] for host in others))
+        return frozenset(host for host, answers in zip(others, found, strict=True) if answers)
