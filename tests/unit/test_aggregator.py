@@ -178,6 +178,20 @@ def test_values_before_a_step_are_kept_on_several_servers_but_not_of_tables() ->
     number, counted, weight = kept_values(one.device).load([tf.int64, tf.int64, tf.float32]) or []
     assert (int(number), int(counted), weight.numpy().tolist()) == (7, 7, [1.0, 2.0])
 
+    with tf.device(second):
+        large = tf.Variable(tf.zeros([1 << 18]))
+    tf.function(buffers_of([one, large], 2).begun)(
+        [tf.ones([2]), tf.zeros([1 << 18])], tf.constant(8)
+    )
+    assert kept_values(one.device).load([tf.int64, tf.int64, tf.float32]) is not None
+
+    with tf.device(second):
+        large = tf.Variable(tf.zeros([(1 << 18) + 1]))
+    tf.function(buffers_of([one, large], 2).begun)(
+        [tf.ones([2]), tf.zeros([(1 << 18) + 1])], tf.constant(8)
+    )
+    assert kept_values(one.device).load([tf.int64, tf.int64, tf.float32]) is None
+
     of_table = buffers_of([one, other], 1)
     rows = tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0]))
     tf.function(of_table.begun)([tf.ones([2]), rows], tf.constant(9))

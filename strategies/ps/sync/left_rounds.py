@@ -11,8 +11,8 @@ queue, for another task, or before the next iteration of a loop. Ops that have t
 run. On a single server nothing waits between the first change of a variable and the stored Rounds.
 With several servers a step may end between its changes on two of them. So each server keeps the
 values before the step that it began last (`GradientBuffers.begun`): the next chief takes these, if
-the step was not counted. Values of models with tables are not kept: then the variables are of no
-complete step.
+the step was not counted. Large values are not kept (`GradientBuffers.keep`): then the variables
+are of no complete step.
 """
 
 from collections.abc import Iterable, Sequence
