@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.hosts import dropped, hosts, num_dropped, reason_why_not
 from strategies.cluster.ports import free_ports
-from tests.cluster.elastic import Launchers, difference_from, flags_for, group
+from tests.cluster.elastic import Launchers, difference_from, flags_for, group, last_step
 from tests.cluster.runs import TOPOLOGIES, Run, train
 
 STEPS = 600
@@ -41,6 +41,33 @@ def test_1_then_4_then_2_then_3_workers_train_to_the_same_weights(
         launchers.wait_for_group(2)
         launchers.start(1)
         launchers.wait_for_group(3)
+        launchers.finish(STEPS)
+    assert difference_from(undisturbed, model_dir) < 1e-5
+
+
+@pytest.mark.timeout(300)
+def test_host_that_was_frozen_while_another_took_over_does_no_harm(
+    flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
+) -> None:
+    model_dir = tmp_path / "run"
+    addresses = [f"localhost:{port}" for port in free_ports(2)]
+    elastic = ("--min_workers=1", "--rejoin_secs=6")
+    with contextlib.ExitStack() as stack:
+        launchers = Launchers(stack, model_dir, ",".join(addresses), (*flags, *elastic))
+        launchers.start(0)
+        launchers.wait_for_group(1)
+        frozen = launchers.on[0].family()
+        for process in frozen:
+            process.suspend()
+        launchers.start(1)
+        other = launchers.on[1]
+        other.wait_until(lambda: group(model_dir) == addresses[1:], "a group without host 0")
+        other.wait_for_step(last_step(model_dir) + 40)
+        # Its task continues: it needs no other host. Its next call of the executor is its last one.
+        for process in frozen:
+            process.resume()
+        launchers.on[0].wait_until(lambda: launchers.on[0].warned("asks to join") > 0, "the news")
+        launchers.wait_for_group(2)
         launchers.finish(STEPS)
     assert difference_from(undisturbed, model_dir) < 1e-5
 
