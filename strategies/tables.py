@@ -5,7 +5,9 @@
             tf.Variable(...)                        # is placed on ps 0
 
 Part p of all tables is on parameter server p, with its optimizer slots. Without parameter servers
-a table has one part.
+a table has one part. A table without a fixed number of rows is split in the same way; its parts
+have rows in the order in which ids came, so their gradients have ids in place of row numbers.
+Both are int64.
 """
 
 import contextlib

@@ -31,6 +31,7 @@ import tensorflow as tf
 from data.autograph import autograph, no_autograph
 from strategies.base import Batch, read_now
 from strategies.metrics import Metrics
+from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import Rows, saved_variables, tables_of
 from trainer.embeddings.updates import TablePart, require_table_options, slots_of
 from trainer.step.ema import ExponentialMovingAverage
@@ -250,7 +251,7 @@ class Learner:
         """Returns the values that `evaluate` uses, averages if any.
 
         They are in the order of `model.variables`; but each table is one value, however many parts
-        it has.
+        it has. Tables of dynamic ids are not among them.
         """
         evaluated = dict(zip(map(id, self.variables), self._evaluated, strict=False))
         return [
@@ -258,6 +259,7 @@ class Learner:
             if isinstance(v, Rows)
             else np.asarray(evaluated.get(id(v.value), v.value).numpy())
             for v in saved_variables(self.model)
+            if not isinstance(v, DynamicTable)
         ]
 
     def build_optimizers(self) -> None:
@@ -490,7 +492,7 @@ class Learner:
                 if index >= self.num_dense:
                     part = self._table_parts[index - self.num_dense]
                     change_rows = functools.partial(part.change, factor=factor)
-                    arguments: tuple[object, ...] = gradient, rate, step, part.slots
+                    arguments: tuple[object, ...] = gradient, rate, step, part.colocated
                     changed.append(
                         strategy.extended.update(variable, change_rows, arguments, group=False)
                     )

@@ -1,0 +1,72 @@
+"""Tables on many parameter servers: the weights of one process, also after another topology."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.cluster.runs import TOPOLOGIES, Run, Topology, train
+
+CONFIG = "--config=tests/cluster/configs/tables.py"
+FOUR_AND_THREE = Topology(
+    "ps-sync-4+3", "ps", ("--workers=4", "--ps=3", "--sync_replicas", "--num_threads=1")
+)
+ONE_AND_TWO = Topology(
+    "ps-sync-1+2", "ps", ("--workers=1", "--ps=2", "--sync_replicas", "--num_threads=1")
+)
+TWO_AND_TWO = Topology("ps-2+2", "ps", ("--workers=2", "--ps=2", "--num_threads=1"))
+
+
+@pytest.fixture(scope="module")
+def alone(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    model_dir = tmp_path_factory.mktemp("alone") / "run"
+    return train(TOPOLOGIES["mirrored-1"], model_dir, CONFIG, f"--data_dir={digits}")
+
+
+def assert_equal(run: Run, expected: Run) -> None:
+    left, right = run.variables(), expected.variables()
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert value.shape == right[name].shape, name
+        if value.dtype.kind in "iu":
+            np.testing.assert_array_equal(value, right[name], err_msg=name)
+        elif value.dtype.kind == "f":
+            np.testing.assert_allclose(value, right[name], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (FOUR_AND_THREE, TOPOLOGIES["mirrored-2"]),
+        (TOPOLOGIES["multiworker-2"], ONE_AND_TWO),
+    ],
+    ids=str,
+)
+def test_tables_are_those_of_one_process_before_and_after_another_topology(
+    first: Topology, second: Topology, alone: Run, digits: Path, tmp_path: Path
+) -> None:
+    ids = [value for name, value in alone.variables().items() if name.endswith("/ids")]
+    assert len(ids) == 2
+    assert 0 < min(map(len, ids)) < max(map(len, ids)), "nothing was evicted"
+    for topology, steps in ((first, 22), (second, 50)):
+        flags = (CONFIG, f"--data_dir={digits}", f"--train_steps={steps}")
+        run = train(topology, tmp_path / "run", *flags)
+    assert_equal(run, alone)
+
+
+def test_asynchronous_workers_may_bring_the_same_new_ids(
+    alone: Run, digits: Path, tmp_path: Path
+) -> None:
+    run = train(TWO_AND_TWO, tmp_path / "run", CONFIG, f"--data_dir={digits}")
+    ours, expected = run.variables(), alone.variables()
+    assert ours.keys() == expected.keys()
+    for name, ids in ours.items():
+        if name.endswith("/ids"):
+            np.testing.assert_array_equal(ids, np.unique(ids))
+            num_rows = int(ours[name.replace("/ids", "/use")][:, 0].sum())
+            assert ours[name.replace("/ids", "/rows")].shape == (num_rows, 8)
+            if ours[name.replace("/ids", "/use")][:, 0].all():  # No id waits for its row.
+                np.testing.assert_array_equal(ids, expected[name], "all ids of 50 batches")
+    loaded = tf.saved_model.load(str(run.model_dir / "export" / "saved_model"))
+    assert np.isfinite(loaded.serve(tf.random.uniform([5, 8, 8, 1]))).all()
