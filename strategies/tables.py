@@ -15,6 +15,9 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
 
+# Ids, and numbers of rows, are int64.
+ID_BYTES = 8
+
 
 class Part(NamedTuple):
     """The part of a table for which variables are made."""

@@ -8,6 +8,10 @@ import tensorflow as tf
 
 from tests.cluster.runs import TOPOLOGIES, Run, Topology, train
 
+# Eight processes trace the graphs of three tables.
+TIMEOUT_SECS = 300
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_SECS)
+
 CONFIG = "--config=tests/cluster/configs/tables.py"
 FOUR_AND_THREE = Topology(
     "ps-sync-4+3", "ps", ("--workers=4", "--ps=3", "--sync_replicas", "--num_threads=1")
@@ -51,14 +55,25 @@ def test_tables_are_those_of_one_process_before_and_after_another_topology(
     assert 0 < min(map(len, ids)) < max(map(len, ids)), "nothing was evicted"
     for topology, steps in ((first, 22), (second, 50)):
         flags = (CONFIG, f"--data_dir={digits}", f"--train_steps={steps}")
-        run = train(topology, tmp_path / "run", *flags)
+        run = train(topology, tmp_path / "run", *flags, timeout_secs=TIMEOUT_SECS)
     assert_equal(run, alone)
+    ours, theirs = run.metrics("train")[-1], alone.metrics("train")[-1]
+    for name in ("table_rows", "table_unique_share", "table_bytes_per_step"):
+        assert len(ours[name]) == 3
+    assert ours["table_rows"]["few"] == theirs["table_rows"]["few"] <= 150
+    assert theirs["table_evicted"]["few"] > 0 == theirs["table_evicted"]["all"]
+    assert 0.1 < theirs["table_unique_share"]["all"] < 1
+    assert set(theirs["table_bytes_per_step"].values()) == {0}
+    if second is ONE_AND_TWO:
+        unique = ours["table_unique_share"]["all"] * 40 * 8
+        assert ours["table_bytes_per_step"]["all"] == round(unique * 2 * (8 + 4 * 8))
 
 
 def test_asynchronous_workers_may_bring_the_same_new_ids(
     alone: Run, digits: Path, tmp_path: Path
 ) -> None:
-    run = train(TWO_AND_TWO, tmp_path / "run", CONFIG, f"--data_dir={digits}")
+    flags = (CONFIG, f"--data_dir={digits}")
+    run = train(TWO_AND_TWO, tmp_path / "run", *flags, timeout_secs=TIMEOUT_SECS)
     ours, expected = run.variables(), alone.variables()
     assert ours.keys() == expected.keys()
     for name, ids in ours.items():

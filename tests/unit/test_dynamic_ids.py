@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from strategies.base import Position
+from strategies.metrics import add_metrics
 from strategies.ps.placement import dry_run, place
 from strategies.tables import split_into
 from tests.unit.replicas import replicas, update_of
@@ -23,7 +24,8 @@ from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer
 from trainer.embeddings.table import set_values
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
-from trainer.step.options import ConfigError
+from trainer.step.options import ConfigError, WarmStartConfig
+from trainer.step.warm_start import warm_start
 
 BATCH, WIDTH, CLASSES = 12, 4, 5
 # Also the largest and smallest ids, and negative ones.
@@ -323,3 +325,44 @@ def test_a_dry_run_makes_no_rows() -> None:
 def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="ShardedEmbedding"):
         ShardedEmbedding(**{"rows": None, "width": WIDTH, **arguments})
+
+
+def test_different_ids_and_all_ids_of_each_replica_are_counted() -> None:
+    learner = make_learner(parts=2, replica=2)
+    strategy, (ids, labels) = replicas(2), BATCHES[0]
+    slices = [(ids[:5], labels[:5]), (ids[5:], labels[5:])]
+    batches = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.nest.map_structure(tf.constant, slices[context.replica_id_in_sync_group])
+    )
+    update = tf.function(lambda batch: strategy.run(update_of(learner), args=(batch,)))
+    totals = strategy.reduce("SUM", update(batches), axis=None)
+    unique = sum(len(np.unique(part)) for part, _ in slices)
+    metrics = learner.to_metrics(np.asarray(totals))
+    assert metrics.lookups == {"ids": (unique, ids.size)}
+    assert add_metrics(metrics, metrics).lookups == {"ids": (2 * unique, 2 * ids.size)}
+    evaluated = learner.evaluate((tf.constant(ids), tf.constant(labels), tf.ones([BATCH])))
+    assert learner.to_metrics(np.asarray(evaluated)).lookups == {"ids": (0, 0)}
+
+
+def test_saving_a_model_in_training_does_not_change_it(tmp_path: Path) -> None:
+    learner, undisturbed = make_learner(), make_learner()
+    train(learner, batches=BATCHES[:5])
+    learner.model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(again(IDS[0]), learner.model(IDS[0]), atol=1e-6)
+    train(learner, batches=BATCHES[5:])
+    train(undisturbed)
+    assert_equal(learner, undisturbed)
+    with pytest.raises(ValueError, match="Resume from a checkpoint"):
+        learner.model.load_weights(tmp_path / "model.keras")
+
+
+def test_warm_start_takes_over_what_is_no_dynamic_table(tmp_path: Path) -> None:
+    learner = make_learner()
+    train(learner)
+    set_values(exported := make_model(), learner)
+    exported.save(tmp_path / "model.keras")
+    model = make_model()
+    warm_start(model, WarmStartConfig(path=str(tmp_path / "model.keras")))
+    for left, right in zip(model.get_weights(), learner.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)

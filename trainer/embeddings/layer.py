@@ -10,7 +10,7 @@ time of a step do not depend on the size of the table.
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any  # Any: keyword arguments and JSON values of Keras.
 
 import keras
@@ -20,6 +20,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from strategies.tables import has_rows, making_part, num_parts, part_rows
+from trainer.embeddings.counting import add_lookup
 from trainer.embeddings.dynamic import DynamicPart, DynamicTable, Values
 from trainer.embeddings.optimizers import TableOptimizer, gather_rows, table_optimizer, to_config
 from trainer.embeddings.table import Rows
@@ -27,6 +28,16 @@ from trainer.step.options import ConfigError
 
 # Rows that are initialised with one seed.
 _BLOCK_ROWS = 1 << 16
+
+# How the rows of several ids become one: the sum is divided by this function of their number.
+COMBINERS: Mapping[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "sum": tf.ones_like,
+    "mean": tf.identity,
+    "sqrtn": tf.sqrt,
+}
+
+# In the place of an id, if a feature has fewer of them than others.
+_PADDING = -1
 
 # Initial values that do not depend on the shape, besides their seed.
 _INITIALIZERS = (
@@ -46,8 +57,12 @@ class ShardedEmbedding(keras.layers.Layer):
     With `rows=None` any int64 is an id. Ids get rows during training (dynamic.py), and other ids
     have zeros.
 
+    With a `combiner` the last dimension has the ids of one feature, filled up with -1, and their
+    rows are combined: integers [B, ..., length] into [B, ..., width].
+
     With several numbers of rows it is a table for each of as many columns, stored as one:
-    integers [B, ..., columns] into [B, ..., columns, width].
+    integers [B, ..., columns] into [B, ..., columns, width]; with a combiner,
+    [B, ..., columns, length] into the same.
 
     The initial value of a row depends on the seed, the table and the id only. The table has an
     optimizer of its own, because those of Keras change all rows in each step.
@@ -56,7 +71,8 @@ class ShardedEmbedding(keras.layers.Layer):
         table: The complete table, Rows or DynamicTable; None before the layer is built.
         optimizer: A TableOptimizer.
         stores_rows: False in a dry run, and after `freeze`.
-        l2, clip_norm, admit_after, evict_after, max_rows, evict_every: See __init__.
+        is_trained: True if a learner has made optimizer slots of the table.
+        l2, clip_norm, combiner, admit_after, evict_after, max_rows, evict_every: See __init__.
     """
 
     def __init__(
@@ -68,6 +84,7 @@ class ShardedEmbedding(keras.layers.Layer):
         initializer: keras.initializers.Initializer | str = "uniform",
         l2: float = 0.0,
         clip_norm: float = 0.0,
+        combiner: str | None = None,
         admit_after: int = 1,
         evict_after: int = 0,
         max_rows: int = 0,
@@ -87,6 +104,8 @@ class ShardedEmbedding(keras.layers.Layer):
                 l2 * sum(row ** 2). It is not part of the reported loss.
             clip_norm: Scales the gradient of each row down to this norm; 0 does not clip. The
                 gradient is that of the complete step, with its l2.
+            combiner: How the rows of a feature's ids become one: "sum", "mean", or "sqrtn", the sum
+                divided by the square root of their number. Without an id the result is zeros.
             admit_after: An id gets its row in the step that is the `admit_after`-th to use it.
             evict_after: Removes an id that no step used for this number of steps; 0 does not.
             max_rows: Removes the ids whose last use is oldest, until no more than this number have
@@ -101,7 +120,7 @@ class ShardedEmbedding(keras.layers.Layer):
         object.__setattr__(self, "table", None)
         object.__setattr__(self, "_frozen", [])
         self.rows, self.width = rows, width
-        self.is_dynamic, self.stores_rows = rows is None, True
+        self.is_dynamic, self.stores_rows, self.is_trained = rows is None, True, False
         sizes = list(rows) if isinstance(rows, Sequence) else [0 if rows is None else rows]
         needed = [width, *([] if self.is_dynamic else sizes)]
         if not sizes or any(type(n) is not int or n < 1 for n in needed):
@@ -127,6 +146,12 @@ class ShardedEmbedding(keras.layers.Layer):
                 "ShardedEmbedding: admit_after, evict_after and max_rows are for tables without a "
                 f"fixed number of rows. Received: rows={rows!r}. Type rows=None, or leave them out."
             )
+        if combiner not in (None, *COMBINERS):
+            raise ConfigError(
+                f"ShardedEmbedding: combiner must be one of {', '.join(COMBINERS)}, or None. "
+                f"Received: {combiner!r}."
+            )
+        self.combiner = combiner
         self.admit_after, self.evict_after = admit_after, evict_after
         self.max_rows, self.evict_every = max_rows, evict_every
         for name, value in (("l2", l2), ("clip_norm", clip_norm)):
@@ -154,7 +179,8 @@ class ShardedEmbedding(keras.layers.Layer):
             parts = [DynamicPart(self, index, total) for index in range(total)]
             object.__setattr__(self, "table", DynamicTable(parts, self))
             return
-        if isinstance(self.rows, Sequence) and input_shape[-1] != len(self._sizes):
+        columns = input_shape[-1] if self.combiner is None else input_shape[-2]
+        if isinstance(self.rows, Sequence) and columns != len(self._sizes):
             raise ValueError(
                 f"{self.name} has {len(self._sizes)} numbers of rows, so it needs ids of as many "
                 f"columns. Received: shape {tuple(input_shape)}."
@@ -202,29 +228,53 @@ class ShardedEmbedding(keras.layers.Layer):
                 f"{self.name} takes ids, which are integers. Received: {inputs.dtype.name}. Cast "
                 "them, or declare keras.Input(..., dtype='int64')."
             )
-        used, place = tf.unique(tf.reshape(self._numbered(inputs), [-1]))
+        ids = tf.cast(inputs, tf.int64)
+        is_id = tf.not_equal(ids, _PADDING) if self.combiner else tf.ones_like(ids, tf.bool)
+        numbered = tf.reshape(self._numbered(ids, is_id), [-1])
+        if self.combiner:
+            numbered = tf.boolean_mask(numbered, tf.reshape(is_id, [-1]))
+        used, place = tf.unique(numbered)
+        if training:
+            add_lookup(self, tf.size(used), tf.size(numbered))
         rows = _expanded(self._lookup(used, training=bool(training)), place)
-        shape = tf.concat([tf.shape(inputs), [self.width]], axis=0)
-        found = tf.reshape(tf.cast(rows, self.compute_dtype), shape)
-        return tf.ensure_shape(found, [*inputs.shape, self.width])
+        if self.combiner:
+            rows = self._combined(rows, is_id)
+        static = self.compute_output_shape(inputs.shape)
+        shape = tf.concat([tf.shape(inputs)[: len(static) - 1], [self.width]], axis=0)
+        return tf.ensure_shape(tf.reshape(tf.cast(rows, self.compute_dtype), shape), static)
 
-    def _numbered(self, ids: tf.Tensor) -> tf.Tensor:
+    def _combined(self, rows: tf.Tensor, is_id: tf.Tensor) -> tf.Tensor:
+        """One row for each feature, [features, width], of `rows`, [number of ids, width].
+
+        `is_id`, [..., length], is False for padding.
+        """
+        assert self.combiner is not None
+        of_features = tf.reshape(is_id, [-1, tf.shape(is_id)[-1]])
+        feature = tf.where(of_features)[:, 0]
+        num_features = tf.shape(of_features, tf.int64)[0]
+        numbers = tf.math.count_nonzero(of_features, axis=1, dtype=rows.dtype)
+        divisor = COMBINERS[self.combiner](tf.maximum(numbers, 1))
+        summed = tf.math.unsorted_segment_sum(rows, feature, num_features)
+        return summed / divisor[:, tf.newaxis]
+
+    def _numbered(self, ids: tf.Tensor, is_id: tf.Tensor) -> tf.Tensor:
         """The rows of `ids` in the table of all columns, int64. Raises an error out of range.
 
         If the number of rows is not fixed, the ids themselves.
         """
-        ids = tf.cast(ids, tf.int64)
         if self.is_dynamic:
             return ids
         ends = tf.constant(self._sizes if len(self._sizes) > 1 else self._sizes[0], tf.int64)
-        is_right = tf.reduce_all((ids >= 0) & (ids < ends))
+        if len(self._sizes) > 1 and self.combiner:
+            ends = ends[:, tf.newaxis]
+        is_right = tf.reduce_all(((ids >= 0) & (ids < ends)) | ~is_id)
         message = f"{self.name}: an id is not from 0 to {self.rows} - 1 (rows)"
         with tf.control_dependencies(
             [tf.debugging.Assert(is_right, [message, tf.reduce_min(ids), tf.reduce_max(ids)])]
         ):
             if len(self._sizes) == 1:
                 return tf.identity(ids)
-            return ids + tf.cumsum(ends, exclusive=True)
+            return ids + tf.cumsum(ends, exclusive=True, axis=0)
 
     def _lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
         """The rows of different `ids`, [n] -> [n, width], gathered on the devices of the parts."""
@@ -257,8 +307,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
         `values` are those of a DynamicTable: "ids", "use" and "rows" are used.
         """
-        has_row = np.equal(values["use"][:, 0], 1)
-        self._set_frozen(np.asarray(values["ids"])[has_row], np.asarray(values["rows"]))
+        self._set_frozen(*ids_with_rows(values))
 
     def _set_frozen(self, ids: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:
         """`ids` are sorted; the layer has no other rows."""
@@ -294,19 +343,26 @@ class ShardedEmbedding(keras.layers.Layer):
     @override
     def save_own_variables(self, store: Any) -> None:
         if self.is_dynamic and not self._frozen:
-            self.freeze(self.table.numpy())
-        super().save_own_variables(store)
+            # A model in training stays as it is.
+            store["0"], store["1"] = ids_with_rows(self.table.numpy())
+        else:
+            super().save_own_variables(store)
 
     @override
     def load_own_variables(self, store: Any) -> None:
         if self.is_dynamic:
+            if self.is_trained:
+                raise ValueError(
+                    f"{self.name} has dynamic ids and is being trained: a .keras file has neither "
+                    "their sightings nor optimizer slots. Resume from a checkpoint instead."
+                )
             self._set_frozen(np.asarray(store["0"]), np.asarray(store["1"]))
         else:
             super().load_own_variables(store)
 
     @override
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        return (*input_shape, self.width)
+        return (*(input_shape[:-1] if self.combiner else input_shape), self.width)
 
     @override
     def get_config(self) -> dict[str, Any]:
@@ -318,6 +374,7 @@ class ShardedEmbedding(keras.layers.Layer):
             "initializer": keras.initializers.serialize(self.initializer),
             "l2": self.l2,
             "clip_norm": self.clip_norm,
+            "combiner": self.combiner,
             "admit_after": self.admit_after,
             "evict_after": self.evict_after,
             "max_rows": self.max_rows,
@@ -335,6 +392,12 @@ class ShardedEmbedding(keras.layers.Layer):
             return {"embeddings": self.table}
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
         return children
+
+
+def ids_with_rows(values: Values) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The ids of `values`, those of a DynamicTable, that have a row, and their rows."""
+    has_row = np.equal(values["use"][:, 0], 1)
+    return np.asarray(values["ids"])[has_row], np.asarray(values["rows"])
 
 
 def _expanded(rows: tf.Tensor, place: tf.Tensor) -> tf.Tensor:

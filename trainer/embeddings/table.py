@@ -83,12 +83,11 @@ def saved_variables(model: keras.Model) -> list[keras.Variable | Rows | DynamicT
     Tables of dynamic ids, which are not in `model.variables`, come last.
     """
     table_of = {id(part): layer.table for layer in tables_of(model) for part in layer.weights}
-    found: dict[int, keras.Variable | Rows | DynamicTable] = {}
-    for variable in model.variables:
-        entry = table_of.get(id(variable), variable)
-        found.setdefault(id(entry), entry)
-    dynamic = [layer.table for layer in tables_of(model) if isinstance(layer.table, DynamicTable)]
-    return [*found.values(), *dynamic]
+    entries = [table_of.get(id(variable), variable) for variable in model.variables]
+    # A model that was exported has constants in place of dynamic ids.
+    entries = [entry for entry in entries if not isinstance(entry, DynamicTable)]
+    entries += [layer.table for layer in tables_of(model) if isinstance(layer.table, DynamicTable)]
+    return list({id(entry): entry for entry in entries}.values())
 
 
 def set_values(model: keras.Model, learner: "Learner") -> None:

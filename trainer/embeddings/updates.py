@@ -32,6 +32,7 @@ class TablePart:
     def __init__(self, layer: ShardedEmbedding, index: int) -> None:
         """Makes the slots; called in the strategy's scope."""
         self.layer, self.index = layer, index
+        layer.is_trained = True
         self.variable: tf.Variable = layer.table.parts[index]
         self._dynamic: DynamicPart | None = None
         self.slots: Mapping[str, tf.Variable]

@@ -89,7 +89,8 @@ def _of_keras_file(path: str) -> Values:
             f"config.warm_start.path={path} cannot be loaded as a Keras model: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
-    return [np.asarray(variable.value.numpy()) for variable in model.variables]
+    entries = [v for v in saved_variables(model) if not isinstance(v, DynamicTable)]
+    return [np.asarray(entry.numpy()) for entry in entries]
 
 
 def _of_checkpoint(path: str, model: keras.Model) -> Values:
