@@ -366,3 +366,8 @@ def test_warm_start_takes_over_what_is_no_dynamic_table(tmp_path: Path) -> None:
     warm_start(model, WarmStartConfig(path=str(tmp_path / "model.keras")))
     for left, right in zip(model.get_weights(), learner.model.get_weights(), strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+def test_the_state_of_a_dead_chief_is_not_taken_over(tmp_path: Path) -> None:
+    """A new chief finds variables on the servers, but not the ids: a checkpoint has them."""
+    assert Checkpointer(str(tmp_path), make_learner(parts=2), {}, keep=1).variables == []

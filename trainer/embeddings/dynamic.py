@@ -35,6 +35,7 @@ from tensorflow.python.eager import record
 
 from data.autograph import no_autograph
 from strategies import locks
+from strategies.base import value_of
 from strategies.tables import making_part
 from trainer.embeddings.initial import initial_rows
 from trainer.embeddings.optimizers import Slots, capacity, gather_rows, handle_of
@@ -327,7 +328,7 @@ class DynamicTable(tf.__internal__.tracking.Trackable):
 
     def numpy(self) -> dict[str, npt.NDArray[np.generic]]:
         """`values` as arrays."""
-        return {name: np.asarray(value.numpy()) for name, value in self.values().items()}
+        return {name: value_of(value) for name, value in self.values().items()}
 
     def assign(self, values: Values) -> None:
         """Replaces all ids and rows; does nothing in a dry run, in which there are none."""
@@ -336,7 +337,7 @@ class DynamicTable(tf.__internal__.tracking.Trackable):
 
     def counts(self) -> Counts:
         """The sums of all parts."""
-        counts = [_copies(part.counts)[0].numpy() for part in self.dynamic_parts]
+        counts = [value_of(_copies(part.counts)[0]) for part in self.dynamic_parts]
         return Counts(*np.sum(counts, axis=0).tolist())
 
     def evict(self, step: int) -> None:
@@ -361,7 +362,7 @@ class DynamicTable(tf.__internal__.tracking.Trackable):
             self._evict_in_graph(tf.constant(first, tf.int64))
 
     def _num_used_since(self, step: int) -> int:
-        return int(self._num_used_in_graph(tf.constant(step, tf.int64)).numpy())
+        return int(value_of(self._num_used_in_graph(tf.constant(step, tf.int64))))
 
     @no_autograph
     def _num_used(self, step: tf.Tensor) -> tf.Tensor:
