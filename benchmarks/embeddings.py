@@ -4,7 +4,8 @@
 
 Each size trains in a process and a network namespace of its own: two parameter servers, one worker
 and the chief are threads of that process, so the bytes on its loopback are those of all steps. All
-sizes get the same ids, below the smallest number of rows. The peer is the same step with
+sizes get the same ids, below the smallest number of rows. With `--kinds=dynamic` the table has
+dynamic ids, and the number of rows is ignored. The peer is the same step with
 ParameterServerStrategy's ShardedVariable, tf.nn.embedding_lookup and scatter_sub.
 """
 
@@ -30,7 +31,8 @@ def _loopback_bytes() -> int:
 
 def _measure(kind: str, rows: int, calls: int) -> dict[str, float]:
     """The steps/s and the bytes a step of `calls` calls after a warm-up."""
-    run = {"ours": _ours, "ours-sync": _ours_synchronous, "peer": _peer}[kind](rows)
+    kinds = {"ours": _ours, "ours-sync": _ours_synchronous, "dynamic": _dynamic, "peer": _peer}
+    run = kinds[kind](rows)
     for _ in range(2):
         run()
     first, started = _loopback_bytes(), time.monotonic()
@@ -67,7 +69,7 @@ def _cluster() -> Any:  # A Cluster and a resolver; both are imported late.
     return chief, resolver
 
 
-def _ours(rows: int, *, is_synchronous: bool = False) -> Callable[[], None]:
+def _ours(rows: int | None, *, is_synchronous: bool = False) -> Callable[[], None]:
     import tempfile
 
     import keras
@@ -118,6 +120,10 @@ def _ours(rows: int, *, is_synchronous: bool = False) -> Callable[[], None]:
     learner = executor.build(make)
     executor.start(learner, reader, reader, Position())
     return lambda: executor._run(STEPS_PER_CALL) and None
+
+
+def _dynamic(_: int) -> Callable[[], None]:
+    return _ours(None)
 
 
 def _ours_synchronous(rows: int) -> Callable[[], None]:

@@ -269,6 +269,13 @@ class Executor(abc.ABC):
         with self.strategy.scope():
             return make()
 
+    def row_bytes(self, width_bytes: int) -> int:
+        """The bytes between processes for each id of a table that a replica uses in a step.
+
+        A row has `width_bytes`.
+        """
+        return 0
+
     def placement_table(self) -> str:
         """The places of the variables, one line a place; empty if each replica has all of them."""
         return ""

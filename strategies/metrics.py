@@ -22,6 +22,8 @@ class Metrics(dict[str, tuple[float, float]]):
     Attributes:
         states: The summed states of the metrics that are not a mean over examples, float64 [n].
         results: Computes these metrics from `states`.
+        lookups: Of each table, by the name of its layer: the different ids that each replica used
+            in each training step, and all ids.
     """
 
     def __init__(
@@ -29,21 +31,21 @@ class Metrics(dict[str, tuple[float, float]]):
         pairs: Pairs | None = None,
         states: Floats | None = None,
         results: Callable[[Floats], Mapping[str, float]] | None = None,
+        lookups: Pairs | None = None,
     ) -> None:
         super().__init__(pairs or {})
         self.states = np.zeros([0]) if states is None else states
         self.results = results
+        self.lookups = lookups or {}
 
 
 def add_metrics(left: Metrics, right: Metrics) -> Metrics:
     """Metrics over the examples of both. An empty side is neutral."""
     if not left or not right:
         return left or right
-    pairs = {
-        name: (total + right[name][0], count + right[name][1])
-        for name, (total, count) in left.items()
-    }
-    return Metrics(pairs, left.states + right.states, left.results)
+    lookups = _sum_of_pairs(left.lookups, right.lookups)
+    pairs = _sum_of_pairs(left, right)
+    return Metrics(pairs, left.states + right.states, left.results, lookups)
 
 
 def means(metrics: Metrics) -> dict[str, float]:
@@ -52,3 +54,7 @@ def means(metrics: Metrics) -> dict[str, float]:
         name: total / count if count else float("nan") for name, (total, count) in metrics.items()
     }
     return {**found, **(metrics.results(metrics.states) if metrics.results else {})}
+
+
+def _sum_of_pairs(left: Pairs, right: Pairs) -> dict[str, tuple[float, float]]:
+    return {name: (a + right[name][0], b + right[name][1]) for name, (a, b) in left.items()}

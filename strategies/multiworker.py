@@ -38,6 +38,7 @@ from strategies.gradients.compression import Compression
 from strategies.metrics import Metrics
 from strategies.mirrored import DeviceError, MirroredExecutor
 from strategies.step_marks import StepMarks
+from strategies.tables import ID_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +178,11 @@ class MultiWorkerExecutor(MirroredExecutor):
             latency = min(secs_of(_SMALL_BYTES, _SMALL_SUMS) for _ in range(_MEASUREMENTS))
             large = min(secs_of(_LARGE_BYTES, _LARGE_SUMS) for _ in range(_MEASUREMENTS))
         return Network(latency, _LARGE_BYTES / max(large - latency, 1e-6))
+
+    @override
+    def row_bytes(self, width_bytes: int) -> int:
+        """The id, and the gradient of its row, to each other worker."""
+        return (self._cluster.num("worker") - 1) * (ID_BYTES + width_bytes)
 
     @override
     def _prepare_run(self) -> None:

@@ -5,13 +5,18 @@
             tf.Variable(...)                        # is placed on ps 0
 
 Part p of all tables is on parameter server p, with its optimizer slots. Without parameter servers
-a table has one part.
+a table has one part. A table without a fixed number of rows is split in the same way; its parts
+have rows in the order in which ids came, so their gradients have ids in place of row numbers.
+Both are int64.
 """
 
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
+
+# Ids, and numbers of rows, are int64.
+ID_BYTES = 8
 
 
 class Part(NamedTuple):

@@ -26,6 +26,7 @@ from trainer.hooks.base import Hook
 from trainer.hooks.callbacks import Callbacks, build_callbacks
 from trainer.hooks.console import Console
 from trainer.hooks.evaluate import EarlyStop, Evaluate
+from trainer.hooks.evict import evict_hooks
 from trainer.hooks.export import Export
 from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.hparams import hparams_of
@@ -252,6 +253,7 @@ def shared_hooks(parts: Parts, *, evaluates: bool) -> list[Hook]:
     evaluation = _evaluation_hooks(parts, [], None, history=list) if evaluates else []
     return [
         StopOnNonFinite(parts.learner.loss_scale),
+        *evict_hooks(parts.learner.model),
         *evaluation,
         *_callback_hooks(parts, evaluation),
         _save_hook(parts, None),
@@ -295,6 +297,7 @@ def chief_hooks(
     writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]
     hooks += [
         StopOnNonFinite(parts.learner.loss_scale),
+        *evict_hooks(parts.learner.model),
         *([] if is_s3(parts.model_dir) else [_keep_config_hook(parts, config_document)]),
         json_lines,
         lossy_tensorboard,

@@ -31,6 +31,8 @@ import tensorflow as tf
 from data.autograph import autograph, no_autograph
 from strategies.base import Batch, read_now
 from strategies.metrics import Metrics
+from trainer.embeddings.counting import begin_counting, lookups_of
+from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import Rows, saved_variables, tables_of
 from trainer.embeddings.updates import TablePart, require_table_options, slots_of
 from trainer.step.ema import ExponentialMovingAverage
@@ -74,6 +76,7 @@ class Learner:
       The parts of a ShardedEmbedding are updated by rows, by the optimizer of their table.
 
     Attributes:
+        tables: The layers of the model that are ShardedEmbeddings.
         variables: The trainable variables, in the order of `gradients`.
         num_dense: The first `num_dense` of `variables` are dense. The others are parts of tables
             (trainer/embeddings), whose gradients are rows.
@@ -128,6 +131,7 @@ class Learner:
         of_tables = {id(part) for layer in tables for part in layer.weights}
         trained = [v for v in model.trainable_variables if id(v) not in of_tables]
         others = [v for v in model.non_trainable_variables if id(v) not in of_tables]
+        self.tables = tables
         self.num_dense = len(trained)
         self.dense_variables = trained
         self._table_parts = [
@@ -191,17 +195,24 @@ class Learner:
 
     @property
     def num_totals(self) -> int:
-        """The size of the metric totals: a total and a count of each mean, then other states."""
+        """The size of the metric totals.
+
+        A total and a count of each mean, the lookups of each table, then other states.
+        """
         num_states = self.keras_metrics.size if self.keras_metrics else 0
-        return 2 * len(self._mean_names) + num_states
+        return 2 * len(self._mean_names) + 2 * len(self.tables) + num_states
 
     def to_metrics(self, totals: npt.NDArray[np.float64]) -> Metrics:
         """What summed metric totals, float64 [num_totals], mean."""
         names = self._mean_names
-        pairs = totals[: 2 * len(names)].reshape(-1, 2).tolist()
+        num_pairs = len(names) + len(self.tables)
+        pairs = totals[: 2 * num_pairs].reshape(-1, 2).tolist()
+        of_tables = zip(self.tables, pairs[len(names) :], strict=True)
+        lookups = {layer.name: (unique, number) for layer, (unique, number) in of_tables}
+        pairs = pairs[: len(names)]
         named = {name: (total, count) for name, (total, count) in zip(names, pairs, strict=True)}
         results = self.keras_metrics.results if self.keras_metrics else None
-        return Metrics(named, totals[2 * len(names) :], results)
+        return Metrics(named, totals[2 * num_pairs :], results, lookups)
 
     def is_better_lower(self, metric: str) -> bool:
         """Returns True for losses and errors, False for accuracies, for example."""
@@ -250,7 +261,7 @@ class Learner:
         """Returns the values that `evaluate` uses, averages if any.
 
         They are in the order of `model.variables`; but each table is one value, however many parts
-        it has.
+        it has. Tables of dynamic ids are not among them.
         """
         evaluated = dict(zip(map(id, self.variables), self._evaluated, strict=False))
         return [
@@ -258,6 +269,7 @@ class Learner:
             if isinstance(v, Rows)
             else np.asarray(evaluated.get(id(v.value), v.value).numpy())
             for v in saved_variables(self.model)
+            if not isinstance(v, DynamicTable)
         ]
 
     def build_optimizers(self) -> None:
@@ -266,6 +278,7 @@ class Learner:
 
     def forward(self, inputs: Batch, seeds: tf.Tensor | None = None, *, training: bool) -> Batch:
         """Returns the model's outputs. Random layers draw from `seeds`, int32 [B, 2]."""
+        begin_counting()
         with drawing(seeds):
             return self.model(inputs, training=training)
 
@@ -490,7 +503,7 @@ class Learner:
                 if index >= self.num_dense:
                     part = self._table_parts[index - self.num_dense]
                     change_rows = functools.partial(part.change, factor=factor)
-                    arguments: tuple[object, ...] = gradient, rate, step, part.slots
+                    arguments: tuple[object, ...] = gradient, rate, step, part.colocated
                     changed.append(
                         strategy.extended.update(variable, change_rows, arguments, group=False)
                     )
@@ -586,6 +599,8 @@ class Learner:
         for name, metric in self._metrics.items():
             values.append(require_per_example(name, metric(labels, outputs), labels, outputs))
         totals = metric_totals(values, counts)
+        if self.tables:
+            totals = tf.concat([totals, tf.reshape(lookups_of(self.tables), [-1])], axis=0)
         if self.keras_metrics is None:
             return totals
         states = self.keras_metrics.update(labels, outputs, weights, counts)

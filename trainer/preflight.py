@@ -17,6 +17,7 @@ from data.system.errors import RunFailed
 from data.system.object_store import UnavailableError
 from strategies.mirrored import use_gpus
 from strategies.ps.placement import Group, dry_run, place
+from strategies.tables import part_rows
 from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import ModelDirError, Saved
 from trainer.config import Config, Recipe, data_dir
@@ -68,12 +69,27 @@ class Findings:
             *filter(None, [self.inputs.note]),
             f"{num_bytes:,} bytes of variables, optimizer slots included",
         ]
+        lines += [_described(group, num_ps) for group in self.groups if group.is_table]
         if num_ps:
             placement = place(self.groups, num_ps, num_gradient_buffers=num_gradient_buffers)
             lines.append(placement.table())
         step = self.saved.step if self.saved else 0
         lines.append(f"steps {step + 1:,} to {config.train_steps:,} would be trained")
         return "\n".join(lines)
+
+
+def _described(table: Group, num_ps: int) -> str:
+    """The size of a table, complete and on each of `num_ps` parameter servers."""
+    name = table.name.partition(":")[0]
+    num_rows, width = table.shape
+    if not num_rows:
+        return f"table {name}: rows of {width} are made for ids during training"
+    line = f"table {name}: {num_rows:,} rows of {width}, {table.num_bytes:,} bytes with slots"
+    if num_ps:
+        rows = part_rows(num_rows, 0, num_ps)
+        num_bytes = table.num_bytes // num_rows * rows
+        line += f"; on each parameter server {rows:,} rows, {num_bytes:,} bytes"
+    return line
 
 
 def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Findings:

@@ -73,6 +73,12 @@ _HEADER = flags.DEFINE_bool(
     None,
     "csv: --noheader if the first line is data; the columns are then column_0, column_1, ...",
 )
+_LISTS = flags.DEFINE_string(
+    "lists",
+    None,
+    "csv: columns, separated by commas, whose values are lists of any length, such as 3|17|5 or "
+    "Drama|Science Fiction. Items are separated by |, or by spaces if the column has no |.",
+)
 _ALLOW_PARTIAL = flags.DEFINE_bool(
     "allow_partial",
     None,
@@ -110,6 +116,7 @@ def _main(argv: Sequence[str]) -> int:
         _ALLOW_PARTIAL.value,
         _NUM_EXAMPLES.value,
         _SCALE.value,
+        _LISTS.value,
     )
     try:
         prepare(name, data_dir, _SOURCE.value, options, overwrite=_OVERWRITE.value)

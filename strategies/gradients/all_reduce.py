@@ -159,14 +159,14 @@ def _rows_of_workers(gradient: tf.IndexedSlices, num_workers: int) -> tf.Indexed
     missing = size - tf.size(ids)
     width = rows.shape[1]
     # Ids and rows travel as one tensor, of the type of the rows.
-    numbered = tf.concat([tf.bitcast(ids, tf.float32)[:, tf.newaxis], rows], axis=1)
+    words = ids.dtype.size // rows.dtype.size
+    numbered = tf.concat([tf.reshape(tf.bitcast(ids, rows.dtype), [-1, words]), rows], axis=1)
     sent = tf.pad(numbered, [[0, missing], [0, 0]])
     key = (instance_key + 1) * _KEYS_OF_A_TABLE + blocks
-    arrived = tf.reshape(_gathered(sent, num_workers, key), [num_workers, size, width + 1])
+    arrived = tf.reshape(_gathered(sent, num_workers, key), [num_workers, size, words + width])
     present = tf.boolean_mask(arrived, tf.sequence_mask(numbers, size))
-    return tf.IndexedSlices(
-        present[:, 1:], tf.bitcast(present[:, 0], tf.int32), gradient.dense_shape
-    )
+    found = tf.bitcast(present[:, 0] if words == 1 else present[:, :words], ids.dtype)
+    return tf.IndexedSlices(present[:, words:], found, gradient.dense_shape)
 
 
 def _gathered(tensor: Tensor, num_workers: int, instance_key: Tensor | int) -> Tensor:

@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import functools
 import math
-import os
 import time
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +21,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.tickets import TicketSource
+from strategies import locks
 from strategies.base import (
     Batch,
     Learner,
@@ -277,8 +277,7 @@ class _Steps:
                 rows = tf.tile(tf.constant([EMPTY_ROW], tf.int64), [LOG_ROWS, 1])
             self.log = tf.Variable(rows, trainable=False)
         with tf.device(learner.step.device):
-            name = f"applying-{os.getpid()}-{time.time_ns()}"
-            self._locks = [tf.raw_ops.MutexV2(shared_name=f"{name}-{i}") for i in range(2)]
+            self._locks = locks.make_locks("applying")
 
     def closures(self) -> tuple[dict[int, Closure], Closure]:
         """Closures of unrolled steps, by their number; and one with a loop, for any number.
@@ -387,16 +386,8 @@ class _Steps:
                 waited_for += [gradient.values, gradient.indices]
             elif gradient is not None:
                 waited_for.append(gradient)
-        # TensorFlow frees a lock when an op that waits for it is cancelled, which happens when a
-        # worker ends. The next op then waits for the second lock. Two gradients hold both locks
-        # only if several workers end while others wait.
-        held = []
         with tf.device(self._learner.step.device):
-            for lock in self._locks:
-                with tf.control_dependencies(waited_for):
-                    # TensorFlow frees the lock with the graph that holds it, however that ends.
-                    held.append(tf.raw_ops.MutexLock(mutex=lock))
-                waited_for = held[-1:]
+            held = locks.take(self._locks, waited_for)
             with tf.control_dependencies(held):
                 age = read_now(self._learner.step) - before
             # The age is below 0 if the counter was set back since the variables were read.
@@ -404,11 +395,7 @@ class _Steps:
                 age = tf.constant(DROPPED, tf.int64)
             else:
                 age = self._apply_and_count(arrived, origin, before)
-            done = age
-            for lock in reversed(held):
-                with tf.control_dependencies([done]):
-                    done = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
-            with tf.control_dependencies([done]):
+            with tf.control_dependencies([locks.free(held, age)]):
                 return totals, tf.identity(age), sent
 
     def _read_counter(self) -> Tensor:

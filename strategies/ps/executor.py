@@ -59,6 +59,7 @@ from strategies.ps.servers import check_versions, end_servers, listen_for_losses
 from strategies.ps.settling import settled_values
 from strategies.ps.standby import Standby
 from strategies.ps.worker_step import compute_metrics
+from strategies.tables import ID_BYTES
 from strategies.worker_stats import WorkerStats, added, with_shares
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,11 @@ class ParameterServerExecutor(Executor):
         self._placement = place(groups, num_ps, num_gradient_buffers=self._num_gradient_buffers)
         with self.strategy.scope(), placed(self._placement):
             return make()
+
+    @override
+    def row_bytes(self, width_bytes: int) -> int:
+        """The id to the server, the row to the worker, both to the server with the gradient."""
+        return 2 * (ID_BYTES + width_bytes)
 
     @override
     def placement_table(self) -> str:

@@ -120,7 +120,8 @@ def place(groups: Sequence[Group], num_ps: int, *, num_gradient_buffers: int = 0
 
 def _part_of(table: Group, index: int, num_parts: int) -> Group:
     rows = part_rows(table.shape[0], index, num_parts)
-    num_bytes = table.num_bytes // table.shape[0] * rows
+    # A table of dynamic ids has no row yet.
+    num_bytes = table.num_bytes // table.shape[0] * rows if table.shape[0] else table.num_bytes
     return dataclasses.replace(table, shape=(rows, *table.shape[1:]), num_bytes=num_bytes)
 
 

@@ -10,6 +10,7 @@ import keras
 import pytest
 
 from data.prepare.preparing import prepare
+from data.prepare.sources import Options
 from trainer.config import Config, flatten, load_recipe
 from trainer.preflight import preflight
 
@@ -148,6 +149,18 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data of docs/embeddings.md, by its command."""
+    directory = tmp_path_factory.mktemp("data")
+    rows = [f"{i}|{i + 1}|{i + 2},Drama|Science Fiction,{i % 2}" for i in range(300)]
+    lines = ["tags,genres,clicked", *rows, "7,Drama,1", ",,0"]
+    (directory / "films.csv").write_text("\n".join(lines))
+    options = Options(label="clicked", lists="tags,genres")
+    prepare("csv:films", str(directory / "films"), str(directory / "films.csv"), options)
+    return directory / "films"
+
+
 @pytest.mark.parametrize(
     ("path", "code"), PYTHON, ids=[f"{path.stem}-{i}" for i, (path, _) in enumerate(PYTHON)]
 )
@@ -157,6 +170,7 @@ def test_code_fits_the_real_api(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     digits: Path,
+    films: Path,
 ) -> None:
     """Executes each block. A complete config is checked as `--check` does, with real data."""
     monkeypatch.chdir(tmp_path)
@@ -166,7 +180,7 @@ def test_code_fits_the_real_api(
     if not (hasattr(module, "get_config") and hasattr(module, "build_model")):
         return
     recipe = load_recipe(str(file))
-    recipe.config.data_dir = str(digits)
+    recipe.config.data_dir = str(films if recipe.config.dataset == "films" else digits)
     if recipe.build_hooks:
         for hook in recipe.build_hooks(recipe.config, str(tmp_path)):
             hook.begin(0)

@@ -327,3 +327,47 @@ def test_wrong_settings_of_an_optimizer_are_refused() -> None:
 def test_options_that_need_the_whole_table_are_refused(options: Options, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} cannot be used with a ShardedEmbedding"):
         make_learner(step_options=options)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_rows_of_a_feature_are_combined_and_padding_is_left_out(
+    combiner: str, rows: int | None
+) -> None:
+    ids = np.array([[[3, 5, 3, -1], [7, -1, -1, -1]], [[-1, -1, -1, -1], [-1, 2, -1, 9]]])
+    layer = ShardedEmbedding(rows, WIDTH, initializer=UNIFORM, combiner=combiner)
+    with split_into(2):
+        found = layer(ids, training=True)
+    table = np.asarray(layer(tf.range(ROWS)[:, tf.newaxis], training=True))
+    expected = np.zeros((2, 2, WIDTH))
+    for cell in np.ndindex(2, 2):
+        some = ids[cell][ids[cell] >= 0]
+        divisor = {"sum": 1, "mean": len(some), "sqrtn": len(some) ** 0.5}[combiner]
+        if len(some):
+            expected[cell] = table[some].sum(axis=0) / divisor
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    with tf.GradientTape() as tape:
+        tape.watch(layer.table.parts)
+        total = tf.reduce_sum(layer(ids, training=True))
+    gradients = tape.gradient(total, layer.table.parts)
+    sums = {3: 2.0, 5: 1.0, 7: 1.0, 2: 1.0, 9: 1.0}
+    divisors = {3: 3, 5: 3, 7: 1, 2: 2, 9: 2}
+    power = {"sum": 0, "mean": 1, "sqrtn": 0.5}[combiner]
+    for index, gradient in enumerate(gradients):
+        for id_or_row, row in zip(gradient.indices.numpy(), gradient.values.numpy(), strict=True):
+            used = id_or_row if rows is None else 2 * id_or_row + index
+            np.testing.assert_allclose(row, sums[used] / divisors[used] ** power, rtol=1e-6)
+
+
+def test_columns_of_several_ids_have_their_own_rows() -> None:
+    layer = ShardedEmbedding([2, 3], WIDTH, initializer=UNIFORM, combiner="sum")
+    found = np.asarray(layer(tf.constant([[[1, 0], [2, -1]]])))
+    rows = layer.table.numpy()
+    np.testing.assert_allclose(found, [[rows[1] + rows[0], rows[4]]], atol=1e-6)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="an id is not from 0 to"):
+        layer(tf.constant([[[1, 0], [3, -1]]]))
+
+
+def test_an_unknown_combiner_is_refused() -> None:
+    with pytest.raises(ConfigError, match="combiner must be one of sum, mean, sqrtn"):
+        ShardedEmbedding(ROWS, WIDTH, combiner="max")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from data.prepare.preparing import prepare
 from tests.faults.disks import mounted
 from trainer.checkpoints.checkpointer import ModelDirError
-from trainer.config import Config
-from trainer.preflight import DiskError, check_model_dir, finished_result
+from trainer.config import Config, load_recipe
+from trainer.preflight import DiskError, check_model_dir, finished_result, preflight
 
 CONFIG = Config(dataset="digits", train_steps=100)
 DONE: dict[str, Any] = {"exit_code": 0, "eval": {}}
@@ -100,3 +101,16 @@ def test_disk_that_became_read_only_is_no_usage_error(tmp_path: Path) -> None:
         subprocess.run(remount, check=True)
         with pytest.raises(DiskError, match=r"Read-only file system\. Make room"):
             check_model_dir(f"{tmp_path}/run")
+
+
+def test_check_says_how_large_tables_are(tmp_path: Path) -> None:
+    prepare("digits", str(tmp_path / "digits"))
+    recipe = load_recipe("tests/cluster/configs/tables.py")
+    recipe.config.data_dir = str(tmp_path / "digits")
+    lines = preflight(recipe, str(tmp_path / "run")).describe(3, 0).splitlines()
+    tables = [line.partition(": ")[2] for line in lines if line.startswith("table ")]
+    # Rows of 8 numbers, and as many of Adagrad's accumulator.
+    on_each = "on each parameter server 21,846 rows, 1,398,144 bytes"
+    during = "rows of 8 are made for ids during training"
+    sizes = f"65,536 rows of 8, 4,194,304 bytes with slots; {on_each}"
+    assert tables == [sizes, during, during]

@@ -437,6 +437,35 @@ def test_csv_types_hold_over_the_whole_file(tmp_path: Path) -> None:
     assert labels.tolist() == [0]
 
 
+def test_csv_lists_of_any_length_are_filled_up(tmp_path: Path) -> None:
+    lines = [
+        "tags,genres,words,n,clicked",
+        "3|17|5,Drama|Science Fiction,a b,1.5,0",
+        "-2,Drama,,2,1",
+        ",,c,3,0",
+    ]
+    source = tmp_path / "source"
+    source.mkdir()
+    for split in ("train", "test"):
+        (source / f"{split}.csv").write_text("\n".join(lines))
+    out = tmp_path / "out"
+    options = Options(label="clicked", lists="tags, genres,words")
+    prepare("csv:films", str(out), str(source), options)
+    tags, genres, words = parsed(out, "train", "tags", "genres", "words")
+    assert tags.tolist() == [[3, 17, 5], [-2, -1, -1], [-1, -1, -1]]
+    assert genres.tolist() == [[b"Drama", b"Science Fiction"], [b"Drama", b""], [b"", b""]]
+    assert words.tolist() == [[b"a", b"b"], [b"", b""], [b"c", b""]]
+    # As docs/embeddings.md says: words are ids, and empty text is padding.
+    import keras
+
+    ids = keras.layers.Hashing(2**63 - 1, mask_value="")(genres) - 1
+    assert np.equal(ids, -1).tolist() == [[False, False], [False, True], [True, True]]
+    assert ids[0][0] == ids[1][0]
+    wrong = Options(label="clicked", lists="clicked")
+    with pytest.raises(DataError, match="--lists has 'clicked'"):
+        prepare("csv:films", str(tmp_path / "other"), str(source), wrong)
+
+
 @pytest.mark.parametrize(
     ("text", "label", "message"),
     [

@@ -536,7 +536,10 @@ def _local_copy(path: str, names: Iterable[str]) -> Iterator[str]:
 
 
 def _specs(variables: Sequence[keras.Variable | tf.Variable | Rows]) -> list[str]:
-    return [f"{index} {v.dtype}{list(v.shape)}" for index, v in enumerate(variables)]
+    return [
+        " ".join([f"{index} {v.dtype}{list(v.shape)}", *getattr(v, "slot_names", ())])
+        for index, v in enumerate(variables)
+    ]
 
 
 def _names_of(variables: Sequence[keras.Variable | tf.Variable | Rows]) -> list[str]:

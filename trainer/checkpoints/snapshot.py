@@ -8,9 +8,13 @@ TensorFlow's asynchronous checkpoints (`experimental_enable_async_checkpoint`) f
 whose variables create a tf.Variable inside the tf.function that copies.
 """
 
+from collections.abc import Mapping
+
 import keras
 import tensorflow as tf
 
+from data.autograph import no_autograph
+from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import Rows
 
 
@@ -39,6 +43,7 @@ class Snapshot:
 
     def __init__(self, checkpoint: tf.train.Checkpoint, *, device: str) -> None:
         self._pairs: list[tuple[tf.Variable | Rows, tf.Variable]] = []  # (original, copy)
+        self._tables: list[tuple[DynamicTable, _Values]] = []
         with tf.device(device):
             self._copy = self._copy_graph(checkpoint)
         # Now, not at the second checkpoint: under ps all tasks must answer meanwhile.
@@ -52,6 +57,8 @@ class Snapshot:
         """
         for variable, copy in self._pairs:
             copy.assign(variable.read_value())
+        for table, values in self._tables:
+            values.assign(table.values())
 
     def write(self, prefix: str, options: tf.train.CheckpointOptions) -> None:
         """Writes the copies to files that begin with `prefix`. Do not call `take` meanwhile.
@@ -64,11 +71,14 @@ class Snapshot:
         view = tf.train.TrackableView(checkpoint)
         # Holds a reference to each node: an id is unique only while its object lives.
         nodes = view.descendants()
-        copies: dict[int, tf.Variable | tf.train.Checkpoint] = {}
+        copies: dict[int, tf.Variable | tf.train.Checkpoint | _Values] = {}
         inner = []
         for node in nodes:
             if isinstance(node, keras.Variable | tf.Variable | Rows):
                 copies[id(node)] = self._copy_variable(node)
+            elif isinstance(node, DynamicTable):
+                copies[id(node)] = values = _Values(node.values())
+                self._tables.append((node, values))
             # Other leaves are not copied: a lookup table is written as it is.
             elif view.children(node):
                 copies[id(node)] = tf.train.Checkpoint()
@@ -84,3 +94,21 @@ class Snapshot:
         copy = tf.Variable(variable.read_value(), trainable=False, name=name)
         self._pairs.append((variable, copy))
         return copy
+
+
+class _Values(tf.__internal__.tracking.Trackable):
+    """Copies of the values of a DynamicTable, whose sizes change from one `take` to the next."""
+
+    def __init__(self, values: Mapping[str, tf.Tensor]) -> None:
+        self._variables = {
+            name: tf.Variable(value, shape=[None, *value.shape[1:]], trainable=False)
+            for name, value in values.items()
+        }
+
+    @no_autograph
+    def assign(self, values: Mapping[str, tf.Tensor]) -> None:
+        for name, value in values.items():
+            self._variables[name].assign(value)
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {name: variable.read_value() for name, variable in self._variables.items()}

@@ -10,20 +10,34 @@ time of a step do not depend on the size of the table.
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any  # Any: keyword arguments and JSON values of Keras.
 
 import keras
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 from typing_extensions import override
 
 from strategies.tables import has_rows, making_part, num_parts, part_rows
+from trainer.embeddings.counting import add_lookup
+from trainer.embeddings.dynamic import DynamicPart, DynamicTable, Values
 from trainer.embeddings.optimizers import TableOptimizer, gather_rows, table_optimizer, to_config
 from trainer.embeddings.table import Rows
 from trainer.step.options import ConfigError
 
 # Rows that are initialised with one seed.
 _BLOCK_ROWS = 1 << 16
+
+# How the rows of several ids become one: the sum is divided by this function of their number.
+COMBINERS: Mapping[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "sum": tf.ones_like,
+    "mean": tf.identity,
+    "sqrtn": tf.sqrt,
+}
+
+# In the place of an id, if a feature has fewer of them than others.
+_PADDING = -1
 
 # Initial values that do not depend on the shape, besides their seed.
 _INITIALIZERS = (
@@ -40,34 +54,48 @@ _INITIALIZERS = (
 class ShardedEmbedding(keras.layers.Layer):
     """Turns ids into rows of a table: integers [B, ...] into [B, ..., width].
 
+    With `rows=None` any int64 is an id. Ids get rows during training (dynamic.py), and other ids
+    have zeros.
+
+    With a `combiner` the last dimension has the ids of one feature, filled up with -1, and their
+    rows are combined: integers [B, ..., length] into [B, ..., width].
+
     With several numbers of rows it is a table for each of as many columns, stored as one:
-    integers [B, ..., columns] into [B, ..., columns, width].
+    integers [B, ..., columns] into [B, ..., columns, width]; with a combiner,
+    [B, ..., columns, length] into the same.
 
     The initial value of a row depends on the seed, the table and the id only. The table has an
     optimizer of its own, because those of Keras change all rows in each step.
 
     Attributes:
-        table: The complete table (trainer.embeddings.table.Rows); None before the layer is built.
+        table: The complete table, Rows or DynamicTable; None before the layer is built.
         optimizer: A TableOptimizer.
-        l2: See __init__.
-        clip_norm: See __init__.
+        stores_rows: False in a dry run, and after `freeze`.
+        is_trained: True if a learner has made optimizer slots of the table.
+        l2, clip_norm, combiner, admit_after, evict_after, max_rows, evict_every: See __init__.
     """
 
     def __init__(
         self,
-        rows: int | Sequence[int],
+        rows: int | Sequence[int] | None,
         width: int,
         *,
         optimizer: TableOptimizer | str | Mapping[str, object] = "adagrad",
         initializer: keras.initializers.Initializer | str = "uniform",
         l2: float = 0.0,
         clip_norm: float = 0.0,
+        combiner: str | None = None,
+        admit_after: int = 1,
+        evict_after: int = 0,
+        max_rows: int = 0,
+        evict_every: int = 1000,
         **kwargs: Any,
     ) -> None:
         """Makes no variable yet.
 
         Args:
             rows: The number of rows: ids are from 0 to rows - 1. Or one number for each column.
+                None: any int64 is an id; the last four arguments but `kwargs` are for such tables.
             width: The number of values of a row.
             optimizer: An object of trainer.embeddings, or its name: sgd, adagrad, rowwise_adagrad,
                 ftrl or lazy_adam.
@@ -76,6 +104,13 @@ class ShardedEmbedding(keras.layers.Layer):
                 l2 * sum(row ** 2). It is not part of the reported loss.
             clip_norm: Scales the gradient of each row down to this norm; 0 does not clip. The
                 gradient is that of the complete step, with its l2.
+            combiner: How the rows of a feature's ids become one: "sum", "mean", or "sqrtn", the sum
+                divided by the square root of their number. Without an id the result is zeros.
+            admit_after: An id gets its row in the step that is the `admit_after`-th to use it.
+            evict_after: Removes an id that no step used for this number of steps; 0 does not.
+            max_rows: Removes the ids whose last use is oldest, until no more than this number have
+                rows; 0 does not. Ids of the same last step go together.
+            evict_every: Ids are removed when the step is a multiple of this.
             **kwargs: `name`, `dtype` and `trainable`, as of every layer.
 
         Raises:
@@ -83,13 +118,42 @@ class ShardedEmbedding(keras.layers.Layer):
         """
         super().__init__(**kwargs)
         object.__setattr__(self, "table", None)
+        object.__setattr__(self, "_frozen", [])
         self.rows, self.width = rows, width
-        sizes = list(rows) if isinstance(rows, Sequence) else [rows]
-        if not sizes or any(type(n) is not int or n < 1 for n in (*sizes, width)):
+        self.is_dynamic, self.stores_rows, self.is_trained = rows is None, True, False
+        sizes = list(rows) if isinstance(rows, Sequence) else [0 if rows is None else rows]
+        needed = [width, *([] if self.is_dynamic else sizes)]
+        if not sizes or any(type(n) is not int or n < 1 for n in needed):
             raise ConfigError(
                 "ShardedEmbedding(rows, width): both must be whole numbers above 0, and rows may "
-                f"be a list of them. Received: rows={rows!r}, width={width!r}."
+                "be a list of them, or None for any ids. "
+                f"Received: rows={rows!r}, width={width!r}."
             )
+        limits = {
+            "admit_after": (admit_after, 1),
+            "evict_after": (evict_after, 0),
+            "max_rows": (max_rows, 0),
+            "evict_every": (evict_every, 1),
+        }
+        for name, (given, least) in limits.items():
+            if type(given) is not int or given < least:
+                raise ConfigError(
+                    f"ShardedEmbedding: {name} must be a whole number of {least} or more. "
+                    f"Received: {given!r}."
+                )
+        if not self.is_dynamic and (admit_after > 1 or evict_after or max_rows):
+            raise ConfigError(
+                "ShardedEmbedding: admit_after, evict_after and max_rows are for tables without a "
+                f"fixed number of rows. Received: rows={rows!r}. Type rows=None, or leave them out."
+            )
+        if combiner not in (None, *COMBINERS):
+            raise ConfigError(
+                f"ShardedEmbedding: combiner must be one of {', '.join(COMBINERS)}, or None. "
+                f"Received: {combiner!r}."
+            )
+        self.combiner = combiner
+        self.admit_after, self.evict_after = admit_after, evict_after
+        self.max_rows, self.evict_every = max_rows, evict_every
         for name, value in (("l2", l2), ("clip_norm", clip_norm)):
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ConfigError(
@@ -109,24 +173,25 @@ class ShardedEmbedding(keras.layers.Layer):
 
     @override
     def build(self, input_shape: Sequence[int | None]) -> None:
-        if not isinstance(self.rows, int) and input_shape[-1] != len(self._sizes):
+        total = num_parts()
+        self.stores_rows = has_rows()
+        if self.is_dynamic:
+            parts = [DynamicPart(self, index, total) for index in range(total)]
+            object.__setattr__(self, "table", DynamicTable(parts, self))
+            return
+        columns = input_shape[-1] if self.combiner is None else input_shape[-2]
+        if isinstance(self.rows, Sequence) and columns != len(self._sizes):
             raise ValueError(
                 f"{self.name} has {len(self._sizes)} numbers of rows, so it needs ids of as many "
                 f"columns. Received: shape {tuple(input_shape)}."
             )
-        total, shape = num_parts(), (self._num_rows, self.width)
-        self._has_rows = has_rows()
-        if part_rows(self._num_rows, 0, total) >= 2**31:
-            raise ConfigError(
-                f"ShardedEmbedding {self.name}: a part of {self._num_rows:,} rows on {total} "
-                "parameter server(s) has more than 2,147,483,647 rows. Use more of them: --ps."
-            )
+        shape = self._num_rows, self.width
         parts = []
         for index in range(total):
             of_part = part_rows(self._num_rows, index, total), self.width
             with making_part(index, of_part):
                 weight = self.add_weight(
-                    shape=of_part if self._has_rows else (0, self.width),
+                    shape=of_part if self.stores_rows else (0, self.width),
                     initializer=functools.partial(self._initial_rows, index, total),
                     name="embeddings" if total == 1 else f"embeddings_{index}",
                 )
@@ -139,7 +204,7 @@ class ShardedEmbedding(keras.layers.Layer):
         self, index: int, num_parts: int, shape: Sequence[int], dtype: object = None
     ) -> tf.Tensor:
         """The rows of one part. All rows are made, in blocks, and the rows of the part are kept."""
-        if not self._has_rows:
+        if not self.stores_rows:
             return tf.zeros(shape, dtype)
         kept = []
         for start in range(0, self._num_rows, _BLOCK_ROWS):
@@ -157,70 +222,182 @@ class ShardedEmbedding(keras.layers.Layer):
         return type(self.initializer).from_config({**settings, "seed": digest >> 1})
 
     @override
-    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+    def call(self, inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
         if not inputs.dtype.is_integer:
             raise ValueError(
                 f"{self.name} takes ids, which are integers. Received: {inputs.dtype.name}. Cast "
                 "them, or declare keras.Input(..., dtype='int64')."
             )
-        used, place = tf.unique(tf.reshape(self._numbered(inputs), [-1]))
-        rows = _expanded(self._lookup(used), place)
-        shape = tf.concat([tf.shape(inputs), [self.width]], axis=0)
-        found = tf.reshape(tf.cast(rows, self.compute_dtype), shape)
-        return tf.ensure_shape(found, [*inputs.shape, self.width])
+        ids = tf.cast(inputs, tf.int64)
+        is_id = tf.not_equal(ids, _PADDING) if self.combiner else tf.ones_like(ids, tf.bool)
+        numbered = tf.reshape(self._numbered(ids, is_id), [-1])
+        if self.combiner:
+            numbered = tf.boolean_mask(numbered, tf.reshape(is_id, [-1]))
+        used, place = tf.unique(numbered)
+        if training:
+            add_lookup(self, tf.size(used), tf.size(numbered))
+        rows = _expanded(self._lookup(used, training=bool(training)), place)
+        if self.combiner:
+            rows = self._combined(rows, is_id)
+        static = self.compute_output_shape(inputs.shape)
+        shape = tf.concat([tf.shape(inputs)[: len(static) - 1], [self.width]], axis=0)
+        return tf.ensure_shape(tf.reshape(tf.cast(rows, self.compute_dtype), shape), static)
 
-    def _numbered(self, ids: tf.Tensor) -> tf.Tensor:
-        """The rows of `ids` in the table of all columns, int64. Raises an error out of range."""
-        ids = tf.cast(ids, tf.int64)
+    def _combined(self, rows: tf.Tensor, is_id: tf.Tensor) -> tf.Tensor:
+        """One row for each feature, [features, width], of `rows`, [number of ids, width].
+
+        `is_id`, [..., length], is False for padding.
+        """
+        assert self.combiner is not None
+        of_features = tf.reshape(is_id, [-1, tf.shape(is_id)[-1]])
+        feature = tf.where(of_features)[:, 0]
+        num_features = tf.shape(of_features, tf.int64)[0]
+        numbers = tf.math.count_nonzero(of_features, axis=1, dtype=rows.dtype)
+        divisor = COMBINERS[self.combiner](tf.maximum(numbers, 1))
+        summed = tf.math.unsorted_segment_sum(rows, feature, num_features)
+        return summed / divisor[:, tf.newaxis]
+
+    def _numbered(self, ids: tf.Tensor, is_id: tf.Tensor) -> tf.Tensor:
+        """The rows of `ids` in the table of all columns, int64. Raises an error out of range.
+
+        If the number of rows is not fixed, the ids themselves.
+        """
+        if self.is_dynamic:
+            return ids
         ends = tf.constant(self._sizes if len(self._sizes) > 1 else self._sizes[0], tf.int64)
-        is_right = tf.reduce_all((ids >= 0) & (ids < ends))
+        if len(self._sizes) > 1 and self.combiner:
+            ends = ends[:, tf.newaxis]
+        is_right = tf.reduce_all(((ids >= 0) & (ids < ends)) | ~is_id)
         message = f"{self.name}: an id is not from 0 to {self.rows} - 1 (rows)"
         with tf.control_dependencies(
             [tf.debugging.Assert(is_right, [message, tf.reduce_min(ids), tf.reduce_max(ids)])]
         ):
             if len(self._sizes) == 1:
                 return tf.identity(ids)
-            return ids + tf.cumsum(ends, exclusive=True)
+            return ids + tf.cumsum(ends, exclusive=True, axis=0)
 
-    def _lookup(self, ids: tf.Tensor) -> tf.Tensor:
+    def _lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
         """The rows of different `ids`, [n] -> [n, width], gathered on the devices of the parts."""
+        if self._frozen:
+            return self._frozen_rows(ids)
         parts = self.table.parts
-        if not self._has_rows:
+        if not self.stores_rows:
             return tf.zeros([tf.size(ids), self.width], parts[0].dtype)
         if len(parts) == 1:
-            return gather_rows(parts[0], tf.cast(ids, tf.int32))
+            return self._rows_of_part(0, ids, training)
+        # The remainder of a negative id is not negative, as in Python.
         owner = tf.cast(ids % len(parts), tf.int32)
         positions = tf.dynamic_partition(tf.range(tf.size(ids)), owner, len(parts))
-        in_part = tf.cast(ids // len(parts), tf.int32)
-        ids_of_parts = tf.dynamic_partition(in_part, owner, len(parts))
+        ids_of_parts = tf.dynamic_partition(ids, owner, len(parts))
         found = []
-        for part, of_part in zip(parts, ids_of_parts, strict=True):
+        for index, (part, of_part) in enumerate(zip(parts, ids_of_parts, strict=True)):
             with tf.device(part.device):
-                found.append(gather_rows(part, of_part))
+                found.append(self._rows_of_part(index, of_part, training))
         return tf.dynamic_stitch(positions, found)
+
+    def _rows_of_part(self, index: int, ids: tf.Tensor, training: bool) -> tf.Tensor:
+        if self.is_dynamic:
+            rows: tf.Tensor = self.table.dynamic_parts[index].lookup(ids, training=training)
+            return rows
+        parts = self.table.parts
+        return gather_rows(parts[index], ids // len(parts))
+
+    def freeze(self, values: Values) -> None:
+        """Replaces a table of dynamic ids by constant variables, in a model that is exported.
+
+        `values` are those of a DynamicTable: "ids", "use" and "rows" are used.
+        """
+        self._set_frozen(*ids_with_rows(values))
+
+    def _set_frozen(self, ids: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:
+        """`ids` are sorted; the layer has no other rows."""
+        self.stores_rows = False
+        self._tracker.unlock()
+        for weight in self._frozen:
+            self._non_trainable_variables.remove(weight)
+        frozen = [
+            self.add_weight(
+                shape=value.shape,
+                dtype=value.dtype.name,
+                initializer="zeros",
+                trainable=False,
+                autocast=False,
+                name=name,
+            )
+            for name, value in (("ids", ids), ("rows", rows))
+        ]
+        self._tracker.lock()
+        object.__setattr__(self, "_frozen", frozen)
+        for weight, value in zip(self._frozen, (ids, rows), strict=True):
+            weight.assign(value)
+
+    def _frozen_rows(self, ids: tf.Tensor) -> tf.Tensor:
+        known, rows = (weight.value for weight in self._frozen)
+        if not known.shape[0]:
+            return tf.zeros([tf.size(ids), self.width], rows.dtype)
+        place = tf.minimum(tf.searchsorted(known, ids), known.shape[0] - 1)
+        has_row = tf.equal(tf.gather(known, place), ids)
+        found = tf.gather(rows, place)
+        return tf.where(has_row[:, tf.newaxis], found, tf.zeros_like(found))
+
+    @override
+    def save_own_variables(self, store: Any) -> None:
+        if self.is_dynamic and not self._frozen:
+            # A model in training stays as it is.
+            store["0"], store["1"] = ids_with_rows(self.table.numpy())
+        else:
+            super().save_own_variables(store)
+
+    @override
+    def load_own_variables(self, store: Any) -> None:
+        if self.is_dynamic:
+            if self.is_trained:
+                raise ValueError(
+                    f"{self.name} has dynamic ids and is being trained: a .keras file has neither "
+                    "their sightings nor optimizer slots. Resume from a checkpoint instead."
+                )
+            self._set_frozen(np.asarray(store["0"]), np.asarray(store["1"]))
+        else:
+            super().load_own_variables(store)
 
     @override
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        return (*input_shape, self.width)
+        return (*(input_shape[:-1] if self.combiner else input_shape), self.width)
 
     @override
     def get_config(self) -> dict[str, Any]:
         return {
             **super().get_config(),
-            "rows": self.rows if isinstance(self.rows, int) else list(self.rows),
+            "rows": list(self.rows) if isinstance(self.rows, Sequence) else self.rows,
             "width": self.width,
             "optimizer": to_config(self.optimizer),
             "initializer": keras.initializers.serialize(self.initializer),
             "l2": self.l2,
             "clip_norm": self.clip_norm,
+            "combiner": self.combiner,
+            "admit_after": self.admit_after,
+            "evict_after": self.evict_after,
+            "max_rows": self.max_rows,
+            "evict_every": self.evict_every,
         }
+
+    @property
+    def evicts(self) -> bool:
+        """True if ids are removed, so the last step that used an id must be known."""
+        return bool(self.evict_after or self.max_rows)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         """A checkpoint has the complete table in place of its parts."""
-        if save_type == "checkpoint" and self.table is not None:
+        if save_type == "checkpoint" and self.table is not None and not self._frozen:
             return {"embeddings": self.table}
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
         return children
+
+
+def ids_with_rows(values: Values) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The ids of `values`, those of a DynamicTable, that have a row, and their rows."""
+    has_row = np.equal(values["use"][:, 0], 1)
+    return np.asarray(values["ids"])[has_row], np.asarray(values["rows"])
 
 
 def _expanded(rows: tf.Tensor, place: tf.Tensor) -> tf.Tensor:

@@ -16,8 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from trainer.embeddings.dynamic import DynamicTable
+
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
+    from trainer.learner import Learner
 
 # The name that a tf.Variable has in a checkpoint.
 _VALUE = "VARIABLE_VALUE"
@@ -67,16 +70,31 @@ class Rows(tf.__internal__.tracking.Trackable):
 
 def tables_of(model: keras.Model) -> "list[ShardedEmbedding]":
     """The layers of `model` that are split, also those inside of other layers."""
-    # Not isinstance: layer.py imports this module.
+    # Not isinstance of the layer: layer.py imports this module.
     layers = model._flatten_layers(include_self=False)
-    return [layer for layer in layers if hasattr(layer, "table") and isinstance(layer.table, Rows)]
+    return [
+        layer for layer in layers if isinstance(getattr(layer, "table", None), Rows | DynamicTable)
+    ]
 
 
-def saved_variables(model: keras.Model) -> list[keras.Variable | Rows]:
-    """`model.variables`, in which each table is one entry, at the place of its first part."""
+def saved_variables(model: keras.Model) -> list[keras.Variable | Rows | DynamicTable]:
+    """`model.variables`, in which each table is one entry, at the place of its first part.
+
+    Tables of dynamic ids, which are not in `model.variables`, come last.
+    """
     table_of = {id(part): layer.table for layer in tables_of(model) for part in layer.weights}
-    found: dict[int, keras.Variable | Rows] = {}
-    for variable in model.variables:
-        entry = table_of.get(id(variable), variable)
-        found.setdefault(id(entry), entry)
-    return list(found.values())
+    entries = [table_of.get(id(variable), variable) for variable in model.variables]
+    # A model that was exported has constants in place of dynamic ids.
+    entries = [entry for entry in entries if not isinstance(entry, DynamicTable)]
+    entries += [layer.table for layer in tables_of(model) if isinstance(layer.table, DynamicTable)]
+    return list({id(entry): entry for entry in entries}.values())
+
+
+def set_values(model: keras.Model, learner: "Learner") -> None:
+    """Gives a model that is not trained any more the values with which `learner` evaluates."""
+    entries = [v for v in saved_variables(model) if not isinstance(v, DynamicTable)]
+    for entry, value in zip(entries, learner.weights(), strict=True):
+        entry.assign(value)
+    for layer, trained in zip(tables_of(model), tables_of(learner.model), strict=True):
+        if isinstance(trained.table, DynamicTable):
+            layer.freeze(trained.table.numpy())

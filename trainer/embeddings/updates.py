@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from strategies.locks import free
 from strategies.tables import has_rows, making_part, part_rows
+from trainer.embeddings.dynamic import DynamicPart, DynamicTable
 from trainer.embeddings.layer import ShardedEmbedding
 from trainer.embeddings.optimizers import gather_rows
 from trainer.embeddings.table import Rows
@@ -24,25 +26,35 @@ class TablePart:
         index: The number of the part.
         variable: The rows of the part.
         slots: The optimizer slots, by name.
+        colocated: All variables that an update changes besides `variable`, by name.
     """
 
     def __init__(self, layer: ShardedEmbedding, index: int) -> None:
         """Makes the slots; called in the strategy's scope."""
         self.layer, self.index = layer, index
+        layer.is_trained = True
         self.variable: tf.Variable = layer.table.parts[index]
+        self._dynamic: DynamicPart | None = None
+        self.slots: Mapping[str, tf.Variable]
+        if isinstance(layer.table, DynamicTable):
+            self._dynamic = layer.table.dynamic_parts[index]
+            self.slots = self._dynamic.add_slots(layer.optimizer.initial_slots)
+            self.colocated = {**self.slots, "counts": self._dynamic.counts}
+            return
         num_rows, width = layer.table.shape
         rows = part_rows(num_rows, index, len(layer.table.parts))
         extended = tf.distribute.get_strategy().extended
-        self.slots: dict[str, tf.Variable] = {}
+        slots: dict[str, tf.Variable] = {}
         for name, (value, is_of_row) in layer.optimizer.initial_slots.items():
             shape = (rows,) if is_of_row else (rows, width)
             made = shape if has_rows() else (0, *shape[1:])
             with extended.colocate_vars_with(self.variable), making_part(index, shape):
-                self.slots[name] = tf.Variable(
+                slots[name] = tf.Variable(
                     lambda made=made, value=value: tf.fill(made, tf.constant(value)),
                     trainable=False,
                     name=name,
                 )
+        self.slots = self.colocated = slots
 
     def change(
         self,
@@ -50,11 +62,11 @@ class TablePart:
         gradient: tf.IndexedSlices,
         rate: tf.Tensor,
         step: tf.Tensor,
-        slots: Mapping[str, tf.Variable],
+        colocated: Mapping[str, tf.Variable],
         *,
         factor: tf.Tensor | None,
     ) -> tf.Tensor:
-        """Applies `gradient` to `variable` and `slots`, copies of the variables of this part.
+        """Applies `gradient` to `variable` and `colocated`, copies of the variables of this part.
 
         `rate` is that of the config, and `factor` that of its schedule; `step` is the number of
         steps done. Returns a tensor that is computed after the update.
@@ -66,21 +78,38 @@ class TablePart:
         with tf.device(variable.device):
             ids, place = tf.unique(gradient.indices)
             rows = tf.math.unsorted_segment_sum(gradient.values, place, tf.size(ids))
+            held: list[tf.Tensor] = []
+            if self._dynamic is not None:
+                # Under asynchronous ps two workers may bring the same new id.
+                held = self._dynamic.take_lock(variable, [ids, rows])
+                with tf.control_dependencies(held):
+                    places = self._dynamic.places(variable, colocated, tf.identity(ids), step)
+                has_row = places >= 0
+                ids, rows = tf.boolean_mask(places, has_row), tf.boolean_mask(rows, has_row)
             if layer.l2:
                 rows += 2 * layer.l2 * gather_rows(variable, ids)
             if layer.clip_norm:
                 rows = tf.clip_by_norm(rows, layer.clip_norm, axes=[1])
             rate = tf.cast(rate, rows.dtype)
-            done = layer.optimizer.update(variable, slots, ids, rows, rate, step)
+            done = layer.optimizer.update(variable, colocated, ids, rows, rate, step)
             with tf.control_dependencies([] if done is None else [done]):
-                return tf.identity(rate)
+                rate = tf.identity(rate)
+            if held:
+                with tf.control_dependencies([free(held, rate)]):
+                    rate = tf.identity(rate)
+            return rate
 
 
 def slots_of(parts: Sequence[TablePart]) -> list[Rows]:
-    """The complete slots of all tables that `parts` are of."""
+    """The complete slots of all tables with fixed rows that `parts` are of.
+
+    A table of dynamic ids is saved with its slots.
+    """
     slots: dict[tuple[int, str], list[tf.Variable]] = {}
     layers: dict[int, ShardedEmbedding] = {}
     for part in parts:
+        if part.layer.is_dynamic:
+            continue
         layers[id(part.layer)] = part.layer
         for name, variable in part.slots.items():
             slots.setdefault((id(part.layer), name), []).append(variable)

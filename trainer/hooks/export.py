@@ -12,6 +12,7 @@ from data.system.files import is_s3
 from data.system.scratch import scratch_dir
 from data.system.stopwatch import Stopwatch
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
+from trainer.embeddings.table import set_values
 from trainer.exit_codes import first_line
 from trainer.hooks.base import PeriodicHook
 from trainer.learner import Learner
@@ -34,8 +35,7 @@ class Export(PeriodicHook):
 
     def _export(self) -> None:
         model = self.build_model()
-        for variable, value in zip(model.variables, self.learner.weights(), strict=True):
-            variable.assign(value)
+        set_values(model, self.learner)
         try:
             if is_s3(self.directory):
                 with scratch_dir() as local:

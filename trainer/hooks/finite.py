@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from data.system.errors import RunFailed
 from strategies.metrics import Metrics
-from trainer.embeddings.optimizers import gather_rows
+from trainer.embeddings.optimizers import capacity, gather_rows
 from trainer.hooks.base import Hook
 from trainer.learner import Learner
 from trainer.step.loss_scale import LossScale
@@ -46,8 +46,8 @@ def _is_finite(value: tf.Tensor) -> bool:
 
 def _is_finite_table(part: tf.Variable) -> bool:
     """Reads a part of a table on its device, a few rows at a time: it may be large."""
-    num_rows = int(part.shape[0])
     with tf.device(part.device):
+        num_rows = int(capacity(part))
         return all(
             _is_finite(gather_rows(part, tf.range(start, min(start + _ROWS, num_rows))))
             for start in range(0, num_rows, _ROWS)

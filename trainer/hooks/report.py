@@ -4,16 +4,19 @@ Rates are those of the steps alone: without compilation, evaluation and checkpoi
 the time since this process began to train, with all of these.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
+import tensorflow as tf
 from typing_extensions import override
 
 from data.order import Order
 from strategies.base import Executor, Pace
 from strategies.metrics import Metrics, add_metrics, means
+from trainer.embeddings.dynamic import DynamicTable
 from trainer.hooks.base import PeriodicHook
 from trainer.hooks.writers import Writer
 from trainer.learner import Learner
@@ -67,6 +70,7 @@ class Report(PeriodicHook):
         if self.learner.loss_scale:
             values |= self.learner.loss_scale.report()
         values |= self.executor.worker_stats()
+        values |= self._of_tables(step)
         for writer in self.writers:
             writer.write(step, "train", values)
         self._begin_interval(step)
@@ -74,6 +78,25 @@ class Report(PeriodicHook):
     @override
     def end(self, step: int) -> None:
         self.act(step)
+
+    def _of_tables(self, step: int) -> dict[str, dict[str, float]]:
+        """Values of each table, by the name of its layer."""
+        found: dict[str, dict[str, float]] = collections.defaultdict(dict)
+        num_steps = max(1, step - self._last_step)
+        for layer in self.learner.tables:
+            unique, number = self._metrics.lookups[layer.name]
+            width_bytes = layer.width * tf.as_dtype(layer.table.dtype).size
+            sent = unique * self.executor.row_bytes(width_bytes) / num_steps
+            found["table_unique_share"][layer.name] = unique / max(number, 1)
+            found["table_bytes_per_step"][layer.name] = round(sent)
+            if isinstance(layer.table, DynamicTable):
+                counts = layer.table.counts()
+                found["table_rows"][layer.name] = counts.rows
+                found["table_new"][layer.name] = counts.new
+                found["table_evicted"][layer.name] = counts.evicted
+            else:
+                found["table_rows"][layer.name] = layer.table.shape[0]
+        return found
 
     def _begin_interval(self, step: int) -> None:
         self._metrics = Metrics()

@@ -21,6 +21,7 @@ from strategies.base import Batch
 from trainer.build import build_model
 from trainer.cli.tools import require_run
 from trainer.config import ConfigError, Recipe, recipe_of_run
+from trainer.embeddings.table import set_values
 from trainer.evaluate import restore
 from trainer.exit_codes import first_line
 from trainer.inputs import parse_of
@@ -89,8 +90,7 @@ def model_of_run(model_dir: str, checkpoint: str | None = None) -> keras.Model:
         return model
     restored = restore(model_dir, checkpoint or "newest")
     model = build_model(recipe, restored.specs)
-    for variable, value in zip(model.variables, restored.learner.weights(), strict=True):
-        variable.assign(value)
+    set_values(model, restored.learner)
     return model
 
 

@@ -65,11 +65,11 @@ def classified(model_dir: str) -> Classified:
     import tensorflow as tf
 
     from data.disk_reader import DiskReader
+    from trainer.embeddings.table import set_values
 
     found = restore(model_dir, "newest")
     model = found.learner.model
-    for variable, value in zip(model.variables, found.learner.weights(), strict=True):
-        variable.assign(value)
+    set_values(model, found.learner)
     confusion: npt.NDArray[np.int64] | None = None
     worst: list[tuple[float, Example]] = []
     number = 0

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
+from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import saved_variables
 from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK
@@ -41,7 +42,8 @@ def warm_start(model: keras.Model, options: WarmStartConfig) -> str:
     Raises ConfigError if nothing is found at the path, or its variables have other shapes.
     """
     path = options.path
-    variables = saved_variables(model)
+    # Of tables of dynamic ids, values are not taken over.
+    variables = [v for v in saved_variables(model) if not isinstance(v, DynamicTable)]
     excluded = [False] * len(variables)
     if options.exclude:
         excluded = matching("warm_start.exclude", options.exclude, [v.path for v in variables])
@@ -87,7 +89,8 @@ def _of_keras_file(path: str) -> Values:
             f"config.warm_start.path={path} cannot be loaded as a Keras model: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
-    return [np.asarray(variable.value.numpy()) for variable in model.variables]
+    entries = [v for v in saved_variables(model) if not isinstance(v, DynamicTable)]
+    return [np.asarray(entry.numpy()) for entry in entries]
 
 
 def _of_checkpoint(path: str, model: keras.Model) -> Values:
@@ -96,7 +99,7 @@ def _of_checkpoint(path: str, model: keras.Model) -> Values:
     try:
         reader = tf.train.load_checkpoint(f"{directory}/variables")
         nodes = TrackableObjectGraph.FromString(reader.get_tensor(_GRAPH)).nodes
-        variables = saved_variables(model)
+        variables = [v for v in saved_variables(model) if not isinstance(v, DynamicTable)]
         root = {child.local_name: child.node_id for child in nodes[0].children}
         keys = _keys(nodes, model, root["model"])
         for child in nodes[root["missed"]].children if "missed" in root else ():

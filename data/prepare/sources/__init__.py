@@ -57,6 +57,7 @@ class Options(NamedTuple):
         header: Whether a table begins with a line of column names; None refuses a line of numbers.
         num_clicks: The number of training examples that are generated.
         id_scale: The part of Criteo's numbers of ids that is generated.
+        lists: Columns of a table whose values are lists, separated by commas.
         allow_partial: Take the files that are there, if some of a data set are missing or cut off.
     """
 
@@ -70,6 +71,7 @@ class Options(NamedTuple):
     allow_partial: bool | None = None
     num_clicks: int | None = None
     id_scale: float | None = None
+    lists: str | None = None
 
     def given(self) -> dict[str, object]:
         """Options that were given, by name."""

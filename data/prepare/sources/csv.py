@@ -7,8 +7,12 @@ values. All lines are read to find the type of each column: integers (int64), nu
 text. A column that mixes numbers and text is refused, because the text is probably a mistake; in
 the label such values are names. `missing` decides about missing values; in text an empty value is
 a value. The files are read twice, line by line.
+
+A column of `lists` becomes a tensor as long as its longest list. Shorter lists are filled up with
+-1, or with empty text if an item of the column is no integer.
 """
 
+import array
 import csv
 import functools
 import gzip
@@ -17,11 +21,11 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, TextIO, cast
 
 from data.prepare.sources import DROP, Options, Source
-from data.prepare.sources.examples import Classes, Value, scalar, text
+from data.prepare.sources.examples import Classes, Node, Value, scalar, strings, tensor, text
 from data.prepare.sources.tables import Table, classes_of, common_columns, split_files, table_source
 from data.system.files import DataError
 
@@ -48,6 +52,43 @@ class _Format(NamedTuple):
     has_header: bool
 
 
+class _Lists:
+    """What is known of a column of lists after all its values were added."""
+
+    def __init__(self) -> None:
+        # For the separators "|" and None, which stands for spaces.
+        self._lengths: dict[str | None, int] = {"|": 1, None: 1}
+        self._are_integers: dict[str | None, bool] = {"|": True, None: True}
+        self._separator: str | None = None
+
+    def add(self, value: str) -> None:
+        """Adds a value of the column."""
+        if "|" in value:
+            self._separator = "|"
+        for separator in self._lengths:
+            items = _items(value, separator)
+            self._lengths[separator] = max(self._lengths[separator], len(items))
+            self._are_integers[separator] &= all(_kind(item) == "integer" for item in items)
+
+    @property
+    def node(self) -> Node:
+        """The feature that describes the column."""
+        length = self._lengths[self._separator]
+        return tensor("int64", [length]) if self._has_integers else strings(length)
+
+    @property
+    def _has_integers(self) -> bool:
+        return self._are_integers[self._separator]
+
+    def convert(self, value: str) -> Value:
+        """The items of a value, filled up to the longest list."""
+        items = _items(value, self._separator)
+        missing = self._lengths[self._separator] - len(items)
+        if self._has_integers:
+            return array.array("q", [*map(int, items), *[-1] * missing]).tobytes()
+        return [*map(str.encode, items), *[b""] * missing]
+
+
 class _Missing(NamedTuple):
     """What becomes of missing values: rows are left out, or `number` replaces the values."""
 
@@ -66,8 +107,9 @@ def source(name: str, path: str, options: Options) -> Source:
     formats = {split: _format(file, options.header) for split, file in files.items()}
     headers = {split: list(found.columns) for split, found in formats.items()}
     columns = common_columns(path, headers, options)
+    lists = {column: _Lists() for column in _list_columns(path, columns, options)}
     label = options.label
-    seen: dict[str, _Seen] = {column: {} for column in columns}
+    seen: dict[str, _Seen] = {column: {} for column in columns if column not in lists}
     num_missing: Counter[str] = Counter()
     label_values = set()
     counts = dict.fromkeys(files, 0)
@@ -75,6 +117,9 @@ def source(name: str, path: str, options: Options) -> Source:
         for line, row in _lines(file, formats[split]):
             counts[split] += 1
             for column, value in row.items():
+                if column in lists:
+                    lists[column].add(value)
+                    continue
                 kind = _kind(value)
                 seen[column].setdefault(kind, (file, line, value))
                 num_missing[column] += kind in ("missing", "empty")
@@ -84,6 +129,7 @@ def source(name: str, path: str, options: Options) -> Source:
         key: _column_kind(key, found, key == label, missing, num_missing[key])
         for key, found in seen.items()
     }
+    kinds |= dict.fromkeys(lists, "text")  # Any value is right.
     # In a column of text, only the label's empty values are missing.
     num_missing = Counter(
         {
@@ -123,14 +169,17 @@ def source(name: str, path: str, options: Options) -> Source:
             )
         convert = int if kinds[label] == "integer" else str
         classes[label] = classes_of(map(convert, label_values), f"{path}: {label}")
+    converters = {column: _CONVERTERS[kinds[column]] for column in columns}
+    converters |= {column: found.convert for column, found in lists.items()}
     tables = {}
     for split, file in files.items():
         num_bytes = os.path.getsize(file) * (_GZIP_FACTOR if file.endswith(".gz") else 1)
         row_bytes = num_bytes // max(1, counts[split]) + 30 * len(columns)
         tables[split] = Table(
-            counts[split], row_bytes, functools.partial(_rows, rows_of[split], kinds)
+            counts[split], row_bytes, functools.partial(_rows, rows_of[split], converters)
         )
-    nodes = {column: _NODES[kind] for column, kind in kinds.items()}
+    nodes = {column: _NODES[kinds[column]] for column in columns}
+    nodes |= {column: found.node for column, found in lists.items()}
     return table_source(name, tables, nodes, classes, options)._replace(notes=notes)
 
 
@@ -275,9 +324,24 @@ def _complete_rows(
 
 
 def _rows(
-    rows: Callable[[], Iterator[dict[str, str]]], kinds: Mapping[str, str]
+    rows: Callable[[], Iterator[dict[str, str]]], converters: Mapping[str, Callable[[str], Value]]
 ) -> Iterator[Mapping[str, Value]]:
-    converters = [_CONVERTERS[kind] for kind in kinds.values()]
     for row in rows():
-        values = zip(row.items(), converters, strict=True)
+        values = zip(row.items(), converters.values(), strict=True)
         yield {column: convert(value) for (column, value), convert in values}
+
+
+def _list_columns(path: str, columns: Collection[str], options: Options) -> list[str]:
+    """The columns of --lists. Raises DataError if there is none of a name, or it is the label."""
+    found = [column.strip() for column in (options.lists or "").split(",") if column.strip()]
+    for column in found:
+        if column not in columns or column == options.label:
+            raise DataError(
+                f"{path}: --lists has {column!r}. It may have these columns, but not the label: "
+                f"{', '.join(columns)}. Type --lists=COLUMN, or --lists=COLUMN,COLUMN."
+            )
+    return found
+
+
+def _items(value: str, separator: str | None) -> list[str]:
+    return [item.strip() for item in value.split(separator) if item.strip()]

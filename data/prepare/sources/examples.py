@@ -20,7 +20,7 @@ import numpy.typing as npt
 from data.prepare.sources import Options, Source, SourceSplit
 from data.system.files import DataError
 
-Value = bytes | int | float | Sequence[int] | Sequence[float]
+Value = bytes | int | float | Sequence[int] | Sequence[float] | Sequence[bytes]
 Node = Mapping[str, object]
 # The pixels of an image, uint8 [H, W, C], and a class for each label.
 ImageRow = tuple[bytes, Sequence[int]]
@@ -116,11 +116,15 @@ def _feature_bytes(value: Value) -> bytes:
     if isinstance(value, bytes):
         return _field(1, _field(1, value))
     listed = [value] if isinstance(value, (int, float)) else value
-    if any(isinstance(item, float) for item in listed):
+    texts = [item for item in listed if isinstance(item, bytes)]
+    if texts:
+        return _field(1, b"".join(_field(1, item) for item in texts))
+    numbers = [item for item in listed if not isinstance(item, bytes)]
+    if any(isinstance(item, float) for item in numbers):
         with np.errstate(over="ignore"):  # A value too large for float32 becomes infinite, as in C.
-            packed = np.array(listed, "<f4").tobytes()
+            packed = np.array(numbers, "<f4").tobytes()
         return _field(2, _field(1, packed))
-    packed = b"".join(map(_varint, listed))
+    packed = b"".join(map(_varint, numbers))
     return _field(3, _field(1, packed) if packed else b"")
 
 
@@ -167,6 +171,12 @@ def feature_files(nodes: Mapping[str, Node], labels: Mapping[str, Classes]) -> d
 def tensor(dtype: str, shape: Sequence[int]) -> Node:
     """A tensor of fixed shape, stored as bytes."""
     body = {"dtype": dtype, "encoding": "bytes", "shape": _shape(shape)}
+    return _node("tensor_feature.Tensor", tensor=body)
+
+
+def strings(length: int) -> Node:
+    """A list of strings of fixed length."""
+    body = {"dtype": "string", "encoding": "none", "shape": _shape([length])}
     return _node("tensor_feature.Tensor", tensor=body)
 
 

@@ -286,7 +286,7 @@ class GradientBuffers:
             buffer = tf.raw_ops.VarHandleOp(
                 dtype=tf.variant, shape=[num_slots], shared_name=f"rows-{self.name}-{part}"
             )
-            none = [tf.zeros([0], tf.int32), tf.zeros([0, *variable.shape[1:]], variable.dtype)]
+            none = [tf.zeros([0], tf.int64), tf.zeros([0, *variable.shape[1:]], variable.dtype)]
             pairs = [tf.raw_ops.OptionalFromValue(components=none) for _ in range(num_slots)]
             tf.raw_ops.AssignVariableOp(resource=buffer, value=tf.stack(pairs))
         return buffer
@@ -299,14 +299,13 @@ class GradientBuffers:
                 optional=tf.raw_ops.ResourceGather(
                     resource=self._row_buffers[part], indices=slot, dtype=tf.variant
                 ),
-                output_types=[tf.int32, variable.dtype],
+                output_types=[tf.int64, variable.dtype],
                 output_shapes=[[None], [None, *variable.shape[1:]]],
             )
             for slot in tf.unstack(slots, num=number)
         ]
         ids, rows = zip(*pairs, strict=True)
-        shape = tf.constant(variable.shape.as_list())
-        return tf.IndexedSlices(tf.concat(rows, axis=0), tf.concat(ids, axis=0), shape)
+        return tf.IndexedSlices(tf.concat(rows, axis=0), tf.concat(ids, axis=0))
 
 
 def _sum_of_small_rows(buffer: tf.Variable, slots: Tensor, number: int) -> Tensor:

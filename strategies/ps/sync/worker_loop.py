@@ -226,7 +226,7 @@ _MESSAGE_ATTEMPT = Message._fields.index("attempt")
 
 def _no_rows(part: tf.Variable) -> tf.IndexedSlices:
     """The gradient of a part of a table of which no row was used."""
-    return tf.IndexedSlices(tf.zeros([0, part.shape[1]], part.dtype), tf.zeros([0], tf.int32))
+    return tf.IndexedSlices(tf.zeros([0, part.shape[1]], part.dtype), tf.zeros([0], tf.int64))
 
 
 def _continues(row: Tensor) -> Tensor:

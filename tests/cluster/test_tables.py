@@ -1,0 +1,87 @@
+"""Tables on many parameter servers: the weights of one process, also after another topology."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.cluster.runs import TOPOLOGIES, Run, Topology, train
+
+# Eight processes trace the graphs of three tables.
+TIMEOUT_SECS = 300
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_SECS)
+
+CONFIG = "--config=tests/cluster/configs/tables.py"
+FOUR_AND_THREE = Topology(
+    "ps-sync-4+3", "ps", ("--workers=4", "--ps=3", "--sync_replicas", "--num_threads=1")
+)
+ONE_AND_TWO = Topology(
+    "ps-sync-1+2", "ps", ("--workers=1", "--ps=2", "--sync_replicas", "--num_threads=1")
+)
+TWO_AND_TWO = Topology("ps-2+2", "ps", ("--workers=2", "--ps=2", "--num_threads=1"))
+
+
+@pytest.fixture(scope="module")
+def alone(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    model_dir = tmp_path_factory.mktemp("alone") / "run"
+    return train(TOPOLOGIES["mirrored-1"], model_dir, CONFIG, f"--data_dir={digits}")
+
+
+def assert_equal(run: Run, expected: Run) -> None:
+    left, right = run.variables(), expected.variables()
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert value.shape == right[name].shape, name
+        if value.dtype.kind in "iu":
+            np.testing.assert_array_equal(value, right[name], err_msg=name)
+        elif value.dtype.kind == "f":
+            np.testing.assert_allclose(value, right[name], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (FOUR_AND_THREE, TOPOLOGIES["mirrored-2"]),
+        (TOPOLOGIES["multiworker-2"], ONE_AND_TWO),
+    ],
+    ids=str,
+)
+def test_tables_are_those_of_one_process_before_and_after_another_topology(
+    first: Topology, second: Topology, alone: Run, digits: Path, tmp_path: Path
+) -> None:
+    ids = [value for name, value in alone.variables().items() if name.endswith("/ids")]
+    assert len(ids) == 2
+    assert 0 < min(map(len, ids)) < max(map(len, ids)), "nothing was evicted"
+    for topology, steps in ((first, 22), (second, 50)):
+        flags = (CONFIG, f"--data_dir={digits}", f"--train_steps={steps}")
+        run = train(topology, tmp_path / "run", *flags, timeout_secs=TIMEOUT_SECS)
+    assert_equal(run, alone)
+    ours, theirs = run.metrics("train")[-1], alone.metrics("train")[-1]
+    for name in ("table_rows", "table_unique_share", "table_bytes_per_step"):
+        assert len(ours[name]) == 3
+    assert ours["table_rows"]["few"] == theirs["table_rows"]["few"] <= 150
+    assert theirs["table_evicted"]["few"] > 0 == theirs["table_evicted"]["all"]
+    assert 0.1 < theirs["table_unique_share"]["all"] < 1
+    assert set(theirs["table_bytes_per_step"].values()) == {0}
+    if second is ONE_AND_TWO:
+        unique = ours["table_unique_share"]["all"] * 40 * 8
+        assert ours["table_bytes_per_step"]["all"] == round(unique * 2 * (8 + 4 * 8))
+
+
+def test_asynchronous_workers_may_bring_the_same_new_ids(
+    alone: Run, digits: Path, tmp_path: Path
+) -> None:
+    flags = (CONFIG, f"--data_dir={digits}")
+    run = train(TWO_AND_TWO, tmp_path / "run", *flags, timeout_secs=TIMEOUT_SECS)
+    ours, expected = run.variables(), alone.variables()
+    assert ours.keys() == expected.keys()
+    for name, ids in ours.items():
+        if name.endswith("/ids"):
+            np.testing.assert_array_equal(ids, np.unique(ids))
+            num_rows = int(ours[name.replace("/ids", "/use")][:, 0].sum())
+            assert ours[name.replace("/ids", "/rows")].shape == (num_rows, 8)
+            if ours[name.replace("/ids", "/use")][:, 0].all():  # No id waits for its row.
+                np.testing.assert_array_equal(ids, expected[name], "all ids of 50 batches")
+    loaded = tf.saved_model.load(str(run.model_dir / "export" / "saved_model"))
+    assert np.isfinite(loaded.serve(tf.random.uniform([5, 8, 8, 1]))).all()

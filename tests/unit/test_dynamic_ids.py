@@ -1,0 +1,373 @@
+"""Tables of dynamic ids: equal rows with any number of parts and replicas, in any order of ids."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorflow as tf
+
+from strategies.base import Position
+from strategies.metrics import add_metrics
+from strategies.ps.placement import dry_run, place
+from strategies.tables import split_into
+from tests.unit.replicas import replicas, update_of
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.embeddings import Adagrad, ShardedEmbedding
+from trainer.embeddings.dynamic import DynamicTable
+from trainer.embeddings.initial import initial_rows
+from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer
+from trainer.embeddings.table import set_values
+from trainer.learner import Learner
+from trainer.step.losses import sparse_categorical_crossentropy
+from trainer.step.options import ConfigError, WarmStartConfig
+from trainer.step.warm_start import warm_start
+
+BATCH, WIDTH, CLASSES = 12, 4, 5
+# Also the largest and smallest ids, and negative ones.
+NAMES = np.array([0, 1, 2, 5, 10**12, -1, -7, 2**63 - 1, -(2**63), 77, 78, 79])
+random = np.random.default_rng(1)
+IDS = NAMES[random.choice(12, (20, BATCH, 3), p=np.arange(1, 13) / 78)]
+BATCHES = [(ids, (ids % CLASSES).sum(axis=1) % CLASSES) for ids in IDS]
+UNIFORM = keras.initializers.RandomUniform(-0.5, 0.5)
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.embeddings.dynamic._FIRST_ROWS", 2)
+
+
+def make_learner(
+    optimizer: TableOptimizer | str = "sgd", *, parts: int = 1, replica: int = 1, **options: Any
+) -> Learner:
+    """A model with a table of `parts` parts, all of them in this process."""
+    keras.utils.set_random_seed(3)
+    with replicas(replica).scope(), split_into(parts):
+        options = {"initializer": UNIFORM, **options}
+        return make_learner_here(optimizer, **options)
+
+
+def make_learner_here(optimizer: TableOptimizer | str = "sgd", **options: Any) -> Learner:
+    return Learner(
+        make_model(optimizer, **options),
+        keras.optimizers.SGD(0.1),
+        sparse_categorical_crossentropy,
+        {},
+        batch_size=BATCH,
+    )
+
+
+def make_model(optimizer: TableOptimizer | str = "sgd", **options: Any) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((3,), dtype="int64"),
+            ShardedEmbedding(None, WIDTH, optimizer=optimizer, name="ids", **options),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def train(
+    learner: Learner, replica: int = 1, batches: Sequence[Any] = BATCHES, *, evict_every: int = 1
+) -> None:
+    strategy = replicas(replica)
+    update = tf.function(
+        lambda batch: strategy.run(update_of(learner), args=(batch,)), reduce_retracing=True
+    )
+    for batch in batches:
+        ends = [0, 5, BATCH] if replica == 2 else [0, BATCH]
+        slices = [
+            tf.nest.map_structure(lambda t, a=a, b=b: tf.constant(t[a:b]), batch)
+            for a, b in itertools.pairwise(ends)
+        ]
+        update(
+            strategy.experimental_distribute_values_from_function(
+                lambda context, slices=slices: slices[context.replica_id_in_sync_group]
+            )
+        )
+        step = int(learner.step.numpy())
+        if step % evict_every == 0:
+            table_of(learner).evict(step)
+
+
+def table_of(learner: Learner) -> DynamicTable:
+    found = learner.model.get_layer("ids").table
+    assert isinstance(found, DynamicTable)
+    return found
+
+
+def values_of(learner: Learner) -> Mapping[str, npt.NDArray[Any]]:
+    return table_of(learner).numpy()
+
+
+def assert_equal(one: Learner, other: Learner, atol: float = 1e-6) -> None:
+    left, right = values_of(one), values_of(other)
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        if name in ("ids", "use"):
+            np.testing.assert_array_equal(value, right[name])
+        else:
+            np.testing.assert_allclose(value, right[name], atol=atol)
+    for a, b in zip(one.model.get_weights(), other.model.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=atol)
+
+
+ALL_LIMITS = {"admit_after": 3, "evict_after": 4, "max_rows": 6}
+
+
+@pytest.mark.parametrize("limits", [{}, ALL_LIMITS], ids=["all ids", "admission, eviction"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_are_equal_with_any_number_of_parts_and_replicas(
+    name: str, limits: dict[str, int]
+) -> None:
+    options: dict[str, Any] = {"l2": 0.02, "clip_norm": 0.05, **limits}
+    one = make_learner(OPTIMIZERS[name](0.1), **options)
+    train(one)
+    for parts, replica in ((3, 1), (1, 2)):
+        other = make_learner(OPTIMIZERS[name](0.1), parts=parts, replica=replica, **options)
+        train(other, replica)
+        assert_equal(one, other)
+
+
+def test_equals_a_plain_loop_with_a_table_of_all_rows() -> None:
+    learner = make_learner(Adagrad(0.3), parts=2)
+    layer = learner.model.get_layer("ids")
+    reference = keras.Sequential(
+        [
+            keras.Input((3,), dtype="int64"),
+            keras.layers.Embedding(len(NAMES), WIDTH),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+    rows = initial_rows(tf.constant(NAMES), WIDTH, layer.initializer, tf.float32)
+    reference.set_weights([rows.numpy(), *learner.model.get_weights()])
+    table, *dense = reference.trainable_variables
+    of_dense, of_rows = keras.optimizers.SGD(0.1), keras.optimizers.Adagrad(0.3)
+    train(learner)
+    order = np.argsort(NAMES)
+    for ids, labels in BATCHES:
+        places = order[np.searchsorted(NAMES[order], ids)]
+        with tf.GradientTape() as tape:
+            losses = sparse_categorical_crossentropy(labels, reference(places))
+            loss = tf.reduce_mean(losses)
+        of_table, *others = tape.gradient(loss, [v.value for v in (table, *dense)])
+        of_rows.apply([tf.convert_to_tensor(of_table)], [table])
+        of_dense.apply(others, dense)
+    found = values_of(learner)
+    np.testing.assert_array_equal(found["ids"], NAMES[order])
+    np.testing.assert_allclose(found["rows"], table.numpy()[order], atol=1e-5)
+    assert np.abs(found["rows"] - rows.numpy()[order]).max() > 1e-2
+
+
+def test_initial_rows_are_functions_of_the_id_alone() -> None:
+    ids = tf.constant(NAMES)
+    kinds = {
+        keras.initializers.RandomUniform(-1, 1, seed=1): (-1.0, 1.0, 3**-0.5),
+        keras.initializers.RandomNormal(stddev=0.5, seed=1): (-4.0, 4.0, 0.5),
+        keras.initializers.TruncatedNormal(stddev=0.5, seed=1): (-1.0, 1.0, 0.44),
+        keras.initializers.Constant(2.0): (2.0, 2.0, 0.0),
+    }
+    for initializer, (low, high, deviation) in kinds.items():
+
+        def rows(ids: tf.Tensor, initializer: Any = initializer) -> npt.NDArray[Any]:
+            return np.asarray(initial_rows(ids, 500, initializer, tf.float32))
+
+        found = rows(ids)
+        np.testing.assert_array_equal(rows(tf.reverse(ids, [0])), found[::-1])
+        in_graph = tf.function(lambda: initial_rows(ids, 500, initializer, tf.float32))  # noqa: B023
+        np.testing.assert_array_equal(in_graph(), found)
+        assert low <= found.min()
+        assert found.max() <= high
+        np.testing.assert_allclose(found.std(), deviation, atol=0.02)
+        if deviation:
+            assert len(np.unique(found)) > 0.99 * found.size
+            assert abs(found.mean() - (low + high) / 2) < 0.03
+    other = keras.initializers.RandomUniform(-1, 1, seed=2)
+    first = keras.initializers.RandomUniform(-1, 1, seed=1)
+    values = [np.asarray(initial_rows(ids, 500, i, tf.float32)) for i in (first, other)]
+    assert not np.any(values[0] == values[1])
+
+
+def batches_of(*ids: Sequence[int]) -> list[Any]:
+    """Batches that use these ids and id 0."""
+    filled = [np.resize(np.array([*some, 0]), (BATCH, 3)) for some in ids]
+    return [(some, some[:, 0] % CLASSES) for some in filled]
+
+
+def test_an_id_gets_its_row_with_the_last_sighting_that_it_needs() -> None:
+    learner = make_learner(parts=2, admit_after=3)
+    layer = learner.model.get_layer("ids")
+    initial = initial_rows(tf.constant([5], tf.int64), WIDTH, layer.initializer, tf.float32)
+    for number, batch in enumerate(batches_of([5], [], [5, 7], [7], [5])):
+        before = layer(tf.constant([5]), training=True)
+        expected = initial if number >= 3 else tf.zeros_like(initial)
+        np.testing.assert_array_equal(before, expected)
+        train(learner, batches=[batch])
+    found = values_of(learner)
+    assert found["ids"].tolist() == [0, 5, 7]
+    assert found["use"].tolist() == [[1, 3, 3], [1, 3, 5], [0, 2, 4]]
+    assert found["rows"].shape == (2, WIDTH)
+    assert np.abs(found["rows"][1] - initial[0]).max() > 1e-4, "the last step changed its row"
+    for training in (True, False):
+        rows = layer(tf.constant([0, 5, 8]), training=training)
+        np.testing.assert_array_equal(rows, [*found["rows"], np.zeros(WIDTH)])
+
+
+def test_ids_that_are_not_used_are_evicted_and_begin_anew() -> None:
+    learner = make_learner(Adagrad(0.1), parts=2, evict_after=3)
+    train(learner, batches=batches_of([1, 2, 3, 4, 5], [3], [3, 8], [9]), evict_every=4)
+    found = values_of(learner)
+    # After step 4, ids remain whose last step is 2, 3 or 4.
+    assert found["ids"].tolist() == [0, 3, 8, 9]
+    assert found["use"][:, 2].tolist() == [4, 3, 3, 4]
+    assert table_of(learner).counts() == (4, 8, 4)
+    train(learner, batches=batches_of([2, 4], [9]), evict_every=1000)
+    fresh = make_learner(Adagrad(0.1), parts=1, evict_after=3)
+    train(fresh, batches=batches_of([1, 2, 3, 4, 5], [3], [3, 8], [9], [2, 4], [9]), evict_every=4)
+    assert_equal(learner, fresh)
+
+
+def test_the_rows_used_last_remain_within_max_rows() -> None:
+    learner = make_learner(parts=3, max_rows=4)
+    train(learner, batches=batches_of([1, 2], [3, 4], [5, 6]), evict_every=3)
+    # 0, 5 and 6 are of step 3; with 3 and 4, both of step 2, there would be five.
+    assert values_of(learner)["ids"].tolist() == [0, 5, 6]
+
+
+def test_many_evictions_leave_each_id_with_its_own_row() -> None:
+    drawn = np.random.default_rng(2).zipf(1.3, (60, BATCH, 3)) % 200
+    batches = [(ids, ids.sum(axis=1) % CLASSES) for ids in drawn]
+    limits = {"admit_after": 2, "evict_after": 9, "max_rows": 30}
+    one, other = make_learner(Adagrad(0.1), **limits), make_learner(Adagrad(0.1), parts=2, **limits)
+    train(one, batches=batches, evict_every=3)
+    train(other, batches=batches, evict_every=3)
+    assert_equal(one, other)
+    counts = table_of(one).counts()
+    assert counts.rows <= 30
+    assert counts.evicted > 50
+    assert counts.rows == counts.new - counts.evicted
+
+
+def test_a_checkpoint_restores_with_another_number_of_parts(tmp_path: Path) -> None:
+    limits = {"admit_after": 2, "evict_after": 9}
+    saved = make_learner(Adagrad(0.1), parts=2, **limits)
+    checkpointer = Checkpointer(str(tmp_path), saved, {}, keep=2)
+    for step in (10, 15):  # The second has more rows.
+        train(saved, batches=BATCHES[:10] if step == 10 else BATCHES[10:15])
+        checkpointer.save(step, Position(), {})
+        assert checkpointer.has_saved(step)
+    train(saved, batches=BATCHES[15:])
+    for parts, replica in ((1, 1), (3, 1), (1, 2)):
+        learner = make_learner(Adagrad(0.1), parts=parts, replica=replica, **limits)
+        train(learner, replica, BATCHES[:3])  # What is there before must go.
+        found = Checkpointer(str(tmp_path), learner, {}, keep=2).restore()
+        assert found is not None
+        assert found.step == 15
+        train(learner, replica, BATCHES[15:])
+        assert_equal(saved, learner)
+
+
+def test_an_exported_model_is_loaded_by_tensorflow_alone(tmp_path: Path) -> None:
+    learner = make_learner(parts=3, admit_after=4)
+    train(learner)
+    exported = make_model(admit_after=4)
+    set_values(exported, learner)
+    exported.export(str(tmp_path / "saved_model"), verbose=False)
+    exported.save(tmp_path / "model.keras")
+    unknown = np.array([[123456, -5, 3]] * BATCH)
+    loaded = tf.saved_model.load(str(tmp_path / "saved_model"))  # Its variables live as long.
+    again = keras.models.load_model(tmp_path / "model.keras")
+    expected = learner.model(IDS[0])
+    of_unknown = learner.model(unknown)
+    assert len(np.unique(of_unknown)) == CLASSES, "ids without a row are equal"
+    for model in (loaded.serve, again):
+        np.testing.assert_allclose(model(tf.constant(IDS[0])), expected, atol=1e-6)
+        np.testing.assert_allclose(model(tf.constant(unknown)), of_unknown, atol=1e-6)
+    built = make_model(admit_after=4)
+    built.load_weights(tmp_path / "model.keras")
+    np.testing.assert_allclose(built(IDS[0]), expected, atol=1e-6)
+
+
+def test_an_export_before_any_id_has_a_row(tmp_path: Path) -> None:
+    model = make_model()
+    set_values(model, make_learner())
+    np.testing.assert_array_equal(model.get_layer("ids")(IDS[0]), np.zeros((BATCH, 3, WIDTH)))
+
+
+def test_a_dry_run_makes_no_rows() -> None:
+    learner, groups = dry_run(lambda: make_learner_here("adagrad"))
+    assert learner.model(IDS[0]).shape == (BATCH, CLASSES)
+    placement = place(groups, 2)
+    assert [ps for g, ps in zip(placement.groups, placement.ps, strict=True) if g.is_table] == [
+        0,
+        1,
+    ]
+    table_of(learner).assign(values_of(make_learner("adagrad")))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"admit_after": 0},
+        {"evict_after": -1},
+        {"max_rows": 1.5},
+        {"evict_every": 0},
+        {"rows": 9, "admit_after": 2},
+        {"rows": [9, 9], "max_rows": 5},
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="ShardedEmbedding"):
+        ShardedEmbedding(**{"rows": None, "width": WIDTH, **arguments})
+
+
+def test_different_ids_and_all_ids_of_each_replica_are_counted() -> None:
+    learner = make_learner(parts=2, replica=2)
+    strategy, (ids, labels) = replicas(2), BATCHES[0]
+    slices = [(ids[:5], labels[:5]), (ids[5:], labels[5:])]
+    batches = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.nest.map_structure(tf.constant, slices[context.replica_id_in_sync_group])
+    )
+    update = tf.function(lambda batch: strategy.run(update_of(learner), args=(batch,)))
+    totals = strategy.reduce("SUM", update(batches), axis=None)
+    unique = sum(len(np.unique(part)) for part, _ in slices)
+    metrics = learner.to_metrics(np.asarray(totals))
+    assert metrics.lookups == {"ids": (unique, ids.size)}
+    assert add_metrics(metrics, metrics).lookups == {"ids": (2 * unique, 2 * ids.size)}
+    evaluated = learner.evaluate((tf.constant(ids), tf.constant(labels), tf.ones([BATCH])))
+    assert learner.to_metrics(np.asarray(evaluated)).lookups == {"ids": (0, 0)}
+
+
+def test_saving_a_model_in_training_does_not_change_it(tmp_path: Path) -> None:
+    learner, undisturbed = make_learner(), make_learner()
+    train(learner, batches=BATCHES[:5])
+    learner.model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(again(IDS[0]), learner.model(IDS[0]), atol=1e-6)
+    train(learner, batches=BATCHES[5:])
+    train(undisturbed)
+    assert_equal(learner, undisturbed)
+    with pytest.raises(ValueError, match="Resume from a checkpoint"):
+        learner.model.load_weights(tmp_path / "model.keras")
+
+
+def test_warm_start_takes_over_what_is_no_dynamic_table(tmp_path: Path) -> None:
+    learner = make_learner()
+    train(learner)
+    set_values(exported := make_model(), learner)
+    exported.save(tmp_path / "model.keras")
+    model = make_model()
+    warm_start(model, WarmStartConfig(path=str(tmp_path / "model.keras")))
+    for left, right in zip(model.get_weights(), learner.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_the_state_of_a_dead_chief_is_not_taken_over(tmp_path: Path) -> None:
+    """A new chief finds variables on the servers, but not the ids: a checkpoint has them."""
+    assert Checkpointer(str(tmp_path), make_learner(parts=2), {}, keep=1).variables == []

@@ -1,0 +1,441 @@
+"""A table without a fixed number of rows: any int64 id may get a row, and may lose it again.
+
+    part = DynamicPart(layer, index, num_parts)     # in the strategy's scope; id mod P is `index`
+    rows = part.lookup(ids, training=True)          # on a worker; gathered on the server
+    places = part.places(rows, variables, ids, step)    # in the update; admits ids
+    table = DynamicTable([part, ...], layer)
+    table.assign(table.values())                    # sorted by id, as in a checkpoint
+    table.evict(step)                               # no step may be in flight
+
+A hash table maps an id to its place (the index of its row), its sightings (the number of steps that
+used it), and the last of these steps. An id without a row has place -1. Rows and optimizer slots
+are variables that grow. All changes are made on the server of the part:
+
+| when | what |
+| --- | --- |
+| in the update of a step | sightings are counted; ids with enough of them get their initial row |
+| between steps, by a hook | ids that were not used for long are removed |
+
+So all decisions depend on steps and ids only, and not on the order in which workers answer.
+
+TensorFlow's MutableDenseHashTable is not used: after removals an insertion may add an id twice.
+"""
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from data.autograph import no_autograph
+from strategies import locks
+from strategies.base import value_of
+from strategies.tables import making_part
+from trainer.embeddings.initial import initial_rows
+from trainer.embeddings.optimizers import Slots, capacity, gather_rows, handle_of
+
+if TYPE_CHECKING:
+    from trainer.embeddings.layer import ShardedEmbedding
+
+# The rows for which a new part has memory. Later it grows by half of its size.
+_FIRST_ROWS = 1024
+
+# Values of an id in the hash table, int64: its place, its sightings, its last step.
+_NUM_VALUES = 3
+_UNKNOWN = (-1, 0, 0)
+
+_numbers = itertools.count()
+
+# The values of a table, by name: "ids" int64 [m], sorted; "use" int64 [m, 3]: 1 if the id has a
+# row, its sightings, its last step; "rows" [n, width], optimizer slots [n, ...] of ids with rows.
+Values = Mapping[str, tf.Tensor]
+
+
+class Counts(NamedTuple):
+    """What a part counts, int64."""
+
+    rows: int  # Rows that are used, with gaps: the next row gets this place.
+    new: int  # Ids that got a row.
+    evicted: int  # Ids that lost their row.
+
+
+class _Index(NamedTuple):
+    """The resources of one copy of a part."""
+
+    ids: tf.Tensor  # The hash table.
+    locks: list[tf.Tensor]
+
+
+class DynamicPart:
+    """The ids of a table of which id mod P is `index`.
+
+    Attributes:
+        rows: The rows, [capacity, width]. Its static shape is that of a new part: a worker process
+            aborts when it is sent the handle of a variable with an unknown dimension. So the value
+            is only read by `gather_rows`, and its size by `capacity`.
+        counts: Counts, int64 [3].
+    """
+
+    def __init__(self, layer: "ShardedEmbedding", index: int, num_parts: int) -> None:
+        """Makes the variables; called in the strategy's scope."""
+        self._layer, self._index, self._num_parts = layer, index, num_parts
+        width, dtype = layer.width, tf.as_dtype(layer.variable_dtype)
+        self.slots: dict[str, tf.Variable] = {}
+        with making_part(index, (0, width)):
+            self.rows = tf.Variable(
+                lambda: tf.zeros([_FIRST_ROWS, width], dtype),
+                name=f"{layer.name}/embeddings_{index}",
+            )
+        extended = tf.distribute.get_strategy().extended
+        with extended.colocate_vars_with(self.rows), making_part(index, (len(Counts._fields),)):
+            self.counts = tf.Variable(
+                tf.zeros([len(Counts._fields)], tf.int64), trainable=False, name="counts"
+            )
+        self._indices = {copy.handle.device: _index_on(copy.device) for copy in _copies(self.rows)}
+
+    def add_slots(self, initial: Slots) -> Mapping[str, tf.Variable]:
+        """Makes the optimizer slots; called in the strategy's scope. Returns them by name."""
+        extended = tf.distribute.get_strategy().extended
+        for name, (_, is_of_row) in initial.items():
+            inner = () if is_of_row else (self._layer.width,)
+            with extended.colocate_vars_with(self.rows), making_part(self._index, (0, *inner)):
+                self.slots[name] = tf.Variable(
+                    lambda inner=inner: tf.zeros([_FIRST_ROWS, *inner]),
+                    trainable=False,
+                    name=name,
+                )
+        return self.slots
+
+    def lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
+        """The rows of `ids`, int64 [n]: [n, width]. The gradient is (ids, gradients of rows).
+
+        An id without a row has zeros. But if this step will admit the id, it has its initial row.
+        """
+        handle = handle_of(self.rows)
+        with record.stop_recording():
+            rows = self._rows_of(ids, training)
+        # The gradient has ids in place of places: an id may have no place yet.
+        record.record_operation(
+            "ShardedEmbedding", [rows], [handle], lambda upstream: [tf.IndexedSlices(upstream, ids)]
+        )
+        return rows
+
+    def _rows_of(self, ids: tf.Tensor, training: bool) -> tf.Tensor:
+        layer = self._layer
+        place, sightings, _ = self._find(self._indices[handle_of(self.rows).device], ids)
+        found = gather_rows(self.rows, tf.maximum(place, 0))
+        rows = tf.where((place >= 0)[:, tf.newaxis], found, tf.zeros_like(found))
+        if not training:
+            return rows
+        is_new = (place < 0) & (sightings + 1 >= layer.admit_after)
+        new = tf.where(is_new)
+        initial = initial_rows(tf.gather_nd(ids, new), layer.width, layer.initializer, rows.dtype)
+        return tf.tensor_scatter_nd_update(rows, new, initial)
+
+    def take_lock(self, rows: tf.Variable, waited_for: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Takes the lock of updates of the copy `rows` when `waited_for` are computed."""
+        return locks.take(self._indices[rows.handle.device].locks, waited_for)
+
+    def places(
+        self,
+        rows: tf.Variable,
+        colocated: Mapping[str, tf.Variable],
+        ids: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tf.Tensor:
+        """The places of different `ids`, int64 [n], -1 without a row, after one more sighting.
+
+        Gives rows to ids that have enough sightings now. `rows` and `colocated` (slots, and
+        "counts") are copies of this part's variables; `step` is the number of steps done before.
+        """
+        layer, index = self._layer, self._indices[rows.handle.device]
+        place, sightings, _ = self._find(index, ids)
+        sightings += 1
+        is_new = (place < 0) & (sightings >= layer.admit_after)
+        new = tf.where(is_new)
+        num_new = tf.shape(new, tf.int64)[0]
+        counts = colocated["counts"]
+        first = tf.raw_ops.ReadVariableOp(resource=counts.handle, dtype=tf.int64)[0]
+        new_places = first + tf.range(num_new)
+        new_ids = tf.gather_nd(ids, new)
+        initial = {"": initial_rows(new_ids, layer.width, layer.initializer, rows.dtype)}
+        for name, (value, is_of_row) in layer.optimizer.initial_slots.items():
+            inner = [] if is_of_row else [layer.width]
+            initial[name] = tf.fill([num_new, *inner], tf.constant(value))
+        written = []
+        for name, values in initial.items():
+            variable = colocated[name] if name else rows
+            with tf.control_dependencies([_grown(variable, first + num_new)]):
+                written.append(_scattered(variable, new_places, values))
+        # The ids come last: a worker that finds an id finds its row, too.
+        with _after(*written):
+            more = tf.stack([num_new, num_new, tf.zeros_like(num_new)])
+            counted = tf.raw_ops.AssignAddVariableOp(resource=counts.handle, value=more)
+        is_changed = tf.ones_like(is_new) if layer.evicts else place < 0
+        place = tf.tensor_scatter_nd_update(place, new, new_places)
+        values = tf.stack([place, sightings, tf.fill(tf.shape(ids), _int64(step) + 1)], axis=1)
+        with _after(counted):
+            inserted = tf.raw_ops.LookupTableInsertV2(
+                table_handle=index.ids,
+                keys=tf.boolean_mask(ids, is_changed),
+                values=tf.boolean_mask(values, is_changed),
+            )
+        with _after(inserted):
+            return tf.identity(place)
+
+    def values(self) -> Values:
+        """What a checkpoint has of this part."""
+        rows, slots = _copies(self.rows)[0], {n: _copies(v)[0] for n, v in self.slots.items()}
+        with tf.device(rows.device):
+            ids, found = _exported(self._indices[rows.handle.device])
+            order = tf.argsort(ids)
+            ids, found = tf.gather(ids, order), tf.gather(found, order)
+            has_row = found[:, 0] >= 0
+            places = tf.boolean_mask(found[:, 0], has_row)
+            use = tf.concat([tf.cast(has_row, tf.int64)[:, tf.newaxis], found[:, 1:]], axis=1)
+            of_rows = {name: gather_rows(v, places) for name, v in {"rows": rows, **slots}.items()}
+        return {"ids": ids, "use": use, **of_rows}
+
+    def assign(self, values: Values) -> None:
+        """Replaces all ids and rows by those of `values` that belong to this part."""
+        variables = {"rows": self.rows, **self.slots}
+        # A tensor that is restored from a checkpoint has no static shape.
+        shapes = {name: [None, *variable.shape[1:]] for name, variable in variables.items()}
+        shapes |= {"ids": [None], "use": [None, _NUM_VALUES]}
+        values = {name: tf.ensure_shape(values[name], shape) for name, shape in shapes.items()}
+        mine = tf.equal(values["ids"] % self._num_parts, self._index)
+        has_row = tf.equal(values["use"][:, 0], 1)
+        ids, use = tf.boolean_mask(values["ids"], mine), tf.boolean_mask(values["use"], mine)
+        is_mine = tf.boolean_mask(mine, has_row)
+        number = tf.reduce_sum(use[:, 0])
+        size = tf.maximum(number, _FIRST_ROWS)
+        of_rows = {
+            name: _padded(tf.boolean_mask(values[name], is_mine), size) for name in variables
+        }
+        place = tf.where(use[:, 0] > 0, tf.cumsum(use[:, 0]) - 1, -1)
+        in_hash = tf.concat([place[:, tf.newaxis], use[:, 1:]], axis=1)
+        for name, variable in variables.items():
+            value = of_rows[name]
+            for copy in _copies(variable):
+                with tf.device(copy.device):
+                    tf.raw_ops.AssignVariableOp(
+                        resource=copy.handle, value=tf.identity(value), validate_shape=False
+                    )
+        for rows, counts in zip(_copies(self.rows), _copies(self.counts), strict=True):
+            index = self._indices[rows.handle.device]
+            with tf.device(rows.device):
+                tf.raw_ops.LookupTableRemoveV2(table_handle=index.ids, keys=_exported(index)[0])
+                tf.raw_ops.LookupTableInsertV2(
+                    table_handle=index.ids, keys=tf.identity(ids), values=tf.identity(in_hash)
+                )
+                counts.assign(tf.stack([number, 0, 0]))
+
+    def num_used_since(self, step: tf.Tensor) -> tf.Tensor:
+        """The number of rows that `step` or a later one used, int64."""
+        rows = _copies(self.rows)[0]
+        with tf.device(rows.device):
+            _, found = _exported(self._indices[rows.handle.device])
+            return tf.math.count_nonzero((found[:, 0] >= 0) & (found[:, 2] >= step))
+
+    def evict(self, step: tf.Tensor) -> None:
+        """Removes ids that neither `step` nor a later one used. The last rows fill the gaps."""
+        variables = [_copies(v) for v in (self.rows, self.counts, *self.slots.values())]
+        for rows, counts, *slots in zip(*variables, strict=True):
+            index = self._indices[rows.handle.device]
+            with tf.device(rows.device):
+                ids, found = _exported(index)
+                is_kept = found[:, 2] >= step
+                has_row = found[:, 0] >= 0
+                keeps_row = is_kept & has_row
+                number = tf.math.count_nonzero(keeps_row)
+                is_moved = keeps_row & (found[:, 0] >= number)
+                stays = tf.boolean_mask(found[:, 0], keeps_row & ~is_moved)
+                is_used = tf.scatter_nd(
+                    stays[:, tf.newaxis], tf.ones_like(stays), number[tf.newaxis]
+                )
+                gaps = tf.where(tf.equal(is_used, 0))[:, 0]
+                moved = tf.boolean_mask(found, is_moved)
+                written = [_scattered(v, gaps, gather_rows(v, moved[:, 0])) for v in (rows, *slots)]
+                with _after(*written):
+                    tf.raw_ops.LookupTableRemoveV2(
+                        table_handle=index.ids, keys=tf.boolean_mask(ids, ~is_kept)
+                    )
+                    tf.raw_ops.LookupTableInsertV2(
+                        table_handle=index.ids,
+                        keys=tf.boolean_mask(ids, is_moved),
+                        values=tf.concat([gaps[:, tf.newaxis], moved[:, 1:]], axis=1),
+                    )
+                    before = counts.read_value()
+                    evicted = tf.math.count_nonzero(has_row) - number
+                    counts.assign(tf.stack([number, before[1], before[2] + evicted]))
+
+    def _find(self, index: _Index, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        found = tf.raw_ops.LookupTableFindV2(
+            table_handle=index.ids, keys=ids, default_value=tf.constant(_UNKNOWN, tf.int64)
+        )
+        place, sightings, last = tf.unstack(
+            tf.ensure_shape(found, [*ids.shape, _NUM_VALUES]), axis=1
+        )
+        return place, sightings, last
+
+
+class DynamicTable(tf.__internal__.tracking.Trackable):
+    """The parts of a table, with their optimizer slots, as one entry of a checkpoint.
+
+    Attributes:
+        parts: The variables with the rows of each part.
+        shape: (None, width).
+        path: The name of the table.
+        dtype: The name of the type of the values.
+    """
+
+    def __init__(self, parts: Sequence[DynamicPart], layer: "ShardedEmbedding") -> None:
+        self.dynamic_parts = list(parts)
+        self.parts = [part.rows for part in parts]
+        self.layer = layer
+        self.shape = (None, layer.width)
+        self.path = self.name = f"{layer.path}/embeddings"
+        self.dtype: str = parts[0].rows.dtype.name
+        step = tf.TensorSpec([], tf.int64)
+        self._num_used_in_graph = tf.function(self._num_used, input_signature=[step])
+        self._evict_in_graph = tf.function(self._evict, input_signature=[step])
+
+    @property
+    def slot_names(self) -> list[str]:
+        """The names of the optimizer slots."""
+        return list(self.dynamic_parts[0].slots)
+
+    def values(self) -> dict[str, tf.Tensor]:
+        """All ids and their rows, sorted by id."""
+        parts = [part.values() for part in self.dynamic_parts]
+        if len(parts) == 1:
+            return dict(parts[0])
+        joined = {name: tf.concat([part[name] for part in parts], axis=0) for name in parts[0]}
+        order = tf.argsort(joined["ids"])
+        has_row = tf.equal(joined["use"][:, 0], 1)
+        places = tf.gather(tf.cumsum(joined["use"][:, 0]) - 1, order)
+        of_rows = tf.boolean_mask(places, tf.gather(has_row, order))
+        return {
+            name: tf.gather(value, order if name in ("ids", "use") else of_rows)
+            for name, value in joined.items()
+        }
+
+    def numpy(self) -> dict[str, npt.NDArray[np.generic]]:
+        """`values` as arrays."""
+        return {name: value_of(value) for name, value in self.values().items()}
+
+    def assign(self, values: Values) -> None:
+        """Replaces all ids and rows; does nothing in a dry run, in which there are none."""
+        for part in self.dynamic_parts if self.layer.stores_rows else ():
+            part.assign({name: tf.convert_to_tensor(value) for name, value in values.items()})
+
+    def counts(self) -> Counts:
+        """The sums of all parts."""
+        counts = [value_of(_copies(part.counts)[0]) for part in self.dynamic_parts]
+        return Counts(*np.sum(counts, axis=0).tolist())
+
+    def evict(self, step: int) -> None:
+        """Removes ids, as the layer's arguments say; `step` steps are done, and none is in flight.
+
+        With `max_rows` ids of the same last step stay, or go, together. So the result does not
+        depend on an order of ids or parts.
+        """
+        first = 0  # Ids whose last step is before are removed.
+        if self.layer.evict_after:
+            first = max(0, step + 1 - self.layer.evict_after)
+        if (most := self.layer.max_rows) and self._num_used_since(first) > most:
+            beyond = step + 1
+            while beyond - first > 1:
+                middle = (first + beyond) // 2
+                if self._num_used_since(middle) > most:
+                    first = middle
+                else:
+                    beyond = middle
+            first = beyond
+        if first:
+            self._evict_in_graph(tf.constant(first, tf.int64))
+
+    def _num_used_since(self, step: int) -> int:
+        return int(value_of(self._num_used_in_graph(tf.constant(step, tf.int64))))
+
+    @no_autograph
+    def _num_used(self, step: tf.Tensor) -> tf.Tensor:
+        return tf.add_n([part.num_used_since(step) for part in self.dynamic_parts])
+
+    @no_autograph
+    def _evict(self, step: tf.Tensor) -> None:
+        for part in self.dynamic_parts:
+            part.evict(step)
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return self.values()
+
+    def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> None:
+        self.assign(restored)
+
+
+def _index_on(device: str) -> _Index:
+    name = f"ids-{os.getpid()}-{time.time_ns()}-{next(_numbers)}"
+    with tf.device(device):
+        ids = tf.raw_ops.MutableHashTableOfTensorsV2(
+            key_dtype=tf.int64, value_dtype=tf.int64, value_shape=[_NUM_VALUES], shared_name=name
+        )
+        return _Index(ids, locks.make_locks(name))
+
+
+def _exported(index: _Index) -> tuple[tf.Tensor, tf.Tensor]:
+    """All ids, int64 [m], and their values, int64 [m, 3]."""
+    ids, values = tf.raw_ops.LookupTableExportV2(
+        table_handle=index.ids, Tkeys=tf.int64, Tvalues=tf.int64
+    )
+    return tf.ensure_shape(ids, [None]), tf.ensure_shape(values, [None, _NUM_VALUES])
+
+
+def _copies(variable: tf.Variable) -> list[tf.Variable]:
+    """The copies of `variable` in this process."""
+    values = getattr(variable, "values", None)
+    return [variable] if values is None or callable(values) else list(values)
+
+
+def _grown(variable: tf.Variable, needed: tf.Tensor) -> tf.Tensor:
+    """Grows `variable` to `needed` rows, or by half of its size. Returns a tensor after that."""
+    size = capacity(variable)
+
+    def grow() -> tf.Tensor:
+        larger = _padded(gather_rows(variable, tf.range(size)), tf.maximum(needed, size * 3 // 2))
+        assigned = tf.raw_ops.AssignVariableOp(
+            resource=variable.handle, value=larger, validate_shape=False
+        )
+        with _after(assigned):
+            return tf.constant(True)
+
+    return tf.cond(needed > size, grow, lambda: tf.constant(False))
+
+
+def _padded(values: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    """`values`, [n, ...], with zeros up to `size` rows."""
+    missing = size - tf.shape(values, tf.int64)[0]
+    return tf.pad(values, [[0, missing], *[[0, 0]] * (len(values.shape) - 1)])
+
+
+def _scattered(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
+    return tf.raw_ops.ResourceScatterUpdate(
+        resource=variable.handle, indices=places, updates=values
+    )
+
+
+def _after(*ops: tf.Operation | None) -> contextlib.AbstractContextManager[None]:
+    """Ops that are made inside come after `ops`; those of eager code are None."""
+    after: contextlib.AbstractContextManager[None]
+    after = tf.control_dependencies([op for op in ops if op is not None])
+    return after
+
+
+def _int64(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.int64)

@@ -1,0 +1,30 @@
+"""Evict: removes ids from tables of dynamic ids, before reports, evaluations and checkpoints."""
+
+from dataclasses import dataclass
+
+import keras
+from typing_extensions import override
+
+from trainer.embeddings.dynamic import DynamicTable
+from trainer.embeddings.table import tables_of
+from trainer.hooks.base import Hook, PeriodicHook
+
+
+@dataclass(eq=False)
+class Evict(PeriodicHook):
+    """Removes the ids that the arguments of the layer say. In every task that runs the loop."""
+
+    table: DynamicTable
+
+    @override
+    def act(self, step: int) -> None:
+        self.table.evict(step)
+
+
+def evict_hooks(model: keras.Model) -> list[Hook]:
+    """A hook for each table of `model` from which ids are removed."""
+    return [
+        Evict(layer.table, every_steps=layer.evict_every)
+        for layer in tables_of(model)
+        if isinstance(layer.table, DynamicTable) and layer.evicts
+    ]
