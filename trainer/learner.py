@@ -477,6 +477,12 @@ class Learner:
         clipped = clip_gradients(summed, variables, self._options.clip)
 
         def change(variable: tf.Variable, gradient: Gradient, index: int) -> tf.Tensor:
+            # Nothing changes before the gradient is there: a step whose sums fail, or whose worker
+            # dies, must leave no weight decay either.
+            with tf.control_dependencies(tf.nest.flatten(gradient, expand_composites=True)):
+                return change_now(variable, gradient, index)
+
+        def change_now(variable: tf.Variable, gradient: Gradient, index: int) -> tf.Tensor:
             if self._is_decayed[index]:
                 decay = tf.cast(rate * self._options.weight_decay.rate, variable.dtype)
                 variable.assign_sub(decay * read_now(variable))
@@ -492,10 +498,13 @@ class Learner:
             return read_now(variable)
 
         def change_if_finite(variable: tf.Variable, gradient: Gradient, index: int) -> tf.Tensor:
-            change_now = functools.partial(change, variable, gradient, index)
             if is_finite is None:
-                return change_now()
-            return tf.cond(is_finite, change_now, lambda: read_now(variable))
+                return change(variable, gradient, index)
+            return tf.cond(
+                is_finite,
+                lambda: change_now(variable, gradient, index),
+                lambda: read_now(variable),
+            )
 
         def change_all(strategy: tf.distribute.Strategy, *changes: Gradient) -> list[tf.Tensor]:
             changed = []

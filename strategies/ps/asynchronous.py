@@ -10,6 +10,7 @@ continue meanwhile.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 from typing_extensions import override
 
@@ -42,6 +44,7 @@ from strategies.ps.closures import (
     closure_size,
     closure_sizes,
     fetched,
+    in_background,
     packed,
     pays_unrolling,
     unpacked,
@@ -204,14 +207,15 @@ class AsynchronousExecutor(ParameterServerExecutor):
         self._num_handed_out += len(again)
         runs = self._source.ticket_runs(self._next_batch)
         sizes = closure_sizes(num_steps - len(again), self._closure_size(num_steps), runs)
-        in_flight = collections.deque[tuple[int, int, tf.distribute.coordinator.RemoteValue]]()
+        # Each is waited for on a thread: the coordinator cannot wait for the first of several.
+        in_flight: dict[concurrent.futures.Future[npt.NDArray[np.float64]], tuple[int, int]] = {}
         totals = np.zeros([self._learner.num_totals])
         stored = -math.inf
         while True:
             if self._saved and time.monotonic() - stored >= _STORE_SECS:
                 stored = time.monotonic()
                 with losses_explained():
-                    self._store_handed_out([*again, *((at, size) for at, size, _ in in_flight)])
+                    self._store_handed_out([*again, *in_flight.values()])
             while len(in_flight) < 2 * self.num_replicas:
                 if again:
                     first, size = again.popleft()
@@ -221,20 +225,23 @@ class AsynchronousExecutor(ParameterServerExecutor):
                     self._num_handed_out += size
                 else:
                     break
-                in_flight.append((first, size, self._schedule_ticket(first, size)))
+                closure = self._schedule_ticket(first, size)
+                in_flight[in_background(functools.partial(fetched, closure))] = first, size
             if not in_flight:
                 break
-            first, size, closure = in_flight.popleft()
-            try:
-                result = fetched(closure)
-            except Exception:
-                self._join()  # Raises the first error of all closures.
-                raise
-            closure_totals, worker, ages = unpacked(result, len(totals))
-            totals += closure_totals
-            self._ages[f"worker {worker}"].update(ages.tolist())
-            # Batches of dropped gradients are handed out again, one by one.
-            again.extend((first + int(i), 1) for i in np.flatnonzero(ages == DROPPED))
+            done, _ = concurrent.futures.wait(in_flight, return_when="FIRST_COMPLETED")
+            for future in done:
+                first, _ = in_flight.pop(future)
+                try:
+                    result = future.result()
+                except Exception:
+                    self._join()  # Raises the first error of all closures.
+                    raise
+                closure_totals, worker, ages = unpacked(result, len(totals))
+                totals += closure_totals
+                self._ages[f"worker {worker}"].update(ages.tolist())
+                # Batches of dropped gradients are handed out again, one by one.
+                again.extend((first + int(i), 1) for i in np.flatnonzero(ages == DROPPED))
             self.on_progress()
         self._join()
         self._stopping = self._stop_requested

@@ -1,6 +1,6 @@
 """Closures for the coordinator: how many steps each has, how it is scheduled, what it returns.
 
-    most = closure_size(num_steps, num_workers, secs_of_a_step, trace_secs)
+    most = closure_size(num_steps, num_workers, secs_per_step)
     for size in closure_sizes(num_steps, most, source.ticket_runs(first_batch)):
         ...
     closure = Closure(function)                     # a function of a ticket; returns packed(...)
@@ -11,14 +11,19 @@
 The chief does all of this for each closure while the worker waits, so it must be fast.
 """
 
+import concurrent.futures
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
 from strategies.base import PeerLostError
+
+_Result = TypeVar("_Result")
 
 # The most steps in a closure, which costs a few milliseconds in addition to its steps.
 STEPS_PER_CLOSURE = 16
@@ -151,3 +156,17 @@ def fetched(value: tf.distribute.coordinator.RemoteValue) -> npt.NDArray[np.floa
             # sets the error a moment later.
             was_dropped = True
             time.sleep(_DROPPED_SECS)
+
+
+def in_background(function: Callable[[], _Result]) -> concurrent.futures.Future[_Result]:
+    """The future result of `function`, on a daemon thread: it does not delay the process's end."""
+    future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -31,7 +31,7 @@ from strategies.multiworker import MultiWorkerExecutor
 from strategies.step_marks import StepMarks
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
-from trainer.step.options import ClipConfig, Options
+from trainer.step.options import ClipConfig, Options, WeightDecayConfig
 
 index, hosts = int(sys.argv[1]), sys.argv[2]
 executor = MultiWorkerExecutor.connect(
@@ -113,6 +113,9 @@ def waits(sums=in_buckets, **options):
         "all products": count(operations, "MatMul"),
         "sums of sums": [count(ancestors(op), *SUMS) for op in sums_in(step)],
         "sums of updates": [count(ancestors(op), *SUMS) for op in updates],
+        "sums of decays": [
+            count(ancestors(op), *SUMS) for op in operations if op.type == "AssignSubVariableOp"
+        ],
     }
 
 found = {
@@ -122,7 +125,7 @@ found = {
     for bucket_bytes in (math.inf, 16)
 }
 found["step"] = waits()
-found["executor"] = waits(by_executor)
+found["executor"] = waits(by_executor, weight_decay=WeightDecayConfig(rate=0.1))
 found["clipped"] = waits(clip=ClipConfig(global_norm=1.0))
 executor.close()
 print(json.dumps(found))
@@ -186,4 +189,5 @@ def test_a_sum_waits_only_for_its_gradients_and_an_update_only_for_its_sum(
         assert found["step"]["sums of updates"] == [1] * 4
         # A step changes no variable before all sums have arrived.
         assert found["executor"]["sums of updates"] == [4] * 4
+        assert found["executor"]["sums of decays"] == [4] * 4
         assert found["clipped"]["sums of updates"] == [4] * 4

@@ -101,5 +101,5 @@ def test_values_that_the_chief_reads_leave_nothing_on_the_server(
     with Process((*topology, *flags, *calls), model_dir, env=env) as process:
         assert process.wait().result["step"] == 200, process.output()
     text = (model_dir / "tasks" / "ps-0.log").read_text(errors="replace")
-    assert "Executing op " in text, "the log does not show ops"
-    assert text.count(log) < 50, "100 calls read something each"
+    # Some values are read with `numpy()` at the beginning.
+    assert 0 < text.count(log) < 50, "100 calls read something each"

@@ -29,6 +29,7 @@ from strategies.base import PeerLostError, Position, Tensor, refuse_open_sub_bat
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
 from strategies.metrics import Metrics
+from strategies.ps.closures import in_background
 from strategies.ps.executor import ParameterServerExecutor
 from strategies.ps.losses import losses_explained
 from strategies.ps.sync.aggregator import Aggregator
@@ -45,7 +46,7 @@ from strategies.ps.sync.protocol import (
     pack,
 )
 from strategies.ps.sync.worker_loop import WorkerLoop
-from strategies.ps.sync.worker_loops import POLL_SECS, WorkerLoops, in_background
+from strategies.ps.sync.worker_loops import POLL_SECS, WorkerLoops
 from strategies.worker_stats import WorkerStats
 
 # If no step is made for this time, or for four times the duration of a step, workers may be

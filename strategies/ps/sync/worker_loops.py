@@ -7,16 +7,13 @@ loops.drain()                           # ends all, and waits for them
 """
 
 import concurrent.futures
-import threading
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar  # Any: futures of different results.
+from typing import Any  # Any: futures of different results.
 
 import tensorflow as tf
 
-from strategies.ps.closures import fetched
+from strategies.ps.closures import fetched, in_background
 from strategies.ps.losses import losses_explained
-
-_Result = TypeVar("_Result")
 
 # How long loops may take to end by themselves before they are told to end.
 _SHUTDOWN_GRACE_SECS = 0.05
@@ -48,7 +45,7 @@ class WorkerLoops:
         with losses_explained():
             return {slot: future.result() for slot, future in ended.items()}
 
-    def wait_for_any(self, other: concurrent.futures.Future[_Result], timeout_secs: float) -> None:
+    def wait_for_any(self, other: concurrent.futures.Future[Any], timeout_secs: float) -> None:
         """Waits until a loop or `other` has ended."""
         futures: list[concurrent.futures.Future[Any]] = [other, *self.running.values()]
         concurrent.futures.wait(futures, timeout_secs, concurrent.futures.FIRST_COMPLETED)
@@ -79,17 +76,3 @@ class WorkerLoops:
         while self.running:
             self.end_all()
             concurrent.futures.wait(self.running.values(), timeout=POLL_SECS)
-
-
-def in_background(function: Callable[[], _Result]) -> concurrent.futures.Future[_Result]:
-    """The future result of `function`, on a daemon thread: it does not delay the process's end."""
-    future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
