@@ -336,7 +336,11 @@ def chief_hooks(
         hooks += _hooks_of_user(recipe, parts.model_dir)
     hooks.append(_save_hook(parts, parts.checkpointer))
     if standby_every_steps:
-        hooks.append(CopyToStandby(every_steps=standby_every_steps, executor=parts.executor))
+        hooks.append(
+            CopyToStandby(
+                every_steps=standby_every_steps, executor=parts.executor, learner=parts.learner
+            )
+        )
     if config.export:
         specs = parts.input_specs
         export = Export(

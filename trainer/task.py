@@ -27,7 +27,7 @@ import tensorflow as tf
 from data.system.cores import num_cores
 from data.system.errors import TrainerError
 from data.system.files import absolute as absolute_path
-from data.system.files import is_s3, is_url
+from data.system.files import exists, is_s3, is_url
 from data.system.stopwatch import SERVING
 from strategies.base import DataFaultError, Executor, PeerLostError, Position
 from strategies.cluster.connections import limit_silence
@@ -393,9 +393,11 @@ def _differs(executor: Executor, value: object) -> bool:
 
 def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
     executor = parts.executor
-    save_left_step(executor, parts.learner, parts.checkpointer)
-    saved = restore_together(executor, parts.checkpointer, parts.learner)
     files = RunFiles(spec.model_dir)
+    # Without it this is another run: whoever has deleted the directory wants to begin anew.
+    if exists(files.config):
+        save_left_step(executor, parts.learner, parts.checkpointer)
+    saved = restore_together(executor, parts.checkpointer, parts.learner)
     if spec.is_chief:
         with disk_errors_explained(spec.model_dir):
             remove_claims(parts.checkpointer)

@@ -241,7 +241,13 @@ class ParameterServerExecutor(Executor):
     ) -> Reached | None:
         with losses_explained():
             left = self._former = self._published.find()
-            if left is None or left.facts["identity"] != identity or not variables:
+            if left is None or not variables:
+                return None
+            if left.facts["identity"] != identity:
+                log.warning(
+                    "The servers hold the state of a run with another --model_dir, data, order or "
+                    "model, whose chief died. It is dropped."
+                )
                 return None
             found = settled_values(left) or self._standby.find(left)
             if found is None:

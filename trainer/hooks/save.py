@@ -55,10 +55,12 @@ class CopyToStandby(PeriodicHook):
     """Copies the state of parameter servers to other servers, at multiples of `every_steps`."""
 
     executor: Executor
+    learner: Learner
 
     @override
     def act(self, step: int) -> None:
         with self.executor.stopwatch.spend("checkpoint"):
+            require_finite(self.learner, step)  # The copy replaces an earlier one.
             self.executor.copy_to_standby()
 
 
