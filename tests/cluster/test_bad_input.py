@@ -244,6 +244,14 @@ CASES = {
     "--rejoin_secs without --min_workers": Case(
         f"{MULTI} --hosts=localhost,b --rejoin_secs=30", ("--rejoin_secs=30", "--min_workers")
     ),
+    "--rejoin_secs that is no number": Case(
+        f"{MULTI} --hosts=localhost,b --min_workers=1 --rejoin_secs=nan",
+        ("--rejoin_secs", "nan", "--rejoin_secs=60"),
+    ),
+    "--min_workers without restarts": Case(
+        f"{MULTI} --hosts=localhost,b --min_workers=1 --max_restarts=0",
+        ("--min_workers=1", "--max_restarts=0"),
+    ),
     "--cpu_affinity for ps": Case(
         "--strategy=ps --cpu_affinity=on", ("--cpu_affinity=on", "--strategy=multiworker")
     ),

@@ -61,8 +61,8 @@ def test_group_of_another_list_of_hosts_is_explained(tmp_path: Path) -> None:
         Membership(tmp_path, ADDRESSES[:2], 0).group()
 
 
-def test_file_system_without_hard_links_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_file_system_without_hard_links_is_explained_before_a_task_starts(
+    tmp_path: Path, run_host: Callable[..., LaunchReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -71,6 +71,20 @@ def test_file_system_without_hard_links_is_explained(
     with pytest.raises(ClusterError, match="hard links"):
         Membership(tmp_path, ADDRESSES, 0).propose(Group(0, ALL), ALL)
     assert os.listdir(tmp_path / "membership") == []
+    with pytest.raises(ClusterError, match="hard links"):
+        run_host("(model_dir / 'runs').touch()", rejoin_secs=100.0)
+    assert not (tmp_path / "runs").exists(), "a task was started"
+    assert os.listdir(tmp_path / "membership") == []
+
+
+def test_directory_of_the_group_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
+    membership = Membership(tmp_path, ADDRESSES, 0)
+    membership.check_hard_links()
+    assert os.listdir(tmp_path / "membership") == []
+    (tmp_path / "membership").rmdir()
+    (tmp_path / "membership").touch()
+    with pytest.raises(ClusterError, match="membership, where this host cannot write: "):
+        membership.check_hard_links()
 
 
 def test_records_of_hosts_are_read_as_written(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class ElasticCluster(LocalCluster):
     @override
     def run(self) -> LaunchReport:
         """As LocalCluster.run. Raises ClusterError if the files of the group cannot be used."""
+        self._membership.check_hard_links()
         with LookOut(self._membership, self._put_look) as look_out:
             report = super().run()
             look_out.end(report.exit_code)

@@ -86,23 +86,39 @@ class Membership:
 
         Raises ClusterError if the file system has no hard links.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
         document = {
             "hosts": self.addresses,
             "members": [self.addresses[host] for host in sorted(members)],
             "written_by": self.addresses[self.own],
         }
+        return self._write_once(self._path_of(group.generation + 1), json.dumps(document))
+
+    def check_hard_links(self) -> None:
+        """Raises ClusterError if `propose` could not write: without hard links, for example."""
+        probe = Path(partial_name(str(self._directory / "probe")))
+        try:
+            self._write_once(probe, "")
+            probe.unlink(missing_ok=True)
+        except OSError as error:
+            raise ClusterError(
+                f"The hosts agree who trains through files in {self._directory}, where this host "
+                f"cannot write: {error.strerror}. Make it writable, or give another --model_dir."
+            ) from None
+
+    def _write_once(self, path: Path, content: str) -> bool:
+        """Makes the complete file `path` in one operation; False if there is one already."""
+        self._directory.mkdir(parents=True, exist_ok=True)
         partial = Path(partial_name(str(self._directory / "proposal")))
         with partial.open("x") as file:
-            file.write(json.dumps(document))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(partial, self._path_of(group.generation + 1))
+            os.link(partial, path)
         except FileExistsError:
             return False
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             raise ClusterError(
                 f"--min_workers needs hard links, which the file system of {self.model_dir} does "
