@@ -190,7 +190,7 @@ def test_launcher_ends_its_task_before_it_proposes_a_group_without_lost_hosts(
     with notes.open("a") as file:
         file.write(json.dumps(config) + "\\n")
     """
-    report = run_host(body, rejoin_secs=1.0)
+    report = run_host(body, rejoin_secs=4.0)
     assert report.exit_code == 0
     usr1 = 10  # The other workers, if there were any, would save their last complete step.
     assert starts(tmp_path) == [(0, 3, 1, usr1), (1, 1, 0, 0)]
@@ -240,6 +240,58 @@ def test_task_that_waits_for_others_ends_when_the_run_is_done(
     thread.join()
     assert report.exit_code == 0
     assert starts(tmp_path) == [(0, 3, 1, 15)]
+
+
+def test_task_that_loses_others_too_often_does_not_end_its_launcher(
+    tmp_path: Path, run_host: Callable[..., LaunchReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.local.restarts._FIRST_DELAY_SECS", 0.01)
+    body = """
+    with (model_dir / "count").open("a") as count:
+        count.write(".")
+    sys.exit(75 if (model_dir / "count").stat().st_size <= 6 else 0)
+    """
+    report = run_host(body, rejoin_secs=100.0)
+    assert [end.exit_code for end in report.tasks] == [75] * 6 + [0]
+    assert report.exit_code == 0
+
+
+def test_only_task_of_a_group_has_lost_no_other_when_it_ends_with_75(
+    tmp_path: Path, run_host: Callable[..., LaunchReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.local.restarts._FIRST_DELAY_SECS", 0.01)
+    Membership(tmp_path, HOSTS, 1).propose(Group(0, ALL), frozenset({1}))
+    report = run_host("sys.exit(75)", rejoin_secs=100.0)
+    assert report.exit_code == 75
+    assert len(report.tasks) == 4
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGSEGV)", "sys.exit(75)"])
+def test_task_that_dies_when_the_run_is_done_is_not_restarted(
+    tmp_path: Path, run_host: Callable[..., LaunchReport], end: str
+) -> None:
+    other = Membership(tmp_path, HOSTS, 0)
+
+    def end_when_the_task_runs() -> None:
+        beat = 0
+        while not (tmp_path / "runs").exists():
+            other.write(HostRecord("start", beat := beat + 1, frozenset()))
+            time.sleep(0.05)
+        other.write(HostRecord("start", beat + 1, frozenset(), ended=0))
+
+    thread = threading.Thread(target=end_when_the_task_runs)
+    thread.start()
+    body = f"""
+    (model_dir / "runs").touch()
+    while '"ended": 0' not in (model_dir / "membership/host-0.json").read_text():
+        time.sleep(0.05)
+    time.sleep(3)  # The launcher reads it, too.
+    {end}
+    """
+    report = run_host(body, rejoin_secs=100.0)
+    thread.join()
+    assert report.exit_code == 0
+    assert not report.restarts
 
 
 def test_task_that_dies_too_often_ends_only_the_launcher_of_its_host(

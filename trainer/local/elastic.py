@@ -158,6 +158,12 @@ class ElasticCluster(LocalCluster):
         self._clusters = {task: self.cluster}
 
     @override
+    def _counts(self, end: TaskEnd) -> bool:
+        # A task that lost another one is not the cause. The launcher of the cause counts.
+        has_lost_another = end.exit_code == EXIT_RESTART and self.cluster.num("worker") > 1
+        return not has_lost_another or end.was_overdue
+
+    @override
     def _start_again(self, cause: TaskEnd, tasks: Iterable[Task]) -> None:
         if self._own in self._group.members:
             self._enter_group()
@@ -165,11 +171,14 @@ class ElasticCluster(LocalCluster):
 
     @override
     def _on_exit(self, process: TaskProcess) -> None:
-        is_asked = (self._is_regrouping or self._is_done) and process.reap() in _ASKED
+        code = process.reap()
+        # A restart does not repair other exit codes, so that they do not lead to one.
+        is_unneeded = self._is_done and (code < 0 or code == EXIT_RESTART)
+        is_asked = is_unneeded or (self._is_regrouping and code in _ASKED)
         self._is_regrouping = False
         if not is_asked or self._is_ending:
             super()._on_exit(process)
-            self._is_done |= process.reap() == EXIT_DONE
+            self._is_done |= code == EXIT_DONE
             return
         self._reap(process)
         if not self._is_done:
