@@ -118,6 +118,27 @@ def test_look_out_tells_which_hosts_are_reached(tmp_path: Path) -> None:
     assert membership.records()[0].beat > looks[-1].records[0].beat
 
 
+def test_record_of_the_end_stays_if_a_connection_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_tried, may_answer = threading.Event(), threading.Event()
+
+    def answer_late(address: str) -> bool:
+        is_tried.set()
+        return may_answer.wait(20)
+
+    monkeypatch.setattr("trainer.local.membership.is_reachable", answer_late)
+    monkeypatch.setattr("trainer.local.membership._LOOK_SECS", 0.05)
+    membership = Membership(tmp_path, ADDRESSES, 0)
+    with LookOut(membership, lambda look: None) as look_out:
+        assert is_tried.wait(20)
+        look_out.end(0)
+    may_answer.set()
+    look_out._thread.join(20)
+    assert not look_out._thread.is_alive()
+    assert membership.records()[0].ended == 0
+
+
 def test_chief_of_a_replaced_group_stops_before_it_writes(tmp_path: Path) -> None:
     membership = Membership(tmp_path, ADDRESSES, 0)
     hook = StopIfReplaced(str(tmp_path), 1)

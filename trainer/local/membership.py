@@ -172,6 +172,7 @@ class LookOut:
         self._beat = 0
         self._reaches: frozenset[int] = frozenset()
         self._is_over = threading.Event()
+        self._lock = threading.Lock()  # Of the record: the last one stays.
         self._thread = threading.Thread(target=self._watch, name="look-out", daemon=True)
 
     def __enter__(self) -> Self:
@@ -190,12 +191,15 @@ class LookOut:
     def end(self, exit_code: int) -> None:
         """Writes down that this launcher ends with `exit_code`."""
         self.__exit__(None, None, None)
-        with contextlib.suppress(OSError):  # The others notice it by the silence.
-            self._membership.write(self._record()._replace(ended=exit_code))
+        # The thread may still be there, if it waits for a connection.
+        with self._lock, contextlib.suppress(OSError):  # The others notice it by the silence.
+            self._write(ended=exit_code)
 
-    def _record(self) -> HostRecord:
+    def _write(self, ended: int | None = None) -> HostRecord:
         self._beat += 1
-        return HostRecord(self._start, self._beat, self._reaches)
+        record = HostRecord(self._start, self._beat, self._reaches, ended)
+        self._membership.write(record)
+        return record
 
     def _watch(self) -> None:
         failure = ""
@@ -204,8 +208,10 @@ class LookOut:
                 self._reaches = self._reached(pool)
                 now = time.monotonic()
                 try:
-                    own = self._record()
-                    self._membership.write(own)
+                    with self._lock:
+                        if self._is_over.is_set():
+                            return
+                        own = self._write()
                     records: Mapping[int, HostRecord] = {
                         **self._membership.records(),
                         self._membership.own: own,
