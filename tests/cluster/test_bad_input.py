@@ -248,6 +248,11 @@ CASES = {
         f"{MULTI} --hosts=localhost,b --min_workers=1 --rejoin_secs=nan",
         ("--rejoin_secs", "nan", "--rejoin_secs=60"),
     ),
+    "batch that all hosts could not share": Case(
+        f"{MULTI} --hosts=localhost,b --min_workers=1 --num_gpus=3 --batch_size=5 "
+        "--data_dir={digits}",
+        ("batch_size=5", "6 replicas"),
+    ),
     "--min_workers without restarts": Case(
         f"{MULTI} --hosts=localhost,b --min_workers=1 --max_restarts=0",
         ("--min_workers=1", "--max_restarts=0"),
