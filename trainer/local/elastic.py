@@ -103,7 +103,7 @@ class ElasticCluster(LocalCluster):
         except OSError as error:
             say(f"The group of hosts could not be read: {error}")
             return
-        # A group is never left for an earlier one, also if the files are deleted.
+        # A group is never left for an earlier one, even if the files are deleted.
         if group.generation <= self._group.generation:
             return
         self._group = group
@@ -115,7 +115,7 @@ class ElasticCluster(LocalCluster):
             away = f"; not {', '.join(others)}" if others else ""
             say(f"Group {group.generation} trains: {', '.join(members)}{away}.")
         if self._own not in group.members:
-            say("This host asks to join. The others take it in at the next checkpoint.")
+            say("This host asks to join. Members that reach it take it in at a checkpoint.")
 
     def _next_members(self) -> frozenset[int] | None:
         return next_members(self._group, self._sightings, self.rules)
