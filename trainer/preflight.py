@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import tensorflow as tf
+
 from data.system import files
 from data.system.errors import RunFailed
 from data.system.object_store import UnavailableError
@@ -112,6 +114,13 @@ def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Fin
     check_batches(inputs, learner, recipe)
     saved = build_checkpointer(recipe, model_dir, inputs, learner).check()
     return Findings(recipe, inputs, groups, saved)
+
+
+def num_replicas_here(num_gpus: int | None) -> int:
+    """The replicas of a task of this host: one for each of `num_gpus` (None: all), or one CPU."""
+    if num_gpus is None:
+        num_gpus = len(tf.config.list_physical_devices("GPU"))
+    return max(1, num_gpus)
 
 
 def finished_result(model_dir: str, config: Config) -> Document | None:

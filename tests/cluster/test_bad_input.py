@@ -244,6 +244,19 @@ CASES = {
     "--rejoin_secs without --min_workers": Case(
         f"{MULTI} --hosts=localhost,b --rejoin_secs=30", ("--rejoin_secs=30", "--min_workers")
     ),
+    "--rejoin_secs that is no number": Case(
+        f"{MULTI} --hosts=localhost,b --min_workers=1 --rejoin_secs=nan",
+        ("--rejoin_secs", "nan", "--rejoin_secs=60"),
+    ),
+    "batch that all hosts could not share": Case(
+        f"{MULTI} --hosts=localhost,b --min_workers=1 --num_gpus=3 --batch_size=5 "
+        "--data_dir={digits}",
+        ("batch_size=5", "6 replicas"),
+    ),
+    "--min_workers without restarts": Case(
+        f"{MULTI} --hosts=localhost,b --min_workers=1 --max_restarts=0",
+        ("--min_workers=1", "--max_restarts=0"),
+    ),
     "--cpu_affinity for ps": Case(
         "--strategy=ps --cpu_affinity=on", ("--cpu_affinity=on", "--strategy=multiworker")
     ),

@@ -68,7 +68,7 @@ def split_commands(block: str) -> list[tuple[str, ...]]:
     return commands
 
 
-# Each command once, also if several files show it.
+# Each command once, even if several files show it.
 COMMANDS = list(
     dict.fromkeys(c for path in DOCS for block in blocks(path, "sh") for c in split_commands(block))
 )

@@ -977,7 +977,7 @@ def test_signal_while_a_restart_is_awaited_ends_the_run_at_once(
     tmp_path: Path, program: Callable[[str], list[str]]
 ) -> None:
     class Later(Restarts):
-        def next_delay_secs(self, num_short_lives: int) -> float | None:
+        def next_delay_secs(self, num_short_lives: int, *, counts: bool = True) -> float | None:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
             return 60.0
 

@@ -61,8 +61,8 @@ def test_group_of_another_list_of_hosts_is_explained(tmp_path: Path) -> None:
         Membership(tmp_path, ADDRESSES[:2], 0).group()
 
 
-def test_file_system_without_hard_links_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_file_system_without_hard_links_is_explained_before_a_task_starts(
+    tmp_path: Path, run_host: Callable[..., LaunchReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -71,6 +71,20 @@ def test_file_system_without_hard_links_is_explained(
     with pytest.raises(ClusterError, match="hard links"):
         Membership(tmp_path, ADDRESSES, 0).propose(Group(0, ALL), ALL)
     assert os.listdir(tmp_path / "membership") == []
+    with pytest.raises(ClusterError, match="hard links"):
+        run_host("(model_dir / 'runs').touch()", rejoin_secs=100.0)
+    assert not (tmp_path / "runs").exists(), "a task was started"
+    assert os.listdir(tmp_path / "membership") == []
+
+
+def test_directory_of_the_group_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
+    membership = Membership(tmp_path, ADDRESSES, 0)
+    membership.check_hard_links()
+    assert os.listdir(tmp_path / "membership") == []
+    (tmp_path / "membership").rmdir()
+    (tmp_path / "membership").touch()
+    with pytest.raises(ClusterError, match="membership, where this host cannot write: "):
+        membership.check_hard_links()
 
 
 def test_records_of_hosts_are_read_as_written(tmp_path: Path) -> None:
@@ -102,6 +116,27 @@ def test_look_out_tells_which_hosts_are_reached(tmp_path: Path) -> None:
     assert looks[0].records[0].reaches == {1, 2}
     assert membership.records()[0].ended == 0
     assert membership.records()[0].beat > looks[-1].records[0].beat
+
+
+def test_record_of_the_end_stays_if_a_connection_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_tried, may_answer = threading.Event(), threading.Event()
+
+    def answer_late(address: str) -> bool:
+        is_tried.set()
+        return may_answer.wait(20)
+
+    monkeypatch.setattr("trainer.local.membership.is_reachable", answer_late)
+    monkeypatch.setattr("trainer.local.membership._LOOK_SECS", 0.05)
+    membership = Membership(tmp_path, ADDRESSES, 0)
+    with LookOut(membership, lambda look: None) as look_out:
+        assert is_tried.wait(20)
+        look_out.end(0)
+    may_answer.set()
+    look_out._thread.join(20)
+    assert not look_out._thread.is_alive()
+    assert membership.records()[0].ended == 0
 
 
 def test_chief_of_a_replaced_group_stops_before_it_writes(tmp_path: Path) -> None:
@@ -176,7 +211,7 @@ def test_launcher_ends_its_task_before_it_proposes_a_group_without_lost_hosts(
     with notes.open("a") as file:
         file.write(json.dumps(config) + "\\n")
     """
-    report = run_host(body, rejoin_secs=1.0)
+    report = run_host(body, rejoin_secs=4.0)
     assert report.exit_code == 0
     usr1 = 10  # The other workers, if there were any, would save their last complete step.
     assert starts(tmp_path) == [(0, 3, 1, usr1), (1, 1, 0, 0)]
@@ -226,6 +261,58 @@ def test_task_that_waits_for_others_ends_when_the_run_is_done(
     thread.join()
     assert report.exit_code == 0
     assert starts(tmp_path) == [(0, 3, 1, 15)]
+
+
+def test_task_that_loses_others_too_often_does_not_end_its_launcher(
+    tmp_path: Path, run_host: Callable[..., LaunchReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.local.restarts._FIRST_DELAY_SECS", 0.01)
+    body = """
+    with (model_dir / "count").open("a") as count:
+        count.write(".")
+    sys.exit(75 if (model_dir / "count").stat().st_size <= 6 else 0)
+    """
+    report = run_host(body, rejoin_secs=100.0)
+    assert [end.exit_code for end in report.tasks] == [75] * 6 + [0]
+    assert report.exit_code == 0
+
+
+def test_only_task_of_a_group_has_lost_no_other_when_it_ends_with_75(
+    tmp_path: Path, run_host: Callable[..., LaunchReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.local.restarts._FIRST_DELAY_SECS", 0.01)
+    Membership(tmp_path, HOSTS, 1).propose(Group(0, ALL), frozenset({1}))
+    report = run_host("sys.exit(75)", rejoin_secs=100.0)
+    assert report.exit_code == 75
+    assert len(report.tasks) == 4
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGSEGV)", "sys.exit(75)"])
+def test_task_that_dies_when_the_run_is_done_is_not_restarted(
+    tmp_path: Path, run_host: Callable[..., LaunchReport], end: str
+) -> None:
+    other = Membership(tmp_path, HOSTS, 0)
+
+    def end_when_the_task_runs() -> None:
+        beat = 0
+        while not (tmp_path / "runs").exists():
+            other.write(HostRecord("start", beat := beat + 1, frozenset()))
+            time.sleep(0.05)
+        other.write(HostRecord("start", beat + 1, frozenset(), ended=0))
+
+    thread = threading.Thread(target=end_when_the_task_runs)
+    thread.start()
+    body = f"""
+    (model_dir / "runs").touch()
+    while '"ended": 0' not in (model_dir / "membership/host-0.json").read_text():
+        time.sleep(0.05)
+    time.sleep(3)  # The launcher reads it, too.
+    {end}
+    """
+    report = run_host(body, rejoin_secs=100.0)
+    thread.join()
+    assert report.exit_code == 0
+    assert not report.restarts
 
 
 def test_task_that_dies_too_often_ends_only_the_launcher_of_its_host(

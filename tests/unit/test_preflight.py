@@ -12,7 +12,13 @@ from data.prepare.preparing import prepare
 from tests.faults.disks import mounted
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.config import Config, load_recipe
-from trainer.preflight import DiskError, check_model_dir, finished_result, preflight
+from trainer.preflight import (
+    DiskError,
+    check_model_dir,
+    finished_result,
+    num_replicas_here,
+    preflight,
+)
 
 CONFIG = Config(dataset="digits", train_steps=100)
 DONE: dict[str, Any] = {"exit_code": 0, "eval": {}}
@@ -36,6 +42,15 @@ def test_only_a_run_of_enough_steps_that_ended_well_is_finished(
 ) -> None:
     (tmp_path / "result.json").write_text(json.dumps(result))
     assert finished_result(str(tmp_path), CONFIG) == (result if is_finished else None)
+
+
+def test_replicas_of_a_host_are_its_gpus_or_one_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus: list[str] = []
+    monkeypatch.setattr("tensorflow.config.list_physical_devices", lambda kind: gpus)
+    assert num_replicas_here(None) == num_replicas_here(0) == 1
+    gpus += ["GPU:0", "GPU:1"]
+    assert num_replicas_here(None) == num_replicas_here(2) == 2
+    assert num_replicas_here(0) == 1
 
 
 def test_run_without_a_result_is_not_finished(tmp_path: Path) -> None:

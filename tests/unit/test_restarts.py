@@ -36,6 +36,12 @@ def test_task_that_dies_at_once_has_growing_delays_though_the_run_makes_progress
     assert delays == [0, 1, 2, 4, 0, 30]
 
 
+def test_restart_that_does_not_count_lengthens_delays_but_has_no_limit() -> None:
+    restarts = Run().restarts(max_restarts=2)
+    delays = [restarts.next_delay_secs(0, counts=n in (1, 4, 6)) for n in range(7)]
+    assert delays == [0, 1, 2, 4, 8, 16, None]
+
+
 def test_limit_of_zero_allows_no_restart() -> None:
     assert Run().restarts(max_restarts=0).next_delay_secs(0) is None
 

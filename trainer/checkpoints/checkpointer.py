@@ -248,7 +248,7 @@ class Checkpointer:
         return [*self._names("best-"), *self._names("step-")]
 
     def restore_model(self, name: str) -> Saved:
-        """Restores the checkpoint `name`, also if it is of another data set or data order.
+        """Restores the checkpoint `name`, even if it is of another data set or data order.
 
         Raises ModelDirError if it is damaged, or of another model or optimizer.
         """

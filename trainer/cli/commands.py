@@ -172,7 +172,6 @@ def _supervise(recipe: Recipe, cluster: Cluster) -> int:
                 return exit_code
         launch: Callable[..., LocalCluster] = LocalCluster
         if flags.MIN_WORKERS.present:
-            check_replicas(recipe.config, _num_workers(cluster))
             launch = partial(
                 ElasticCluster,
                 rules=Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value),
@@ -258,6 +257,9 @@ def _check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
         return _check(recipe, model_dir, cluster)
     from trainer import preflight
 
+    if flags.MIN_WORKERS.present:  # Otherwise the task finds it, before it trains.
+        num_replicas = preflight.num_replicas_here(flags.NUM_GPUS.value)
+        check_replicas(recipe.config, _num_workers(cluster) * num_replicas)
     preflight.preflight(recipe, model_dir)
     preflight.check_model_dir(model_dir)
     return _READY

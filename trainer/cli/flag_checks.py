@@ -156,6 +156,16 @@ def _check_elastic(cluster: Cluster | None) -> None:
             f"{given} is more than the {num_hosts} hosts of --hosts, so that training would never "
             f"begin. Type --min_workers={num_hosts}, or less."
         )
+    if not math.isfinite(flags.REJOIN_SECS.value):
+        raise ConfigError(
+            f"--rejoin_secs must be a number of seconds. Received: {flags.REJOIN_SECS.value}. Type "
+            "--rejoin_secs=60."
+        )
+    if flags.MAX_RESTARTS.value == 0:
+        raise ConfigError(
+            f"{given} needs restarts: when the hosts that train change, each launcher starts its "
+            "task again. But --max_restarts=0 allows none. Leave it out."
+        )
     if is_url(str(model_dir)):
         raise ConfigError(
             f"{given} needs --model_dir on a shared file system with hard links, on which the "

@@ -338,7 +338,7 @@ with _scope(_PS):
     PS_STANDBY = flags.DEFINE_integer(
         "ps_standby",
         0,
-        "ps, with two ps tasks or more: every so many steps each copies its variables to the next. "
+        "ps, with two ps tasks or more: every n steps each copies its variables to the next. "
         "Then the death of one of them costs at most the steps since the last copy. 0 copies "
         "nothing.",
         lower_bound=0,

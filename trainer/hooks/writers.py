@@ -157,7 +157,7 @@ class TensorBoard(Writer):
         metrics = [hp.Metric(name, group="eval") for name in self._metric_names]
         summaries = [
             hp.hparams_config_pb([hp.HParam(name) for name in self._hparams], metrics),
-            # One trial a directory, also if the run is resumed with another value.
+            # One trial a directory, even if the run is resumed with another value.
             hp.hparams_pb(dict(self._hparams), trial_id=self._directory),
         ]
         self._hparams = None  # Once a process, not again after a NaN.

@@ -63,6 +63,7 @@ class ElasticCluster(LocalCluster):
     @override
     def run(self) -> LaunchReport:
         """As LocalCluster.run. Raises ClusterError if the files of the group cannot be used."""
+        self._membership.check_hard_links()
         with LookOut(self._membership, self._put_look) as look_out:
             report = super().run()
             look_out.end(report.exit_code)
@@ -102,7 +103,7 @@ class ElasticCluster(LocalCluster):
         except OSError as error:
             say(f"The group of hosts could not be read: {error}")
             return
-        # A group is never left for an earlier one, also if the files are deleted.
+        # A group is never left for an earlier one, even if the files are deleted.
         if group.generation <= self._group.generation:
             return
         self._group = group
@@ -114,7 +115,7 @@ class ElasticCluster(LocalCluster):
             away = f"; not {', '.join(others)}" if others else ""
             say(f"Group {group.generation} trains: {', '.join(members)}{away}.")
         if self._own not in group.members:
-            say("This host asks to join. The others take it in at the next checkpoint.")
+            say("This host asks to join. Members that reach it take it in at a checkpoint.")
 
     def _next_members(self) -> frozenset[int] | None:
         return next_members(self._group, self._sightings, self.rules)
@@ -157,6 +158,12 @@ class ElasticCluster(LocalCluster):
         self._clusters = {task: self.cluster}
 
     @override
+    def _counts(self, end: TaskEnd) -> bool:
+        # A task that lost another one is not the cause. The launcher of the cause counts.
+        has_lost_another = end.exit_code == EXIT_RESTART and self.cluster.num("worker") > 1
+        return not has_lost_another or end.was_overdue
+
+    @override
     def _start_again(self, cause: TaskEnd, tasks: Iterable[Task]) -> None:
         if self._own in self._group.members:
             self._enter_group()
@@ -164,11 +171,14 @@ class ElasticCluster(LocalCluster):
 
     @override
     def _on_exit(self, process: TaskProcess) -> None:
-        is_asked = (self._is_regrouping or self._is_done) and process.reap() in _ASKED
+        code = process.reap()
+        # A restart does not repair other exit codes, so that they do not lead to one.
+        is_unneeded = self._is_done and (code < 0 or code == EXIT_RESTART)
+        is_asked = is_unneeded or (self._is_regrouping and code in _ASKED)
         self._is_regrouping = False
         if not is_asked or self._is_ending:
             super()._on_exit(process)
-            self._is_done |= process.reap() == EXIT_DONE
+            self._is_done |= code == EXIT_DONE
             return
         self._reap(process)
         if not self._is_done:

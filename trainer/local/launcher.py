@@ -365,7 +365,9 @@ class LocalCluster:
     def _next_delay_secs(self, end: TaskEnd) -> float | None:
         if end.seconds > _SHORT_LIFE_SECS:
             self._num_short_lives[end.task] = 0
-        delay_secs = self.restarts.next_delay_secs(self._num_short_lives[end.task])
+        delay_secs = self.restarts.next_delay_secs(
+            self._num_short_lives[end.task], counts=self._counts(end)
+        )
         # A task that lost another one soon after its start is not the cause. (A ps worker that does
         # so again and again is: the run makes progress without it.)
         is_cause = end.exit_code != EXIT_RESTART or end.is_ps_worker
@@ -377,6 +379,10 @@ class LocalCluster:
                 "step."
             )
         return delay_secs
+
+    def _counts(self, end: TaskEnd) -> bool:
+        """Returns True if --max_restarts limits how often a task is restarted after such an end."""
+        return True
 
     def _restart(self, cause: TaskEnd, delay_secs: float, *, is_alone: bool) -> None:
         # Not again without progress: then perhaps a server does not work.

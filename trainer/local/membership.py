@@ -86,23 +86,39 @@ class Membership:
 
         Raises ClusterError if the file system has no hard links.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
         document = {
             "hosts": self.addresses,
             "members": [self.addresses[host] for host in sorted(members)],
             "written_by": self.addresses[self.own],
         }
+        return self._write_once(self._path_of(group.generation + 1), json.dumps(document))
+
+    def check_hard_links(self) -> None:
+        """Raises ClusterError if `propose` could not write: without hard links, for example."""
+        probe = Path(partial_name(str(self._directory / "probe")))
+        try:
+            self._write_once(probe, "")
+            probe.unlink(missing_ok=True)
+        except OSError as error:
+            raise ClusterError(
+                f"The hosts agree who trains through files in {self._directory}, where this host "
+                f"cannot write: {error.strerror}. Make it writable, or give another --model_dir."
+            ) from None
+
+    def _write_once(self, path: Path, content: str) -> bool:
+        """Makes the complete file `path` in one operation; False if there is one already."""
+        self._directory.mkdir(parents=True, exist_ok=True)
         partial = Path(partial_name(str(self._directory / "proposal")))
         with partial.open("x") as file:
-            file.write(json.dumps(document))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(partial, self._path_of(group.generation + 1))
+            os.link(partial, path)
         except FileExistsError:
             return False
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             raise ClusterError(
                 f"--min_workers needs hard links, which the file system of {self.model_dir} does "
@@ -156,6 +172,7 @@ class LookOut:
         self._beat = 0
         self._reaches: frozenset[int] = frozenset()
         self._is_over = threading.Event()
+        self._lock = threading.Lock()  # Of the record: the last one stays.
         self._thread = threading.Thread(target=self._watch, name="look-out", daemon=True)
 
     def __enter__(self) -> Self:
@@ -174,12 +191,15 @@ class LookOut:
     def end(self, exit_code: int) -> None:
         """Writes down that this launcher ends with `exit_code`."""
         self.__exit__(None, None, None)
-        with contextlib.suppress(OSError):  # The others notice it by the silence.
-            self._membership.write(self._record()._replace(ended=exit_code))
+        # The thread may still be there, if it waits for a connection.
+        with self._lock, contextlib.suppress(OSError):  # The others notice it by the silence.
+            self._write(ended=exit_code)
 
-    def _record(self) -> HostRecord:
+    def _write(self, ended: int | None = None) -> HostRecord:
         self._beat += 1
-        return HostRecord(self._start, self._beat, self._reaches)
+        record = HostRecord(self._start, self._beat, self._reaches, ended)
+        self._membership.write(record)
+        return record
 
     def _watch(self) -> None:
         failure = ""
@@ -188,8 +208,10 @@ class LookOut:
                 self._reaches = self._reached(pool)
                 now = time.monotonic()
                 try:
-                    own = self._record()
-                    self._membership.write(own)
+                    with self._lock:
+                        if self._is_over.is_set():
+                            return
+                        own = self._write()
                     records: Mapping[int, HostRecord] = {
                         **self._membership.records(),
                         self._membership.own: own,

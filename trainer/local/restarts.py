@@ -36,25 +36,26 @@ class Restarts:
         self._progress = progress
         self._clock = clock
         self._best = progress()
-        self._times: deque[float] = deque()
+        self._times: deque[tuple[float, bool]] = deque()  # And whether it counts.
         self.num_without_progress = 0
 
-    def next_delay_secs(self, num_short_lives: int) -> float | None:
+    def next_delay_secs(self, num_short_lives: int, *, counts: bool = True) -> float | None:
         """Counts a restart and returns its delay; returns None if the limit is reached.
 
         `num_short_lives` says how many times in a row, before this, the task died soon after its
-        start. It lengthens the delay even if the run makes progress without the task.
+        start. It lengthens the delay even if the run makes progress without the task. Without
+        `counts` the restart lengthens later delays, but the limit is not for it.
         """
         now, (saved, reported) = self._clock(), self._progress()
         if saved > self._best[0] or reported > self._best[1]:
             self._times.clear()
             self._best = (max(saved, self._best[0]), max(reported, self._best[1]))
-        while self._times and now - self._times[0] > _WINDOW_SECS:
+        while self._times and now - self._times[0][0] > _WINDOW_SECS:
             self._times.popleft()
         num_before = len(self._times)
-        if num_before >= self.max_restarts:
+        if counts and sum(counted for _, counted in self._times) >= self.max_restarts:
             return None
-        self._times.append(now)
+        self._times.append((now, counts))
         self.num_without_progress = num_before + 1
         num_consecutive = min(10, max(num_before, num_short_lives))
         delay_secs = _FIRST_DELAY_SECS * 2.0 ** (num_consecutive - 1)
