@@ -242,6 +242,23 @@ def test_the_rows_used_last_remain_within_max_rows() -> None:
     assert values_of(learner)["ids"].tolist() == [0, 5, 6]
 
 
+def test_the_ids_of_the_last_step_stay_if_they_are_more_than_max_rows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    learner = make_learner(parts=2, max_rows=2)
+    train(learner, batches=batches_of([1, 2], [3, 4], [4, 5]))
+    found = values_of(learner)
+    assert found["ids"].tolist() == [0, 4, 5]
+    assert found["rows"].shape == (3, WIDTH)
+    (warning,) = [r.getMessage() for r in caplog.records if "max_rows" in r.getMessage()]
+    assert "step 1 alone used 3 ids with rows, more than max_rows=2" in warning
+    # Ids that are old enough go nevertheless.
+    old = make_learner(parts=2, max_rows=2, evict_after=2)
+    table_of(old).assign(found)
+    table_of(old).evict(9)
+    assert values_of(old)["ids"].tolist() == []
+
+
 def test_an_eviction_that_a_dead_process_missed_is_made_by_the_next() -> None:
     """A worker that is left saves a step before its hooks have run."""
     saved = make_learner(evict_after=2)
