@@ -1,7 +1,6 @@
 """Tables of dynamic ids: equal rows with any number of parts and replicas, in any order of ids."""
 
 import itertools
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -272,24 +271,6 @@ def test_an_eviction_that_a_dead_process_missed_is_made_by_the_next() -> None:
         for hook in [*hooks, *(CatchUp(hooks) for _ in range(times))]:
             hook.begin(step)
         assert values_of(learner)["ids"].tolist() == expected
-
-
-def test_an_eviction_waits_for_the_lock_of_updates() -> None:
-    learner = make_learner(evict_after=1)
-    train(learner, batches=batches_of([1, 2], [3]), evict_every=1000)
-    table = table_of(learner)
-    held = table.dynamic_parts[0].take_lock(table.parts[0], [])
-    evicting = threading.Thread(target=table.evict, args=(2,))
-    evicting.start()
-    evicting.join(timeout=2)
-    assert evicting.is_alive(), "it did not wait"
-    assert values_of(learner)["ids"].tolist() == [0, 1, 2, 3]
-    held.clear()  # In eager code, the tensors hold the lock.
-    evicting.join(timeout=60)
-    assert not evicting.is_alive()
-    assert values_of(learner)["ids"].tolist() == [0, 3]
-    table.evict(3)  # The lock is free again.
-    assert values_of(learner)["ids"].tolist() == []
 
 
 def test_many_evictions_leave_each_id_with_its_own_row() -> None:

@@ -254,9 +254,6 @@ class DynamicPart:
         for rows, counts, *slots in zip(*variables, strict=True):
             index = self._indices[rows.handle.device]
             with tf.device(rows.device):
-                # An update of a dead worker may be on its way.
-                held = locks.take(index.locks, [])
-            with tf.device(rows.device), _after(*held):
                 ids, found = _exported(index)
                 is_kept = found[:, 2] >= step
                 has_row = found[:, 0] >= 0
@@ -271,23 +268,17 @@ class DynamicPart:
                 moved = tf.boolean_mask(found, is_moved)
                 written = [_scattered(v, gaps, gather_rows(v, moved[:, 0])) for v in (rows, *slots)]
                 with _after(*written):
-                    removed = tf.raw_ops.LookupTableRemoveV2(
+                    tf.raw_ops.LookupTableRemoveV2(
                         table_handle=index.ids, keys=tf.boolean_mask(ids, ~is_kept)
                     )
-                with _after(removed):
-                    inserted = tf.raw_ops.LookupTableInsertV2(
+                    tf.raw_ops.LookupTableInsertV2(
                         table_handle=index.ids,
                         keys=tf.boolean_mask(ids, is_moved),
                         values=tf.concat([gaps[:, tf.newaxis], moved[:, 1:]], axis=1),
                     )
                     before = counts.read_value()
                     evicted = tf.math.count_nonzero(has_row) - number
-                    counted = tf.raw_ops.AssignVariableOp(
-                        resource=counts.handle,
-                        value=tf.stack([number, before[1], before[2] + evicted]),
-                    )
-                with _after(inserted, counted):
-                    locks.free(held, tf.identity(number))
+                    counts.assign(tf.stack([number, before[1], before[2] + evicted]))
 
     def _find(self, index: _Index, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         found = tf.raw_ops.LookupTableFindV2(
