@@ -77,7 +77,9 @@ _LISTS = flags.DEFINE_string(
     "lists",
     None,
     "csv: columns, separated by commas, whose values are lists of any length, such as 3|17|5 or "
-    "Drama|Science Fiction. Items are separated by |, or by spaces if the column has no |.",
+    "Drama|Science Fiction. Items are separated by |, or by spaces if the column has no |. All "
+    "are integers, but not -1, or all are text. An empty value is a list without items; --missing "
+    "is for other columns.",
 )
 _ALLOW_PARTIAL = flags.DEFINE_bool(
     "allow_partial",

@@ -22,6 +22,8 @@ from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.initial import initial_rows
 from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer
 from trainer.embeddings.table import set_values
+from trainer.hooks.base import CatchUp
+from trainer.hooks.evict import evict_hooks
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ConfigError, WarmStartConfig
@@ -238,6 +240,37 @@ def test_the_rows_used_last_remain_within_max_rows() -> None:
     train(learner, batches=batches_of([1, 2], [3, 4], [5, 6]), evict_every=3)
     # 0, 5 and 6 are of step 3; with 3 and 4, both of step 2, there would be five.
     assert values_of(learner)["ids"].tolist() == [0, 5, 6]
+
+
+def test_the_ids_of_the_last_step_stay_if_they_are_more_than_max_rows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    learner = make_learner(parts=2, max_rows=2)
+    train(learner, batches=batches_of([1, 2], [3, 4], [4, 5]))
+    found = values_of(learner)
+    assert found["ids"].tolist() == [0, 4, 5]
+    assert found["rows"].shape == (3, WIDTH)
+    (warning,) = [r.getMessage() for r in caplog.records if "max_rows" in r.getMessage()]
+    assert "step 1 alone used 3 ids with rows, more than max_rows=2" in warning
+    # Ids that are old enough go nevertheless.
+    old = make_learner(parts=2, max_rows=2, evict_after=2)
+    table_of(old).assign(found)
+    table_of(old).evict(9)
+    assert values_of(old)["ids"].tolist() == []
+
+
+def test_an_eviction_that_a_dead_process_missed_is_made_by_the_next() -> None:
+    """A worker that is left saves a step before its hooks have run."""
+    saved = make_learner(evict_after=2)
+    train(saved, batches=batches_of([1, 2], [3], [4], [5]), evict_every=1000)
+    for times, step, expected in ((1, 3, [0, 1, 2, 3, 4, 5]), (2, 4, [0, 4, 5])):
+        learner = make_learner(evict_after=2, evict_every=2)
+        table_of(learner).assign(values_of(saved))
+        hooks = evict_hooks(learner.model)
+        assert len(hooks) == 1
+        for hook in [*hooks, *(CatchUp(hooks) for _ in range(times))]:
+            hook.begin(step)
+        assert values_of(learner)["ids"].tolist() == expected
 
 
 def test_many_evictions_leave_each_id_with_its_own_row() -> None:

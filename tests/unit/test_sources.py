@@ -22,7 +22,7 @@ import tensorflow as tf
 from data import features
 from data.prepare.catalog import open_source
 from data.prepare.preparing import prepare
-from data.prepare.sources import Options
+from data.prepare.sources import Options, csv
 from data.prepare.sources.cifar import load_pickle
 from data.system.files import DataError
 from data.tfrecord import split as records
@@ -466,6 +466,31 @@ def test_csv_lists_of_any_length_are_filled_up(tmp_path: Path) -> None:
         prepare("csv:films", str(tmp_path / "other"), str(source), wrong)
 
 
+def test_the_longest_list_is_named_and_counts_as_space(tmp_path: Path) -> None:
+    source = tmp_path / "x.csv"
+    source.write_text("n,tags\n" + "1,\n" * 50 + "2," + "3|" * 4999 + "3\n")
+    found = csv.source("x", str(source), Options(lists="tags"))
+    assert found.notes == [f"{source}: the longest list of tags has 5,000 items"]
+    for split in found.splits.values():
+        examples = split.examples(0, split.num_examples)
+        needed = sum(map(len, examples))
+        assert needed <= split.num_bytes <= 1.5 * needed + 20_000
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["3|17", "4|x"], r"line 3: column tags has the item 'x', but '3' in line 2 of "),
+        (["Drama", "NA|12"], r"line 2: column tags has the item 'Drama', but '12' in line 3 of "),
+        (["3 5", "2 -1"], r"line 3: column tags has the item -1, with which shorter lists"),
+    ],
+)
+def test_wrong_lists_are_explained_by_line(tmp_path: Path, values: list[str], message: str) -> None:
+    (tmp_path / "x.csv").write_text("\n".join(["n,tags", *(f"1,{value}" for value in values)]))
+    with pytest.raises(DataError, match=message):
+        prepare("csv:x", str(tmp_path / "out"), str(tmp_path / "x.csv"), Options(lists="tags"))
+
+
 @pytest.mark.parametrize(
     ("text", "label", "message"),
     [
@@ -782,7 +807,7 @@ import json, re, sys
 from pathlib import Path
 
 from data.prepare.preparing import prepare
-from data.prepare.sources import Options
+from data.prepare.sources import Options, csv
 
 status = Path("/proc/self/status")
 for name, options, small, large in json.loads(sys.argv[1]):

@@ -23,6 +23,7 @@ TensorFlow's MutableDenseHashTable is not used: after removals an insertion may 
 
 import contextlib
 import itertools
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,8 @@ from trainer.embeddings.optimizers import Slots, capacity, gather_rows, handle_o
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
+
+log = logging.getLogger(__name__)
 
 # The rows for which a new part has memory. Later it grows by half of its size.
 _FIRST_ROWS = 1024
@@ -236,12 +239,14 @@ class DynamicPart:
                 )
                 counts.assign(tf.stack([number, 0, 0]))
 
-    def num_used_since(self, step: tf.Tensor) -> tf.Tensor:
-        """The number of rows that `step` or a later one used, int64."""
+    def last_steps(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """The last steps of ids with rows, int64 [k], and the numbers of these ids, int64 [k]."""
         rows = _copies(self.rows)[0]
         with tf.device(rows.device):
             _, found = _exported(self._indices[rows.handle.device])
-            return tf.math.count_nonzero((found[:, 0] >= 0) & (found[:, 2] >= step))
+            steps = tf.boolean_mask(found[:, 2], found[:, 0] >= 0)
+            steps, _, numbers = tf.unique_with_counts(steps, tf.int64)
+            return steps, numbers
 
     def evict(self, step: tf.Tensor) -> None:
         """Removes ids that neither `step` nor a later one used. The last rows fill the gaps."""
@@ -302,8 +307,9 @@ class DynamicTable(tf.__internal__.tracking.Trackable):
         self.shape = (None, layer.width)
         self.path = self.name = f"{layer.path}/embeddings"
         self.dtype: str = parts[0].rows.dtype.name
+        self._has_warned = False
         step = tf.TensorSpec([], tf.int64)
-        self._num_used_in_graph = tf.function(self._num_used, input_signature=[step])
+        self._last_steps_in_graph = tf.function(self._last_steps, input_signature=[])
         self._evict_in_graph = tf.function(self._evict, input_signature=[step])
 
     @property
@@ -344,29 +350,45 @@ class DynamicTable(tf.__internal__.tracking.Trackable):
         """Removes ids, as the layer's arguments say; `step` steps are done, and none is in flight.
 
         With `max_rows` ids of the same last step stay, or go, together. So the result does not
-        depend on an order of ids or parts.
+        depend on an order of ids or parts. Those of the last step stay, however many they are.
         """
         first = 0  # Ids whose last step is before are removed.
         if self.layer.evict_after:
             first = max(0, step + 1 - self.layer.evict_after)
-        if (most := self.layer.max_rows) and self._num_used_since(first) > most:
-            beyond = step + 1
-            while beyond - first > 1:
-                middle = (first + beyond) // 2
-                if self._num_used_since(middle) > most:
-                    first = middle
-                else:
-                    beyond = middle
-            first = beyond
+        if self.layer.max_rows:
+            first = max(first, self._first_within(self.layer.max_rows, first))
         if first:
             self._evict_in_graph(tf.constant(first, tf.int64))
 
-    def _num_used_since(self, step: int) -> int:
-        return int(value_of(self._num_used_in_graph(tf.constant(step, tf.int64))))
+    def _first_within(self, max_rows: int, first: int) -> int:
+        """The lowest step such that at most `max_rows` ids with rows have it, or a later one."""
+        found, numbers = map(value_of, self._last_steps_in_graph())
+        steps, places = np.unique(found, return_inverse=True)
+        of_steps = np.zeros(len(steps), np.int64)
+        np.add.at(of_steps, places, numbers)
+        since = np.cumsum(of_steps[::-1])[::-1]
+        beyond = steps[since > max_rows]
+        if not len(beyond):
+            return 0
+        if beyond[-1] < steps[-1]:
+            return int(beyond[-1]) + 1
+        if steps[-1] >= first and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s: step %d alone used %d ids with rows, more than max_rows=%d. They stay. Set "
+                "max_rows to several times the different ids of a batch.",
+                self.path,
+                steps[-1],
+                of_steps[-1],
+                max_rows,
+            )
+        return int(steps[-1])
 
     @no_autograph
-    def _num_used(self, step: tf.Tensor) -> tf.Tensor:
-        return tf.add_n([part.num_used_since(step) for part in self.dynamic_parts])
+    def _last_steps(self) -> tuple[tf.Tensor, tf.Tensor]:
+        found = [part.last_steps() for part in self.dynamic_parts]
+        steps, numbers = (tf.concat(values, axis=0) for values in zip(*found, strict=True))
+        return steps, numbers
 
     @no_autograph
     def _evict(self, step: tf.Tensor) -> None:

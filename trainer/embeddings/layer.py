@@ -109,7 +109,8 @@ class ShardedEmbedding(keras.layers.Layer):
             admit_after: An id gets its row in the step that is the `admit_after`-th to use it.
             evict_after: Removes an id that no step used for this number of steps; 0 does not.
             max_rows: Removes the ids whose last use is oldest, until no more than this number have
-                rows; 0 does not. Ids of the same last step go together.
+                rows; 0 does not. Ids of the same last step go together, and those of the last step
+                stay.
             evict_every: Ids are removed when the step is a multiple of this.
             **kwargs: `name`, `dtype` and `trainable`, as of every layer.
 

@@ -17,6 +17,12 @@ class Evict(PeriodicHook):
     table: DynamicTable
 
     @override
+    def catch_up(self, step: int) -> None:
+        """Removes ids if that is due at `step`; if it is done already, nothing changes."""
+        if step and self.next_step(step - 1) == step:
+            self._act(step)
+
+    @override
     def act(self, step: int) -> None:
         self.table.evict(step)
 

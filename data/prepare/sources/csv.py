@@ -9,7 +9,7 @@ the label such values are names. `missing` decides about missing values; in text
 a value. The files are read twice, line by line.
 
 A column of `lists` becomes a tensor as long as its longest list. Shorter lists are filled up with
--1, or with empty text if an item of the column is no integer.
+-1, or with empty text if the items of the column are text.
 """
 
 import array
@@ -38,6 +38,7 @@ _CONVERTERS = {"integer": int, "number": float, "text": str.encode}
 
 _MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
 _SEPARATORS = ",;\t"
+_PADDING = -1  # It fills up lists of integers.
 _GZIP_FACTOR = 4  # Of text: the size of the content, of the size of the file.
 
 # Kind of a value -> the first such value of a column: file, line, value.
@@ -58,34 +59,65 @@ class _Lists:
     def __init__(self) -> None:
         # For the separators "|" and None, which stands for spaces.
         self._lengths: dict[str | None, int] = {"|": 1, None: 1}
-        self._are_integers: dict[str | None, bool] = {"|": True, None: True}
+        self._seen: dict[str | None, _Seen] = {"|": {}, None: {}}
         self._separator: str | None = None
 
-    def add(self, value: str) -> None:
-        """Adds a value of the column."""
+    def add(self, file: str, line: int, value: str) -> None:
+        """Adds a value of the column, which is in `line` of `file`."""
         if "|" in value:
             self._separator = "|"
         for separator in self._lengths:
             items = _items(value, separator)
             self._lengths[separator] = max(self._lengths[separator], len(items))
-            self._are_integers[separator] &= all(_kind(item) == "integer" for item in items)
+            for item in items:
+                kind = "integer" if _kind(item) == "integer" else "text"
+                self._seen[separator].setdefault(kind, (file, line, item))
+                if kind == "integer" and int(item) == _PADDING:
+                    self._seen[separator].setdefault("padding", (file, line, item))
+
+    def check(self, column: str) -> None:
+        """Raises DataError for a mix of integers and text, and for an integer that is padding."""
+        seen = self._seen[self._separator]
+        if "integer" in seen and "text" in seen:
+            path, line, item = seen["integer"]
+            wrong_path, wrong_line, wrong = seen["text"]
+            raise DataError(
+                f"{wrong_path}, line {wrong_line}: column {column} has the item {wrong!r}, but "
+                f"{item!r} in line {line} of {path}. The items of a column are integers or text: "
+                "correct it, or remove the lines or the column."
+            )
+        if "padding" in seen:
+            path, line, _ = seen["padding"]
+            raise DataError(
+                f"{path}, line {line}: column {column} has the item {_PADDING}, with which shorter "
+                "lists are filled up. Replace it by another integer."
+            )
+
+    @property
+    def length(self) -> int:
+        """The number of items of the longest list, at least 1."""
+        return self._lengths[self._separator]
+
+    @property
+    def item_bytes(self) -> int:
+        """The bytes in an example for each place of a list, without the text of the items."""
+        return 8 if self._has_integers else 2
 
     @property
     def node(self) -> Node:
         """The feature that describes the column."""
-        length = self._lengths[self._separator]
-        return tensor("int64", [length]) if self._has_integers else strings(length)
+        return tensor("int64", [self.length]) if self._has_integers else strings(self.length)
 
     @property
     def _has_integers(self) -> bool:
-        return self._are_integers[self._separator]
+        return "text" not in self._seen[self._separator]
 
     def convert(self, value: str) -> Value:
         """The items of a value, filled up to the longest list."""
         items = _items(value, self._separator)
-        missing = self._lengths[self._separator] - len(items)
+        missing = self.length - len(items)
         if self._has_integers:
-            return array.array("q", [*map(int, items), *[-1] * missing]).tobytes()
+            return array.array("q", [*map(int, items), *[_PADDING] * missing]).tobytes()
         return [*map(str.encode, items), *[b""] * missing]
 
 
@@ -118,13 +150,15 @@ def source(name: str, path: str, options: Options) -> Source:
             counts[split] += 1
             for column, value in row.items():
                 if column in lists:
-                    lists[column].add(value)
+                    lists[column].add(file, line, value)
                     continue
                 kind = _kind(value)
                 seen[column].setdefault(kind, (file, line, value))
                 num_missing[column] += kind in ("missing", "empty")
             if label is not None:
                 label_values.add(row[label])
+    for column, found_lists in lists.items():
+        found_lists.check(column)
     kinds = {
         key: _column_kind(key, found, key == label, missing, num_missing[key])
         for key, found in seen.items()
@@ -142,7 +176,9 @@ def source(name: str, path: str, options: Options) -> Source:
         split: functools.partial(_complete_rows, file, formats[split], kinds, label, missing)
         for split, file in files.items()
     }
-    notes = []
+    notes = [
+        f"{path}: the longest list of {key} has {x.length:,} items" for key, x in lists.items()
+    ]
     if num_missing:
         before = sum(counts.values())
         if missing.drops:
@@ -175,6 +211,7 @@ def source(name: str, path: str, options: Options) -> Source:
     for split, file in files.items():
         num_bytes = os.path.getsize(file) * (_GZIP_FACTOR if file.endswith(".gz") else 1)
         row_bytes = num_bytes // max(1, counts[split]) + 30 * len(columns)
+        row_bytes += sum(found.length * found.item_bytes for found in lists.values())
         tables[split] = Table(
             counts[split], row_bytes, functools.partial(_rows, rows_of[split], converters)
         )
