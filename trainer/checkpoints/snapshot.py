@@ -27,7 +27,9 @@ def tensorflow_variables(checkpoint: tf.train.Checkpoint) -> list[tf.Variable]:
     base = tf.__internal__.tracking.Trackable
     for node in tf.train.TrackableView(checkpoint).descendants():
         if isinstance(node, keras.Variable | tf.Variable | Rows):
-            parts = node.parts if isinstance(node, Rows) else [getattr(node, "value", node)]
+            # `value` of a tf.Variable is a method.
+            own = node.value if isinstance(node, keras.Variable) else node
+            parts = own.parts if isinstance(own, Rows) else [own]
             found.update({id(part): part for part in parts})
         elif type(node)._serialize_to_tensors is not base._serialize_to_tensors:
             return []
