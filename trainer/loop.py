@@ -6,7 +6,7 @@ the chief does.
 
 from collections.abc import Sequence
 
-from strategies.base import Executor, Learner, value_of
+from strategies.base import Executor, Learner
 from trainer.hooks.base import Hook
 
 
@@ -18,13 +18,13 @@ def train(
     Hooks are called in their order, at steps where no step is in flight. The counter is re-read
     after each call, never counted here: asynchronous steps may overshoot.
     """
-    step = int(value_of(learner.step))
+    step = int(learner.step.numpy())
     for hook in hooks:
         hook.begin(step)
     while step < steps and not executor.stopping and not any(hook.done for hook in hooks):
         stop = min(steps, step + steps_per_call, *(hook.next_step(step) for hook in hooks))
         metrics = executor.run(stop - step)
-        step = int(value_of(learner.step))
+        step = int(learner.step.numpy())
         for hook in hooks:
             hook(step, metrics)
     for hook in hooks:

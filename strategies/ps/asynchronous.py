@@ -211,6 +211,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         in_flight: dict[concurrent.futures.Future[npt.NDArray[np.float64]], tuple[int, int]] = {}
         totals = np.zeros([self._learner.num_totals])
         stored = -math.inf
+        begun_at = self._next_batch
         while True:
             if self._saved and time.monotonic() - stored >= _STORE_SECS:
                 stored = time.monotonic()
@@ -219,7 +220,10 @@ class AsynchronousExecutor(ParameterServerExecutor):
             while len(in_flight) < 2 * self.num_replicas:
                 if again:
                     first, size = again.popleft()
-                elif not self._stop_requested and (size := next(sizes, 0)):
+                # A stop request that came before this call does not leave it without a step.
+                elif (not self._stop_requested or self._next_batch == begun_at) and (
+                    size := next(sizes, 0)
+                ):
                     first = self._next_batch
                     self._next_batch += size
                     self._num_handed_out += size

@@ -41,6 +41,7 @@ TOO_LONG = {
     "benchmarks.wire": "takes many minutes, and needs MNIST files",
     "benchmarks.network": "takes many minutes, and needs root and PyTorch",
     "tests.chaos": "takes half an hour; tests/faults/test_chaos.py disturbs shorter runs",
+    "tests.chaos.links": "takes minutes; tests/faults/test_elastic.py cuts links, too",
     "tests.chaos.times": "takes half an hour; tests/faults/test_goodput.py disturbs shorter runs",
 }
 READERS = ("evaluate", "runs", "compare", "report")
@@ -420,6 +421,11 @@ def test_workers_with_the_tf_config_of_the_readme_train_together(
 
 
 def test_each_command_on_hosts_is_run_here() -> None:
-    # tests/faults/test_agents.py starts a launcher on each host.
-    (launched,) = [command for command in ON_HOSTS if "--max_restarts=3" in command]
-    assert {*ON_HOSTS} == {*TERMINALS, *SERVED, *WITH_TF_CONFIG, launched}
+    # tests/faults/test_agents.py and test_elastic.py start a launcher on each host.
+    launched = [
+        command
+        for command in ON_HOSTS
+        if "--max_restarts=3" in command or "--min_workers=2" in command
+    ]
+    assert len({*launched}) == 2
+    assert {*ON_HOSTS} == {*TERMINALS, *SERVED, *WITH_TF_CONFIG, *launched}
