@@ -531,7 +531,7 @@ def value_of(tensor: Tensor | tf.Variable) -> npt.NDArray[Any]:
     """The value of a tensor or variable, which may be in another task.
 
     For each `numpy()` of a tensor of another task TensorFlow keeps 1.4 KB in that task, until it
-    ends. For a copy by an op it does not.
+    ends. For a copy by an op, and for `numpy()` of a variable, it does not.
     """
     with tf.device(None), tf.device("CPU:0"):  # None leaves the scopes of other tasks' devices.
         value: npt.NDArray[Any] = tf.identity(tensor).numpy()

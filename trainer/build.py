@@ -17,7 +17,7 @@ from typing import TypeVar
 import keras
 
 from data.system.files import is_s3
-from strategies.base import Batch, Executor, value_of
+from strategies.base import Batch, Executor
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.report_upload import local_dir
 from trainer.config import Config, ConfigError, Recipe, flatten
@@ -291,7 +291,7 @@ def chief_hooks(
         parts.model_dir,
         config_document,
         is_complete=lambda: (
-            int(value_of(step)) >= config.train_steps or any(hook.done for hook in hooks)
+            int(step.numpy()) >= config.train_steps or any(hook.done for hook in hooks)
         ),
     )
     writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]

@@ -6,8 +6,6 @@ test_determinism.py tests that they end in the weights of mirrored, and resume b
 import json
 from pathlib import Path
 
-import pytest
-
 from data.order import Order
 from data.tfrecord.split import open_split
 from tests.cluster.runs import Process, Run, Topology, train
@@ -88,14 +86,13 @@ def test_unfinished_sub_batches_are_computed_after_a_resume(numbered: Path, tmp_
     assert before + round(last["number"] * 20 * 32) == handed_out - still_open
 
 
-@pytest.mark.parametrize("mode", ["--sync_replicas", "--nosync_replicas"])
 def test_values_that_the_chief_reads_leave_nothing_on_the_server(
-    digits: Path, tmp_path: Path, mode: str
+    digits: Path, tmp_path: Path
 ) -> None:
     """TensorFlow keeps a kernel for each value that is read with `numpy()` of another task."""
     model_dir, log = tmp_path / "run", "Creating new kernel for _Send"
     flags = (f"--model_dir={model_dir}", f"--data_dir={digits}", "--train_steps=200")
-    topology = ("--strategy=ps", mode, "--workers=1", "--ps=1", "--num_threads=1")
+    topology = ("--strategy=ps", "--sync_replicas", "--workers=1", "--ps=1", "--num_threads=1")
     calls = ("--config=tests/cluster/configs/counting.py", "--config.steps_per_call=2")
     env = {"TF_CPP_VMODULE": "execute=2", "TF_CPP_MIN_LOG_LEVEL": "0"}
     with Process((*topology, *flags, *calls), model_dir, env=env) as process:

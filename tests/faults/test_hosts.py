@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.hosts import Host, dropped, hosts, reason_why_not, silent
 from strategies.cluster.tf_config import Cluster, Task
-from tests.cluster.runs import Tasks, by_hand, read_metrics
+from tests.cluster.runs import Process, Tasks, by_hand, read_metrics
 
 pytestmark = pytest.mark.skipif(
     bool(reason_why_not()), reason=reason_why_not() or "hosts can be made"
@@ -47,6 +47,20 @@ def ps_and_workers_on(places: Sequence[Host]) -> tuple[Cluster, dict[Task, tuple
     commands = {Task("worker", i): host.command for i, host in enumerate(others)}
     commands |= dict.fromkeys((Task("chief", 0), Task("ps", 0)), first.command)
     return Cluster(jobs, Task("chief", 0)), commands
+
+
+def last_report(model_dir: Path) -> dict[str, Any]:
+    return [line for line in read_metrics(model_dir) if line["split"] == "train"][-1]
+
+
+def wait_for_steps_of_worker_1(chief: Process, number: int) -> None:
+    """Returns when worker 1 has made more than `number` steps from now on."""
+
+    def steps() -> int:
+        return int(last_report(chief.model_dir)["worker_steps"]["worker 1"])
+
+    before = steps()
+    chief.wait_until(lambda: steps() > before + number, "steps of worker 1, again")
 
 
 @contextlib.contextmanager
@@ -101,9 +115,6 @@ def test_parameter_servers_continue_without_a_worker_that_is_cut_off_until_it_is
     cluster, commands = ps_and_workers_on(three_hosts)
     flags = (*SLOW, STALLS, f"--data_dir={digits}", "--config.train_steps=100000")
 
-    def steps_of_worker_1() -> int:
-        return int(read_metrics(tmp_path)[-1]["worker_steps"]["worker 1"])
-
     with by_hand(cluster, tmp_path, *flags, under=commands) as tasks:
         tasks.start_all()
         chief = tasks["chief 0"]
@@ -112,8 +123,7 @@ def test_parameter_servers_continue_without_a_worker_that_is_cut_off_until_it_is
             chief.wait_until(lambda: "worker 1" in chief.output(), "word of worker 1")
             chief.wait_until(lambda: "is considered lost." in chief.output(), "its loss")
             chief.wait_for_step(read_metrics(tmp_path)[-1]["step"] + 60)
-            before = steps_of_worker_1()
-        chief.wait_until(lambda: steps_of_worker_1() > before + 20, "steps of worker 1, again")
+        wait_for_steps_of_worker_1(chief, 20)
         tasks["ps 0"].send(signal.SIGTERM)
         runs = tasks.wait(75)
     result = runs["chief 0"].result
@@ -146,14 +156,8 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
     flags = (*flags, "--config.eval_every_steps=150")
     times = ("--stall_timeout_secs=20", "--chief_timeout_secs=100")
 
-    def last_report() -> dict[str, Any]:
-        return [line for line in read_metrics(tmp_path) if line["split"] == "train"][-1]
-
     def last_step() -> int:
-        return int(last_report()["step"])
-
-    def steps_of_worker_1() -> int:
-        return int(last_report()["worker_steps"]["worker 1"])
+        return int(last_report(tmp_path)["step"])
 
     cluster = Cluster(jobs, Task("chief", 0))
     with by_hand(cluster, tmp_path, *flags, *times, under=commands) as tasks:
@@ -167,8 +171,7 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
             chief.wait_until(lambda: chief.warned(is_lost) == 2, "its loss")
             chief.wait_for_step(max(150, last_step()) + 60)
             assert any(line["split"] == "eval" for line in read_metrics(tmp_path))
-        before = steps_of_worker_1()
-        chief.wait_until(lambda: steps_of_worker_1() > before + 20, "steps of worker 1, again")
+        wait_for_steps_of_worker_1(chief, 20)
 
         # Only one pair: the chief reaches both.
         worker = tasks["worker 1"]
@@ -180,8 +183,7 @@ def test_worker_whose_packets_are_dropped_is_left_out_until_it_is_back(
             chief.wait_until(lambda: bool(chief.warned(pair)), "the pair")
             chief.wait_for_step(last_step() + 60)
         tasks.start(Task("worker", 1), flags=("--chief_timeout_secs=10",))
-        before = steps_of_worker_1()
-        chief.wait_until(lambda: steps_of_worker_1() > before + 20, "steps of worker 1, restarted")
+        wait_for_steps_of_worker_1(chief, 20)
 
         # The run ends without the worker, which ends by itself.
         with silent(lost, first, ps, other):
@@ -198,37 +200,23 @@ def test_backup_worker_takes_over_at_once_when_packets_of_a_worker_are_dropped(
     digits: Path, tmp_path: Path
 ) -> None:
     """Steps go on before the worker is considered lost; its sub-batches are handed out again."""
-    with hosts(5) as places:
-        first, ps, *others = places
-        jobs = {
-            "chief": {0: f"{first.address}:2222"},
-            "ps": {0: f"{ps.address}:2222"},
-            "worker": {i: f"{host.address}:2222" for i, host in enumerate(others)},
-        }
-        commands = {Task("worker", i): host.command for i, host in enumerate(others)}
-        commands |= {Task("chief", 0): first.command, Task("ps", 0): ps.command}
+    with hosts(4) as places:
+        cluster, commands = ps_and_workers_on(places)
         mode = ("--sync_replicas", "--replicas_to_aggregate=2", "--stall_timeout_secs=40")
         flags = (*SLOW, *mode, f"--data_dir={digits}", "--config.train_steps=100000")
 
-        def last_report() -> dict[str, Any]:
-            return [line for line in read_metrics(tmp_path) if line["split"] == "train"][-1]
-
-        def steps_of_worker_1() -> int:
-            return int(last_report()["worker_steps"]["worker 1"])
-
-        with by_hand(Cluster(jobs, Task("chief", 0)), tmp_path, *flags, under=commands) as tasks:
+        with by_hand(cluster, tmp_path, *flags, under=commands) as tasks:
             tasks.start_all()
             chief = tasks["chief 0"]
             chief.wait_for_step(100)
-            lost = others[1]
-            with dropped(*((lost, host) for host in (first, ps, others[0], others[2]))):
-                chief.wait_for_step(last_report()["step"] + 60)
+            lost = places[2]
+            with dropped(*((lost, host) for host in places if host is not lost)):
+                chief.wait_for_step(last_report(tmp_path)["step"] + 60)
                 silence = f"worker 1 ({lost.address}:2222) has not answered for"
                 assert chief.warned(silence) < 2, "steps stopped until the worker was given up"
                 chief.wait_until(lambda: chief.warned(silence) == 2, "its loss")
-                chief.wait_for_step(last_report()["step"] + 60)
-            before = steps_of_worker_1()
-            chief.wait_until(lambda: steps_of_worker_1() > before + 5, "steps of worker 1, again")
+                chief.wait_for_step(last_report(tmp_path)["step"] + 60)
+            wait_for_steps_of_worker_1(chief, 5)
             chief.send(signal.SIGTERM)
             result = tasks.wait(75)["chief 0"].result
         assert result["why"] == "asked to stop"

@@ -1,7 +1,8 @@
 """Replicas for unit tests, on logical CPUs."""
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -31,3 +32,27 @@ def update_of(learner: Learner) -> Callable[[Batch], tf.Tensor]:
         return metrics
 
     return update
+
+
+def steps_on(learner: Learner, num: int, batches: Sequence[Batch]) -> Iterator[int]:
+    """Trains on one or two replicas; yields the step counter after each batch.
+
+    Of two replicas the first one gets 5 examples of each batch.
+    """
+    strategy = replicas(num)
+    update = tf.function(
+        lambda batch: strategy.run(update_of(learner), args=(batch,)), reduce_retracing=True
+    )
+    for batch in batches:
+        size = len(tf.nest.flatten(batch)[0])
+        ends = [0, 5, size] if num == 2 else [0, size]
+        parts = [
+            tf.nest.map_structure(lambda t, a=a, b=b: tf.constant(t[a:b]), batch)
+            for a, b in itertools.pairwise(ends)
+        ]
+        update(
+            strategy.experimental_distribute_values_from_function(
+                lambda context, parts=parts: parts[context.replica_id_in_sync_group]
+            )
+        )
+        yield int(learner.step.numpy())

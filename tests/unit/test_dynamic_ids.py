@@ -1,6 +1,5 @@
 """Tables of dynamic ids: equal rows with any number of parts and replicas, in any order of ids."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from strategies.base import Position
 from strategies.metrics import add_metrics
 from strategies.ps.placement import dry_run, place
 from strategies.tables import split_into
-from tests.unit.replicas import replicas, update_of
+from tests.unit.replicas import replicas, steps_on, update_of
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.embeddings import Adagrad, ShardedEmbedding
 from trainer.embeddings.dynamic import DynamicTable
@@ -77,22 +76,7 @@ def make_model(optimizer: TableOptimizer | str = "sgd", **options: Any) -> keras
 def train(
     learner: Learner, replica: int = 1, batches: Sequence[Any] = BATCHES, *, evict_every: int = 1
 ) -> None:
-    strategy = replicas(replica)
-    update = tf.function(
-        lambda batch: strategy.run(update_of(learner), args=(batch,)), reduce_retracing=True
-    )
-    for batch in batches:
-        ends = [0, 5, BATCH] if replica == 2 else [0, BATCH]
-        slices = [
-            tf.nest.map_structure(lambda t, a=a, b=b: tf.constant(t[a:b]), batch)
-            for a, b in itertools.pairwise(ends)
-        ]
-        update(
-            strategy.experimental_distribute_values_from_function(
-                lambda context, slices=slices: slices[context.replica_id_in_sync_group]
-            )
-        )
-        step = int(learner.step.numpy())
+    for step in steps_on(learner, replica, batches):
         if step % evict_every == 0:
             table_of(learner).evict(step)
 

@@ -1,7 +1,6 @@
 """ShardedEmbedding: the same rows with any number of parts and replicas, and as Keras computes."""
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import tensorflow as tf
 from strategies.base import Position
 from strategies.ps.placement import dry_run, place
 from strategies.tables import split_into
-from tests.unit.replicas import replicas, update_of
+from tests.unit.replicas import replicas, steps_on
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.embeddings import (
     FTRL,
@@ -61,21 +60,8 @@ def make_learner(
 
 
 def train(learner: Learner, replica: int = 1) -> None:
-    strategy = replicas(replica)
-    update = tf.function(
-        lambda batch: strategy.run(update_of(learner), args=(batch,)), reduce_retracing=True
-    )
-    for batch in BATCHES:
-        ends = [0, 5, BATCH] if replica == 2 else [0, BATCH]
-        slices = [
-            tf.nest.map_structure(lambda t, a=a, b=b: tf.constant(t[a:b]), batch)
-            for a, b in itertools.pairwise(ends)
-        ]
-        update(
-            strategy.experimental_distribute_values_from_function(
-                lambda context, slices=slices: slices[context.replica_id_in_sync_group]
-            )
-        )
+    for _ in steps_on(learner, replica, BATCHES):
+        pass
 
 
 def weights_of(learner: Learner) -> list[npt.NDArray[Any]]:

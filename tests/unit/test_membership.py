@@ -242,20 +242,20 @@ def test_launcher_outside_the_group_starts_no_task_and_ends_when_the_run_is_done
     assert newest_generation(tmp_path) == 1
 
 
+def end_when_the_task_runs(model_dir: Path) -> None:
+    """Writes as the launcher of host 0, which ends with 0 when the task of host 1 runs."""
+    other, beat = Membership(model_dir, HOSTS, 0), 0
+    while not (model_dir / "runs").exists():
+        other.write(HostRecord("start", beat := beat + 1, frozenset()))
+        time.sleep(0.05)
+    other.write(HostRecord("start", beat + 1, frozenset(), ended=0))
+
+
 def test_task_that_waits_for_others_ends_when_the_run_is_done(
     tmp_path: Path, run_host: Callable[..., LaunchReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.local.elastic._DONE_SECS", 0.1)
-    other = Membership(tmp_path, HOSTS, 0)
-
-    def end_when_the_task_runs() -> None:
-        beat = 0
-        while not (tmp_path / "runs").exists():
-            other.write(HostRecord("start", beat := beat + 1, frozenset()))
-            time.sleep(0.05)
-        other.write(HostRecord("start", beat + 1, frozenset(), ended=0))
-
-    thread = threading.Thread(target=end_when_the_task_runs)
+    thread = threading.Thread(target=end_when_the_task_runs, args=[tmp_path])
     thread.start()
     report = run_host("(model_dir / 'runs').touch(); time.sleep(60)", rejoin_secs=100.0)
     thread.join()
@@ -291,16 +291,7 @@ def test_only_task_of_a_group_has_lost_no_other_when_it_ends_with_75(
 def test_task_that_dies_when_the_run_is_done_is_not_restarted(
     tmp_path: Path, run_host: Callable[..., LaunchReport], end: str
 ) -> None:
-    other = Membership(tmp_path, HOSTS, 0)
-
-    def end_when_the_task_runs() -> None:
-        beat = 0
-        while not (tmp_path / "runs").exists():
-            other.write(HostRecord("start", beat := beat + 1, frozenset()))
-            time.sleep(0.05)
-        other.write(HostRecord("start", beat + 1, frozenset(), ended=0))
-
-    thread = threading.Thread(target=end_when_the_task_runs)
+    thread = threading.Thread(target=end_when_the_task_runs, args=[tmp_path])
     thread.start()
     body = f"""
     (model_dir / "runs").touch()

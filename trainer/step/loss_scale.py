@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from strategies.base import read_now, value_of
+from strategies.base import read_now
 from trainer.step.gradients import Gradient
 from trainer.step.optimizers import OptimizerError
 from trainer.step.options import LossScaleConfig
@@ -77,16 +77,16 @@ class LossScale:
     @property
     def num_skipped(self) -> int:
         """Steps with a gradient that overflowed, in the whole run."""
-        return int(value_of(self._skipped))
+        return int(self._skipped.numpy())
 
     @property
     def is_at_minimum(self) -> bool:
         """True if the scale cannot be lowered."""
-        return float(value_of(self._scale)) <= _MINIMUM
+        return float(self._scale.numpy()) <= _MINIMUM
 
     def report(self) -> Mapping[str, float | int]:
         """Returns the values for a training report."""
-        return {"loss_scale": float(value_of(self._scale)), "skipped_steps": self.num_skipped}
+        return {"loss_scale": float(self._scale.numpy()), "skipped_steps": self.num_skipped}
 
 
 def computes_in_float16(model: keras.Model) -> bool:
