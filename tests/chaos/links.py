@@ -9,6 +9,7 @@ the host the others must continue within --rejoin_secs + 10 s. The weights must 
 undisturbed run to 1e-5. Ends with 0 if all of this holds.
 """
 
+import argparse
 import contextlib
 import signal
 import sys
@@ -112,6 +113,9 @@ def check(cut: Cut, seen: Seen) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     if why_not := reason_why_not():
         sys.exit(f"error: Hosts cannot be made here: {why_not}")
     print("| dropped packets of host 0 | packets | s to the next step | hosts then | difference |")
