@@ -180,7 +180,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         time of such a call counts as the graph's.
         """
         if self.pace.secs_per_step() is None:
-            return super()._steps_of_call(num_steps)
+            return 2 * self.num_replicas  # Each worker uses its graph for the first time.
         size = self._closure_size(num_steps)
         if size not in self._train_unrolled or size in self._tried_sizes:
             return num_steps

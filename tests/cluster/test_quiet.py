@@ -1,4 +1,4 @@
-"""No command prints TensorFlow's start-up lines."""
+"""No command prints TensorFlow's start-up lines, nor its advice while graphs are traced."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from tests.unit.test_quiet import noise_in, run
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "multiworker"])
+@pytest.mark.parametrize("strategy", ["mirrored", "multiworker", "ps"])
 def test_training_and_its_commands_are_quiet(strategy: str, tmp_path: Path) -> None:
     data_dir, model_dir = tmp_path / "digits", tmp_path / "run"
     flags = (f"--strategy={strategy}", f"--data_dir={data_dir}", f"--model_dir={model_dir}")
@@ -15,10 +15,12 @@ def test_training_and_its_commands_are_quiet(strategy: str, tmp_path: Path) -> N
         ("data.prepare", "digits", f"--data_dir={data_dir}"),
         ("data.inspect", f"--data_dir={data_dir}"),
         ("trainer", *flags, "--check"),
-        ("trainer", *flags, "--train_steps=5"),
+        # With all graphs of asynchronous ps.
+        ("trainer", *flags, "--train_steps=100", "--num_threads=1"),
         ("trainer.predict", f"--model_dir={model_dir}", "--num_examples=1"),
     )
     printed = "".join(run("-m", *command) for command in commands)
     logs = "".join(path.read_text() for path in model_dir.glob("tasks/*.log"))
-    assert (strategy == "multiworker") == bool(logs)
+    assert (strategy != "mirrored") == bool(logs)
     assert noise_in(printed + logs) == []
+    assert [line for line in (printed + logs).splitlines() if line.startswith("WARNING")] == []

@@ -10,7 +10,8 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.base import PeerLostError
+from strategies.base import Pace, PeerLostError
+from strategies.ps.asynchronous import AsynchronousExecutor
 from strategies.ps.closures import (
     Closure,
     closure_size,
@@ -179,3 +180,17 @@ def test_unpacked_inverts_packed() -> None:
     assert worker == 7
     assert found_ages.dtype == np.int64
     assert found_ages.tolist() == [0, -1, 2**40]
+
+
+def test_first_call_of_asynchronous_workers_has_tickets_for_all_of_them() -> None:
+    """Otherwise the time in which the last one gets its graph counts as the time of a step."""
+
+    class Alone(AsynchronousExecutor):
+        def __init__(self) -> None:
+            self.pace = Pace()
+
+        @property
+        def num_replicas(self) -> int:
+            return 3
+
+    assert Alone()._steps_of_call(100) == 6
