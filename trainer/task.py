@@ -27,7 +27,7 @@ import tensorflow as tf
 from data.system.cores import num_cores
 from data.system.errors import TrainerError
 from data.system.files import absolute as absolute_path
-from data.system.files import exists, is_s3, is_url
+from data.system.files import exists, is_s3, is_url, shown
 from data.system.stopwatch import SERVING
 from strategies.base import DataFaultError, Executor, PeerLostError, Position
 from strategies.cluster.connections import limit_silence
@@ -209,7 +209,7 @@ def _write_placement_to_file(spec: TaskSpec) -> None:
     with open(path, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
     if spec.is_chief and not spec.is_quiet:
-        print(f"the device of each op: {path}")
+        print(f"the device of each op: {shown(path)}")
 
 
 def _copy_data(spec: TaskSpec) -> None:
@@ -466,7 +466,7 @@ def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: in
     console.say(
         f"{spec.recipe.path}: {parts.learner.model.count_params():,} parameters, "
         f"{type(parts.learner.optimizer).__name__}; the whole config is in "
-        f"{RunFiles(spec.model_dir).config}"
+        f"{shown(RunFiles(spec.model_dir).config)}"
     )
     if inputs.note:
         console.say(inputs.note)
@@ -595,7 +595,7 @@ def _record_end(
         measured = "  ".join(f"{name} {value:.4f}" for name, value in result["eval"].items())
         line = f"{result['why']}: step {step:,}  {measured}  {result['seconds']:.1f} s"
         console.say(line, important=True)
-        console.say(RunFiles(spec.model_dir).result)
+        console.say(shown(RunFiles(spec.model_dir).result))
     for failure in failures:
         log.error("%s. Restart when the cause is removed, to resume from what was saved.", failure)
     # Only the chief writes, so only the chief can fail to; the other tasks end like the chief.

@@ -51,6 +51,17 @@ def absolute(path: str) -> str:
     return path.rstrip("/") if is_url(path) else os.path.abspath(path)
 
 
+def shown(path: str) -> str:
+    """`path` for people: relative to the working directory if it is below it."""
+    if is_url(path):
+        return path
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # The working directory was deleted.
+        return path
+    return path if relative.startswith(os.pardir) else relative
+
+
 def parent(path: str) -> str:
     """The directory of a file or directory; "" for the current directory."""
     return path.rpartition("/")[0] if is_url(path) else os.path.dirname(path)

@@ -9,7 +9,7 @@ import pytest
 from data import features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
-from data.system.files import DataError
+from data.system.files import DataError, shown
 from tests.unit.test_prepare import run
 from tests.unit.test_sources import (
     images_of,
@@ -156,3 +156,19 @@ def test_archive_of_cifar_is_answered_with_the_command_that_unpacks_it(tmp_path:
         pass
     with pytest.raises(DataError, match=r"tar -xf .*cifar\.tar\.gz"):
         prepare("cifar10", str(tmp_path / "out"), str(tmp_path / "cifar.tar.gz"))
+
+
+def test_paths_below_the_working_directory_are_shown_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shown(str(tmp_path / "runs" / "a")) == "runs/a"
+    assert shown("runs/a") == "runs/a"
+    outside = str(tmp_path.parent / "b")
+    assert shown(outside) == outside
+    assert shown("s3://bucket/a") == "s3://bucket/a"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert shown(outside) == outside

@@ -167,7 +167,7 @@ def test_reports_are_read_once_and_each_of_their_columns_once(
     monkeypatch.setattr(run_files, "open_file", opening)
     run = RunSeries(str(first))
     run.reports = [CountedReport(report) for report in run.reports]
-    text = render([run], {run.model_dir: "no"})
+    text = render([run], {run.model_dir: lambda: "no"})
     assert opened.count("metrics.jsonl") == 1
     counts = Counter(columns)
     assert counts["eval", "accuracy"] == 30
@@ -221,7 +221,7 @@ def test_page_of_a_long_run_is_small_and_complete_and_made_without_tensorflow(
 
 def test_time_of_each_task_adds_up_in_the_table(tmp_path: Path) -> None:
     run = RunSeries(str(write_run(tmp_path / "run", num_steps=2000, every_steps=10)))
-    text = render([run], {run.model_dir: "no"})
+    text = render([run], {run.model_dir: lambda: "no"})
     rows = re.findall(r"<tr><td>(?:chief|worker|ps)-\d.*?</tr>", text, re.DOTALL)
     assert len(rows) == 8
     for row in rows:
@@ -264,6 +264,18 @@ def test_missing_config_file_is_said_in_the_page(tmp_path: Path) -> None:
     assert found
     assert "gone.py" in found[1]
     assert "<b>" not in found[1]
+
+
+def test_process_that_runs_the_model_may_die(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=200, every_steps=10)
+    (tmp_path / "kills.py").write_text("import os\nos._exit(1)\n")
+    document = json.loads((run / "config.json").read_text())
+    document["recipe"] = str(tmp_path / "kills.py")
+    (run / "config.json").write_text(json.dumps(document))
+    report(str(run))
+    assert (
+        "Not shown: the process that ran the model was killed" in (run / "report.html").read_text()
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
+from data.system.files import shown
 from trainer.live.status import DEAD, RESTARTING, TRAINING, Status, TaskStatus, is_warning
 from trainer.run_files import clock
 
@@ -74,9 +75,7 @@ def _title(status: Status, width: int) -> Text:
         name = os.path.basename(str(config.get("recipe", "")))
         batch = config["config"].get("batch_size", 0)
         line.append(f"{name}  {config.get('strategy', '')}  batch {batch:,}", "bold")
-    run = os.path.relpath(status.model_dir) if os.path.isabs(status.model_dir) else status.model_dir
-    run = min(run, status.model_dir, key=len)
-    line.append(f"{'  ' if line else ''}{run}", "dim" if line else "bold")
+    line.append(f"{'  ' if line else ''}{shown(status.model_dir)}", "dim" if line else "bold")
     return line
 
 

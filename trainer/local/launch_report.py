@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.system.files import is_s3, is_url
+from data.system.files import is_s3, is_url, shown
 from strategies.cluster.tf_config import Task
 from trainer.checkpoints.report_upload import local_dir
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
@@ -97,7 +97,7 @@ def write_restart(restart: Restart, logs: TaskLogs) -> None:
 def print_summary(report: LaunchReport, logs: TaskLogs) -> None:
     """Prints the restarts and the failure that ended the run, if any, to standard error."""
     if (num_before := len(report.restarts) - _NUM_SHOWN_RESTARTS) > 0:
-        say(f"{num_before} earlier restarts are in {logs.directory / RESTARTS}")
+        say(f"{num_before} earlier restarts are in {shown(str(logs.directory / RESTARTS))}")
     for restart in report.restarts[-_NUM_SHOWN_RESTARTS:]:
         cause, tasks = restart.cause, restart.tasks
         has_servers = cause.task.job in ("chief", "ps")  # Which were not restarted.
@@ -112,5 +112,5 @@ def print_summary(report: LaunchReport, logs: TaskLogs) -> None:
             say(f"[{first.task}] {line.rstrip()}")
     say(
         f"{first.task} failed after {first.seconds:.1f} s: {first.failure}. "
-        f"Its log: {logs.path(first.task)}"
+        f"Its log: {shown(str(logs.path(first.task)))}"
     )

@@ -7,17 +7,17 @@ Curves over steps and over time, where the time of each task went, what each wor
 data accounting, predictions, and the differences of configs and versions.
 """
 
-import os
+import contextlib
 from collections.abc import Sequence
 
 from absl import flags
 
-from data.system.files import DataError, is_url, join, replace_file
-from trainer.cli.tools import prepare_tensorflow, run_tool
+from data.system.files import join, replace_file, shown
+from trainer.cli.tools import require_run, run_tool
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
-from trainer.report.examples import Classified, classified
-from trainer.report.page import explained, render
+from trainer.report.examples import Pending, classifying
+from trainer.report.page import render
 from trainer.report.series import RunSeries
 
 _NAME = "report.html"
@@ -29,32 +29,26 @@ def write_report(model_dirs: Sequence[str], output: str, *, with_examples: bool)
     Raises ConfigError if one of them is no run or `output` cannot be written, RunFileError if a
     file is damaged.
     """
-    runs = [RunSeries(model_dir) for model_dir in model_dirs]
-    classifiers: dict[str, Classified | str] = {}
     for model_dir in model_dirs:
-        classifiers[model_dir] = (
-            _classified(model_dir) if with_examples else "--no_examples was given"
-        )
+        require_run(model_dir)
+    with contextlib.ExitStack() as stack:
+        # TensorFlow is imported, and the models run, while this process reads and draws the rest.
+        find = stack.enter_context(classifying()) if with_examples else _not_asked_for
+        classifiers = {model_dir: find(model_dir) for model_dir in model_dirs}
+        text = render([RunSeries(model_dir) for model_dir in model_dirs], classifiers)
     path = output or join(model_dirs[0], _NAME)
     try:
-        replace_file(path, render(runs, classifiers).encode())
+        replace_file(path, text.encode())
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error}. Give a file that can be written: "
             f"--output={_NAME}, for example."
         ) from None
-    return path if is_url(path) else os.path.relpath(path)
+    return shown(path)
 
 
-def _classified(model_dir: str) -> Classified | str:
-    """The predictions of a run; a page without them says why."""
-    prepare_tensorflow()
-    from trainer.checkpoints.checkpointer import ModelDirError
-
-    try:
-        return classified(model_dir)
-    except (ConfigError, DataError, ModelDirError) as error:
-        return explained(error)
+def _not_asked_for(model_dir: str) -> Pending:
+    return lambda: "--no_examples was given"
 
 
 def define_flags() -> None:

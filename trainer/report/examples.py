@@ -1,6 +1,10 @@
 """A classifier on its evaluation split: the confusion matrix, and the worst examples.
 
     found = classified("runs/a")        # restores the newest checkpoint, and runs the model
+    with classifying() as find:         # the same in another process
+        pending = find("runs/a")
+        ...
+        found = pending()
 
 The worst examples are those whose label got the least probability. Outputs that are not
 probabilities are taken as logits. The weights are those of the evaluation: averages, if the run has
@@ -8,11 +12,21 @@ them.
 """
 
 import base64
+import contextlib
+import html
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from data.system.errors import TrainerError
+from trainer.cli.tools import prepare_tensorflow
 from trainer.config import ConfigError
 from trainer.evaluate import restore
+from trainer.tf_setup import configure_logging
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,6 +66,44 @@ class Classified:
     def accuracy(self) -> float:
         """The part of the examples whose class was predicted."""
         return sum(row[i] for i, row in enumerate(self.confusion)) / max(1, self.num_examples)
+
+
+# Waits for the predictions of a run, or for the reason why there are none.
+Pending: TypeAlias = Callable[[], Classified | str]
+
+
+@contextlib.contextmanager
+def classifying() -> Iterator[Callable[[str], Pending]]:
+    """A function that begins `classified` for a run in another process; runs one after another."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_begin_process) as pool:
+
+        def find(model_dir: str) -> Pending:
+            future = pool.submit(_classified_or_reason, model_dir)
+
+            def found() -> Classified | str:
+                try:
+                    return future.result()
+                except BrokenProcessPool:  # For example, the memory was not enough.
+                    return "the process that ran the model was killed"
+
+            return found
+
+        yield find
+
+
+def _begin_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the other process says what happened.
+    configure_logging()
+    prepare_tensorflow()
+
+
+def _classified_or_reason(model_dir: str) -> Classified | str:
+    try:
+        return classified(model_dir)
+    except TrainerError as error:
+        # The page escapes it again.
+        return html.unescape(str(error).splitlines()[0] if str(error) else type(error).__name__)
 
 
 def classified(model_dir: str) -> Classified:

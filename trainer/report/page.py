@@ -1,11 +1,11 @@
 """The page of one run or several: what it shows, put into the template page.html.
 
-    text = render([RunSeries("runs/a"), RunSeries("runs/b")], classifiers)
+    with classifying() as find:
+        text = render([RunSeries("runs/a")], {"runs/a": find("runs/a")})
 
 The page is one file. It has no script and loads nothing.
 """
 
-import html
 import importlib.resources
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple  # Any: JSON values.
@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from data.system.stopwatch import CAUSES
 from trainer.report.drawing import Curve, bars, cause_class, plot, strip
-from trainer.report.examples import Classified
+from trainer.report.examples import Classified, Pending
 from trainer.report.goodput import TaskTime
 from trainer.report.series import RunSeries
 from trainer.run_files import clock
@@ -65,8 +65,8 @@ class _RunPage(NamedTuple):
     no_classifier: str  # Why there is none.
 
 
-def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Classified | str]) -> str:
-    """The page as HTML. `classifiers`: by run, what its model predicts, or why that is missing."""
+def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Pending]) -> str:
+    """The page as HTML. `classifiers`: by run, what its model predicts; they are called last."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     source = importlib.resources.files("trainer.report").joinpath("page.html").read_text()
     documents = [run.summary for run in runs]
@@ -114,15 +114,17 @@ def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> _Pl
     return _Plot(title, plot(title, curves, is_time=is_time, may_be_log=may_be_log))
 
 
-def _run_page(run: RunSeries, classifier: Classified | str) -> _RunPage:
-    restarts = run.restarts()
+def _run_page(run: RunSeries, pending: Pending) -> _RunPage:
+    restarts, rows = run.restarts(), [_row(task, run) for task in run.tasks]
+    plots, worker_rows = _worker_plots(run), _worker_rows(run)
+    classifier = pending()
     found = None if isinstance(classifier, str) else classifier
     return _RunPage(
         run,
-        [_row(task, run) for task in run.tasks],
+        rows,
         run.workers,
-        _worker_plots(run),
-        _worker_rows(run),
+        plots,
+        worker_rows,
         restarts[-_MOST_RESTARTS:],
         len(restarts),
         found,
@@ -197,8 +199,3 @@ def _confusion(counts: Sequence[Sequence[int]]) -> _Confusion:
         for i in classes
     ]
     return _Confusion(classes, rows, accuracies, is_cut)
-
-
-def explained(error: Exception) -> str:
-    """Why a section is missing, as one line."""
-    return html.unescape(str(error).splitlines()[0] if str(error) else type(error).__name__)
