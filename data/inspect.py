@@ -33,6 +33,7 @@ from data.prepare.sources.rewrite import metadata_files, name_in
 from data.system import files
 from data.system.files import DataError
 from data.system.flags import parse_flags
+from data.system.pipes import ends_with_reader
 from data.system.quiet import quiet_tensorflow
 from data.tfrecord import damage
 from data.tfrecord import framing as frames
@@ -254,6 +255,8 @@ def _main(argv: Sequence[str]) -> int:
     quiet_tensorflow()
     try:
         return _run(argv[1:])
+    except BrokenPipeError:  # ends_with_reader explains it.
+        raise
     except (DataError, OSError) as error:
         print(f"data.inspect: {error}", file=sys.stderr)
         return 2
@@ -301,4 +304,5 @@ if __name__ == "__main__":
     flags.DEFINE_string("grid", None, "PNG file to write, with the first images.")
     flags.DEFINE_boolean("verify", False, "Read every byte, and name what is damaged.")
     flags.DEFINE_string("repair", None, "New directory for a copy of the readable records.")
-    app.run(_main, flags_parser=parse_flags("data.inspect"))
+    with ends_with_reader():
+        app.run(_main, flags_parser=parse_flags("data.inspect"))

@@ -23,6 +23,7 @@ from absl import app
 
 from data.system.errors import TrainerError
 from data.system.object_store import UnavailableError
+from data.system.pipes import EXIT_WITHOUT_READER, ends_with_reader, is_reader_gone
 from trainer.cli import flags
 from trainer.exit_codes import EXIT_BUG, end_at_once
 
@@ -81,6 +82,8 @@ def _remove_generated_files() -> None:
 
 def _explain(error: Exception) -> int:
     """Prints one message for an error that a user can cause, a traceback for a bug."""
+    if isinstance(error, BrokenPipeError) and is_reader_gone():
+        return EXIT_WITHOUT_READER
     if not isinstance(error, TrainerError):
         traceback.print_exception(error)
         return EXIT_BUG
@@ -102,7 +105,8 @@ def run_from_command_line(command: Command | None = None) -> NoReturn:
     # Until the launcher or the task installs its own handlers there is no state to save.
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, end_at_once)
-    app.run(functools.partial(_main, command), flags_parser=flags.parse)
+    with ends_with_reader():  # The help, for example.
+        app.run(functools.partial(_main, command), flags_parser=flags.parse)
     raise AssertionError("app.run returned")
 
 

@@ -38,6 +38,7 @@ from data.prepare.sources.clicks import EXAMPLES, SCALE
 from data.prepare.sources.text import LENGTH
 from data.system.files import DataError
 from data.system.flags import parse_flags
+from data.system.pipes import ends_with_reader
 from data.system.quiet import quiet_tensorflow
 
 _SOURCE = flags.DEFINE_string("source", None, "Directory or file to read.")
@@ -130,4 +131,5 @@ def _main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(_main, flags_parser=parse_flags("data.prepare", {"out": "data_dir"}))
+    with ends_with_reader():
+        app.run(_main, flags_parser=parse_flags("data.prepare", {"out": "data_dir"}))

@@ -17,6 +17,7 @@ from absl import app
 from data.system.errors import TrainerError
 from data.system.files import exists, is_dir
 from data.system.flags import parse_flags
+from data.system.pipes import ends_with_reader
 from trainer.run_files import RunFiles
 from trainer.step.options import ConfigError
 from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
@@ -25,7 +26,8 @@ from trainer.tf_setup import configure_logging, import_tensorflow, set_environme
 def run_tool(main: Callable[[Sequence[str]], int], define_flags: Callable[[], None]) -> NoReturn:
     """Runs `main` as a command. It may import TensorFlow by `prepare_tensorflow`."""
     define_flags()
-    app.run(functools.partial(_main, main), flags_parser=parse_flags("error"))
+    with ends_with_reader():
+        app.run(functools.partial(_main, main), flags_parser=parse_flags("error"))
     raise AssertionError("app.run returned")
 
 

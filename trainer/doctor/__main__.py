@@ -19,6 +19,7 @@ from typing import NoReturn
 import absl.flags
 from absl import app
 
+from data.system.pipes import ends_with_reader
 from strategies.cluster.peers import check_own_address
 from strategies.cluster.tf_config import Cluster, ClusterError, local_cluster
 from trainer.cli import flag_checks, flags
@@ -179,4 +180,5 @@ def _local_cluster() -> Cluster:
 
 if __name__ == "__main__":
     define_flags()
-    app.run(_main, flags_parser=flags.parse)
+    with ends_with_reader():
+        app.run(_main, flags_parser=flags.parse)
