@@ -26,9 +26,10 @@ from data.disk_reader import DiskReader
 from data.features import ExampleParse, default_parse, read_features
 from data.order import Order
 from data.reader import Parse, Reader
-from data.system.files import SKIP, DataError, exists, is_s3
+from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
 from data.tfrecord.copied_split import complete_copies, with_copies
 from data.tfrecord.damage import open_split
+from data.tfrecord.shard_names import prepare_again
 from data.tfrecord.split import Split, changed_files, verify
 from strategies.base import Batch
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
@@ -246,6 +247,7 @@ def _prepare_if_missing(config: Config, *, may_download: bool = False) -> None:
     if config.data_dir or exists(directory):
         return
     if config.dataset not in _WITHOUT_DOWNLOAD and not may_download:
+        _check_spelling(config.dataset, directory)
         return
     from data.prepare.preparing import prepare  # It imports tensorflow_datasets.
 
@@ -256,6 +258,19 @@ def _prepare_if_missing(config: Config, *, may_download: bool = False) -> None:
             f"The data cannot be prepared in {directory}: {error}. Make room there, or give a "
             "directory that can be written with --data_dir, and prepare it with data.prepare."
         ) from error
+
+
+def _check_spelling(dataset: str, directory: str) -> None:
+    """Raises DataError if the name of the missing `dataset` is probably mistyped."""
+    from data.prepare.catalog import nearest
+
+    of_all = parent(directory)
+    prepared = names_in(of_all) if exists(of_all) else []
+    if near := nearest(dataset, prepared):
+        raise DataError(
+            f"There is no directory {directory}. Did you mean --config.dataset={near}? Otherwise "
+            f"write the data there: {prepare_again(directory)}"
+        )
 
 
 def input_specs(inputs: Inputs, recipe: Recipe) -> Batch:

@@ -9,7 +9,7 @@ Each source is one file in `sources/`.
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from data.prepare.sources import (
@@ -122,6 +122,12 @@ def files_read(name: str) -> tuple[str, ...]:
     return (_KINDS[kind] if colon else _NAMES.get(name, _IDX)).reads
 
 
+def nearest(name: str, others: Sequence[str] = ()) -> str:
+    """The known name, or one of `others`, that was probably meant; empty if `name` is known."""
+    near = [] if name in _NAMES else difflib.get_close_matches(name, [*others, *_NAMES], n=1)
+    return near[0] if near else ""
+
+
 def open_source(name: str, path: str | None, options: Options) -> Source:
     """The source of data set `name`, which is made from `path`. No example is read yet.
 
@@ -131,8 +137,8 @@ def open_source(name: str, path: str | None, options: Options) -> Source:
     check(name, options)
     kind, colon, following = name.partition(":")
     if not colon and path is None and name not in _NAMES:
-        near = difflib.get_close_matches(name, _NAMES, n=1)
-        meant = f" Did you mean {near[0]}?" if near else ""
+        near = nearest(name)
+        meant = f" Did you mean {near}?" if near else ""
         raise DataError(
             f"There is no data set {name!r}.{meant} Known: {_KNOWN}. If you have it as IDX files: "
             f"python -m data.prepare {name} --source=DIR"

@@ -158,7 +158,7 @@ def faults_of(topology: Topology, number: int) -> tuple[list[Fault], int]:
         [("kill", LAUNCHER), ("stop", tasks[len(tasks) // 2]), ("interrupt", LAUNCHER)],
     )
     # An asynchronous run continues while one of its workers starts again.
-    every_steps = _NUM_CALLS * (50 if topology == ASYNC else 5)
+    every_steps = _NUM_CALLS * (20 if topology == ASYNC else 5)
     faults = [
         Fault(kind, task, every_steps * i, delay_secs=0.3, secs=_STOP_SECS)
         for i, (kind, task) in enumerate(plans[number % len(plans)], 1)

@@ -137,7 +137,9 @@ CASES = {
     "ps without ps tasks": Case(
         "--strategy=ps", ('"ps"', "--strategy=multiworker"), tf_config=cluster_of(WORKERS)
     ),
-    "unknown strategy": Case("--strategy=mirorred", ("mirorred", "mirrored|multiworker|ps")),
+    "unknown strategy": Case(
+        "--strategy=mirorred", ("mirorred", "Did you mean --strategy=mirrored?")
+    ),
     "unknown flag": Case("--modeldir=x", ("--modeldir", "--model_dir")),
     "argument that is no flag": Case("train", ("train",)),
     "unknown config field": Case("--config.batchsize=3", ("batchsize", "--config.batch_size")),

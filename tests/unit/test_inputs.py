@@ -15,7 +15,7 @@ from strategies.base import Tensor
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
-from trainer.inputs import Inputs, check_batches, data_errors_explained, num_steps_of
+from trainer.inputs import Inputs, check_batches, data_errors_explained, num_steps_of, open_inputs
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.optimizers import supported_optimizers
 
@@ -142,3 +142,15 @@ def test_name_of_an_optimizer_chooses_it(name: str) -> None:
     learner = build_learner(make_recipe(config=config))
     assert type(learner.optimizer).__name__.lower() == name.lower()
     assert learner.learning_rate == 0.25
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("minst", "mnist"), ("my_clicsk", "my_clicks")])
+def test_data_set_that_was_meant_is_named(
+    typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "datasets" / "my_clicks").mkdir(parents=True)
+    with pytest.raises(DataError, match=f"Did you mean --config.dataset={meant}"):
+        open_inputs(make_recipe(config=Config(dataset=typed)))
+    with pytest.raises(DataError, match="Write the data there"):  # Known, but not prepared.
+        open_inputs(make_recipe(config=Config(dataset="mnist")))

@@ -47,13 +47,22 @@ def test_flag_or_field_that_was_meant_is_named(name: str, meant: str) -> None:
         ("batch_size=1,000", "a whole number. Received: '1,000'. Type --batch_size=1000."),
         ("batch_size=1.5", "a whole number. Received: '1.5'. Type --batch_size=64, for example."),
         ("rate=1,5", "a number. Received: '1,5'. Type --rate=1.5."),
+        (
+            "mode=b: value should be one of <a|bc|d>",
+            "a, bc or d. Received: 'b'. Did you mean --mode=bc?",
+        ),
+        (
+            "mode=x: value should be one of <a|b>",
+            "a or b. Received: 'x'. Type --mode=a, for example.",
+        ),
         ("export=maybe", "true or false. Received: 'maybe'. Type --export=True, for example."),
     ],
 )
 def test_value_of_a_wrong_type_is_explained(typed: str, answer: str) -> None:
     values = {"batch_size": 64, "rate": 0.1, "export": True}
     name = typed.partition("=")[0]
-    message = wrong_value(f"flag --{typed}: invalid literal: for a number", values)
+    reason = "" if ": value" in typed else ": invalid literal: for a number"
+    message = wrong_value(f"flag --{typed}{reason}", values)
     assert message == f"--{name} must be {answer}"
 
 
@@ -66,6 +75,10 @@ def test_command_explains_values_and_flags_before_tensorflow_is_imported(tmp_pat
     for typed, answer in (
         ("--config.batch_size=1e4", "Type --config.batch_size=10000."),
         ("--learning_rate=1,5", "Type --learning_rate=1.5."),
+        (
+            "--strategy=multi",
+            "mirrored, multiworker or ps. Received: 'multi'. Did you mean --strategy=multiworker?",
+        ),
         ("--log_every_steps=3", "Did you mean --config.log_every_steps?"),
         ("--config=digit", "Did you mean --config=digits.py?"),
     ):

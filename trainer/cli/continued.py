@@ -12,7 +12,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 
-from data.system.files import exists, is_url
+from data.system.files import exists, is_url, shown
 from strategies.cluster.sources.finding import found_by_auto, size_flags
 from strategies.cluster.tf_config import Cluster
 from trainer.config import PYTHON_CONFIG, ConfigError, flatten, flatten_json, load_recipe
@@ -92,7 +92,7 @@ def print_next(exit_code: int, model_dir: str, cluster: Cluster | None = None) -
     """Prints what to type after a run, as its last line. `cluster` is one of several hosts."""
     if not is_url(model_dir) and not exists(RunFiles(model_dir).config):
         return  # Nothing was trained.
-    run = shlex.quote(model_dir)
+    run = shlex.quote(shown(model_dir))
     if exit_code == EXIT_DONE:
         line = f"next: python -m trainer.evaluate {run}   or: tensorboard --logdir={run}"
     elif exit_code != EXIT_RESTART:

@@ -6,12 +6,13 @@ message = wrong_value(str(error), values)
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from trainer.config import Config, flatten
 
 # What absl says: "flag --batch_size=abc: invalid literal for int() with base 10: 'abc'".
 _ILLEGAL = re.compile(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): (?P<reason>.*)", re.DOTALL)
+_CHOICE = re.compile(r"value should be one of <(?P<names>[^>]*)>")
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 
@@ -35,9 +36,13 @@ def wrong_value(message: str, values: Mapping[str, object]) -> str:
     `values` has an example of a right value for each flag.
     """
     matched = _ILLEGAL.fullmatch(message)
-    if matched is None or matched["name"] not in values:
+    if matched is None:
         return message
     name, came = matched["name"], matched["value"]
+    if choice := _CHOICE.fullmatch(matched["reason"]):
+        return _wrong_choice(name, came, choice["names"].split("|"))
+    if name not in values:
+        return message
     example = values[name]
     needed = _NEEDED.get(type(example))
     if needed is None:
@@ -48,6 +53,14 @@ def wrong_value(message: str, values: Mapping[str, object]) -> str:
         f"--{name}={example if meant is None else meant}"
         + (", for example." if meant is None else ".")
     )
+
+
+def _wrong_choice(name: str, came: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(came, names, n=1, cutoff=0.5)
+    near = near or [known for known in names if came and known.startswith(came)]
+    type_this = f"--{name}={(near or names)[0]}"
+    hint = f"Did you mean {type_this}?" if near else f"Type {type_this}, for example."
+    return f"--{name} must be {', '.join(names[:-1])} or {names[-1]}. Received: {came!r}. {hint}"
 
 
 def _meant(came: str, kind: type) -> object:
