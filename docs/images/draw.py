@@ -4,11 +4,13 @@
 
 Each file has its own colours for light and dark screens. The numbers in order.svg come from
 `data.order`, so the image shows the real order of a small data set. overlap.svg is for measured.md,
-and shows what `python -m benchmarks.trace docs/images/overlap.json` has measured.
+and shows what `python -m benchmarks.trace docs/images/overlap.json` has measured; so does
+rounding.svg with benchmarks.rounding and rounding.json.
 """
 
 import html
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -464,7 +466,69 @@ def overlap(words: Words) -> Drawing:
     return drawing
 
 
-IMAGES = {"loop": loop, "order": order, "round": sync_round, "buckets": buckets, "overlap": overlap}
+def rounding(words: Words) -> Drawing:
+    """Differences over steps that benchmarks/rounding.py has measured, in rounding.json."""
+    curves = json.loads((Path(__file__).parent / "rounding.json").read_text(encoding="utf-8"))
+    width, height, left, top, right, bottom = 780, 400, 80, 50, 560, 340
+    drawing = Drawing(words("How rounding grows", "舍入误差的增长"), width, height)
+    drawing.text(
+        left,
+        28,
+        words(
+            "Largest difference of a weight from mirrored with one replica",
+            "与单副本 mirrored 相比，权重的最大差值",
+        ),
+        "bold",
+        "start",
+    )
+    values = [value for curve in curves for _, value in curve["points"] if value > 0]
+    least, most = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    last = max(step for curve in curves for step, _ in curve["points"])
+
+    def at(step: float, exponent: float) -> tuple[float, float]:
+        return (
+            left + (right - left) * step / last,
+            bottom - (bottom - top) * (exponent - least) / (most - least),
+        )
+
+    for exponent in range(least, most + 1):
+        x, y = at(0, exponent)
+        drawing.line(x, y, right, y)
+        drawing.text(left - 8, y + 5, f"1e{exponent}", "soft", "end")
+    for quarter in range(5):
+        x, y = at(last * quarter / 4, least)
+        drawing.text(x, y + 20, f"{last * quarter // 4:,}", "soft")
+    drawing.text((left + right) / 2, bottom + 45, words("steps", "步数"), "soft")
+    kinds = ("a", "b", "c", "d")
+    # Modes whose weights are the same, bit for bit, have the same curve.
+    groups: dict[tuple[float, tuple[tuple[int, float], ...]], list[str]] = {}
+    for curve in curves:
+        points = tuple((step, value) for step, value in curve["points"])
+        groups.setdefault((curve["rate"], points), []).append(curve["mode"])
+    y = top + 14
+    for kind, ((rate, points), modes) in zip(kinds, groups.items(), strict=False):
+        drawing.box(right + 20, y - 11, 12, 12, [], kind)
+        drawing.text(
+            right + 42, y, words("learning rate", "学习率") + f" {rate:g}", "bold", "start"
+        )
+        for row, mode in enumerate(modes, 1):
+            drawing.text(right + 42, y + 20 * row, mode, "", "start")
+        y += 20 * len(modes) + 40
+        for step, value in points:
+            if value > 0:
+                x, y_of_point = at(step, math.log10(value))
+                drawing.box(x - 4, y_of_point - 4, 8, 8, [], kind)
+    return drawing
+
+
+IMAGES = {
+    "loop": loop,
+    "order": order,
+    "round": sync_round,
+    "buckets": buckets,
+    "overlap": overlap,
+    "rounding": rounding,
+}
 
 
 def files() -> dict[str, str]:

@@ -29,7 +29,7 @@ class Flag(NamedTuple):
 def commands() -> list[str]:
     """The modules that are run with flags of absl: `trainer`, `data.prepare`, ..."""
     found = []
-    starts = r"^    (app\.run|run_tool|run_from_command_line)\("
+    starts = r"^ +(app\.run|run_tool|run_from_command_line)\("
     for folder in ("trainer", "data", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             _, is_main, code = path.read_text().partition('if __name__ == "__main__":')
