@@ -265,7 +265,9 @@ def _check_spelling(dataset: str, directory: str) -> None:
     from data.prepare.catalog import nearest
 
     of_all = parent(directory)
-    prepared = names_in(of_all) if exists(of_all) else []
+    prepared: list[str] = []
+    with contextlib.suppress(OSError):
+        prepared = names_in(of_all)
     if near := nearest(dataset, prepared):
         raise DataError(
             f"There is no directory {directory}. Did you mean --config.dataset={near}? Otherwise "

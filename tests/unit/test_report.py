@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from tests.cluster.runs import ROOT
 from tests.unit.test_goodput import BEGAN, steps, write_process
 from trainer import run_files
 from trainer.report.drawing import Curve, bars, plot, strip
+from trainer.report.examples import classifying
 from trainer.report.goodput import Piece
 from trainer.report.page import render
 from trainer.report.series import RunSeries
@@ -266,16 +268,34 @@ def test_missing_config_file_is_said_in_the_page(tmp_path: Path) -> None:
     assert "<b>" not in found[1]
 
 
-def test_process_that_runs_the_model_may_die(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", num_steps=200, every_steps=10)
-    (tmp_path / "kills.py").write_text("import os\nos._exit(1)\n")
+def write_run_of(code: str, directory: Path) -> Path:
+    """A run whose config file is `code`."""
+    run = write_run(directory / "run", num_steps=200, every_steps=10)
+    (directory / "config.py").write_text(code)
     document = json.loads((run / "config.json").read_text())
-    document["recipe"] = str(tmp_path / "kills.py")
+    document["recipe"] = str(directory / "config.py")
     (run / "config.json").write_text(json.dumps(document))
+    return run
+
+
+def test_error_does_not_wait_for_the_model(tmp_path: Path) -> None:
+    run = write_run_of("import time\ntime.sleep(1000)\n", tmp_path)
+    began = time.monotonic()
+
+    def stop() -> None:
+        with classifying() as find:
+            find(str(run))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop()
+    assert time.monotonic() - began < 500
+
+
+def test_process_that_runs_the_model_may_die(tmp_path: Path) -> None:
+    run = write_run_of("import os\nos._exit(1)\n", tmp_path)
     report(str(run))
-    assert (
-        "Not shown: the process that ran the model was killed" in (run / "report.html").read_text()
-    )
+    assert "Not shown: the process that ran the model died" in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ Pending: TypeAlias = Callable[[], Classified | str]
 @contextlib.contextmanager
 def classifying() -> Iterator[Callable[[str], Pending]]:
     """A function that begins `classified` for a run in another process; runs one after another."""
+    others = {*multiprocessing.active_children()}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_begin_process) as pool:
 
@@ -85,11 +86,16 @@ def classifying() -> Iterator[Callable[[str], Pending]]:
                 try:
                     return future.result()
                 except BrokenProcessPool:  # For example, the memory was not enough.
-                    return "the process that ran the model was killed"
+                    return "the process that ran the model died"
 
             return found
 
-        yield find
+        try:
+            yield find
+        except BaseException:  # Otherwise the end waits for an evaluation.
+            for process in {*multiprocessing.active_children()} - others:
+                process.kill()
+            raise
 
 
 def _begin_process() -> None:
