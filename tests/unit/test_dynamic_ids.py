@@ -1,6 +1,6 @@
 """Tables of dynamic ids: equal rows with any number of parts and replicas, in any order of ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from strategies.ps.placement import dry_run, place
 from strategies.tables import split_into
 from tests.unit.replicas import replicas, steps_on, update_of
 from trainer.checkpoints.checkpointer import Checkpointer
-from trainer.embeddings import Adagrad, ShardedEmbedding
+from trainer.embeddings import SGD, Adagrad, ShardedEmbedding
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.initial import initial_rows
 from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer
@@ -32,8 +32,9 @@ BATCH, WIDTH, CLASSES = 12, 4, 5
 # Also the largest and smallest ids, and negative ones.
 NAMES = np.array([0, 1, 2, 5, 10**12, -1, -7, 2**63 - 1, -(2**63), 77, 78, 79])
 random = np.random.default_rng(1)
-IDS = NAMES[random.choice(12, (20, BATCH, 3), p=np.arange(1, 13) / 78)]
-BATCHES = [(ids, (ids % CLASSES).sum(axis=1) % CLASSES) for ids in IDS]
+IDS = NAMES[random.choice(12, (50, BATCH, 3), p=np.arange(1, 13) / 78)]
+ALL_BATCHES = [(ids, (ids % CLASSES).sum(axis=1) % CLASSES) for ids in IDS]
+BATCHES = ALL_BATCHES[:20]
 UNIFORM = keras.initializers.RandomUniform(-0.5, 0.5)
 
 
@@ -120,8 +121,18 @@ def test_rows_are_equal_with_any_number_of_parts_and_replicas(
         assert_equal(one, other)
 
 
-def test_equals_a_plain_loop_with_a_table_of_all_rows() -> None:
-    learner = make_learner(Adagrad(0.3), parts=2)
+@pytest.mark.parametrize(
+    ("optimizer", "of_keras"),
+    [
+        (SGD(0.3), lambda: keras.optimizers.SGD(0.3)),
+        (Adagrad(0.3), lambda: keras.optimizers.Adagrad(0.3)),
+    ],
+    ids=["sgd", "adagrad"],
+)
+def test_equals_50_steps_of_a_plain_loop_with_a_table_of_all_rows(
+    optimizer: TableOptimizer, of_keras: Callable[[], keras.Optimizer]
+) -> None:
+    learner = make_learner(optimizer, parts=2)
     layer = learner.model.get_layer("ids")
     reference = keras.Sequential(
         [
@@ -134,10 +145,10 @@ def test_equals_a_plain_loop_with_a_table_of_all_rows() -> None:
     rows = initial_rows(tf.constant(NAMES), WIDTH, layer.initializer, tf.float32)
     reference.set_weights([rows.numpy(), *learner.model.get_weights()])
     table, *dense = reference.trainable_variables
-    of_dense, of_rows = keras.optimizers.SGD(0.1), keras.optimizers.Adagrad(0.3)
-    train(learner)
+    of_dense, of_rows = keras.optimizers.SGD(0.1), of_keras()
+    train(learner, batches=ALL_BATCHES)
     order = np.argsort(NAMES)
-    for ids, labels in BATCHES:
+    for ids, labels in ALL_BATCHES:
         places = order[np.searchsorted(NAMES[order], ids)]
         with tf.GradientTape() as tape:
             losses = sparse_categorical_crossentropy(labels, reference(places))
@@ -271,14 +282,19 @@ def test_many_evictions_leave_each_id_with_its_own_row() -> None:
     assert counts.rows == counts.new - counts.evicted
 
 
-def test_a_checkpoint_restores_with_another_number_of_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
+    before: int, tmp_path: Path
+) -> None:
     limits = {"admit_after": 2, "evict_after": 9}
-    saved = make_learner(Adagrad(0.1), parts=2, **limits)
+    saved = make_learner(Adagrad(0.1), parts=before, **limits)
     checkpointer = Checkpointer(str(tmp_path), saved, {}, keep=2)
     for step in (10, 15):  # The second has more rows.
         train(saved, batches=BATCHES[:10] if step == 10 else BATCHES[10:15])
         checkpointer.save(step, Position(), {})
         assert checkpointer.has_saved(step)
+    expected = values_of(saved)
+    assert {"rows", "accumulator"} < set(expected)
     train(saved, batches=BATCHES[15:])
     for parts, replica in ((1, 1), (3, 1), (1, 2)):
         learner = make_learner(Adagrad(0.1), parts=parts, replica=replica, **limits)
@@ -286,6 +302,8 @@ def test_a_checkpoint_restores_with_another_number_of_parts(tmp_path: Path) -> N
         found = Checkpointer(str(tmp_path), learner, {}, keep=2).restore()
         assert found is not None
         assert found.step == 15
+        for name, value in values_of(learner).items():
+            np.testing.assert_array_equal(value, expected[name], err_msg=name)
         train(learner, replica, BATCHES[15:])
         assert_equal(saved, learner)
 

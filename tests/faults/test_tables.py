@@ -1,0 +1,79 @@
+"""A worker and a ps of a run with tables are killed; the run ends with the same bits."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cluster.runs import Process, Run, Topology, read_metrics, start, train
+
+CONFIG = "--config=tests/cluster/configs/tables.py"
+STEPS, EVERY = 400, 50
+SYNC = Topology(
+    "ps-sync-2+2", "ps", ("--workers=2", "--ps=2", "--sync_replicas", "--num_threads=1")
+)
+STARTS = re.compile(r"resuming from step ([\d,]+)")
+pytestmark = pytest.mark.timeout(300)
+
+
+def log_of(process: Process, task: str) -> str:
+    return (process.model_dir / f"tasks/{task}.log").read_text()
+
+
+def num_starts(process: Process, task: str) -> int:
+    return len(re.findall(r"^=== .*, process \d+, ", log_of(process, task), re.MULTILINE))
+
+
+def kill(process: Process, task: str, after_step: int) -> dict[str, Any]:
+    """Kills a task between two reports; returns the last report before."""
+    process.wait_for_step(after_step)
+    starts = num_starts(process, task.replace(" ", "-"))
+    process.task(task).kill()
+    report: dict[str, Any] = read_metrics(process.model_dir)[-1]
+    process.wait_until(
+        lambda: num_starts(process, task.replace(" ", "-")) > starts, f"another start of {task}"
+    )
+    return report
+
+
+def assert_same_bits(run: Run, expected: Run) -> None:
+    left, right = run.variables(), expected.variables()
+    assert left.keys() == right.keys()
+    num_ids = [len(value) for name, value in left.items() if name.endswith("/ids")]
+    assert len(num_ids) == 2
+    assert min(num_ids) > 0
+    for name, value in left.items():
+        np.testing.assert_array_equal(value, right[name], err_msg=name)
+    assert run.result["step"] == expected.result["step"] == STEPS
+    assert run.result["examples"] == expected.result["examples"]
+
+
+def test_rows_have_the_same_bits_after_the_deaths_of_a_worker_and_of_a_ps(
+    digits: Path, tmp_path: Path
+) -> None:
+    flags = (CONFIG, f"--data_dir={digits}", f"--train_steps={STEPS}")
+    often = (f"--config.log_every_steps={EVERY}", f"--config.checkpoint_every_steps={EVERY}")
+    with start(SYNC, tmp_path / "run", *flags, *often) as process:
+        before = kill(process, "worker 1", EVERY)
+
+        def trains_again() -> bool:
+            report = read_metrics(process.model_dir)[-1]
+            more = report["worker_steps"]["worker 1"] - before["worker_steps"]["worker 1"]
+            # More than its steps before its death that were not reported yet.
+            return bool(more > EVERY)
+
+        process.wait_until(trains_again, "steps of worker 1 after its death")
+        assert "resuming" not in log_of(process, "chief-0"), "the worker alone is started again"
+        last = kill(process, "ps 1", 0)
+        process.wait_until(lambda: "resuming" in log_of(process, "chief-0"), "a chief that resumes")
+        run = process.wait(200)
+    assert run.exit_code == 0, process.output()
+
+    assert "worker 1 died: signal 9 (Killed); restarted worker 1\n" in run.stderr
+    assert "ps 1 died: signal 9 (Killed); restarted chief 0 and ps 1\n" in run.stderr
+    (resumed,) = (int(step.replace(",", "")) for step in STARTS.findall(log_of(process, "chief-0")))
+    # The rows of the ps are lost: the run continues from the last checkpoint.
+    assert last["step"] - EVERY <= resumed < STEPS
+    assert_same_bits(run, train(SYNC, tmp_path / "undisturbed", *flags))
