@@ -30,6 +30,7 @@ import psutil
 from absl import app, flags
 
 from benchmarks.table import machine, prepare, train_reports
+from benchmarks.weights import largest_difference, weights
 from trainer.tf_setup import set_environment
 
 _MEGABYTES = flags.DEFINE_list("megabytes", ["1", "100", "400"], "Sizes of the weights, in 10^6 B.")
@@ -104,20 +105,10 @@ def _add_memory(memory: Counter[str], pid: int) -> None:
         return  # It has just ended.
 
 
-def weights(model_dir: Path) -> dict[str, npt.NDArray[np.float32]]:
+def newest_weights(model_dir: Path) -> dict[str, npt.NDArray[np.float32]]:
     """The variables of the model and the optimizer in the newest checkpoint."""
-    import tensorflow as tf  # Here, after main has made it quiet.
-
-    newest = max(path.name for path in (model_dir / "checkpoints").glob("step-*"))
-    reader = tf.train.load_checkpoint(str(model_dir / "checkpoints" / newest / "variables"))
-    names = [n for n in reader.get_variable_to_shape_map() if n.startswith(("model/", "optimizer"))]
-    return {name: reader.get_tensor(name) for name in names}
-
-
-def _difference(
-    left: dict[str, npt.NDArray[np.float32]], right: dict[str, npt.NDArray[np.float32]]
-) -> float:
-    return max(float(np.max(np.abs(left[name] - right[name]))) for name in left)
+    newest = max((model_dir / "checkpoints").glob("step-*"), key=lambda path: path.name)
+    return weights(newest, "model/", "optimizer")
 
 
 def print_rows(megabytes: str, directory: Path, data: Path) -> None:
@@ -140,7 +131,7 @@ def print_rows(megabytes: str, directory: Path, data: Path) -> None:
             directory / f"{megabytes}-{number}-parts",
         )
         measured = train((*flags_, f"--train_steps={_STEPS.value}"), whole)
-        ended = weights(whole)
+        ended = newest_weights(whole)
         alone = alone or ended
         is_exact = "--sync_replicas" in argv or "--strategy=ps" not in argv
         resumed = "depends on timing"
@@ -148,8 +139,10 @@ def print_rows(megabytes: str, directory: Path, data: Path) -> None:
         if is_exact:
             for steps in (_STEPS.value // 2, _STEPS.value):
                 train((*flags_, f"--train_steps={steps}"), parts)
-            resumed = "same bits" if _difference(weights(parts), ended) == 0 else "DIFFERS"
-            difference = f"{_difference(ended, alone):.1e}"
+            resumed = (
+                "same bits" if largest_difference(newest_weights(parts), ended) == 0 else "DIFFERS"
+            )
+            difference = f"{largest_difference(ended, alone):.1e}"
         memory = ", ".join(f"{kind} {size / 1e6:,.0f}" for kind, size in measured.memory.items())
         print(
             f"| {megabytes} | {mode} | {measured.start_secs:.1f} | {measured.steps_per_sec:.2f} | "

@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from absl import app, flags
 
+from benchmarks.weights import largest_difference, weights
 from data.prepare.preparing import prepare
 from data.system.flags import parse_flags
 from trainer.tf_setup import set_environment
@@ -45,23 +45,13 @@ def _train(argv: Sequence[str], rate: float, data_dir: Path, model_dir: Path) ->
 
 def _differences(ours: Path, theirs: Path) -> list[tuple[int, float]]:
     """The largest difference of a weight in the checkpoints of each step."""
-    import tensorflow as tf
-
     found = []
     for path in sorted((ours / "checkpoints").glob("step-*")):
-        readers = [
-            tf.train.load_checkpoint(str(run / "checkpoints" / path.name / "variables"))
-            for run in (ours, theirs)
-        ]
-        names = [
-            name
-            for name in readers[0].get_variable_to_shape_map()
-            if name.startswith(("model/", "optimizer/_trainable_variables/"))
-        ]
-        assert names
-        values = [[reader.get_tensor(name) for name in names] for reader in readers]
-        largest = max(float(np.max(np.abs(a - b))) for a, b in zip(*values, strict=True))
-        found.append((int(path.name.removeprefix("step-")), largest))
+        of_model = ("model/", "optimizer/_trainable_variables/")
+        left, right = (
+            weights(run / "checkpoints" / path.name, *of_model) for run in (ours, theirs)
+        )
+        found.append((int(path.name.removeprefix("step-")), largest_difference(left, right)))
     return found
 
 

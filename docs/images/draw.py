@@ -506,6 +506,7 @@ def rounding(words: Words) -> Drawing:
         points = tuple((step, value) for step, value in curve["points"])
         groups.setdefault((curve["rate"], points), []).append(curve["mode"])
     y = top + 14
+    assert len(groups) <= len(kinds), "there are more curves than colours"
     for kind, ((rate, points), modes) in zip(kinds, groups.items(), strict=False):
         drawing.box(right + 20, y - 11, 12, 12, [], kind)
         drawing.text(

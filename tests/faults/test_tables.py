@@ -7,14 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cluster.runs import Process, Run, Topology, read_metrics, start, train
+from tests.cluster.runs import Process, Run, read_metrics, start, train
+from tests.faults.test_chief_of_ps import STARTS, SYNC, steps_in
 
 CONFIG = "--config=tests/cluster/configs/tables.py"
 STEPS, EVERY = 400, 50
-SYNC = Topology(
-    "ps-sync-2+2", "ps", ("--workers=2", "--ps=2", "--sync_replicas", "--num_threads=1")
-)
-STARTS = re.compile(r"resuming from step ([\d,]+)")
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -73,7 +70,7 @@ def test_rows_have_the_same_bits_after_the_deaths_of_a_worker_and_of_a_ps(
 
     assert "worker 1 died: signal 9 (Killed); restarted worker 1\n" in run.stderr
     assert "ps 1 died: signal 9 (Killed); restarted chief 0 and ps 1\n" in run.stderr
-    (resumed,) = (int(step.replace(",", "")) for step in STARTS.findall(log_of(process, "chief-0")))
+    (resumed,) = steps_in(log_of(process, "chief-0"), STARTS)
     # The rows of the ps are lost: the run continues from the last checkpoint.
     assert last["step"] - EVERY <= resumed < STEPS
     assert_same_bits(run, train(SYNC, tmp_path / "undisturbed", *flags))
