@@ -193,6 +193,11 @@ def wait_for_peers(cluster: Cluster) -> None:
         _wait(cluster, peers, _Identification(cluster, identify_new))
 
 
+def all_answer(cluster: Cluster) -> bool:
+    """Returns True if all other training tasks answer now. A silent task takes a few seconds."""
+    return all(_serves(cluster.address_of(task)) for task in cluster.other_trainers)
+
+
 def _name(task: Task) -> str:
     return f"{task.job}-{task.index}"
 

@@ -33,6 +33,7 @@ from strategies.base import (
     refuse_open_sub_batches,
     value_of,
 )
+from strategies.cluster.peers import all_answer
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
 from strategies.gradients.compression import Compression
@@ -65,6 +66,8 @@ from strategies.worker_stats import WorkerStats
 
 # Between two times that the chief stores what it has handed out.
 _STORE_SECS = 1.0
+# After a task did not answer, until a new graph may be traced.
+_TRACE_AGAIN_SECS = 10.0
 
 
 class AsynchronousExecutor(ParameterServerExecutor):
@@ -87,7 +90,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         self._max_staleness = max_staleness
         # Of each worker, the number of gradients of each staleness, and of DROPPED.
         self._ages = collections.defaultdict[str, collections.Counter[int]](collections.Counter)
-        self._tried_sizes: set[int] = set()  # Of closures.
+        self._trace_after = -math.inf  # Or the time before which no new graph is traced.
 
     @property
     @override
@@ -182,11 +185,26 @@ class AsynchronousExecutor(ParameterServerExecutor):
         if self.pace.secs_per_step() is None:
             return 2 * self.num_replicas  # Each worker uses its graph for the first time.
         size = self._closure_size(num_steps)
-        if size not in self._train_unrolled or size in self._tried_sizes:
-            return num_steps
-        self._tried_sizes.add(size)
         # Windows of batches may begin and end within it.
-        return 2 * size * self.num_replicas
+        return 2 * size * self.num_replicas if self._needs_graph(size) else num_steps
+
+    def _needs_graph(self, size: int) -> bool:
+        """Returns True if a graph for closures of `size` steps should be traced now.
+
+        TensorFlow sends a new graph to all tasks, and waits for the answer of each of them. So no
+        graph is traced while a task does not answer: tickets of all sizes can use the loop.
+        """
+        unrolled = self._train_unrolled.get(size)
+        if unrolled is None or unrolled.is_traced:
+            return False
+        if not pays_unrolling(size, self._train_looped.trace_secs):
+            return False
+        if time.monotonic() < self._trace_after:
+            return False
+        if all_answer(self._cluster):
+            return True
+        self._trace_after = time.monotonic() + _TRACE_AGAIN_SECS
+        return False
 
     def _closure_size(self, num_steps: int) -> int:
         secs = self.pace.secs_per_step()
@@ -206,7 +224,11 @@ class AsynchronousExecutor(ParameterServerExecutor):
         del self._open_batches[: len(again)]
         self._num_handed_out += len(again)
         runs = self._source.ticket_runs(self._next_batch)
-        sizes = closure_sizes(num_steps - len(again), self._closure_size(num_steps), runs)
+        most = self._closure_size(num_steps)
+        if self._needs_graph(most):
+            with losses_explained():
+                self._train_unrolled[most].trace(self.strategy)
+        sizes = closure_sizes(num_steps - len(again), most, runs)
         # Each is waited for on a thread: the coordinator cannot wait for the first of several.
         in_flight: dict[concurrent.futures.Future[npt.NDArray[np.float64]], tuple[int, int]] = {}
         totals = np.zeros([self._learner.num_totals])
@@ -253,7 +275,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
 
     def _schedule_ticket(self, first: int, size: int) -> tf.distribute.coordinator.RemoteValue:
         train = self._train_looped
-        if size in self._train_unrolled and pays_unrolling(size, self._train_looped.trace_secs):
+        if size in self._train_unrolled and self._train_unrolled[size].is_traced:
             train = self._train_unrolled[size]
         self._used_graphs.add("looped" if train is self._train_looped else f"{size} unrolled")
         ticket = self._source.ticket(first, size)

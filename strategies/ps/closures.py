@@ -55,6 +55,11 @@ class Closure:
         self._concrete: tf.types.experimental.ConcreteFunction | None = None
         self.trace_secs = 0.0
 
+    @property
+    def is_traced(self) -> bool:
+        """True if `schedule` does not have to trace."""
+        return self._concrete is not None
+
     def schedule(
         self, coordinator: tf.distribute.coordinator.ClusterCoordinator, *args: object
     ) -> tf.distribute.coordinator.RemoteValue:

@@ -197,13 +197,15 @@ def test_lines_of_tensorflow_about_a_lost_worker_are_in_the_log_only(
         "Additional GRPC error information from remote target /job:worker/replica:0/task:1 while",
         ':UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}',
         "This could happen if the remote target has been disconnected from the client.",
+        "E0000 00:00:1 13525 base_collective_executor.cc:1] BaseCollectiveExecutor::StartAbort "
+        "UNAVAILABLE: Socket closed",
         "E0000 00:00:1 13525 other.cc:1] Out of memory",
         "ERROR Worker /job:worker/replica:0/task:1 failed with UnavailableError():Socket closed",
     ]
     command = program(f"print(*{lines!r}, sep='\\n')")
     launch(local_cluster("multiworker", num_workers=1, num_ps=0), tmp_path, command)
     printed = capfd.readouterr().out.splitlines()
-    assert [line for line in printed if line in lines] == lines[4:]
+    assert [line for line in printed if line in lines] == lines[5:]
     assert (tmp_path / "tasks" / "worker-0.log").read_text().splitlines()[1:] == lines
 
 
