@@ -1,6 +1,6 @@
 """`python -m benchmarks.watching`: what the live view and the records of time cost.
 
-    python -m benchmarks.watching --strategies=mirrored,multiworker,ps,ps-sync --rounds=20
+    python -m benchmarks.watching --strategies=mirrored,multiworker,ps,ps-sync --rounds=40
 
 Starts two equal runs on the digits: one with the live view on a pseudo-terminal, which also records
 where its time goes; and one that prints lines to a pipe and records nothing. All processes are on
@@ -42,9 +42,9 @@ _MODES = {
     "ps-sync": ("--strategy=ps", "--sync_replicas", "--workers=2", "--ps=1"),
 }
 _STRATEGIES = flags.DEFINE_list("strategies", list(_MODES), f"Of {', '.join(_MODES)}.")
-_ROUNDS = flags.DEFINE_integer("rounds", 20, "Rounds to measure.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 40, "Rounds to measure.", lower_bound=1)
 _SECS = flags.DEFINE_float(
-    "secs", 3.0, "The duration of a turn; a round has one of each run.", lower_bound=0.5
+    "secs", 1.5, "The duration of a turn; a round has one of each run.", lower_bound=0.5
 )
 flags.register_validator(
     "strategies", lambda names: set(names) <= set(_MODES), f"it knows only {', '.join(_MODES)}"
