@@ -171,6 +171,18 @@ def read_features(data_dir: str) -> Features:
         ) from None
 
 
+def class_names(data_dir: str, label: str) -> list[str]:
+    """The names of the classes of a label, in the order of their numbers; empty if unknown."""
+    path = files.join(data_dir, f"{label}.labels.txt")
+    return files.read_text(path).splitlines() if files.exists(path) else []
+
+
+def labels_used(features: Features, parse: "Callable[..., Any]") -> list[str]:
+    """The labels of `features` that `parse` reads; all of them if it does not say what it reads."""
+    labels = [name for name, feature in features.items() if feature.kind == "label"]
+    return [n for n in labels if not isinstance(parse, ExampleParse) or n in parse.columns]
+
+
 def default_parse(
     features: Features, inputs: Sequence[str] = (), label: str = "", *, as_dict: bool = False
 ) -> ExampleParse:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags
 
-from data.features import Feature, Features, read_features
+from data.features import Feature, Features, class_names, read_features
 from data.prepare import preparing
 from data.prepare.sources import Source, SourceSplit, joined
 from data.prepare.sources.rewrite import metadata_files, name_in
@@ -174,10 +174,9 @@ def _counts(data_dir: str, split: records.Split, label: str) -> Iterator[str]:
         return
     if not counts:
         return
-    path = files.join(data_dir, f"{label}.labels.txt")
-    class_names = dict(enumerate(files.read_text(path).splitlines())) if files.exists(path) else {}
+    of_classes = dict(enumerate(class_names(data_dir, label)))
     shown = [
-        f"{class_names.get(number, number)}: {counts[number]:,}"
+        f"{of_classes.get(number, number)}: {counts[number]:,}"
         for number in sorted(counts)[:_MOST_LABELS]
     ]
     more = f", and {len(counts) - _MOST_LABELS} more" if len(counts) > _MOST_LABELS else ""

@@ -17,10 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.features import ExampleParse, Feature, Features, default_parse, read_features
+from data.features import (
+    ExampleParse,
+    Feature,
+    Features,
+    class_names,
+    default_parse,
+    labels_used,
+    read_features,
+)
 from data.reader import Parse
 from data.system.errors import UsageError
-from data.system.files import DataError, exists, is_dir, join, read_text
+from data.system.files import DataError, exists, is_dir, join
 from data.tfrecord.damage import readable
 from data.tfrecord.split import batched_records, open_split
 from strategies.base import Batch
@@ -189,12 +197,8 @@ def _made(
     directory: str,
     records: Iterator[tuple[About, bytes]],
 ) -> _Source:
-    labels = [name for name, f in (features or {}).items() if f.kind == "label"]
-    used = [n for n in labels if not isinstance(parse, ExampleParse) or n in parse.columns]
-    names: Sequence[str] = ()
-    if len(used) == 1:
-        path = join(directory, f"{used[0]}.labels.txt")
-        names = read_text(path).splitlines() if exists(path) else ()
+    used = labels_used(features, parse) if features else []
+    names = class_names(directory, used[0]) if len(used) == 1 else []
     return _Source(records, parse, names, has_classes=features is None or bool(used))
 
 

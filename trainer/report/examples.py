@@ -22,10 +22,12 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from data.features import class_names, labels_used, read_features
 from data.system.errors import TrainerError
+from data.system.files import exists, join
 from trainer.cli.tools import prepare_tensorflow
-from trainer.config import ConfigError
-from trainer.evaluate import restore
+from trainer.config import ConfigError, data_dir
+from trainer.evaluate import Restored, restore
 from trainer.tf_setup import configure_logging
 
 if TYPE_CHECKING:
@@ -50,12 +52,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Classified:
-    """A classifier's results; `confusion[label][predicted]` counts examples."""
+    """A classifier's results; `confusion[label][predicted]` counts examples.
+
+    `class_names` are empty if the data has none; then a class is shown by its number.
+    """
 
     checkpoint: str
     split: str
     confusion: list[list[int]]
     worst: list[Example] = field(default_factory=list)
+    class_names: list[str] = field(default_factory=list)
 
     @property
     def num_examples(self) -> int:
@@ -130,9 +136,9 @@ def classified(model_dir: str) -> Classified:
     set_values(model, found.learner)
     confusion: npt.NDArray[np.int64] | None = None
     worst: list[tuple[float, Example]] = []
-    number = 0
-    lanes = range(found.reader.order.lanes)
-    for inputs, labels, *_, counts in DiskReader(found.reader).evaluation_batches(lanes):
+    order = found.reader.order
+    batches = DiskReader(found.reader).evaluation_batches(range(order.lanes))
+    for number, (inputs, labels, *_, counts) in enumerate(batches):
         outputs = model(inputs, training=False)
         if not isinstance(outputs, tf.Tensor) or outputs.shape.rank != 2 or outputs.shape[1] < 2:
             raise ConfigError("the model has not one output with a number for each class")
@@ -144,11 +150,10 @@ def classified(model_dir: str) -> Classified:
         predicted = probabilities.argmax(axis=1)
         np.add.at(confusion, (classes[is_real], predicted[is_real]), 1)
         of_label = probabilities[np.arange(len(classes)), classes]
-        numbers = number + np.cumsum(is_real) - 1
-        number += int(is_real.sum())
-        for row in np.argsort(of_label)[: 2 * _NUM_WORST]:
-            is_worse = len(worst) < _NUM_WORST or of_label[row] < worst[-1][0]
-            if is_real[row] and predicted[row] != classes[row] and is_worse:
+        numbers = order.records(number, 1, range(order.lanes)).reshape(-1)
+        wrong = np.flatnonzero(is_real & (predicted != classes))
+        for row in wrong[np.argsort(of_label[wrong])][:_NUM_WORST]:
+            if len(worst) < _NUM_WORST or of_label[row] < worst[-1][0]:
                 example = Example(
                     int(numbers[row]),
                     int(classes[row]),
@@ -165,7 +170,18 @@ def classified(model_dir: str) -> Classified:
         found.reader.split.name,
         confusion.tolist(),
         [example for _, example in worst],
+        _class_names(found, len(confusion)),
     )
+
+
+def _class_names(found: Restored, num_classes: int) -> list[str]:
+    """The names of the classes of the label; empty unless each class has a name."""
+    directory = data_dir(found.recipe.config)
+    if not exists(join(directory, "features.json")):
+        return []
+    used = labels_used(read_features(directory), found.reader.parse)
+    names = class_names(directory, used[0]) if len(used) == 1 else []
+    return names if len(names) == num_classes else []
 
 
 def _classes(labels: Any, outputs: Any) -> "npt.NDArray[np.int64]":  # Any: nests of tensors.

@@ -44,9 +44,12 @@ class _Row(NamedTuple):
 
 
 class _Confusion(NamedTuple):
-    classes: Sequence[int]
-    rows: Sequence[tuple[int, Sequence[tuple[str, float]]]]
-    accuracies: Sequence[tuple[int, int, float]]
+    """A class is shown by its name, or its number."""
+
+    names: Sequence[str]  # Of all classes.
+    classes: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]
+    accuracies: Sequence[tuple[str, int, float]]
     is_cut: bool
 
 
@@ -128,7 +131,7 @@ def _run_page(run: RunSeries, pending: Pending) -> _RunPage:
         restarts[-_MOST_RESTARTS:],
         len(restarts),
         found,
-        _confusion(found.confusion) if found else None,
+        _confusion(found) if found else None,
         classifier if isinstance(classifier, str) else "",
     )
 
@@ -187,15 +190,17 @@ def _worker_rows(run: RunSeries) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _confusion(counts: Sequence[Sequence[int]]) -> _Confusion:
+def _confusion(found: Classified) -> _Confusion:
+    counts = found.confusion
     sums = [sum(row) for row in counts]
     classes = list(range(len(counts)))
-    accuracies = [(i, sums[i], counts[i][i] / sums[i]) for i in classes if sums[i]]
+    names = found.class_names or [str(i) for i in classes]
+    accuracies = [(names[i], sums[i], counts[i][i] / sums[i]) for i in classes if sums[i]]
     if is_cut := len(classes) > _MOST_CLASSES:
         worst = sorted(classes, key=lambda i: counts[i][i] - sums[i])[:_MOST_CLASSES]
         classes = sorted(worst)
     rows = [
-        (i, [(f"{counts[i][j]:,}", counts[i][j] / max(1, sums[i])) for j in classes])
+        (names[i], [(f"{counts[i][j]:,}", counts[i][j] / max(1, sums[i])) for j in classes])
         for i in classes
     ]
-    return _Confusion(classes, rows, accuracies, is_cut)
+    return _Confusion(names, [names[i] for i in classes], rows, accuracies, is_cut)

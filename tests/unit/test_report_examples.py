@@ -1,0 +1,81 @@
+"""What the report says about a classifier equals what its model predicts."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import trainer
+from data.prepare.preparing import prepare
+from data.tfrecord.split import batched_records, open_split
+from trainer.report.examples import Classified, classified
+
+NAMES = [f"the {i}" for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> trainer.Result:
+    """A run on digits whose classes have names; ten steps leave many mistakes."""
+    directory = tmp_path_factory.mktemp("classifier")
+    prepare("digits", str(directory / "digits"))
+    (directory / "digits" / "label.labels.txt").write_text("\n".join(NAMES) + "\n")
+    return trainer.train(
+        "digits", data_dir=directory / "digits", model_dir=directory / "run", train_steps=10
+    )
+
+
+def directory_of(run: trainer.Result) -> Path:
+    return Path(run.model_dir).parent
+
+
+@pytest.fixture(scope="module")
+def found(run: trainer.Result) -> Classified:
+    return classified(run.model_dir)
+
+
+def test_counts_and_worst_examples_are_those_of_the_model(
+    run: trainer.Result, found: Classified
+) -> None:
+    split = open_split(str(directory_of(run) / "digits"), "test")
+    records = [record for batch in batched_records(split, 100) for record in batch]
+    features = [tf.train.Example.FromString(record).features.feature for record in records]
+    pixels = [np.frombuffer(f["image"].bytes_list.value[0], np.uint8) for f in features]
+    labels = np.array([f["label"].int64_list.value[0] for f in features])
+    logits = run.load_model()(np.reshape(pixels, (-1, 8, 8, 1)) / np.float32(255))
+    probabilities = tf.nn.softmax(logits).numpy()
+    predicted = probabilities.argmax(axis=1)
+
+    wanted = np.zeros((10, 10), int)
+    np.add.at(wanted, (labels, predicted), 1)
+    assert found.confusion == wanted.tolist()
+    assert found.num_examples == len(records) == 360
+    assert found.accuracy == pytest.approx((labels == predicted).mean())
+    of_label = np.where(labels == predicted, 2, probabilities[np.arange(360), labels])
+    worst = np.argsort(of_label)[: len(found.worst)]
+    assert len(worst) == 12
+    assert [example.number for example in found.worst] == worst.tolist()
+    assert [example.predicted for example in found.worst] == predicted[worst].tolist()
+    assert all(example.image.startswith("data:image/png;base64,") for example in found.worst)
+
+
+def test_page_shows_the_names_of_the_classes(run: trainer.Result, found: Classified) -> None:
+    assert found.class_names == NAMES
+    subprocess.run([sys.executable, "-m", "trainer.report", run.model_dir], check=True)
+    page = (directory_of(run) / "run" / "report.html").read_text()
+    worst = found.worst[0]
+    assert f"{NAMES[worst.label]}, taken for {NAMES[worst.predicted]}<br>" in page
+    matrix = page.partition('<table class="confusion">')[2].partition("</table>")[0]
+    assert re.findall(r"<th>(.*?)</th>", matrix) == ["", *NAMES, *NAMES]
+
+
+def test_class_without_a_name_is_shown_by_its_number(run: trainer.Result) -> None:
+    path = directory_of(run) / "digits" / "label.labels.txt"
+    path.write_text("\n".join(NAMES[:9]) + "\n")
+    try:
+        assert classified(run.model_dir).class_names == []
+    finally:
+        path.write_text("\n".join(NAMES) + "\n")
