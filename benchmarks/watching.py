@@ -2,13 +2,13 @@
 
     python -m benchmarks.watching --strategies=mirrored,multiworker,ps,ps-sync --rounds=40
 
-Starts two equal runs on the digits: one with the live view on a pseudo-terminal, which also records
-where its time goes; and one that prints lines to a pipe and records nothing. All processes are on
-the same core, so what the view takes is missing from the steps. The two runs train in turns of some
-seconds: the one whose turn it is not is stopped by SIGSTOP. Prints Markdown: steps/s in its own
-turns, and CPU time per step of all processes of a run, which other programs disturb less; and the
-share of the core that the process takes which draws, which they disturb least. Steps of the digits
-take less than a millisecond, so they have many reports: larger models lose less.
+Trains on the digits with the live view on a pseudo-terminal, all processes on the same core, so the
+steps lack what the view takes. The view and the records are switched off and on in turns
+of some seconds, within one run: two runs of the same command differ by more than the result. When
+they are off, the process which draws is stopped, and nothing measures or records where the time
+goes. Prints Markdown: steps/s; CPU time per step of all processes, which other programs disturb
+less; and the share of the core that the process takes which draws, which they disturb least. Steps
+of the digits take about a millisecond, so they have many reports: larger models lose less.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +44,10 @@ _MODES = {
 _STRATEGIES = flags.DEFINE_list("strategies", list(_MODES), f"Of {', '.join(_MODES)}.")
 _ROUNDS = flags.DEFINE_integer("rounds", 40, "Rounds to measure.", lower_bound=1)
 _SECS = flags.DEFINE_float(
-    "secs", 1.5, "The duration of a turn; a round has one of each run.", lower_bound=0.5
+    "secs",
+    3.0,
+    "The least duration of a turn; a round has two.",
+    lower_bound=0.5,
 )
 flags.register_validator(
     "strategies", lambda names: set(names) <= set(_MODES), f"it knows only {', '.join(_MODES)}"
@@ -52,27 +55,33 @@ flags.register_validator(
 
 _START_SECS = 300.0
 _NUM_WARM_UP_REPORTS = 20
+_POLL_SECS = 0.005
 _ROWS, _COLUMNS = 40, 120
-# Python imports it in each process of the run that records nothing.
-_NO_RECORDS = """
-import contextlib
+_SWITCH = "TRAINER_BENCHMARK_SWITCH"  # An environment variable: a file with one byte, 0 or 1.
+# Python imports it in each process of the run.
+_SWITCHED_RECORDS = f"""
+import contextlib, mmap, os
 from data.system.stopwatch import Stopwatch
 from trainer.report.recorder import Recorder
 
-def nothing(self, *args, **named):
-    return args[0] if args else None
+switch = mmap.mmap(os.open(os.environ["{_SWITCH}"], os.O_RDONLY), 1, prot=mmap.PROT_READ)
+
+def switched(cls, name, when_off):
+    real = getattr(cls, name)
+    def method(self, *args):
+        return real(self, *args) if switch[0] else when_off(self)
+    setattr(cls, name, method)
 
 for name in ("begin", "reach", "switch", "relabel", "carve"):
-    setattr(Stopwatch, name, nothing)
-Stopwatch.spend = lambda self, cause: contextlib.nullcontext()
-for name in ("__call__", "begin", "end", "open", "close", "close_stalled"):
-    setattr(Recorder, name, nothing)
-Recorder.__enter__ = lambda self: self
+    switched(Stopwatch, name, lambda self: self._cause)
+switched(Stopwatch, "spend", lambda self: contextlib.nullcontext())
+for name in ("__call__", "_write"):
+    switched(Recorder, name, lambda self: None)
 """
 
 
 class Turn(NamedTuple):
-    """What a run did in one turn, or in several."""
+    """What the run did in one turn, or in several."""
 
     secs: float
     steps: int
@@ -96,104 +105,108 @@ def total(turns: Sequence[Turn]) -> Turn:
 
 
 class Run:
-    """A run of the trainer that makes steps in its own turns."""
+    """A run of the trainer whose view and records can be switched off."""
 
-    def __init__(self, argv: Sequence[str], directory: Path, *, is_watched: bool) -> None:
-        """Starts it; `directory` gets its files."""
+    def __init__(self, argv: Sequence[str], directory: Path) -> None:
+        """Starts it, switched on; `directory` gets its files."""
         self._model_dir = directory / "run"
+        self._switch = directory / "switch"
+        self._switch.write_bytes(b"\1")
+        (directory / "sitecustomize.py").write_text(_SWITCHED_RECORDS)
         env = {k: v for k, v in os.environ.items() if k not in ("CI", "NO_COLOR")}
-        ours, theirs = pty.openpty() if is_watched else os.pipe()
-        if is_watched:
-            fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
-            env["TERM"] = "xterm-256color"
-        else:
-            directory.mkdir()
-            (directory / "sitecustomize.py").write_text(_NO_RECORDS)
-            env["PYTHONPATH"] = str(directory)
+        env |= {"TERM": "xterm-256color", "PYTHONPATH": str(directory), _SWITCH: str(self._switch)}
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
         self._popen = psutil.Popen(
             [sys.executable, "-m", "trainer", *argv, f"--model_dir={self._model_dir}"],
-            stdin=theirs if is_watched else None,
+            stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             env=env,
             start_new_session=True,
         )
         os.close(theirs)
-        self.printed = b""
+        self._printed = b""
         threading.Thread(target=self._drain, args=[ours], daemon=True).start()
-        self.processes: list[psutil.Process] = []
-        self.view: psutil.Process | None = None
+        self._processes: list[psutil.Process] = [self._popen]
+        self._view: psutil.Process | None = None
         self._cpu: dict[psutil.Process, float] = {}
-        self.turns: list[Turn] = []
+        self._step = 0
 
     def _drain(self, output: int) -> None:
         with contextlib.suppress(OSError):  # A pseudo-terminal whose programs have ended.
             while content := os.read(output, 65_536):
-                self.printed = (self.printed + content)[-100_000:]
+                self._printed = (self._printed + content)[-100_000:]
         os.close(output)
 
     def warm_up(self) -> None:
         """Waits for the first reports. Raises RuntimeError if they do not come."""
-        deadline = time.monotonic() + _START_SECS
-        while len(train_reports(self._model_dir)) < _NUM_WARM_UP_REPORTS:
-            if self._popen.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"no reports:\n{self.printed.decode(errors='replace')}")
-            time.sleep(0.5)
+        self._wait_for_report(100 * _NUM_WARM_UP_REPORTS)
         time.sleep(1.0)  # Processes that start the others end.
-        self.processes = [psutil.Process(self._popen.pid), *self._popen.children(recursive=True)]
-        views = [p for p in self.processes if "trainer.live.draw" in p.cmdline()]
-        self.view = views[0] if views else None
+        self._processes = [self._popen, *self._popen.children(recursive=True)]
+        (self._view,) = [p for p in self._processes if "trainer.live.draw" in p.cmdline()]
+        self._wait_for_report(self._step + 1)
 
-    def pause(self) -> None:
-        """Stops all processes."""
-        self._signal(signal.SIGSTOP)
-
-    def turn(self, secs: float) -> None:
-        """Trains for `secs`."""
-        step, cpu, view = self._step(), self._cpu_secs(), self._view_secs()
-        began = time.monotonic()
-        self._signal(signal.SIGCONT)
+    def turn(self, secs: float, *, is_watched: bool) -> Turn:
+        """Trains from one report to the first one after `secs`."""
+        assert self._view is not None
+        self._switch_to(is_watched)
+        self._wait_for_report(self._step + 1)
+        began, step = time.monotonic(), self._step
+        cpu, view = self._cpu_secs(), self._cpu[self._view]
         time.sleep(secs)
-        self.pause()
-        restarts = self._model_dir / "tasks" / RESTARTS
-        if restarts.exists():
-            raise RuntimeError(f"a task was started again: {restarts.read_text()}")
-        if self._popen.poll() is not None:
-            raise RuntimeError(f"the run has ended:\n{self.printed.decode(errors='replace')}")
-        took = time.monotonic() - began
-        steps = self._step() - step
-        self.turns.append(Turn(took, steps, self._cpu_secs() - cpu, self._view_secs() - view))
+        self._wait_for_report(self._step + 1)
+        took, steps = time.monotonic() - began, self._step - step
+        return Turn(took, steps, self._cpu_secs() - cpu, self._cpu[self._view] - view)
 
     def end(self) -> None:
         """Kills what is left of it."""
-        for process in self.processes or [self._popen]:
+        for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._popen.wait()
 
-    def _signal(self, number: int) -> None:
-        for process in self.processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+    def _switch_to(self, is_watched: bool) -> None:
+        assert self._view is not None
+        with self._switch.open("r+b") as file:  # In place: the processes have mapped it.
+            file.write(b"\1" if is_watched else b"\0")
+        self._view.send_signal(signal.SIGCONT if is_watched else signal.SIGSTOP)
 
-    def _step(self) -> int:
-        return int(train_reports(self._model_dir)[-1]["step"])
+    def _wait_for_report(self, step: int) -> None:
+        """Returns just after a report of `step` or later."""
+        size = self._size()
+        deadline = time.monotonic() + _START_SECS
+        while True:
+            time.sleep(_POLL_SECS)
+            now = self._size()
+            if now != size:
+                size = now
+                reports = train_reports(self._model_dir)
+                if reports and reports[-1]["step"] >= step:
+                    self._step = reports[-1]["step"]
+                    break
+            if self._popen.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"no reports:\n{self._printed.decode(errors='replace')}")
+        restarts = self._model_dir / "tasks" / RESTARTS
+        if restarts.exists():
+            raise RuntimeError(f"a task was started again: {restarts.read_text()}")
+
+    def _size(self) -> int:
+        path = self._model_dir / "metrics.jsonl"
+        return path.stat().st_size if path.exists() else 0
 
     def _cpu_secs(self) -> float:
-        for process in self.processes:
+        for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):  # One that has started the others.
                 self._cpu[process] = sum(process.cpu_times()[:2])
         return sum(self._cpu.values())
-
-    def _view_secs(self) -> float:
-        return sum(self.view.cpu_times()[:2]) if self.view else 0.0
 
 
 def increase(turns: Sequence[Turn], others: Sequence[Turn], of: Callable[[Turn], float]) -> str:
     """By how many percent `of` is greater in `turns` than in `others`, with its standard error.
 
-    It is computed from the sums of all turns, because a turn may end between two reports; the
-    error from what the result would be without one turn or another (jackknife).
+    It is computed from the sums of all turns; the error from what the result would be without one
+    turn or another (jackknife).
     """
 
     def percent(left_out: int | None = None) -> float:
@@ -221,22 +234,18 @@ def row(mode: str, watched: Sequence[Turn], plain: Sequence[Turn]) -> str:
     )
 
 
-@contextlib.contextmanager
-def _two_runs(argv: Sequence[str], directory: Path) -> Iterator[dict[bool, Run]]:
-    runs: dict[bool, Run] = {}
+def _measured(argv: Sequence[str], directory: Path) -> str:
+    """The cells of one mode: trains in turns."""
+    turns: dict[bool, list[Turn]] = {True: [], False: []}
+    run = Run(argv, directory)
     try:
-        for is_watched in (True, False):
-            run = Run(argv, directory / f"watched-{is_watched}", is_watched=is_watched)
-            runs[is_watched] = run
-        for run in runs.values():
-            run.warm_up()
-        # Not before: a run that is stopped for as long as another starts is taken for dead.
-        for run in runs.values():
-            run.pause()
-        yield runs
+        run.warm_up()
+        for number in range(_ROUNDS.value):
+            for is_watched in (number % 2 == 0, number % 2 == 1):
+                turns[is_watched].append(run.turn(_SECS.value, is_watched=is_watched))
     finally:
-        for run in runs.values():
-            run.end()
+        run.end()
+    return row(directory.name, turns[True], turns[False])
 
 
 def main(argv: Sequence[str]) -> None:
@@ -253,11 +262,7 @@ def main(argv: Sequence[str]) -> None:
             words += [f"--config.{kind}_every_steps=1000000000" for kind in ("eval", "checkpoint")]
             directory = Path(name) / mode
             directory.mkdir()
-            with _two_runs([*words, "--num_threads=1"], directory) as runs:
-                for number in range(_ROUNDS.value):
-                    for is_watched in (number % 2 == 0, number % 2 == 1):
-                        runs[is_watched].turn(_SECS.value)
-                print(row(mode, runs[True].turns, runs[False].turns), flush=True)
+            print(_measured([*words, "--num_threads=1"], directory), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from trainer.live.view import END
 from trainer.local.launch_report import directory_of_logs
 from trainer.local.terminal import COMPILING, progress_in
 
-_SECS_PER_FRAME = 0.5
+_SECS_PER_FRAME = 1.0
 _MAX_KEPT_LINES = 1000
 _READ_BYTES = 65_536
 
@@ -128,7 +128,7 @@ def main(model_dir: str, pid: int, *, has_tasks: bool) -> None:
     try:
         while os.getppid() == pid:
             choose_screen()
-            if select.select([0], [], [], _SECS_PER_FRAME / 2)[0]:
+            if select.select([0], [], [], _SECS_PER_FRAME)[0]:
                 content = os.read(0, _READ_BYTES)
                 *lines, rest = (rest + content).split(b"\n")
                 for line in lines:

@@ -276,7 +276,8 @@ class Status:
         with contextlib.suppress(OSError):
             if tasks := goodput(self.model_dir):
                 seconds = total(tasks)
-                self.goodput = seconds["compute"] / max(sum(seconds.values()), 1e-9)
+                if seconds["compute"]:  # Before the first step it would be 0%.
+                    self.goodput = seconds["compute"] / sum(seconds.values())
         now = time.monotonic()
         self._next_goodput = now + max(_SECS_PER_GOODPUT, _GOODPUT_PAUSE * (now - begin))
 
