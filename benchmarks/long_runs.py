@@ -7,22 +7,20 @@ load is steady, and 30 minutes are enough for all. Every 10 seconds it reads the
 file descriptors and the threads of each process, and for each run the steps and the CPU time of all
 its processes. Everything before the end of the warm-up (the first 5 minutes, a third of the run at
 most) is left out. Puts a straight line through the other samples, and prints its two ends and its
-slope in Markdown; memory in MiB. Rate and CPU time are those of the first and of the last third.
-Then says whether the values are flat. The exit code is 1 if a process ended meanwhile, or something
-is not flat.
+slope in Markdown; memory in MiB. Then starts a second run of each mode next to the first one, and
+compares their rates for 5 minutes: a machine that others use has no constant rate, but both runs
+have the same machine. Says whether the values are flat. The exit code is 1 if a process ended
+meanwhile, or something is not flat.
 
-| of | flat means: from the warm-up to the end |
+| of | flat means |
 | --- | --- |
-| memory | at most 2% or 4 MiB more |
+| memory | at most 2% or 4 MiB more at the end than after the warm-up |
 | descriptors, threads | less than 1 more |
-| steps/s | at most 3% less, or at most 3% more CPU time for a step |
-
-Other programs on the machine make a run slower, but hardly change its CPU time for a step.
+| steps/s | at most 3% less than the new run, or at most 3% more CPU time for a step |
 """
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -49,7 +47,7 @@ _MODES = {
     "ps-sync": ("--strategy=ps", "--sync_replicas", "--workers=2", "--ps=1"),
 }
 _MINUTES = flags.DEFINE_float(
-    "minutes", 30.0, "The duration, after the first report of all runs.", lower_bound=1.0
+    "minutes", 30.0, "From the first report of all runs to the second runs.", lower_bound=1.0
 )
 _STRATEGIES = flags.DEFINE_list("strategies", list(_MODES), f"Of {', '.join(_MODES)}.")
 flags.register_validator(
@@ -58,6 +56,8 @@ flags.register_validator(
 
 _SAMPLE_SECS = 10.0
 _WARMUP_SECS = 300.0
+_NEW_WARMUP_SECS = 60.0
+_COMPARED_SECS = 300.0
 _START_SECS = 600.0
 _END_SECS = 120.0
 _MIB = 2**20
@@ -119,91 +119,63 @@ def is_flat(name: str, found: Trend) -> bool:
     return found.growth < 1
 
 
-def of_thirds(progress: Sequence[Progress], warmup_secs: float) -> tuple[Trend, Trend]:
-    """Steps/s, and CPU milliseconds for a step, in the first and last third after the warm-up.
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How fast a run is: steps a second, and the CPU time for a step of all its processes."""
 
-    The rate is the median of 10 parts of a third, so short disturbances do not count.
+    rate: float
+    cpu_millisecs: float
+
+
+def pace(progress: Sequence[Progress]) -> Pace:
+    """The pace between the first and the last of `progress`.
 
     Raises:
-        ValueError: too few samples are after the warm-up, or a third has no step.
+        ValueError: no step was made between them.
     """
-    after = [at for at in progress if at.seconds >= warmup_secs]
-    if len(after) < 4:
-        raise ValueError(f"only {len(after)} of {len(progress)} samples came after the warm-up")
-    size = (len(after) + 2) // 3
-    first, last = after[: size + 1], after[-size - 1 :]
-    if any(third[-1].steps == third[0].steps for third in (first, last)):
-        raise ValueError("a third of the run has no step")
-    hours = (last[0].seconds - first[0].seconds) / 3600
-    trends = []
-    for measure in (_rate, _cpu_millisecs):
-        begin, end = measure(first), measure(last)
-        trends.append(Trend(begin, end, (end - begin) / hours))
-    return trends[0], trends[1]
+    first, last = progress[0], progress[-1]
+    steps = last.steps - first.steps
+    if not steps:
+        raise ValueError(f"no step in {last.seconds - first.seconds:.0f} s")
+    return Pace(
+        steps / (last.reported_secs - first.reported_secs),
+        1000 * (last.cpu_secs - first.cpu_secs) / steps,
+    )
 
 
-def _rate(third: Sequence[Progress]) -> float:
-    stride = max(1, (len(third) - 1) // 10)
-    rates = [
-        (later.steps - sooner.steps) / (later.reported_secs - sooner.reported_secs)
-        for sooner, later in itertools.pairwise(third[::stride])
-        if later.steps > sooner.steps
-    ]
-    return float(np.median(rates))
-
-
-def _cpu_millisecs(third: Sequence[Progress]) -> float:
-    return 1000 * (third[-1].cpu_secs - third[0].cpu_secs) / (third[-1].steps - third[0].steps)
-
-
-def is_rate_flat(rate: Trend, cpu_millisecs: Trend) -> bool:
-    """Returns True if the run did not get slower by itself."""
-    has_rate = -rate.growth <= _MOST_CHANGE * rate.first
-    return has_rate or cpu_millisecs.growth <= _MOST_CHANGE * cpu_millisecs.first
+def is_pace_kept(old: Pace, new: Pace) -> bool:
+    """Returns True if the old run is not slower than a new one at the same time."""
+    has_rate = old.rate >= (1 - _MOST_CHANGE) * new.rate
+    return has_rate or old.cpu_millisecs <= (1 + _MOST_CHANGE) * new.cpu_millisecs
 
 
 def table(
-    mode: str,
-    samples: Mapping[str, Sequence[Sample]],
-    progress: Sequence[Progress],
-    warmup_secs: float,
+    mode: str, times: Sequence[float], samples: Mapping[str, Sequence[Sample]], warmup_secs: float
 ) -> tuple[list[str], list[str]]:
-    """The rows of a mode, and what is not flat.
-
-    `samples` has those of each process; `progress` has the progress of the run at the same times.
-    """
+    """The rows of a mode, and what is not flat. `samples` has those of each process at `times`."""
     rows, grown = [], []
-
-    def add(process: str, name: str, found: Trend, flat: bool) -> None:
-        unit = _MIB if name == "memory" else 1
-        ends = (found.first, found.last, found.per_hour)
-        columns = " | ".join(f"{value / unit:z,.1f}" for value in ends)
-        rows.append(f"| {mode} | {process} | {name} | {columns} | {'yes' if flat else 'no'} |")
-
-    times = [at.seconds for at in progress]
     for process, values in samples.items():
         for field in dataclasses.fields(Sample):
             found = trend(times, [getattr(value, field.name) for value in values], warmup_secs)
             flat = is_flat(field.name, found)
-            add(process, field.name, found, flat)
+            unit = _MIB if field.name == "memory" else 1
+            ends = (found.first, found.last, found.per_hour)
+            columns = " | ".join(f"{value / unit:z,.1f}" for value in ends)
+            verdict = "yes" if flat else "no"
+            rows.append(f"| {mode} | {process} | {field.name} | {columns} | {verdict} |")
             if not flat:
                 grown.append(f"{field.name} of {process}")
-    rate, cpu_millisecs = of_thirds(progress, warmup_secs)
-    flat = is_rate_flat(rate, cpu_millisecs)
-    add("the run", "steps/s", rate, flat)
-    add("the run", "CPU ms of a step", cpu_millisecs, flat)
-    if not flat:
-        grown.append("steps/s of the run")
     return rows, grown
 
 
-def summary(mode: str, grown: Sequence[str], rate: Trend, cpu_millisecs: Trend) -> str:
-    """One sentence: what is not flat, and how much rate and CPU time changed."""
+def summary(mode: str, grown: Sequence[str], old: Pace, new: Pace) -> str:
+    """One sentence: what is not flat, and how the run compares with a new one."""
     flat = "not flat: " + ", ".join(grown) if grown else "all values are flat"
-    changes = [100 * found.growth / found.first for found in (rate, cpu_millisecs)]
+    rate = 100 * (old.rate / new.rate - 1)
+    cpu = 100 * (old.cpu_millisecs / new.cpu_millisecs - 1)
     return (
-        f"{mode}: {flat}; steps/s changed by {changes[0]:+.1f}%, the CPU time of a step by "
-        f"{changes[1]:+.1f}%."
+        f"{mode}: {flat}; {old.rate:,.0f} steps/s, {rate:+.1f}% to a new run at the same time; "
+        f"{old.cpu_millisecs:.2f} ms of CPU time for a step, {cpu:+.1f}%."
     )
 
 
@@ -224,8 +196,9 @@ class _Run:
     """One run of the trainer, and its samples."""
 
     def __init__(self, mode: str, data_dir: Path, directory: Path) -> None:
-        """Starts it; `close` ends it."""
+        """Starts it, with its files in `directory`; `close` ends it."""
         self.mode = mode
+        directory.mkdir(exist_ok=True)
         self._model_dir, self._log = directory / mode, directory / f"{mode}.log"
         command = [sys.executable, "-m", "trainer", *_MODES[mode], "--num_threads=1"]
         command += [f"--data_dir={data_dir}", f"--model_dir={self._model_dir}"]
@@ -298,6 +271,31 @@ def _processes(launcher: psutil.Popen, model_dir: Path) -> dict[str, psutil.Proc
     return {"the process": named["launcher"]} if len(named) == 1 else named
 
 
+def _started(
+    modes: Sequence[str], data_dir: Path, directory: Path, stack: contextlib.ExitStack
+) -> list[_Run]:
+    """A run of each mode, after its first report; the end of `stack` closes them."""
+    runs = []
+    for mode in modes:
+        runs.append(_Run(mode, data_dir, directory))
+        stack.callback(runs[-1].close)
+    deadline = time.monotonic() + _START_SECS
+    for run in runs:
+        run.wait_for_report(deadline)
+    return runs
+
+
+def _sample(runs: Sequence[_Run], began: float, until: float) -> None:
+    """Samples the runs for the seconds from now to `until`, since `began`."""
+    due = time.monotonic()
+    while time.monotonic() - began < until and not all(run.error for run in runs):
+        for run in runs:
+            if not run.error:
+                run.sample(began)
+        due += _SAMPLE_SECS
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
 def measure(
     modes: Sequence[str], data_dir: Path, directory: Path, minutes: float
 ) -> Iterator[tuple[list[str], str, bool]]:
@@ -306,31 +304,26 @@ def measure(
     The summary of a mode that did not start, or of which a process ended, is the reason.
     """
     with contextlib.ExitStack() as stack:
-        runs = []
-        for mode in modes:
-            runs.append(_Run(mode, data_dir, directory))
-            stack.callback(runs[-1].close)
-        deadline = time.monotonic() + _START_SECS
-        for run in runs:
-            run.wait_for_report(deadline)
+        runs = _started(modes, data_dir, directory / "old", stack)
         began = time.monotonic()
-        number = 0
-        while time.monotonic() - began < 60 * minutes and not all(run.error for run in runs):
-            for run in runs:
-                if not run.error:
-                    run.sample(began)
-            number += 1
-            time.sleep(max(0.0, began + number * _SAMPLE_SECS - time.monotonic()))
-        for run in runs:  # All of them first: each takes seconds to end.
+        _sample(runs, began, 60 * minutes)
+        new_runs = _started(modes, data_dir, directory / "new", stack)
+        time.sleep(_NEW_WARMUP_SECS)
+        compared = time.monotonic() - began
+        _sample([*runs, *new_runs], began, compared + _COMPARED_SECS)
+        for run in [*runs, *new_runs]:  # All of them first: each takes seconds to end.
             run.ask_to_end()
     warmup_secs = min(_WARMUP_SECS, 60 * minutes / 3)
-    for run in runs:
-        if run.error:
-            yield [], run.error, False
+    for run, new in zip(runs, new_runs, strict=True):
+        if error := run.error or new.error:
+            yield [], error, False
             continue
-        rows, grown = table(run.mode, run.samples, run.progress, warmup_secs)
-        changes = of_thirds(run.progress, warmup_secs)
-        yield rows, summary(run.mode, grown, *changes), not grown
+        times = [at.seconds for at in run.progress]
+        rows, grown = table(run.mode, times, run.samples, warmup_secs)
+        paces = [pace([at for at in r.progress if at.seconds >= compared]) for r in (run, new)]
+        if not is_pace_kept(*paces):
+            grown.append("steps/s")
+        yield rows, summary(run.mode, grown, *paces), not grown
 
 
 def main(argv: Sequence[str]) -> None:

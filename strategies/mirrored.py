@@ -279,11 +279,16 @@ class MirroredExecutor(Executor):
         return tf.zeros([self._learner.num_totals], tf.float64)
 
     @no_autograph
+    def _sum_of_totals(self, vector: tf.Tensor) -> tf.Tensor:
+        """The sum of `vector`, of each replica's totals, over all replicas."""
+        return self.strategy.reduce("SUM", vector, axis=None)
+
+    @no_autograph
     def _sum_over_replicas(
         self, totals: tf.Tensor, status: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Sums metric totals and `status` over all replicas, in one all-reduce."""
         joined = self.strategy.run(lambda t: tf.concat([t, status], axis=0), args=(totals,))
-        summed = self.strategy.reduce("SUM", joined, axis=None)
+        summed = self._sum_of_totals(joined)
         num_totals = self._learner.num_totals
         return summed[:num_totals], summed[num_totals:]

@@ -31,7 +31,7 @@ from strategies.cluster.peers import (
     watch_peers,
 )
 from strategies.cluster.tf_config import Cluster, Task
-from strategies.gradients.all_reduce import all_reduced, cpu_of_worker
+from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes
 from strategies.gradients.compression import Compression
@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 _SMALL_BYTES, _LARGE_BYTES = 1 << 8, 4 << 20
 _SMALL_SUMS, _LARGE_SUMS = 20, 2
 _MEASUREMENTS = 3
+# Of `summed_with_key`.
+_GATHER_KEY, _TOTALS_KEY = 1, 2
 
 # The errors TensorFlow raises when a peer of a collective has died or has given up.
 _LOST = (
@@ -84,7 +86,7 @@ class MultiWorkerExecutor(MirroredExecutor):
                 return tf.one_hot(replica, self.num_replicas, number, tf.zeros_like(number))
 
             # The sum of vectors that are zero at all indices but the replica's own.
-            return strategy.reduce("SUM", strategy.run(at_own_index), axis=None)
+            return self._sum(strategy.run(at_own_index), _GATHER_KEY)
 
         self._gather_in_graph = gather
 
@@ -229,6 +231,18 @@ class MultiWorkerExecutor(MirroredExecutor):
         before, self._waited_before = self._waited_before, float(self._waited.numpy())
         self.stopwatch.carve("sum wait", self._waited_before - before)
         return finished
+
+    @override
+    @no_autograph
+    def _sum_of_totals(self, vector: Tensor) -> Tensor:
+        return self._sum(vector, _TOTALS_KEY)
+
+    @no_autograph
+    def _sum(self, vector: Tensor, key: int) -> Tensor:
+        """The sum of `vector`, [n], over all replicas; on CPUs, `key` is that of the sum."""
+        if cpu_of_worker(self.strategy):
+            return summed_with_key(vector, self.strategy, key)
+        return self.strategy.reduce("SUM", vector, axis=None)
 
     @override
     @no_autograph

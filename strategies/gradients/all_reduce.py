@@ -7,7 +7,6 @@ bucket waits for another one, so sums overlap with the backward pass. Overlap is
 that XLA compiles as one op.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from strategies.gradients.compression import Compression
 EXCHANGE_BYTES = 1 << 20
 # TensorFlow numbers its own groups from 1.
 _GROUP_KEY = 1 << 20
+_GROUP_KEY_OF_SUMS = _GROUP_KEY + 1  # Of `summed_with_key`.
 # Rows are gathered in multiples of this number; a table has this number of keys for them.
 _BLOCK_ROWS = 256
 _KEYS_OF_A_TABLE = 1 << 20
@@ -48,9 +48,7 @@ def all_reduced(
     summed = list(gradients)
     for index, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
-            is_fixed = gradient.indices.shape.is_fully_defined()
-            gather = functools.partial(context.all_reduce, "sum") if is_fixed else _gathered_rows
-            summed[index] = gather(gradient)
+            summed[index] = _gathered_rows(gradient)
     for indices in bucket_layout(gradients, bucket_bytes):
         bucket = [gradients[index] for index in indices]
         vectors = [tf.reshape(gradient, [-1]) for gradient in bucket]
@@ -104,6 +102,27 @@ def _ring_reduced(vector: Tensor, num_workers: int) -> Tensor:
     return tf.ensure_shape(total, vector.shape)
 
 
+def summed_with_key(vector: Tensor, strategy: tf.distribute.Strategy, key: int) -> Tensor:
+    """The sum of `vector`, [n], over all workers, outside of replica context.
+
+    Each worker has one replica, on its CPU. All sums with the same `key`, in any graph, must have
+    the same n and type, and come in the same order in all workers. `strategy.reduce` needs no key:
+    it makes a new one in each call, and TensorFlow keeps some kilobytes for each key it has seen.
+    """
+    with tf.device(cpu_of_worker(strategy)):
+        total = tf.raw_ops.CollectiveReduceV2(
+            input=vector,
+            group_size=strategy.num_replicas_in_sync,
+            group_key=_GROUP_KEY_OF_SUMS,
+            instance_key=key,
+            ordering_token=[],
+            merge_op="Add",
+            final_op="Id",
+            communication_hint="ring",
+        )
+    return tf.ensure_shape(total, vector.shape)
+
+
 def _exchanged(vector: Tensor) -> Tensor:
     """The sum of `vector`, [n], over two workers: each sends its vector to the other worker.
 
@@ -125,14 +144,23 @@ def _exchanged(vector: Tensor) -> Tensor:
 
 
 def _gathered_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The rows of all replicas, in their order; each replica has another number of rows.
+    """The rows of all replicas, in their order.
 
-    TensorFlow's collectives refuse another number in each iteration of a loop.
+    Each replica may have another number of rows. TensorFlow's collectives refuse another number in
+    each iteration of a loop.
     """
     context = tf.distribute.get_replica_context()
+    num_replicas = context.num_replicas_in_sync
+    has_fixed_size = gradient.indices.shape.is_fully_defined()
     if device := cpu_of_worker(context.strategy):
         with tf.device(device):
-            return _rows_of_workers(gradient, context.num_replicas_in_sync)
+            if not has_fixed_size:
+                return _rows_of_workers(gradient, num_replicas)
+            parts = gradient.values, gradient.indices
+            rows, ids = (_gathered(part, num_replicas, next(_instance_keys)) for part in parts)
+            return tf.IndexedSlices(rows, ids, gradient.dense_shape)
+    if has_fixed_size:
+        return context.all_reduce("sum", gradient)
     if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
         raise NotImplementedError("the executor refuses tables on several replicas of a worker")
 

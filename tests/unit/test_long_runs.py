@@ -1,18 +1,18 @@
 """What benchmarks.long_runs makes of its samples: lines through them, and a verdict."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
 from benchmarks.long_runs import (
+    Pace,
     Progress,
     Sample,
     Trend,
     is_flat,
-    is_rate_flat,
+    is_pace_kept,
     newest_report,
-    of_thirds,
+    pace,
     summary,
     table,
     trend,
@@ -52,38 +52,11 @@ def test_flat_is_what_the_synopsis_says(name: str, first: float, last: float, fl
     assert is_flat(name, Trend(first, last, 0.0)) is flat
 
 
-def progress(rates: list[float], cpu_secs: float = 0.01) -> list[Progress]:
-    """A sample each 10 s, with the rate until the next one, and the CPU time of a step."""
-    found = [Progress(0.0, 0, 20.0, 0.0)]
-    for rate in rates:
-        last = found[-1]
-        steps = last.steps + round(10 * rate)
-        found.append(Progress(last.seconds + 10, steps, last.reported_secs + 10, steps * cpu_secs))
-    return found
-
-
-def test_rate_is_that_of_the_first_and_last_third_after_the_warm_up() -> None:
-    rates = [1.0] * 30 + [100.0] * 60 + [98.0] * 60
-    rate, cpu = of_thirds(progress(rates), warmup_secs=300)
-    assert (rate.first, rate.last) == pytest.approx((100, 98))
-    assert (cpu.first, cpu.last) == pytest.approx((10, 10))
-    # The thirds are 800 s apart, less a sample.
-    assert rate.per_hour == pytest.approx(-2 * 3600 / 790)
-
-
-def test_short_disturbances_do_not_change_the_rate() -> None:
-    rates = [100.0] * 90
-    rates[5:8] = [10.0] * 3
-    rates[70:74] = [20.0] * 4
-    rate, _ = of_thirds(progress(rates), warmup_secs=0)
-    assert (rate.first, rate.last) == pytest.approx((100, 100))
-
-
-def test_too_short_run_and_run_without_steps_have_no_rate() -> None:
-    with pytest.raises(ValueError, match="only 3 of 5"):
-        of_thirds(progress([1.0] * 4), warmup_secs=20)
-    with pytest.raises(ValueError, match="no step"):
-        of_thirds(progress([1.0] * 10 + [0.0] * 10), warmup_secs=0)
+def test_pace_is_that_of_the_reports() -> None:
+    first, last = Progress(10.0, 1000, 30.0, 40.0), Progress(21.0, 2200, 40.0, 46.0)
+    assert pace([first, last]) == Pace(120.0, 5.0)
+    with pytest.raises(ValueError, match="no step in 11 s"):
+        pace([first, Progress(21.0, 1000, 30.0, 41.0)])
 
 
 def test_newest_report_is_that_of_the_last_complete_report_of_training(tmp_path: Path) -> None:
@@ -97,7 +70,7 @@ def test_newest_report_is_that_of_the_last_complete_report_of_training(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("rate", "cpu_millisecs", "flat"),
+    ("rate", "cpu_millisecs", "is_kept"),
     [
         (97.1, 12.0, True),
         (96.9, 10.2, True),  # Another program took the time.
@@ -105,26 +78,22 @@ def test_newest_report_is_that_of_the_last_complete_report_of_training(tmp_path:
         (120.0, 12.0, True),
     ],
 )
-def test_rate_is_flat_unless_a_step_also_takes_more_cpu_time(
-    rate: float, cpu_millisecs: float, flat: bool
+def test_pace_is_lost_if_a_step_also_takes_more_cpu_time(
+    rate: float, cpu_millisecs: float, is_kept: bool
 ) -> None:
-    changes = Trend(100.0, rate, 0.0), Trend(10.0, cpu_millisecs, 0.0)
-    assert is_rate_flat(*changes) is flat
+    assert is_pace_kept(Pace(rate, cpu_millisecs), Pace(100.0, 10.0)) is is_kept
 
 
 def test_what_grows_is_named() -> None:
-    found = progress([100.0] * 30 + [90.0] * 30)
-    slower = [
-        dataclasses.replace(at, cpu_secs=at.cpu_secs * (1 + at.seconds / 1000)) for at in found
-    ]
-    steady = [Sample(100 * MIB, 20, 8)] * len(found)
-    leaking = [Sample(100 * MIB, 20 + i / 10, 8) for i in range(len(found))]
-    rows, grown = table("ps", {"chief 0": steady, "ps 0": leaking}, slower, 0)
-    assert len(rows) == 8
-    assert grown == ["descriptors of ps 0", "steps/s of the run"]
+    steady = [Sample(100 * MIB, 20, 8)] * 60
+    leaking = [Sample(100 * MIB, 20 + i / 10, 8) for i in range(60)]
+    times = [10.0 * i for i in range(60)]
+    rows, grown = table("ps", times, {"chief 0": steady, "ps 0": leaking}, 0)
+    assert len(rows) == 6
+    assert grown == ["descriptors of ps 0"]
     assert rows[0] == "| ps | chief 0 | memory | 100.0 | 100.0 | 0.0 | yes |"
-    assert rows[-2].startswith("| ps | the run | steps/s | 100.0 | 90.0 |")
-    sentence = summary("ps", grown, *of_thirds(slower, 0))
-    assert sentence.startswith(
-        "ps: not flat: descriptors of ps 0, steps/s of the run; steps/s changed by -10.0%, the CPU "
+    assert rows[4] == "| ps | ps 0 | descriptors | 20.0 | 25.9 | 36.0 | no |"
+    assert summary("ps", grown, Pace(90, 5.5), Pace(100, 5.0)) == (
+        "ps: not flat: descriptors of ps 0; 90 steps/s, -10.0% to a new run at the same time; "
+        "5.50 ms of CPU time for a step, +10.0%."
     )
