@@ -167,7 +167,7 @@ def _is_loss(error: Exception) -> bool:
         return True
     if not type(error).__module__.startswith("tensorflow."):
         return False
-    from strategies.ps.losses import loss_of  # Loads TensorFlow, which this module must not.
+    from strategies.lost_peers import loss_of  # Loads TensorFlow, which this module must not.
 
     return loss_of(error) is not None
 

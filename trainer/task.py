@@ -34,10 +34,10 @@ from strategies.cluster.connections import limit_silence
 from strategies.cluster.peers import check_own_address, connecting, port_of
 from strategies.cluster.ports import held
 from strategies.cluster.tf_config import Cluster, ClusterError
+from strategies.lost_peers import loss_of
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from strategies.multiworker import MultiWorkerExecutor
 from strategies.ps.asynchronous import AsynchronousExecutor
-from strategies.ps.losses import loss_of
 from strategies.ps.servers import ask_chief_to_stop, serve, start_server
 from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import Parts, build_checkpointer, build_learner, chief_hooks, shared_hooks

@@ -37,6 +37,7 @@ from strategies.cluster.peers import all_answer
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
 from strategies.gradients.compression import Compression
+from strategies.lost_peers import losses_explained
 from strategies.metrics import Metrics
 from strategies.ps.closures import (
     FEW_STEPS,
@@ -51,7 +52,7 @@ from strategies.ps.closures import (
     unpacked,
 )
 from strategies.ps.executor import ParameterServerExecutor
-from strategies.ps.left_tickets import (
+from strategies.ps.former_tickets import (
     DROPPED,
     EMPTY_ROW,
     LOG_ROWS,
@@ -60,7 +61,6 @@ from strategies.ps.left_tickets import (
     log_place,
     store_handed_out,
 )
-from strategies.ps.losses import losses_explained
 from strategies.ps.worker_step import compute_gradients, read_variables, send_to_servers, unstack
 from strategies.worker_stats import WorkerStats
 
@@ -303,7 +303,7 @@ class _Steps:
         self._compression = compression
         self._max_staleness = max_staleness
         self._read_dtype = read_dtype
-        # `applied` is the number of applied gradients of each worker; left_tickets.py has the log.
+        # `applied` counts the applied gradients of each worker; former_tickets.py has the log.
         with strategy.scope(), strategy.extended.colocate_vars_with(learner.step):
             self.applied = tf.Variable(tf.zeros([num_workers], tf.int64), trainable=False)
             with tf.device(learner.step.device):

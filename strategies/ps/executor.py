@@ -49,11 +49,11 @@ from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.gradients.coalescing import read_together
 from strategies.gradients.compression import Compression
+from strategies.lost_peers import losses_explained
 from strategies.metrics import Metrics
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
-from strategies.ps.left_state import LeftState, PublishedState, assign_value
+from strategies.ps.former_state import FormerState, PublishedState, assign_value
 from strategies.ps.lookup_tables import capture_outside_of_branches
-from strategies.ps.losses import losses_explained
 from strategies.ps.placement import dry_run, place, placed
 from strategies.ps.servers import check_versions, end_servers, listen_for_losses, listen_for_stop
 from strategies.ps.settling import settled_values
@@ -101,7 +101,7 @@ class ParameterServerExecutor(Executor):
         # The arguments of `publish`; before, and while variables are set back, there are none.
         self._saved: Sequence[tf.Variable] = ()
         self._identity = ""
-        self._former: LeftState | None = None
+        self._former: FormerState | None = None
         _KEEP_ALIVE.append(self)
         self.io_device = "/job:chief/replica:0/task:0/device:CPU:0"
 
@@ -240,16 +240,16 @@ class ParameterServerExecutor(Executor):
         self, variables: Sequence[tf.Variable], identity: str, after_step: int
     ) -> Reached | None:
         with losses_explained():
-            left = self._former = self._published.find()
-            if left is None or not variables:
+            former = self._former = self._published.find()
+            if former is None or not variables:
                 return None
-            if left.facts["identity"] != identity:
+            if former.facts["identity"] != identity:
                 log.warning(
                     "The servers hold the state of a run with another --model_dir, data, order or "
                     "model, whose chief died. It is dropped."
                 )
                 return None
-            found = settled_values(left) or self._standby.find(left)
+            found = settled_values(former) or self._standby.find(former)
             if found is None:
                 log.warning(
                     "The servers have no complete step of the former chief in their memory: a ps "

@@ -3,7 +3,7 @@
     standby = Standby(devices)
     standby.begin(variables)                        # in the chief, before training
     standby.copy(Reached(step, position, counts))   # while no step is in flight
-    reached, values = standby.find(left) or ...     # in the next chief, if a ps was lost
+    reached, values = standby.find(former) or ...     # in the next chief, if a ps was lost
 
 Each server keeps its own values of a step, which share memory with the variables until the next
 step changes them. Then they travel to the next server, the last server's to the first, while
@@ -20,7 +20,7 @@ from typing import Any  # JSON values.
 import tensorflow as tf
 
 from strategies.base import Position, Reached, Tensor, read_now, value_of
-from strategies.ps.left_state import LeftState
+from strategies.ps.former_state import FormerState
 from strategies.ps.named_tensors import NamedTensors
 
 _GENERATIONS = (0, 1)
@@ -89,22 +89,22 @@ class Standby:
 
         self._write = self._writer.submit(write)
 
-    def find(self, left: LeftState) -> tuple[Reached, list[Tensor]] | None:
-        """The newest complete copy of the saved variables of `left`: their values; None without."""
+    def find(self, former: FormerState) -> tuple[Reached, list[Tensor]] | None:
+        """The newest complete copy of the saved variables of `former`; None without."""
         found = []
         for generation in _GENERATIONS:
             for stored in self._records[generation]:
                 if record := stored.load_json():
                     found.append((_reached(record), generation))
         for reached, generation in sorted(found, key=lambda pair: -pair[0].step):
-            values = self._values(left, reached.step, generation)
+            values = self._values(former, reached.step, generation)
             if values is not None:
                 return reached, values
         return None
 
-    def _values(self, left: LeftState, step: int, generation: int) -> list[Tensor] | None:
-        number = left.facts["num_saved"]
-        devices, dtypes = left.devices[:number], left.dtypes[:number]
+    def _values(self, former: FormerState, step: int, generation: int) -> list[Tensor] | None:
+        number = former.facts["num_saved"]
+        devices, dtypes = former.devices[:number], former.dtypes[:number]
         values: dict[int, Tensor] = {}
         for ps, device in enumerate(self._devices):
             here = [index for index in range(number) if devices[index] == device]

@@ -14,8 +14,8 @@ from data.order import Order, replica_lanes
 from strategies.gradients.coalescing import Bucket
 from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.sync.aggregator import Aggregator, Verdict, judge
+from strategies.ps.sync.former_rounds import kept_values
 from strategies.ps.sync.gradient_buffers import GradientBuffers
-from strategies.ps.sync.left_rounds import kept_values
 from strategies.ps.sync.protocol import (
     END,
     END_ASSIGNMENT,

@@ -8,9 +8,9 @@ from trainer.local.group_rules import (
     SILENT_SECS,
     Group,
     HostRecord,
-    Look,
     Rules,
     Sightings,
+    Snapshot,
     connected,
     next_members,
 )
@@ -48,7 +48,7 @@ class World:
             if other != host and not {(host, other), (other, host)} & self.cut
         )
 
-    def look(self, secs: float = 1.0, *, frozen: frozenset[int] = frozenset()) -> None:
+    def poll(self, secs: float = 1.0, *, frozen: frozenset[int] = frozenset()) -> None:
         self.time += secs
         awake = self.alive - frozen
         for host in awake:
@@ -56,12 +56,12 @@ class World:
             start = f"{host}-{self._starts[host]}"
             self.records[host] = HostRecord(start, self._beats[host], self.reaches(host))
         for host in awake:
-            look = Look(self.time, dict(self.records), self.saved_step)
-            self.sightings[host].update(look, self.group)
+            snapshot = Snapshot(self.time, dict(self.records), self.saved_step)
+            self.sightings[host].update(snapshot, self.group)
 
     def wait(self, secs: int) -> None:
         for _ in range(secs):
-            self.look()
+            self.poll()
 
     def wishes(self, rules: Rules = RULES) -> dict[int, list[int]]:
         """What each launcher proposes."""
@@ -131,7 +131,7 @@ def test_host_joins_at_the_next_checkpoint() -> None:
     assert world.sightings[0].waiting == {3}
     assert world.wishes() == {}
     world.saved_step = 200
-    world.look()
+    world.poll()
     assert set(map(tuple, world.wishes().values())) == {(0, 1, 2, 3)}
     assert 3 not in world.wishes(), "members decide"
     world.change()
@@ -225,7 +225,7 @@ def test_of_two_equal_parts_the_one_without_the_last_host_continues(
 
 def test_launcher_that_was_frozen_blames_no_other_host() -> None:
     world = all_there()
-    world.look(secs=1000.0, frozen=frozenset({1, 2, 3}))  # Host 0 was frozen: it looks first.
+    world.poll(secs=1000.0, frozen=frozenset({1, 2, 3}))  # Host 0 was frozen: it looks first.
     assert max(world.sightings[0].away_secs.values()) < SILENT_SECS
     world.wait(3)
     assert world.wishes() == {}
@@ -234,7 +234,7 @@ def test_launcher_that_was_frozen_blames_no_other_host() -> None:
 def test_host_that_is_frozen_is_left_out() -> None:
     world = all_there()
     for _ in range(34):
-        world.look(frozen=frozenset({0}))
+        world.poll(frozen=frozenset({0}))
     assert world.wishes() == {host: [1, 2, 3] for host in (1, 2, 3)}
 
 
@@ -242,7 +242,7 @@ def test_records_of_dead_launchers_do_not_count() -> None:
     world = all_there()
     world.alive = set()
     world.restart(0)
-    world.look()
+    world.poll()
     assert world.sightings[0].present == {0}
     world.wait(3)
     assert world.sightings[0].present == {0}
@@ -253,7 +253,7 @@ def test_launcher_that_has_ended_is_away_at_once_and_says_if_the_run_is_done() -
     for code, is_done in ((75, False), (0, True)):
         world.alive.discard(2)
         world.records[2] = HostRecord("2-end", code, frozenset(), ended=code)
-        world.look()
+        world.poll()
         assert 2 not in world.sightings[0].present
         assert world.sightings[0].is_done == is_done
 

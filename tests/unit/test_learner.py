@@ -367,7 +367,7 @@ def test_mixed_bfloat16_trains_like_float32_up_to_rounding(
 
 
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=["bfloat16", "float16"])
-def test_losses_and_penalties_in_16_bits_are_added_in_float32(
+def test_lost_peers_and_penalties_in_16_bits_are_added_in_float32(
     batch: tuple[np.ndarray, np.ndarray], dtype: Any
 ) -> None:
     strategy = replicas(1)
@@ -444,7 +444,7 @@ def test_value_of_only_some_examples_is_refused_if_shapes_are_unknown(
         assert gradients(*map(tf.constant, whole)).numpy()[1::2].tolist() == [BATCH] * 2
 
 
-def test_losses_added_by_a_layer_may_have_one_value_per_example(
+def test_lost_peers_added_by_a_layer_may_have_one_value_per_example(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     class Adding(keras.layers.Layer):

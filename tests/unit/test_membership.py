@@ -18,9 +18,9 @@ from strategies.cluster.tf_config import Cluster, ClusterError, Task
 from strategies.metrics import Metrics
 from trainer.hooks.newest_group import StopIfReplaced
 from trainer.local.elastic import ElasticCluster
-from trainer.local.group_rules import Group, HostRecord, Look, Rules
+from trainer.local.group_rules import Group, HostRecord, Rules, Snapshot
 from trainer.local.launch_report import LaunchReport
-from trainer.local.membership import LookOut, Membership, newest_generation
+from trainer.local.membership import Membership, Watcher, newest_generation
 from trainer.local.restarts import Restarts
 
 ADDRESSES = ("a:2222", "b:2222", "c:2222")
@@ -97,25 +97,25 @@ def test_records_of_hosts_are_read_as_written(tmp_path: Path) -> None:
     assert ours[0].records() == {1: short}
 
 
-def test_look_out_tells_which_hosts_are_reached(tmp_path: Path) -> None:
+def test_watcher_tells_which_hosts_are_reached(tmp_path: Path) -> None:
     open_port, closed_port = free_ports(2)
     ports = (1, open_port, closed_port)
     addresses = (*(f"localhost:{port}" for port in ports), "no.invalid:1")
-    looks: list[Look] = []
+    snapshots: list[Snapshot] = []
     came = threading.Event()
 
-    def on_look(look: Look) -> None:
-        looks.append(look)
+    def on_snapshot(snapshot: Snapshot) -> None:
+        snapshots.append(snapshot)
         came.set()
 
     membership = Membership(tmp_path, addresses, 0)
-    with held(open_port), LookOut(membership, on_look) as look_out:
+    with held(open_port), Watcher(membership, on_snapshot) as watcher:
         assert came.wait(20)
-        look_out.end(0)
+        watcher.end(0)
     # A host that refuses connections is there; its task may be about to start.
-    assert looks[0].records[0].reaches == {1, 2}
+    assert snapshots[0].records[0].reaches == {1, 2}
     assert membership.records()[0].ended == 0
-    assert membership.records()[0].beat > looks[-1].records[0].beat
+    assert membership.records()[0].beat > snapshots[-1].records[0].beat
 
 
 def test_record_of_the_end_stays_if_a_connection_is_slow(
@@ -130,12 +130,12 @@ def test_record_of_the_end_stays_if_a_connection_is_slow(
     monkeypatch.setattr("trainer.local.membership.is_reachable", answer_late)
     monkeypatch.setattr("trainer.local.membership._LOOK_SECS", 0.05)
     membership = Membership(tmp_path, ADDRESSES, 0)
-    with LookOut(membership, lambda look: None) as look_out:
+    with Watcher(membership, lambda snapshot: None) as watcher:
         assert is_tried.wait(20)
-        look_out.end(0)
+        watcher.end(0)
     may_answer.set()
-    look_out._thread.join(20)
-    assert not look_out._thread.is_alive()
+    watcher._thread.join(20)
+    assert not watcher._thread.is_alive()
     assert membership.records()[0].ended == 0
 
 

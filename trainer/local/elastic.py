@@ -23,10 +23,10 @@ from typing_extensions import override
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE
 from trainer.local.deaths import TaskEnd
-from trainer.local.group_rules import Group, Look, Rules, Sightings, next_members
+from trainer.local.group_rules import Group, Rules, Sightings, Snapshot, next_members
 from trainer.local.launch_report import LaunchReport
 from trainer.local.launcher import LATE_SECS, LocalCluster
-from trainer.local.membership import LookOut, Membership
+from trainer.local.membership import Membership, Watcher
 from trainer.local.task_logs import say
 from trainer.local.task_process import TaskProcess
 
@@ -64,27 +64,27 @@ class ElasticCluster(LocalCluster):
     def run(self) -> LaunchReport:
         """As LocalCluster.run. Raises ClusterError if the files of the group cannot be used."""
         self._membership.check_hard_links()
-        with LookOut(self._membership, self._put_look) as look_out:
+        with Watcher(self._membership, self._put_snapshot) as watcher:
             report = super().run()
-            look_out.end(report.exit_code)
+            watcher.end(report.exit_code)
         return report
 
     @override
     def _begin(self) -> None:
-        """The first look starts the task."""
+        """The first snapshot starts the task."""
 
     @override
     def _is_over(self) -> bool:
         return super()._is_over() and (self._is_ending or self._is_done)
 
-    def _put_look(self, look: Look) -> None:
-        self._events.put(partial(self._on_look, look))
+    def _put_snapshot(self, snapshot: Snapshot) -> None:
+        self._events.put(partial(self._on_snapshot, snapshot))
 
-    def _on_look(self, look: Look) -> None:
+    def _on_snapshot(self, snapshot: Snapshot) -> None:
         self._read_group()
         if self._group.generation < 0 or self._is_ending:
             return
-        self._sightings.update(look, self._group)
+        self._sightings.update(snapshot, self._group)
         if self._sightings.is_done and not self._is_done:
             self._is_done = True
             self._forget_plans()

@@ -1,7 +1,7 @@
 """Which hosts train together when some are lost and others come: pure functions, no files.
 
     sightings = Sightings(own=0)
-    sightings.update(look, group)            # at each look at the records of all hosts
+    sightings.update(snapshot, group)            # for each snapshot of the records of all hosts
     members = next_members(group, sightings, rules)      # None: the group stays as it is
 
 Hosts are numbers, their places in --hosts. A group is a set of hosts with a generation, a number
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 # A host whose record has not changed for this long is away. Records change about every second.
 SILENT_SECS = 5.0
-# The longest time that one look adds. A launcher that was frozen has not seen what others did.
+# The longest time that one snapshot adds. A launcher that was frozen has not seen what others did.
 _MOST_SECS_PER_LOOK = 2.5
 
 
@@ -49,7 +49,7 @@ class HostRecord(NamedTuple):
     ended: int | None = None
 
 
-class Look(NamedTuple):
+class Snapshot(NamedTuple):
     """What a launcher has read: the time is its own monotonic clock, in seconds."""
 
     time: float
@@ -73,7 +73,7 @@ class Sightings:
         away_secs: For each member, how long it has not been in `core`.
         waiting: The present hosts that are not in the group.
         ready: Those of them that may join without another reason for a change.
-        is_done: True if a launcher has ended with 0 since the first look: the run is complete.
+        is_done: True if a launcher has ended with 0 since the first snapshot: the run is complete.
     """
 
     def __init__(self, own: int, *, saves_regularly: bool = True) -> None:
@@ -92,14 +92,14 @@ class Sightings:
         self.ready: frozenset[int] = frozenset()
         self.is_done = False
 
-    def update(self, look: Look, group: Group) -> None:
-        """Takes a new look into account."""
-        passed = 0.0 if self._last_time is None else look.time - self._last_time
+    def update(self, snapshot: Snapshot, group: Group) -> None:
+        """Takes a new snapshot into account."""
+        passed = 0.0 if self._last_time is None else snapshot.time - self._last_time
         secs = min(passed, _MOST_SECS_PER_LOOK)
-        is_first, self._last_time = self._last_time is None, look.time
-        for host in look.records.keys() | self._silent_secs.keys():
-            record = look.records.get(host)
-            # A record that was there at the first look may be of a launcher that is dead.
+        is_first, self._last_time = self._last_time is None, snapshot.time
+        for host in snapshot.records.keys() | self._silent_secs.keys():
+            record = snapshot.records.get(host)
+            # A record that was there in the first snapshot may be of a launcher that is dead.
             if record is None or is_first or record[:2] == self._last_seen.get(host):
                 self._silent_secs[host] = self._silent_secs.get(host, SILENT_SECS) + secs
             else:
@@ -111,7 +111,7 @@ class Sightings:
         self.present = frozenset(h for h, s in self._silent_secs.items() if s < SILENT_SECS)
         self._links = frozenset(
             (host, other)
-            for host, record in look.records.items()
+            for host, record in snapshot.records.items()
             if host in self.present
             for other in record.reaches
         )
@@ -126,10 +126,12 @@ class Sightings:
         self.waiting = self.present - group.members
         trains = self.core == group.members
         for host in self.waiting - self._asked_at.keys():
-            self._asked_at[host] = look.saved_step if trains and self._saves_regularly else -1
+            self._asked_at[host] = snapshot.saved_step if trains and self._saves_regularly else -1
         for host in self._asked_at.keys() - self.waiting:
             del self._asked_at[host]
-        self.ready = frozenset(h for h, step in self._asked_at.items() if look.saved_step > step)
+        self.ready = frozenset(
+            h for h, step in self._asked_at.items() if snapshot.saved_step > step
+        )
 
     def extended(self, core: frozenset[int], others: Iterable[int]) -> frozenset[int]:
         """`core` with those of `others` that all of them reach."""

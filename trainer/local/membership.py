@@ -3,7 +3,7 @@
     membership = Membership(Path("/shared/run"), addresses, own=0)
     membership.group()                          # the newest
     membership.propose(group, members)          # False if there is a newer one already
-    with LookOut(membership, on_look):          # a thread; on_look(look) about every second
+    with Watcher(membership, on_snapshot):      # a thread: on_snapshot(snapshot) about every second
         ...
 
 | file | contents | written by |
@@ -35,7 +35,7 @@ from typing import Self
 from data.system.files import partial_name
 from strategies.cluster.peers import is_reachable
 from strategies.cluster.tf_config import ClusterError
-from trainer.local.group_rules import Group, HostRecord, Look
+from trainer.local.group_rules import Group, HostRecord, Snapshot
 from trainer.local.task_logs import say
 from trainer.run_files import progress_of
 
@@ -157,23 +157,23 @@ class Membership:
         return self._directory / f"host-{host}.json"
 
 
-class LookOut:
+class Watcher:
     """A thread that writes the record of this host, and reads those of all, about every second.
 
-    If the storage fails or hangs, no look comes: then this launcher decides nothing, and the others
-    consider this host away.
+    If the storage fails or hangs, no snapshot comes: then this launcher decides nothing, and the
+    others consider this host away.
     """
 
-    def __init__(self, membership: Membership, on_look: Callable[[Look], None]) -> None:
-        """`on_look` is called on the thread."""
+    def __init__(self, membership: Membership, on_snapshot: Callable[[Snapshot], None]) -> None:
+        """`on_snapshot` is called on the thread."""
         self._membership = membership
-        self._on_look = on_look
+        self._on_snapshot = on_snapshot
         self._start = os.urandom(8).hex()
         self._beat = 0
         self._reaches: frozenset[int] = frozenset()
         self._is_over = threading.Event()
         self._lock = threading.Lock()  # Of the record: the last one stays.
-        self._thread = threading.Thread(target=self._watch, name="look-out", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="membership", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -217,7 +217,7 @@ class LookOut:
                         self._membership.own: own,
                     }
                     saved, _ = progress_of(str(self._membership.model_dir))
-                    self._on_look(Look(now, records, saved))
+                    self._on_snapshot(Snapshot(now, records, saved))
                     failure = ""
                 except OSError as error:
                     if str(error) != failure:

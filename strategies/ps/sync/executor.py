@@ -29,13 +29,13 @@ from strategies.base import PeerLostError, Position, Tensor, refuse_open_sub_bat
 from strategies.cluster.peers import all_answer
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
+from strategies.lost_peers import losses_explained
 from strategies.metrics import Metrics
 from strategies.ps.closures import in_background
 from strategies.ps.executor import ParameterServerExecutor
-from strategies.ps.losses import losses_explained
 from strategies.ps.sync.aggregator import Aggregator
+from strategies.ps.sync.former_rounds import Rounds, counts_of, position_of, stored_rounds
 from strategies.ps.sync.gradient_buffers import GradientBuffers
-from strategies.ps.sync.left_rounds import Rounds, counts_of, position_of, stored_rounds
 from strategies.ps.sync.protocol import (
     IDLE,
     NONE,

@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from strategies.base import Learner, Tensor, read_now, value_of
 from strategies.gradients.coalescing import Bucket, is_small
-from strategies.ps.sync.left_rounds import kept_values
+from strategies.ps.sync.former_rounds import kept_values
 from strategies.ps.sync.protocol import END_ASSIGNMENT, Assignment, Kind, Message, unpack
 
 # Of the values that a server keeps before each step.
@@ -254,8 +254,8 @@ class GradientBuffers:
     def begun(self, summed: list[Tensor], step: Tensor) -> list[Tensor]:
         """The sums, once all of them are there and `step`, which they make, is marked as begun.
 
-        Before that each server keeps the values that `keep` has named (left_rounds.py). They share
-        memory with the variables, which are copied when the step changes them.
+        Before that each server keeps the values that `keep` has named (former_rounds.py). They
+        share memory with the variables, which are copied when the step changes them.
         """
         owners = [*self._gradients, *self._parts]
         marks: dict[str, tf.Operation] = {}

@@ -3,8 +3,8 @@
     stored = stored_rounds(step_device)
     stored.store(Rounds(step, next_sub_batch, returned, slots, counters))   # after each round
     position = position_of(next_sub_batch, open_numbers, lanes, skipped)
-    reached = read_rounds(left)                     # in the next chief
-    values = values_at(left, reached.step)          # of all saved variables
+    reached = read_rounds(former)                     # in the next chief
+    values = values_at(former, reached.step)          # of all saved variables
 
 TensorFlow cancels all graphs of a chief that dies. A cancelled graph ends where it waits: for a
 queue, for another task, or before the next iteration of a loop. Ops that have their inputs still
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from strategies.base import Position, Reached, Tensor, value_of
-from strategies.ps.left_state import LeftState
+from strategies.ps.former_state import FormerState
 from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.sync.protocol import NONE, Counters, WorkerSlot
 from strategies.worker_stats import WorkerStats, added
@@ -82,18 +82,18 @@ def counts_of(counters: npt.NDArray[np.int64], workers: Sequence[str]) -> Worker
     }
 
 
-def read_rounds(left: LeftState) -> Reached | None:
+def read_rounds(former: FormerState) -> Reached | None:
     """How far the former chief's run has come; None if its variables are of no complete step."""
-    facts = left.facts
-    assert left.variables is not None
+    facts = former.facts
+    assert former.variables is not None
     loaded = stored_rounds(facts["step_device"]).load([tf.int64] * len(Rounds._fields))
     if loaded is None:
         return None
     rounds = Rounds(*[value_of(tensor) for tensor in loaded])
     step = int(rounds.step)
-    if int(left.variables[facts["step"]].numpy()) != step:
+    if int(former.variables[facts["step"]].numpy()) != step:
         return None
-    begun = _begun(left)
+    begun = _begun(former)
     may_be_begun = {step, step + 1} if len(begun) > 1 else {step}
     if not may_be_begun.issuperset(begun.values()):
         return None
@@ -110,12 +110,12 @@ def kept_values(device: str) -> NamedTensors:
     return NamedTensors(device, "before")
 
 
-def values_at(left: LeftState, step: int) -> list[Tensor] | None:
+def values_at(former: FormerState, step: int) -> list[Tensor] | None:
     """The values of the saved variables after `step`; None if they are not kept."""
-    assert left.variables is not None
-    saved = left.variables[: left.facts["num_saved"]]
+    assert former.variables is not None
+    saved = former.variables[: former.facts["num_saved"]]
     values = [variable.value() for variable in saved]
-    for device, begun in _begun(left).items():
+    for device, begun in _begun(former).items():
         if begun == step:
             continue
         here = [index for index, variable in enumerate(saved) if variable.device == device]
@@ -127,8 +127,8 @@ def values_at(left: LeftState, step: int) -> list[Tensor] | None:
     return values
 
 
-def _begun(left: LeftState) -> dict[str, int]:
+def _begun(former: FormerState) -> dict[str, int]:
     """The step that each server began last, by its device."""
-    assert left.variables is not None
-    first, number = left.facts["num_saved"], left.facts["num_marks"]
-    return {mark.device: int(mark.numpy()) for mark in left.variables[first : first + number]}
+    assert former.variables is not None
+    first, number = former.facts["num_saved"], former.facts["num_marks"]
+    return {mark.device: int(mark.numpy()) for mark in former.variables[first : first + number]}

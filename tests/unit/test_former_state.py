@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from data.order import replica_lanes
 from strategies.base import Position, Reached
-from strategies.ps.left_state import LeftState, LeftVariable
-from strategies.ps.left_tickets import (
+from strategies.ps.former_state import FormerState, FormerVariable
+from strategies.ps.former_tickets import (
     DROPPED,
     EMPTY_ROW,
     LOG_ROWS,
@@ -20,9 +20,9 @@ from strategies.ps.left_tickets import (
     store_handed_out,
 )
 from strategies.ps.named_tensors import NamedTensors
-from strategies.ps.settling import left_values, read_once, settled, settled_values
+from strategies.ps.settling import former_values, read_once, settled, settled_values
 from strategies.ps.standby import Standby
-from strategies.ps.sync.left_rounds import (
+from strategies.ps.sync.former_rounds import (
     Rounds,
     kept_values,
     position_of,
@@ -39,9 +39,9 @@ def variable(value: Any, device: str = DEVICES[0]) -> tf.Variable:
         return tf.Variable(value, trainable=False)
 
 
-def left(facts: dict[str, Any], variables: list[tf.Variable]) -> LeftState:
-    found = [LeftVariable(v.device, v.dtype, v.handle) for v in variables]
-    return LeftState(facts, found, found)
+def former(facts: dict[str, Any], variables: list[tf.Variable]) -> FormerState:
+    found = [FormerVariable(v.device, v.dtype, v.handle) for v in variables]
+    return FormerState(facts, found, found)
 
 
 def test_stored_handle_keeps_a_variable_whose_creator_is_gone() -> None:
@@ -52,7 +52,7 @@ def test_stored_handle_keeps_a_variable_whose_creator_is_gone() -> None:
     del created
     gc.collect()
     (handle,) = NamedTensors(DEVICES[0], "test of handles").load([tf.resource]) or [None]
-    found = LeftVariable(DEVICES[0], tf.float32, handle)
+    found = FormerVariable(DEVICES[0], tf.float32, handle)
     assert found.numpy().tolist() == [1.0, 2.0]
     found.empty()
     assert found.numpy().tolist() == []
@@ -79,7 +79,7 @@ def test_sub_batches_that_are_not_consumed_are_open_or_to_come(
     assert position_of(next_sub_batch, open_numbers, TWO, ()) == expected
 
 
-def synchronous(step: int, marks: tuple[int, int], stored_step: int) -> LeftState:
+def synchronous(step: int, marks: tuple[int, int], stored_step: int) -> FormerState:
     """Two servers; the second server's variable gained 1 in each step."""
     counted = variable(np.int64(step))
     weights = [variable(10.0 + step), variable(20.0 + step, DEVICES[1])]
@@ -100,7 +100,7 @@ def synchronous(step: int, marks: tuple[int, int], stored_step: int) -> LeftStat
         "workers": ["worker 0", "worker 1"],
         "counts_before": {"worker_steps": {"worker 0": 5}},
     }
-    return left(facts, [counted, *weights, *begun])
+    return former(facts, [counted, *weights, *begun])
 
 
 def test_complete_step_of_rounds_is_found_with_its_position_and_counts() -> None:
@@ -126,11 +126,11 @@ def test_server_that_began_a_step_which_was_not_counted_has_the_values_before(ch
         tf.raw_ops.AssignVariableOp(resource=weight.handle, value=tf.constant(99.0))
     reached = read_once(state)
     assert reached is not None
-    values = left_values(state, reached)
+    values = former_values(state, reached)
     assert values is not None
     assert [float(value) for value in values] == [7, 17, 27]
     kept_values(device).store([tf.constant(6, tf.int64), *(v.value() for v in here)])
-    assert left_values(state, reached) is None, "values of another step"
+    assert former_values(state, reached) is None, "values of another step"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_variables_of_no_complete_step_are_not_used(
 def test_single_server_in_the_middle_of_a_step_is_not_used() -> None:
     state = synchronous(7, (8, 7), 7)
     facts = {**state.facts, "num_marks": 1}
-    assert read_once(LeftState(facts, state.variables, state.found)) is None
+    assert read_once(FormerState(facts, state.variables, state.found)) is None
 
 
 def test_batches_between_those_done_are_open() -> None:
@@ -182,7 +182,7 @@ def test_log_of_applied_gradients_gives_position_and_counts() -> None:
         "counts_before": {"batches": {"handed_out": 1, "finished": 1, "repeated": 0}},
     }
     applied = variable(np.array([6, 8], np.int64))
-    state = left(facts, [variable(np.int64(114)), applied, variable(log)])
+    state = former(facts, [variable(np.int64(114)), applied, variable(log)])
     reached = settled(state)
     assert reached is not None
     open_batches = ((first - 6, 0, 3), (first + 1, 0, 3))
@@ -197,7 +197,7 @@ def test_log_of_applied_gradients_gives_position_and_counts() -> None:
 
 def test_state_of_a_lost_server_is_not_used() -> None:
     state = synchronous(7, (7, 7), 7)
-    assert settled(LeftState(state.facts, None, state.found)) is None
+    assert settled(FormerState(state.facts, None, state.found)) is None
 
 
 def copied(standby: Standby, step: int, weights: list[tf.Variable]) -> Reached:
@@ -215,7 +215,7 @@ def test_copy_on_the_other_server_is_found_when_a_server_has_lost_its_own() -> N
     weights = [variable(1.0), variable([2.0, 3.0], DEVICES[1])]
     saved = [counted, *weights]
     devices, dtypes = [v.device for v in saved], [v.dtype for v in saved]
-    state = LeftState({"num_saved": 3}, None, (), devices, dtypes)
+    state = FormerState({"num_saved": 3}, None, (), devices, dtypes)
     standby = Standby(DEVICES)
     standby.clear()
     standby.begin(saved)
@@ -246,7 +246,7 @@ def test_copy_on_the_other_server_is_found_when_a_server_has_lost_its_own() -> N
 def test_copy_that_is_not_complete_is_not_used() -> None:
     """The chief dies after one server has kept its values, and before the record is written."""
     weights = [variable(1.0), variable(2.0, DEVICES[1])]
-    state = LeftState(
+    state = FormerState(
         {"num_saved": 2}, None, (), [v.device for v in weights], [v.dtype for v in weights]
     )
     standby = Standby(DEVICES)

@@ -1,7 +1,7 @@
 """The state of a run on its servers, as one chief publishes it and the next one finds it.
 
     published = PublishedState(cluster)             # in each chief
-    left = published.find()                         # of the former chief, or None
+    former = published.find()                         # of the former chief, or None
     published.publish(variables, {"kind": ...})     # from now on the next chief finds these
     published.withdraw()                            # before variables are set back
 
@@ -24,7 +24,7 @@ _ps_device = "/job:ps/replica:0/task:{}/device:CPU:0"
 
 
 @dataclass(frozen=True)
-class LeftVariable:
+class FormerVariable:
     """A variable of a former chief."""
 
     device: str
@@ -47,7 +47,7 @@ class LeftVariable:
 
 
 @dataclass(frozen=True)
-class LeftState:
+class FormerState:
     """What a former chief has published.
 
     Attributes:
@@ -59,8 +59,8 @@ class LeftState:
     """
 
     facts: Mapping[str, Any]
-    variables: Sequence[LeftVariable] | None
-    found: Sequence[LeftVariable]
+    variables: Sequence[FormerVariable] | None
+    found: Sequence[FormerVariable]
     devices: Sequence[str] = ()
     dtypes: Sequence[tf.DType] = ()
 
@@ -91,7 +91,7 @@ class PublishedState:
         for stored in self._records:
             stored.clear()
 
-    def find(self) -> LeftState | None:
+    def find(self) -> FormerState | None:
         """The state that was published; None if there is none.
 
         Raises tf.errors.OpError if a ps does not answer.
@@ -101,13 +101,13 @@ class PublishedState:
         if record is None or record["ps"] != len(self.devices):
             return None
         places, dtypes = record["places"], record["dtypes"]
-        of_ps: list[list[LeftVariable]] = []
+        of_ps: list[list[FormerVariable]] = []
         for ps, (device, stored) in enumerate(zip(self.devices, self._handles, strict=True)):
             kinds = [tf.as_dtype(d) for d, place in zip(dtypes, places, strict=True) if place == ps]
             loaded = stored.load([tf.int32, *[tf.resource] * len(kinds)])
             handles = loaded[1:] if loaded else []
             of_ps.append(
-                [LeftVariable(device, *pair) for pair in zip(kinds, handles, strict=False)]
+                [FormerVariable(device, *pair) for pair in zip(kinds, handles, strict=False)]
             )
         found = [variable for here in of_ps for variable in here]
         variables = None
@@ -115,7 +115,7 @@ class PublishedState:
             rest = [iter(here) for here in of_ps]
             variables = [next(rest[place]) for place in places]
         of_each = [self.devices[place] for place in places], list(map(tf.as_dtype, dtypes))
-        return LeftState(record["facts"], variables, found, *of_each)
+        return FormerState(record["facts"], variables, found, *of_each)
 
 
 def ps_device(index: int) -> str:

@@ -2,7 +2,7 @@
 
     store_handed_out(step_device, HandedOut(next_batch, ...))   # the chief, once a second
     place = log_place(batch)                        # where a server logs each applied gradient
-    reached = read_tickets(left)                                # in the next chief
+    reached = read_tickets(former)                                # in the next chief
 
 The log is a variable on the server of the step counter, [LOG_ROWS, 3]. Each applied gradient is
 written to it directly after it is counted. So the log has all batches that are done since the chief
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from strategies.base import Position, Reached, Tensor
-from strategies.ps.left_state import LeftState
+from strategies.ps.former_state import FormerState
 from strategies.ps.named_tensors import NamedTensors
 from strategies.worker_stats import WorkerStats, added
 
@@ -100,15 +100,15 @@ def open_after(handed_out: HandedOut, done: Iterable[int]) -> tuple[int, tuple[i
     return next_batch, tuple(batch for batch in handed if batch not in consumed)
 
 
-def read_tickets(left: LeftState) -> Reached | None:
+def read_tickets(former: FormerState) -> Reached | None:
     """How far the former chief's run has come; None if what it had handed out is not known."""
-    facts = left.facts
-    assert left.variables is not None
+    facts = former.facts
+    assert former.variables is not None
     loaded = _stored(facts["step_device"]).load_json()
     if loaded is None:
         return None
     handed_out = _handed_out(loaded)
-    applied, log = (variable.numpy() for variable in left.variables[facts["num_saved"] :])
+    applied, log = (variable.numpy() for variable in former.variables[facts["num_saved"] :])
     rows = [row for row in log.tolist() if row[0] >= 0]
     may_be = {*handed_out.open_batches}
     done = {
@@ -120,7 +120,7 @@ def read_tickets(left: LeftState) -> Reached | None:
     ages = {name: collections.Counter(of_worker) for name, of_worker in handed_out.ages.items()}
     for worker, age in done.values():
         ages.setdefault(facts["workers"][worker], collections.Counter())[age] += 1
-    step = int(left.variables[facts["step"]].numpy())
+    step = int(former.variables[facts["step"]].numpy())
     counts = counts_of(
         applied,
         ages,

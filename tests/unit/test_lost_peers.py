@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from strategies.base import PeerLostError
-from strategies.ps.losses import losses_explained
+from strategies.lost_peers import losses_explained
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ from strategies.ps.losses import losses_explained
         ),
     ],
 )
-def test_losses_are_reported_as_lost_peers(error: Exception, message: str) -> None:
+def test_lost_peers_are_reported_as_lost_peers(error: Exception, message: str) -> None:
     with pytest.raises(PeerLostError, match=message), losses_explained():
         raise error
 
