@@ -65,11 +65,12 @@ class Launchers:
         )
         self.on: dict[int, Process] = {}
 
-    def start(self, *indices: int) -> None:
+    def start(self, *indices: int, flags: tuple[str, ...] = ()) -> None:
+        """Starts the launchers of hosts, with more `flags`."""
         for index in indices:
             task = () if self._under else ("--job_name=worker", f"--task_index={index}")
             under = self._under[index] if self._under else ()
-            process = Process((*self._argv, *task), self.model_dir, under=under)
+            process = Process((*self._argv, *task, *flags), self.model_dir, under=under)
             self.on[index] = self._stack.enter_context(process)
 
     def kill(self, *indices: int) -> None:

@@ -72,6 +72,30 @@ def test_host_that_was_frozen_while_another_took_over_does_no_harm(
     assert difference_from(undisturbed, model_dir) < 1e-5
 
 
+@pytest.mark.timeout(300)
+def test_host_that_returns_with_another_config_is_refused_and_the_run_continues(
+    flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
+) -> None:
+    model_dir = tmp_path / "run"
+    addresses = [f"localhost:{port}" for port in free_ports(2)]
+    elastic = ("--min_workers=1", "--rejoin_secs=60")
+    with contextlib.ExitStack() as stack:
+        launchers = Launchers(stack, model_dir, ",".join(addresses), (*flags, *elastic))
+        launchers.start(0, 1)
+        launchers.on[0].wait_for_step(20)
+        launchers.kill(1)
+        launchers.start(1, flags=("--learning_rate=0.004",))
+        refused = launchers.on.pop(1).wait_alone()
+        assert refused.exit_code == 2, refused.stderr
+        assert (
+            f"already trains on {addresses[0]}, with other code or another config" in refused.stderr
+        )
+        launchers.start(1)
+        launchers.on[0].wait_for_step(last_step(model_dir) + 20)
+        launchers.finish(STEPS)
+    assert difference_from(undisturbed, model_dir) < 1e-5
+
+
 @pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
 @pytest.mark.timeout(300)
 def test_hosts_continue_without_a_host_that_is_cut_off_and_take_it_in_again(

@@ -30,12 +30,13 @@ class World:
         self._starts = [0] * 4
         self._beats = [0] * 4
         self.records: dict[int, HostRecord] = {}
+        self.identities = [""] * 4
         self.sightings = {host: Sightings(host) for host in range(4)}
 
     def restart(self, host: int) -> None:
         self.alive.add(host)
         self._starts[host] += 1
-        self.sightings[host] = Sightings(host)
+        self.sightings[host] = Sightings(host, identity=self.identities[host])
 
     def isolate(self, host: int) -> None:
         self.cut |= {(host, other) for other in range(4)} | {(other, host) for other in range(4)}
@@ -54,7 +55,8 @@ class World:
         for host in awake:
             self._beats[host] += 1
             start = f"{host}-{self._starts[host]}"
-            self.records[host] = HostRecord(start, self._beats[host], self.reaches(host))
+            beat, reaches = self._beats[host], self.reaches(host)
+            self.records[host] = HostRecord(start, beat, reaches, identity=self.identities[host])
         for host in awake:
             snapshot = Snapshot(self.time, dict(self.records), self.saved_step)
             self.sightings[host].update(snapshot, self.group)
@@ -246,6 +248,19 @@ def test_records_of_dead_launchers_do_not_count() -> None:
     assert world.sightings[0].present == {0}
     world.wait(3)
     assert world.sightings[0].present == {0}
+
+
+def test_host_with_another_config_is_not_taken_in() -> None:
+    world = World(0, 1, 2, members=frozenset({0, 1, 2}))
+    world.identities[3] = "another"
+    world.wait(3)
+    world.restart(3)
+    world.saved_step += 100
+    world.wait(40)
+    assert world.sightings[0].present == {0, 1, 2}
+    assert world.sightings[0].others == {3}
+    assert world.sightings[3].others == {0, 1, 2}
+    assert world.wishes() == {}
 
 
 def test_launcher_that_has_ended_is_away_at_once_and_says_if_the_run_is_done() -> None:

@@ -27,6 +27,7 @@ from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, Recipe, data_dir, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
+from trainer.guards.fingerprint import as_number, config_fingerprint, software
 from trainer.hooks.trackers.names import reached_over_network
 from trainer.live.view import can_show, live_view
 from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
@@ -175,6 +176,7 @@ def _supervise(recipe: Recipe, cluster: Cluster) -> int:
             launch = partial(
                 ElasticCluster,
                 rules=Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value),
+                identity=_identity(recipe),
                 saves_regularly=recipe.config.checkpoint_every_steps > 0,
             )
         launched = launch(
@@ -191,6 +193,12 @@ def _supervise(recipe: Recipe, cluster: Cluster) -> int:
     if cluster.is_chief and not flags.QUIET.value:
         print_next(exit_code, model_dir, cluster)
     return exit_code
+
+
+def _identity(recipe: Recipe) -> str:
+    """A hash of the code, the config and the flags that must be equal on all hosts of a run."""
+    sent = {"wire_dtype": str(flags.WIRE_DTYPE.value), "bucket_mb": str(flags.BUCKET_MB.value)}
+    return str(as_number({**software(), **config_fingerprint(recipe), **sent}))
 
 
 def _label_of(cluster: Cluster) -> str:

@@ -20,7 +20,7 @@ from functools import partial
 
 from typing_extensions import override
 
-from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.tf_config import Cluster, ClusterError, Task
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE
 from trainer.local.deaths import TaskEnd
 from trainer.local.group_rules import Group, Rules, Sightings, Snapshot, next_members
@@ -32,6 +32,8 @@ from trainer.local.task_process import TaskProcess
 
 # From the time when another launcher says that the run is done to SIGTERM for a task that waits.
 _DONE_SECS = 10.0
+# In them a launcher sees which others ran before it.
+_FIRST_SNAPSHOTS = 4
 # How a task ends that was asked to end.
 _ASKED = (EXIT_RESTART, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)
 
@@ -40,12 +42,14 @@ _ASKED = (EXIT_RESTART, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)
 class ElasticCluster(LocalCluster):
     """Starts, restarts and ends the task of this host, `cluster.task`, as the groups change.
 
-    `cluster` has all hosts. `saves_regularly` is False if the run has no checkpoints to wait for
-    before hosts join.
+    `cluster` has all hosts. `identity` is a hash of the code and the config, which must be equal on
+    all hosts. `saves_regularly` is False if the run has no checkpoints to wait for before hosts
+    join.
     """
 
     _: KW_ONLY
     rules: Rules
+    identity: str = ""
     saves_regularly: bool = True
 
     @override
@@ -54,7 +58,10 @@ class ElasticCluster(LocalCluster):
         addresses = list(self.cluster.jobs["worker"].values())
         self._own = self.cluster.task.index
         self._membership = Membership(self._logs.directory.parent, addresses, self._own)
-        self._sightings = Sightings(self._own, saves_regularly=self.saves_regularly)
+        self._sightings = Sightings(
+            self._own, identity=self.identity, saves_regularly=self.saves_regularly
+        )
+        self._num_snapshots = 0
         self._group = Group(-1, frozenset())  # The newest that was read; none yet.
         self._generation = -1  # In which the task was started last.
         self._is_regrouping = False  # The task was asked to end because the group changes.
@@ -62,9 +69,14 @@ class ElasticCluster(LocalCluster):
 
     @override
     def run(self) -> LaunchReport:
-        """As LocalCluster.run. Raises ClusterError if the files of the group cannot be used."""
+        """As LocalCluster.run.
+
+        Raises:
+            ClusterError: the files of the group cannot be used, or launchers that ran before this
+                one have another code or config.
+        """
         self._membership.check_hard_links()
-        with Watcher(self._membership, self._put_snapshot) as watcher:
+        with Watcher(self._membership, self._put_snapshot, identity=self.identity) as watcher:
             report = super().run()
             watcher.end(report.exit_code)
         return report
@@ -85,6 +97,15 @@ class ElasticCluster(LocalCluster):
         if self._group.generation < 0 or self._is_ending:
             return
         self._sightings.update(snapshot, self._group)
+        self._num_snapshots += 1
+        if self._num_snapshots <= _FIRST_SNAPSHOTS and self._sightings.others:
+            # They ran before. If they had started later, they would end.
+            addresses = (self._membership.addresses[h] for h in sorted(self._sightings.others))
+            raise ClusterError(
+                f"This run already trains on {', '.join(addresses)}, with other code or another "
+                "config. Give this host the same command, config file and version of this program, "
+                "and start it again."
+            )
         if self._sightings.is_done and not self._is_done:
             self._is_done = True
             self._forget_plans()

@@ -40,13 +40,15 @@ class HostRecord(NamedTuple):
     """What the launcher of a host writes down about every second.
 
     `start` is different for each start of the launcher; `beat` grows. `reaches` are the hosts that
-    it could connect to. `ended` is the exit code of the launcher; None while it runs.
+    it could connect to. `ended` is the exit code of the launcher; None while it runs. `identity` is
+    a hash of the code and the config.
     """
 
     start: str
     beat: int
     reaches: frozenset[int]
     ended: int | None = None
+    identity: str = ""
 
 
 class Snapshot(NamedTuple):
@@ -68,7 +70,8 @@ class Sightings:
     """What one launcher has seen of all hosts so far. Only its own clock counts.
 
     Attributes:
-        present: The hosts whose launchers run.
+        present: The hosts whose launchers run, with the code and config of this one.
+        others: The hosts whose launchers run with another code or config.
         core: The members of the group that can train together now.
         away_secs: For each member, how long it has not been in `core`.
         waiting: The present hosts that are not in the group.
@@ -76,9 +79,13 @@ class Sightings:
         is_done: True if a launcher has ended with 0 since the first snapshot: the run is complete.
     """
 
-    def __init__(self, own: int, *, saves_regularly: bool = True) -> None:
-        """`saves_regularly` is False if there are no checkpoints to wait for."""
+    def __init__(self, own: int, *, identity: str = "", saves_regularly: bool = True) -> None:
+        """`identity` is that of the record of host `own`.
+
+        `saves_regularly` is False if there are no checkpoints to wait for.
+        """
         self.own = own
+        self._identity = identity
         self._saves_regularly = saves_regularly
         self._last_time: float | None = None
         self._last_seen: dict[int, tuple[str, int]] = {}
@@ -86,6 +93,7 @@ class Sightings:
         self._asked_at: dict[int, int] = {}  # The saved step when a host asked to join.
         self._links: frozenset[tuple[int, int]] = frozenset()
         self.present: frozenset[int] = frozenset()
+        self.others: frozenset[int] = frozenset()
         self.core: frozenset[int] = frozenset()
         self.away_secs: dict[int, float] = {}
         self.waiting: frozenset[int] = frozenset()
@@ -108,7 +116,13 @@ class Sightings:
             if record is not None:
                 self._last_seen[host] = record[:2]
         self._silent_secs[self.own] = 0.0
-        self.present = frozenset(h for h, s in self._silent_secs.items() if s < SILENT_SECS)
+        running = frozenset(h for h, s in self._silent_secs.items() if s < SILENT_SECS)
+        self.others = frozenset(
+            host
+            for host, record in snapshot.records.items()
+            if host in running - {self.own} and record.identity != self._identity
+        )
+        self.present = running - self.others
         self._links = frozenset(
             (host, other)
             for host, record in snapshot.records.items()

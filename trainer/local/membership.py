@@ -164,9 +164,16 @@ class Watcher:
     others consider this host away.
     """
 
-    def __init__(self, membership: Membership, on_snapshot: Callable[[Snapshot], None]) -> None:
-        """`on_snapshot` is called on the thread."""
+    def __init__(
+        self,
+        membership: Membership,
+        on_snapshot: Callable[[Snapshot], None],
+        *,
+        identity: str = "",
+    ) -> None:
+        """`on_snapshot` is called on the thread; `identity` goes into the record."""
         self._membership = membership
+        self._identity = identity
         self._on_snapshot = on_snapshot
         self._start = os.urandom(8).hex()
         self._beat = 0
@@ -197,7 +204,7 @@ class Watcher:
 
     def _write(self, ended: int | None = None) -> HostRecord:
         self._beat += 1
-        record = HostRecord(self._start, self._beat, self._reaches, ended)
+        record = HostRecord(self._start, self._beat, self._reaches, ended, self._identity)
         self._membership.write(record)
         return record
 
