@@ -16,13 +16,14 @@ meanwhile, or something is not flat.
 | --- | --- |
 | memory | at most 2% or 4 MiB more at the end than after the warm-up |
 | descriptors, threads | less than 1 more |
-| steps/s | at most 3% less than the new run, or at most 3% more CPU time for a step |
+| steps/s | at most 3% less than the new run, within twice the standard error |
+
+Two runs of one command differ by 2 or 3% themselves.
 """
 
 import contextlib
 import dataclasses
-import json
-import os
+import itertools
 import re
 import signal
 import subprocess
@@ -31,13 +32,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 from absl import app, flags
 
-from benchmarks.table import machine, prepare, train_reports
+from benchmarks.table import machine, newest_report, prepare, train_reports
 from data.system.flags import parse_flags
 
 _MODES = {
@@ -58,10 +59,10 @@ _SAMPLE_SECS = 10.0
 _WARMUP_SECS = 300.0
 _NEW_WARMUP_SECS = 60.0
 _COMPARED_SECS = 300.0
+_SECTIONS = 10
 _START_SECS = 600.0
 _END_SECS = 120.0
 _MIB = 2**20
-_END_BYTES = 1 << 16
 _MOST_CHANGE = 0.03
 
 
@@ -120,33 +121,59 @@ def is_flat(name: str, found: Trend) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
-    """How fast a run is: steps a second, and the CPU time for a step of all its processes."""
+class Comparison:
+    """A run and a new one at the same time.
+
+    `ratio` is the rate of the run divided by that of the new one, `error` its standard error, and
+    `cpu_ratio` the same of the CPU time for a step of all processes. `rate` is in steps/s.
+    """
 
     rate: float
-    cpu_millisecs: float
+    ratio: float
+    error: float
+    cpu_ratio: float
+
+    @property
+    def is_flat(self) -> bool:
+        """The run is not slower by _MOST_CHANGE, within twice the standard error."""
+        return self.ratio + 2 * self.error >= 1 - _MOST_CHANGE
 
 
-def pace(progress: Sequence[Progress]) -> Pace:
-    """The pace between the first and the last of `progress`.
+def compared(old: Sequence[Progress], new: Sequence[Progress]) -> Comparison:
+    """Compares two runs whose samples are of the same times.
+
+    The error is computed from the ratio in each of _SECTIONS parts of the time, so that a disturbed
+    part counts.
 
     Raises:
-        ValueError: no step was made between them.
+        ValueError: there are too few samples, or a run made no step in a part.
     """
-    first, last = progress[0], progress[-1]
-    steps = last.steps - first.steps
-    if not steps:
-        raise ValueError(f"no step in {last.seconds - first.seconds:.0f} s")
-    return Pace(
-        steps / (last.reported_secs - first.reported_secs),
-        1000 * (last.cpu_secs - first.cpu_secs) / steps,
+    stride = (min(len(old), len(new)) - 1) // _SECTIONS
+    if stride < 1:
+        raise ValueError(f"only {min(len(old), len(new))} samples next to a new run")
+    ratios = np.divide(_rates(old[::stride]), _rates(new[::stride]))
+    total, total_of_new = _steps_and_cpu(old), _steps_and_cpu(new)
+    return Comparison(
+        float(np.mean(_rates(old[::stride]))),
+        float(ratios.mean()),
+        float(ratios.std(ddof=1) / np.sqrt(len(ratios))),
+        float(total[1] / total[0] / (total_of_new[1] / total_of_new[0])),
     )
 
 
-def is_pace_kept(old: Pace, new: Pace) -> bool:
-    """Returns True if the old run is not slower than a new one at the same time."""
-    has_rate = old.rate >= (1 - _MOST_CHANGE) * new.rate
-    return has_rate or old.cpu_millisecs <= (1 + _MOST_CHANGE) * new.cpu_millisecs
+def _rates(progress: Sequence[Progress]) -> npt.NDArray[np.float64]:
+    rates = [
+        (later.steps - sooner.steps) / max(later.reported_secs - sooner.reported_secs, 1e-9)
+        for sooner, later in itertools.pairwise(progress)
+    ]
+    if not all(rates):
+        raise ValueError("a part of the time has no step")
+    return np.array(rates)
+
+
+def _steps_and_cpu(progress: Sequence[Progress]) -> tuple[int, float]:
+    first, last = progress[0], progress[-1]
+    return last.steps - first.steps, last.cpu_secs - first.cpu_secs
 
 
 def table(
@@ -168,28 +195,14 @@ def table(
     return rows, grown
 
 
-def summary(mode: str, grown: Sequence[str], old: Pace, new: Pace) -> str:
+def summary(mode: str, grown: Sequence[str], found: Comparison) -> str:
     """One sentence: what is not flat, and how the run compares with a new one."""
     flat = "not flat: " + ", ".join(grown) if grown else "all values are flat"
-    rate = 100 * (old.rate / new.rate - 1)
-    cpu = 100 * (old.cpu_millisecs / new.cpu_millisecs - 1)
     return (
-        f"{mode}: {flat}; {old.rate:,.0f} steps/s, {rate:+.1f}% to a new run at the same time; "
-        f"{old.cpu_millisecs:.2f} ms of CPU time for a step, {cpu:+.1f}%."
+        f"{mode}: {flat}; {found.rate:,.0f} steps/s, {100 * (found.ratio - 1):+.1f}% "
+        f"(+-{100 * found.error:.1f}) to a new run at the same time; CPU time for a step "
+        f"{100 * (found.cpu_ratio - 1):+.1f}%."
     )
-
-
-def newest_report(metrics: Path) -> dict[str, Any]:
-    """The newest report of training. Reads only the end of the file, which grows."""
-    with metrics.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):  # Cut off, at the beginning or the end.
-            report: dict[str, Any] = json.loads(line)
-            if report["split"] == "train":
-                return report
-    raise ValueError(f"{metrics} has no report of training in its last {_END_BYTES:,} bytes")
 
 
 class _Run:
@@ -309,21 +322,26 @@ def measure(
         _sample(runs, began, 60 * minutes)
         new_runs = _started(modes, data_dir, directory / "new", stack)
         time.sleep(_NEW_WARMUP_SECS)
-        compared = time.monotonic() - began
-        _sample([*runs, *new_runs], began, compared + _COMPARED_SECS)
+        since = time.monotonic() - began
+        _sample([*runs, *new_runs], began, since + _COMPARED_SECS)
         for run in [*runs, *new_runs]:  # All of them first: each takes seconds to end.
             run.ask_to_end()
     warmup_secs = min(_WARMUP_SECS, 60 * minutes / 3)
     for run, new in zip(runs, new_runs, strict=True):
-        if error := run.error or new.error:
-            yield [], error, False
+        if run.error:
+            yield [], run.error, False
             continue
         times = [at.seconds for at in run.progress]
         rows, grown = table(run.mode, times, run.samples, warmup_secs)
-        paces = [pace([at for at in r.progress if at.seconds >= compared]) for r in (run, new)]
-        if not is_pace_kept(*paces):
+        both = [[at for at in r.progress if at.seconds >= since] for r in (run, new)]
+        try:
+            found = compared(*both)
+        except ValueError as error:
+            yield rows, f"{run.mode}: not compared: {new.error or error}", False
+            continue
+        if not found.is_flat:
             grown.append("steps/s")
-        yield rows, summary(run.mode, grown, *paces), not grown
+        yield rows, summary(run.mode, grown, found), not grown
 
 
 def main(argv: Sequence[str]) -> None:

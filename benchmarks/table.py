@@ -7,6 +7,7 @@ Markdown. `seconds` is the time from building the model to its export. The rate 
 report, after tracing.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ MNIST_SOURCE = flags.DEFINE_string(
     "mnist_source", None, "Directory with the IDX files of MNIST; by default MNIST is left out."
 )
 
+_TAIL_BYTES = 1 << 16
 _STRATEGIES = (
     ("--strategy=mirrored",),
     ("--strategy=mirrored", "--replicas=2"),
@@ -60,6 +62,19 @@ def train_reports(model_dir: Path) -> list[dict[str, Any]]:
     path = model_dir / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [report for report in map(json.loads, lines) if report["split"] == "train"]
+
+
+def newest_report(metrics: Path) -> dict[str, Any]:
+    """The newest report of training. Reads only the end of the file, which grows."""
+    with metrics.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):  # Cut off, at the beginning or the end.
+            report: dict[str, Any] = json.loads(line)
+            if report["split"] == "train":
+                return report
+    raise ValueError(f"{metrics} has no report of training in its last {_TAIL_BYTES:,} bytes")
 
 
 def run(argv: Sequence[str], model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:

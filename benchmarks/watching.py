@@ -3,12 +3,12 @@
     python -m benchmarks.watching --strategies=mirrored,multiworker,ps,ps-sync --rounds=40
 
 Trains on the digits with the live view on a pseudo-terminal, all processes on the same core, so the
-steps lack what the view takes. The view and the records are switched off and on in turns
-of some seconds, within one run: two runs of the same command differ by more than the result. When
-they are off, the process which draws is stopped, and nothing measures or records where the time
-goes. Prints Markdown: steps/s; CPU time per step of all processes, which other programs disturb
-less; and the share of the core that the process takes which draws, which they disturb least. Steps
-of the digits take about a millisecond, so they have many reports: larger models lose less.
+steps lack what the view takes. The view and the records are switched off and on in turns of some
+seconds, within one run: two runs of the same command differ by more than the result. When they are
+off, the process which draws is stopped, and no time is recorded. Prints Markdown: steps/s; CPU time
+per step of all processes, which other programs disturb less; and the share of the core that the
+process takes which draws, which they disturb least. Steps of the digits take about a millisecond,
+so they have many reports: larger models lose less.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from typing import NamedTuple
 import psutil
 from absl import app, flags
 
-from benchmarks.table import machine, prepare, train_reports
+from benchmarks.table import machine, newest_report, prepare
 from data.system.flags import parse_flags
 from trainer.local.launch_report import RESTARTS
 
@@ -56,6 +56,7 @@ flags.register_validator(
 _START_SECS = 300.0
 _NUM_WARM_UP_REPORTS = 20
 _POLL_SECS = 0.005
+_SETTLING_SECS = 1.5  # The first frame has to catch up with the reports.
 _ROWS, _COLUMNS = 40, 120
 _SWITCH = "TRAINER_BENCHMARK_SWITCH"  # An environment variable: a file with one byte, 0 or 1.
 # Python imports it in each process of the run.
@@ -107,9 +108,10 @@ def total(turns: Sequence[Turn]) -> Turn:
 class Run:
     """A run of the trainer whose view and records can be switched off."""
 
-    def __init__(self, argv: Sequence[str], directory: Path) -> None:
-        """Starts it, switched on; `directory` gets its files."""
+    def __init__(self, argv: Sequence[str], directory: Path, core: int) -> None:
+        """Starts it on one core, switched on; `directory` gets its files."""
         self._model_dir = directory / "run"
+        self._metrics = self._model_dir / "metrics.jsonl"
         self._switch = directory / "switch"
         self._switch.write_bytes(b"\1")
         (directory / "sitecustomize.py").write_text(_SWITCHED_RECORDS)
@@ -125,6 +127,7 @@ class Run:
             env=env,
             start_new_session=True,
         )
+        self._popen.cpu_affinity([core])  # Before it has started another process.
         os.close(theirs)
         self._printed = b""
         threading.Thread(target=self._drain, args=[ours], daemon=True).start()
@@ -151,6 +154,7 @@ class Run:
         """Trains from one report to the first one after `secs`."""
         assert self._view is not None
         self._switch_to(is_watched)
+        time.sleep(_SETTLING_SECS)
         self._wait_for_report(self._step + 1)
         began, step = time.monotonic(), self._step
         cpu, view = self._cpu_secs(), self._cpu[self._view]
@@ -181,9 +185,9 @@ class Run:
             now = self._size()
             if now != size:
                 size = now
-                reports = train_reports(self._model_dir)
-                if reports and reports[-1]["step"] >= step:
-                    self._step = reports[-1]["step"]
+                with contextlib.suppress(ValueError):  # No report yet.
+                    self._step = newest_report(self._metrics)["step"]
+                if self._step >= step:
                     break
             if self._popen.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"no reports:\n{self._printed.decode(errors='replace')}")
@@ -192,8 +196,7 @@ class Run:
             raise RuntimeError(f"a task was started again: {restarts.read_text()}")
 
     def _size(self) -> int:
-        path = self._model_dir / "metrics.jsonl"
-        return path.stat().st_size if path.exists() else 0
+        return self._metrics.stat().st_size if self._metrics.exists() else 0
 
     def _cpu_secs(self) -> float:
         for process in self._processes:
@@ -234,10 +237,10 @@ def row(mode: str, watched: Sequence[Turn], plain: Sequence[Turn]) -> str:
     )
 
 
-def _measured(argv: Sequence[str], directory: Path) -> str:
+def _measured(argv: Sequence[str], directory: Path, core: int) -> str:
     """The cells of one mode: trains in turns."""
     turns: dict[bool, list[Turn]] = {True: [], False: []}
-    run = Run(argv, directory)
+    run = Run(argv, directory, core)
     try:
         run.warm_up()
         for number in range(_ROUNDS.value):
@@ -250,7 +253,9 @@ def _measured(argv: Sequence[str], directory: Path) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Prints the table."""
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    # This process reads files and must not take time from the run, which is on another core.
+    run_core = max(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, os.sched_getaffinity(0) - {run_core} or {run_core})
     print(f"{machine()}, one of them; {_ROUNDS.value} turns of {_SECS.value:g} s:\n")
     titles = "mode | steps/s | watched | more | CPU ms a step | watched | more | view, of the core"
     print(f"| {titles} |")
@@ -262,7 +267,7 @@ def main(argv: Sequence[str]) -> None:
             words += [f"--config.{kind}_every_steps=1000000000" for kind in ("eval", "checkpoint")]
             directory = Path(name) / mode
             directory.mkdir()
-            print(_measured([*words, "--num_threads=1"], directory), flush=True)
+            print(_measured([*words, "--num_threads=1"], directory, run_core), flush=True)
 
 
 if __name__ == "__main__":

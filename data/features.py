@@ -174,7 +174,7 @@ def read_features(data_dir: str) -> Features:
 def class_names(data_dir: str, label: str) -> list[str]:
     """The names of the classes of a label, in the order of their numbers; empty if unknown."""
     path = files.join(data_dir, f"{label}.labels.txt")
-    return files.read_text(path).splitlines() if files.exists(path) else []
+    return files.read_text(path).rstrip("\n").split("\n") if files.exists(path) else []
 
 
 def labels_used(features: Features, parse: "Callable[..., Any]") -> list[str]:

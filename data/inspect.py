@@ -174,9 +174,9 @@ def _counts(data_dir: str, split: records.Split, label: str) -> Iterator[str]:
         return
     if not counts:
         return
-    of_classes = dict(enumerate(class_names(data_dir, label)))
+    names_by_number = dict(enumerate(class_names(data_dir, label)))
     shown = [
-        f"{of_classes.get(number, number)}: {counts[number]:,}"
+        f"{names_by_number.get(number, number)}: {counts[number]:,}"
         for number in sorted(counts)[:_MOST_LABELS]
     ]
     more = f", and {len(counts) - _MOST_LABELS} more" if len(counts) > _MOST_LABELS else ""

@@ -194,8 +194,10 @@ def wait_for_peers(cluster: Cluster) -> None:
 
 
 def all_answer(cluster: Cluster) -> bool:
-    """Returns True if all other training tasks answer now. A silent task takes a few seconds."""
-    return all(_serves(cluster.address_of(task)) for task in cluster.other_trainers)
+    """Returns True if all other training tasks answer now. A silent one takes a few seconds."""
+    addresses = [cluster.address_of(task) for task in cluster.other_trainers]
+    with concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool:
+        return all(pool.map(_serves, addresses))
 
 
 def _name(task: Task) -> str:

@@ -30,6 +30,7 @@ _BLOCK_ROWS = 256
 _KEYS_OF_A_TABLE = 1 << 20
 # All workers trace the same graphs once, so they give the same number to the same bucket.
 _instance_keys = itertools.count(1)
+_kinds_of_keys: dict[int, tuple[tuple[int, ...], tf.DType]] = {}  # Of `summed_with_key`.
 
 
 @no_autograph
@@ -109,6 +110,9 @@ def summed_with_key(vector: Tensor, strategy: tf.distribute.Strategy, key: int) 
     the same n and type, and come in the same order in all workers. `strategy.reduce` needs no key:
     it makes a new one in each call, and TensorFlow keeps some kilobytes for each key it has seen.
     """
+    kind = tuple(vector.shape.as_list()), vector.dtype
+    if _kinds_of_keys.setdefault(key, kind) != kind:
+        raise ValueError(f"key {key} is of sums of {_kinds_of_keys[key]}, not of {kind}")
     with tf.device(cpu_of_worker(strategy)):
         total = tf.raw_ops.CollectiveReduceV2(
             input=vector,
@@ -150,16 +154,10 @@ def _gathered_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     each iteration of a loop.
     """
     context = tf.distribute.get_replica_context()
-    num_replicas = context.num_replicas_in_sync
-    has_fixed_size = gradient.indices.shape.is_fully_defined()
     if device := cpu_of_worker(context.strategy):
         with tf.device(device):
-            if not has_fixed_size:
-                return _rows_of_workers(gradient, num_replicas)
-            parts = gradient.values, gradient.indices
-            rows, ids = (_gathered(part, num_replicas, next(_instance_keys)) for part in parts)
-            return tf.IndexedSlices(rows, ids, gradient.dense_shape)
-    if has_fixed_size:
+            return _rows_of_workers(gradient, context.num_replicas_in_sync)
+    if gradient.indices.shape.is_fully_defined():
         return context.all_reduce("sum", gradient)
     if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
         raise NotImplementedError("the executor refuses tables on several replicas of a worker")
@@ -181,6 +179,8 @@ def _rows_of_workers(gradient: tf.IndexedSlices, num_workers: int) -> tf.Indexed
     """
     instance_key = next(_instance_keys)
     rows, ids = gradient.values, gradient.indices
+    if ids.dtype.size < rows.dtype.size:
+        ids = tf.cast(ids, tf.int64)
     numbers = _gathered(tf.shape(ids), num_workers, instance_key)
     blocks = (tf.reduce_max(numbers) + _BLOCK_ROWS - 1) // _BLOCK_ROWS
     size = blocks * _BLOCK_ROWS

@@ -33,7 +33,6 @@ from strategies.base import (
     refuse_open_sub_batches,
     value_of,
 )
-from strategies.cluster.peers import all_answer
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
 from strategies.gradients.compression import Compression
@@ -66,8 +65,6 @@ from strategies.worker_stats import WorkerStats
 
 # Between two times that the chief stores what it has handed out.
 _STORE_SECS = 1.0
-# After a task did not answer, until a new graph may be traced.
-_TRACE_AGAIN_SECS = 10.0
 
 
 class AsynchronousExecutor(ParameterServerExecutor):
@@ -90,7 +87,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         self._max_staleness = max_staleness
         # Of each worker, the number of gradients of each staleness, and of DROPPED.
         self._ages = collections.defaultdict[str, collections.Counter[int]](collections.Counter)
-        self._trace_after = -math.inf  # Or the time before which no new graph is traced.
+        self._size_to_trace: int | None = None  # Of the graph that the next call traces first.
 
     @property
     @override
@@ -185,26 +182,22 @@ class AsynchronousExecutor(ParameterServerExecutor):
         if self.pace.secs_per_step() is None:
             return 2 * self.num_replicas  # Each worker uses its graph for the first time.
         size = self._closure_size(num_steps)
-        # Windows of batches may begin and end within it.
-        return 2 * size * self.num_replicas if self._needs_graph(size) else num_steps
+        if not self._lacks_graph(size, num_steps) or not self._may_send_graph():
+            return num_steps
+        self._size_to_trace = size
+        return min(num_steps, 2 * size * self.num_replicas)
 
-    def _needs_graph(self, size: int) -> bool:
-        """Returns True if a graph for closures of `size` steps should be traced now.
+    def _lacks_graph(self, size: int, num_steps: int) -> bool:
+        """Returns True if closures of `size` steps would be faster with a graph of their own.
 
-        TensorFlow sends a new graph to all tasks, and waits for the answer of each of them. So no
-        graph is traced while a task does not answer: tickets of all sizes can use the loop.
+        At the end of an epoch, or of a window of batches, tickets are shorter: perhaps all are.
         """
         unrolled = self._train_unrolled.get(size)
         if unrolled is None or unrolled.is_traced:
             return False
         if not pays_unrolling(size, self._train_looped.trace_secs):
             return False
-        if time.monotonic() < self._trace_after:
-            return False
-        if all_answer(self._cluster):
-            return True
-        self._trace_after = time.monotonic() + _TRACE_AGAIN_SECS
-        return False
+        return size in closure_sizes(num_steps, size, self._source.ticket_runs(self._next_batch))
 
     def _closure_size(self, num_steps: int) -> int:
         secs = self.pace.secs_per_step()
@@ -224,11 +217,12 @@ class AsynchronousExecutor(ParameterServerExecutor):
         del self._open_batches[: len(again)]
         self._num_handed_out += len(again)
         runs = self._source.ticket_runs(self._next_batch)
-        most = self._closure_size(num_steps)
-        if self._needs_graph(most):
+        size_to_trace, self._size_to_trace = self._size_to_trace, None
+        if size_to_trace is not None:
+            self._used_graphs.add(f"{size_to_trace} unrolled")
             with losses_explained():
-                self._train_unrolled[most].trace(self.strategy)
-        sizes = closure_sizes(num_steps - len(again), most, runs)
+                self._train_unrolled[size_to_trace].trace(self.strategy)
+        sizes = closure_sizes(num_steps - len(again), self._closure_size(num_steps), runs)
         # Each is waited for on a thread: the coordinator cannot wait for the first of several.
         in_flight: dict[concurrent.futures.Future[npt.NDArray[np.float64]], tuple[int, int]] = {}
         totals = np.zeros([self._learner.num_totals])

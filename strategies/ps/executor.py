@@ -14,6 +14,7 @@ import abc
 import contextlib
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from strategies.base import (
 from strategies.cluster.peers import (
     SilentPeerError,
     UnknownHostError,
+    all_answer,
     cut_connections,
     identify,
     wait_for_servers,
@@ -65,6 +67,7 @@ from strategies.worker_stats import WorkerStats, added, with_shares
 log = logging.getLogger(__name__)
 
 _LEASE_SECS = 0.5
+_ASK_AGAIN_SECS = 10.0
 
 # Executors live until the process ends: destructors of closures would call servers that have ended.
 _KEEP_ALIVE: list["ParameterServerExecutor"] = []
@@ -94,6 +97,7 @@ class ParameterServerExecutor(Executor):
         self._read_dtype = read_dtype
         self._counts_before: WorkerStats = {}
         self._has_run = False
+        self._ask_after = -math.inf  # The time of `_may_send_graph`'s next question.
         # The number of gradients of each variable that its server stores.
         self._num_gradient_buffers = 0
         self._published = PublishedState(cluster)
@@ -385,6 +389,19 @@ class ParameterServerExecutor(Executor):
         """
         with losses_explained(), tf.device(self.io_device):
             return closure.schedule(self._coordinator, tf.nest.map_structure(tf.constant, ticket))
+
+    def _may_send_graph(self) -> bool:
+        """Returns True if all tasks answer, so that a new graph can be traced.
+
+        TensorFlow sends it to all tasks, and waits for the answer of each of them. When a task did
+        not answer, the next question comes _ASK_AGAIN_SECS later at the earliest.
+        """
+        if time.monotonic() < self._ask_after:
+            return False
+        if all_answer(self._cluster):
+            return True
+        self._ask_after = time.monotonic() + _ASK_AGAIN_SECS
+        return False
 
     def _join(self) -> None:
         with losses_explained():

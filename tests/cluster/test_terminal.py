@@ -32,6 +32,7 @@ def test_interrupted_run_is_continued_by_the_command_of_its_last_line(
     # On a busy machine tasks say that they wait for each other.
     not_counted = ("step ", "INFO ", "WARNING ")
     shown = [line for line in first.lines if line and not line.startswith(not_counted)]
+    # 13 lines, and on a busy machine perhaps a message of TensorFlow.
     assert len(shown) <= 16, "\n".join(shown)
     assert '"batch_size"' not in first.output
     (model_dir,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]

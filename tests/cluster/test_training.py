@@ -21,6 +21,7 @@ from tests.cluster.runs import (
     Run,
     Topology,
     assert_one_error,
+    largest_difference,
     snapshot,
     start,
     train,
@@ -231,3 +232,14 @@ def test_mnist_replica_reaches_its_accuracy(each: Topology, mnist: Path, tmp_pat
     crossentropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     found = float(crossentropy(labels, model(images)))
     assert run.result["eval"]["loss"] == pytest.approx(found, rel=1e-4)
+
+
+def test_rows_of_an_embedding_are_summed_over_workers_with_unequal_parts(
+    digits: Path, tmp_path: Path
+) -> None:
+    flags = (f"--config={ROOT}/tests/cluster/configs/embedding.py", f"--data_dir={digits}")
+    three = Topology("multiworker-3", "multiworker", ("--workers=3", "--num_threads=1"))
+    found = train(three, tmp_path / "three", *flags).variables()
+    wanted = train(TOPOLOGIES["mirrored-1"], tmp_path / "one", *flags).variables()
+    assert any(value.shape == (17, 8) for value in wanted.values())
+    assert largest_difference(found, wanted) < 1e-5

@@ -5,18 +5,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.long_runs import (
-    Pace,
+    Comparison,
     Progress,
     Sample,
     Trend,
+    compared,
     is_flat,
-    is_pace_kept,
-    newest_report,
-    pace,
     summary,
     table,
     trend,
 )
+from benchmarks.table import newest_report
 
 MIB = 2**20
 
@@ -52,11 +51,36 @@ def test_flat_is_what_the_synopsis_says(name: str, first: float, last: float, fl
     assert is_flat(name, Trend(first, last, 0.0)) is flat
 
 
-def test_pace_is_that_of_the_reports() -> None:
-    first, last = Progress(10.0, 1000, 30.0, 40.0), Progress(21.0, 2200, 40.0, 46.0)
-    assert pace([first, last]) == Pace(120.0, 5.0)
-    with pytest.raises(ValueError, match="no step in 11 s"):
-        pace([first, Progress(21.0, 1000, 30.0, 41.0)])
+def progress(rates: list[float], cpu_secs: float = 0.01) -> list[Progress]:
+    """A sample each 10 s, with the rate until the next one, and the CPU time of a step."""
+    found = [Progress(0.0, 0, 20.0, 0.0)]
+    for rate in rates:
+        last = found[-1]
+        steps = last.steps + round(10 * rate)
+        found.append(Progress(last.seconds + 10, steps, last.reported_secs + 10, steps * cpu_secs))
+    return found
+
+
+def test_run_is_compared_with_a_new_one_under_the_same_load() -> None:
+    loads = [1.0, 0.5, 0.8, 0.9, 1.0, 0.4, 0.7, 1.0, 0.6, 0.9] * 3
+    old = progress([100 * load for load in loads], cpu_secs=0.011)
+    found = compared(old, progress([200 * load for load in loads]))
+    assert (found.ratio, found.cpu_ratio) == pytest.approx((0.5, 1.1))
+    assert found.error < 1e-6
+    assert not found.is_flat, "it waits for something"
+    noisy = [100 * load * (0.8 if i % 3 else 1.3) for i, load in enumerate(loads[::-1])]
+    assert compared(progress(noisy), progress([100 * load for load in loads])).error > 0.03
+    with pytest.raises(ValueError, match="only 5 samples"):
+        compared(progress([1.0] * 4), progress([1.0] * 40))
+    with pytest.raises(ValueError, match="no step"):
+        compared(progress([1.0] * 40), progress([1.0] * 20 + [0.0] * 20))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "error", "flat"), [(0.971, 0.0, True), (0.96, 0.001, False), (0.96, 0.006, True)]
+)
+def test_rate_may_fall_by_3_percent_and_the_error(ratio: float, error: float, flat: bool) -> None:
+    assert Comparison(100.0, ratio, error, 1.0).is_flat is flat
 
 
 def test_newest_report_is_that_of_the_last_complete_report_of_training(tmp_path: Path) -> None:
@@ -69,21 +93,6 @@ def test_newest_report_is_that_of_the_last_complete_report_of_training(tmp_path:
         newest_report(metrics)
 
 
-@pytest.mark.parametrize(
-    ("rate", "cpu_millisecs", "is_kept"),
-    [
-        (97.1, 12.0, True),
-        (96.9, 10.2, True),  # Another program took the time.
-        (96.9, 10.4, False),
-        (120.0, 12.0, True),
-    ],
-)
-def test_pace_is_lost_if_a_step_also_takes_more_cpu_time(
-    rate: float, cpu_millisecs: float, is_kept: bool
-) -> None:
-    assert is_pace_kept(Pace(rate, cpu_millisecs), Pace(100.0, 10.0)) is is_kept
-
-
 def test_what_grows_is_named() -> None:
     steady = [Sample(100 * MIB, 20, 8)] * 60
     leaking = [Sample(100 * MIB, 20 + i / 10, 8) for i in range(60)]
@@ -93,7 +102,7 @@ def test_what_grows_is_named() -> None:
     assert grown == ["descriptors of ps 0"]
     assert rows[0] == "| ps | chief 0 | memory | 100.0 | 100.0 | 0.0 | yes |"
     assert rows[4] == "| ps | ps 0 | descriptors | 20.0 | 25.9 | 36.0 | no |"
-    assert summary("ps", grown, Pace(90, 5.5), Pace(100, 5.0)) == (
-        "ps: not flat: descriptors of ps 0; 90 steps/s, -10.0% to a new run at the same time; "
-        "5.50 ms of CPU time for a step, +10.0%."
+    assert summary("ps", grown, Comparison(90.0, 0.9, 0.012, 1.1)) == (
+        "ps: not flat: descriptors of ps 0; 90 steps/s, -10.0% (+-1.2) to a new run at the same "
+        "time; CPU time for a step +10.0%."
     )

@@ -15,6 +15,7 @@ from strategies.cluster import peers
 from strategies.cluster.peers import (
     UnknownHostError,
     _wait,
+    all_answer,
     check_own_address,
     check_private,
     connecting,
@@ -363,6 +364,18 @@ def test_peer_that_accepts_connections_and_does_not_answer_is_considered_lost(
         assert {lost.get(timeout=20), lost.get(timeout=20)} == {Task("worker", 0)}
         assert "worker 0" in caplog.text
         assert "ps 0" not in caplog.text
+
+
+def test_all_answer_unless_one_is_silent_gone_or_unknown(servers: Cluster) -> None:
+    assert all_answer(servers)
+    of_evaluator = {**servers.jobs, "evaluator": {0: f"{UNKNOWN}:1"}}
+    assert all_answer(Cluster(of_evaluator, servers.task)), "it does not train"
+    ps = servers.address_of(Task("ps", 0))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert not all_answer(ps_cluster(address, ps))
+    for address in (f"localhost:{free_ports(1)[0]}", f"{UNKNOWN}:1"):
+        assert not all_answer(ps_cluster(address, ps))
 
 
 @pytest.mark.parametrize("prefix", ["", "::ffff:"], ids=["IPv4", "IPv4 mapped to IPv6"])

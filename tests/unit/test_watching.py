@@ -9,7 +9,7 @@ from tests.unit.benchmark_modules import imported
 watching = imported("benchmarks.watching")
 
 
-def test_a_turn_that_ends_before_its_report_does_not_change_the_result() -> None:
+def test_increase_is_that_of_the_sums_of_all_turns() -> None:
     plain = [watching.Turn(2.0, steps, 1.0, 0.0) for steps in (900, 1100, 900, 1100)]
     watched = [watching.Turn(2.0, steps, 1.0, 0.01) for steps in (1090, 890, 1090, 890)]
     assert watching.total(watched) == pytest.approx((8.0, 3960, 4.0, 0.04))

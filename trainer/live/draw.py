@@ -49,6 +49,12 @@ class Drawing:
         """True while the second screen is shown."""
         return self._live is not None
 
+    @property
+    def secs_to_frame(self) -> float:
+        """Until the next frame is due; also of a screen that is not open."""
+        due = self._next_frame - time.monotonic() if self.is_open else _SECS_PER_FRAME
+        return min(max(0.0, due), _SECS_PER_FRAME)
+
     def open(self) -> None:
         """Shows the second screen."""
         if not self.is_open:
@@ -128,7 +134,7 @@ def main(model_dir: str, pid: int, *, has_tasks: bool) -> None:
     try:
         while os.getppid() == pid:
             choose_screen()
-            if select.select([0], [], [], _SECS_PER_FRAME)[0]:
+            if select.select([0], [], [], drawing.secs_to_frame)[0]:
                 content = os.read(0, _READ_BYTES)
                 *lines, rest = (rest + content).split(b"\n")
                 for line in lines:

@@ -30,7 +30,7 @@ Child: TypeAlias = subprocess.Popen[bytes] | Fork  # In a new session.
 # launcher say it once more. The lines are in the log of the task.
 _REPEATED = re.compile(
     r"\] Failed to register function remotely due to"
-    r"|\] BaseCollectiveExecutor::StartAbort"
+    r"|\] BaseCollectiveExecutor::StartAbort (UNAVAILABLE|ABORTED|CANCELLED)\b"
     r"|^Additional GRPC error information from remote target "
     r"|^:UNKNOWN:Error received from peer "
     r"|^This could happen if the remote target has been disconnected from the client"

@@ -26,7 +26,6 @@ from typing_extensions import override
 from data.order import replica_lanes
 from data.tickets import pack_tickets
 from strategies.base import PeerLostError, Position, Tensor, refuse_open_sub_batches, value_of
-from strategies.cluster.peers import all_answer
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
 from strategies.lost_peers import losses_explained
@@ -276,9 +275,8 @@ class SynchronousExecutor(ParameterServerExecutor):
         # If the call began while workers were missing, each assignment is the last of its loop.
         num_rounds = num_rounds if self._seen_workers is None else 1
         loop = self._long_loop if num_rounds >= _LONG * _UNROLLED else self._short_loop
-        # TensorFlow sends a new graph to all tasks, and waits for the answer of each of them.
-        if self._sent_loops and loop not in self._sent_loops and not all_answer(self._cluster):
-            loop = self._short_loop
+        if self._sent_loops and loop not in self._sent_loops and not self._may_send_graph():
+            (loop,) = self._sent_loops
         if loop not in self._sent_loops:
             self._sent_loops.add(loop)
             self._used_graphs.add(f"worker loop, {loop.num_unrolled}")
