@@ -155,6 +155,14 @@ class Checkpointer:
         of_run = {"directory": files.absolute(self.directory), **self._identity}
         return hashlib.sha256(json.dumps(of_run, sort_keys=True).encode()).hexdigest()
 
+    def prepare(self) -> None:
+        """Makes the copies of the variables, and the graph which fills them.
+
+        Otherwise the first save makes them. Under ps all tasks must answer when a graph is made.
+        """
+        if self._snapshot is None:
+            self._snapshot = Snapshot(self._checkpoint, device=self._device)
+
     def save(self, step: int, position: Position, counts: WorkerStats) -> None:
         """Copies the variables, after a former write, and starts to write a checkpoint of `step`.
 
@@ -326,7 +334,7 @@ class Checkpointer:
             self.wait()
             self._snapshot_step = None
             if self._snapshot is None:
-                self._snapshot = Snapshot(self._checkpoint, device=self._device)
+                self.prepare()
             else:
                 self._snapshot.take()
             self._snapshot_step = step

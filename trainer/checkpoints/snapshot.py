@@ -48,7 +48,7 @@ class Snapshot:
         self._tables: list[tuple[DynamicTable, _Values]] = []
         with tf.device(device):
             self._copy = self._copy_graph(checkpoint)
-        # Now, not at the second checkpoint: under ps all tasks must answer meanwhile.
+        # Now, not in the first `take`: under ps all tasks must answer meanwhile.
         self.take.get_concrete_function()
 
     @tf.function  # In one graph, so that parameter servers are read in parallel.

@@ -346,6 +346,11 @@ class DynamicTable(tf.__internal__.tracking.Trackable):
         counts = [value_of(_copies(part.counts)[0]) for part in self.dynamic_parts]
         return Counts(*np.sum(counts, axis=0).tolist())
 
+    def make_graphs(self) -> None:
+        """Traces the graphs of `evict`. Under ps all tasks must answer meanwhile."""
+        self._last_steps_in_graph.get_concrete_function()
+        self._evict_in_graph.get_concrete_function()
+
     def evict(self, step: int) -> None:
         """Removes ids, as the layer's arguments say; `step` steps are done, and none is in flight.
 

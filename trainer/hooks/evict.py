@@ -17,6 +17,11 @@ class Evict(PeriodicHook):
     table: DynamicTable
 
     @override
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self.table.make_graphs()
+
+    @override
     def catch_up(self, step: int) -> None:
         """Removes ids if that is due at `step`; if it is done already, nothing changes."""
         if step and self.next_step(step - 1) == step:

@@ -34,6 +34,13 @@ class SaveCheckpoint(PeriodicHook):
     checkpointer: Checkpointer | None  # Only the chief has one.
 
     @override
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        if self.checkpointer is not None:
+            with self.executor.stopwatch.spend("graph"):
+                self.checkpointer.prepare()
+
+    @override
     def act(self, step: int) -> None:
         with self.executor.stopwatch.spend("checkpoint"):
             require_finite(self.learner, step)
