@@ -24,13 +24,12 @@ from strategies.gradients.compression import Compression
 EXCHANGE_BYTES = 1 << 20
 # TensorFlow numbers its own groups from 1.
 _GROUP_KEY = 1 << 20
-_GROUP_KEY_OF_SUMS = _GROUP_KEY + 1  # Of `summed_with_key`.
+_GROUP_KEY_OF_SUMS, _MOST_KEYS = _GROUP_KEY + 1, 16  # Of `summed_with_key`.
 # Rows are gathered in multiples of this number; a table has this number of keys for them.
 _BLOCK_ROWS = 256
 _KEYS_OF_A_TABLE = 1 << 20
 # All workers trace the same graphs once, so they give the same number to the same bucket.
 _instance_keys = itertools.count(1)
-_kinds_of_keys: dict[int, tuple[tuple[int, ...], tf.DType]] = {}  # Of `summed_with_key`.
 
 
 @no_autograph
@@ -106,19 +105,19 @@ def _ring_reduced(vector: Tensor, num_workers: int) -> Tensor:
 def summed_with_key(vector: Tensor, strategy: tf.distribute.Strategy, key: int) -> Tensor:
     """The sum of `vector`, [n], over all workers, outside of replica context.
 
-    Each worker has one replica, on its CPU. All sums with the same `key`, in any graph, must have
-    the same n and type, and come in the same order in all workers. `strategy.reduce` needs no key:
-    it makes a new one in each call, and TensorFlow keeps some kilobytes for each key it has seen.
+    Each worker has one replica, on its CPU. All sums with the same `key`, below 16, must have the
+    same type, and come in the same order in all workers; they may be in several graphs.
+    `strategy.reduce` needs no key: it makes a new one in each call, and TensorFlow keeps some
+    kilobytes for each key it has seen.
     """
-    kind = tuple(vector.shape.as_list()), vector.dtype
-    if _kinds_of_keys.setdefault(key, kind) != kind:
-        raise ValueError(f"key {key} is of sums of {_kinds_of_keys[key]}, not of {kind}")
+    (size,) = vector.shape.as_list()
     with tf.device(cpu_of_worker(strategy)):
         total = tf.raw_ops.CollectiveReduceV2(
             input=vector,
             group_size=strategy.num_replicas_in_sync,
             group_key=_GROUP_KEY_OF_SUMS,
-            instance_key=key,
+            # All uses of a key of TensorFlow must have the same shape.
+            instance_key=_MOST_KEYS * size + key,
             ordering_token=[],
             merge_op="Add",
             final_op="Id",
