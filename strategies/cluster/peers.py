@@ -301,17 +301,24 @@ def watch_chief(cluster: Cluster, timeout_secs: float, on_gone: Callable[[str], 
     """Calls `on_gone` with a message if the chief accepts no connection for `timeout_secs`.
 
     Returns immediately; the calls come on another thread. The time counts from now: `timeout_secs`
-    is also how long the chief may take to start.
+    is also how long the chief may take to start. A warning is logged after a quarter of it, at most
+    _WATCH_SECS, if the chief was there before.
     """
     chief, address = cluster.chief, cluster.address_of(cluster.chief)
+    warn_secs = min(_WATCH_SECS, timeout_secs / 4)
 
     def watch() -> None:
         last_seen = time.monotonic()
+        was_seen = has_warned = False
         while True:
             with contextlib.suppress(UnknownHostError):
                 if _accepts_connections(address):
-                    last_seen = time.monotonic()
+                    last_seen, was_seen, has_warned = time.monotonic(), True, False
             away_secs = time.monotonic() - last_seen
+            if was_seen and not has_warned and away_secs > warn_secs:
+                has_warned = True
+                message = "%s (%s) has not answered for %.0f s. This task ends at %.0f s."
+                log.warning(message, chief, address, away_secs, timeout_secs)
             if away_secs > timeout_secs:
                 on_gone(f"{chief} ({address}) has not answered for {away_secs:.0f} s")
                 return

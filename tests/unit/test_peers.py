@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import queue
+import re
 import socket
 import threading
 import time
@@ -273,7 +274,9 @@ def test_task_that_connects_ends_when_another_task_was_started_again(
         assert lost.get(timeout=20) == "worker 1 was started again"
 
 
-def test_watcher_reports_the_chief_only_after_it_is_gone() -> None:
+def test_watcher_reports_the_chief_only_after_it_is_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     (port,) = free_ports(1)
     cluster = Cluster({"worker": {0: f"localhost:{port}"}, "ps": {0: "b:1"}}, Task("ps", 0))
     messages: queue.Queue[str] = queue.Queue()
@@ -281,7 +284,10 @@ def test_watcher_reports_the_chief_only_after_it_is_gone() -> None:
         watch_chief(cluster, 1.0, messages.put)
         with pytest.raises(queue.Empty):
             messages.get(timeout=2.0)
+        assert not caplog.messages
     assert f"worker 0 (localhost:{port})" in messages.get(timeout=10.0)
+    (warned,) = caplog.messages
+    assert re.search(r"has not answered for \d s. This task ends at 1 s.", warned)
 
 
 def test_own_host_can_be_reached_by_others() -> None:
