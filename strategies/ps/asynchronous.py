@@ -177,7 +177,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         """All steps, so that no worker waits for another one.
 
         But not before the time of a step is known, nor when a graph is used for the first time: the
-        time of such a call counts as the graph's.
+        time of such a call counts as the graph's. In the second case the call traces the graph.
         """
         if self.pace.secs_per_step() is None:
             return 2 * self.num_replicas  # Each worker uses its graph for the first time.

@@ -29,11 +29,11 @@ def test_interrupted_run_is_continued_by_the_command_of_its_last_line(
     assert reports, first.output
     assert all(len(line) <= COLUMNS for line in reports), reports
     assert any("compiling the first step" in line for line in first.lines)
-    # On a busy machine tasks say that they wait for each other.
-    not_counted = ("step ", "INFO ", "WARNING ")
+    # On a busy machine tasks say that they wait for each other, and TensorFlow's runtime that
+    # another task has ended a moment earlier.
+    not_counted = ("step ", "INFO ", "WARNING ", "E0000 ")
     shown = [line for line in first.lines if line and not line.startswith(not_counted)]
-    # 13 lines, and on a busy machine perhaps a message of TensorFlow.
-    assert len(shown) <= 16, "\n".join(shown)
+    assert len(shown) <= 14, "\n".join(shown)
     assert '"batch_size"' not in first.output
     (model_dir,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
     assert (tmp_path / "runs" / "latest").resolve() == model_dir

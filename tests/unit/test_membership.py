@@ -128,7 +128,7 @@ def test_record_of_the_end_stays_if_a_connection_is_slow(
         return may_answer.wait(20)
 
     monkeypatch.setattr("trainer.local.membership.is_reachable", answer_late)
-    monkeypatch.setattr("trainer.local.membership._LOOK_SECS", 0.05)
+    monkeypatch.setattr("trainer.local.membership._POLL_SECS", 0.05)
     membership = Membership(tmp_path, ADDRESSES, 0)
     with Watcher(membership, lambda snapshot: None) as watcher:
         assert is_tried.wait(20)
@@ -173,7 +173,7 @@ signal.signal(signal.SIGUSR1, end)
 def run_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LaunchReport]:
     """Runs the launcher of host 1 of three; `body` is what its task does after PROGRAM."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.setattr("trainer.local.membership._LOOK_SECS", 0.05)
+    monkeypatch.setattr("trainer.local.membership._POLL_SECS", 0.05)
 
     def run(body: str, rejoin_secs: float) -> LaunchReport:
         program = tmp_path / "program.py"

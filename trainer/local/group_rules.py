@@ -26,7 +26,7 @@ from typing import NamedTuple
 # A host whose record has not changed for this long is away. Records change about every second.
 SILENT_SECS = 5.0
 # The longest time that one snapshot adds. A launcher that was frozen has not seen what others did.
-_MOST_SECS_PER_LOOK = 2.5
+_MOST_SECS_PER_SNAPSHOT = 2.5
 
 
 class Group(NamedTuple):
@@ -103,7 +103,7 @@ class Sightings:
     def update(self, snapshot: Snapshot, group: Group) -> None:
         """Takes a new snapshot into account."""
         passed = 0.0 if self._last_time is None else snapshot.time - self._last_time
-        secs = min(passed, _MOST_SECS_PER_LOOK)
+        secs = min(passed, _MOST_SECS_PER_SNAPSHOT)
         is_first, self._last_time = self._last_time is None, snapshot.time
         for host in snapshot.records.keys() | self._silent_secs.keys():
             record = snapshot.records.get(host)

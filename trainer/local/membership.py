@@ -40,7 +40,7 @@ from trainer.local.task_logs import say
 from trainer.run_files import progress_of
 
 DIRECTORY = "membership"  # In the model directory.
-_LOOK_SECS = 1.0
+_POLL_SECS = 1.0
 _NUM_PARALLEL = 128  # Hosts that are tried at the same time: one that is off takes a second.
 _RECORD_BYTES = 1024  # Records of equal length are overwritten in one piece.
 _GROUP = re.compile(r"group-(\d{8})\.json")
@@ -193,7 +193,7 @@ class Watcher:
         trace: TracebackType | None,
     ) -> None:
         self._is_over.set()
-        self._thread.join(timeout=_LOOK_SECS)
+        self._thread.join(timeout=_POLL_SECS)
 
     def end(self, exit_code: int) -> None:
         """Writes down that this launcher ends with `exit_code`."""
@@ -230,7 +230,7 @@ class Watcher:
                     if str(error) != failure:
                         say(f"The records of the hosts cannot be read or written: {error}")
                     failure = str(error)
-                self._is_over.wait(_LOOK_SECS)
+                self._is_over.wait(_POLL_SECS)
 
     def _reached(self, pool: concurrent.futures.ThreadPoolExecutor) -> frozenset[int]:
         own, addresses = self._membership.own, self._membership.addresses
