@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
+from tensorflow.python.eager import context
 
 from data.tfrecord.split import Split
 from strategies.metrics import Metrics
@@ -184,6 +185,25 @@ def test_interrupted_run_is_saved_at_its_step_and_not_exported(
     assert last < 100
     assert toy.checkpoints() == [f"step-{last:08d}"]
     assert not (tmp_path / "export").exists()
+
+
+def traced_functions() -> set[str]:
+    """Without those that TensorFlow makes of single ops."""
+    return {n for n in context.context().list_function_names() if n.startswith("__inference_")}
+
+
+def test_first_save_makes_no_graph(split: Split, tmp_path: Path) -> None:
+    """Under ps, TensorFlow would send it to all tasks, and wait for one that is silent."""
+    toy = Toy(split, tmp_path)
+    toy.start()
+    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=100)
+    save.begin(0)
+    toy.executor.run(4)
+    before = traced_functions()
+    save.act(4)
+    toy.checkpointer.wait()
+    assert toy.checkpoints() == ["step-00000004"]
+    assert traced_functions() <= before
 
 
 def test_non_finite_loss_is_an_error_that_names_the_steps(split: Split, tmp_path: Path) -> None:
