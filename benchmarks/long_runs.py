@@ -7,18 +7,18 @@ load is steady, and 30 minutes are enough for all. Every 10 seconds it reads the
 file descriptors and the threads of each process, and for each run the steps and the CPU time of all
 its processes. Everything before the end of the warm-up (the first 5 minutes, a third of the run at
 most) is left out. Puts a straight line through the other samples, and prints its two ends and its
-slope in Markdown; memory in MiB. Then starts a second run of each mode next to the first one, and
-compares their rates for 5 minutes: a machine that others use has no constant rate, but both runs
-have the same machine. Says whether the values are flat. The exit code is 1 if a process ended
-meanwhile, or something is not flat.
+slope in Markdown; memory in MiB. Says whether the values are flat. The exit code is 1 if a process
+ended meanwhile, or something is not flat.
 
 | of | flat means |
 | --- | --- |
 | memory | at most 2% or 4 MiB more at the end than after the warm-up |
 | descriptors, threads | less than 1 more |
-| steps/s | at most 3% less than the new run, within twice the standard error |
+| steps/s | at most 3% less |
+| CPU time for a step | at most 3% more |
 
-Two runs of one command differ by 2 or 3% themselves.
+The rate needs a machine that nothing else uses. The CPU time for a step depends less on other
+programs.
 """
 
 import contextlib
@@ -34,7 +34,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 from absl import app, flags
 
@@ -48,7 +47,7 @@ _MODES = {
     "ps-sync": ("--strategy=ps", "--sync_replicas", "--workers=2", "--ps=1"),
 }
 _MINUTES = flags.DEFINE_float(
-    "minutes", 30.0, "From the first report of all runs to the second runs.", lower_bound=1.0
+    "minutes", 30.0, "From the first report of all runs.", lower_bound=5.0
 )
 _STRATEGIES = flags.DEFINE_list("strategies", list(_MODES), f"Of {', '.join(_MODES)}.")
 flags.register_validator(
@@ -57,9 +56,7 @@ flags.register_validator(
 
 _SAMPLE_SECS = 10.0
 _WARMUP_SECS = 300.0
-_NEW_WARMUP_SECS = 60.0
-_COMPARED_SECS = 300.0
-_SECTIONS = 10
+_RATE_SECS = 60.0
 _START_SECS = 600.0
 _END_SECS = 120.0
 _MIB = 2**20
@@ -114,95 +111,67 @@ def trend(times: Sequence[float], values: Sequence[float], warmup_secs: float) -
 
 
 def is_flat(name: str, found: Trend) -> bool:
-    """Returns True if the values called `name`, a field of Sample, stay the same."""
+    """Returns True if the values called `name` stay the same, as the table above says."""
     if name == "memory":
         return found.growth <= max(0.02 * found.first, 4 * _MIB)
+    if name == "steps/s":
+        return found.growth >= -_MOST_CHANGE * found.first
+    if name == "CPU ms a step":
+        return found.growth <= _MOST_CHANGE * found.first
     return found.growth < 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """A run and a new one at the same time.
-
-    `ratio` is the rate of the run divided by that of the new one, `error` its standard error, and
-    `cpu_ratio` the same of the CPU time for a step of all processes. `rate` is in steps/s.
-    """
-
-    rate: float
-    ratio: float
-    error: float
-    cpu_ratio: float
-
-    @property
-    def is_flat(self) -> bool:
-        """The run is not slower by _MOST_CHANGE, within twice the standard error."""
-        return self.ratio + 2 * self.error >= 1 - _MOST_CHANGE
-
-
-def compared(old: Sequence[Progress], new: Sequence[Progress]) -> Comparison:
-    """Compares two runs whose samples are of the same times.
-
-    The error is computed from the ratio in each of _SECTIONS parts of the time, so that a disturbed
-    part counts.
+def rates(progress: Sequence[Progress]) -> tuple[list[float], dict[str, list[float]]]:
+    """The times of the ends of parts of _RATE_SECS, and for each part the rate and the CPU time.
 
     Raises:
-        ValueError: there are too few samples, or a run made no step in a part.
+        ValueError: a run made no step in a part.
     """
-    stride = (min(len(old), len(new)) - 1) // _SECTIONS
-    if stride < 1:
-        raise ValueError(f"only {min(len(old), len(new))} samples next to a new run")
-    ratios = np.divide(_rates(old[::stride]), _rates(new[::stride]))
-    total, total_of_new = _steps_and_cpu(old), _steps_and_cpu(new)
-    return Comparison(
-        float(np.mean(_rates(old[::stride]))),
-        float(ratios.mean()),
-        float(ratios.std(ddof=1) / np.sqrt(len(ratios))),
-        float(total[1] / total[0] / (total_of_new[1] / total_of_new[0])),
-    )
-
-
-def _rates(progress: Sequence[Progress]) -> npt.NDArray[np.float64]:
-    rates = [
-        (later.steps - sooner.steps) / max(later.reported_secs - sooner.reported_secs, 1e-9)
-        for sooner, later in itertools.pairwise(progress)
-    ]
-    if not all(rates):
-        raise ValueError("a part of the time has no step")
-    return np.array(rates)
-
-
-def _steps_and_cpu(progress: Sequence[Progress]) -> tuple[int, float]:
-    first, last = progress[0], progress[-1]
-    return last.steps - first.steps, last.cpu_secs - first.cpu_secs
+    stride = round(_RATE_SECS / _SAMPLE_SECS)
+    times: list[float] = []
+    values: dict[str, list[float]] = {"steps/s": [], "CPU ms a step": []}
+    for first, last in itertools.pairwise(progress[::stride]):
+        steps = last.steps - first.steps
+        if not steps:
+            raise ValueError(f"no step in the {_RATE_SECS:g} seconds before {last.seconds:.0f} s")
+        times.append(last.seconds)
+        values["steps/s"].append(steps / (last.reported_secs - first.reported_secs))
+        values["CPU ms a step"].append(1000 * (last.cpu_secs - first.cpu_secs) / steps)
+    return times, values
 
 
 def table(
-    mode: str, times: Sequence[float], samples: Mapping[str, Sequence[Sample]], warmup_secs: float
+    mode: str,
+    times: Sequence[float],
+    samples: Mapping[str, Sequence[Sample]],
+    progress: Sequence[Progress],
+    warmup_secs: float,
 ) -> tuple[list[str], list[str]]:
-    """The rows of a mode, and what is not flat. `samples` has those of each process at `times`."""
-    rows, grown = [], []
-    for process, values in samples.items():
-        for field in dataclasses.fields(Sample):
-            found = trend(times, [getattr(value, field.name) for value in values], warmup_secs)
-            flat = is_flat(field.name, found)
-            unit = _MIB if field.name == "memory" else 1
-            ends = (found.first, found.last, found.per_hour)
-            columns = " | ".join(f"{value / unit:z,.1f}" for value in ends)
-            verdict = "yes" if flat else "no"
-            rows.append(f"| {mode} | {process} | {field.name} | {columns} | {verdict} |")
-            if not flat:
-                grown.append(f"{field.name} of {process}")
-    return rows, grown
+    """The rows of a mode, and what is not flat. `samples` has those of each process at `times`.
 
-
-def summary(mode: str, grown: Sequence[str], found: Comparison) -> str:
-    """One sentence: what is not flat, and how the run compares with a new one."""
-    flat = "not flat: " + ", ".join(grown) if grown else "all values are flat"
-    return (
-        f"{mode}: {flat}; {found.rate:,.0f} steps/s, {100 * (found.ratio - 1):+.1f}% "
-        f"(+-{100 * found.error:.1f}) to a new run at the same time; CPU time for a step "
-        f"{100 * (found.cpu_ratio - 1):+.1f}%."
-    )
+    Raises:
+        ValueError: the run is too short, or made no step for a minute.
+    """
+    trends = [
+        (process, field.name, trend(times, [getattr(v, field.name) for v in values], warmup_secs))
+        for process, values in samples.items()
+        for field in dataclasses.fields(Sample)
+    ]
+    ends, values_of_run = rates(progress)
+    trends += [
+        ("the run", name, trend(ends, values, warmup_secs))
+        for name, values in values_of_run.items()
+    ]
+    rows, not_flat = [], []
+    for subject, name, found in trends:
+        flat = is_flat(name, found)
+        unit = _MIB if name == "memory" else 1
+        numbers = (found.first, found.last, found.per_hour)
+        columns = " | ".join(f"{number / unit:z,.{2 if unit == 1 else 1}f}" for number in numbers)
+        rows.append(f"| {mode} | {subject} | {name} | {columns} | {'yes' if flat else 'no'} |")
+        if not flat:
+            not_flat.append(f"{name} of {subject}")
+    return rows, not_flat
 
 
 class _Run:
@@ -211,7 +180,6 @@ class _Run:
     def __init__(self, mode: str, data_dir: Path, directory: Path) -> None:
         """Starts it, with its files in `directory`; `close` ends it."""
         self.mode = mode
-        directory.mkdir(exist_ok=True)
         self._model_dir, self._log = directory / mode, directory / f"{mode}.log"
         command = [sys.executable, "-m", "trainer", *_MODES[mode], "--num_threads=1"]
         command += [f"--data_dir={data_dir}", f"--model_dir={self._model_dir}"]
@@ -298,10 +266,10 @@ def _started(
     return runs
 
 
-def _sample(runs: Sequence[_Run], began: float, until: float) -> None:
-    """Samples the runs for the seconds from now to `until`, since `began`."""
-    due = time.monotonic()
-    while time.monotonic() - began < until and not all(run.error for run in runs):
+def _sample(runs: Sequence[_Run], secs: float) -> None:
+    """Samples the runs for `secs` seconds."""
+    began = due = time.monotonic()
+    while time.monotonic() - began < secs and not all(run.error for run in runs):
         for run in runs:
             if not run.error:
                 run.sample(began)
@@ -317,31 +285,23 @@ def measure(
     The summary of a mode that did not start, or of which a process ended, is the reason.
     """
     with contextlib.ExitStack() as stack:
-        runs = _started(modes, data_dir, directory / "old", stack)
-        began = time.monotonic()
-        _sample(runs, began, 60 * minutes)
-        new_runs = _started(modes, data_dir, directory / "new", stack)
-        time.sleep(_NEW_WARMUP_SECS)
-        since = time.monotonic() - began
-        _sample([*runs, *new_runs], began, since + _COMPARED_SECS)
-        for run in [*runs, *new_runs]:  # All of them first: each takes seconds to end.
+        runs = _started(modes, data_dir, directory, stack)
+        _sample(runs, 60 * minutes)
+        for run in runs:  # All of them first: each takes seconds to end.
             run.ask_to_end()
     warmup_secs = min(_WARMUP_SECS, 60 * minutes / 3)
-    for run, new in zip(runs, new_runs, strict=True):
+    for run in runs:
         if run.error:
             yield [], run.error, False
             continue
         times = [at.seconds for at in run.progress]
-        rows, grown = table(run.mode, times, run.samples, warmup_secs)
-        both = [[at for at in r.progress if at.seconds >= since] for r in (run, new)]
         try:
-            found = compared(*both)
+            rows, not_flat = table(run.mode, times, run.samples, run.progress, warmup_secs)
         except ValueError as error:
-            yield rows, f"{run.mode}: not compared: {new.error or error}", False
+            yield [], f"{run.mode}: {error}", False
             continue
-        if not found.is_flat:
-            grown.append("steps/s")
-        yield rows, summary(run.mode, grown, found), not grown
+        said = "not flat: " + ", ".join(not_flat) if not_flat else "all values are flat"
+        yield rows, f"{run.mode}: {said}.", not not_flat
 
 
 def main(argv: Sequence[str]) -> None:

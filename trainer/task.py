@@ -51,7 +51,7 @@ from trainer.config_checks import check_replicas
 from trainer.config_file import absolute
 from trainer.evaluator import follow
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line
-from trainer.guards.fingerprint import as_number, fingerprint, versions
+from trainer.guards.fingerprint import as_number, shared_settings, versions
 from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import CatchUp, Hook
@@ -367,9 +367,8 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
 
 def _check_agreement(spec: TaskSpec, executor: Executor) -> None:
     ours = {
-        **fingerprint(spec.recipe),
-        "--wire_dtype": spec.wire_dtype,
-        "--bucket_mb": str(spec.bucket_mb),
+        **versions(),
+        **shared_settings(spec.recipe, wire_dtype=spec.wire_dtype, bucket_mb=spec.bucket_mb),
         # Tasks that do not evaluate would wait for the others without end.
         "the evaluator of TF_CONFIG": "an evaluator" if spec.has_evaluator else "none",
     }

@@ -39,7 +39,7 @@ def healthy() -> dict[str, Any]:
             "cores": 4,
             "outgoing_ports": [32768, 60999],
             "versions": {"tensorflow": "2.21.0", "code of this program": "abc"},
-            "fingerprint": {"config.seed": 1, "config file": 2},
+            "fingerprint": {"--config.seed": 1, "config file": 2},
             "meetings": {other: dict(met) for other in ADDRESSES if other != name},
             "plan": {"gpus": 0, "memory_bytes": needed, "disk_bytes": 1000},
             "faults": [],
@@ -120,7 +120,7 @@ def test_of_two_tasks_with_different_software_the_chief_is_right() -> None:
 
 def test_other_config_is_named_by_its_field() -> None:
     reports = healthy()
-    reports["worker 2"]["fingerprint"]["config.seed"] = 7
+    reports["worker 2"]["fingerprint"]["--config.seed"] = 7
     finding = only(reports)
     assert finding.task == "worker 2"
     assert "--config.seed" in finding.text

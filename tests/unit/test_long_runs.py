@@ -4,17 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.long_runs import (
-    Comparison,
-    Progress,
-    Sample,
-    Trend,
-    compared,
-    is_flat,
-    summary,
-    table,
-    trend,
-)
+from benchmarks.long_runs import Progress, Sample, Trend, is_flat, rates, table, trend
 from benchmarks.table import newest_report
 
 MIB = 2**20
@@ -45,42 +35,34 @@ def test_noise_without_growth_is_flat() -> None:
         ("descriptors", 50, 50.9, True),
         ("descriptors", 50, 51, False),
         ("threads", 12, 13, False),
+        ("steps/s", 100, 97.1, True),
+        ("steps/s", 100, 96.9, False),
+        ("steps/s", 100, 120, True),
+        ("CPU ms a step", 2, 2.05, True),
+        ("CPU ms a step", 2, 2.07, False),
     ],
 )
 def test_flat_is_what_the_synopsis_says(name: str, first: float, last: float, flat: bool) -> None:
     assert is_flat(name, Trend(first, last, 0.0)) is flat
 
 
-def progress(rates: list[float], cpu_secs: float = 0.01) -> list[Progress]:
+def progress(per_sec: list[float], cpu_secs: float = 0.01) -> list[Progress]:
     """A sample each 10 s, with the rate until the next one, and the CPU time of a step."""
     found = [Progress(0.0, 0, 20.0, 0.0)]
-    for rate in rates:
+    for rate in per_sec:
         last = found[-1]
         steps = last.steps + round(10 * rate)
         found.append(Progress(last.seconds + 10, steps, last.reported_secs + 10, steps * cpu_secs))
     return found
 
 
-def test_run_is_compared_with_a_new_one_under_the_same_load() -> None:
-    loads = [1.0, 0.5, 0.8, 0.9, 1.0, 0.4, 0.7, 1.0, 0.6, 0.9] * 3
-    old = progress([100 * load for load in loads], cpu_secs=0.011)
-    found = compared(old, progress([200 * load for load in loads]))
-    assert (found.ratio, found.cpu_ratio) == pytest.approx((0.5, 1.1))
-    assert found.error < 1e-6
-    assert not found.is_flat, "it waits for something"
-    noisy = [100 * load * (0.8 if i % 3 else 1.3) for i, load in enumerate(loads[::-1])]
-    assert compared(progress(noisy), progress([100 * load for load in loads])).error > 0.03
-    with pytest.raises(ValueError, match="only 5 samples"):
-        compared(progress([1.0] * 4), progress([1.0] * 40))
-    with pytest.raises(ValueError, match="no step"):
-        compared(progress([1.0] * 40), progress([1.0] * 20 + [0.0] * 20))
-
-
-@pytest.mark.parametrize(
-    ("ratio", "error", "flat"), [(0.971, 0.0, True), (0.96, 0.001, False), (0.96, 0.006, True)]
-)
-def test_rate_may_fall_by_3_percent_and_the_error(ratio: float, error: float, flat: bool) -> None:
-    assert Comparison(100.0, ratio, error, 1.0).is_flat is flat
+def test_rate_and_cpu_time_are_of_whole_minutes() -> None:
+    times, values = rates(progress([50.0, 150.0] * 3 + [200.0] * 6 + [9.0] * 3))
+    assert times == [60, 120]
+    assert values["steps/s"] == pytest.approx([100, 200])
+    assert values["CPU ms a step"] == pytest.approx([10, 10])
+    with pytest.raises(ValueError, match="no step in the 60 seconds before 120 s"):
+        rates(progress([1.0] * 6 + [0.0] * 6))
 
 
 def test_newest_report_is_that_of_the_last_complete_report_of_training(tmp_path: Path) -> None:
@@ -93,16 +75,14 @@ def test_newest_report_is_that_of_the_last_complete_report_of_training(tmp_path:
         newest_report(metrics)
 
 
-def test_what_grows_is_named() -> None:
-    steady = [Sample(100 * MIB, 20, 8)] * 60
-    leaking = [Sample(100 * MIB, 20 + i / 10, 8) for i in range(60)]
-    times = [10.0 * i for i in range(60)]
-    rows, grown = table("ps", times, {"chief 0": steady, "ps 0": leaking}, 0)
-    assert len(rows) == 6
-    assert grown == ["descriptors of ps 0"]
+def test_what_is_not_flat_is_named() -> None:
+    steady = [Sample(100 * MIB, 20, 8)] * 61
+    leaking = [Sample(100 * MIB, 20 + i / 10, 8) for i in range(61)]
+    slower = progress([100 - i / 4 for i in range(60)])
+    times = [at.seconds for at in slower]
+    rows, not_flat = table("ps", times, {"chief 0": steady, "ps 0": leaking}, slower, 0)
+    assert len(rows) == 8
+    assert not_flat == ["descriptors of ps 0", "steps/s of the run"]
     assert rows[0] == "| ps | chief 0 | memory | 100.0 | 100.0 | 0.0 | yes |"
-    assert rows[4] == "| ps | ps 0 | descriptors | 20.0 | 25.9 | 36.0 | no |"
-    assert summary("ps", grown, Comparison(90.0, 0.9, 0.012, 1.1)) == (
-        "ps: not flat: descriptors of ps 0; 90 steps/s, -10.0% (+-1.2) to a new run at the same "
-        "time; CPU time for a step +10.0%."
-    )
+    assert rows[4] == "| ps | ps 0 | descriptors | 20.00 | 26.00 | 36.00 | no |"
+    assert rows[7] == "| ps | the run | CPU ms a step | 10.00 | 10.00 | 0.00 | yes |"

@@ -27,7 +27,7 @@ from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, Recipe, data_dir, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
-from trainer.guards.fingerprint import as_number, config_fingerprint, software
+from trainer.guards.fingerprint import as_number, software
 from trainer.hooks.trackers.names import reached_over_network
 from trainer.live.view import can_show, live_view
 from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
@@ -197,8 +197,7 @@ def _supervise(recipe: Recipe, cluster: Cluster) -> int:
 
 def _identity(recipe: Recipe) -> str:
     """A hash of the code, the config and the flags that must be equal on all hosts of a run."""
-    sent = {"wire_dtype": str(flags.WIRE_DTYPE.value), "bucket_mb": str(flags.BUCKET_MB.value)}
-    return str(as_number({**software(), **config_fingerprint(recipe), **sent}))
+    return str(as_number({**software(), **flag_checks.read_shared_settings(recipe)}))
 
 
 def _label_of(cluster: Cluster) -> str:

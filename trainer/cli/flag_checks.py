@@ -29,6 +29,7 @@ from trainer.config import (
     load_recipe,
 )
 from trainer.config_checks import check, check_sub_batches
+from trainer.guards.fingerprint import shared_settings
 from trainer.hooks.trackers.names import reached_over_network
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,13 @@ def read_recipe() -> Recipe:
         except object_store.MissingObstoreError as error:
             raise ConfigError(str(error.strerror)) from None
     return load_recipe(flags.FLAGS["config"].config_filename, config)
+
+
+def read_shared_settings(recipe: Recipe) -> dict[str, str]:
+    """Returns what all tasks of this run need alike, of `recipe` and the flags."""
+    return shared_settings(
+        recipe, wire_dtype=flags.WIRE_DTYPE.value, bucket_mb=flags.BUCKET_MB.value
+    )
 
 
 def _check_epochs() -> None:

@@ -116,8 +116,8 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     timer = threading.Timer(doctor.until(1.0) - time.monotonic(), doctor.end_late)
     timer.daemon = True
     timer.start()
-    planned = recipe if settings.makes_plan else None
-    own = {**machine(cluster, model_dir, planned), "meetings": {}, "plan": {}, "faults": []}
+    shared = flag_checks.read_shared_settings(recipe) if settings.makes_plan else {}
+    own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
     doctor.reports = {str(cluster.task): own}
     if is_alone:
         doctor.doing = "building the model"

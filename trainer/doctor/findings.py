@@ -155,7 +155,7 @@ def _versions(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding
                     usually = advice.get(name, f"Type there: pip install {name}=={usual}")
                     text = f"{name} is {said[task]} there, but {usual} in other tasks. {usually}"
                 else:
-                    usually = advice.get(name, f"Give all tasks the same --{name}")
+                    usually = advice.get(name, f"Give all tasks the same {name}")
                     text = f"{name} is another one than in other tasks. {usually}"
                 yield _error(cluster, task, text)
 

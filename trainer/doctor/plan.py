@@ -27,7 +27,7 @@ from data.system.version import version_of
 from strategies.cluster.tf_config import Cluster
 from trainer.config import Recipe
 from trainer.doctor.exchange import Json
-from trainer.guards.fingerprint import as_number, config_fingerprint, software
+from trainer.guards.fingerprint import as_number, software
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -78,10 +78,10 @@ def plan_in_child(
     return PendingPlan(process, ours)
 
 
-def machine(cluster: Cluster, model_dir: str, recipe: Recipe | None) -> Json:
-    """What this task and its machine have: addresses, memory, disk, cores, software, config.
+def machine(cluster: Cluster, model_dir: str, settings: Mapping[str, str]) -> Json:
+    """What this task and its machine have: addresses, memory, disk, cores, software, settings.
 
-    `recipe` is None in a task that gets the config from its chief.
+    `settings` is empty in a task that gets the config from its chief.
     """
     packages = {name: version_of(name) for name in ("tensorflow", "keras")}
     report: Json = {
@@ -94,9 +94,7 @@ def machine(cluster: Cluster, model_dir: str, recipe: Recipe | None) -> Json:
         "cores": num_cores(),
         "outgoing_ports": _outgoing_ports(),
         "versions": dict(software(**packages)),
-        "fingerprint": {n: as_number(v) for n, v in config_fingerprint(recipe).items()}
-        if recipe
-        else {},
+        "fingerprint": {name: as_number(value) for name, value in settings.items()},
         "free_disk_bytes": None,
     }
     if not is_url(model_dir):

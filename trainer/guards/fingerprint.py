@@ -1,7 +1,7 @@
 """What must be equal in all tasks of a run: the code, the versions, and the config.
 
     versions()                  # of the code that this task runs
-    fingerprint(recipe)         # `versions`, and what this task trains
+    shared_settings(recipe, wire_dtype=..., bucket_mb=...)  # what it trains, and how
 
 Tasks of different versions or configs could connect, and train a model that no user asked for.
 """
@@ -41,22 +41,26 @@ def software(**packages: str) -> Mapping[str, str]:
     }
 
 
-def fingerprint(recipe: Recipe) -> Mapping[str, str]:
-    """Returns `versions` and `config_fingerprint`."""
-    return {**versions(), **config_fingerprint(recipe)}
+def shared_settings(recipe: Recipe, *, wire_dtype: str, bucket_mb: float | None) -> dict[str, str]:
+    """Returns what all tasks of a run need alike.
 
-
-def config_fingerprint(recipe: Recipe) -> Mapping[str, str]:
-    """Returns the hash of the config file with its neighbours, and every field."""
+    The hash of the config file with its neighbours, and by their flags every field and what decides
+    which bytes tasks send.
+    """
     fields = {
-        f"config.{name}": json.dumps(value)
+        f"--config.{name}": json.dumps(value)
         for name, value in flatten(recipe.config).items()
         if name != "data_dir"  # It may differ between hosts; the data is compared elsewhere.
     }
     code = hashlib.sha256()
     for path in map(Path, recipe.files):
         code.update(f"{path.name}\n".encode() + path.read_bytes())
-    return {"config file": code.hexdigest()[:12], **fields}
+    return {
+        "config file": code.hexdigest()[:12],
+        **fields,
+        "--wire_dtype": wire_dtype,
+        "--bucket_mb": str(bucket_mb),
+    }
 
 
 def as_number(value: object) -> int:
