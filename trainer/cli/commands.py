@@ -28,6 +28,7 @@ from trainer.config import ConfigError, Recipe, data_dir, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
 from trainer.guards.fingerprint import as_number, software
+from trainer.guards.owner import wait_until_free
 from trainer.hooks.trackers.names import reached_over_network
 from trainer.live.view import can_show, live_view
 from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
@@ -269,6 +270,8 @@ def _check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
         check_replicas(recipe.config, _num_workers(cluster) * num_replicas)
     preflight.preflight(recipe, model_dir)
     preflight.check_model_dir(model_dir)
+    if cluster.is_chief and not flags.MIN_WORKERS.present:  # Elastic: a member may train there.
+        wait_until_free(model_dir, say)
     return _READY
 
 

@@ -10,7 +10,6 @@ without ops.
 
 import multiprocessing
 import os
-import platform
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,8 @@ from strategies.cluster.tf_config import Cluster
 from trainer.config import Recipe
 from trainer.doctor.exchange import Json
 from trainer.guards.fingerprint import as_number, software
+from trainer.guards.owner import machine_id
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CGROUP = Path("/sys/fs/cgroup")
 # Batches that are in memory at a time: the one of the step, and those that are prepared.
 _BATCHES = 3
@@ -87,7 +86,7 @@ def machine(cluster: Cluster, model_dir: str, settings: Mapping[str, str]) -> Js
     report: Json = {
         "task": str(cluster.task),
         "host": socket.gethostname(),
-        "machine": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node(),
+        "machine": machine_id(),
         "address": cluster.address,
         "addresses": {str(task): cluster.address_of(task) for task in cluster.tasks()},
         "free_memory_bytes": free_memory_bytes(),
