@@ -12,9 +12,10 @@ import pytest
 
 from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import Cluster, Task
+from strategies.ps.placement import Group, place
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import Finding, can_connect, findings
-from trainer.doctor.plan import free_memory_bytes
+from trainer.doctor.plan import _loads_with_standby, free_memory_bytes
 from trainer.doctor.table import text
 
 ADDRESSES = {"worker 0": "a:2222", "worker 1": "b:2222", "worker 2": "c:2222"}
@@ -250,3 +251,13 @@ def test_what_is_found_instead_of_a_task() -> None:
         "worker 4": "stranger",
         "ps 0": "unknown host",
     }
+
+
+def test_memory_of_a_ps_counts_the_copies_of_standby() -> None:
+    groups = [
+        Group("a", (50,), 600, gradient_bytes=200),
+        Group("b", (30,), 300, gradient_bytes=100),
+    ]
+    placement = place(groups, 2, num_gradient_buffers=2)
+    assert placement.num_bytes == [1000, 500]
+    assert _loads_with_standby(placement, 2) == [1000 + 1200 + 600, 500 + 600 + 1200]

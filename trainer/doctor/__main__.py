@@ -109,6 +109,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         flags.STRATEGY.value,
         num_replicas=flags.REPLICAS.value,
         num_gradient_buffers=cluster.num("worker") if num_to_aggregate else 0,
+        has_standby=flags.PS_STANDBY.value > 0,
         makes_plan=is_alone or not (flag_checks.serves(cluster) or cluster.task.job == "evaluator"),
     )
     doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -29,6 +29,9 @@ from trainer.doctor.exchange import Json
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.owner import machine_id
 
+if TYPE_CHECKING:
+    from strategies.ps.placement import Placement
+
 _CGROUP = Path("/sys/fs/cgroup")
 # Batches that are in memory at a time: the one of the step, and those that are prepared.
 _BATCHES = 3
@@ -40,6 +43,7 @@ class Settings(NamedTuple):
     strategy: str
     num_replicas: int  # --replicas, or 0.
     num_gradient_buffers: int  # Gradients of each variable that a ps stores.
+    has_standby: bool  # --ps_standby.
     makes_plan: bool  # False for a task that gets the config from its chief.
 
 
@@ -193,6 +197,8 @@ def _plan(
     if num_ps:
         placement = place(found.groups, num_ps, num_gradient_buffers=settings.num_gradient_buffers)
         loads, plan["placement"] = placement.num_bytes, placement.table()
+        if settings.has_standby:
+            loads = _loads_with_standby(placement, settings.num_gradient_buffers)
     # A worker has its gradients twice: as computed, and as sent or summed.
     worker_bytes = 2 * gradient_bytes + _BATCHES * batch_bytes
     own_replicas = num_replicas if settings.strategy == "mirrored" else max(1, num_gpus)
@@ -204,6 +210,17 @@ def _plan(
         for task in cluster.tasks()
     }
     return plan
+
+
+def _loads_with_standby(placement: "Placement", num_gradient_buffers: int) -> list[int]:
+    """The bytes on each ps while a copy of --ps_standby is on its way.
+
+    A ps then also holds its own values of two copies, and those of the ps before it.
+    """
+    held = [0] * len(placement.num_bytes)
+    for group, ps in zip(placement.groups, placement.ps, strict=True):
+        held[ps] += group.num_bytes - num_gradient_buffers * group.gradient_bytes
+    return [load + 2 * held[ps] + 2 * held[ps - 1] for ps, load in enumerate(placement.num_bytes)]
 
 
 def _memory_bytes(
