@@ -4,12 +4,15 @@
     python -m data.inspect --data_dir=datasets/digits --grid=digits.png
     python -m data.inspect --data_dir=datasets/digits --verify
     python -m data.inspect --data_dir=datasets/digits --repair=datasets/digits-repaired
+    python -m data.inspect --data_dir=datasets/clicks --ids
 
 Without another flag: features, files, the index, how often each label occurs, and the first
 examples of each split. --grid also writes the first 64 images as a PNG file. --verify reads every
 byte, and names file, record and offset of all damage. --repair copies the readable records to a new
 directory with an index, and says how many records are left out. Of a file that was cut short, the
-records before the cut are copied; behind a damaged length, those that the index leads to.
+records before the cut are copied; behind a damaged length, those that the index leads to. --ids
+counts the different ids in columns of integers and text, and says how large embedding tables for
+them are.
 
 | exit code | meaning |
 | --- | --- |
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING
 from absl import app, flags
 
 from data.features import Feature, Features, class_names, read_features
+from data.id_counts import count_ids
 from data.prepare import preparing
 from data.prepare.sources import Source, SourceSplit, joined
 from data.prepare.sources.rewrite import metadata_files, name_in
@@ -48,6 +52,8 @@ _MOST_LABELS = 100
 _MOST_VALUES = 8
 _GRID_COLUMNS = 8
 _GRID_IMAGES = 64
+_MOST_IDS = 10
+_TABLE_WIDTH = 16
 _CELL_PIXELS = 96  # If the images have different sizes.
 
 
@@ -84,6 +90,36 @@ def verify(data_dir: str, splits: Sequence[str]) -> Iterator[tuple[str, bool]]:
                 yield f"{found}{_also_lost(found)}", True
             if not shard.damages:
                 yield f"{shard.path}: {shard.num_good:,} records, complete", False
+
+
+def table_sizes(data_dir: str, splits: Sequence[str]) -> Iterator[str]:
+    """Yields lines about the ids of each column, and the sizes of tables for them."""
+    header = ("column", "different", "once", "largest", f"{_MOST_IDS} most frequent", "MiB")
+    for name in splits:
+        split = records.open_split(data_dir, name)
+        yield f"{name}: {split.num_examples:,} examples"
+        rows = [header]
+        for counts in count_ids(data_dir, split):
+            different = counts.num_different
+            rows.append(
+                (
+                    counts.name,
+                    f"{different:,}",
+                    f"{different - counts.num_used(2):,}",
+                    f"{counts.ids[-1]:,}" if different and not counts.is_text else "",
+                    f"{counts.share_of_most_frequent(_MOST_IDS):.1%}",
+                    f"{different * _TABLE_WIDTH * 4 / 2**20:,.2f}",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for first, *others in rows:
+            cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+            yield f"  {first.ljust(widths[0])}  {'  '.join(cells)}"
+    yield (
+        f"MiB: of a ShardedEmbedding of width {_TABLE_WIDTH} with a row for each different id, "
+        "without optimizer slots. A table with a fixed number of rows needs the largest id + 1. "
+        "Ids that occur once get no row with admit_after=2."
+    )
 
 
 def repair(data_dir: str, splits: Sequence[str], out: str) -> list[str]:
@@ -264,7 +300,7 @@ def _main(argv: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     values = flags.FLAGS
     data_dir = values.data_dir
-    chosen = [f"--{name}" for name in ("grid", "verify", "repair") if values[name].value]
+    chosen = [f"--{name}" for name in ("grid", "verify", "repair", "ids") if values[name].value]
     if arguments:
         raise DataError(f"Received: {' '.join(arguments)}. Write --data_dir={arguments[0]}")
     if not data_dir:
@@ -281,6 +317,10 @@ def _run(arguments: Sequence[str]) -> int:
             print(line)
             is_damaged |= reports_damage
         return 2 if is_damaged else 0
+    if values.ids:
+        for line in table_sizes(data_dir, splits):
+            print(line)
+        return 0
     if values.repair:
         print("\n".join(repair(data_dir, splits, values.repair)))
         return 0
@@ -302,6 +342,7 @@ if __name__ == "__main__":
     )
     flags.DEFINE_string("grid", None, "PNG file to write, with the first images.")
     flags.DEFINE_boolean("verify", False, "Read every byte, and name what is damaged.")
+    flags.DEFINE_boolean("ids", False, "Count ids, and print the sizes of embedding tables.")
     flags.DEFINE_string("repair", None, "New directory for a copy of the readable records.")
     with ends_with_reader():
         app.run(_main, flags_parser=parse_flags("data.inspect"))

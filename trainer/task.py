@@ -51,14 +51,14 @@ from trainer.config_checks import check_replicas
 from trainer.config_file import absolute
 from trainer.evaluator import follow
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line
-from trainer.guards import owner
+from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, shared_settings, versions
 from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import CatchUp, Hook
 from trainer.hooks.console import Console
+from trainer.hooks.newest_group import StopIfReplaced
 from trainer.hooks.progress import progress_writers
-from trainer.hooks.replaced import StopIfReplaced
 from trainer.inputs import (
     Inputs,
     build_metrics,
@@ -87,7 +87,11 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
     Raises NonFiniteLossError if training diverged, and a UsageError for a user's mistake.
     """
     task = "worker-0" if spec.cluster is None else str(spec.cluster.task).replace(" ", "-")
-    with signals or StopSignals() as signals, Recorder(spec.model_dir, task) as recorder:
+    with (
+        signals or StopSignals() as signals,
+        Recorder(spec.model_dir, task) as recorder,
+        contextlib.ExitStack() as at_end,
+    ):
         if spec.is_checked:  # Otherwise this task may refuse the directory.
             recorder.open()
         # 1. Check what is known without TensorFlow's runtime.
@@ -114,8 +118,9 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         with _answering_servers(spec):
             inputs = open_inputs(spec.recipe, spec.num_threads, copies_all=spec.strategy == "ps")
             check_model_dir(spec.model_dir)
-            if spec.is_chief and not spec.is_checked:  # Otherwise the launcher has waited.
-                owner.wait_until_free(spec.model_dir, log.warning)
+            if spec.is_chief and spec.generation is None:  # Groups of hosts agree on a chief.
+                wait_secs = run_lock.wait_secs(spec.grace_secs)
+                at_end.enter_context(run_lock.locked(spec.model_dir, wait_secs, log.warning))
         # 4. Connect, before the first variable.
         try:
             executor = _connect(spec, num_gpus)
@@ -136,9 +141,8 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
             if spec.is_chief:
                 console = Console(config.train_steps, executor.pace, is_quiet=spec.is_quiet)
             hooks = [recorder, *_begin(spec, parts, console, saved.step if saved else 0)]
-            if spec.is_chief:
-                is_elastic = spec.generation is not None
-                hooks.insert(0, StopIfReplaced(spec.model_dir, is_elastic))
+            if spec.is_chief and spec.generation is not None:
+                hooks.insert(0, StopIfReplaced(spec.model_dir, spec.generation))
             if saved and saved.is_of_survivor:
                 hooks.append(CatchUp(tuple(hooks)))
             with (
@@ -331,8 +335,7 @@ def _supervised(
             if is_lost:
                 said = first_line(error)
                 log.error("%s. The last checkpoint is complete; restart to resume.", said)
-            # Servers may serve the process that trains now.
-            executor.close_after_error(lost=is_lost or isinstance(error, owner.ReplacedError))
+            executor.close_after_error(lost=is_lost)
             if is_lost:
                 return
             raise
@@ -440,7 +443,6 @@ def _config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Docume
         "wire_dtype": spec.wire_dtype,
         "read_dtype": spec.read_dtype,
         "flags": list(spec.flags),
-        "process": owner.this_process(),
         "cluster": None if spec.cluster is None else json.loads(spec.cluster.tf_config()),
         "train_examples": inputs.train.split.num_examples,
         "eval_examples": inputs.evaluation.split.num_examples,
@@ -609,6 +611,4 @@ def _record_end(
 
 
 def _write_result(spec: TaskSpec, result: Document) -> str:
-    if not spec.is_chief or owner.is_replaced(spec.model_dir):
-        return ""
-    return RunFiles(spec.model_dir).write_result(result)
+    return RunFiles(spec.model_dir).write_result(result) if spec.is_chief else ""

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from strategies.base import PeerLostError
 from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
+from strategies.metrics import Metrics
+from trainer.hooks.newest_group import StopIfReplaced
 from trainer.local.elastic import ElasticCluster
 from trainer.local.group_rules import Group, HostRecord, Rules, Snapshot
 from trainer.local.launch_report import LaunchReport
@@ -134,6 +137,17 @@ def test_record_of_the_end_stays_if_a_connection_is_slow(
     watcher._thread.join(20)
     assert not watcher._thread.is_alive()
     assert membership.records()[0].ended == 0
+
+
+def test_chief_of_a_replaced_group_stops_before_it_writes(tmp_path: Path) -> None:
+    membership = Membership(tmp_path, ADDRESSES, 0)
+    hook = StopIfReplaced(str(tmp_path), 1)
+    membership.propose(Group(0, ALL), ALL)
+    hook.begin(0)
+    hook(10, Metrics())
+    membership.propose(Group(1, ALL), ALL)
+    with pytest.raises(PeerLostError, match="group 2"):
+        hook(20, Metrics())
 
 
 # A stand-in for a task: it notes its cluster, and ends as a task does.

@@ -27,8 +27,8 @@ from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, Recipe, data_dir, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
+from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
-from trainer.guards.owner import wait_until_free
 from trainer.hooks.trackers.names import reached_over_network
 from trainer.live.view import can_show, live_view
 from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
@@ -270,9 +270,16 @@ def _check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
         check_replicas(recipe.config, _num_workers(cluster) * num_replicas)
     preflight.preflight(recipe, model_dir)
     preflight.check_model_dir(model_dir)
-    if cluster.is_chief and not flags.MIN_WORKERS.present:  # Elastic: a member may train there.
-        wait_until_free(model_dir, say)
+    if cluster.is_chief and _has_waited(model_dir) and _say_if_finished(recipe, model_dir):
+        return EXIT_DONE
     return _READY
+
+
+def _has_waited(model_dir: str) -> bool:
+    """Returns when no other run uses `model_dir`: True if it had to wait."""
+    if flags.MIN_WORKERS.present:  # Another host of the group may be the chief.
+        return False
+    return run_lock.wait_until_free(model_dir, run_lock.wait_secs(flags.GRACE_SECS.value), say)
 
 
 def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:
@@ -339,6 +346,9 @@ def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int 
     serves_many = serves and (flags.KEEP_SERVING.value or flags.MODEL_DIR.value is None)
     if not serves:
         set_train_steps(recipe)
+    is_chief = cluster is None or cluster.is_chief
+    if is_chief and not is_launched and not flags.CHECK.value:
+        _has_waited(model_dir)
     # If the run is finished, no chief would end its server. An evaluator may have work left.
     if not (serves_many or is_evaluator) and _say_if_finished(recipe, model_dir):
         return EXIT_DONE

@@ -10,6 +10,7 @@ without ops.
 
 import multiprocessing
 import os
+import platform
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -27,11 +28,11 @@ from strategies.cluster.tf_config import Cluster
 from trainer.config import Recipe
 from trainer.doctor.exchange import Json
 from trainer.guards.fingerprint import as_number, software
-from trainer.guards.owner import machine_id
 
 if TYPE_CHECKING:
     from strategies.ps.placement import Placement
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CGROUP = Path("/sys/fs/cgroup")
 # Batches that are in memory at a time: the one of the step, and those that are prepared.
 _BATCHES = 3
@@ -90,7 +91,7 @@ def machine(cluster: Cluster, model_dir: str, settings: Mapping[str, str]) -> Js
     report: Json = {
         "task": str(cluster.task),
         "host": socket.gethostname(),
-        "machine": machine_id(),
+        "machine": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node(),
         "address": cluster.address,
         "addresses": {str(task): cluster.address_of(task) for task in cluster.tasks()},
         "free_memory_bytes": free_memory_bytes(),

@@ -1,0 +1,148 @@
+"""How many different ids the columns of a data set have: the sizes of embedding tables.
+
+    for column in count_ids(data_dir, split):
+        print(column.name, column.num_different, column.largest)
+
+Counts are exact. Each different id of a column takes 16 bytes of memory, and several times that
+while counts are merged.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from data.features import Feature, read_features
+from data.system.files import DataError
+from data.tfrecord import damage
+from data.tfrecord import split as records
+
+FILLED_UP = -1  # Behind the items of a list that is shorter than others; for text, "".
+_BATCH = 4096
+_MOST_PENDING = 1 << 20
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint16", "uint32")
+
+Ids = npt.NDArray[np.int64]
+
+
+class IdCounter:
+    """How often each id of a column occurs."""
+
+    def __init__(self, name: str, *, is_list: bool = False, is_text: bool = False) -> None:
+        """Of a list, FILLED_UP is not counted."""
+        self.name, self._is_list, self._is_text = name, is_list, is_text
+        self._ids: Ids = np.empty(0, np.int64)
+        self._times: Ids = np.empty(0, np.int64)
+        self._pending: list[Ids] = []
+        self._num_pending = 0
+
+    def add(self, ids: Ids) -> None:
+        """Counts `ids`, of any shape."""
+        flat = ids.ravel()
+        self._pending.append(flat[flat != FILLED_UP] if self._is_list else flat)
+        self._num_pending += flat.size
+        # So that a merge, which sorts all ids, adds to them by half or more.
+        if self._num_pending > max(_MOST_PENDING, len(self._ids) // 2):
+            self._merge()
+
+    def counts(self) -> "Counts":
+        """The numbers of all ids so far."""
+        self._merge()
+        return Counts(self.name, self._ids, self._times, self._is_text)
+
+    def _merge(self) -> None:
+        new, times = np.unique(np.concatenate([*self._pending, self._ids[:0]]), return_counts=True)
+        self._pending, self._num_pending = [], 0
+        both = np.concatenate([self._ids, new])
+        self._ids, places = np.unique(both, return_inverse=True)
+        # Sums of whole numbers below 2**53 are exact in float64.
+        weights = np.concatenate([self._times, times])
+        self._times = np.bincount(places, weights, len(self._ids)).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Counts:
+    """The different ids of a column, sorted, and how often each occurs."""
+
+    name: str
+    ids: Ids
+    times: Ids
+    is_text: bool  # The ids are hashes.
+
+    @property
+    def num_ids(self) -> int:
+        """All ids, also equal ones."""
+        return int(self.times.sum())
+
+    @property
+    def num_different(self) -> int:
+        """The rows that a table of dynamic ids needs."""
+        return len(self.ids)
+
+    def num_used(self, times: int) -> int:
+        """The different ids that occur at least `times` times."""
+        return int((self.times >= times).sum())
+
+    def share_of_most_frequent(self, number: int) -> float:
+        """The share of the `number` most frequent ids in all ids; 0 if there is no id."""
+        most = np.sort(self.times)[-number:]
+        return float(most.sum() / max(1, self.num_ids))
+
+
+def count_ids(data_dir: str, split: records.Split) -> Iterator[Counts]:
+    """Yields the counts of each column of integers or text of `split`, which is read once.
+
+    A feature of several integers has a column for each place, and one for all places. Text is
+    hashed to 63 bits: of n different texts, two count as equal with a probability of n^2 / 2^64.
+
+    Raises:
+        DataError: no feature of the split has integers or text, or a record does not have them.
+    """
+    import tensorflow as tf
+
+    features = read_features(data_dir)
+    names = [name for name, feature in features.items() if _has_ids(feature)]
+    if not names:
+        raise DataError(f"{features.source} has no feature of integers or text, so no ids.")
+    counters = {name: _counters(features[name]) for name in names}
+    batches = records.batched_records(split, _BATCH)
+    parsed = (features.parse_example(tf.constant(batch), names) for batch in batches)
+    try:
+        for example in damage.readable(parsed):
+            for name, value in example.items():
+                if value.dtype == tf.string:
+                    hashed = tf.strings.to_hash_bucket_fast(value, 2**63 - 1)
+                    # Hashes are not negative, so a single empty text has an id of its own.
+                    value = tf.where(value == "", tf.constant(FILLED_UP, tf.int64), hashed)
+                ids = tf.cast(value, tf.int64).numpy()
+                whole, *places = counters[name]
+                whole.add(ids)
+                for place, counter in enumerate(places):
+                    counter.add(ids[:, place])
+    except tf.errors.InvalidArgumentError as error:
+        reason = error.message.splitlines()[0]
+        raise DataError(
+            f"A record of {data_dir} is not as its features.json says: {reason}"
+        ) from None
+    for of_feature in counters.values():
+        yield from (counter.counts() for counter in [*of_feature[1:], of_feature[0]])
+
+
+def _has_ids(feature: Feature) -> bool:
+    is_whole = feature.kind == "tensor" and feature.dtype in _INTEGERS
+    return (_is_text(feature) or is_whole) and len(feature.shape) < 2 and None not in feature.shape
+
+
+def _is_text(feature: Feature) -> bool:
+    return feature.kind == "text" or feature.dtype in ("string", "object")
+
+
+def _counters(feature: Feature) -> list[IdCounter]:
+    """The counter of all ids, and if there are several places, one for each."""
+    is_list, is_text = bool(feature.shape), _is_text(feature)
+    names = [feature.name]
+    if is_list and feature.shape[0] != 1:
+        places = range(feature.shape[0] or 0)
+        names = [f"{feature.name}, all", *(f"{feature.name}[{place}]" for place in places)]
+    return [IdCounter(name, is_list=is_list, is_text=is_text) for name in names]

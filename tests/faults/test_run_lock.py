@@ -1,0 +1,78 @@
+"""Two runs for one MODEL_DIR: the second one waits for the first, and continues it."""
+
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.runs import TOPOLOGIES, Process, Topology, largest_difference, train
+
+# Long enough for the second one to come while the first one trains.
+SLOW = ("--config=tests/cluster/configs/slow.py", "--num_threads=1", "--config.pause_secs=0.5")
+MIRRORED = TOPOLOGIES["mirrored-1"]
+CLUSTER = Topology("ps-sync-2+1", "ps", ("--workers=2", "--ps=1", "--sync_replicas"))
+# The processes inside see no other process, as in a container.
+CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+def reason_without_containers() -> str:
+    if shutil.which("unshare") is None:
+        return "the `unshare` command is missing (package util-linux)"
+    return subprocess.run([*CONTAINER, "true"], capture_output=True, text=True).stderr
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("topology", "under", "signum"),
+    [
+        (MIRRORED, (), signal.SIGTERM),
+        pytest.param(
+            MIRRORED,
+            CONTAINER,
+            signal.SIGKILL,
+            marks=pytest.mark.skipif(
+                bool(reason_without_containers()), reason=reason_without_containers()
+            ),
+        ),
+        (CLUSTER, (), signal.SIGTERM),
+        (CLUSTER, (), signal.SIGKILL),
+    ],
+    ids=["stopped", "killed-container", "launcher-stopped", "launcher-killed"],
+)
+def test_second_run_waits_for_the_first_and_continues_it(
+    topology: Topology, under: tuple[str, ...], signum: signal.Signals, digits: Path, tmp_path: Path
+) -> None:
+    flags = (*SLOW, f"--data_dir={digits}", "--config.checkpoint_every_steps=20")
+    model_dir = tmp_path / "run"
+    argv = (*topology.argv, f"--model_dir={model_dir}", *flags)
+    with Process(argv, model_dir) as first:
+        first.wait_for_step(40)
+        with Process(argv, model_dir, under=under) as second:
+            waits = f"trains in {model_dir}: waiting up to 60 s"
+            second.wait_until(lambda: waits in second.output(), "message that it waits")
+            assert first.popen.poll() is None
+            first.send(signum)
+            assert first.wait_alone().exit_code == (75 if signum == signal.SIGTERM else -signum)
+            run = second.wait()
+    assert run.exit_code == 0, run.stderr
+    steps = [line["step"] for line in run.metrics("train")]
+    assert steps == sorted(set(steps)), "both have written reports"
+    assert set(range(20, 301, 20)) <= set(steps)
+    undisturbed = train(topology, tmp_path / "undisturbed", *flags)
+    assert largest_difference(run.variables(), undisturbed.variables()) == 0
+
+
+def test_second_run_of_a_run_that_ends_meanwhile_does_nothing(digits: Path, tmp_path: Path) -> None:
+    argv = (*MIRRORED.argv, f"--model_dir={tmp_path}", *SLOW, f"--data_dir={digits}")
+    with Process(argv, tmp_path) as first:
+        first.wait_for_step(40)
+        with Process(argv, tmp_path) as second:
+            done = first.wait_alone()
+            assert done.exit_code == 0, done.stderr
+            written = (tmp_path / "result.json").stat().st_mtime_ns
+            run = second.wait()
+    assert run.exit_code == 0, run.stderr
+    assert "waiting up to 60 s" in run.stderr + run.stdout
+    assert (tmp_path / "result.json").stat().st_mtime_ns == written

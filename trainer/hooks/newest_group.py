@@ -1,0 +1,39 @@
+"""StopIfReplaced: ends a chief whose group of hosts another group has replaced.
+
+hooks = [StopIfReplaced(model_dir, generation), ...]       # in the chief of an elastic cluster
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from strategies.base import PeerLostError
+from strategies.metrics import Metrics
+from trainer.hooks.base import Hook
+from trainer.local.membership import newest_generation
+
+
+@dataclass(eq=False)
+class StopIfReplaced(Hook):
+    """Raises PeerLostError if there is a newer group than that of this task.
+
+    It is the first hook, so nothing is reported or saved after that, except the last complete step.
+    This matters if all hosts of a group were frozen, and hosts that it did not have took over.
+    """
+
+    model_dir: str
+    generation: int
+
+    @override
+    def begin(self, step: int) -> None:
+        newest = 0
+        with contextlib.suppress(OSError):  # What cannot be read cannot be written either.
+            newest = newest_generation(self.model_dir)
+        if newest > self.generation:
+            reason = f"group {newest} trains in {self.model_dir}, not group {self.generation}"
+            raise PeerLostError("Other hosts have taken over", RuntimeError(reason))
+
+    @override
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self.begin(step)
