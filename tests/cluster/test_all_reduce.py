@@ -127,6 +127,14 @@ found = {
 found["step"] = waits()
 found["executor"] = waits(by_executor, weight_decay=WeightDecayConfig(rate=0.1))
 found["clipped"] = waits(clip=ClipConfig(global_norm=1.0))
+
+@tf.function
+def totals():
+    return executor._sum_of_totals(tf.ones([3]))
+
+found["keys"] = [
+    "instance_key" in op.inputs[3].name or op.inputs[3].op.type for op in sums_in(totals)
+]
 executor.close()
 print(json.dumps(found))
 """
