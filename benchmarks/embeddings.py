@@ -124,7 +124,11 @@ def _ours(rows: int | None, *, is_synchronous: bool = False) -> Callable[[], Non
 
     learner = executor.build(make)
     executor.start(learner, reader, reader, Position())
-    return lambda: executor.run(STEPS_PER_CALL) and None
+
+    def run() -> None:
+        executor.run(STEPS_PER_CALL)
+
+    return run
 
 
 def _dynamic(_: int) -> Callable[[], None]:
