@@ -122,7 +122,7 @@ def is_flat(name: str, found: Trend) -> bool:
 
 
 def rates(progress: Sequence[Progress]) -> tuple[list[float], dict[str, list[float]]]:
-    """The times of the ends of parts of _RATE_SECS, and for each part the rate and the CPU time.
+    """The times when parts of _RATE_SECS begin, and for each part the rate and the CPU time.
 
     Raises:
         ValueError: a run made no step in a part.
@@ -134,7 +134,7 @@ def rates(progress: Sequence[Progress]) -> tuple[list[float], dict[str, list[flo
         steps = last.steps - first.steps
         if not steps:
             raise ValueError(f"no step in the {_RATE_SECS:g} seconds before {last.seconds:.0f} s")
-        times.append(last.seconds)
+        times.append(first.seconds)
         values["steps/s"].append(steps / (last.reported_secs - first.reported_secs))
         values["CPU ms a step"].append(1000 * (last.cpu_secs - first.cpu_secs) / steps)
     return times, values
@@ -157,9 +157,9 @@ def table(
         for process, values in samples.items()
         for field in dataclasses.fields(Sample)
     ]
-    ends, values_of_run = rates(progress)
+    begins, values_of_run = rates(progress)
     trends += [
-        ("the run", name, trend(ends, values, warmup_secs))
+        ("the run", name, trend(begins, values, warmup_secs))
         for name, values in values_of_run.items()
     ]
     rows, not_flat = [], []

@@ -118,7 +118,8 @@ def table_sizes(data_dir: str, splits: Sequence[str]) -> Iterator[str]:
     yield (
         f"MiB: of a ShardedEmbedding of width {_TABLE_WIDTH} with a row for each different id, "
         "without optimizer slots. A table with a fixed number of rows needs the largest id + 1. "
-        "Ids that occur once get no row with admit_after=2."
+        "With admit_after=2, ids that occur once get a row in the second epoch only. "
+        "In lists, -1 is not counted."
     )
 
 

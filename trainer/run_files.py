@@ -17,7 +17,7 @@
 | membership/ | which hosts train together, with --min_workers | local/membership.py |
 | trackers.json | the ids of the run in trackers | hooks/trackers/ |
 | tasks/*.time.jsonl | where the time of each task went | report/recorder.py |
-| .lock | the lock of the chief, and its process | guards/run_lock.py |
+| .lock | a lock, and the last process that had it | guards/run_lock.py |
 | placement.txt | the device of each op, if asked for; of a cluster in tasks/ | task.py |
 
 No TensorFlow is imported for local paths: the launcher reads these files too.

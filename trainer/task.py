@@ -69,7 +69,7 @@ from trainer.inputs import (
     open_inputs,
 )
 from trainer.learner import Learner
-from trainer.preflight import check_model_dir, disk_errors_explained
+from trainer.preflight import check_model_dir, disk_errors_explained, finished_result
 from trainer.report.recorder import Recorder
 from trainer.resume import restore_together, train_recovering, warn_if_begun_before
 from trainer.run_files import Document, RunFiles
@@ -118,9 +118,16 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         with _answering_servers(spec):
             inputs = open_inputs(spec.recipe, spec.num_threads, copies_all=spec.strategy == "ps")
             check_model_dir(spec.model_dir)
-            if spec.is_chief and spec.generation is None:  # Groups of hosts agree on a chief.
-                wait_secs = run_lock.wait_secs(spec.grace_secs)
-                at_end.enter_context(run_lock.locked(spec.model_dir, wait_secs, log.warning))
+            if spec.is_chief and not spec.is_checked:  # Otherwise its launcher has the lock.
+                wait_secs = run_lock.longest_wait_secs(spec.grace_secs)
+                lock = run_lock.locked(spec.model_dir, wait_secs, log.warning)
+                if at_end.enter_context(lock) and finished_result(
+                    spec.model_dir, spec.recipe.config
+                ):
+                    log.warning(
+                        "%s is finished. To train further, raise --train_steps.", spec.model_dir
+                    )
+                    return EXIT_DONE
         # 4. Connect, before the first variable.
         try:
             executor = _connect(spec, num_gpus)

@@ -9,12 +9,12 @@ import pytest
 
 from tests.cluster.runs import TOPOLOGIES, Process, Topology, largest_difference, train
 
-# Long enough for the second one to come while the first one trains.
-SLOW = ("--config=tests/cluster/configs/slow.py", "--num_threads=1", "--config.pause_secs=0.5")
+SLOW = ("--config=tests/cluster/configs/slow.py", "--num_threads=1")
 MIRRORED = TOPOLOGIES["mirrored-1"]
 CLUSTER = Topology("ps-sync-2+1", "ps", ("--workers=2", "--ps=1", "--sync_replicas"))
 # The processes inside see no other process, as in a container.
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+WAITS = "waiting up to 60 s for its end"
 
 
 def reason_without_containers() -> str:
@@ -23,11 +23,26 @@ def reason_without_containers() -> str:
     return subprocess.run([*CONTAINER, "true"], capture_output=True, text=True).stderr
 
 
+def start_second(first: Process, argv: tuple[str, ...], under: tuple[str, ...] = ()) -> Process:
+    """Starts the second run when the first one trains; returns when it waits.
+
+    The first one is frozen meanwhile, so that it does not end before.
+    """
+    first.wait_for_step(40)
+    family = first.family()
+    for process in family:
+        process.suspend()
+    second = Process(argv, first.model_dir, under=under)
+    second.wait_until(lambda: WAITS in second.output(), "message that it waits")
+    for process in family:
+        process.resume()
+    return second
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("topology", "under", "signum"),
     [
-        (MIRRORED, (), signal.SIGTERM),
         pytest.param(
             MIRRORED,
             CONTAINER,
@@ -39,7 +54,7 @@ def reason_without_containers() -> str:
         (CLUSTER, (), signal.SIGTERM),
         (CLUSTER, (), signal.SIGKILL),
     ],
-    ids=["stopped", "killed-container", "launcher-stopped", "launcher-killed"],
+    ids=["process-killed", "launcher-stopped", "launcher-killed"],
 )
 def test_second_run_waits_for_the_first_and_continues_it(
     topology: Topology, under: tuple[str, ...], signum: signal.Signals, digits: Path, tmp_path: Path
@@ -47,15 +62,11 @@ def test_second_run_waits_for_the_first_and_continues_it(
     flags = (*SLOW, f"--data_dir={digits}", "--config.checkpoint_every_steps=20")
     model_dir = tmp_path / "run"
     argv = (*topology.argv, f"--model_dir={model_dir}", *flags)
-    with Process(argv, model_dir) as first:
-        first.wait_for_step(40)
-        with Process(argv, model_dir, under=under) as second:
-            waits = f"trains in {model_dir}: waiting up to 60 s"
-            second.wait_until(lambda: waits in second.output(), "message that it waits")
-            assert first.popen.poll() is None
-            first.send(signum)
-            assert first.wait_alone().exit_code == (75 if signum == signal.SIGTERM else -signum)
-            run = second.wait()
+    with Process(argv, model_dir) as first, start_second(first, argv, under) as second:
+        assert first.popen.poll() is None
+        first.send(signum)
+        assert first.wait_alone().exit_code == (75 if signum == signal.SIGTERM else -signum)
+        run = second.wait()
     assert run.exit_code == 0, run.stderr
     steps = [line["step"] for line in run.metrics("train")]
     assert steps == sorted(set(steps)), "both have written reports"
@@ -64,15 +75,15 @@ def test_second_run_waits_for_the_first_and_continues_it(
     assert largest_difference(run.variables(), undisturbed.variables()) == 0
 
 
-def test_second_run_of_a_run_that_ends_meanwhile_does_nothing(digits: Path, tmp_path: Path) -> None:
-    argv = (*MIRRORED.argv, f"--model_dir={tmp_path}", *SLOW, f"--data_dir={digits}")
-    with Process(argv, tmp_path) as first:
-        first.wait_for_step(40)
-        with Process(argv, tmp_path) as second:
-            done = first.wait_alone()
-            assert done.exit_code == 0, done.stderr
-            written = (tmp_path / "result.json").stat().st_mtime_ns
-            run = second.wait()
+@pytest.mark.parametrize("topology", [MIRRORED, CLUSTER], ids=["process", "launcher"])
+def test_second_run_of_a_run_that_ends_meanwhile_does_nothing(
+    topology: Topology, digits: Path, tmp_path: Path
+) -> None:
+    argv = (*topology.argv, f"--model_dir={tmp_path}", *SLOW, f"--data_dir={digits}")
+    with Process(argv, tmp_path) as first, start_second(first, argv) as second:
+        assert first.wait_alone().exit_code == 0
+        written = (tmp_path / "result.json").stat().st_mtime_ns
+        run = second.wait()
     assert run.exit_code == 0, run.stderr
-    assert "waiting up to 60 s" in run.stderr + run.stdout
+    assert "is finished" in run.stderr + run.stdout
     assert (tmp_path / "result.json").stat().st_mtime_ns == written

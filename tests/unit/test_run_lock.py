@@ -1,22 +1,27 @@
-"""Only one process at a time has the lock of a MODEL_DIR."""
+"""Only one run at a time has the lock of a MODEL_DIR."""
 
+import fcntl
+import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from trainer.guards.run_lock import LockedError, locked, wait_until_free
+from trainer.guards.run_lock import LockedError, locked
 
 HOLD = """
-import sys
+import os, sys, time
 from trainer.guards.run_lock import locked
 with locked(sys.argv[1], 0.0, print):
     print("has it", flush=True)
-    input()
+    if input() == "fork":
+        if child := os.fork():
+            print(child, flush=True)
+        time.sleep(60)
 """
 
 
@@ -33,25 +38,28 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def refused(*_: object) -> None:
-    raise AssertionError("it waits")
+def refuse(text: str) -> None:
+    raise AssertionError(text)
 
 
 def test_lock_of_another_process_is_refused_and_named(
     tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
     said: list[str] = []
-    for wait in (wait_until_free, lambda *arguments: locked(*arguments).__enter__()):
-        with pytest.raises(LockedError, match=f"in use: process {other.pid} of host ") as error:
-            wait(str(tmp_path), 0.3, said.append)
-        assert error.value.exit_code == 75
-    assert len(said) == 2
+    message = rf"in use: process {other.pid} of host .* delete {tmp_path}/\.lock\."
+    with (
+        pytest.raises(LockedError, match=message) as error,
+        locked(str(tmp_path), 0.5, said.append),
+    ):
+        raise AssertionError("both have it")
+    assert error.value.exit_code == 75
+    assert len(said) == 1
 
 
 def test_frozen_process_keeps_it(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     other.send_signal(signal.SIGSTOP)
-    with pytest.raises(LockedError):
-        wait_until_free(str(tmp_path), 0.0, lambda _: None)
+    with pytest.raises(LockedError), locked(str(tmp_path), 0.0, lambda _: None):
+        raise AssertionError("both have it")
 
 
 @pytest.mark.parametrize(
@@ -60,27 +68,66 @@ def test_frozen_process_keeps_it(tmp_path: Path, other: subprocess.Popen[str]) -
 def test_next_process_gets_it_when_its_holder_has_ended(
     tmp_path: Path, other: subprocess.Popen[str], end: Callable[[subprocess.Popen[str]], object]
 ) -> None:
-    threading.Timer(0.3, end, [other]).start()
-    said: list[str] = []
-    assert wait_until_free(str(tmp_path), 20.0, said.append)
-    assert said == [
-        f"{(tmp_path / '.lock').read_text()} trains in {tmp_path}: waiting up to 20 s until it "
-        "ends."
-    ]
-    with locked(str(tmp_path), 0.0, refused):
-        pass
-    assert not wait_until_free(str(tmp_path), 0.0, refused)
+    def said(text: str) -> None:
+        assert text.startswith(f"process {other.pid} of host ")
+        assert text.endswith(f" trains in {tmp_path}: waiting up to 20 s for its end")
+        end(other)
+
+    with locked(str(tmp_path), 20.0, said) as has_waited:
+        assert has_waited
+        assert f"process {os.getpid()} of host " in (tmp_path / ".lock").read_text()
+
+
+def test_child_of_a_dead_process_does_not_keep_it(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdin.write("fork\n")
+    other.stdin.flush()
+    child = psutil.Process(int(other.stdout.readline()))
+    try:
+        other.kill()
+        other.wait()
+        assert child.is_running()
+        with locked(str(tmp_path), 20.0, lambda _: None):
+            pass
+    finally:
+        child.kill()
 
 
 def test_same_process_gets_it_again_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), locked(str(tmp_path), 0.0, refused):
+    with pytest.raises(KeyboardInterrupt), locked(str(tmp_path), 0.0, refuse):
         raise KeyboardInterrupt
-    with locked(str(tmp_path), 0.0, refused):
-        pass
+    with locked(str(tmp_path), 0.0, refuse) as has_waited:
+        assert not has_waited
 
 
-@pytest.mark.parametrize("model_dir", ["s3://bucket/run", "/no/such/directory"])
-def test_where_there_is_no_lock_nothing_is_locked(model_dir: str) -> None:
-    assert not wait_until_free(model_dir, 0.0, refused)
-    with locked(model_dir, 0.0, refused):
-        pass
+def test_lock_of_a_deleted_file_is_not_enough(
+    tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is deleted, and made anew by another process, between opening and locking it."""
+    lockf, calls = fcntl.lockf, 0
+
+    def late(descriptor: int, operation: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            (tmp_path / ".lock").unlink()
+        lockf(descriptor, operation)
+
+    other.communicate("\n")
+    monkeypatch.setattr("trainer.guards.run_lock.fcntl.lockf", late)
+    with locked(str(tmp_path), 5.0, refuse):
+        assert (tmp_path / ".lock").exists()
+    assert calls == 2
+
+
+def test_where_nothing_can_be_locked_it_is_said(tmp_path: Path) -> None:
+    with locked("s3://bucket/run", 0.0, refuse) as has_waited:
+        assert not has_waited
+    (tmp_path / ".lock").mkdir()
+    said: list[str] = []
+    with locked(str(tmp_path), 0.0, said.append) as has_waited:
+        assert not has_waited
+    assert said == [f"{tmp_path} is not locked against a second run: Is a directory"]

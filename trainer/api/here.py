@@ -27,7 +27,6 @@ from trainer.cli import commands, flag_checks, flags
 from trainer.config import Config, Recipe
 from trainer.config_file import has_tensors
 from trainer.exit_codes import EXIT_RESTART
-from trainer.guards import run_lock
 from trainer.run_files import RunFiles
 
 _FOR_COMMANDS = {
@@ -56,7 +55,6 @@ def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
 
     commands.set_train_steps(recipe)
     model_dir = _model_dir(recipe)
-    run_lock.wait_until_free(model_dir, run_lock.wait_secs(flags.GRACE_SECS.value), print)
     if preflight.finished_result(model_dir, recipe.config) is not None:
         preflight.preflight(recipe, model_dir, hides_gpus=False)
         print(f"{model_dir} is finished. To train further, raise train_steps.")

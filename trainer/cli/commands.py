@@ -123,6 +123,9 @@ def _launch(recipe: Recipe) -> int:
             forks = stack.enter_context(fork_server(f"--model_dir={model_dir}"))
         _tell("checking the config, the data and the model")
         exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
+        if exit_code == _READY and stack.enter_context(_locked(model_dir)):
+            # The run that this one has waited for may have been the last part.
+            exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
         if exit_code != _READY:
             return exit_code
         namespace = None
@@ -170,6 +173,10 @@ def _supervise(recipe: Recipe, cluster: Cluster) -> int:
             forks = stack.enter_context(fork_server(f"--model_dir={model_dir}"))
         if not flag_checks.serves(cluster):  # Otherwise the chief has the config.
             exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
+            # With --min_workers the groups of hosts agree which host has the chief.
+            is_locked = cluster.is_chief and not flags.MIN_WORKERS.present
+            if exit_code == _READY and is_locked and stack.enter_context(_locked(model_dir)):
+                exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
             if exit_code != _READY:
                 return exit_code
         launch: Callable[..., LocalCluster] = LocalCluster
@@ -270,16 +277,12 @@ def _check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
         check_replicas(recipe.config, _num_workers(cluster) * num_replicas)
     preflight.preflight(recipe, model_dir)
     preflight.check_model_dir(model_dir)
-    if cluster.is_chief and _has_waited(model_dir) and _say_if_finished(recipe, model_dir):
-        return EXIT_DONE
     return _READY
 
 
-def _has_waited(model_dir: str) -> bool:
-    """Returns when no other run uses `model_dir`: True if it had to wait."""
-    if flags.MIN_WORKERS.present:  # Another host of the group may be the chief.
-        return False
-    return run_lock.wait_until_free(model_dir, run_lock.wait_secs(flags.GRACE_SECS.value), say)
+def _locked(model_dir: str) -> contextlib.AbstractContextManager[bool]:
+    """Keeps other runs from `model_dir`. The value: True if it had to wait for another run."""
+    return run_lock.locked(model_dir, run_lock.longest_wait_secs(flags.GRACE_SECS.value), say)
 
 
 def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:
@@ -346,9 +349,6 @@ def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int 
     serves_many = serves and (flags.KEEP_SERVING.value or flags.MODEL_DIR.value is None)
     if not serves:
         set_train_steps(recipe)
-    is_chief = cluster is None or cluster.is_chief
-    if is_chief and not is_launched and not flags.CHECK.value:
-        _has_waited(model_dir)
     # If the run is finished, no chief would end its server. An evaluator may have work left.
     if not (serves_many or is_evaluator) and _say_if_finished(recipe, model_dir):
         return EXIT_DONE

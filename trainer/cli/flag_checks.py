@@ -52,7 +52,7 @@ def read_recipe() -> Recipe:
 
 
 def read_shared_settings(recipe: Recipe) -> dict[str, str]:
-    """Returns what all tasks of this run need alike, of `recipe` and the flags."""
+    """The settings that must be equal in all tasks of this run."""
     return shared_settings(
         recipe, wire_dtype=flags.WIRE_DTYPE.value, bucket_mb=flags.BUCKET_MB.value
     )

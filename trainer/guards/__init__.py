@@ -2,5 +2,5 @@
 
 `signals.py` turns SIGTERM and Ctrl-C into a request to stop and save: read it first. `watchdog.py`
 ends a stalled task. `fingerprint.py` finds tasks with different code, versions or configs.
-`run_lock.py` keeps two chiefs from training in one directory.
+`run_lock.py` keeps two runs from training in one directory.
 """

@@ -42,10 +42,10 @@ def software(**packages: str) -> Mapping[str, str]:
 
 
 def shared_settings(recipe: Recipe, *, wire_dtype: str, bucket_mb: float | None) -> dict[str, str]:
-    """Returns what all tasks of a run need alike.
+    """The settings that must be equal in all tasks.
 
-    The hash of the config file with its neighbours, and by their flags every field and what decides
-    which bytes tasks send.
+    A hash of the config file and of the files that it imports, each field of the config, and the
+    flags that decide what tasks send.
     """
     fields = {
         f"--config.{name}": json.dumps(value)

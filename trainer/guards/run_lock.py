@@ -1,13 +1,13 @@
-"""The lock of a MODEL_DIR: only one chief at a time trains there.
+"""The lock of a MODEL_DIR: only one run at a time trains there.
 
-    wait_until_free(model_dir, wait_secs, say)      # before a launcher starts tasks
-    with locked(model_dir, wait_secs, say):         # in the chief, while it trains
-        ...
+    with locked(model_dir, longest_wait_secs(grace_secs), say) as has_waited:
+        ...                                         # the launcher, or the only process, of a run
 
-Two chiefs in one directory would mix their reports. It is a lock of the operating system (flock):
-it ends with its process, in whatever way that ends, and a frozen process keeps it. It holds between
-hosts where the file system supports that, as NFS does. Without such locks, as at s3:// and gs://,
-nothing is locked.
+Two runs in one directory would mix their reports. It is a lock of the operating system on
+MODEL_DIR/.lock: it ends with the process that holds it, its children do not inherit it, and a
+frozen process keeps it. It holds between hosts where the file system supports that, as NFS does;
+NFS takes up to minutes to release the lock of a host that is gone. At s3:// and gs:// nothing is
+locked. The file stays after the run. Whoever deletes it, or the directory, deletes the lock.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import IO
 
 from data.system.errors import RunFailed
 from data.system.files import is_url
@@ -25,78 +24,82 @@ from trainer.exit_codes import EXIT_RESTART
 _NAME = ".lock"
 _POLL_SECS = 0.2
 _SETTLING_SECS = 30.0
+_MOST_BYTES = 1000  # Of the name of the holder.
 
 Say = Callable[[str], None]
 
 
 class LockedError(RunFailed):
-    """Another process trains in this MODEL_DIR. Exit code 75: start again when it has ended."""
+    """Another run uses this MODEL_DIR. Exit code 75: start again when it has ended."""
 
     exit_code = EXIT_RESTART
 
 
-def wait_secs(grace_secs: float) -> float:
+def longest_wait_secs(grace_secs: float) -> float:
     """How long a run that was told to end may take, with its `grace_secs` to save."""
     return grace_secs + _SETTLING_SECS
 
 
 @contextlib.contextmanager
-def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[None]:
-    """Holds the lock within the context. `model_dir` exists.
+def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
+    """Holds the lock within the context; `model_dir` exists. The value: True if it had to wait.
 
-    Raises LockedError if another process has it after `wait_secs`. `say` gets a message if it
-    waits.
+    `say` gets a message before it waits, or if nothing can be locked.
+
+    Raises LockedError if another process has the lock for `wait_secs`.
     """
-    with contextlib.ExitStack() as stack:
-        if (file := _opened(model_dir, "a+")) is not None:
-            stack.enter_context(file)
-            _take(file, model_dir, wait_secs, say)
-            with contextlib.suppress(OSError):  # A full disk: then no message has its name.
-                file.truncate(0)
-                file.write(f"process {os.getpid()} of host {socket.gethostname()}")
-                file.flush()
-        yield
-
-
-def wait_until_free(model_dir: str, wait_secs: float, say: Say) -> bool:
-    """Returns when no other process has the lock: True if it had to wait.
-
-    Raises LockedError as `locked` does.
-    """
-    file = _opened(model_dir, "r")
-    if file is None:
-        return False
-    with file:
-        return _take(file, model_dir, wait_secs, say)
-
-
-def _opened(model_dir: str, mode: str) -> IO[str] | None:
     if is_url(model_dir):
-        return None
-    # What cannot be written is explained by whoever writes there first.
-    with contextlib.suppress(OSError):
-        return open(os.path.join(model_dir, _NAME), mode)
-    return None
-
-
-def _take(file: IO[str], model_dir: str, wait_secs: float, say: Say) -> bool:
-    deadline = time.monotonic() + wait_secs
+        yield False
+        return
     has_waited = False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return has_waited
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read() or "another process"
-        except OSError:  # The file system has no locks.
-            return has_waited
-        if time.monotonic() > deadline:
-            raise LockedError(
-                f"{model_dir} is in use: {holder} trains there. Start again when it has ended, or "
-                "give another --model_dir."
-            )
+
+    def say_once(text: str) -> None:
+        nonlocal has_waited
         if not has_waited:
-            say(f"{holder} trains in {model_dir}: waiting up to {wait_secs:.0f} s until it ends.")
-            has_waited = True
+            say(text)
+        has_waited = True
+
+    try:
+        descriptor = _taken(model_dir, wait_secs, say_once)
+    except OSError as error:
+        say(f"{model_dir} is not locked against a second run: {error.strerror or error}")
+        yield has_waited
+        return
+    try:
+        with contextlib.suppress(OSError):  # A full disk: then no message has the name.
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} of host {socket.gethostname()}".encode())
+        yield has_waited
+    finally:
+        os.close(descriptor)
+
+
+def _taken(model_dir: str, wait_secs: float, say_once: Say) -> int:
+    """A descriptor of the file, which this process has locked. Raises OSError if that fails."""
+    path = os.path.join(model_dir, _NAME)
+    deadline = time.monotonic() + wait_secs
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            # Not flock: children that a process has forked would keep it.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Otherwise the file was deleted meanwhile.
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except (BlockingIOError, PermissionError):
+            holder = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace")
+            holder = holder or "another process"
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise LockedError(
+                    f"{model_dir} is in use: {holder} trains there. Start again when it has ended, "
+                    f"or give another --model_dir. If its host is gone, delete {path}."
+                ) from None
+            say_once(f"{holder} trains in {model_dir}: waiting up to {wait_secs:.0f} s for its end")
+        except FileNotFoundError:
+            pass
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
         time.sleep(_POLL_SECS)
