@@ -118,16 +118,6 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         with _answering_servers(spec):
             inputs = open_inputs(spec.recipe, spec.num_threads, copies_all=spec.strategy == "ps")
             check_model_dir(spec.model_dir)
-            if spec.is_chief and not spec.is_checked:  # Otherwise its launcher has the lock.
-                wait_secs = run_lock.longest_wait_secs(spec.grace_secs)
-                lock = run_lock.locked(spec.model_dir, wait_secs, log.warning)
-                if at_end.enter_context(lock) and finished_result(
-                    spec.model_dir, spec.recipe.config
-                ):
-                    log.warning(
-                        "%s is finished. To train further, raise --train_steps.", spec.model_dir
-                    )
-                    return EXIT_DONE
         # 4. Connect, before the first variable.
         try:
             executor = _connect(spec, num_gpus)
@@ -140,6 +130,14 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
             # 5. Build the model, the optimizer and the checkpointer.
             parts = _build(spec, inputs, executor)
             # 6. Resume. From here on the files of a former run are overwritten.
+            if spec.is_chief and not spec.is_checked:  # Otherwise its launcher has the lock.
+                wait_secs = run_lock.longest_wait_secs(spec.grace_secs)
+                lock = run_lock.locked(spec.model_dir, wait_secs, log.warning)
+                has_waited = at_end.enter_context(lock)
+                if has_waited and finished_result(spec.model_dir, spec.recipe.config):
+                    log.warning("%s is finished.", spec.model_dir)
+                    outcome.exit_code = EXIT_DONE
+                    return EXIT_DONE
             saved = _resume(spec, parts)
             recorder.open(makes_directory=True)
             # 7. Train.
@@ -342,7 +340,8 @@ def _supervised(
             if is_lost:
                 said = first_line(error)
                 log.error("%s. The last checkpoint is complete; restart to resume.", said)
-            executor.close_after_error(lost=is_lost)
+            # Servers also stay for a chief that starts when another run has ended.
+            executor.close_after_error(lost=is_lost or isinstance(error, run_lock.LockedError))
             if is_lost:
                 return
             raise
