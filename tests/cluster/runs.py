@@ -407,11 +407,11 @@ def histograms(model_dir: Path) -> dict[str, list[int]]:
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
-    """Time of change and contents of each file under `directory`."""
+    """Time of change and contents of each file under `directory`, without locks."""
     return {
         str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in directory.rglob("*")
-        if path.is_file()
+        if path.is_file() and path.name != ".lock"
     }
 
 

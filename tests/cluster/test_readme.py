@@ -294,11 +294,14 @@ def test_clicks_of_the_documentation_are_generated(checkout: Path) -> None:
 
 @pytest.mark.parametrize("command", INSPECT, ids=ids(INSPECT))
 def test_inspect_command_ends_well(command: tuple[str, ...], checkout_with_digits: Path) -> None:
+    if "--ids" in command:
+        (clicks,) = [prepare for prepare in PREPARE if prepare[3] == "clicks"]
+        assert run(clicks, checkout_with_digits, "--num_clicks=2000").returncode == 0
     done = run(command, checkout_with_digits)
     assert done.returncode == 0, done.stderr
     for word in command[4:]:
         name, _, path = word.partition("=")
-        assert name == "--verify" or (checkout_with_digits / path).exists()
+        assert name in ("--verify", "--ids") or (checkout_with_digits / path).exists()
 
 
 @pytest.mark.parametrize("command", DOCTOR, ids=ids(DOCTOR))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from strategies.cluster.ports import free_ports
@@ -218,6 +219,14 @@ def test_task_that_dies_on_a_full_disk_ends_with_75_and_resumes_when_there_is_ro
     assert_same_weights(complete, undisturbed)
 
 
+def suspend(task: psutil.Process) -> None:
+    """Returns when all threads of `task` are stopped, which takes a moment."""
+    task.suspend()
+    threads = Path(f"/proc/{task.pid}/task")
+    while any(") T " not in (thread / "stat").read_text() for thread in threads.iterdir()):
+        time.sleep(0.001)
+
+
 def test_model_dir_deleted_during_a_run_is_written_anew_and_said(
     flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
 ) -> None:
@@ -225,7 +234,7 @@ def test_model_dir_deleted_during_a_run_is_written_anew_and_said(
     with start(ALONE, model_dir, *flags, "--max_restarts=1") as process:
         process.wait_until(lambda: len(complete_steps(model_dir)) > 1, "checkpoints")
         task = process.task("worker 0")
-        task.suspend()  # So that it writes nothing while its directory is deleted.
+        suspend(task)  # So that it writes nothing while its directory is deleted.
         shutil.rmtree(model_dir)
         task.resume()
         run = process.wait()
@@ -257,7 +266,7 @@ def test_files_deleted_before_a_restart_are_said(
     with start(ALONE, model_dir, *quick) as process:
         process.wait_until(lambda: bool(complete_steps(model_dir)), "a checkpoint")
         task = process.task("worker 0")
-        task.suspend()
+        suspend(task)
         shutil.rmtree(model_dir / deleted)
         task.kill()
         run = process.wait()
