@@ -349,7 +349,8 @@ def _supervised(
         try:
             executor.close(outcome.exit_code)
         except PeerLostError as error:
-            log.warning("%s; training was complete and saved before.", error)
+            # A peer that got the last message first may have ended: nothing for a user to do.
+            log.info("%s; training was complete and saved before.", error)
 
 
 def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:

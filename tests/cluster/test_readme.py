@@ -37,6 +37,7 @@ TOO_LONG = {
     "benchmarks.large_models": "takes an hour; tests/cluster/test_large_model.py",
     "benchmarks.startup": "takes many minutes",
     "benchmarks.rounding": "takes minutes",
+    "benchmarks.embeddings": "takes ten minutes",
     "benchmarks.object_storage": "takes minutes",
     "benchmarks.watching": "takes ten minutes; tests/unit/test_watching.py",
     "benchmarks.wire": "takes many minutes, and needs MNIST files",
