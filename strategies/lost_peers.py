@@ -39,6 +39,8 @@ _FOUND_BY_MESSAGE = (
         "Unable to parse request",
         "A message to another task was damaged",
     ),
+    # A worker died while TensorFlow connected all workers of multiworker.
+    (tf.errors.InternalError, "Barrier failed", "A worker was lost"),
 )
 # Errors that mean something else without the name of a remote device.
 _FOUND_BY_DEVICE = (

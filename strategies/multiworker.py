@@ -35,6 +35,7 @@ from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_w
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes
 from strategies.gradients.compression import Compression
+from strategies.lost_peers import loss_of
 from strategies.metrics import Metrics
 from strategies.mirrored import DeviceError, MirroredExecutor
 from strategies.step_marks import StepMarks
@@ -124,7 +125,9 @@ class MultiWorkerExecutor(MirroredExecutor):
         try:
             with connecting(cluster), interpreter_lock_released():
                 strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-        except _LOST as error:
+        except tf.errors.OpError as error:
+            if not isinstance(error, _LOST) and loss_of(error) is None:
+                raise
             raise PeerLostError("The workers could not connect to each other", error) from error
         return cls(strategy, cluster, wire_dtype=wire_dtype, bucket_mb=bucket_mb)
 

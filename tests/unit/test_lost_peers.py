@@ -1,10 +1,14 @@
 """TensorFlow's errors that the chief of parameter servers reports as a lost peer."""
 
+import contextlib
+
 import pytest
 import tensorflow as tf
 
 from strategies.base import PeerLostError
+from strategies.cluster.tf_config import local_cluster
 from strategies.lost_peers import losses_explained
+from strategies.multiworker import MultiWorkerExecutor
 
 
 @pytest.mark.parametrize(
@@ -13,6 +17,15 @@ from strategies.lost_peers import losses_explained
         (tf.errors.UnavailableError(None, None, "gone"), "A parameter server was lost: gone"),
         (tf.errors.AbortedError(None, None, "restarted"), "server was lost: restarted"),
         (tf.errors.DeadlineExceededError(None, None, "silent"), "server was lost: silent"),
+        (
+            tf.errors.InternalError(
+                None,
+                None,
+                "Barrier failed because: task is set to ERROR: UNAVAILABLE: Task "
+                "/job:worker/replica:0/task:3 heartbeat timeout.",
+            ),
+            "A worker was lost: Barrier failed because: task is set to ERROR",
+        ),
         (
             tf.errors.InternalError(
                 None, None, "2 root error(s) found.\n  (0) Unable to parse request"
@@ -71,3 +84,26 @@ def test_other_errors_are_unchanged(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, losses_explained():
         raise error
     assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (tf.errors.InternalError(None, None, "Barrier failed because: task 3"), PeerLostError),
+        (tf.errors.CancelledError(None, None, "a peer gave up"), PeerLostError),
+        (tf.errors.InternalError(None, None, "of the runtime"), tf.errors.InternalError),
+    ],
+)
+def test_worker_that_dies_while_all_connect_is_a_loss(
+    error: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("strategies.multiworker.wait_for_peers", lambda _: None)
+    monkeypatch.setattr("strategies.multiworker.interpreter_lock_released", contextlib.nullcontext)
+    monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", connect)
+    monkeypatch.setenv("TF_CONFIG", "")  # `connect` sets it.
+    cluster = local_cluster("multiworker", 2, 0, lambda number: list(range(2000, 2000 + number)))
+    with pytest.raises(kind):
+        MultiWorkerExecutor.connect(cluster, "ring")
