@@ -130,7 +130,7 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
             # 5. Build the model, the optimizer and the checkpointer.
             parts = _build(spec, inputs, executor)
             # 6. Resume. From here on the files of a former run are overwritten.
-            if spec.is_chief and not spec.is_checked:  # Otherwise its launcher has the lock.
+            if spec.is_chief and not spec.is_checked:  # Otherwise its launcher sees to it.
                 wait_secs = run_lock.longest_wait_secs(spec.grace_secs)
                 lock = run_lock.locked(spec.model_dir, wait_secs, log.warning)
                 has_waited = at_end.enter_context(lock)

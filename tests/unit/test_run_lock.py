@@ -106,7 +106,7 @@ def test_same_process_gets_it_again_after_an_error(tmp_path: Path) -> None:
 def test_lock_of_a_deleted_file_is_not_enough(
     tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is deleted, and made anew by another process, between opening and locking it."""
+    """The file is deleted between opening and locking it, as another process could do."""
     lockf, calls = fcntl.lockf, 0
 
     def late(descriptor: int, operation: int) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -122,10 +122,9 @@ def _launch(recipe: Recipe) -> int:
         if sys.platform == "linux":
             forks = stack.enter_context(fork_server(f"--model_dir={model_dir}"))
         _tell("checking the config, the data and the model")
-        exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
-        if exit_code == _READY and stack.enter_context(_locked(model_dir)):
-            # The run that this one has waited for may have been the last part.
-            exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
+        exit_code = stack.enter_context(
+            _checked_and_locked(model_dir, recipe, argv, forks, cluster)
+        )
         if exit_code != _READY:
             return exit_code
         namespace = None
@@ -172,11 +171,9 @@ def _supervise(recipe: Recipe, cluster: Cluster) -> int:
         if sys.platform == "linux":
             forks = stack.enter_context(fork_server(f"--model_dir={model_dir}"))
         if not flag_checks.serves(cluster):  # Otherwise the chief has the config.
-            exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
-            # With --min_workers the groups of hosts agree which host has the chief.
-            is_locked = cluster.is_chief and not flags.MIN_WORKERS.present
-            if exit_code == _READY and is_locked and stack.enter_context(_locked(model_dir)):
-                exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
+            exit_code = stack.enter_context(
+                _checked_and_locked(model_dir, recipe, argv, forks, cluster)
+            )
             if exit_code != _READY:
                 return exit_code
         launch: Callable[..., LocalCluster] = LocalCluster
@@ -280,9 +277,28 @@ def _check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
     return _READY
 
 
-def _locked(model_dir: str) -> contextlib.AbstractContextManager[bool]:
-    """Keeps other runs from `model_dir`. The value: True if it had to wait for another run."""
-    return run_lock.locked(model_dir, run_lock.longest_wait_secs(flags.GRACE_SECS.value), say)
+@contextlib.contextmanager
+def _checked_and_locked(
+    model_dir: str,
+    recipe: Recipe,
+    argv: Sequence[str],
+    forks: ForkServer | None,
+    cluster: Cluster,
+) -> Iterator[int]:
+    """Checks before a launch, and keeps other runs from `model_dir` within the context.
+
+    The value is that of the check: _READY, or an exit code.
+    """
+    exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
+    # With --min_workers the groups of hosts agree which host has the chief.
+    if exit_code != _READY or not cluster.is_chief or flags.MIN_WORKERS.present:
+        yield exit_code
+        return
+    wait_secs = run_lock.longest_wait_secs(flags.GRACE_SECS.value)
+    with run_lock.locked(model_dir, wait_secs, say) as has_waited:
+        if has_waited:  # The other run may have made the last step.
+            exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
+        yield exit_code
 
 
 def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:

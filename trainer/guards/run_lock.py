@@ -79,27 +79,27 @@ def _taken(model_dir: str, wait_secs: float, say_once: Say) -> int:
     path = os.path.join(model_dir, _NAME)
     deadline = time.monotonic() + wait_secs
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            # Not flock: children that a process has forked would keep it.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Otherwise the file was deleted meanwhile.
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        except (BlockingIOError, PermissionError):
-            holder = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace")
-            holder = holder or "another process"
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise LockedError(
-                    f"{model_dir} is in use: {holder} trains there. Start again when it has ended, "
-                    f"or give another --model_dir. If its host is gone, delete {path}."
-                ) from None
-            say_once(f"{holder} trains in {model_dir}: waiting up to {wait_secs:.0f} s for its end")
-        except FileNotFoundError:
-            pass
-        except OSError:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+        with contextlib.ExitStack() as closing:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            closing.callback(os.close, descriptor)
+            try:
+                # Not flock: children that a process has forked would keep it.
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Otherwise the file was deleted meanwhile.
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    closing.pop_all()
+                    return descriptor
+            except (BlockingIOError, PermissionError):
+                holder = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace")
+                holder = holder or "another process"
+                if time.monotonic() > deadline:
+                    raise LockedError(
+                        f"{model_dir} is in use: {holder} trains there. Start again when it has "
+                        f"ended, or give another --model_dir. If its host is gone, delete {path}."
+                    ) from None
+                say_once(
+                    f"{holder} trains in {model_dir}: waiting up to {wait_secs:.0f} s for its end"
+                )
+            except FileNotFoundError:
+                pass
         time.sleep(_POLL_SECS)
