@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 _SMALL_BYTES, _LARGE_BYTES = 1 << 8, 4 << 20
 _SMALL_SUMS, _LARGE_SUMS = 20, 2
 _MEASUREMENTS = 3
+_LINGER_SECS = 0.3
 # Of `summed_with_key`.
 _GATHER_KEY, _TOTALS_KEY = 1, 2
 
@@ -274,8 +275,13 @@ class MultiWorkerExecutor(MirroredExecutor):
 
     @override
     def close(self, exit_code: int = 0) -> None:
-        """Waits for all workers, because the coordination service kills those that remain."""
+        """Waits for all workers, because the coordination service kills those that remain.
+
+        The last sum is complete here a moment before another worker has received all of it, so this
+        worker stays a little longer.
+        """
         self.gathered(0)
+        time.sleep(_LINGER_SECS)
 
     @contextlib.contextmanager
     def _losses_explained(self, when: str) -> Iterator[None]:
