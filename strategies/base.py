@@ -31,7 +31,7 @@ from data.order import Order, replica_lanes
 from data.reader import Reader
 from data.system.errors import UsageError
 from data.system.stopwatch import Stopwatch
-from strategies.cluster.tf_config import Cluster
+from strategies.cluster.tf_config import Cluster, Task
 from strategies.metrics import Metrics, add_metrics
 from strategies.worker_stats import WorkerStats
 
@@ -48,8 +48,11 @@ Batch: TypeAlias = Any
 
 Made = TypeVar("Made")
 
-# Returns a context that watches the other tasks of a cluster while TensorFlow connects them.
-Connecting: TypeAlias = Callable[[Cluster], contextlib.AbstractContextManager[None]]
+# Returns a context that watches the other tasks of a cluster while TensorFlow connects them. Their
+# processes, if they have met, are ids.
+Connecting: TypeAlias = Callable[
+    [Cluster, Mapping[Task, str]], contextlib.AbstractContextManager[None]
+]
 
 
 class PeerLostError(RuntimeError):

@@ -27,9 +27,9 @@ from strategies.cluster.peers import (
     SilentPeerError,
     UnknownHostError,
     identify,
-    wait_for_peers,
     watch_peers,
 )
+from strategies.cluster.rendezvous import wait_for_peers
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
@@ -97,7 +97,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         cls,
         cluster: Cluster,
         communication: str,
-        connecting: Connecting = lambda _: contextlib.nullcontext(),
+        connecting: Connecting = lambda *_: contextlib.nullcontext(),
         *,
         wire_dtype: str = "float32",
         bucket_mb: float | None = None,
@@ -116,7 +116,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         # The resolver reads the environment; evaluators do not belong to the training cluster.
         os.environ["TF_CONFIG"] = cluster.training_tf_config()
         try:
-            wait_for_peers(cluster)
+            processes = wait_for_peers(cluster)
         except SilentPeerError as error:
             raise PeerLostError("A worker does not answer", error) from error
         log.info("All %d workers are there; connecting.", cluster.num("worker"))
@@ -124,7 +124,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         implementation = experimental.CommunicationImplementation[communication.upper()]
         options = experimental.CommunicationOptions(implementation=implementation)
         try:
-            with connecting(cluster), interpreter_lock_released():
+            with connecting(cluster, processes), interpreter_lock_released():
                 strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         except tf.errors.OpError as error:
             if not isinstance(error, _LOST) and loss_of(error) is None:

@@ -31,8 +31,9 @@ from data.system.files import exists, is_s3, is_url, shown
 from data.system.stopwatch import SERVING
 from strategies.base import DataFaultError, Executor, PeerLostError, Position
 from strategies.cluster.connections import limit_silence
-from strategies.cluster.peers import check_own_address, connecting, port_of
+from strategies.cluster.peers import check_own_address, port_of
 from strategies.cluster.ports import held
+from strategies.cluster.rendezvous import Processes, connecting
 from strategies.cluster.tf_config import Cluster, ClusterError
 from strategies.lost_peers import loss_of
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
@@ -283,8 +284,8 @@ def _connect(spec: TaskSpec, num_gpus: int) -> Executor:
         log.error("%s: ending. Start this task again when all tasks answer.", message)
         os._exit(EXIT_RESTART)
 
-    def watched(cluster: Cluster) -> contextlib.AbstractContextManager[None]:
-        return connecting(cluster, spec.stall_timeout_secs / 2, end_unconnected)
+    def watched(cluster: Cluster, processes: Processes) -> contextlib.AbstractContextManager[None]:
+        return connecting(cluster, spec.stall_timeout_secs / 2, end_unconnected, processes)
 
     if spec.strategy == "multiworker":
         return MultiWorkerExecutor.connect(

@@ -3,15 +3,11 @@
     check_private(cluster)
     check_own_address(cluster)
     wait_for_servers(cluster)                       # in the chief, under ps
-    wait_for_peers(cluster)                         # in a worker, under multiworker
-    with connecting(cluster, 150, on_lost):         # while TensorFlow connects
-        ...
     watch_peers(cluster, 150, on_silent)            # during training
 
 TensorFlow waits for other tasks without a message, and without an end if a task cannot come: its
 host does not exist, or another program uses its port. So this module checks first, over separate
-connections. A worker of multiworker has no TensorFlow server yet: until then it sends its name to
-whoever connects.
+connections. rendezvous.py does it for workers of multiworker, which have no server yet.
 """
 
 import concurrent.futures
@@ -25,8 +21,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeAlias
 
 import grpc
 import psutil
@@ -52,13 +48,9 @@ _WATCH_SECS = 10.0
 _PROOFS = 4
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
-_GREETING = re.compile(
-    rb"tf-distribution-trainer (\w+) (\d+)(?: generation (\d+))?(?: not ([-\w,]+))?\n"
-)
-
 
 # What is found at an address; `identify` explains it.
-_Identity: TypeAlias = Task | Literal["stranger", "silent"] | None
+Identity: TypeAlias = Task | Literal["stranger", "silent"] | None
 
 
 class UnknownHostError(OSError):
@@ -110,7 +102,7 @@ def _leads_here(address: str) -> bool:
     mark = os.urandom(16)
     with held(port_of(address), mark):
         deadline = time.monotonic() + _STRANGER_SECS
-        while _greeting_at(address) != mark:
+        while greeting_at(address) != mark:
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECS)
@@ -142,55 +134,20 @@ def wait_for_servers(cluster: Cluster) -> None:
         SilentPeerError: a process at an address accepts connections and does not answer.
     """
     servers = [task for task in cluster.trainers if task.job in ("worker", "ps")]
-    is_there = _Identification(cluster, identify)
+    is_identified = Identification(cluster, identify)
+    found: set[Task] = set()
+
+    def is_there(task: Task) -> bool:
+        if task not in found and is_identified(task):
+            found.add(task)
+        elif not _accepts_connections(cluster.address_of(task)):  # Costs less.
+            found.discard(task)
+        return task in found
+
     # Without a chief task, this process is worker 0: it serves already, so its port is in use.
     port = port_of(cluster.address)
     with contextlib.nullcontext() if cluster.is_server else held(port):
-        # Check all again after each wait: one may have died while another was waited for.
-        while _wait(cluster, servers, is_there):
-            pass
-
-
-def wait_for_peers(cluster: Cluster) -> None:
-    """Returns once every other training task identifies itself; meanwhile this task does too.
-
-    A task whose TensorFlow server is there before this task can have been seen is of an earlier
-    start: it has not waited for this process. It ends when it sees that another task was started
-    again (`connecting`), or that an all-reduce fails. Until then it is not counted. In an elastic
-    cluster the same holds for a task of another generation: its launcher ends it.
-
-    Raises the errors of `wait_for_servers`.
-    """
-    task = cluster.task
-    peers = cluster.other_trainers
-    with concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool:
-        serves = pool.map(_serves, map(cluster.address_of, peers))
-        earlier = {peer for peer, is_earlier in zip(peers, serves, strict=True) if is_earlier}
-
-    def greeting() -> bytes:
-        names = ",".join(_name(peer) for peer in set(earlier))
-        text = f"tf-distribution-trainer {task.job} {task.index}"
-        if cluster.generation is not None:
-            text += f" generation {cluster.generation}"
-        return f"{text} not {names}\n".encode() if names else f"{text}\n".encode()
-
-    by_address = {cluster.address_of(peer): peer for peer in peers}
-
-    def identify_new(address: str) -> _Identity:
-        found = _identify_waiting(address)
-        if found.is_server and by_address[address] in earlier:
-            return None
-        waits = isinstance(found.identity, Task) and not found.is_server
-        if waits and found.generation != cluster.generation:
-            earlier.add(by_address[address])  # So is the server that it may start.
-            return None
-        earlier.discard(by_address[address])
-        # That task still takes this one for the process of an earlier start. It would end this
-        # process if this one connected before it has looked again.
-        return None if _name(task) in found.not_counted else found.identity
-
-    with held(port_of(cluster.address), greeting):
-        _wait(cluster, peers, _Identification(cluster, identify_new))
+        wait_until_all_are_there(cluster, servers, is_there)
 
 
 def all_answer(cluster: Cluster) -> bool:
@@ -200,10 +157,6 @@ def all_answer(cluster: Cluster) -> bool:
         return all(pool.map(_serves, addresses))
 
 
-def _name(task: Task) -> str:
-    return f"{task.job}-{task.index}"
-
-
 def _serves(address: str) -> bool:
     try:
         return isinstance(identify(address), Task)
@@ -211,15 +164,21 @@ def _serves(address: str) -> bool:
         return False
 
 
-class _Identification:
+class Identification:
     """Says whether a task is at its address; raises an error if something else stays there."""
 
-    def __init__(self, cluster: Cluster, identify_at: Callable[[str], _Identity]) -> None:
+    def __init__(self, cluster: Cluster, identify_at: Callable[[str], Identity]) -> None:
         self._cluster = cluster
         self._identify_at = identify_at
         self._strange_since: dict[Task, float] = {}
 
     def __call__(self, task: Task) -> bool:
+        """Returns True if `task` is at its address.
+
+        Raises:
+            ClusterError: another program or another task has been there for 10 s.
+            SilentPeerError: a process there has not answered for a minute.
+        """
         address = self._cluster.address_of(task)
         expected = f"{task} should serve at {address}, but"
         answer = self._identify_at(address)
@@ -248,53 +207,6 @@ class _Identification:
                 "end the process that uses the port and start the task."
             )
         return False
-
-
-@contextlib.contextmanager
-def connecting(
-    cluster: Cluster, timeout_secs: float, on_lost: Callable[[str], None]
-) -> Iterator[None]:
-    """Within it, TensorFlow connects the tasks of `cluster`, which all have identified themselves.
-
-    Calls `on_lost` with a message, on another thread, if another task does not answer for
-    `timeout_secs`, or if all do and the context lasts eight times as long. 0: never.
-    """
-    if not timeout_secs:
-        yield
-        return
-    is_over = threading.Event()
-    # The tasks answer, but one may not have what another needs.
-    limit_secs = 8 * timeout_secs
-    message = f"the tasks answer, but could not connect to each other for {limit_secs:.0f} s"
-    overdue = threading.Timer(limit_secs, on_lost, [message])
-    overdue.daemon = True
-    overdue.start()
-    watch_peers(cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"), is_over)
-    threading.Thread(
-        target=_watch_restarts, args=[cluster, on_lost, is_over], name="restarts", daemon=True
-    ).start()
-    try:
-        yield
-    finally:
-        overdue.cancel()
-        is_over.set()
-
-
-def _watch_restarts(
-    cluster: Cluster, on_lost: Callable[[str], None], is_over: threading.Event
-) -> None:
-    """Calls `on_lost` when another task waits for this task to be started again.
-
-    That task was started again itself, after this process had seen it.
-    """
-    own = _name(cluster.task)
-    while not is_over.wait(_REPORT_SECS / 5):
-        for task in cluster.other_trainers:
-            with contextlib.suppress(UnknownHostError):
-                found = _waiting(_greeting_at(cluster.address_of(task)) or b"")
-                if found and own in found.not_counted and not is_over.is_set():
-                    on_lost(f"{task} was started again")
-                    return
 
 
 def watch_chief(cluster: Cluster, timeout_secs: float, on_gone: Callable[[str], None]) -> None:
@@ -475,7 +387,7 @@ def own_host(towards: str) -> str:
     return f"[{own}]" if family == socket.AF_INET6 else own
 
 
-def identify(address: str) -> _Identity:
+def identify(address: str) -> Identity:
     """Identifies the process that serves at `address`, by TensorFlow's own status call.
 
     The answer to that call has the names of the server's devices, which contain its task. Returns:
@@ -500,80 +412,59 @@ def identify(address: str) -> _Identity:
     return Task(device[1].decode(), int(device[2])) if device else "stranger"
 
 
-class _Found(NamedTuple):
-    """`identity` is as `identify` returns it; a server is a TensorFlow server.
-
-    `not_counted` are the names of the tasks that a waiting process takes for an earlier start's.
-    """
-
-    identity: _Identity
-    is_server: bool
-    generation: int | None = None
-    not_counted: tuple[str, ...] = ()
-
-
-def _identify_waiting(address: str) -> _Found:
-    """`identify`, also of a process in `wait_for_peers`."""
-    greeting = _greeting_at(address)
-    if greeting is None:
-        return _Found(None, is_server=False)
-    if found := _waiting(greeting):
-        return found
-    identity = identify(address)
-    return _Found(identity, is_server=isinstance(identity, Task))
-
-
-def _waiting(greeting: bytes) -> _Found | None:
-    """The process in `wait_for_peers` that has sent `greeting`; None if another one has."""
-    found = _GREETING.fullmatch(greeting)
-    if found is None:
-        return None
-    generation = None if found[3] is None else int(found[3])
-    names = tuple((found[4] or b"").decode().split(","))
-    return _Found(Task(found[1].decode(), int(found[2])), False, generation, names)
-
-
-def _greeting_at(address: str) -> bytes | None:
+def greeting_at(address: str) -> bytes | None:
     """What a process sends first to whoever connects; None if no connection is accepted."""
     connection = _connect(address)
     if connection is None:
         return None
     with connection, contextlib.suppress(OSError):  # It may send nothing, or close at once.
         connection.settimeout(_ANSWER_SECS)
-        return connection.recv(100)
+        return connection.recv(200)
     return b""
 
 
-def _wait(cluster: Cluster, peers: Iterable[Task], is_there: Callable[[Task], bool]) -> bool:
-    """Waits until `is_there` was True once for each of `peers`; returns True if it had to wait."""
-    missing = list(peers)
+def wait_until_all_are_there(
+    cluster: Cluster, peers: Iterable[Task], is_there: Callable[[Task], bool]
+) -> None:
+    """Returns once one look at each of `peers`, at about the same time, has found all of them.
+
+    `is_there` is called on several threads. Reports every 10 s who is missing.
+
+    Raises:
+        ClusterError: the name of a host has been unknown for a minute.
+    """
     unknown_since: dict[Task, float] = {}
+
+    def look(task: Task) -> bool:
+        try:
+            found = is_there(task)
+        except UnknownHostError as error:
+            is_late = _secs_since(unknown_since, task) > _UNKNOWN_HOST_SECS
+            if is_late and cluster.generation is None:  # Else the others continue without it.
+                raise ClusterError(
+                    f"The host of {task} ({cluster.address_of(task)}) is unknown here: "
+                    f"its name could not be resolved for {_UNKNOWN_HOST_SECS:g} s ({error}). "
+                    "Correct the name; or, if a scheduler creates names as tasks start, start "
+                    "this task again later."
+                ) from None
+            return False
+        unknown_since.pop(task, None)
+        return found
+
+    all_peers = list(peers)
     next_report = time.monotonic() + _REPORT_SECS
-    waited = False
-    while True:
-        for task in list(missing):
-            try:
-                if is_there(task):
-                    missing.remove(task)
-                unknown_since.pop(task, None)
-            except UnknownHostError as error:
-                is_late = _secs_since(unknown_since, task) > _UNKNOWN_HOST_SECS
-                if is_late and cluster.generation is None:  # Else the others continue without it.
-                    raise ClusterError(
-                        f"The host of {task} ({cluster.address_of(task)}) is unknown here: "
-                        f"its name could not be resolved for {_UNKNOWN_HOST_SECS:g} s ({error}). "
-                        "Correct the name; or, if a scheduler creates names as tasks start, start "
-                        "this task again later."
-                    ) from None
-        if not missing:
-            return waited
-        waited = True
-        if time.monotonic() > next_report:
-            next_report += _REPORT_SECS
-            notes = dict.fromkeys(unknown_since, ", unknown host")
-            listed = (f"{t} ({cluster.address_of(t)}{notes.get(t, '')})" for t in missing)
-            log.info("waiting for %s", ", ".join(listed))
-        time.sleep(_POLL_SECS)
+    with concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool:
+        while True:
+            looks = zip(all_peers, pool.map(look, all_peers), strict=True)
+            missing = [task for task, found in looks if not found]
+            if not missing:
+                return
+            if time.monotonic() > next_report:
+                next_report += _REPORT_SECS
+                notes = dict.fromkeys(unknown_since, ", unknown host")
+                listed = (f"{t} ({cluster.address_of(t)}{notes.get(t, '')})" for t in missing)
+                log.info("waiting for %s", ", ".join(listed))
+            time.sleep(_POLL_SECS)
 
 
 def _secs_since(times: dict[Task, float], task: Task) -> float:

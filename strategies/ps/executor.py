@@ -138,7 +138,7 @@ class ParameterServerExecutor(Executor):
             host = cluster.address.rpartition(":")[0]
             coordinator = cluster.with_chief(f"{host}:{free_ports(1)[0]}")
         with losses_explained("A worker or parameter server was lost while this task connected"):
-            with connecting(cluster):
+            with connecting(cluster, {}):
                 check_versions(cluster, cluster.other_trainers, versions)
                 os.environ["TF_CONFIG"] = coordinator.training_tf_config()
                 resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()

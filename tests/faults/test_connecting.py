@@ -5,12 +5,15 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from strategies.cluster.peers import greeting_at
 from strategies.cluster.ports import free_ports
+from strategies.cluster.rendezvous import Greeting, digest_of
+from strategies.cluster.tf_config import Task
 from tests.cluster.runs import Process, assert_one_error
 
 STALLS = "--stall_timeout_secs=8"
@@ -23,18 +26,18 @@ def worker_0(addresses: list[str], model_dir: Path, digits: Path) -> Process:
 
 
 @contextlib.contextmanager
-def listener(answers: list[bytes]) -> Iterator[str]:
-    """The address of a program that answers each connection; the last answer stays."""
+def listener(answer: Callable[[], bytes]) -> Iterator[str]:
+    """The address of a program that answers each connection, or leaves it open without bytes."""
     open_connections = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def accept() -> None:
             with contextlib.suppress(OSError):
-                for number in range(100_000):
+                while True:
                     connection, _ = server.accept()
                     open_connections.append(connection)
-                    if answer := answers[min(number, len(answers) - 1)]:
-                        connection.sendall(answer)
+                    if sent := answer():
+                        connection.sendall(sent)
                         connection.close()
 
         threading.Thread(target=accept, daemon=True).start()
@@ -47,7 +50,7 @@ def listener(answers: list[bytes]) -> Iterator[str]:
 def test_another_program_at_a_workers_address_is_named(digits: Path, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with (
-        listener([b"HTTP/1.0 400 Bad request\r\n\r\n"]) as address,
+        listener(lambda: b"HTTP/1.0 400 Bad request\r\n\r\n") as address,
         worker_0([f"127.0.0.1:{port}", address], tmp_path, digits) as process,
     ):
         assert_one_error(process.wait(), "worker 1", address, "is not a TensorFlow server")
@@ -58,15 +61,23 @@ def test_worker_that_is_frozen_while_all_connect_is_named_and_signals_work(
     is_asked: bool, digits: Path, tmp_path: Path
 ) -> None:
     (port,) = free_ports(1)
-    # It introduces itself, and then says nothing more.
-    answers = [b"tf-distribution-trainer worker 1\n"]
+    worker_1, is_frozen = Task("worker", 1), threading.Event()
+
+    def answer() -> bytes:
+        """What worker 1 sends when it has seen worker 0; nothing once it is frozen."""
+        other = Greeting.decoded(greeting_at(f"127.0.0.1:{port}") or b"")
+        if is_frozen.is_set() or other is None:
+            return b""
+        met = digest_of({worker_1: "b", other.task: other.process})
+        return Greeting(worker_1, "b", met=met).encoded()
+
     with (
-        listener(answers) as address,
+        listener(answer) as address,
         worker_0([f"127.0.0.1:{port}", address], tmp_path, digits) as process,
     ):
         connecting = "All 2 workers are there; connecting."
         process.wait_until(lambda: bool(process.warned(connecting)), connecting)
-        answers[:] = [b""]
+        is_frozen.set()
         if is_asked:
             # By now TensorFlow has replaced the handler of SIGTERM.
             process.wait_until(lambda: process.warned("has not answered") > 0, "the first warning")

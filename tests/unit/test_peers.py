@@ -1,7 +1,6 @@
 """Identifying, awaiting and watching tasks, over real sockets and TensorFlow servers."""
 
 import contextlib
-import dataclasses
 import errno
 import queue
 import re
@@ -15,17 +14,15 @@ import pytest
 from strategies.cluster import peers
 from strategies.cluster.peers import (
     UnknownHostError,
-    _wait,
     all_answer,
     check_own_address,
     check_private,
-    connecting,
     cut_connections,
     identify,
     own_host,
     port_of,
-    wait_for_peers,
     wait_for_servers,
+    wait_until_all_are_there,
     watch_chief,
     watch_peers,
     watch_servers,
@@ -133,7 +130,7 @@ def test_time_of_an_unknown_host_begins_anew_once_it_was_known(
             raise UnknownHostError("try again")
         return len(failed) == 2
 
-    _wait(servers, [Task("worker", 0)], is_there)
+    wait_until_all_are_there(servers, [Task("worker", 0)], is_there)
     assert failed[1] - failed[0] > 0.9
 
 
@@ -149,129 +146,6 @@ def test_held_port_accepts_connections_and_is_free_afterwards() -> None:
             socket.create_connection(("localhost", port), timeout=10).close()
     bind(port).close()
     assert identify(f"localhost:{port}") is None
-
-
-def test_peers_meet() -> None:
-    ports = free_ports(2)
-    jobs = {"worker": {i: f"localhost:{port}" for i, port in enumerate(ports)}}
-    both_have_met = threading.Barrier(2, timeout=20)
-
-    def meet(index: int) -> None:
-        wait_for_peers(Cluster(jobs, Task("worker", index)))
-        # TensorFlow's server says its name, too, once its task continues.
-        with held(ports[index], f"tf-distribution-trainer worker {index}\n".encode()):
-            both_have_met.wait()
-
-    other = threading.Thread(target=meet, args=(1,))
-    other.start()
-    meet(0)
-    other.join()
-
-
-class Fakes:
-    """The processes at the addresses of workers 0 and 1, seen from worker 2."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ports: list[int]) -> None:
-        jobs = {"worker": {i: f"localhost:{port}" for i, port in enumerate(ports)}}
-        self.cluster = Cluster(jobs, Task("worker", 2))
-        self.own = f"localhost:{ports[2]}"
-        self.greetings: dict[str, bytes] = {}  # A TensorFlow server sends nothing first.
-        real = peers._greeting_at
-        monkeypatch.setattr(
-            peers, "_greeting_at", lambda a: real(a) if a == self.own else self.greetings.get(a)
-        )
-        tasks = {address: Task("worker", i) for i, address in jobs["worker"].items()}
-        serving = {b""}
-        monkeypatch.setattr(
-            peers, "identify", lambda a: tasks[a] if self.greetings.get(a) in serving else None
-        )
-        self._monkeypatch = monkeypatch
-        self.real = real
-
-    def set(self, index: int, greeting: bytes | None) -> None:
-        address = self.cluster.address_of(Task("worker", index))
-        if greeting is None:
-            self.greetings.pop(address, None)
-        else:
-            self.greetings[address] = greeting
-
-
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    return Fakes(monkeypatch, free_ports(3))
-
-
-SERVES = b""
-WAITS = [b"tf-distribution-trainer worker %d\n" % index for index in range(2)]
-
-
-@pytest.mark.parametrize("then", [WAITS[0], SERVES], ids=["waits", "has met the others"])
-def test_server_of_an_earlier_start_does_not_count_until_it_was_started_again(
-    fakes: Fakes, then: bytes
-) -> None:
-    fakes.set(0, SERVES)
-    fakes.set(1, WAITS[1])
-    waiting = threading.Thread(target=wait_for_peers, args=(fakes.cluster,))
-    waiting.start()
-    waiting.join(timeout=1.0)
-    assert waiting.is_alive(), "it counted a process of an earlier start"
-    assert fakes.real(fakes.own) == b"tf-distribution-trainer worker 2 not worker-0\n"
-
-    fakes.set(0, None)  # It has ended.
-    deadline = time.monotonic() + 20
-    while fakes.real(fakes.own) != b"tf-distribution-trainer worker 2\n":
-        assert time.monotonic() < deadline
-    assert waiting.is_alive()
-    fakes.set(0, then)
-    waiting.join(timeout=20)
-    assert not waiting.is_alive()
-
-
-def test_task_that_does_not_count_this_one_yet_is_waited_for(fakes: Fakes) -> None:
-    fakes.set(0, WAITS[0])
-    fakes.set(1, b"tf-distribution-trainer worker 1 not worker-0,worker-2\n")
-    waiting = threading.Thread(target=wait_for_peers, args=(fakes.cluster,))
-    waiting.start()
-    waiting.join(timeout=1.0)
-    assert waiting.is_alive(), "it would connect, and be ended by worker 1"
-    fakes.set(1, b"tf-distribution-trainer worker 1 not worker-0\n")
-    waiting.join(timeout=20)
-    assert not waiting.is_alive()
-
-
-def test_task_of_another_generation_does_not_count_nor_does_its_server(fakes: Fakes) -> None:
-    cluster = dataclasses.replace(fakes.cluster, generation=3)
-    fakes.set(1, b"tf-distribution-trainer worker 1 generation 3\n")
-    # Host 0 was worker 1 of the earlier group.
-    fakes.set(0, b"tf-distribution-trainer worker 1 generation 2\n")
-    waiting = threading.Thread(target=wait_for_peers, args=(cluster,))
-    waiting.start()
-    own = b"tf-distribution-trainer worker 2 generation 3"
-    deadline = time.monotonic() + 20
-    while fakes.real(fakes.own) != own + b" not worker-0\n":
-        assert time.monotonic() < deadline
-    fakes.set(0, SERVES)  # It has met the others of generation 2.
-    waiting.join(timeout=1.0)
-    assert waiting.is_alive(), "it counted a server of another generation"
-    fakes.set(0, b"tf-distribution-trainer worker 0 generation 3\n")
-    waiting.join(timeout=20)
-    assert not waiting.is_alive()
-
-
-def test_task_that_connects_ends_when_another_task_was_started_again(
-    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "_REPORT_SECS", 0.5)
-    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for index in range(2):
-        fakes.set(index, WAITS[index])
-    with connecting(fakes.cluster, 100.0, lost.put):
-        # It waits for a third task, and not for this one.
-        fakes.set(1, b"tf-distribution-trainer worker 1 not worker-0\n")
-        with pytest.raises(queue.Empty):
-            lost.get(timeout=1.0)
-        fakes.set(1, b"tf-distribution-trainer worker 1 not worker-0,worker-2\n")
-        assert lost.get(timeout=20) == "worker 1 was started again"
 
 
 def test_watcher_reports_the_chief_only_after_it_is_gone(
@@ -342,7 +216,7 @@ def test_own_address_of_another_machine_is_refused(
     monkeypatch.setattr(peers, "_STRANGER_SECS", 0.5)
     (port,) = free_ports(1)
     if is_taken:  # Whatever the address is, it does not lead here.
-        monkeypatch.setattr(peers, "_greeting_at", lambda address: b"another program")
+        monkeypatch.setattr(peers, "greeting_at", lambda address: b"another program")
     address = f"192.0.2.1:{port}"
     with pytest.raises(ClusterError, match="do not come to this process") as caught:
         check_own_address(Cluster({"worker": {0: address}}, Task("worker", 0)))
