@@ -13,6 +13,7 @@ import contextlib
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -29,7 +30,7 @@ from strategies.cluster.peers import (
     identify,
     watch_peers,
 )
-from strategies.cluster.rendezvous import wait_for_peers
+from strategies.cluster.rendezvous import Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
@@ -67,12 +68,14 @@ class MultiWorkerExecutor(MirroredExecutor):
         self,
         strategy: tf.distribute.Strategy,
         cluster: Cluster,
+        processes: Processes,
         *,
         wire_dtype: str = "float32",
         bucket_mb: float | None = None,
     ) -> None:
         """`bucket_mb` is in MiB; if it is None, `choose_buckets` measures it."""
-        self._cluster = cluster
+        self._cluster, self._processes = cluster, processes
+        self._has_trained = threading.Event()
         super().__init__(strategy, wire_dtype=wire_dtype)
         self.is_chief = cluster.is_chief
         self._given_bucket_mb = bucket_mb
@@ -130,7 +133,7 @@ class MultiWorkerExecutor(MirroredExecutor):
             if not isinstance(error, _LOST) and loss_of(error) is None:
                 raise
             raise PeerLostError("The workers could not connect to each other", error) from error
-        return cls(strategy, cluster, wire_dtype=wire_dtype, bucket_mb=bucket_mb)
+        return cls(strategy, cluster, processes, wire_dtype=wire_dtype, bucket_mb=bucket_mb)
 
     @override
     def choose_buckets(
@@ -232,6 +235,7 @@ class MultiWorkerExecutor(MirroredExecutor):
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         with self._losses_explained("during a step"):
             finished = super()._run(num_steps)
+        self._has_trained.set()
         before, self._waited_before = self._waited_before, float(self._waited.numpy())
         self.stopwatch.carve("sum wait", self._waited_before - before)
         return finished
@@ -270,7 +274,12 @@ class MultiWorkerExecutor(MirroredExecutor):
 
     @override
     def watch_peers(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
-        """Each worker watches all others: none can continue without them."""
+        """Each worker watches all others: none can continue without them.
+
+        In training a failed sum shows at once that a worker has died. Before its first step, until
+        TensorFlow's heartbeat is missed, only its next process does.
+        """
+        watch_restarts(self._cluster, self._processes, on_lost, self._has_trained)
         watch_peers(self._cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"))
 
     @override

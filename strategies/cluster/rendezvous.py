@@ -169,12 +169,7 @@ def connecting(
     overdue.daemon = True
     overdue.start()
     watch_peers(cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"), is_over)
-    threading.Thread(
-        target=_watch_restarts,
-        args=[cluster, processes, on_lost, is_over],
-        name="restarts",
-        daemon=True,
-    ).start()
+    watch_restarts(cluster, processes, on_lost, is_over)
     try:
         yield
     finally:
@@ -182,17 +177,24 @@ def connecting(
         is_over.set()
 
 
-def _watch_restarts(
+def watch_restarts(
     cluster: Cluster,
     processes: Processes,
     on_lost: Callable[[str], None],
     is_over: threading.Event,
 ) -> None:
-    """Calls `on_lost` when another process than that in `processes` waits at a task's address."""
-    while not is_over.wait(_WATCH_SECS):
-        for task, process in processes.items():
-            with contextlib.suppress(UnknownHostError):
-                greeting = Greeting.decoded(greeting_at(cluster.address_of(task)) or b"")
-                if greeting and greeting.process != process and not is_over.is_set():
-                    on_lost(f"{task} was started again")
-                    return
+    """Calls `on_lost` when another process than that in `processes` waits at a task's address.
+
+    Returns immediately; the call comes on another thread. Ends when `is_over` is set.
+    """
+
+    def watch() -> None:
+        while not is_over.wait(_WATCH_SECS):
+            for task, process in processes.items():
+                with contextlib.suppress(UnknownHostError):
+                    greeting = Greeting.decoded(greeting_at(cluster.address_of(task)) or b"")
+                    if greeting and greeting.process != process and not is_over.is_set():
+                        on_lost(f"{task} was started again")
+                        return
+
+    threading.Thread(target=watch, name="watch restarts", daemon=True).start()

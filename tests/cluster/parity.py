@@ -345,7 +345,7 @@ def executors(name: str) -> Callable[[], Executor]:
     if strategy_name == "multiworker":
         cluster = parse_tf_config(os.environ["TF_CONFIG"], "multiworker")
         ring = MultiWorkerExecutor.connect(cluster, "ring").strategy
-        return lambda: MultiWorkerExecutor(ring, cluster, bucket_mb=BUCKET_MB)
+        return lambda: MultiWorkerExecutor(ring, cluster, {}, bucket_mb=BUCKET_MB)
     cluster = local_cluster("ps", int(num_workers), 2)
     for task in cluster.trainers:
         if task.job != "chief":

@@ -235,7 +235,7 @@ class Simulated:
         self._network.waiting[self._cluster.task] = self.meeting.greeting()
 
     def _looks(self) -> Iterator[None]:
-        """As `wait_for_peers` and then `_watch_restarts`; others proceed at each yield."""
+        """As `wait_for_peers` and then `watch_restarts`; others proceed at each yield."""
         others = self._cluster.other_trainers
         while self.processes is None:
             before, found = self.meeting.processes(), []
