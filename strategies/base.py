@@ -48,8 +48,8 @@ Batch: TypeAlias = Any
 
 Made = TypeVar("Made")
 
-# Returns a context that watches the other tasks of a cluster while TensorFlow connects them. Their
-# processes, if they have met, are ids.
+# Returns a context that watches the other tasks of a cluster while TensorFlow connects them. The
+# second argument has the ids of their processes; under ps it is empty.
 Connecting: TypeAlias = Callable[
     [Cluster, Mapping[Task, str]], contextlib.AbstractContextManager[None]
 ]

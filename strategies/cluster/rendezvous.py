@@ -12,9 +12,8 @@ has an id, and all agree on the ids before the call:
 2. A process that has the ids of all others also sends a digest of them.
 3. A process leaves when each other one has sent the same digest, or has left after its id was seen.
 
-In step 3 a process has left because it has seen this digest from this process, among others. If one
-dies and is started again, the next process at its address has another id: processes that wait take
-the new id, and processes that have left end, to meet again.
+A process that dies may be started again. The next process at its address has another id: processes
+that wait take the new id, and processes that have left end, to meet again.
 """
 
 import contextlib
@@ -134,7 +133,7 @@ class _Meeting:
         if greeting is None:
             found = identify(address)
             # The server of a process that was not seen is of an earlier start.
-            return None if isinstance(found, Task) and task not in self._seen else found
+            return None if found == task and task not in self._seen else found
         if greeting.generation != self._cluster.generation:
             self._seen.pop(task, None)
             return None
@@ -155,26 +154,31 @@ def connecting(
     """Within it, TensorFlow connects the tasks of `cluster`, which all have identified themselves.
 
     Calls `on_lost` with a message, on another thread, if another task does not answer for
-    `timeout_secs`, if all do and the context lasts eight times as long, or if the process of a task
-    in `processes` is replaced by another one. 0: never.
+    `timeout_secs` (0: never), if all do and the context lasts eight times as long, or if another
+    process waits in the place of one of `processes`.
     """
-    if not timeout_secs:
-        yield
-        return
     is_over = threading.Event()
+    with contextlib.ExitStack() as stack:
+        stack.callback(is_over.set)
+        if processes:
+            watch_restarts(cluster, processes, on_lost, is_over)
+        if timeout_secs:
+            watch_peers(cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"), is_over)
+            stack.enter_context(_limited(8 * timeout_secs, on_lost))
+        yield
+
+
+@contextlib.contextmanager
+def _limited(limit_secs: float, on_lost: Callable[[str], None]) -> Iterator[None]:
     # The tasks answer, but one may not have what another needs.
-    limit_secs = 8 * timeout_secs
     message = f"the tasks answer, but could not connect to each other for {limit_secs:.0f} s"
     overdue = threading.Timer(limit_secs, on_lost, [message])
     overdue.daemon = True
     overdue.start()
-    watch_peers(cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"), is_over)
-    watch_restarts(cluster, processes, on_lost, is_over)
     try:
         yield
     finally:
         overdue.cancel()
-        is_over.set()
 
 
 def watch_restarts(

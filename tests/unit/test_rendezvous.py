@@ -20,7 +20,7 @@ from strategies.cluster.rendezvous import (
     digest_of,
     wait_for_peers,
 )
-from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.tf_config import Cluster, ClusterError, Task
 
 WORKERS = [Task("worker", index) for index in range(3)]
 
@@ -197,18 +197,28 @@ def test_process_of_another_generation_does_not_count_nor_does_its_server(
     assert waiting.ends()
 
 
+@pytest.mark.parametrize("timeout_secs", [100.0, 0.0])
 def test_task_that_connects_ends_when_another_process_waits_in_a_place(
-    network: Network,
+    timeout_secs: float, network: Network
 ) -> None:
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     network.waiting[WORKERS[0]] = Greeting(WORKERS[0], "a", met="of all")  # It leaves later.
     network.serving = {WORKERS[1]}
     processes = {WORKERS[0]: "a", WORKERS[1]: "b"}
-    with connecting(network.clusters[2], 100.0, lost.put, processes):
+    with connecting(network.clusters[2], timeout_secs, lost.put, processes):
         with pytest.raises(queue.Empty):
             lost.get(timeout=2.5)
         network.waiting[WORKERS[1]] = Greeting(WORKERS[1], "b2")
         assert lost.get(timeout=20) == "worker 1 was started again"
+
+
+def test_server_of_another_task_in_a_place_is_named(
+    network: Network,
+) -> None:
+    network.tasks[network.clusters[0].address] = WORKERS[1]
+    network.serving = {WORKERS[1]}
+    with pytest.raises(ClusterError, match=r"worker 0 should serve .* but worker 1"):
+        wait_for_peers(network.clusters[2])
 
 
 class Simulated:
