@@ -129,6 +129,7 @@ def _options(config: Config, adopted: Adopted) -> Options:
         micro_batches=config.micro_batches,
         jit_compile=config.jit_compile,
         class_weight=config.class_weight,
+        marks_changed_rows=config.complete_checkpoint_every > 1,
     )
 
 
@@ -205,6 +206,7 @@ def build_checkpointer(
     io_device: str | None = None,
     *,
     is_shared: bool = False,
+    is_evaluator: bool = False,
 ) -> Checkpointer:
     """The checkpointer of `model_dir`. The chief saves with it; an evaluator, only the best."""
     order = inputs.train.order
@@ -223,6 +225,8 @@ def build_checkpointer(
         keep=recipe.config.keep_checkpoints,
         io_device=io_device,
         is_shared=is_shared,
+        # The chief removes checkpoints that those of an evaluator would need.
+        complete_every=1 if is_evaluator else recipe.config.complete_checkpoint_every,
     )
 
 

@@ -9,6 +9,7 @@ checkpoints name the variables. Exit codes are those of diff: 0 equal, 1 differe
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,21 @@ def variable_differences(left: str, right: str) -> list[tuple[str, float]]:
             )
         if a.tobytes() != b.tobytes():
             found.append((names[key], _largest_difference(a, b)))
+    return found + _table_differences(left, right)
+
+
+def _table_differences(left: str, right: str) -> list[tuple[str, float]]:
+    from trainer.checkpoints.table_files import table_directories, table_values
+
+    ours, theirs = (table_values(table_directories(path)) for path in (left, right))
+    found = []
+    for key in sorted(ours.keys() | theirs.keys()):
+        a, b = ours.get(key), theirs.get(key)
+        name = f"table {key}"
+        if a is None or b is None or a.shape != b.shape:  # Of dynamic ids, for example.
+            found.append((name, math.inf))
+        elif a.tobytes() != b.tobytes():
+            found.append((name, _largest_difference(a, b)))
     return found
 
 

@@ -143,6 +143,9 @@ class Config:
         eval_every_steps: Evaluation; 0 evaluates at the end only.
         checkpoint_every_steps: Checkpoints; 0 saves at the end only.
         keep_checkpoints: The number of newest checkpoints that are kept, in addition to the best.
+        complete_checkpoint_every: Of checkpoints, each n-th has complete tables of
+            ShardedEmbedding layers. Those between have the rows that were changed since the
+            checkpoint before, and need the checkpoints from the last complete one on.
         recover_from_nan: The number of times in a run that training, after a NaN loss, goes back
             to the last checkpoint, and skips the examples that were consumed since.
         best_metric: The evaluation metric whose best checkpoint is kept: the lowest for a loss,
@@ -185,6 +188,7 @@ class Config:
     eval_every_steps: int = at_least(0, 0)
     checkpoint_every_steps: int = at_least(0, 1000)
     keep_checkpoints: int = at_least(1, 3)
+    complete_checkpoint_every: int = at_least(1, 1)
     recover_from_nan: int = at_least(0, 0)
     best_metric: str = "loss"
     histogram_every_steps: int = at_least(0, 0)

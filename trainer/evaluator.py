@@ -66,7 +66,9 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
     build_metrics(inputs, learner, spec.recipe)
     check_batches(inputs, learner, spec.recipe)
     executor.start_evaluation(learner, inputs.evaluation)
-    checkpointer = build_checkpointer(spec.recipe, spec.model_dir, inputs, learner)
+    checkpointer = build_checkpointer(
+        spec.recipe, spec.model_dir, inputs, learner, is_evaluator=True
+    )
     console = Console(config.train_steps, is_quiet=spec.is_quiet)
     appended = RunFiles(local_dir(spec.model_dir))
     metrics = RunFiles(appended.evaluator).metrics

@@ -33,8 +33,8 @@ from strategies.base import Batch, read_now
 from strategies.metrics import Metrics
 from trainer.embeddings.counting import begin_counting, lookups_of
 from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.table import Rows, saved_variables, tables_of
-from trainer.embeddings.updates import TablePart, require_table_options, slots_of
+from trainer.embeddings.table import FixedTable, Rows, saved_variables, tables_of
+from trainer.embeddings.updates import TablePart, require_table_options, saved_tables
 from trainer.step.ema import ExponentialMovingAverage
 from trainer.step.fused_updates import fused_update, supports
 from trainer.step.gradients import Gradient, add_gradients, clip_gradients, to_dense
@@ -77,6 +77,7 @@ class Learner:
 
     Attributes:
         tables: The layers of the model that are ShardedEmbeddings.
+        saved_tables: Their tables, with optimizer slots, as a checkpoint has them.
         variables: The trainable variables, in the order of `gradients`.
         num_dense: The first `num_dense` of `variables` are dense. The others are parts of tables
             (trainer/embeddings), whose gradients are rows.
@@ -135,11 +136,12 @@ class Learner:
         self.num_dense = len(trained)
         self.dense_variables = trained
         self._table_parts = [
-            TablePart(layer, index)
+            TablePart(layer, index, marks_changes=options.marks_changed_rows)
             for layer in tables
             if layer.trainable
             for index in range(len(layer.table.parts))
         ]
+        self.saved_tables = saved_tables(tables, self._table_parts)
         self.variables = [
             *(variable.value for variable in trained),
             *(part.variable for part in self._table_parts),
@@ -245,8 +247,13 @@ class Learner:
         return {
             **({"averages": self._ema.shadow_variables} if self._ema else {}),
             **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),
-            **({"table_slots": slots} if (slots := slots_of(self._table_parts)) else {}),
+            **({"table_slots": slots} if (slots := self._table_slots) else {}),
         }
+
+    @property
+    def _table_slots(self) -> list[Rows]:
+        tables = [table for table in self.saved_tables if isinstance(table, FixedTable)]
+        return [slot for table in tables for slot in table.slots.values()]
 
     @property
     def forward_state(self) -> Sequence[tf.Variable]:

@@ -377,6 +377,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         executor.io_device,
         is_shared=spec.generation is not None,
     )
+    checkpointer.on_progress = executor.on_progress
     _check_agreement(spec, executor)
     return Parts(spec.recipe, spec.model_dir, inputs, specs, executor, learner, checkpointer)
 

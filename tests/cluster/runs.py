@@ -31,6 +31,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from strategies.cluster.ports import bind
 from strategies.cluster.tf_config import Cluster, Task
+from trainer.checkpoints.table_files import table_directories, table_values
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -117,12 +118,14 @@ class Run:
     def variables(self, checkpoint: str = "") -> dict[str, npt.NDArray[Any]]:
         """All values of a checkpoint, by TensorFlow's names; the newest step by default."""
         name = checkpoint or max(n for n in self.checkpoints() if n.startswith("step-"))
-        reader = tf.train.load_checkpoint(str(self.model_dir / "checkpoints" / name / "variables"))
+        directory = str(self.model_dir / "checkpoints" / name)
+        reader = tf.train.load_checkpoint(f"{directory}/variables")
+        tables = table_values(table_directories(directory))
         return {
             key: reader.get_tensor(key)
             for key in reader.get_variable_to_shape_map()
             if key != "_CHECKPOINTABLE_OBJECT_GRAPH"
-        }
+        } | {f"model/tables/{key}": value for key, value in tables.items()}
 
     def weights(self, checkpoint: str = "") -> dict[str, npt.NDArray[Any]]:
         """The model's variables; the optimizer's list has the trainable ones."""

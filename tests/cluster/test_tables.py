@@ -7,12 +7,15 @@ import pytest
 import tensorflow as tf
 
 from tests.cluster.runs import TOPOLOGIES, Run, Topology, train
+from trainer.checkpoints.table_files import table_directories
 
 # Eight processes trace the graphs of three tables.
 TIMEOUT_SECS = 300
 pytestmark = pytest.mark.timeout(3 * TIMEOUT_SECS)
 
 CONFIG = "--config=tests/cluster/configs/tables.py"
+# Each fifth checkpoint has complete tables, the others have changed rows.
+CHANGES_ONLY = ("--config.checkpoint_every_steps=7", "--config.complete_checkpoint_every=5")
 FOUR_AND_THREE = Topology(
     "ps-sync-4+3", "ps", ("--workers=4", "--ps=3", "--sync_replicas", "--num_threads=1")
 )
@@ -25,7 +28,7 @@ TWO_AND_TWO = Topology("ps-2+2", "ps", ("--workers=2", "--ps=2", "--num_threads=
 @pytest.fixture(scope="module")
 def alone(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     model_dir = tmp_path_factory.mktemp("alone") / "run"
-    return train(TOPOLOGIES["mirrored-1"], model_dir, CONFIG, f"--data_dir={digits}")
+    return train(TOPOLOGIES["mirrored-1"], model_dir, CONFIG, *CHANGES_ONLY, f"--data_dir={digits}")
 
 
 def assert_equal(run: Run, expected: Run) -> None:
@@ -53,9 +56,12 @@ def test_tables_are_those_of_one_process_before_and_after_another_topology(
     ids = [value for name, value in alone.variables().items() if name.endswith("/ids")]
     assert len(ids) == 2
     assert 0 < min(map(len, ids)) < max(map(len, ids)), "nothing was evicted"
-    for topology, steps in ((first, 22), (second, 50)):
-        flags = (CONFIG, f"--data_dir={digits}", f"--train_steps={steps}")
+    for topology, steps, num_needed in ((first, 22, 4), (second, 50, 4)):
+        flags = (CONFIG, *CHANGES_ONLY, f"--data_dir={digits}", f"--train_steps={steps}")
         run = train(topology, tmp_path / "run", *flags, timeout_secs=TIMEOUT_SECS)
+        newest = run.model_dir / "checkpoints" / f"step-{steps:08d}"
+        # Checkpoints of steps 7, 14, 21 and 22; and then of 28, 35, 42, 49 and 50.
+        assert len(table_directories(str(newest))) == num_needed
     assert_equal(run, alone)
     ours, theirs = run.metrics("train")[-1], alone.metrics("train")[-1]
     for name in ("table_rows", "table_unique_share", "table_bytes_per_step"):
@@ -72,7 +78,7 @@ def test_tables_are_those_of_one_process_before_and_after_another_topology(
 def test_asynchronous_workers_may_bring_the_same_new_ids(
     alone: Run, digits: Path, tmp_path: Path
 ) -> None:
-    flags = (CONFIG, f"--data_dir={digits}")
+    flags = (CONFIG, *CHANGES_ONLY, f"--data_dir={digits}")
     run = train(TWO_AND_TWO, tmp_path / "run", *flags, timeout_secs=TIMEOUT_SECS)
     ours, expected = run.variables(), alone.variables()
     assert ours.keys() == expected.keys()

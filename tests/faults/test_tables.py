@@ -50,7 +50,8 @@ def assert_same_bits(run: Run, expected: Run) -> None:
 def test_rows_have_the_same_bits_after_the_deaths_of_a_worker_and_of_a_ps(
     digits: Path, tmp_path: Path
 ) -> None:
-    flags = (CONFIG, f"--data_dir={digits}", f"--train_steps={STEPS}")
+    changes_only = "--config.complete_checkpoint_every=4"
+    flags = (CONFIG, changes_only, f"--data_dir={digits}", f"--train_steps={STEPS}")
     often = (f"--config.log_every_steps={EVERY}", f"--config.checkpoint_every_steps={EVERY}")
     with start(SYNC, tmp_path / "run", *flags, *often) as process:
         before = kill(process, "worker 1", EVERY)

@@ -54,12 +54,14 @@ def make_learner(
 
 
 def make_learner_here(optimizer: TableOptimizer | str = "sgd", **options: Any) -> Learner:
+    step_options = options.pop("step_options", None)
     return Learner(
         make_model(optimizer, **options),
         keras.optimizers.SGD(0.1),
         sparse_categorical_crossentropy,
         {},
         batch_size=BATCH,
+        options=step_options,
     )
 
 

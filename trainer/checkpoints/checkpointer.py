@@ -7,14 +7,16 @@
 
 A checkpoint is a directory, `step-00001000`, with TensorFlow's files and a mark, `checkpoint.json`,
 which is written last. It is not complete if there is no mark, or if a file has another size or
-checksum than the mark says. Under multiworker only the chief saves and every worker restores, so
+checksum than the mark says. Tables have files of their own (table_files.py); with `complete_every`
+above 1 a checkpoint may have only the rows that were changed, and needs earlier checkpoints, which
+the mark names. Under multiworker only the chief saves and every worker restores, so
 `model_dir` must be in a file system that all of them see. TensorFlow cannot open s3://: for it,
 files are written to TMPDIR and uploaded, the mark last, and downloaded before they are read.
 
-The training thread copies the variables (snapshot.py) while no step is in flight. One other thread
-writes files, checksums and the mark, and removes old checkpoints, one save after the other. If a
-save fails, the error is logged, its files are removed, training continues, and older checkpoints
-stay until a newer one is complete.
+The training thread copies the variables (snapshot.py) and writes tables while no step is in flight.
+One other thread writes the other files, checksums and the mark, and removes old checkpoints, one
+save after the other. If a save fails, the error is logged, its files are removed, training
+continues, and older checkpoints stay until a newer one is complete.
 """
 
 import concurrent.futures
@@ -48,6 +50,8 @@ from trainer.checkpoints.file_checks import (
     size_damage_of,
 )
 from trainer.checkpoints.snapshot import Snapshot, tensorflow_variables
+from trainer.checkpoints.table_files import PREFIX, StagedTables, read_tables
+from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import Rows, saved_variables
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
@@ -84,6 +88,10 @@ class _Mark:
     files: Mapping[str, Mapping[str, int | str]]
     score: float
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # Of variables, by their kind.
+    # The checkpoints with the rows of tables that this one does not have, the oldest first, with
+    # the checksums of their marks: another one may come to the same place.
+    needs: Mapping[str, str] = field(default_factory=dict)
+    checksum: str = ""
 
 
 class Checkpointer:
@@ -98,6 +106,7 @@ class Checkpointer:
         keep: int,
         io_device: str | None = None,
         is_shared: bool = False,
+        complete_every: int = 1,
     ) -> None:
         """Reads and writes nothing yet.
 
@@ -110,9 +119,18 @@ class Checkpointer:
             is_shared: Another process may save at the same time: the chief of an earlier group of
                 hosts. Then each checkpoint is renamed when it is complete, and a save removes
                 only checkpoints of earlier steps. Not for URLs.
+            complete_every: Each n-th checkpoint has complete tables. Above 1 the learner must mark
+                changed rows (Options.marks_changed_rows).
         """
         self.directory = self._directory = directory
         self._checkpoint = _checkpoint_of(learner)
+        self._tables = learner.saved_tables
+        self._staged = StagedTables(directory, lambda: self.on_progress())
+        self._complete_every = complete_every
+        # The checkpoints that together have the tables of the newest one; empty if the next one
+        # must have complete tables. And those that the staged tables need. As `_Mark.needs`.
+        self._chain: Mapping[str, str] = {}
+        self._needs: Mapping[str, str] = {}
         ours = {
             "variables": _specs(saved_variables(learner.model)),
             "optimizer": type(learner.optimizer).__name__,
@@ -140,6 +158,8 @@ class Checkpointer:
         # Called on the other thread when all but the mark is written: a run that resumes from the
         # checkpoint then finds what was reported before it.
         self.before_mark: Callable[[], None] = lambda: None
+        # Called often while tables are written and read.
+        self.on_progress: Callable[[], None] = lambda: None
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -147,7 +167,12 @@ class Checkpointer:
 
         Empty if a checkpoint has something else, too.
         """
-        return tensorflow_variables(self._checkpoint)
+        variables = tensorflow_variables(self._checkpoint)
+        for table in self._tables:
+            if isinstance(table, DynamicTable):
+                return []
+            variables += table.variables
+        return variables
 
     @property
     def run_identity(self) -> str:
@@ -162,6 +187,8 @@ class Checkpointer:
         """
         if self._snapshot is None:
             self._snapshot = Snapshot(self._checkpoint, device=self._device)
+            for table in self._tables:
+                table.make_graphs()
 
     def save(self, step: int, position: Position, counts: WorkerStats) -> None:
         """Copies the variables, after a former write, and starts to write a checkpoint of `step`.
@@ -175,9 +202,13 @@ class Checkpointer:
             write_one = self._written_elsewhere if self._is_shared else self._written
             if write_one(name, step, position, {"counts": counts}):
                 self._saved_step = step
+                self._chain = self._chain_to(name)
                 self._rotate(name)
+            else:
+                self._chain = {}
 
         self._write_later(step, write)
+        self._staged.forget_changes()
 
     def save_for_restart(self, step: int, position: Position, counts: WorkerStats) -> None:
         """As `save`, but removes no other checkpoint. Any task may call it, before it ends.
@@ -194,7 +225,8 @@ class Checkpointer:
             if write_one(name, step, position, more):
                 self._saved_step = step
 
-        self._write_later(step, write)
+        # Complete: checkpoints that it would need may have been removed by the chief.
+        self._write_later(step, write, is_complete=True)
 
     def save_best(self, step: int, position: Position, score: float) -> None:
         """Saves as best-* if `score` is the highest so far; then removes the former best."""
@@ -206,7 +238,7 @@ class Checkpointer:
             if math.isnan(score) or any(mark and mark.score >= score for mark in marks):
                 return
             name = f"best-{step:08d}"
-            if self._written(name, step, position, {"score": score}):
+            if self._written(name, step, position, {"score": score}) and self._chain_to(name):
                 for other in set(former) - {name}:
                     self._remove(other)
 
@@ -217,6 +249,9 @@ class Checkpointer:
         writes, self._writes = self._writes, []
         for write in writes:
             write.result()
+        if self._tables:
+            self._staged.remove()
+            self._snapshot_step = None
 
     def has_saved(self, step: int) -> bool:
         """Returns True if the last checkpoint written or restored is of `step`, and exists; waits.
@@ -304,12 +339,18 @@ class Checkpointer:
         self._snapshot_step = None
         mark = _complete_mark(path)
         self._check_identity(name, mark, ignored)
+        if self._tables and f"{PREFIX}.index" not in mark.files:
+            raise ModelDirError(
+                f"{path} was written by an earlier version of this program, which kept tables in "
+                "another way. Give another --model_dir."
+            )
         with _local_copy(path, mark.files) as local:
             for file, contents in mark.files.items():
                 if damage := damage_of(f"{local}/{file}", contents):
                     raise _DamagedError(damage)
             try:
                 status = self._checkpoint.read(f"{local}/variables", options=self._options)
+                self._read_tables(name, mark, local)
             except tf.errors.UnavailableError:
                 raise  # The files may be complete.
             except (tf.errors.OpError, ValueError) as error:
@@ -327,8 +368,51 @@ class Checkpointer:
         self._verified.add(name)
         return mark.saved
 
-    def _write_later(self, step: int, write: Callable[[], None]) -> None:
-        """Copies the variables, unless the copy is of `step`; calls `write` on the other thread."""
+    def _read_tables(self, name: str, mark: _Mark, local: str) -> None:
+        """Sets the tables to those of checkpoint `name`, whose own files are in `local`."""
+        if not self._tables:
+            return
+        with contextlib.ExitStack() as stack:
+            directories = []
+            for need in mark.needs:
+                path = f"{self._directory}/{need}"
+                contents = _complete_mark(path).files
+                of_tables = {n: c for n, c in contents.items() if n.startswith(f"{PREFIX}.")}
+                directories.append(stack.enter_context(_local_copy(path, of_tables)))
+                for file, content in of_tables.items():
+                    if damage := damage_of(f"{directories[-1]}/{file}", content):
+                        raise _DamagedError(f"it needs {need}, of which {damage}")
+            read_tables([*directories, local], self._tables, self.on_progress)
+        for table in self._tables:
+            table.take_changed_ids(table.index(), mark.saved.step)
+        self._staged.forget_changes()
+        is_step = name.startswith("step-")
+        self._chain = {**mark.needs, name: mark.checksum} if is_step else {}
+
+    def _chain_to(self, name: str) -> Mapping[str, str]:
+        """The checkpoints with the tables of `name`, as `_Mark.needs`; empty if damaged."""
+        mark = self._mark_if_complete(name)
+        return {**mark.needs, name: mark.checksum} if mark else {}
+
+    def _stage(self, step: int, *, is_complete: bool) -> None:
+        """Writes the tables to files that checkpoints of `step` get."""
+        needs = self._chain
+        # Other processes may remove what is needed.
+        if is_complete or self._is_shared or len(needs) % self._complete_every == 0:
+            needs = {}
+        # Now the next checkpoint can still be complete.
+        if needs and self._chain_to([*needs][-1]) != needs:
+            needs = {}
+        self._needs = needs
+        self._staged.write(self._tables, step, changes_only=bool(needs))
+
+    def _write_later(
+        self, step: int, write: Callable[[], None], *, is_complete: bool = False
+    ) -> None:
+        """Copies the variables, unless the copy is of `step`; calls `write` on the other thread.
+
+        With `is_complete` the checkpoint has complete tables.
+        """
         if self._snapshot_step != step:
             # The copy must not change while it is written.
             self.wait()
@@ -337,6 +421,8 @@ class Checkpointer:
                 self.prepare()
             else:
                 self._snapshot.take()
+            if self._tables:
+                self._stage(step, is_complete=is_complete)
             self._snapshot_step = step
         self._writes.append(self._writer.submit(self._tolerating, write))
 
@@ -407,6 +493,8 @@ class Checkpointer:
         assert self._snapshot is not None, "_write_later takes it"
         with _staged(path) as local:
             self._snapshot.write(f"{local}/variables", self._options)
+            if self._tables:
+                self._staged.add_to(local)
             written = {}
             for file in sorted(tf.io.gfile.listdir(local)):
                 written[file] = contents_of(f"{local}/{file}")
@@ -418,6 +506,7 @@ class Checkpointer:
             "skipped": position.skipped,
             **more,
             "names": self._names_of,
+            "needs": self._needs,
             "files": written,
             "identity": self._identity,
         }
@@ -434,17 +523,32 @@ class Checkpointer:
             flush_to_disk(directory)
 
     def _rotate(self, just_written: str) -> None:
-        useful = []
+        best = filter(None, map(self._mark_if_complete, self._names("best-")))
+        needed = {name for mark in best for name in mark.needs}
+        useful: dict[str, _Mark] = {}
+        incomplete = []  # They need others that are damaged, or cannot be read now.
         for name in self._names("step-"):
             if self._is_shared and _step(name) > _step(just_written):
                 continue
             was_skipped = _step(name) > self._resumed_step and name not in self._verified
-            if was_skipped or self._mark_if_complete(name) is None:
+            if self._own_mark(name) is None or (was_skipped and name not in needed):
                 self._remove(name)
-            elif name != just_written:
-                useful.append(name)
-        for name in useful[: max(0, len(useful) + 1 - self._keep)]:
-            self._remove(name)
+            elif mark := self._mark_if_complete(name):
+                useful[name] = mark
+            else:
+                incomplete.append(name)
+        others = [name for name in useful if name != just_written]
+        old = others[: max(0, len(others) + 1 - self._keep)]
+        kept = [name for name in useful if name not in old]
+        # A damaged one damages all that need it.
+        first = {name: next(iter(mark.needs), name) for name, mark in useful.items()}
+        if self._keep > 1 and len({first[name] for name in kept}) == 1:
+            kept += [name for name in old if first[name] != first[kept[0]]][-1:]
+        needed |= {need for name in kept for need in useful[name].needs}
+        too_old = [name for name in incomplete if kept and _step(name) < _step(kept[0])]
+        for name in [*too_old, *old]:
+            if name not in needed and name not in kept:
+                self._remove(name)
 
     def _remove(self, name: str) -> None:
         # The mark first: if this is killed, the other files must not look like a damaged one.
@@ -465,6 +569,12 @@ class Checkpointer:
     def _mark_if_complete(self, name: str) -> _Mark | None:
         with contextlib.suppress(_DamagedError):
             return _complete_mark(f"{self._directory}/{name}")
+        return None
+
+    def _own_mark(self, name: str) -> _Mark | None:
+        """As `_mark_if_complete`, if the checkpoints that it needs are complete or not."""
+        with contextlib.suppress(_DamagedError):
+            return _mark_at(f"{self._directory}/{name}")
         return None
 
     def _refuse_damaged(self, names: Sequence[str]) -> None:
@@ -502,14 +612,20 @@ class Checkpointer:
 
 
 def _checkpoint_of(learner: Learner) -> tf.train.Checkpoint:
-    state = {name: list(variables) for name, variables in learner.state.items()}
+    # Tables, and their slots, have files of their own.
+    state = {
+        name: [v for v in variables if not isinstance(v, Rows)]
+        for name, variables in learner.state.items()
+    }
     checkpoint = tf.train.Checkpoint(model=learner.model, optimizer=learner.optimizer, **state)
     reached = {id(node) for node in tf.train.TrackableView(checkpoint).descendants()}
     # keras.random.SeedGenerator is not a Trackable: the state of dropout would be left out.
     checkpoint.missed = {
         str(index): variable
         for index, variable in enumerate(saved_variables(learner.model))
-        if id(variable) not in reached and id(getattr(variable, "value", None)) not in reached
+        if not isinstance(variable, Rows | DynamicTable)
+        and id(variable) not in reached
+        and id(getattr(variable, "value", None)) not in reached
     }
     return checkpoint
 
@@ -591,7 +707,24 @@ def signed(mark: Mapping[str, object]) -> dict[str, object]:
 
 
 def _complete_mark(path: str) -> _Mark:
-    """Returns the mark. Raises _DamagedError if it is damaged, or a file has another size."""
+    """Returns the mark.
+
+    Raises _DamagedError if it is damaged, or a file of it, or of a checkpoint that it needs, has
+    another size.
+    """
+    mark = _mark_at(path)
+    for need, checksum in mark.needs.items():
+        try:
+            needed = _mark_at(files.join(files.parent(path), need))
+        except _DamagedError as error:
+            raise _DamagedError(f"it needs {need}, which is not complete: {error}") from error
+        if needed.checksum != checksum:
+            raise _DamagedError(f"it needs another {need} than the one that is there")
+    return mark
+
+
+def _mark_at(path: str) -> _Mark:
+    """As `_complete_mark`, without the checkpoints that are needed."""
     try:
         mark = json.loads(files.read_text(f"{path}/{CHECKPOINT_MARK}"))
     except UnavailableError:
@@ -611,7 +744,16 @@ def _complete_mark(path: str) -> _Mark:
         saved = Saved(int(mark["step"]), position, dict(mark.get("counts", {})), is_of_survivor)
         score = float(mark.get("score", -math.inf))
         names = dict(mark.get("names", {}))  # Early versions have none.
-        found = _Mark(saved, dict(mark["identity"]), dict(mark["files"]), score, names)
+        needs = dict(mark.get("needs", {}))
+        found = _Mark(
+            saved,
+            dict(mark["identity"]),
+            dict(mark["files"]),
+            score,
+            names,
+            needs,
+            checksum=str(mark["crc32c"]),
+        )
     # KeyError: a part is missing; the others: a part has another type.
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _DamagedError(f"{CHECKPOINT_MARK} is not one of this program: {error!r}") from error

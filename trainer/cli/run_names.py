@@ -13,7 +13,7 @@ from trainer.config import Recipe, flatten, load_recipe
 _MAX_WORDS, _MAX_LENGTH = 3, 24
 _OMITTED = re.compile(
     r"dataset|data_.*|data\..*_split|data\.(cache|prefetch).*|.*_every_steps|keep_checkpoints|"
-    r"steps_per_call|eval_batch_size|export|profile_.*|train_steps"
+    r"complete_checkpoint_every|steps_per_call|eval_batch_size|export|profile_.*|train_steps"
 )
 _UNSAFE = re.compile(r"[^\w.+=-]+")  # In a path, or in a shell.
 

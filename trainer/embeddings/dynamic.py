@@ -4,7 +4,7 @@
     rows = part.lookup(ids, training=True)          # on a worker; gathered on the server
     places = part.places(rows, variables, ids, step)    # in the update; admits ids
     table = DynamicTable([part, ...], layer)
-    table.assign(table.values())                    # sorted by id, as in a checkpoint
+    table.assign(table.numpy())                     # sorted by id
     table.evict(step)                               # no step may be in flight
 
 A hash table maps an id to its place (the index of its row), its sightings (the number of steps that
@@ -24,9 +24,10 @@ TensorFlow's MutableDenseHashTable is not used: after removals an insertion may 
 import contextlib
 import itertools
 import logging
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -57,7 +58,7 @@ _numbers = itertools.count()
 
 # The values of a table, by name: "ids" int64 [m], sorted; "use" int64 [m, 3]: 1 if the id has a
 # row, its sightings, its last step; "rows" [n, width], optimizer slots [n, ...] of ids with rows.
-Values = Mapping[str, tf.Tensor]
+Values = Mapping[str, npt.NDArray[np.generic]]
 
 
 class Counts(NamedTuple):
@@ -83,11 +84,13 @@ class DynamicPart:
             aborts when it is sent the handle of a variable with an unknown dimension. So the value
             is only read by `gather_rows`, and its size by `capacity`.
         counts: Counts, int64 [3].
+        marks_changes: True if the last step of each id is kept, also if no id is evicted.
     """
 
     def __init__(self, layer: "ShardedEmbedding", index: int, num_parts: int) -> None:
         """Makes the variables; called in the strategy's scope."""
         self._layer, self._index, self._num_parts = layer, index, num_parts
+        self.marks_changes = False
         width, dtype = layer.width, tf.as_dtype(layer.variable_dtype)
         self.slots: dict[str, tf.Variable] = {}
         with making_part(index, (0, width)):
@@ -100,7 +103,9 @@ class DynamicPart:
             self.counts = tf.Variable(
                 tf.zeros([len(Counts._fields)], tf.int64), trainable=False, name="counts"
             )
-        self._indices = {copy.handle.device: _index_on(copy.device) for copy in _copies(self.rows)}
+        self._indices = {
+            copy.handle.device: _index_on(copy.device) for copy in copies_of(self.rows)
+        }
 
     def add_slots(self, initial: Slots) -> Mapping[str, tf.Variable]:
         """Makes the optimizer slots; called in the strategy's scope. Returns them by name."""
@@ -158,7 +163,7 @@ class DynamicPart:
         "counts") are copies of this part's variables; `step` is the number of steps done before.
         """
         layer, index = self._layer, self._indices[rows.handle.device]
-        place, sightings, _ = self._find(index, ids)
+        place, sightings, last = self._find(index, ids)
         sightings += 1
         is_new = (place < 0) & (sightings >= layer.admit_after)
         new = tf.where(is_new)
@@ -180,9 +185,12 @@ class DynamicPart:
         with _after(*written):
             more = tf.stack([num_new, num_new, tf.zeros_like(num_new)])
             counted = tf.raw_ops.AssignAddVariableOp(resource=counts.handle, value=more)
-        is_changed = tf.ones_like(is_new) if layer.evicts else place < 0
+        keeps_last = layer.evicts or self.marks_changes
+        is_changed = tf.ones_like(is_new) if keeps_last else place < 0
         place = tf.tensor_scatter_nd_update(place, new, new_places)
-        values = tf.stack([place, sightings, tf.fill(tf.shape(ids), _int64(step) + 1)], axis=1)
+        # An update of an asynchronous worker may come late.
+        last = tf.maximum(last, _int64(step) + 1)
+        values = tf.stack([place, sightings, last], axis=1)
         with _after(counted):
             inserted = tf.raw_ops.LookupTableInsertV2(
                 table_handle=index.ids,
@@ -192,45 +200,37 @@ class DynamicPart:
         with _after(inserted):
             return tf.identity(place)
 
-    def values(self) -> Values:
-        """What a checkpoint has of this part."""
-        rows, slots = _copies(self.rows)[0], {n: _copies(v)[0] for n, v in self.slots.items()}
+    def index(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """All ids, int64 [m], in any order, and their use, int64 [m, 3], as in `Values`."""
+        rows = copies_of(self.rows)[0]
         with tf.device(rows.device):
             ids, found = _exported(self._indices[rows.handle.device])
-            order = tf.argsort(ids)
-            ids, found = tf.gather(ids, order), tf.gather(found, order)
-            has_row = found[:, 0] >= 0
-            places = tf.boolean_mask(found[:, 0], has_row)
-            use = tf.concat([tf.cast(has_row, tf.int64)[:, tf.newaxis], found[:, 1:]], axis=1)
-            of_rows = {name: gather_rows(v, places) for name, v in {"rows": rows, **slots}.items()}
-        return {"ids": ids, "use": use, **of_rows}
+            has_row = tf.cast(found[:, :1] >= 0, tf.int64)
+            return ids, tf.concat([has_row, found[:, 1:]], axis=1)
 
-    def assign(self, values: Values) -> None:
-        """Replaces all ids and rows by those of `values` that belong to this part."""
-        variables = {"rows": self.rows, **self.slots}
-        # A tensor that is restored from a checkpoint has no static shape.
-        shapes = {name: [None, *variable.shape[1:]] for name, variable in variables.items()}
-        shapes |= {"ids": [None], "use": [None, _NUM_VALUES]}
-        values = {name: tf.ensure_shape(values[name], shape) for name, shape in shapes.items()}
-        mine = tf.equal(values["ids"] % self._num_parts, self._index)
-        has_row = tf.equal(values["use"][:, 0], 1)
-        ids, use = tf.boolean_mask(values["ids"], mine), tf.boolean_mask(values["use"], mine)
-        is_mine = tf.boolean_mask(mine, has_row)
+    def values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The rows and slots of `ids`, which have rows, by name."""
+        rows = copies_of(self.rows)[0]
+        with tf.device(rows.device):
+            place, _, _ = self._find(self._indices[rows.handle.device], ids)
+            return {name: gather_rows(v, place) for name, v in self._variables().items()}
+
+    def set_index(self, ids: tf.Tensor, use: tf.Tensor) -> None:
+        """Replaces all ids by those of `ids` that belong to this part; their rows are zeros."""
+        mine = tf.equal(ids % self._num_parts, self._index)
+        ids, use = tf.boolean_mask(ids, mine), tf.boolean_mask(use, mine)
         number = tf.reduce_sum(use[:, 0])
         size = tf.maximum(number, _FIRST_ROWS)
-        of_rows = {
-            name: _padded(tf.boolean_mask(values[name], is_mine), size) for name in variables
-        }
         place = tf.where(use[:, 0] > 0, tf.cumsum(use[:, 0]) - 1, -1)
         in_hash = tf.concat([place[:, tf.newaxis], use[:, 1:]], axis=1)
-        for name, variable in variables.items():
-            value = of_rows[name]
-            for copy in _copies(variable):
+        for variable in self._variables().values():
+            for copy in copies_of(variable):
                 with tf.device(copy.device):
+                    zeros = tf.zeros([size, *copy.shape[1:]], copy.dtype)
                     tf.raw_ops.AssignVariableOp(
-                        resource=copy.handle, value=tf.identity(value), validate_shape=False
+                        resource=copy.handle, value=zeros, validate_shape=False
                     )
-        for rows, counts in zip(_copies(self.rows), _copies(self.counts), strict=True):
+        for rows, counts in zip(copies_of(self.rows), copies_of(self.counts), strict=True):
             index = self._indices[rows.handle.device]
             with tf.device(rows.device):
                 tf.raw_ops.LookupTableRemoveV2(table_handle=index.ids, keys=_exported(index)[0])
@@ -239,9 +239,25 @@ class DynamicPart:
                 )
                 counts.assign(tf.stack([number, 0, 0]))
 
+    def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
+        """Sets the rows and slots of those of `ids`, which have rows, that belong to this part."""
+        mine = tf.equal(ids % self._num_parts, self._index)
+        ids = tf.boolean_mask(ids, mine)
+        of_mine = {name: tf.boolean_mask(value, mine) for name, value in values.items()}
+        copies = [copies_of(variable) for variable in self._variables().values()]
+        for of_device in zip(*copies, strict=True):
+            rows = of_device[0]
+            with tf.device(rows.device):
+                place, _, _ = self._find(self._indices[rows.handle.device], ids)
+                for name, variable in zip(self._variables(), of_device, strict=True):
+                    _scattered(variable, place, tf.identity(of_mine[name]))
+
+    def _variables(self) -> dict[str, tf.Variable]:
+        return {"rows": self.rows, **self.slots}
+
     def last_steps(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The last steps of ids with rows, int64 [k], and the numbers of these ids, int64 [k]."""
-        rows = _copies(self.rows)[0]
+        rows = copies_of(self.rows)[0]
         with tf.device(rows.device):
             _, found = _exported(self._indices[rows.handle.device])
             steps = tf.boolean_mask(found[:, 2], found[:, 0] >= 0)
@@ -250,7 +266,7 @@ class DynamicPart:
 
     def evict(self, step: tf.Tensor) -> None:
         """Removes ids that neither `step` nor a later one used. The last rows fill the gaps."""
-        variables = [_copies(v) for v in (self.rows, self.counts, *self.slots.values())]
+        variables = [copies_of(v) for v in (self.rows, self.counts, *self.slots.values())]
         for rows, counts, *slots in zip(*variables, strict=True):
             index = self._indices[rows.handle.device]
             with tf.device(rows.device):
@@ -290,8 +306,8 @@ class DynamicPart:
         return place, sightings, last
 
 
-class DynamicTable(tf.__internal__.tracking.Trackable):
-    """The parts of a table, with their optimizer slots, as one entry of a checkpoint.
+class DynamicTable:
+    """The parts of a table, with their optimizer slots. Its methods are those of FixedTable.
 
     Attributes:
         parts: The variables with the rows of each part.
@@ -308,48 +324,105 @@ class DynamicTable(tf.__internal__.tracking.Trackable):
         self.path = self.name = f"{layer.path}/embeddings"
         self.dtype: str = parts[0].rows.dtype.name
         self._has_warned = False
+        self._saved_step = 0
         step = tf.TensorSpec([], tf.int64)
+        ids = tf.TensorSpec([None], tf.int64)
+        use = tf.TensorSpec([None, _NUM_VALUES], tf.int64)
         self._last_steps_in_graph = tf.function(self._last_steps, input_signature=[])
         self._evict_in_graph = tf.function(self._evict, input_signature=[step])
+        self._index_in_graph = tf.function(self._joined_index, input_signature=[])
+        self._values_in_graph = tf.function(self._values_of, input_signature=[ids])
+        self._set_index_in_graph = tf.function(self._set_index, input_signature=[ids, use])
+        self._set_values_in_graph = tf.function(self._set_values)
 
     @property
     def slot_names(self) -> list[str]:
         """The names of the optimizer slots."""
         return list(self.dynamic_parts[0].slots)
 
-    def values(self) -> dict[str, tf.Tensor]:
-        """All ids and their rows, sorted by id."""
-        parts = [part.values() for part in self.dynamic_parts]
-        if len(parts) == 1:
-            return dict(parts[0])
-        joined = {name: tf.concat([part[name] for part in parts], axis=0) for name in parts[0]}
-        order = tf.argsort(joined["ids"])
-        has_row = tf.equal(joined["use"][:, 0], 1)
-        places = tf.gather(tf.cumsum(joined["use"][:, 0]) - 1, order)
-        of_rows = tf.boolean_mask(places, tf.gather(has_row, order))
-        return {
-            name: tf.gather(value, order if name in ("ids", "use") else of_rows)
-            for name, value in joined.items()
-        }
+    @property
+    def value_names(self) -> list[str]:
+        """The names of what `values_of` returns."""
+        return ["rows", *self.slot_names]
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of the values of one id."""
+        part = self.dynamic_parts[0]
+        return sum(
+            variable.dtype.size * math.prod(variable.shape[1:])
+            for variable in (part.rows, *part.slots.values())
+        )
+
+    def index(self) -> dict[str, npt.NDArray[np.int64]]:
+        """All ids, sorted, and their use, as in `Values`."""
+        ids, use = map(value_of, self._index_in_graph())
+        order = np.argsort(ids)
+        return {"ids": ids[order], "use": use[order]}
+
+    def ids(self, index: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+        """The ids of `index` that have rows."""
+        found: npt.NDArray[np.int64] = index["ids"][index["use"][:, 0] == 1]
+        return found
+
+    def take_changed_ids(
+        self, index: Mapping[str, npt.NDArray[np.int64]], step: int
+    ) -> npt.NDArray[np.int64]:
+        """The ids with rows that were used since the last call, sorted; `step` steps are done."""
+        has_row, last_step = index["use"][:, 0] == 1, index["use"][:, 2]
+        found: npt.NDArray[np.int64] = index["ids"][has_row & (last_step > self._saved_step)]
+        self._saved_step = step
+        return found
+
+    def values_of(self, ids: npt.NDArray[np.int64]) -> dict[str, tf.Tensor]:
+        """The values of `ids`, [n], which have rows, by name: [n, ...]."""
+        values: dict[str, tf.Tensor] = self._values_in_graph(tf.constant(ids))
+        return values
+
+    def set_index(self, index: Mapping[str, npt.NDArray[np.int64]]) -> None:
+        """Replaces all ids by those of `index`; their rows are zeros."""
+        self._set_index_in_graph(tf.constant(index["ids"]), tf.constant(index["use"]))
+
+    def set_values(self, ids: npt.NDArray[np.int64], values: Mapping[str, tf.Tensor]) -> None:
+        """Sets the values of `ids`, [n], which have rows."""
+        self._set_values_in_graph(tf.constant(ids), dict(values))
 
     def numpy(self) -> dict[str, npt.NDArray[np.generic]]:
-        """`values` as arrays."""
-        return {name: value_of(value) for name, value in self.values().items()}
+        """All ids and their rows, sorted by id, as in `Values`."""
+        index = self.index()
+        values = self.values_of(self.ids(index))
+        return {**index, **{name: value_of(value) for name, value in values.items()}}
 
-    def assign(self, values: Values) -> None:
-        """Replaces all ids and rows; does nothing in a dry run, in which there are none."""
-        for part in self.dynamic_parts if self.layer.stores_rows else ():
-            part.assign({name: tf.convert_to_tensor(value) for name, value in values.items()})
+    def assign(self, values: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Replaces all ids and rows by `values`, which are as those of `numpy`.
+
+        Does nothing in a dry run, in which there are none.
+        """
+        if not self.layer.stores_rows:
+            return
+        index = {name: np.asarray(values[name], np.int64) for name in ("ids", "use")}
+        self.set_index(index)
+        of_rows = {name: tf.convert_to_tensor(values[name]) for name in self.value_names}
+        self.set_values(self.ids(index), of_rows)
 
     def counts(self) -> Counts:
         """The sums of all parts."""
-        counts = [value_of(_copies(part.counts)[0]) for part in self.dynamic_parts]
+        counts = [value_of(copies_of(part.counts)[0]) for part in self.dynamic_parts]
         return Counts(*np.sum(counts, axis=0).tolist())
 
     def make_graphs(self) -> None:
-        """Traces the graphs of `evict`. Under ps all tasks must answer meanwhile."""
+        """Traces the graphs that a run needs. Under ps all tasks must answer meanwhile."""
         self._last_steps_in_graph.get_concrete_function()
         self._evict_in_graph.get_concrete_function()
+        self._index_in_graph.get_concrete_function()
+        self._values_in_graph.get_concrete_function()
+        self._set_index_in_graph.get_concrete_function()
+        part = self.dynamic_parts[0]
+        values = {
+            name: tf.TensorSpec([None, *variable.shape[1:]], variable.dtype)
+            for name, variable in {"rows": part.rows, **part.slots}.items()
+        }
+        self._set_values_in_graph.get_concrete_function(tf.TensorSpec([None], tf.int64), values)
 
     def evict(self, step: int) -> None:
         """Removes ids, as the layer's arguments say; `step` steps are done, and none is in flight.
@@ -400,11 +473,42 @@ class DynamicTable(tf.__internal__.tracking.Trackable):
         for part in self.dynamic_parts:
             part.evict(step)
 
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return self.values()
+    @no_autograph
+    def _joined_index(self) -> tuple[tf.Tensor, tf.Tensor]:
+        found = [part.index() for part in self.dynamic_parts]
+        ids, use = (tf.concat(values, axis=0) for values in zip(*found, strict=True))
+        return ids, use
 
-    def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> None:
-        self.assign(restored)
+    @no_autograph
+    def _values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
+        return values_of_parts(ids, ids, [part.values_of for part in self.dynamic_parts])
+
+    @no_autograph
+    def _set_index(self, ids: tf.Tensor, use: tf.Tensor) -> None:
+        for part in self.dynamic_parts:
+            part.set_index(ids, use)
+
+    @no_autograph
+    def _set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
+        for part in self.dynamic_parts:
+            part.set_values(ids, values)
+
+
+def values_of_parts(
+    ids: tf.Tensor,
+    places: tf.Tensor,
+    find: Sequence[Callable[[tf.Tensor], Mapping[str, tf.Tensor]]],
+) -> dict[str, tf.Tensor]:
+    """The values of `ids`, [n]: part p of P finds those of the `places` with id mod P = p."""
+    if len(find) == 1:
+        return dict(find[0](places))
+    owner = tf.cast(ids % len(find), tf.int32)
+    positions = tf.dynamic_partition(tf.range(tf.size(ids)), owner, len(find))
+    of_parts = tf.dynamic_partition(places, owner, len(find))
+    found = [of_part(part) for of_part, part in zip(find, of_parts, strict=True)]
+    return {
+        name: tf.dynamic_stitch(positions, [values[name] for values in found]) for name in found[0]
+    }
 
 
 def _index_on(device: str) -> _Index:
@@ -424,7 +528,7 @@ def _exported(index: _Index) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.ensure_shape(ids, [None]), tf.ensure_shape(values, [None, _NUM_VALUES])
 
 
-def _copies(variable: tf.Variable) -> list[tf.Variable]:
+def copies_of(variable: tf.Variable) -> list[tf.Variable]:
     """The copies of `variable` in this process."""
     values = getattr(variable, "values", None)
     return [variable] if values is None or callable(values) else list(values)

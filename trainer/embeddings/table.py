@@ -4,11 +4,17 @@
     rows.assign(rows.read_value())                  # complete, [1000000, 64], sorted by id
     saved_variables(model)                          # model.variables, with Rows in place of parts
 
-A checkpoint and an exported model have the complete table, so they do not depend on the number of
-parts. One process needs the memory of the complete table to write or to read them.
+A checkpoint has the rows of a table in the order of their ids, so it does not depend on the number
+of parts. It is written and read in pieces, over the methods of FixedTable:
+
+    table = FixedTable(rows, {"accumulator": slots}, changed)
+    table.values_of(ids)                            # of any ids, from all parts
+    table.take_changed_ids({}, step)                # since the last call
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import keras
@@ -16,17 +22,17 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainer.embeddings.dynamic import DynamicTable
+from data.autograph import no_autograph
+from strategies.base import value_of
+from trainer.embeddings.dynamic import DynamicTable, copies_of, values_of_parts
+from trainer.embeddings.optimizers import gather_rows
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
     from trainer.learner import Learner
 
-# The name that a tf.Variable has in a checkpoint.
-_VALUE = "VARIABLE_VALUE"
 
-
-class Rows(tf.__internal__.tracking.Trackable):
+class Rows:
     """Variables of which part p has the rows p, p + P, p + 2 P, ... of a table of P parts.
 
     Attributes:
@@ -61,11 +67,122 @@ class Rows(tf.__internal__.tracking.Trackable):
             if part.shape[0]:
                 part.assign(value[index :: len(self.parts)])
 
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {_VALUE: self.read_value()}
 
-    def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> None:
-        self.assign(restored[_VALUE])
+class FixedTable:
+    """A table with a fixed number of rows, and its optimizer slots: what a checkpoint has of them.
+
+    Ids are int64 [n], and values are by name: "rows" [n, width], and the names of the slots.
+
+    Attributes:
+        path: The name of the table.
+        rows: The rows of all parts.
+        slots: The slots of all parts, by name.
+    """
+
+    def __init__(
+        self, rows: Rows, slots: Mapping[str, Rows], changed: Sequence[tf.Variable] = ()
+    ) -> None:
+        """`changed` has a variable for each part, bool [rows]: True if a step changed the row."""
+        self.path, self.rows, self.slots = rows.path, rows, dict(slots)
+        self._variables = {"rows": rows.parts, **{n: slot.parts for n, slot in slots.items()}}
+        self._changed = list(changed)
+        ids = tf.TensorSpec([None], tf.int64)
+        values = {
+            name: tf.TensorSpec([None, *parts[0].shape[1:]], parts[0].dtype)
+            for name, parts in self._variables.items()
+        }
+        self._values_in_graph = tf.function(self._values_of, input_signature=[ids])
+        self._set_values_in_graph = tf.function(self._set_values, input_signature=[ids, values])
+        self._changed_in_graph = tf.function(self._take_changed_ids, input_signature=[])
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The variables of all parts, with the marks."""
+        return [part for parts in self._variables.values() for part in parts] + self._changed
+
+    @property
+    def value_names(self) -> list[str]:
+        """The names of what `values_of` returns."""
+        return list(self._variables)
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of the values of one id."""
+        firsts = [parts[0] for parts in self._variables.values()]
+        return sum(first.dtype.size * math.prod(first.shape[1:]) for first in firsts)
+
+    def make_graphs(self) -> None:
+        """Traces the graphs that a run needs. Under ps all tasks must answer meanwhile."""
+        self._values_in_graph.get_concrete_function()
+        self._set_values_in_graph.get_concrete_function()
+        if self._changed:
+            self._changed_in_graph.get_concrete_function()
+
+    def index(self) -> dict[str, npt.NDArray[np.int64]]:
+        """Nothing: the ids are known."""
+        return {}
+
+    def set_index(self, index: Mapping[str, npt.NDArray[np.int64]]) -> None:
+        """Does nothing."""
+
+    def ids(self, index: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+        """All ids."""
+        return np.arange(self.rows.shape[0], dtype=np.int64)
+
+    def take_changed_ids(
+        self, index: Mapping[str, npt.NDArray[np.int64]], step: int
+    ) -> npt.NDArray[np.int64]:
+        """The ids of rows that were changed since the last call, sorted; `step` steps are done."""
+        if not self._changed:  # The table is not trained.
+            return np.zeros([0], np.int64)
+        return np.sort(value_of(self._changed_in_graph()))
+
+    def values_of(self, ids: npt.NDArray[np.int64]) -> dict[str, tf.Tensor]:
+        """The values of `ids`."""
+        values: dict[str, tf.Tensor] = self._values_in_graph(tf.constant(ids))
+        return values
+
+    def set_values(self, ids: npt.NDArray[np.int64], values: Mapping[str, tf.Tensor]) -> None:
+        """Sets the values of different `ids`."""
+        self._set_values_in_graph(tf.constant(ids), dict(values))
+
+    @no_autograph
+    def _values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
+        num_parts = len(self.rows.parts)
+
+        def of_part(index: int, places: tf.Tensor) -> Mapping[str, tf.Tensor]:
+            with tf.device(self.rows.parts[index].device):
+                variables = self._variables.items()
+                return {name: gather_rows(parts[index], places) for name, parts in variables}
+
+        find = [partial(of_part, index) for index in range(num_parts)]
+        return values_of_parts(ids, ids // num_parts, find)
+
+    @no_autograph
+    def _set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
+        num_parts = len(self.rows.parts)
+        for index in range(num_parts):
+            mine = tf.equal(ids % num_parts, index)
+            places = tf.boolean_mask(ids, mine) // num_parts
+            for name, parts in self._variables.items():
+                of_mine = tf.boolean_mask(values[name], mine)
+                for copy in copies_of(parts[index]):
+                    with tf.device(copy.device):
+                        tf.raw_ops.ResourceScatterUpdate(
+                            resource=copy.handle, indices=places, updates=tf.identity(of_mine)
+                        )
+
+    @no_autograph
+    def _take_changed_ids(self) -> tf.Tensor:
+        found = []
+        for index, variable in enumerate(self._changed):
+            first, *others = copies_of(variable)
+            with tf.device(first.device):
+                found.append(tf.where(first.read_value())[:, 0] * len(self._changed) + index)
+            for copy in (first, *others):
+                with tf.device(copy.device):
+                    copy.assign(tf.zeros_like(copy))
+        return tf.concat(found, axis=0)
 
 
 def tables_of(model: keras.Model) -> "list[ShardedEmbedding]":

@@ -1,8 +1,8 @@
 """The update of a table: a learner's part of it.
 
 parts = [TablePart(layer, index) for index in range(P)]     # makes the slots
-part.change(variable, gradient, rate, step, slots)          # on the device of the variable
-slots_of(parts)                                             # complete, for a checkpoint
+part.change(variable, gradient, rate, step, colocated)      # on the device of the variable
+saved_tables(layers, parts)                                 # what a checkpoint has of them
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,11 @@ from strategies.tables import has_rows, making_part, part_rows
 from trainer.embeddings.dynamic import DynamicPart, DynamicTable
 from trainer.embeddings.layer import ShardedEmbedding
 from trainer.embeddings.optimizers import gather_rows
-from trainer.embeddings.table import Rows
+from trainer.embeddings.table import FixedTable, Rows
 from trainer.step.options import ClipConfig, ConfigError, EmaConfig, Options
+
+# The name of the variable that has the marks of changed rows.
+_CHANGED = "changed"
 
 
 class TablePart:
@@ -29,8 +32,12 @@ class TablePart:
         colocated: All variables that an update changes besides `variable`, by name.
     """
 
-    def __init__(self, layer: ShardedEmbedding, index: int) -> None:
-        """Makes the slots; called in the strategy's scope."""
+    def __init__(self, layer: ShardedEmbedding, index: int, *, marks_changes: bool = False) -> None:
+        """Makes the slots; called in the strategy's scope.
+
+        With `marks_changes` updates mark the rows that they change, for checkpoints that have only
+        these rows.
+        """
         self.layer, self.index = layer, index
         layer.is_trained = True
         self.variable: tf.Variable = layer.table.parts[index]
@@ -38,6 +45,7 @@ class TablePart:
         self.slots: Mapping[str, tf.Variable]
         if isinstance(layer.table, DynamicTable):
             self._dynamic = layer.table.dynamic_parts[index]
+            self._dynamic.marks_changes = marks_changes
             self.slots = self._dynamic.add_slots(layer.optimizer.initial_slots)
             self.colocated = {**self.slots, "counts": self._dynamic.counts}
             return
@@ -54,7 +62,14 @@ class TablePart:
                     trainable=False,
                     name=name,
                 )
-        self.slots = self.colocated = slots
+        self.slots = slots
+        self.colocated = dict(slots)
+        if marks_changes:
+            num_made = rows if has_rows() else 0
+            with extended.colocate_vars_with(self.variable), making_part(index, (rows,)):
+                self.colocated[_CHANGED] = tf.Variable(
+                    lambda: tf.zeros([num_made], tf.bool), trainable=False, name=_CHANGED
+                )
 
     def change(
         self,
@@ -93,6 +108,14 @@ class TablePart:
             rate = tf.cast(rate, rows.dtype)
             done = layer.optimizer.update(variable, colocated, ids, rows, rate, step)
             with tf.control_dependencies([] if done is None else [done]):
+                if _CHANGED in colocated:
+                    # After the change: a checkpoint that finds no mark has the row from before.
+                    done = tf.raw_ops.ResourceScatterUpdate(
+                        resource=colocated[_CHANGED].handle,
+                        indices=ids,
+                        updates=tf.ones_like(ids, tf.bool),
+                    )
+            with tf.control_dependencies([] if done is None else [done]):
                 rate = tf.identity(rate)
             if held:
                 with tf.control_dependencies([free(held, rate)]):
@@ -100,25 +123,24 @@ class TablePart:
             return rate
 
 
-def slots_of(parts: Sequence[TablePart]) -> list[Rows]:
-    """The complete slots of all tables with fixed rows that `parts` are of.
-
-    A table of dynamic ids is saved with its slots.
-    """
-    slots: dict[tuple[int, str], list[tf.Variable]] = {}
-    layers: dict[int, ShardedEmbedding] = {}
-    for part in parts:
-        if part.layer.is_dynamic:
+def saved_tables(
+    layers: Sequence[ShardedEmbedding], parts: Sequence[TablePart]
+) -> list[FixedTable | DynamicTable]:
+    """The tables of `layers`, with the slots that `parts` have; those not trained have none."""
+    found: list[FixedTable | DynamicTable] = []
+    for layer in layers:
+        if layer.is_dynamic:
+            found.append(layer.table)
             continue
-        layers[id(part.layer)] = part.layer
-        for name, variable in part.slots.items():
-            slots.setdefault((id(part.layer), name), []).append(variable)
-    found = []
-    for (layer_id, name), variables in slots.items():
-        layer = layers[layer_id]
+        of_layer = [part for part in parts if part.layer is layer]
         num_rows, width = layer.table.shape
-        shape = (num_rows, width)[: len(variables[0].shape)]
-        found.append(Rows(variables, shape, f"{layer.table.path}/{name}"))
+        slots = {}
+        for name in of_layer[0].slots if of_layer else ():
+            variables = [part.slots[name] for part in of_layer]
+            shape = (num_rows, width)[: len(variables[0].shape)]
+            slots[name] = Rows(variables, shape, f"{layer.table.path}/{name}")
+        changed = [part.colocated[_CHANGED] for part in of_layer if _CHANGED in part.colocated]
+        found.append(FixedTable(layer.table, slots, changed))
     return found
 
 

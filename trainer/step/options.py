@@ -257,6 +257,7 @@ class Options:
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     micro_batches: int = 1  # Parts of a replica's examples, computed one after the other.
     jit_compile: bool = False  # XLA compiles a replica's gradient.
+    marks_changed_rows: bool = False  # Of tables, for checkpoints that have only these rows.
     # The weights of the examples of some classes, in training.
     class_weight: Mapping[int, float] = field(default_factory=dict)
 

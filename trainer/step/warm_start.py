@@ -23,8 +23,9 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
+from trainer.checkpoints.table_files import table_directories, table_values
 from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.table import saved_variables
+from trainer.embeddings.table import saved_variables, tables_of
 from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK
 from trainer.step.options import ConfigError, WarmStartConfig, matching
@@ -106,7 +107,14 @@ def _of_checkpoint(path: str, model: keras.Model) -> Values:
             variable = variables[int(child.local_name)]
             keys |= _keys(nodes, variable, child.node_id)
         found = [keys.get(id(v), keys.get(id(getattr(v, "value", v)))) for v in variables]
-        return [None if key is None else reader.get_tensor(key) for key in found]
+        tables = table_values(table_directories(directory), rows_only=True)
+        numbers = {id(layer.table): n for n, layer in enumerate(tables_of(model))}
+        return [
+            tables.get(f"{numbers[id(variable)]}/rows")
+            if id(variable) in numbers
+            else (None if key is None else reader.get_tensor(key))
+            for variable, key in zip(variables, found, strict=True)
+        ]
     except (tf.errors.OpError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(
             f"config.warm_start.path={path}: {directory} is not a checkpoint of this program, or "

@@ -1,0 +1,286 @@
+"""The tables of a checkpoint: files that are written and read in pieces.
+
+    staged = StagedTables("model_dir/checkpoints")
+    staged.write(tables, step=1000, changes_only=False)     # [FixedTable or DynamicTable, ...]
+    staged.add_to("model_dir/checkpoints/step-00001000")    # a checkpoint gets the files
+    read_tables([base, changes], tables)                    # the complete one first
+    values = table_values([base, changes])                  # as arrays: {"0/rows": [n, width], ...}
+
+The files `tables.index` and `tables.data-*` are those of a tf.train.Checkpoint. Tensors are named
+by the number of the table:
+
+| tensor | contents |
+| --- | --- |
+| `0/rows`, and a name for each optimizer slot | [n, ...], in the order of the ids |
+| `0/changed` | int64 [n]: the ids of these rows, if the file has only those that were changed |
+| `0/ids`, `0/use` | of a table of dynamic ids: all ids, and what dynamic.py says of their use |
+
+A process needs memory for one piece, and for the ids: tables may be larger than its memory.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from data.system import files
+from data.system.scratch import scratch_dir
+from trainer.checkpoints.file_checks import STORAGE_ERRORS
+from trainer.embeddings.dynamic import DynamicTable
+from trainer.embeddings.table import FixedTable
+from trainer.exit_codes import first_line
+from trainer.run_files import CHECKPOINT_MARK
+
+PREFIX = "tables"
+
+_PIECE_BYTES = 64 << 20
+_INDEX = ("ids", "use")
+_CHANGED = "changed"
+
+Table: TypeAlias = FixedTable | DynamicTable
+_Reader: TypeAlias = Any  # TensorFlow does not export the class.
+_Ids: TypeAlias = npt.NDArray[np.int64]
+
+
+class StagedTables:
+    """The tables of one step, as files from which the checkpoints of this step are made.
+
+    They are in the directory of the checkpoints, so that local files are not copied; but for s3://
+    in TMPDIR. A process that is killed leaves them; the next start of the run removes them.
+    """
+
+    def __init__(self, directory: str, on_piece: Callable[[], None]) -> None:
+        """`directory` is that of the checkpoints. Writes nothing yet. Calls `on_piece` often."""
+        self._on_piece = on_piece
+        self._parent = f"{directory}/claims"
+        self._stack = contextlib.ExitStack()
+        self._directory = ""
+        self._error: OSError | None = None
+        self._changed: dict[int, _Ids] = {}  # By the number of the table, since `forget_changes`.
+
+    def write(self, tables: Sequence[Table], step: int, *, changes_only: bool) -> None:
+        """Writes all rows of `tables`, or those that were changed since `forget_changes`.
+
+        No step may be in flight. `add_to` raises the error if a file cannot be written. Raises
+        tf.errors.UnavailableError if a parameter server was lost.
+        """
+        self.remove()
+        try:
+            if files.is_s3(self._parent):
+                self._directory = self._stack.enter_context(scratch_dir())
+            else:
+                self._directory = f"{self._parent}/{files.partial_name('tables')}"
+                self._stack.callback(files.remove_tree, self._directory)
+                files.make_dirs(self._directory)
+            self._write(tables, step, changes_only=changes_only)
+        except OSError as error:
+            self._error = error
+
+    def forget_changes(self) -> None:
+        """The next `write` counts changes from the last one on."""
+        self._changed.clear()
+
+    def add_to(self, directory: str) -> None:
+        """Gives the files to `directory`, too.
+
+        Raises OSError or tf.errors.OpError if that is not possible, or if `write` has failed.
+        """
+        if self._error is not None:
+            raise self._error
+        for name in files.names_in(self._directory):
+            source, target = f"{self._directory}/{name}", f"{directory}/{name}"
+            if files.is_url(target):
+                tf.io.gfile.copy(source, target, overwrite=True)
+                continue
+            try:
+                os.link(source, target)
+            except OSError:  # Another file system, or one without links.
+                tf.io.gfile.copy(source, target, overwrite=True)
+
+    def remove(self) -> None:
+        """Removes the files. If that fails, the next start of the run does it."""
+        self._error = None
+        with contextlib.suppress(*STORAGE_ERRORS):
+            self._stack.close()
+
+    def _write(self, tables: Sequence[Table], step: int, *, changes_only: bool) -> None:
+        pieces: list[str] = []
+
+        def save(tensors: Mapping[str, tf.Tensor], slices: Sequence[str]) -> None:
+            pieces.append(f"{self._directory}/{PREFIX}-{len(pieces)}")
+            with _write_errors_explained():
+                tf.raw_ops.SaveV2(
+                    prefix=pieces[-1],
+                    tensor_names=list(tensors),
+                    shape_and_slices=slices,
+                    tensors=list(tensors.values()),
+                )
+            self._on_piece()
+
+        for number, table in enumerate(tables):
+            index = table.index()
+            ids = table.ids(index)
+            # Before the values are read: an update that comes later is marked again.
+            changed = table.take_changed_ids(index, step)
+            if number in self._changed:  # Some may have no row any more.
+                changed = np.union1d(changed, self._changed[number])
+                changed = changed[_is_in(changed, ids)]
+            self._changed[number] = changed
+            if changes_only:
+                ids = changed
+            of_table = index | ({_CHANGED: ids} if changes_only else {})
+            if of_table:
+                tensors = {f"{number}/{n}": tf.convert_to_tensor(v) for n, v in of_table.items()}
+                save(tensors, [""] * len(tensors))
+            for start, piece in _pieces(ids, table):
+                values = table.values_of(piece)
+                tensors = {f"{number}/{name}": value for name, value in values.items()}
+                save(tensors, [_slice(value, start, len(ids)) for value in values.values()])
+        # Joins the indices; the data stay in their files.
+        with _write_errors_explained():
+            tf.raw_ops.MergeV2Checkpoints(
+                checkpoint_prefixes=pieces,
+                destination_prefix=f"{self._directory}/{PREFIX}",
+                delete_old_dirs=False,
+            )
+
+
+class _WriteError(OSError):
+    """A file cannot be written: unlike an error of reading a table, this does not end the run."""
+
+
+@contextlib.contextmanager
+def _write_errors_explained() -> Iterator[None]:
+    try:
+        yield
+    except STORAGE_ERRORS as error:
+        raise _WriteError(first_line(error)) from error
+
+
+def table_directories(checkpoint: str) -> list[str]:
+    """The directories of `table_values` for a complete checkpoint."""
+    checkpoint = checkpoint.rstrip("/")
+    needed = json.loads(files.read_text(f"{checkpoint}/{CHECKPOINT_MARK}")).get("needs", {})
+    return [*(files.join(files.parent(checkpoint), name) for name in needed), checkpoint]
+
+
+def read_tables(
+    directories: Sequence[str],
+    tables: Sequence[Table],
+    on_piece: Callable[[], None] = lambda: None,
+) -> None:
+    """Sets the values of `tables` to those in `directories`: one with all rows, then changes.
+
+    Calls `on_piece` often. Raises OSError, ValueError or tf.errors.OpError if a file cannot be
+    read.
+    """
+    readers = [tf.train.load_checkpoint(f"{directory}/{PREFIX}") for directory in directories]
+    for number, table in enumerate(tables):
+        index = _index(readers[-1], number)
+        table.set_index(index)
+        known = table.ids(index)
+        for directory, reader in zip(directories, readers, strict=True):
+            ids = _ids_of_rows(reader, number, known)
+            shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+            names = [f"{number}/{name}" for name in table.value_names]
+            for start, piece in _pieces(ids, table):
+                values = tf.raw_ops.RestoreV2(
+                    prefix=f"{directory}/{PREFIX}",
+                    tensor_names=names,
+                    shape_and_slices=[_slice_spec(shapes[n], start, len(piece)) for n in names],
+                    dtypes=[dtypes[name] for name in names],
+                )
+                if index:  # An id may have lost its row since.
+                    is_known = _is_in(piece, known)
+                    piece = piece[is_known]
+                    values = [tf.boolean_mask(value, is_known) for value in values]
+                table.set_values(piece, dict(zip(table.value_names, values, strict=True)))
+                on_piece()
+
+
+def table_values(
+    directories: Sequence[str], *, rows_only: bool = False
+) -> dict[str, npt.NDArray[np.generic]]:
+    """The values that `read_tables` would set, by the names of the tensors. Needs memory for all.
+
+    With `rows_only` without optimizer slots. Empty if there are no tables. Raises the errors of
+    `read_tables`.
+    """
+    if not tf.io.gfile.exists(f"{directories[-1]}/{PREFIX}.index"):
+        return {}
+    readers = [tf.train.load_checkpoint(f"{directory}/{PREFIX}") for directory in directories]
+    values: dict[str, npt.NDArray[np.generic]] = {}
+    names = sorted({n for reader in readers for n in reader.get_variable_to_shape_map()})
+    for number in sorted({int(name.partition("/")[0]) for name in names}):
+        index = _index(readers[-1], number)
+        values |= {f"{number}/{name}": value for name, value in index.items()}
+        for name in [n for n in names if n.startswith(f"{number}/")]:
+            kind = name.partition("/")[2]
+            if kind in (*_INDEX, _CHANGED) or (rows_only and kind != "rows"):
+                continue
+            value = None
+            for reader in readers:
+                if not reader.has_tensor(name):  # No row was changed.
+                    continue
+                rows = reader.get_tensor(name)
+                if value is None:
+                    known = _known(index, len(rows))
+                    value = np.zeros((len(known), *rows.shape[1:]), rows.dtype)
+                ids = _ids_of_rows(reader, number, known)
+                is_known = _is_in(ids, known)
+                value[np.searchsorted(known, ids[is_known])] = rows[is_known]
+            assert value is not None
+            values[name] = value
+    return values
+
+
+def _known(index: Mapping[str, _Ids], num_rows: int) -> _Ids:
+    if not index:
+        return np.arange(num_rows)
+    found: _Ids = index["ids"][index["use"][:, 0] == 1]
+    return found
+
+
+def _index(reader: _Reader, number: int) -> dict[str, _Ids]:
+    names = {name: f"{number}/{name}" for name in _INDEX}
+    return {n: reader.get_tensor(full) for n, full in names.items() if reader.has_tensor(full)}
+
+
+def _ids_of_rows(reader: _Reader, number: int, known: _Ids) -> _Ids:
+    """The ids of the rows in one file; `known` are those of a table with a fixed number."""
+    if reader.has_tensor(f"{number}/{_CHANGED}"):
+        changed: _Ids = reader.get_tensor(f"{number}/{_CHANGED}")
+        return changed
+    index = _index(reader, number)
+    return _known(index, len(known))
+
+
+def _is_in(ids: _Ids, known: _Ids) -> npt.NDArray[np.bool_]:
+    """Whether each of `ids` is in `known`, which is sorted."""
+    if not len(known):
+        return np.zeros(ids.shape, bool)
+    places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return np.asarray(known[places] == ids)
+
+
+def _pieces(ids: _Ids, table: Table) -> Iterator[tuple[int, _Ids]]:
+    """The parts of `ids` whose values are in memory at the same time, with their first index."""
+    size = max(1, _PIECE_BYTES // table.row_bytes)
+    for start in range(0, len(ids), size):
+        yield start, ids[start : start + size]
+
+
+def _slice(piece: tf.Tensor, start: int, num_rows: int) -> str:
+    """TensorFlow's description of a piece of a tensor with `num_rows` rows."""
+    return _slice_spec([num_rows, *piece.shape[1:]], start, len(piece))
+
+
+def _slice_spec(shape: Sequence[int], start: int, size: int) -> str:
+    others = ":".join(["-"] * (len(shape) - 1))
+    rows = f"{start},{size}"
+    return f"{' '.join(map(str, shape))} {rows}{':' if others else ''}{others}"
