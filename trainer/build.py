@@ -225,8 +225,8 @@ def build_checkpointer(
         keep=recipe.config.keep_checkpoints,
         io_device=io_device,
         is_shared=is_shared,
-        # The chief removes checkpoints that those of an evaluator would need.
-        complete_every=1 if is_evaluator else recipe.config.complete_checkpoint_every,
+        complete_every=recipe.config.complete_checkpoint_every,
+        is_evaluator=is_evaluator,
     )
 
 

@@ -19,7 +19,7 @@ from absl import flags
 
 from trainer.cli.tools import prepare_tensorflow, run_tool, runs_of
 from trainer.config import ConfigError, flatten_json
-from trainer.exit_codes import EXIT_DONE
+from trainer.exit_codes import EXIT_DONE, first_line
 from trainer.run_files import CHECKPOINT_MARK, Document, RunFiles
 
 if TYPE_CHECKING:
@@ -175,9 +175,16 @@ def variable_differences(left: str, right: str) -> list[tuple[str, float]]:
 
 
 def _table_differences(left: str, right: str) -> list[tuple[str, float]]:
+    import tensorflow as tf
+
     from trainer.checkpoints.table_files import table_directories, table_values
 
-    ours, theirs = (table_values(table_directories(path)) for path in (left, right))
+    try:
+        ours, theirs = (table_values(table_directories(path)) for path in (left, right))
+    except (OSError, ValueError, tf.errors.OpError) as error:
+        raise ConfigError(
+            f"The tables of {left} or {right} cannot be read: {first_line(error)}"
+        ) from error
     found = []
     for key in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(key), theirs.get(key)

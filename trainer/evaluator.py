@@ -11,16 +11,19 @@ checkpoint of a complete run.
     MODEL_DIR/checkpoints/best-*
 """
 
+import contextlib
 import logging
 import os
 import threading
 
+from data.system.files import remove_tree
 from data.system.stopwatch import Stopwatch
 from strategies.base import Position
 from strategies.cluster.peers import watch_chief
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from trainer.build import build_checkpointer, build_json_lines, build_learner
 from trainer.checkpoints.checkpointer import ModelDirError, Saved
+from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.report_upload import local_dir
 from trainer.cli.task_spec import TaskSpec
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
@@ -69,6 +72,8 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
     checkpointer = build_checkpointer(
         spec.recipe, spec.model_dir, inputs, learner, is_evaluator=True
     )
+    with contextlib.suppress(*STORAGE_ERRORS):
+        remove_tree(f"{checkpointer.directory}/evaluator")  # Of an evaluator that was killed.
     console = Console(config.train_steps, is_quiet=spec.is_quiet)
     appended = RunFiles(local_dir(spec.model_dir))
     metrics = RunFiles(appended.evaluator).metrics

@@ -13,12 +13,13 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
+from data.system.object_store import UnavailableError
 from strategies.base import Position
 from tests.unit import test_dynamic_ids, test_embeddings
 from tests.unit.replicas import steps_on
 from trainer.checkpoints import table_files
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError, signed
-from trainer.checkpoints.table_files import table_directories, table_values
+from trainer.checkpoints.table_files import StagedTables, table_directories, table_values
 from trainer.embeddings import Adagrad, RowWiseAdagrad
 from trainer.learner import Learner
 from trainer.step.options import Options
@@ -245,13 +246,16 @@ def test_a_lost_server_is_no_error_of_storage(
 
 
 def test_a_checkpoint_without_table_files_is_refused(
-    make: Callable[..., Learner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Learner], tmp_path: Path
 ) -> None:
-    learner = make()
-    checkpointer = checkpointer_of(learner, tmp_path)
-    monkeypatch.setattr(checkpointer, "_tables", [])
-    checkpointer.save(1, Position(), {})
-    assert checkpointer.has_saved(1)
+    saved_run(make(), tmp_path, 1)
+    for file in (tmp_path / "step-00000003").glob("tables.*"):
+        file.unlink()
+    path = tmp_path / "step-00000003" / "checkpoint.json"
+    mark = json.loads(path.read_text())
+    del mark["needs"]
+    mark["files"] = {n: c for n, c in mark["files"].items() if not n.startswith("tables.")}
+    path.write_text(json.dumps(signed(mark)))
     with pytest.raises(ModelDirError, match="earlier version"):
         checkpointer_of(make(), tmp_path).restore()
 
@@ -298,6 +302,88 @@ def test_two_chains_are_kept_in_case_one_is_damaged(
     names = [f"step-{step:08d}" for step in range(3, 27, 3)]
     # The newest two need the second complete one, 15. Before it there is one more, with its chain.
     assert checkpointer_of(make(), tmp_path).names() == names
+
+
+@pytest.mark.parametrize("fails_at", ["the check before", "the mark after"])
+def test_after_a_failure_of_the_storage_around_a_save_the_next_is_complete(
+    fails_at: str,
+    make: Callable[..., Learner],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner = make()
+    saved_run(learner, tmp_path, 2)
+    checkpointer = checkpointer_of(learner, tmp_path)
+    assert checkpointer.restore() is not None
+    train(learner, 6, 9)
+    real = checkpointer._mark_if_complete
+    # The first look is that before the tables are staged; the second comes when all is written.
+    answers = [False, True] if fails_at == "the mark after" else [True]
+
+    def look(name: str) -> object:
+        if answers and answers.pop(0):
+            raise UnavailableError("503")
+        return real(name)
+
+    monkeypatch.setattr(checkpointer, "_mark_if_complete", look)
+    checkpointer.save(9, Position(), {})
+    assert checkpointer.has_saved(9)
+    assert len(needs_of(tmp_path, 9)) == (2 if fails_at == "the mark after" else 0)
+    train(learner, 9, 12)
+    checkpointer.save(12, Position(), {})
+    assert checkpointer.has_saved(12)
+    assert len(needs_of(tmp_path, 12)) == (0 if fails_at == "the mark after" else 1)
+    other = make()
+    assert checkpointer_of(other, tmp_path).restore_step(12)
+    assert_same(values_of(other), values_of(learner))
+
+
+def test_an_evaluation_that_is_not_the_best_writes_no_tables(
+    make: Callable[..., Learner], tmp_path: Path
+) -> None:
+    learner, calls = make(), []
+    checkpointer = checkpointer_of(learner, tmp_path)
+    train(learner, 0, 3)
+    checkpointer.save_best(3, Position(), 1.0)
+    checkpointer.wait()
+    checkpointer.on_progress = lambda: calls.append(1)
+    train(learner, 3, 6)
+    checkpointer.save_best(6, Position(), 0.5)
+    checkpointer.wait()
+    assert not calls
+    assert checkpointer.names() == ["best-00000003"]
+
+
+def test_checkpoints_of_an_evaluator_need_no_others(
+    make: Callable[..., Learner], tmp_path: Path
+) -> None:
+    expected = saved_run(make(), tmp_path, 3)
+    learner = make()
+    evaluator = Checkpointer(
+        str(tmp_path), learner, {}, keep=1, complete_every=EVERY, is_evaluator=True
+    )
+    assert evaluator.restore_step(9)
+    evaluator.save_best(9, Position(), 1.0)
+    evaluator.wait()
+    for step in expected:
+        shutil.rmtree(tmp_path / f"step-{step:08d}")
+    other = make()
+    assert checkpointer_of(other, tmp_path).restore_model("best-00000009").step == 9
+    assert_same(values_of(other), expected[9])
+
+
+def test_a_staged_file_that_is_gone_is_an_error_of_the_save(
+    make: Callable[..., Learner], tmp_path: Path
+) -> None:
+    learner = make()
+    train(learner, 0, 3)
+    staged = StagedTables(str(tmp_path / "claims"), "CPU:0", lambda: None)
+    staged.write(learner.saved_tables, 3, changes_only=False)
+    (directory,) = (tmp_path / "claims").iterdir()
+    next(directory.glob("tables.data-*")).unlink()
+    (tmp_path / "one").mkdir()
+    with pytest.raises((OSError, tf.errors.OpError)):
+        staged.add_to(str(tmp_path / "one"))
 
 
 def test_long_writes_and_reads_are_progress(make: Callable[..., Learner], tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ class _Mark:
     # The checkpoints with the rows of tables that this one does not have, the oldest first, with
     # the checksums of their marks: another one may come to the same place.
     needs: Mapping[str, str] = field(default_factory=dict)
+    has_table_files: bool = True  # False of early versions, which kept tables among variables.
     checksum: str = ""
 
 
@@ -107,6 +108,7 @@ class Checkpointer:
         io_device: str | None = None,
         is_shared: bool = False,
         complete_every: int = 1,
+        is_evaluator: bool = False,
     ) -> None:
         """Reads and writes nothing yet.
 
@@ -121,12 +123,17 @@ class Checkpointer:
                 only checkpoints of earlier steps. Not for URLs.
             complete_every: Each n-th checkpoint has complete tables. Above 1 the learner must mark
                 changed rows (Options.marks_changed_rows).
+            is_evaluator: The chief of the run is another process: it removes checkpoints that
+                those of this one would need, so all of them are complete.
         """
         self.directory = self._directory = directory
         self._checkpoint = _checkpoint_of(learner)
+        self._device = io_device or "CPU:0"
         self._tables = learner.saved_tables
-        self._staged = StagedTables(directory, lambda: self.on_progress())
-        self._complete_every = complete_every
+        # The next start of the run removes `claims`, with what a killed process has left.
+        staging = f"{directory}/{'evaluator' if is_evaluator else 'claims'}"
+        self._staged = StagedTables(staging, self._device, lambda: self.on_progress())
+        self._complete_every = 1 if is_evaluator else complete_every
         # The checkpoints that together have the tables of the newest one; empty if the next one
         # must have complete tables. And those that the staged tables need. As `_Mark.needs`.
         self._chain: Mapping[str, str] = {}
@@ -149,7 +156,6 @@ class Checkpointer:
         self._verified: set[str] = set()
         self._resumed_step = 0
         self._saved_step: int | None = None
-        self._device = io_device or "CPU:0"
         self._options = tf.train.CheckpointOptions(experimental_io_device=io_device)
         self._snapshot: Snapshot | None = None
         self._snapshot_step: int | None = None
@@ -200,12 +206,11 @@ class Checkpointer:
         def write() -> None:
             name = f"step-{step:08d}"
             write_one = self._written_elsewhere if self._is_shared else self._written
+            self._chain = {}  # Also if the storage fails below: then the next one is complete.
             if write_one(name, step, position, {"counts": counts}):
                 self._saved_step = step
                 self._chain = self._chain_to(name)
                 self._rotate(name)
-            else:
-                self._chain = {}
 
         self._write_later(step, write)
         self._staged.forget_changes()
@@ -231,17 +236,24 @@ class Checkpointer:
     def save_best(self, step: int, position: Position, score: float) -> None:
         """Saves as best-* if `score` is the highest so far; then removes the former best."""
 
+        def is_best() -> bool:
+            marks = map(self._mark_if_complete, self._names("best-"))
+            # NaN is never better: neither as the new score nor as an old one.
+            return not (math.isnan(score) or any(mark and mark.score >= score for mark in marks))
+
         def write() -> None:
             former = self._names("best-")
-            marks = map(self._mark_if_complete, former)
-            # NaN is never better: neither as the new score nor as an old one.
-            if math.isnan(score) or any(mark and mark.score >= score for mark in marks):
+            if not is_best():
                 return
             name = f"best-{step:08d}"
             if self._written(name, step, position, {"score": score}) and self._chain_to(name):
                 for other in set(former) - {name}:
                     self._remove(other)
 
+        if self._tables:  # Training waits while they are written.
+            with contextlib.suppress(*STORAGE_ERRORS):
+                if not is_best():
+                    return
         self._write_later(step, write)
 
     def wait(self) -> None:
@@ -339,7 +351,7 @@ class Checkpointer:
         self._snapshot_step = None
         mark = _complete_mark(path)
         self._check_identity(name, mark, ignored)
-        if self._tables and f"{PREFIX}.index" not in mark.files:
+        if self._tables and not mark.has_table_files:
             raise ModelDirError(
                 f"{path} was written by an earlier version of this program, which kept tables in "
                 "another way. Give another --model_dir."
@@ -376,13 +388,13 @@ class Checkpointer:
             directories = []
             for need in mark.needs:
                 path = f"{self._directory}/{need}"
-                contents = _complete_mark(path).files
+                contents = _mark_at(path).files
                 of_tables = {n: c for n, c in contents.items() if n.startswith(f"{PREFIX}.")}
                 directories.append(stack.enter_context(_local_copy(path, of_tables)))
                 for file, content in of_tables.items():
                     if damage := damage_of(f"{directories[-1]}/{file}", content):
                         raise _DamagedError(f"it needs {need}, of which {damage}")
-            read_tables([*directories, local], self._tables, self.on_progress)
+            read_tables([*directories, local], self._tables, self._device, self.on_progress)
         for table in self._tables:
             table.take_changed_ids(table.index(), mark.saved.step)
         self._staged.forget_changes()
@@ -398,11 +410,14 @@ class Checkpointer:
         """Writes the tables to files that checkpoints of `step` get."""
         needs = self._chain
         # Other processes may remove what is needed.
-        if is_complete or self._is_shared or len(needs) % self._complete_every == 0:
+        if is_complete or self._is_shared or len(needs) >= self._complete_every:
             needs = {}
-        # Now the next checkpoint can still be complete.
-        if needs and self._chain_to([*needs][-1]) != needs:
-            needs = {}
+        if needs:
+            try:
+                is_there = self._chain_to([*needs][-1]) == needs
+            except STORAGE_ERRORS:
+                is_there = False
+            needs = needs if is_there else {}
         self._needs = needs
         self._staged.write(self._tables, step, changes_only=bool(needs))
 
@@ -523,17 +538,20 @@ class Checkpointer:
             flush_to_disk(directory)
 
     def _rotate(self, just_written: str) -> None:
-        best = filter(None, map(self._mark_if_complete, self._names("best-")))
-        needed = {name for mark in best for name in mark.needs}
+        marks = {name: self._own_mark(name) for name in self.names()}
+        needing = [marks[name] for name in marks if name.startswith("best-")]
+        needed = {name for mark in [*needing, marks[just_written]] if mark for name in mark.needs}
         useful: dict[str, _Mark] = {}
         incomplete = []  # They need others that are damaged, or cannot be read now.
         for name in self._names("step-"):
             if self._is_shared and _step(name) > _step(just_written):
                 continue
+            mark = marks[name]
             was_skipped = _step(name) > self._resumed_step and name not in self._verified
-            if self._own_mark(name) is None or (was_skipped and name not in needed):
-                self._remove(name)
-            elif mark := self._mark_if_complete(name):
+            if mark is None or was_skipped:
+                if name not in needed:
+                    self._remove(name)
+            elif all(_is_of(marks.get(need), checksum) for need, checksum in mark.needs.items()):
                 useful[name] = mark
             else:
                 incomplete.append(name)
@@ -541,9 +559,9 @@ class Checkpointer:
         old = others[: max(0, len(others) + 1 - self._keep)]
         kept = [name for name in useful if name not in old]
         # A damaged one damages all that need it.
-        first = {name: next(iter(mark.needs), name) for name, mark in useful.items()}
-        if self._keep > 1 and len({first[name] for name in kept}) == 1:
-            kept += [name for name in old if first[name] != first[kept[0]]][-1:]
+        base_of = {name: next(iter(mark.needs), name) for name, mark in useful.items()}
+        if self._keep > 1 and len({base_of[name] for name in kept}) == 1:
+            kept += [name for name in old if base_of[name] != base_of[kept[0]]][-1:]
         needed |= {need for name in kept for need in useful[name].needs}
         too_old = [name for name in incomplete if kept and _step(name) < _step(kept[0])]
         for name in [*too_old, *old]:
@@ -572,7 +590,7 @@ class Checkpointer:
         return None
 
     def _own_mark(self, name: str) -> _Mark | None:
-        """As `_mark_if_complete`, if the checkpoints that it needs are complete or not."""
+        """As `_mark_if_complete`, whether or not the checkpoints that it needs are complete."""
         with contextlib.suppress(_DamagedError):
             return _mark_at(f"{self._directory}/{name}")
         return None
@@ -718,9 +736,13 @@ def _complete_mark(path: str) -> _Mark:
             needed = _mark_at(files.join(files.parent(path), need))
         except _DamagedError as error:
             raise _DamagedError(f"it needs {need}, which is not complete: {error}") from error
-        if needed.checksum != checksum:
+        if not _is_of(needed, checksum):
             raise _DamagedError(f"it needs another {need} than the one that is there")
     return mark
+
+
+def _is_of(mark: _Mark | None, checksum: str) -> bool:
+    return mark is not None and mark.checksum == checksum
 
 
 def _mark_at(path: str) -> _Mark:
@@ -752,6 +774,7 @@ def _mark_at(path: str) -> _Mark:
             score,
             names,
             needs,
+            has_table_files="needs" in mark,
             checksum=str(mark["crc32c"]),
         )
     # KeyError: a part is missing; the others: a part has another type.

@@ -1,6 +1,6 @@
 """The tables of a checkpoint: files that are written and read in pieces.
 
-    staged = StagedTables("model_dir/checkpoints")
+    staged = StagedTables("model_dir/checkpoints/claims", "CPU:0", on_piece)
     staged.write(tables, step=1000, changes_only=False)     # [FixedTable or DynamicTable, ...]
     staged.add_to("model_dir/checkpoints/step-00001000")    # a checkpoint gets the files
     read_tables([base, changes], tables)                    # the complete one first
@@ -50,14 +50,18 @@ _Ids: TypeAlias = npt.NDArray[np.int64]
 class StagedTables:
     """The tables of one step, as files from which the checkpoints of this step are made.
 
-    They are in the directory of the checkpoints, so that local files are not copied; but for s3://
-    in TMPDIR. A process that is killed leaves them; the next start of the run removes them.
+    For s3:// they are in TMPDIR. A process that is killed leaves them in `directory`.
     """
 
-    def __init__(self, directory: str, on_piece: Callable[[], None]) -> None:
-        """`directory` is that of the checkpoints. Writes nothing yet. Calls `on_piece` often."""
-        self._on_piece = on_piece
-        self._parent = f"{directory}/claims"
+    def __init__(self, directory: str, io_device: str, on_piece: Callable[[], None]) -> None:
+        """Writes nothing yet. Will call `on_piece` often.
+
+        `directory` is in the file system of the checkpoints, so that local files are not copied;
+        `io_device` is the device whose file system it is.
+        """
+        self._parent = directory
+        self._io_device, self._on_piece = io_device, on_piece
+        self._names: list[str] = []
         self._stack = contextlib.ExitStack()
         self._directory = ""
         self._error: OSError | None = None
@@ -78,6 +82,7 @@ class StagedTables:
                 self._stack.callback(files.remove_tree, self._directory)
                 files.make_dirs(self._directory)
             self._write(tables, step, changes_only=changes_only)
+            self._names = files.names_in(self._directory)
         except OSError as error:
             self._error = error
 
@@ -92,7 +97,7 @@ class StagedTables:
         """
         if self._error is not None:
             raise self._error
-        for name in files.names_in(self._directory):
+        for name in self._names:
             source, target = f"{self._directory}/{name}", f"{directory}/{name}"
             if files.is_url(target):
                 tf.io.gfile.copy(source, target, overwrite=True)
@@ -104,7 +109,7 @@ class StagedTables:
 
     def remove(self) -> None:
         """Removes the files. If that fails, the next start of the run does it."""
-        self._error = None
+        self._error, self._names = None, []
         with contextlib.suppress(*STORAGE_ERRORS):
             self._stack.close()
 
@@ -113,7 +118,7 @@ class StagedTables:
 
         def save(tensors: Mapping[str, tf.Tensor], slices: Sequence[str]) -> None:
             pieces.append(f"{self._directory}/{PREFIX}-{len(pieces)}")
-            with _write_errors_explained():
+            with _write_errors_explained(), tf.device(self._io_device):
                 tf.raw_ops.SaveV2(
                     prefix=pieces[-1],
                     tensor_names=list(tensors),
@@ -142,7 +147,7 @@ class StagedTables:
                 tensors = {f"{number}/{name}": value for name, value in values.items()}
                 save(tensors, [_slice(value, start, len(ids)) for value in values.values()])
         # Joins the indices; the data stay in their files.
-        with _write_errors_explained():
+        with _write_errors_explained(), tf.device(self._io_device):
             tf.raw_ops.MergeV2Checkpoints(
                 checkpoint_prefixes=pieces,
                 destination_prefix=f"{self._directory}/{PREFIX}",
@@ -163,21 +168,34 @@ def _write_errors_explained() -> Iterator[None]:
 
 
 def table_directories(checkpoint: str) -> list[str]:
-    """The directories of `table_values` for a complete checkpoint."""
+    """The directories of `table_values` for a checkpoint.
+
+    Raises OSError, or ValueError if a checkpoint that it needs is another one.
+    """
     checkpoint = checkpoint.rstrip("/")
-    needed = json.loads(files.read_text(f"{checkpoint}/{CHECKPOINT_MARK}")).get("needs", {})
-    return [*(files.join(files.parent(checkpoint), name) for name in needed), checkpoint]
+    found = []
+    for name, checksum in _mark_of(checkpoint).get("needs", {}).items():
+        found.append(files.join(files.parent(checkpoint), name))
+        if _mark_of(found[-1])["crc32c"] != checksum:
+            raise ValueError(f"{checkpoint} needs another {name} than the one that is there")
+    return [*found, checkpoint]
+
+
+def _mark_of(checkpoint: str) -> dict[str, Any]:
+    mark: dict[str, Any] = json.loads(files.read_text(f"{checkpoint}/{CHECKPOINT_MARK}"))
+    return mark
 
 
 def read_tables(
     directories: Sequence[str],
     tables: Sequence[Table],
+    io_device: str = "CPU:0",
     on_piece: Callable[[], None] = lambda: None,
 ) -> None:
     """Sets the values of `tables` to those in `directories`: one with all rows, then changes.
 
-    Calls `on_piece` often. Raises OSError, ValueError or tf.errors.OpError if a file cannot be
-    read.
+    `io_device` is the device whose file system has them. Calls `on_piece` often. Raises OSError,
+    ValueError or tf.errors.OpError if a file cannot be read.
     """
     readers = [tf.train.load_checkpoint(f"{directory}/{PREFIX}") for directory in directories]
     for number, table in enumerate(tables):
@@ -189,12 +207,13 @@ def read_tables(
             shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
             names = [f"{number}/{name}" for name in table.value_names]
             for start, piece in _pieces(ids, table):
-                values = tf.raw_ops.RestoreV2(
-                    prefix=f"{directory}/{PREFIX}",
-                    tensor_names=names,
-                    shape_and_slices=[_slice_spec(shapes[n], start, len(piece)) for n in names],
-                    dtypes=[dtypes[name] for name in names],
-                )
+                with tf.device(io_device):
+                    values = tf.raw_ops.RestoreV2(
+                        prefix=f"{directory}/{PREFIX}",
+                        tensor_names=names,
+                        shape_and_slices=[_slice_spec(shapes[n], start, len(piece)) for n in names],
+                        dtypes=[dtypes[name] for name in names],
+                    )
                 if index:  # An id may have lost its row since.
                     is_known = _is_in(piece, known)
                     piece = piece[is_known]

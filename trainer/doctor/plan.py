@@ -191,9 +191,8 @@ def _plan(
         "gradient_bytes": gradient_bytes,
         "first_step": (found.saved.step if found.saved else 0) + 1,
         "last_step": config.train_steps,
-        # One more while the next checkpoint is written, the best one, and those that others need.
-        "disk_bytes": variable_bytes
-        * (config.keep_checkpoints + 2 + config.complete_checkpoint_every - 1),
+        # One more while the next checkpoint is written, and the best one.
+        "disk_bytes": variable_bytes * (config.keep_checkpoints + 2),
     }
     loads: Sequence[int] = ()
     if num_ps:

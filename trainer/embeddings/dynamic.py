@@ -333,7 +333,8 @@ class DynamicTable:
         self._index_in_graph = tf.function(self._joined_index, input_signature=[])
         self._values_in_graph = tf.function(self._values_of, input_signature=[ids])
         self._set_index_in_graph = tf.function(self._set_index, input_signature=[ids, use])
-        self._set_values_in_graph = tf.function(self._set_values)
+        # Slots come after the layer is made.
+        self._set_values_in_graph: tf.types.experimental.PolymorphicFunction | None = None
 
     @property
     def slot_names(self) -> list[str]:
@@ -385,7 +386,7 @@ class DynamicTable:
 
     def set_values(self, ids: npt.NDArray[np.int64], values: Mapping[str, tf.Tensor]) -> None:
         """Sets the values of `ids`, [n], which have rows."""
-        self._set_values_in_graph(tf.constant(ids), dict(values))
+        self._setting_graph()(tf.constant(ids), dict(values))
 
     def numpy(self) -> dict[str, npt.NDArray[np.generic]]:
         """All ids and their rows, sorted by id, as in `Values`."""
@@ -417,12 +418,7 @@ class DynamicTable:
         self._index_in_graph.get_concrete_function()
         self._values_in_graph.get_concrete_function()
         self._set_index_in_graph.get_concrete_function()
-        part = self.dynamic_parts[0]
-        values = {
-            name: tf.TensorSpec([None, *variable.shape[1:]], variable.dtype)
-            for name, variable in {"rows": part.rows, **part.slots}.items()
-        }
-        self._set_values_in_graph.get_concrete_function(tf.TensorSpec([None], tf.int64), values)
+        self._setting_graph().get_concrete_function()
 
     def evict(self, step: int) -> None:
         """Removes ids, as the layer's arguments say; `step` steps are done, and none is in flight.
@@ -472,6 +468,17 @@ class DynamicTable:
     def _evict(self, step: tf.Tensor) -> None:
         for part in self.dynamic_parts:
             part.evict(step)
+
+    def _setting_graph(self) -> tf.types.experimental.PolymorphicFunction:
+        if self._set_values_in_graph is None:
+            part = self.dynamic_parts[0]
+            values = {
+                name: tf.TensorSpec([None, *variable.shape[1:]], variable.dtype)
+                for name, variable in {"rows": part.rows, **part.slots}.items()
+            }
+            signature = [tf.TensorSpec([None], tf.int64), values]
+            self._set_values_in_graph = tf.function(self._set_values, input_signature=signature)
+        return self._set_values_in_graph
 
     @no_autograph
     def _joined_index(self) -> tuple[tf.Tensor, tf.Tensor]:

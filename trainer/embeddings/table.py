@@ -97,8 +97,8 @@ class FixedTable:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """The variables of all parts, with the marks."""
-        return [part for parts in self._variables.values() for part in parts] + self._changed
+        """The variables of all parts, without the marks."""
+        return [part for parts in self._variables.values() for part in parts]
 
     @property
     def value_names(self) -> list[str]:

@@ -115,7 +115,7 @@ def _of_checkpoint(path: str, model: keras.Model) -> Values:
             else (None if key is None else reader.get_tensor(key))
             for variable, key in zip(variables, found, strict=True)
         ]
-    except (tf.errors.OpError, ValueError, KeyError, IndexError) as error:
+    except (OSError, tf.errors.OpError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(
             f"config.warm_start.path={path}: {directory} is not a checkpoint of this program, or "
             f"is damaged: {first_line(error)}"
