@@ -193,7 +193,8 @@ def _words(way: str, setting: Setting) -> list[str]:
         if _is_async(way):
             of_kind = [f"--batch_size={setting.examples}"]
         else:
-            of_kind = ["--sync_replicas", f"--batch_size={batch}"]
+            num_gradients = setting.num_hosts - (way == "ps_backup")
+            of_kind = ["--sync_replicas", f"--batch_size={setting.examples * num_gradients}"]
         special = {
             "ps_bfloat16": ["--wire_dtype=bfloat16", "--read_dtype=bfloat16"],
             "ps_backup": [f"--replicas_to_aggregate={setting.num_hosts - 1}"],
