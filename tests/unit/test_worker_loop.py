@@ -9,11 +9,12 @@ import tensorflow as tf
 from data.order import replica_lanes
 from strategies.gradients.compression import Compression
 from strategies.ps.sync.gradient_buffers import GradientBuffers
-from strategies.ps.sync.protocol import END, END_ASSIGNMENT, EndReason, Kind
+from strategies.ps.sync.protocol import END, END_ASSIGNMENT, NONE, EndReason, Kind
 from strategies.ps.sync.worker_loop import WorkerLoop
 
 WORKER = 5
 SLOT = 1
+END_OF_TICKETS = 50  # The first batch without tickets; a batch has two sub-batches.
 
 
 class SubBatchNumbers(WorkerLoop):
@@ -61,7 +62,8 @@ class Desk:
     def run(self) -> int:
         """Runs a worker loop on its assignments; returns its EndReason."""
         starts, tickets = tf.zeros([1], tf.int64), tf.constant([[[""], [""]]])
-        return int(self.loop.graph(*self.loop.arguments(SLOT, starts, tickets)))
+        end = tf.constant(END_OF_TICKETS, tf.int64)
+        return int(self.loop.graph(*self.loop.arguments(SLOT, starts, end, tickets)))
 
     def messages(self) -> tuple[list[list[int]], list[float]]:
         """All that were sent, and their metric."""
@@ -124,6 +126,22 @@ def test_loop_that_is_ended_says_so_once(desk: Desk, num_assignments: int) -> No
     assert [message[0] for message in messages] == [Kind.DONE] * (num_assignments + 1)
     assert numbers == [*(float(row[1]) for row in assignments), 0.0]
     assert int(desk.num_computed) - before == num_assignments
+
+
+def test_loop_without_tickets_for_its_assignment_gives_it_back_and_ends(desk: Desk) -> None:
+    """It is of an earlier call: its worker was silent, and another loop has its slot."""
+    before, continues = int(desk.num_computed), int(EndReason.CONTINUES)
+    last, first_without = 2 * END_OF_TICKETS - 1, 2 * END_OF_TICKETS
+    desk.assign((7, last, continues, 0), (8, first_without, continues, 0), (9, 3, continues, 0))
+    assert desk.run() == EndReason.GIVES_WAY
+    messages, metrics = desk.messages()
+    done = [message for message in messages if message[0] == Kind.DONE]
+    assert done == [[Kind.DONE, SLOT, 7, WORKER, 0], [Kind.DONE, SLOT, 8, WORKER, NONE]]
+    assert metrics[-2:] == [last, 0.0]
+    assert int(desk.num_computed) - before == 1
+    # The next one is for the other loop.
+    assert desk.buffers.take(desk.buffers.queues[SLOT]).numpy()[0] == 9
+    assert int(desk.buffers.num_queued(SLOT)) == 0
 
 
 def test_residuals_are_those_of_gradients_that_were_assigned() -> None:

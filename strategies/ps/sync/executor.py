@@ -175,12 +175,12 @@ class SynchronousExecutor(ParameterServerExecutor):
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         started = time.monotonic()
-        starts, tickets = self._plan(num_steps)
+        plan = self._plan(num_steps)
         with losses_explained():
             self._end_old_loops()
         aggregator = in_background(lambda: self._aggregate(num_steps))
         try:
-            self._keep_loops_running(aggregator, starts, tickets, num_steps)
+            self._keep_loops_running(aggregator, plan, num_steps)
         except BaseException:
             if not aggregator.done():
                 with contextlib.suppress(tf.errors.OpError):  # Perhaps its ps was lost.
@@ -239,8 +239,7 @@ class SynchronousExecutor(ParameterServerExecutor):
     def _keep_loops_running(
         self,
         aggregator: concurrent.futures.Future[npt.NDArray[np.float64]],
-        starts: Tensor,
-        tickets: Tensor,
+        plan: tuple[Tensor, Tensor, Tensor],
         num_rounds: int,
     ) -> None:
         """Begins a loop for each worker slot, and again when it ends, until the rounds are done.
@@ -253,7 +252,7 @@ class SynchronousExecutor(ParameterServerExecutor):
         while not aggregator.done():
             for slot in range(self._num_slots):
                 if slot not in self._loops.running and slot not in done:
-                    self._begin_loop(slot, starts, tickets, num_rounds)
+                    self._begin_loop(slot, plan, num_rounds)
             patience = max(_PATIENCE_SECS, 4 * self._secs_per_round)
             self._loops.wait_for_any(aggregator, progressed + patience - time.monotonic())
             ended = self._loops.take_ended()
@@ -271,7 +270,7 @@ class SynchronousExecutor(ParameterServerExecutor):
                         done.clear()  # The last round may have to be repeated.
                 progressed, step = time.monotonic(), latest
 
-    def _begin_loop(self, slot: int, starts: Tensor, tickets: Tensor, num_rounds: int) -> None:
+    def _begin_loop(self, slot: int, plan: tuple[Tensor, Tensor, Tensor], num_rounds: int) -> None:
         # If the call began while workers were missing, each assignment is the last of its loop.
         num_rounds = num_rounds if self._seen_workers is None else 1
         loop = self._long_loop if num_rounds >= _LONG * _UNROLLED else self._short_loop
@@ -281,7 +280,7 @@ class SynchronousExecutor(ParameterServerExecutor):
             self._sent_loops.add(loop)
             self._used_graphs.add(f"worker loop, {loop.num_unrolled}")
             self._secs_per_round = _FIRST_ROUND_SECS
-        arguments = loop.arguments(slot, starts, tickets)
+        arguments = loop.arguments(slot, *plan)
         with losses_explained(), tf.device(self.io_device):
             self._loops.begin(slot, self._coordinator.schedule(loop.graph, args=arguments))
 
@@ -310,11 +309,11 @@ class SynchronousExecutor(ParameterServerExecutor):
             is_over.set()
             ending.result()
 
-    def _plan(self, num_rounds: int) -> tuple[Tensor, Tensor]:
+    def _plan(self, num_rounds: int) -> tuple[Tensor, Tensor, Tensor]:
         """Plans all sub-batches that may be assigned in `num_rounds`.
 
-        Returns the first batch of each window, int64 [windows], in ascending order, and the tickets
-        of each window, string [windows, sub-batches, parts].
+        Returns the first batch of each window, int64 [windows], in ascending order; the batch after
+        all windows; and the tickets of each window, string [windows, sub-batches, parts].
         """
         # A late worker gets another sub-batch.
         most = num_rounds * (self._num_sub_batches + self._num_slots) + self._num_slots
@@ -333,7 +332,8 @@ class SynchronousExecutor(ParameterServerExecutor):
             first = self._plan_window(first)
         begins = sorted(self._tickets)
         tickets = np.array([self._tickets[begin][1] for begin in begins], object)
-        return tf.constant(begins, tf.int64), tf.constant(tickets)
+        last = max(window_end for window_end, _ in self._tickets.values())
+        return tf.constant(begins, tf.int64), tf.constant(last, tf.int64), tf.constant(tickets)
 
     def _plan_window(self, batch: int) -> int:
         """Plans the window of `batch`, unless it is planned; returns the batch after the window."""

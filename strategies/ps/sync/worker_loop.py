@@ -1,7 +1,7 @@
 """What a worker of synchronous parameter servers runs: a loop that takes assignments.
 
     loop = WorkerLoop(learner, source, strategy, compression, buffers, lanes, num_unrolled=4)
-    coordinator.schedule(loop.graph, args=loop.arguments(slot, starts, tickets))
+    coordinator.schedule(loop.graph, args=loop.arguments(slot, starts, end, tickets))
 
 A `tf.while_loop` that spans two processes costs three control messages an iteration, besides the
 two messages that carry variables and gradients. So the loop can be unrolled: one iteration then
@@ -44,6 +44,7 @@ class _Inputs(NamedTuple):
     slot: Tensor
     worker: Tensor
     starts: Tensor
+    end: Tensor  # On the device of the queue.
     tickets: Tensor
 
 
@@ -64,15 +65,17 @@ class WorkerLoop:
     def _specs(self) -> list[dict[str, tf.TensorSpec]]:
         return [self.source.ticket_spec(lanes=lanes) for lanes in self.lanes]
 
-    def arguments(self, slot: int, starts: Tensor, tickets: Tensor) -> tuple[object, ...]:
+    def arguments(
+        self, slot: int, starts: Tensor, end: Tensor, tickets: Tensor
+    ) -> tuple[object, ...]:
         """The arguments of `graph` for a worker slot.
 
         `tickets`, string [windows, sub-batches, parts], begin at the batches `starts`,
-        int64 [windows].
+        int64 [windows]; `end`, int64, is the batch after all of them.
         """
         buffers = self.buffers
         of_slot = buffers.queues[slot], buffers.locks[slot], tf.constant(slot, tf.int64)
-        return *of_slot, starts, tickets
+        return *of_slot, starts, end, tickets
 
     @functools.cached_property
     def graph(self) -> tf.types.experimental.PolymorphicFunction:
@@ -88,12 +91,18 @@ class WorkerLoop:
                 [tf.TensorSpec([], tf.resource) for _ in self.buffers.devices],
                 tf.TensorSpec([], tf.int64),
                 tf.TensorSpec([None], tf.int64),
+                tf.TensorSpec([], tf.int64),
                 tf.TensorSpec([None, len(self.lanes), num_parts], tf.string),
             ],
             autograph=False,
         )
         def loop(
-            queue: Tensor, locks: list[Tensor], slot: Tensor, starts: Tensor, tickets: Tensor
+            queue: Tensor,
+            locks: list[Tensor],
+            slot: Tensor,
+            starts: Tensor,
+            end: Tensor,
+            tickets: Tensor,
         ) -> Tensor:
             # Called outside of the loop, because inner graphs do not know the worker's index.
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
@@ -104,11 +113,12 @@ class WorkerLoop:
                 num_queued = tf.cast(tf.raw_ops.QueueSizeV2(handle=queue), tf.int64)
                 message = Message(Kind.BEGUN, slot, num_queued, worker, 0)
                 begun = self.buffers.send(pack(message))
+                end = tf.identity(end)  # In the loop, each iteration would send it.
             with tf.control_dependencies([begun]):
                 none = tf.constant(Assignment(SKIPPED, NONE, EndReason.CONTINUES, 0), tf.int64)
 
             locks_of = dict(zip(self.buffers.devices, locks, strict=True))
-            inputs = _Inputs(queue, locks_of, slot, worker, starts, tickets)
+            inputs = _Inputs(queue, locks_of, slot, worker, starts, end, tickets)
 
             def iterate(_: Tensor) -> tuple[Tensor]:
                 row, at_queue = self._do_assignment(inputs, None)
@@ -140,7 +150,7 @@ class WorkerLoop:
         learner, buffers = self.learner, self.buffers
 
         def take() -> Tensor:
-            return buffers.take(inputs.queue)
+            return self._readable(buffers.take(inputs.queue), inputs.end)
 
         with tf.device(buffers.step_device):
             if former is None:
@@ -149,7 +159,7 @@ class WorkerLoop:
                 at_queue = tf.cond(_continues(former), take, lambda: _skipped(former))
         row, values = read_variables(learner, at_queue, self.read_dtype)
         assignment = unpack(Assignment, row)
-        is_assigned = assignment.attempt >= 0
+        is_computed = (assignment.attempt >= 0) & tf.not_equal(assignment.step, NONE)
         present: list[int] = []  # The indices of dense gradients that are not None.
         parts = learner.variables[learner.num_dense :]
 
@@ -175,7 +185,7 @@ class WorkerLoop:
                 *(t for row in rows for t in (row.indices, row.values)),
             ]
 
-        totals, *computed = tf.cond(is_assigned, compute, skip)
+        totals, *computed = tf.cond(is_computed, compute, skip)
         gradients = dict(zip(present, computed[: len(present)], strict=True))
         of_parts = computed[len(present) :]
         sparse = [
@@ -184,7 +194,7 @@ class WorkerLoop:
         ]
         # Outside of the branch: outputs of a branch wait for all of its side effects.
         sent = self.compression.compress_all(
-            [gradients.get(index) for index in range(len(learner.variables))], is_assigned
+            [gradients.get(index) for index in range(len(learner.variables))], is_computed
         )
         attempt, step = assignment.attempt, assignment.step
         message = pack(Message(Kind.DONE, inputs.slot, attempt, inputs.worker, step))
@@ -211,6 +221,20 @@ class WorkerLoop:
             done = _if_assigned(with_message, write_and_send)
             with tf.control_dependencies([done]):
                 return row, tf.identity(at_queue)
+
+    def _readable(self, row: Tensor, end: Tensor) -> Tensor:
+        """An assignment, packed, that this loop can do: of no step if it has no tickets for it.
+
+        The network of a worker may return after its loop was given to another worker. Its own loop
+        then still waits at the queue, perhaps since an earlier call. With such an assignment it
+        ends, and its message is that of a late gradient: the sub-batch is assigned again.
+        """
+        assignment = unpack(Assignment, row)
+        has_no_tickets = (assignment.attempt >= 0) & (
+            assignment.sub_batch // len(self.lanes) >= end
+        )
+        refused = assignment._replace(end_reason=EndReason.GIVES_WAY, step=NONE)
+        return tf.where(has_no_tickets, pack(refused), row)
 
     def _batch(self, number: Tensor, starts: Tensor, tickets: Tensor) -> Batch:
         batch, index = number // len(self.lanes), number % len(self.lanes)
