@@ -177,11 +177,12 @@ def variable_differences(left: str, right: str) -> list[tuple[str, float]]:
 def _table_differences(left: str, right: str) -> list[tuple[str, float]]:
     import tensorflow as tf
 
+    from trainer.checkpoints.marks import DamagedError
     from trainer.checkpoints.table_files import table_directories, table_values
 
     try:
         ours, theirs = (table_values(table_directories(path)) for path in (left, right))
-    except (OSError, ValueError, tf.errors.OpError) as error:
+    except (DamagedError, OSError, ValueError, tf.errors.OpError) as error:
         raise ConfigError(
             f"The tables of {left} or {right} cannot be read: {first_line(error)}"
         ) from error

@@ -22,8 +22,9 @@ from strategies.base import Position
 from strategies.cluster.peers import watch_chief
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from trainer.build import build_checkpointer, build_json_lines, build_learner
-from trainer.checkpoints.checkpointer import ModelDirError, Saved
+from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
+from trainer.checkpoints.marks import Saved
 from trainer.checkpoints.report_upload import local_dir
 from trainer.cli.task_spec import TaskSpec
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART

@@ -21,7 +21,8 @@ from strategies.mirrored import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from strategies.tables import part_rows
 from trainer.build import build_checkpointer, build_learner
-from trainer.checkpoints.checkpointer import ModelDirError, Saved
+from trainer.checkpoints.checkpointer import ModelDirError
+from trainer.checkpoints.marks import Saved
 from trainer.config import Config, Recipe, data_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.hooks.callbacks import build_callbacks, check_monitors

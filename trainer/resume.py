@@ -17,7 +17,8 @@ import tensorflow as tf
 from data.order import Order
 from strategies.base import Executor, Position
 from strategies.worker_stats import WorkerStats
-from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError, Saved
+from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
+from trainer.checkpoints.marks import Saved
 from trainer.config import Config
 from trainer.hooks.base import Hook
 from trainer.hooks.finite import NonFiniteLossError

@@ -19,7 +19,8 @@ from strategies.base import Position
 from strategies.mirrored import MirroredExecutor
 from tests.unit.replicas import replicas
 from tests.unit.toy import BATCH, CLASSES, Toy, file_size_limit, write_split
-from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError, signed
+from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
+from trainer.checkpoints.marks import signed
 from trainer.checkpoints.snapshot import Snapshot
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy

@@ -17,7 +17,8 @@ from strategies.base import Position
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from tests.unit.toy import BATCH, Toy, write_split
-from trainer.checkpoints.checkpointer import ModelDirError, Saved
+from trainer.checkpoints.checkpointer import ModelDirError
+from trainer.checkpoints.marks import Saved
 from trainer.config import Config
 from trainer.hooks.finite import NonFiniteLossError, StopOnNonFinite
 from trainer.hooks.report import Report

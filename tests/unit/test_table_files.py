@@ -18,7 +18,8 @@ from strategies.base import Position
 from tests.unit import test_dynamic_ids, test_embeddings
 from tests.unit.replicas import steps_on
 from trainer.checkpoints import table_files
-from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError, signed
+from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
+from trainer.checkpoints.marks import signed
 from trainer.checkpoints.table_files import StagedTables, table_directories, table_values
 from trainer.embeddings import Adagrad, RowWiseAdagrad
 from trainer.learner import Learner

@@ -30,9 +30,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
-import google_crc32c
 import keras
 import tensorflow as tf
 
@@ -47,7 +45,14 @@ from trainer.checkpoints.file_checks import (
     contents_of,
     damage_of,
     flush_to_disk,
-    size_damage_of,
+)
+from trainer.checkpoints.marks import (
+    DamagedError,
+    Mark,
+    Saved,
+    complete_mark,
+    own_mark,
+    signed,
 )
 from trainer.checkpoints.snapshot import Snapshot, tensorflow_variables
 from trainer.checkpoints.table_files import PREFIX, StagedTables, read_tables
@@ -62,37 +67,6 @@ log = logging.getLogger(__name__)
 
 class ModelDirError(UsageError):
     """The model directory cannot be used for this run. Exit code 2."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The progress that a checkpoint holds: steps applied, position in the data, worker_stats."""
-
-    step: int
-    position: Position
-    counts: WorkerStats = field(default_factory=dict)  # JSON has converted the keys to strings.
-    # After the loss of a worker: perhaps the hooks of this step were not called.
-    is_of_survivor: bool = False
-
-
-class _DamagedError(Exception):
-    """A checkpoint is not complete; the message names the file and the damage."""
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """The contents of checkpoint.json; only a best-* has a `score`."""
-
-    saved: Saved
-    identity: Mapping[str, object]
-    files: Mapping[str, Mapping[str, int | str]]
-    score: float
-    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # Of variables, by their kind.
-    # The checkpoints with the rows of tables that this one does not have, the oldest first, with
-    # the checksums of their marks: another one may come to the same place.
-    needs: Mapping[str, str] = field(default_factory=dict)
-    has_table_files: bool = True  # False of early versions, which kept tables among variables.
-    checksum: str = ""
 
 
 class Checkpointer:
@@ -135,7 +109,7 @@ class Checkpointer:
         self._staged = StagedTables(staging, self._device, lambda: self.on_progress())
         self._complete_every = 1 if is_evaluator else complete_every
         # The checkpoints that together have the tables of the newest one; empty if the next one
-        # must have complete tables. And those that the staged tables need. As `_Mark.needs`.
+        # must have complete tables. And those that the staged tables need. As `Mark.needs`.
         self._chain: Mapping[str, str] = {}
         self._needs: Mapping[str, str] = {}
         ours = {
@@ -293,7 +267,7 @@ class Checkpointer:
         self.wait()
         try:
             self._read(f"step-{step:08d}")
-        except _DamagedError as error:
+        except DamagedError as error:
             log.warning("%s/step-%08d is not complete: %s.", self._directory, step, error)
             return False
         return True
@@ -309,7 +283,7 @@ class Checkpointer:
         """
         try:
             return self._read(name, self._data_keys)
-        except _DamagedError as error:
+        except DamagedError as error:
             raise ModelDirError(f"{self._directory}/{name} cannot be read: {error}.") from error
 
     def restore(self, at_most: int | None = None) -> Saved | None:
@@ -331,7 +305,7 @@ class Checkpointer:
         for name in reversed(names):
             try:
                 saved = self._read(name)
-            except _DamagedError as error:
+            except DamagedError as error:
                 path = f"{self._directory}/{name}"
                 log.warning("%s is not complete: %s. Using the one before it.", path, error)
                 self._damaged.add(name)
@@ -344,12 +318,12 @@ class Checkpointer:
     def _read(self, name: str, ignored: Collection[str] = ()) -> Saved:
         """Restores a checkpoint. Its identity may differ in the keys `ignored`.
 
-        Raises _DamagedError, or ModelDirError if it is of another run.
+        Raises DamagedError, or ModelDirError if it is of another run.
         """
         path = f"{self._directory}/{name}"
         # The copy is outdated now, even if the next save is of the same step.
         self._snapshot_step = None
-        mark = _complete_mark(path)
+        mark = complete_mark(path)
         self._check_identity(name, mark, ignored)
         if self._tables and not mark.has_table_files:
             raise ModelDirError(
@@ -359,14 +333,14 @@ class Checkpointer:
         with _local_copy(path, mark.files) as local:
             for file, contents in mark.files.items():
                 if damage := damage_of(f"{local}/{file}", contents):
-                    raise _DamagedError(damage)
+                    raise DamagedError(damage)
             try:
                 status = self._checkpoint.read(f"{local}/variables", options=self._options)
                 self._read_tables(name, mark, local)
             except tf.errors.UnavailableError:
                 raise  # The files may be complete.
             except (tf.errors.OpError, ValueError) as error:
-                raise _DamagedError(f"it cannot be read ({first_line(error)})") from error
+                raise DamagedError(f"it cannot be read ({first_line(error)})") from error
         try:
             status.assert_consumed()
         except AssertionError as error:
@@ -380,7 +354,7 @@ class Checkpointer:
         self._verified.add(name)
         return mark.saved
 
-    def _read_tables(self, name: str, mark: _Mark, local: str) -> None:
+    def _read_tables(self, name: str, mark: Mark, local: str) -> None:
         """Sets the tables to those of checkpoint `name`, whose own files are in `local`."""
         if not self._tables:
             return
@@ -388,12 +362,12 @@ class Checkpointer:
             directories = []
             for need in mark.needs:
                 path = f"{self._directory}/{need}"
-                contents = _mark_at(path).files
+                contents = own_mark(path).files
                 of_tables = {n: c for n, c in contents.items() if n.startswith(f"{PREFIX}.")}
                 directories.append(stack.enter_context(_local_copy(path, of_tables)))
                 for file, content in of_tables.items():
                     if damage := damage_of(f"{directories[-1]}/{file}", content):
-                        raise _DamagedError(f"it needs {need}, of which {damage}")
+                        raise DamagedError(f"it needs {need}, of which {damage}")
             read_tables([*directories, local], self._tables, self._device, self.on_progress)
         for table in self._tables:
             table.take_changed_ids(table.index(), mark.saved.step)
@@ -402,7 +376,7 @@ class Checkpointer:
         self._chain = {**mark.needs, name: mark.checksum} if is_step else {}
 
     def _chain_to(self, name: str) -> Mapping[str, str]:
-        """The checkpoints with the tables of `name`, as `_Mark.needs`; empty if damaged."""
+        """The checkpoints with the tables of `name`, as `Mark.needs`; empty if damaged."""
         mark = self._mark_if_complete(name)
         return {**mark.needs, name: mark.checksum} if mark else {}
 
@@ -538,10 +512,11 @@ class Checkpointer:
             flush_to_disk(directory)
 
     def _rotate(self, just_written: str) -> None:
-        marks = {name: self._own_mark(name) for name in self.names()}
+        marks = {name: self._readable_mark(name) for name in self.names()}
+        checksums = {name: mark.checksum for name, mark in marks.items() if mark}
         needing = [marks[name] for name in marks if name.startswith("best-")]
         needed = {name for mark in [*needing, marks[just_written]] if mark for name in mark.needs}
-        useful: dict[str, _Mark] = {}
+        useful: dict[str, Mark] = {}
         incomplete = []  # They need others that are damaged, or cannot be read now.
         for name in self._names("step-"):
             if self._is_shared and _step(name) > _step(just_written):
@@ -551,7 +526,7 @@ class Checkpointer:
             if mark is None or was_skipped:
                 if name not in needed:
                     self._remove(name)
-            elif all(_is_of(marks.get(need), checksum) for need, checksum in mark.needs.items()):
+            elif all(checksums.get(need) == checksum for need, checksum in mark.needs.items()):
                 useful[name] = mark
             else:
                 incomplete.append(name)
@@ -584,15 +559,15 @@ class Checkpointer:
         names = files.names_in(self._directory)
         return sorted(name for name in names if re.fullmatch(prefix + r"\d+", name))
 
-    def _mark_if_complete(self, name: str) -> _Mark | None:
-        with contextlib.suppress(_DamagedError):
-            return _complete_mark(f"{self._directory}/{name}")
+    def _mark_if_complete(self, name: str) -> Mark | None:
+        with contextlib.suppress(DamagedError):
+            return complete_mark(f"{self._directory}/{name}")
         return None
 
-    def _own_mark(self, name: str) -> _Mark | None:
+    def _readable_mark(self, name: str) -> Mark | None:
         """As `_mark_if_complete`, whether or not the checkpoints that it needs are complete."""
-        with contextlib.suppress(_DamagedError):
-            return _mark_at(f"{self._directory}/{name}")
+        with contextlib.suppress(DamagedError):
+            return own_mark(f"{self._directory}/{name}")
         return None
 
     def _refuse_damaged(self, names: Sequence[str]) -> None:
@@ -606,7 +581,7 @@ class Checkpointer:
                 "Put a copy of one in their place, or give another --model_dir to begin anew."
             )
 
-    def _check_identity(self, name: str, mark: _Mark, ignored: Collection[str] = ()) -> None:
+    def _check_identity(self, name: str, mark: Mark, ignored: Collection[str] = ()) -> None:
         saved, ours = mark.identity, self._identity
         keys = sorted((saved.keys() | ours.keys()) - set(ignored))
         if saved.get("variables") != ours["variables"]:
@@ -714,76 +689,6 @@ def _variable_differences(
             else:
                 lines.append(f"{one} only there" if one else f"{other} only here")
     return lines
-
-
-def signed(mark: Mapping[str, object]) -> dict[str, object]:
-    """Returns `mark` as it is after a round trip through JSON, with a checksum of its contents."""
-    contents = json.loads(json.dumps({**mark, "crc32c": None}))
-    del contents["crc32c"]
-    canonical = json.dumps(contents, sort_keys=True).encode()
-    return {**contents, "crc32c": f"{google_crc32c.value(canonical):08x}"}
-
-
-def _complete_mark(path: str) -> _Mark:
-    """Returns the mark.
-
-    Raises _DamagedError if it is damaged, or a file of it, or of a checkpoint that it needs, has
-    another size.
-    """
-    mark = _mark_at(path)
-    for need, checksum in mark.needs.items():
-        try:
-            needed = _mark_at(files.join(files.parent(path), need))
-        except _DamagedError as error:
-            raise _DamagedError(f"it needs {need}, which is not complete: {error}") from error
-        if not _is_of(needed, checksum):
-            raise _DamagedError(f"it needs another {need} than the one that is there")
-    return mark
-
-
-def _is_of(mark: _Mark | None, checksum: str) -> bool:
-    return mark is not None and mark.checksum == checksum
-
-
-def _mark_at(path: str) -> _Mark:
-    """As `_complete_mark`, without the checkpoints that are needed."""
-    try:
-        mark = json.loads(files.read_text(f"{path}/{CHECKPOINT_MARK}"))
-    except UnavailableError:
-        raise
-    except (FileNotFoundError, tf.errors.NotFoundError):
-        message = f"{CHECKPOINT_MARK} is missing: never finished, or half deleted"
-        raise _DamagedError(message) from None
-    except (*STORAGE_ERRORS, ValueError) as error:
-        raise _DamagedError(f"{CHECKPOINT_MARK} cannot be read ({first_line(error)})") from error
-    try:
-        if mark["crc32c"] != signed(mark)["crc32c"]:
-            raise _DamagedError(f"{CHECKPOINT_MARK} has another checksum than when it was written")
-        shares = tuple((int(b), int(first), int(last)) for b, first, last in mark["open_shares"])
-        skipped = tuple(map(int, mark["skipped"]))
-        position = Position(int(mark["next_batch"]), shares, skipped)
-        is_of_survivor = bool(mark.get("is_of_survivor", False))
-        saved = Saved(int(mark["step"]), position, dict(mark.get("counts", {})), is_of_survivor)
-        score = float(mark.get("score", -math.inf))
-        names = dict(mark.get("names", {}))  # Early versions have none.
-        needs = dict(mark.get("needs", {}))
-        found = _Mark(
-            saved,
-            dict(mark["identity"]),
-            dict(mark["files"]),
-            score,
-            names,
-            needs,
-            has_table_files="needs" in mark,
-            checksum=str(mark["crc32c"]),
-        )
-    # KeyError: a part is missing; the others: a part has another type.
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _DamagedError(f"{CHECKPOINT_MARK} is not one of this program: {error!r}") from error
-    for file, contents in found.files.items():
-        if damage := size_damage_of(f"{path}/{file}", contents):
-            raise _DamagedError(damage)
-    return found
 
 
 def _step(name: str) -> int:

@@ -19,7 +19,6 @@ A process needs memory for one piece, and for the ids: tables may be larger than
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -31,10 +30,10 @@ import tensorflow as tf
 from data.system import files
 from data.system.scratch import scratch_dir
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
+from trainer.checkpoints.marks import complete_mark
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import FixedTable
 from trainer.exit_codes import first_line
-from trainer.run_files import CHECKPOINT_MARK
 
 PREFIX = "tables"
 
@@ -168,22 +167,12 @@ def _write_errors_explained() -> Iterator[None]:
 
 
 def table_directories(checkpoint: str) -> list[str]:
-    """The directories of `table_values` for a checkpoint.
-
-    Raises OSError, or ValueError if a checkpoint that it needs is another one.
-    """
+    """The directories of `table_values` for a checkpoint. Raises DamagedError."""
     checkpoint = checkpoint.rstrip("/")
-    found = []
-    for name, checksum in _mark_of(checkpoint).get("needs", {}).items():
-        found.append(files.join(files.parent(checkpoint), name))
-        if _mark_of(found[-1])["crc32c"] != checksum:
-            raise ValueError(f"{checkpoint} needs another {name} than the one that is there")
-    return [*found, checkpoint]
-
-
-def _mark_of(checkpoint: str) -> dict[str, Any]:
-    mark: dict[str, Any] = json.loads(files.read_text(f"{checkpoint}/{CHECKPOINT_MARK}"))
-    return mark
+    if not tf.io.gfile.exists(f"{checkpoint}/{PREFIX}.index"):
+        return [checkpoint]
+    needs = complete_mark(checkpoint).needs
+    return [*(files.join(files.parent(checkpoint), name) for name in needs), checkpoint]
 
 
 def read_tables(

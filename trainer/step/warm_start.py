@@ -23,6 +23,7 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
+from trainer.checkpoints.marks import DamagedError
 from trainer.checkpoints.table_files import table_directories, table_values
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import saved_variables, tables_of
@@ -115,7 +116,14 @@ def _of_checkpoint(path: str, model: keras.Model) -> Values:
             else (None if key is None else reader.get_tensor(key))
             for variable, key in zip(variables, found, strict=True)
         ]
-    except (OSError, tf.errors.OpError, ValueError, KeyError, IndexError) as error:
+    except (
+        DamagedError,
+        OSError,
+        tf.errors.OpError,
+        ValueError,
+        KeyError,
+        IndexError,
+    ) as error:
         raise ConfigError(
             f"config.warm_start.path={path}: {directory} is not a checkpoint of this program, or "
             f"is damaged: {first_line(error)}"
