@@ -387,6 +387,30 @@ def test_a_staged_file_that_is_gone_is_an_error_of_the_save(
         staged.add_to(str(tmp_path / "one"))
 
 
+def test_directory_that_is_deleted_while_it_is_tidied_does_not_end_training(
+    make: Callable[..., Learner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make()
+    directory = tmp_path / "checkpoints"
+    checkpointer = checkpointer_of(learner, directory)
+    real = checkpointer._chain_to
+
+    def delete(name: str) -> Mapping[str, str]:
+        found = real(name)
+        shutil.rmtree(directory)
+        return found
+
+    train(learner, 0, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer, "_chain_to", delete)
+        checkpointer.save(3, Position(), {})
+        assert not checkpointer.has_saved(3)
+    train(learner, 3, 6)
+    checkpointer.save(6, Position(), {})
+    assert checkpointer.has_saved(6)
+    assert needs_of(directory, 6) == []
+
+
 def test_long_writes_and_reads_are_progress(make: Callable[..., Learner], tmp_path: Path) -> None:
     learner, calls = make(), []
     checkpointer = checkpointer_of(learner, tmp_path)

@@ -514,14 +514,14 @@ class Checkpointer:
     def _rotate(self, just_written: str) -> None:
         marks = {name: self._readable_mark(name) for name in self.names()}
         checksums = {name: mark.checksum for name, mark in marks.items() if mark}
-        needing = [marks[name] for name in marks if name.startswith("best-")]
-        needed = {name for mark in [*needing, marks[just_written]] if mark for name in mark.needs}
+        needing = [name for name in marks if name.startswith("best-") or name == just_written]
+        needed = {need for name in needing if (mark := marks[name]) for need in mark.needs}
         useful: dict[str, Mark] = {}
         incomplete = []  # They need others that are damaged, or cannot be read now.
-        for name in self._names("step-"):
-            if self._is_shared and _step(name) > _step(just_written):
+        for name, mark in marks.items():
+            is_best = name.startswith("best-")
+            if is_best or (self._is_shared and _step(name) > _step(just_written)):
                 continue
-            mark = marks[name]
             was_skipped = _step(name) > self._resumed_step and name not in self._verified
             if mark is None or was_skipped:
                 if name not in needed:
