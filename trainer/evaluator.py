@@ -74,7 +74,7 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
         spec.recipe, spec.model_dir, inputs, learner, is_evaluator=True
     )
     with contextlib.suppress(*STORAGE_ERRORS):
-        remove_tree(f"{checkpointer.directory}/evaluator")  # Of an evaluator that was killed.
+        remove_tree(checkpointer.staging)  # Of an evaluator that was killed.
     console = Console(config.train_steps, is_quiet=spec.is_quiet)
     appended = RunFiles(local_dir(spec.model_dir))
     metrics = RunFiles(appended.evaluator).metrics

@@ -138,10 +138,11 @@ def wait_for_servers(cluster: Cluster) -> None:
     found: set[Task] = set()
 
     def is_there(task: Task) -> bool:
-        if task not in found and is_identified(task):
+        if task in found and _accepts_connections(cluster.address_of(task)):  # Costs less.
+            return True
+        found.discard(task)
+        if is_identified(task):
             found.add(task)
-        elif not _accepts_connections(cluster.address_of(task)):  # Costs less.
-            found.discard(task)
         return task in found
 
     # Without a chief task, this process is worker 0: it serves already, so its port is in use.

@@ -94,6 +94,14 @@ def values_of(learner: Learner) -> Mapping[str, npt.NDArray[Any]]:
     return table_of(learner).numpy()
 
 
+def assign(learner: Learner, values: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Sets all that `values_of` returns."""
+    table, index = table_of(learner), {name: np.asarray(values[name]) for name in ("ids", "use")}
+    table.set_index(index)
+    of_rows = {name: tf.convert_to_tensor(values[name]) for name in table.value_names}
+    table.set_values(table.ids(index), of_rows)
+
+
 def assert_equal(one: Learner, other: Learner, atol: float = 1e-6) -> None:
     left, right = values_of(one), values_of(other)
     assert left.keys() == right.keys()
@@ -251,7 +259,7 @@ def test_the_ids_of_the_last_step_stay_if_they_are_more_than_max_rows(
     assert "step 1 alone used 3 ids with rows, more than max_rows=2" in warning
     # Ids that are old enough go nevertheless.
     old = make_learner(parts=2, max_rows=2, evict_after=2)
-    table_of(old).assign(found)
+    assign(old, found)
     table_of(old).evict(9)
     assert values_of(old)["ids"].tolist() == []
 
@@ -262,7 +270,7 @@ def test_an_eviction_that_a_dead_process_missed_is_made_by_the_next() -> None:
     train(saved, batches=batches_of([1, 2], [3], [4], [5]), evict_every=1000)
     for times, step, expected in ((1, 3, [0, 1, 2, 3, 4, 5]), (2, 4, [0, 4, 5])):
         learner = make_learner(evict_after=2, evict_every=2)
-        table_of(learner).assign(values_of(saved))
+        assign(learner, values_of(saved))
         hooks = evict_hooks(learner.model)
         assert len(hooks) == 1
         for hook in [*hooks, *(CatchUp(hooks) for _ in range(times))]:
@@ -345,7 +353,7 @@ def test_a_dry_run_makes_no_rows() -> None:
         0,
         1,
     ]
-    table_of(learner).assign(values_of(make_learner("adagrad")))
+    assign(learner, values_of(make_learner("adagrad")))
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,9 @@ class Checkpointer:
         self._checkpoint = _checkpoint_of(learner)
         self._device = io_device or "CPU:0"
         self._tables = learner.saved_tables
-        # The next start of the run removes `claims`, with what a killed process has left.
-        staging = f"{directory}/{'evaluator' if is_evaluator else 'claims'}"
-        self._staged = StagedTables(staging, self._device, lambda: self.on_progress())
+        # The next start of the run removes it, with what a killed process has left.
+        self.staging = f"{directory}/{'evaluator' if is_evaluator else 'claims'}"
+        self._staged = StagedTables(self.staging, self._device, lambda: self.on_progress())
         self._complete_every = 1 if is_evaluator else complete_every
         # The checkpoints that together have the tables of the newest one; empty if the next one
         # must have complete tables. And those that the staged tables need. As `Mark.needs`.

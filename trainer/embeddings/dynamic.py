@@ -4,7 +4,7 @@
     rows = part.lookup(ids, training=True)          # on a worker; gathered on the server
     places = part.places(rows, variables, ids, step)    # in the update; admits ids
     table = DynamicTable([part, ...], layer)
-    table.assign(table.numpy())                     # sorted by id
+    table.numpy()                                   # sorted by id
     table.evict(step)                               # no step may be in flight
 
 A hash table maps an id to its place (the index of its row), its sightings (the number of steps that
@@ -393,18 +393,6 @@ class DynamicTable:
         index = self.index()
         values = self.values_of(self.ids(index))
         return {**index, **{name: value_of(value) for name, value in values.items()}}
-
-    def assign(self, values: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Replaces all ids and rows by `values`, which are as those of `numpy`.
-
-        Does nothing in a dry run, in which there are none.
-        """
-        if not self.layer.stores_rows:
-            return
-        index = {name: np.asarray(values[name], np.int64) for name in ("ids", "use")}
-        self.set_index(index)
-        of_rows = {name: tf.convert_to_tensor(values[name]) for name in self.value_names}
-        self.set_values(self.ids(index), of_rows)
 
     def counts(self) -> Counts:
         """The sums of all parts."""

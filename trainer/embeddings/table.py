@@ -74,7 +74,6 @@ class FixedTable:
     Ids are int64 [n], and values are by name: "rows" [n, width], and the names of the slots.
 
     Attributes:
-        path: The name of the table.
         rows: The rows of all parts.
         slots: The slots of all parts, by name.
     """
@@ -83,7 +82,7 @@ class FixedTable:
         self, rows: Rows, slots: Mapping[str, Rows], changed: Sequence[tf.Variable] = ()
     ) -> None:
         """`changed` has a variable for each part, bool [rows]: True if a step changed the row."""
-        self.path, self.rows, self.slots = rows.path, rows, dict(slots)
+        self.rows, self.slots = rows, dict(slots)
         self._variables = {"rows": rows.parts, **{n: slot.parts for n, slot in slots.items()}}
         self._changed = list(changed)
         ids = tf.TensorSpec([None], tf.int64)
