@@ -142,3 +142,20 @@ def test_sigusr1_says_that_a_peer_was_lost_while_a_callback_is_set() -> None:
             threading.Event().wait(50)
     """)
     assert ended.returncode == -signal.SIGUSR1, ended.stderr
+
+
+def test_signal_that_another_thread_gets_is_handled_while_the_main_thread_waits() -> None:
+    """The kernel chooses another thread if the main thread handles another signal already."""
+    ended = run(f"""
+        import queue
+        from trainer.guards.signals import SignalThread
+        events = queue.SimpleQueue()
+        with SignalThread([signal.SIGTERM], events.put):
+            other = threading.Thread(target=threading.Event().wait, args=[50], daemon=True)
+            other.start()
+            send = lambda: signal.pthread_kill(other.ident, signal.SIGTERM)
+            threading.Timer(0.2, send).start()
+            assert events.get(timeout=20) == signal.SIGTERM
+        os._exit(0)
+    """)
+    assert ended.returncode == 0, ended.stderr

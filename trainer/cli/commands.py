@@ -29,6 +29,7 @@ from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
+from trainer.guards.signals import SignalThread
 from trainer.hooks.trackers.names import reached_over_network
 from trainer.live.view import can_show, live_view
 from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
@@ -245,14 +246,12 @@ def _run_check_before_launch(
         except OSError:  # Perhaps TensorFlow cannot be imported: then this process says why.
             return _check_before_launch(recipe, cluster)
 
-        def stop(signum: int, frame: object) -> None:
+        def stop(signum: int) -> None:
             child.kill()
-            end_at_once(signum, frame)
+            end_at_once(signum, None)
 
-        former = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
-        exit_code = child.wait()
-        for signum, handler in former.items():
-            signal.signal(signum, handler)
+        with SignalThread((signal.SIGINT, signal.SIGTERM), stop):
+            exit_code = child.wait()
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         say(f"error: {name} ended the process that checks before the launch.")

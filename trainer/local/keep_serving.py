@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
-from trainer.guards.signals import Repetitions
+from trainer.guards.signals import Repetitions, SignalThread
 from trainer.local.parent_watch import ParentWatch
 from trainer.local.task_logs import say
 
@@ -30,32 +30,31 @@ def keep_serving(task: Task, command: Sequence[str]) -> int:
     """
     signals: list[int] = []
     server: subprocess.Popen[bytes] | None = None
-
     repetitions = Repetitions()
 
-    def on_signal(signum: int, frame: object) -> None:
+    def on_signal(signum: int) -> None:
         if repetitions.includes_now():
             return
         signals.append(signum)
-        if server is None or len(signals) > 1:
+        running = server  # The main thread sets it to None.
+        if running is None or len(signals) > 1:
             # The server ends, too: it watches this process.
             name = signal.Signals(signum).name
             os.write(2, f"{name}: {task} and its server end at once.\n".encode())
             os._exit(EXIT_RESTART)
-        server.send_signal(signum)
+        running.send_signal(signum)
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, on_signal)
-    while True:
-        with ParentWatch() as parent_watch:
-            server = parent_watch.start(command)
-            code = server.wait()
-            server = None
-        if signals:
-            return EXIT_RESTART
-        if code in (EXIT_USAGE, EXIT_BUG):
-            return code
-        time.sleep(_PAUSE_SECS)
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        what = f"the server died: {how}" if code else "the chief is done"
-        say(f"{task}: {what}; starting a server for the next chief")
+    with SignalThread((signal.SIGINT, signal.SIGTERM), on_signal):
+        while True:
+            with ParentWatch() as parent_watch:
+                server = parent_watch.start(command)
+                code = server.wait()
+                server = None
+            if signals:
+                return EXIT_RESTART
+            if code in (EXIT_USAGE, EXIT_BUG):
+                return code
+            time.sleep(_PAUSE_SECS)
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            what = f"the server died: {how}" if code else "the chief is done"
+            say(f"{task}: {what}; starting a server for the next chief")

@@ -43,7 +43,7 @@ from pathlib import Path
 from data.system.files import absolute
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
-from trainer.guards.signals import Repetitions
+from trainer.guards.signals import Repetitions, SignalThread
 from trainer.local.cpu_affinity import affinity_env
 from trainer.local.deaths import (
     Action,
@@ -143,21 +143,19 @@ class LocalCluster:
         stops = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored.
             stops.append(signal.SIGHUP)
-        handlers = {signum: signal.signal(signum, self._on_signal) for signum in stops}
-        try:
-            self._begin()
-            if self.stall_timeout_secs:
-                self._kill_unresponsive()
-            if self._failures:
-                self._follow_failures(self._failures)
-            while not self._is_over():
-                self._handle_next_event()
-        finally:
-            for process in self._running.values():
-                process.send(signal.SIGKILL)
-                process.reap()
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
+        with SignalThread(stops, self._on_signal):
+            try:
+                self._begin()
+                if self.stall_timeout_secs:
+                    self._kill_unresponsive()
+                if self._failures:
+                    self._follow_failures(self._failures)
+                while not self._is_over():
+                    self._handle_next_event()
+            finally:
+                for process in self._running.values():
+                    process.send(signal.SIGKILL)
+                    process.reap()
         report = LaunchReport(
             tuple(self._ends),
             tuple(self._restarts),
@@ -210,9 +208,8 @@ class LocalCluster:
             command = self.namespace.command(command)
         return watch.start(command, namespace_fds, env, output)
 
-    def _on_signal(self, signum: int, frame: object) -> None:
+    def _on_signal(self, signum: int) -> None:
         if not self._repetitions.includes_now():
-            # SimpleQueue.put may interrupt a get of the same thread; Queue.put would dead-lock.
             self._events.put(signal.Signals(signum))
 
     def _handle_next_event(self) -> None:
