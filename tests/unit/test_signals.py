@@ -146,7 +146,7 @@ def test_sigusr1_says_that_a_peer_was_lost_while_a_callback_is_set() -> None:
 
 def test_signal_that_another_thread_gets_is_handled_while_the_main_thread_waits() -> None:
     """The kernel chooses another thread if the main thread handles another signal already."""
-    ended = run(f"""
+    ended = run("""
         import queue
         from trainer.guards.signals import SignalThread
         events = queue.SimpleQueue()
