@@ -387,7 +387,9 @@ class _Steps:
         if former is None or former.counter is None:
             before = self._read_counter()
         else:
-            before = former.counter + 1
+            # Not on the worker: variables are read after this, so each step would wait for it.
+            with tf.device(self._learner.step.device):
+                before = former.counter + 1
         sent, totals = self._compute(batch, before, former)
         # Before the gradient is applied: the graph orders reads and changes as they are created.
         with tf.control_dependencies(sent.first_to_arrive(self._learner.step.device)):
