@@ -30,10 +30,14 @@ class DlrmConfig(Config):
 
     Attributes:
         width: The numbers in a row of the table.
+        bottom_units: Of the hidden layers of the MLP of the numbers; `width` units follow.
+        top_units: Of the hidden layers of the MLP of the products.
         table_learning_rate: The rate of the table; learning_rate is that of the MLPs.
     """
 
     width: int = 16
+    bottom_units: tuple[int, ...] = (64,)
+    top_units: tuple[int, ...] = (256, 128)
     table_learning_rate: float = 0.05
 
 
@@ -62,7 +66,7 @@ def build_model(config: DlrmConfig) -> "keras.Model":
     dense = keras.Input((NUM_DENSE,), name="numbers")
     ids = keras.Input((len(sizes),), dtype="int32", name="categorical")
     vector = dense
-    for units in (64, config.width):
+    for units in (*config.bottom_units, config.width):
         vector = layers.Dense(units, activation="relu")(vector)
     table = ShardedEmbedding(sizes, config.width, optimizer=Adagrad(config.table_learning_rate))
     vectors = layers.Concatenate(axis=1)([layers.Reshape((1, config.width))(vector), table(ids)])
@@ -71,7 +75,7 @@ def build_model(config: DlrmConfig) -> "keras.Model":
     pairs = [row * num_vectors + column for row in range(num_vectors) for column in range(row)]
     products = ops.take(ops.reshape(products, (-1, num_vectors**2)), pairs, axis=1)
     hidden = layers.Concatenate()([vector, products])
-    for units in (256, 128):
+    for units in config.top_units:
         hidden = layers.Dense(units, activation="relu")(hidden)
     outputs = layers.Dense(1, activation="sigmoid")(hidden)
     return keras.Model({"numbers": dense, "categorical": ids}, outputs)

@@ -272,10 +272,10 @@ class Executor(abc.ABC):
         with self.strategy.scope():
             return make()
 
-    def row_bytes(self, width_bytes: int) -> int:
+    def row_bytes(self, width: int, value_bytes: int) -> int:
         """The bytes between processes for each id of a table that a replica uses in a step.
 
-        A row has `width_bytes`.
+        A row has `width` values of `value_bytes`.
         """
         return 0
 

@@ -189,9 +189,10 @@ class MultiWorkerExecutor(MirroredExecutor):
         return Network(latency, _LARGE_BYTES / max(large - latency, 1e-6))
 
     @override
-    def row_bytes(self, width_bytes: int) -> int:
+    def row_bytes(self, width: int, value_bytes: int) -> int:
         """The id, and the gradient of its row, to each other worker."""
-        return (self._cluster.num("worker") - 1) * (ID_BYTES + width_bytes)
+        sent = width * self._compression.value_bytes(value_bytes)
+        return (self._cluster.num("worker") - 1) * (ID_BYTES + sent)
 
     @override
     def _prepare_run(self) -> None:

@@ -28,6 +28,7 @@ class Part(NamedTuple):
 
 _num_parts: ContextVar[int] = ContextVar("num_parts", default=1)
 _has_rows: ContextVar[bool] = ContextVar("has_rows", default=True)
+_read_dtype: ContextVar[str] = ContextVar("read_dtype", default="float32")
 _part: ContextVar[Part | None] = ContextVar("part", default=None)
 
 
@@ -39,6 +40,11 @@ def num_parts() -> int:
 def has_rows() -> bool:
     """False in a dry run: tables are made without rows, so they need no memory."""
     return _has_rows.get()
+
+
+def read_dtype() -> str:
+    """The name of the type in which rows are sent to the process that uses them."""
+    return _read_dtype.get()
 
 
 def current_part() -> Part | None:
@@ -69,6 +75,16 @@ def without_rows() -> Iterator[None]:
         yield
     finally:
         _has_rows.reset(token)
+
+
+@contextlib.contextmanager
+def rows_read_as(dtype: str) -> Iterator[None]:
+    """Rows that are looked up inside are sent as the type named `dtype`, if that is smaller."""
+    token = _read_dtype.set(dtype)
+    try:
+        yield
+    finally:
+        _read_dtype.reset(token)
 
 
 @contextlib.contextmanager

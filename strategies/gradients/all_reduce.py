@@ -48,7 +48,7 @@ def all_reduced(
     summed = list(gradients)
     for index, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
-            summed[index] = _gathered_rows(gradient)
+            summed[index] = _gathered_rows(gradient, compression)
     for indices in bucket_layout(gradients, bucket_bytes):
         bucket = [gradients[index] for index in indices]
         vectors = [tf.reshape(gradient, [-1]) for gradient in bucket]
@@ -146,8 +146,8 @@ def _exchanged(vector: Tensor) -> Tensor:
     return tf.ensure_shape(first + second, vector.shape)
 
 
-def _gathered_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The rows of all replicas, in their order.
+def _gathered_rows(gradient: tf.IndexedSlices, compression: Compression) -> tf.IndexedSlices:
+    """The rows of all replicas, in their order. They are compressed between CPUs of workers.
 
     Each replica may have another number of rows. TensorFlow's collectives refuse another number in
     each iteration of a loop.
@@ -155,7 +155,10 @@ def _gathered_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     context = tf.distribute.get_replica_context()
     if device := cpu_of_worker(context.strategy):
         with tf.device(device):
-            return _rows_of_workers(gradient, context.num_replicas_in_sync)
+            sent = compression.compress(gradient, key=0)
+            rows = _rows_of_workers(sent, context.num_replicas_in_sync)
+            values = tf.cast(rows.values, gradient.dtype)
+            return tf.IndexedSlices(values, rows.indices, rows.dense_shape)
     if gradient.indices.shape.is_fully_defined():
         return context.all_reduce("sum", gradient)
     if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -185,15 +188,19 @@ def _rows_of_workers(gradient: tf.IndexedSlices, num_workers: int) -> tf.Indexed
     size = blocks * _BLOCK_ROWS
     missing = size - tf.size(ids)
     width = rows.shape[1]
-    # Ids and rows travel as one tensor, of the type of the rows.
-    words = ids.dtype.size // rows.dtype.size
-    numbered = tf.concat([tf.reshape(tf.bitcast(ids, rows.dtype), [-1, words]), rows], axis=1)
+    # Ids and rows travel as one tensor, of the type of the rows. Collectives lack bfloat16, but they
+    # only copy bits here.
+    bits = tf.float16 if rows.dtype == tf.bfloat16 else rows.dtype
+    words = ids.dtype.size // bits.size
+    parts = [tf.reshape(tf.bitcast(ids, bits), [-1, words]), tf.bitcast(rows, bits)]
+    numbered = tf.concat(parts, axis=1)
     sent = tf.pad(numbered, [[0, missing], [0, 0]])
     key = (instance_key + 1) * _KEYS_OF_A_TABLE + blocks
     arrived = tf.reshape(_gathered(sent, num_workers, key), [num_workers, size, words + width])
     present = tf.boolean_mask(arrived, tf.sequence_mask(numbers, size))
     found = tf.bitcast(present[:, 0] if words == 1 else present[:, :words], ids.dtype)
-    return tf.IndexedSlices(present[:, words:], found, gradient.dense_shape)
+    values = tf.bitcast(present[:, words:], rows.dtype)
+    return tf.IndexedSlices(values, found, gradient.dense_shape)
 
 
 def _gathered(tensor: Tensor, num_workers: int, instance_key: Tensor | int) -> Tensor:

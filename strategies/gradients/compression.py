@@ -32,9 +32,9 @@ _name_counter = itertools.count()
 class Compression:
     """Rounds gradients to the type in which they are sent.
 
-    Sparse gradients (rows of an embedding) are not rounded: their residual would be as large as the
-    table, and the residual of a row that never occurs again would never be sent. Gradients of 16
-    bits are not rounded either.
+    Sparse gradients (rows of an embedding) are rounded to bfloat16, whose range is that of float32,
+    and without a residual: it would be as large as the table, and the residual of a row that never
+    occurs again would never be sent. Gradients of 16 bits are not rounded.
     """
 
     def __init__(self, dtype: str = "float32", num_senders: int = 1) -> None:
@@ -48,6 +48,10 @@ class Compression:
     def is_lossy(self) -> bool:
         """True if gradients are rounded, so that there are residuals."""
         return self._dtype is not None
+
+    def value_bytes(self, value_bytes: int) -> int:
+        """The bytes that are sent for a value of `value_bytes`."""
+        return min(value_bytes, int(self._dtype.size)) if self._dtype else value_bytes
 
     def forget_residuals(self) -> None:
         """Starts without residuals in all graphs that are traced from now on."""
@@ -71,10 +75,11 @@ class Compression:
         If `is_assigned` (bool) is given and False, the gradient belongs to a skipped assignment,
         and the residual is left unchanged.
         """
-        if self._dtype is None or isinstance(gradient, tf.IndexedSlices):
+        if self._dtype is None or gradient.dtype.size <= self._dtype.size:
             return gradient
-        if gradient.dtype.size <= self._dtype.size:
-            return gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            rows = tf.cast(gradient.values, tf.bfloat16)
+            return tf.IndexedSlices(rows, gradient.indices, gradient.dense_shape)
         # A tf.function creates all handles in their order, so a handle waits for no gradient.
         residual = tf.raw_ops.VarHandleOp(
             dtype=gradient.dtype, shape=gradient.shape, shared_name=f"{self._name}-{key}"

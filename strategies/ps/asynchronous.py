@@ -441,7 +441,9 @@ class _Steps:
             # The residual of one step goes into the next step.
             with tf.control_dependencies(_tensors(former.sent)):
                 batch = tf.nest.map_structure(tf.identity, batch)
-        gradients, totals = compute_gradients(values, arrived, learner, self._strategy, batch)
+        gradients, totals = compute_gradients(
+            values, arrived, learner, self._strategy, batch, self._read_dtype
+        )
         sent = self._compression.compress_all(gradients)
         return _Sent(sent, send_to_servers(learner.variables, gradients, sent)), totals
 

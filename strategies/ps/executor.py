@@ -159,9 +159,11 @@ class ParameterServerExecutor(Executor):
             return make()
 
     @override
-    def row_bytes(self, width_bytes: int) -> int:
+    def row_bytes(self, width: int, value_bytes: int) -> int:
         """The id to the server, the row to the worker, both to the server with the gradient."""
-        return 2 * (ID_BYTES + width_bytes)
+        read = min(value_bytes, int(tf.as_dtype(self._read_dtype).size))
+        sent = self._compression.value_bytes(value_bytes)
+        return 2 * ID_BYTES + width * (read + sent)
 
     @override
     def placement_table(self) -> str:

@@ -1,7 +1,7 @@
 """What a worker computes in one step, with variables that live on other processes.
 
     (step,), values = read_variables(learner, step, "float32")
-    gradients, metrics = compute_gradients(values, step, learner, strategy, batch)
+    gradients, metrics = compute_gradients(values, step, learner, strategy, batch, "float32")
     sent = compression.compress_all(gradients)
     arrived = send_to_servers(learner.variables, gradients, sent)
 
@@ -19,6 +19,7 @@ import tensorflow as tf
 from data.autograph import autograph, no_autograph
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import buckets, num_bytes, read_together
+from strategies.tables import rows_read_as
 
 # Gradients, in the order of the learner's variables, and metric totals.
 _Computed = tuple[Sequence[Tensor], Tensor]
@@ -42,10 +43,12 @@ def compute_gradients(
     learner: Learner,
     strategy: tf.distribute.Strategy,
     batch: Batch,
+    read_dtype: str,
 ) -> _Computed:
     """A worker's gradients and metric totals, at `values` of `learner.gradient_inputs`.
 
-    If `values` is empty, the learner reads its variables itself, after the op `after`.
+    Rows of tables are sent to the worker as the type named `read_dtype`. If `values` is empty, the
+    learner reads its variables itself, after the op `after`.
     """
 
     def compute(batch: Batch, values: Sequence[Tensor], after: Tensor) -> _Computed:
@@ -56,7 +59,7 @@ def compute_gradients(
                 # Rows of tables are gathered after the step counter was read, too.
                 with tf.control_dependencies([after]):
                     batch = tf.nest.map_structure(tf.identity, batch)
-            with _gather_rows_on_servers():
+            with _gather_rows_on_servers(), rows_read_as(read_dtype):
                 return learner.gradients_at(batch, values)
         with tf.control_dependencies([after]):
             return autograph(learner.gradients)(batch)
@@ -92,9 +95,9 @@ def send_to_servers(
     `sent` are the compressed gradients; what arrives has the types of `gradients`.
     """
     arrived = list(gradients)
-    for index, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
-        if isinstance(gradient, tf.IndexedSlices):
-            arrived[index] = rows_sent(gradient, variable.device)
+    for index, (variable, rows) in enumerate(zip(variables, sent, strict=True)):
+        if isinstance(rows, tf.IndexedSlices):
+            arrived[index] = rows_sent(rows, variable.device, gradients[index].dtype)
     for bucket in buckets(variables, sent):
         for index, gradient in bucket.gradients.items():
             with tf.device(bucket.device):
@@ -102,10 +105,11 @@ def send_to_servers(
     return arrived
 
 
-def rows_sent(gradient: tf.IndexedSlices, device: str) -> tf.IndexedSlices:
-    """Sends the rows of a sparse gradient to `device`."""
+def rows_sent(gradient: tf.IndexedSlices, device: str, dtype: tf.DType) -> tf.IndexedSlices:
+    """Sends the rows of a sparse gradient, compressed, to `device`, where they get `dtype`."""
     with tf.device(device):
         values, indices = tf.identity(gradient.values), tf.identity(gradient.indices)
+        values = tf.cast(values, dtype)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 

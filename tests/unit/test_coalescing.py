@@ -163,7 +163,9 @@ def test_learner_of_a_config_file_reads_its_own_variables_and_is_converted_by_au
     def compute() -> Any:
         weighted = (*batch(), tf.ones([8]))
         evaluated = compute_metrics([], learner, strategy, weighted)
-        return *compute_gradients([], tf.constant(0), learner, strategy, batch()), evaluated
+        return *compute_gradients(
+            [], tf.constant(0), learner, strategy, batch(), "float32"
+        ), evaluated
 
     _, totals, evaluated = compute()
     assert totals[1] == evaluated[1] == 8
@@ -195,7 +197,9 @@ def test_rows_are_gathered_on_the_device_of_a_table_that_is_larger(
     def compute_all(values: Any, step: Any) -> Any:
         graphs.append(step.graph)
         evaluated = compute_metrics(values, learner, one, (inputs, labels, weights))
-        gradients, totals = compute_gradients(values, step, learner, one, (inputs, labels))
+        gradients, totals = compute_gradients(
+            values, step, learner, one, (inputs, labels), "float32"
+        )
         return gradients[0].indices, totals, evaluated
 
     @tf.function(autograph=False)
@@ -242,7 +246,7 @@ def test_each_variable_is_read_after_the_metadata(has_own: bool) -> None:
         number = queue.dequeue()
         device = learner.step.device
         (number,), values = read_together(learner.gradient_inputs, [number], device)
-        return compute_gradients(values, number, learner, strategy, batch())
+        return compute_gradients(values, number, learner, strategy, batch(), "float32")
 
     graph = compute.get_concrete_function().graph
     reads = [op for op in graph.get_operations() if op.type == "ReadVariableOp"]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import tensorflow as tf
 from typing_extensions import override
 
-from strategies.tables import has_rows, making_part, num_parts, part_rows
+from strategies.tables import has_rows, making_part, num_parts, part_rows, read_dtype
 from trainer.embeddings.counting import add_lookup
 from trainer.embeddings.dynamic import DynamicPart, DynamicTable, Values
 from trainer.embeddings.optimizers import TableOptimizer, gather_rows, table_optimizer, to_config
@@ -284,7 +284,7 @@ class ShardedEmbedding(keras.layers.Layer):
         parts = self.table.parts
         if not self.stores_rows:
             return tf.zeros([tf.size(ids), self.width], parts[0].dtype)
-        if len(parts) == 1:
+        if len(parts) == 1 and read_dtype() == "float32":
             return self._rows_of_part(0, ids, training)
         # The remainder of a negative id is not negative, as in Python.
         owner = tf.cast(ids % len(parts), tf.int32)
@@ -293,7 +293,8 @@ class ShardedEmbedding(keras.layers.Layer):
         found = []
         for index, (part, of_part) in enumerate(zip(parts, ids_of_parts, strict=True)):
             with tf.device(part.device):
-                found.append(self._rows_of_part(index, of_part, training))
+                rows = self._rows_of_part(index, of_part, training)
+            found.append(_sent_to_here(rows, part.device))
         return tf.dynamic_stitch(positions, found)
 
     def _rows_of_part(self, index: int, ids: tf.Tensor, training: bool) -> tf.Tensor:
@@ -399,6 +400,22 @@ def ids_with_rows(values: Values) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """The ids of `values`, those of a DynamicTable, that have a row, and their rows."""
     has_row = np.equal(values["use"][:, 0], 1)
     return np.asarray(values["ids"])[has_row], np.asarray(values["rows"])
+
+
+def _sent_to_here(rows: tf.Tensor, device: str) -> tf.Tensor:
+    """Rows that are on `device`, rounded to the type in which they travel; no gradient is."""
+    dtype = tf.as_dtype(read_dtype())
+    if dtype.size >= rows.dtype.size:
+        return rows
+
+    @tf.custom_gradient
+    def send(rows: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        with tf.device(device):
+            rounded = tf.cast(rows, dtype)
+        return tf.cast(rounded, rows.dtype), lambda upstream: upstream
+
+    sent: tf.Tensor = send(rows)
+    return sent
 
 
 def _expanded(rows: tf.Tensor, place: tf.Tensor) -> tf.Tensor:

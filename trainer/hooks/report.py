@@ -85,8 +85,8 @@ class Report(PeriodicHook):
         num_steps = max(1, step - self._last_step)
         for layer in self.learner.tables:
             unique, number = self._metrics.lookups[layer.name]
-            width_bytes = layer.width * tf.as_dtype(layer.table.dtype).size
-            sent = unique * self.executor.row_bytes(width_bytes) / num_steps
+            value_bytes = tf.as_dtype(layer.table.dtype).size
+            sent = unique * self.executor.row_bytes(layer.width, value_bytes) / num_steps
             found["table_unique_share"][layer.name] = unique / max(number, 1)
             found["table_bytes_per_step"][layer.name] = round(sent)
             if isinstance(layer.table, DynamicTable):

@@ -165,7 +165,9 @@ class WorkerLoop:
 
         def compute() -> list[Tensor]:
             batch = self._batch(assignment.sub_batch, inputs.starts, inputs.tickets)
-            gradients, totals = compute_gradients(values, row, learner, self.strategy, batch)
+            gradients, totals = compute_gradients(
+                values, row, learner, self.strategy, batch, self.read_dtype
+            )
             shapes = [variable.shape for variable in learner.variables]
             present[:] = [i for i in range(learner.num_dense) if gradients[i] is not None]
             dense = (tf.ensure_shape(gradients[index], shapes[index]) for index in present)
@@ -189,8 +191,14 @@ class WorkerLoop:
         gradients = dict(zip(present, computed[: len(present)], strict=True))
         of_parts = computed[len(present) :]
         sparse = [
-            rows_sent(tf.IndexedSlices(values, ids), part.device)
-            for part, ids, values in zip(parts, of_parts[::2], of_parts[1::2], strict=True)
+            rows_sent(
+                self.compression.compress(tf.IndexedSlices(values, ids), index),
+                part.device,
+                part.dtype,
+            )
+            for index, (part, ids, values) in enumerate(
+                zip(parts, of_parts[::2], of_parts[1::2], strict=True), learner.num_dense
+            )
         ]
         # Outside of the branch: outputs of a branch wait for all of its side effects.
         sent = self.compression.compress_all(
