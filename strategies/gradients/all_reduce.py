@@ -188,8 +188,8 @@ def _rows_of_workers(gradient: tf.IndexedSlices, num_workers: int) -> tf.Indexed
     size = blocks * _BLOCK_ROWS
     missing = size - tf.size(ids)
     width = rows.shape[1]
-    # Ids and rows travel as one tensor, of the type of the rows. Collectives lack bfloat16, but they
-    # only copy bits here.
+    # Ids and rows travel as one tensor, of the type of the rows. Collectives refuse bfloat16. They
+    # only copy bits here, so float16 does.
     bits = tf.float16 if rows.dtype == tf.bfloat16 else rows.dtype
     words = ids.dtype.size // bits.size
     parts = [tf.reshape(tf.bitcast(ids, bits), [-1, words]), tf.bitcast(rows, bits)]
