@@ -42,6 +42,7 @@ TOO_LONG = {
     "benchmarks.watching": "takes ten minutes; tests/unit/test_watching.py",
     "benchmarks.wire": "takes many minutes, and needs MNIST files",
     "benchmarks.network": "takes many minutes, and needs root and PyTorch",
+    "benchmarks.slow_tables": "takes minutes, and needs root and a data set",
     "tests.chaos": "takes half an hour; tests/faults/test_chaos.py disturbs shorter runs",
     "tests.chaos.links": "takes minutes; tests/faults/test_elastic.py cuts links, too",
     "tests.chaos.times": "takes half an hour; tests/faults/test_goodput.py disturbs shorter runs",

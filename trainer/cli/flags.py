@@ -377,8 +377,8 @@ with _scope(_CLUSTERS):
         "float32",
         ("float32", "float16", "bfloat16"),
         "multiworker, ps: the type in which gradients are sent. 16 bits halve the bytes; the "
-        "rounding error of a gradient is added to the next gradient. A resumed run is then not "
-        "bit for bit the same.",
+        "rounding error of a gradient is added to the next gradient, but not that of rows of "
+        "embeddings, which are bfloat16. A resumed run is then not bit for bit the same.",
     )
 with _scope(_PS):
     READ_DTYPE = flags.DEFINE_enum(
@@ -387,7 +387,7 @@ with _scope(_PS):
         ("float32", "float16", "bfloat16"),
         "ps: the type in which the servers send variables to the workers, which compute gradients "
         "at the rounded values. 16 bits halve the bytes. The servers keep float32. Tables of "
-        "Embedding layers are not rounded.",
+        "Keras' Embedding layers are not rounded; rows of a ShardedEmbedding are.",
     )
 
 _RENAMED = {"bind_cores": "cpu_affinity"}  # Former name of a flag -> its name today.
