@@ -30,8 +30,9 @@ class DlrmConfig(Config):
 
     Attributes:
         width: The numbers in a row of the table.
-        bottom_units: Of the hidden layers of the MLP of the numbers; `width` units follow.
-        top_units: Of the hidden layers of the MLP of the products.
+        bottom_units: Units of each hidden layer of the MLP of the numbers. A layer of `width` units
+            follows.
+        top_units: Units of each hidden layer of the MLP of the products.
         table_learning_rate: The rate of the table; learning_rate is that of the MLPs.
     """
 

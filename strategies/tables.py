@@ -79,7 +79,7 @@ def without_rows() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rows_read_as(dtype: str) -> Iterator[None]:
-    """Rows that are looked up inside are sent as the type named `dtype`, if that is smaller."""
+    """Rows that are looked up inside are sent as the type named `dtype`; "float32": as they are."""
     token = _read_dtype.set(dtype)
     try:
         yield

@@ -1,5 +1,6 @@
 """Exit codes, which a scheduler can act on, and the one line that says why."""
 
+import contextlib
 import os
 import re
 import signal
@@ -30,5 +31,6 @@ def end_at_once(signum: int, frame: object) -> None:
     """A signal handler for the time when there is no state to save."""
     # Not an exception, which would appear in the middle of an import.
     message = f"{signal.Signals(signum).name}: ending; nothing has started.\n"
-    os.write(sys.stderr.fileno(), message.encode())
+    with contextlib.suppress(OSError):  # Nobody may read it.
+        os.write(sys.stderr.fileno(), message.encode())
     os._exit(EXIT_RESTART)

@@ -335,7 +335,12 @@ class Learner:
     @property
     def gradient_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `gradients_at` needs; empty if a subclass overrides `gradients`."""
-        return self._tf_variables if type(self).gradients is Learner.gradients else ()
+        return () if self.overrides_gradients else self._tf_variables
+
+    @property
+    def overrides_gradients(self) -> bool:
+        """True if a subclass overrides `gradients`, so it reads the variables itself."""
+        return type(self).gradients is not Learner.gradients
 
     @no_autograph
     def gradients_at(

@@ -358,7 +358,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     check_replicas(spec.recipe.config, executor.replicas_per_step)
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))
-    if spec.read_dtype != "float32" and not learner.gradient_inputs:
+    if spec.read_dtype != "float32" and learner.overrides_gradients:
         raise ConfigError(
             f"--read_dtype={spec.read_dtype}: the Learner of {spec.recipe.path} overrides "
             "`gradients`, and reads its variables itself. Leave the flag out."

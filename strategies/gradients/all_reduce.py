@@ -155,7 +155,7 @@ def _gathered_rows(gradient: tf.IndexedSlices, compression: Compression) -> tf.I
     context = tf.distribute.get_replica_context()
     if device := cpu_of_worker(context.strategy):
         with tf.device(device):
-            sent = compression.compress(gradient, key=0)
+            sent = compression.compress_rows(gradient)
             rows = _rows_of_workers(sent, context.num_replicas_in_sync)
             values = tf.cast(rows.values, gradient.dtype)
             return tf.IndexedSlices(values, rows.indices, rows.dense_shape)
@@ -188,8 +188,8 @@ def _rows_of_workers(gradient: tf.IndexedSlices, num_workers: int) -> tf.Indexed
     size = blocks * _BLOCK_ROWS
     missing = size - tf.size(ids)
     width = rows.shape[1]
-    # Ids and rows travel as one tensor, of the type of the rows. Collectives refuse bfloat16. They
-    # only copy bits here, so float16 does.
+    # Ids and rows travel as one tensor, of the type of the rows. Collectives refuse bfloat16. The
+    # gather only copies bits, so float16 can carry them.
     bits = tf.float16 if rows.dtype == tf.bfloat16 else rows.dtype
     words = ids.dtype.size // bits.size
     parts = [tf.reshape(tf.bitcast(ids, bits), [-1, words]), tf.bitcast(rows, bits)]

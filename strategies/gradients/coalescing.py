@@ -86,8 +86,8 @@ def read_together(
 
     The variables are read after `metadata` is computed. Large values stay on their devices, and are
     sent when they are used. Values of trainable float32 variables are rounded to the type named
-    `dtype` before they are sent, and arrive as float32. Tables of embeddings are not: only a few of
-    their rows are sent.
+    `dtype` before they are sent, and arrive as float32. Tables of Keras' Embedding layers are not:
+    only a few of their rows are sent.
     """
     places = {device: list[int]()}
     values: list[Tensor] = [None] * len(variables)

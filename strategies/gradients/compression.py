@@ -14,6 +14,7 @@ So a value that is too small for the type is accumulated and sent later. If a gr
 or skipped because it overflowed, the residual that was added to it is lost. Residuals belong to the
 process and are not saved: a restarted task starts with none, so a resumed run is equal up to the
 rounding of one gradient, not bit for bit. A sum over replicas is rounded again, without a residual.
+Rows of embeddings have no residual.
 """
 
 import itertools
@@ -78,8 +79,7 @@ class Compression:
         if self._dtype is None or gradient.dtype.size <= self._dtype.size:
             return gradient
         if isinstance(gradient, tf.IndexedSlices):
-            rows = tf.cast(gradient.values, tf.bfloat16)
-            return tf.IndexedSlices(rows, gradient.indices, gradient.dense_shape)
+            return self.compress_rows(gradient)
         # A tf.function creates all handles in their order, so a handle waits for no gradient.
         residual = tf.raw_ops.VarHandleOp(
             dtype=gradient.dtype, shape=gradient.shape, shared_name=f"{self._name}-{key}"
@@ -102,6 +102,13 @@ class Compression:
         written = tf.raw_ops.AssignVariableOp(resource=residual, value=new_residual)
         with tf.control_dependencies([written]):
             return tf.identity(sent)
+
+    def compress_rows(self, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+        """A sparse `gradient` in the type in which it is sent."""
+        if self._dtype is None or gradient.dtype.size <= self._dtype.size:
+            return gradient
+        rows = tf.cast(gradient.values, tf.bfloat16)
+        return tf.IndexedSlices(rows, gradient.indices, gradient.dense_shape)
 
     def _round(self, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Rounds `total` to the type in which it is sent; returns that, and the residual."""

@@ -54,15 +54,16 @@ def compute_gradients(
     def compute(batch: Batch, values: Sequence[Tensor], after: Tensor) -> _Computed:
         # The scopes are entered here: the strategy calls this function on another thread, where
         # scopes of the caller have no effect.
-        if values:
+        with rows_read_as(read_dtype):
+            if not values:
+                with tf.control_dependencies([after]):
+                    return autograph(learner.gradients)(batch)
             if learner.num_dense < len(learner.variables):
                 # Rows of tables are gathered after the step counter was read, too.
                 with tf.control_dependencies([after]):
                     batch = tf.nest.map_structure(tf.identity, batch)
-            with _gather_rows_on_servers(), rows_read_as(read_dtype):
+            with _gather_rows_on_servers():
                 return learner.gradients_at(batch, values)
-        with tf.control_dependencies([after]):
-            return autograph(learner.gradients)(batch)
 
     computed: _Computed = strategy.run(compute, args=(batch, values, after))
     return computed

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from strategies.base import Position
+from strategies.gradients import all_reduce
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.mirrored import MirroredExecutor
@@ -76,3 +77,18 @@ def test_rolled_back_training_starts_without_residuals(tmp_path: Path) -> None:
         executor.roll_back(restore)
     for first, second in zip(*ends, strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("ids_dtype", [tf.int32, tf.int64])
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float32])
+def test_rows_of_workers_keep_their_bits(
+    dtype: Any, ids_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_reduce, "_gathered", lambda tensor, *_: tensor)
+    values = [[1 / 3, -0.0, 3e38], [np.nan, np.inf, 1e-38]]
+    rows = tf.IndexedSlices(tf.cast(values, dtype), tf.constant([7, 2**31 - 1], ids_dtype))
+    arrived = all_reduce._rows_of_workers(rows, 1)
+    assert arrived.values.dtype == dtype
+    bits = tf.uint16 if dtype == tf.bfloat16 else tf.uint32
+    np.testing.assert_array_equal(tf.bitcast(arrived.values, bits), tf.bitcast(rows.values, bits))
+    np.testing.assert_array_equal(arrived.indices, rows.indices)

@@ -1,6 +1,7 @@
 """Closures: how the steps of a call are divided, what is scheduled, what is returned."""
 
 import itertools
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies.base import Pace, PeerLostError
-from strategies.ps.asynchronous import AsynchronousExecutor
+from strategies.ps.asynchronous import AsynchronousExecutor, _Sent, _Steps
 from strategies.ps.closures import (
     Closure,
     closure_size,
@@ -194,3 +195,30 @@ def test_first_call_of_asynchronous_workers_has_tickets_for_all_of_them() -> Non
             return 3
 
     assert Alone()._steps_of_call(100) == 6
+
+
+def test_count_of_the_former_step_does_not_leave_the_server() -> None:
+    """Variables are read after it: otherwise each unrolled step would wait for a round trip."""
+    server = "/job:ps/replica:0/task:0/device:CPU:0"
+    befores: list[tf.Tensor] = []
+
+    class Steps(_Steps):
+        def __init__(self) -> None:
+            self._learner = types.SimpleNamespace(step=types.SimpleNamespace(device=server))
+
+        def _read_counter(self) -> tf.Tensor:
+            with tf.device(server):
+                return tf.random.uniform([], 0, 9, tf.int64)
+
+        def _compute(self, batch: Any, before: tf.Tensor, former: Any) -> Any:
+            befores.append(before)
+            return _Sent([], [tf.constant(1.0)]), tf.constant(0.0)
+
+        def _apply_and_count(self, *arguments: Any) -> tf.Tensor:
+            return tf.constant(0)
+
+    with tf.Graph().as_default():
+        steps, former = Steps(), None
+        for _ in range(3):
+            _, _, former = steps._unbounded_step((), tf.constant(0), former)
+    assert [before.device for before in befores] == [server] * 3

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from strategies.base import Position
 from strategies.ps.placement import dry_run, place
-from strategies.tables import split_into
+from strategies.tables import rows_read_as, split_into
 from tests.unit.replicas import replicas, steps_on
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.embeddings import (
@@ -24,6 +24,7 @@ from trainer.embeddings import (
     RowWiseAdagrad,
     ShardedEmbedding,
 )
+from trainer.embeddings.layer import _rounded_on
 from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer
 from trainer.embeddings.table import saved_variables
 from trainer.learner import Learner
@@ -360,3 +361,44 @@ def test_columns_of_several_ids_have_their_own_rows() -> None:
 def test_an_unknown_combiner_is_refused() -> None:
     with pytest.raises(ConfigError, match="combiner must be one of sum, mean, sqrtn"):
         ShardedEmbedding(ROWS, WIDTH, combiner="max")
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_gradients_are_those_at_rounded_rows(parts: int) -> None:
+    learner, expected = (make_learner(parts=parts, replica=0) for _ in range(2))
+    (layer,) = expected.tables
+    rows = layer.table.numpy()
+    layer.table.assign(tf.cast(tf.cast(rows, tf.bfloat16), tf.float32))
+    with rows_read_as("bfloat16"):
+        ours = learner.gradients(BATCHES[0])
+    theirs = expected.gradients(BATCHES[0])
+    exact = learner.gradients(BATCHES[0])
+    tf.nest.map_structure(np.testing.assert_array_equal, *map(dense, (ours, theirs)))
+    assert ours[1][0] != exact[1][0]
+    np.testing.assert_array_equal(learner.tables[0].table.numpy(), rows)
+
+
+def dense(gradients_and_totals: Any) -> list[npt.NDArray[Any]]:
+    gradients, totals = gradients_and_totals
+    return [tf.convert_to_tensor(tensor).numpy() for tensor in (*gradients, totals)]
+
+
+def test_rounded_rows_are_the_only_rows_that_are_sent() -> None:
+    server = "/job:ps/replica:0/task:1/device:CPU:0"
+    with tf.Graph().as_default() as graph:
+        with tf.device(server):
+            rows = tf.random.uniform([3, WIDTH])
+        with rows_read_as("float16"), tf.GradientTape() as tape:
+            tape.watch(rows)
+            sent = _rounded_on(server, rows)
+        assert tape.gradient(sent, rows, tf.ones_like(sent)).dtype == tf.float32
+        assert _rounded_on(server, rows) is rows
+    there = [op for op in graph.get_operations() if op.device == server]
+    sent_ops = {
+        tensor.op.type
+        for op in graph.get_operations()
+        for tensor in op.inputs
+        if tensor.op in there and op not in there and tensor.shape.rank == 2
+    }
+    assert sent.dtype == tf.float32
+    assert sent_ops == {"Cast"}

@@ -463,6 +463,24 @@ def test_signal_makes_every_worker_save_and_end(
     assert report.exit_code == 75
 
 
+def test_signal_that_another_thread_gets_is_handled_while_the_launcher_waits(
+    tmp_path: Path, program: Callable[[str], list[str]]
+) -> None:
+    """The kernel chooses another thread if the main thread is about to handle another signal."""
+    command = program("""
+        signal.signal(signal.SIGTERM, save_and_end)
+        note("running")
+        time.sleep(10)
+    """)
+
+    def stop() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    with when_noted(tmp_path, "running", 2, stop):
+        report = launch(local_cluster("multiworker", 2, 0), tmp_path, command)
+    assert by_task(report) == {"worker 0": 75, "worker 1": 75}
+
+
 def test_closed_terminal_does_not_end_a_run_under_nohup(
     tmp_path: Path, program: Callable[[str], list[str]]
 ) -> None:

@@ -159,3 +159,38 @@ def test_signal_that_another_thread_gets_is_handled_while_the_main_thread_waits(
         os._exit(0)
     """)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_error_of_a_callback_ends_the_process_also_if_nobody_reads_its_output() -> None:
+    ended = run(f"""
+        from trainer.guards.signals import SignalThread
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 2)
+        with SignalThread([signal.SIGTERM], lambda number: 1 / 0):
+            os.kill(os.getpid(), {signal.SIGTERM:d})
+            threading.Event().wait(50)
+    """)
+    assert ended.returncode == 75
+
+
+def test_signals_at_the_end_of_the_context_are_not_lost() -> None:
+    """Each signal reaches the callback within the context, or the handler of before."""
+    ended = run("""
+        from trainer.guards.signals import SignalThread
+        received = []
+        signal.signal(signal.SIGUSR1, lambda *_: received.append("handler"))
+        def send():
+            for _ in range(500):
+                number = len(received)
+                os.kill(os.getpid(), signal.SIGUSR1)
+                while len(received) == number:
+                    time.sleep(0)
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        while sender.is_alive():
+            with SignalThread([signal.SIGUSR1], lambda number: received.append("callback")):
+                pass
+        assert len(received) >= 500 and set(received) == {"handler", "callback"}, set(received)
+    """)
+    assert ended.returncode == 0, ended.stderr

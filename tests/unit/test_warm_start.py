@@ -79,16 +79,6 @@ def test_older_checkpoint_is_used_if_it_is_named(source: Learner, tmp_path: Path
     np.testing.assert_allclose(weights(learner)[0], weights(source)[0] - 1, atol=1e-6)
 
 
-def test_damaged_checkpoint_of_a_run_is_left_out(source: Learner, tmp_path: Path) -> None:
-    newest = tmp_path / "checkpoints/step-00000010"
-    (newest / "variables.index").write_bytes(b"")
-    learner = build_learner(recipe(str(tmp_path)))
-    np.testing.assert_allclose(weights(learner)[0], weights(source)[0] - 1, atol=1e-6)
-    (tmp_path / "checkpoints/step-00000005/variables.index").unlink()
-    with pytest.raises(ConfigError, match="none of its 2 checkpoints is complete"):
-        build_learner(recipe(str(tmp_path)))
-
-
 @pytest.mark.parametrize("path", [".", "model.keras"])
 def test_new_head_is_left_as_initialised(path: str, source: Learner, tmp_path: Path) -> None:
     fresh = weights(build_learner(recipe(classes=8)))

@@ -23,6 +23,7 @@ from trainer.run_files import RunFiles
 
 _COMMAND = (sys.executable, "-m", "trainer.api")
 _ERROR = "error: "
+_POLL_SECS = 0.5
 
 
 def run_command(words: Sequence[str]) -> Result:
@@ -81,7 +82,8 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
     num_open = 2
     while num_open:
         try:
-            item = lines.get()
+            # With a time limit: a signal that another thread gets does not end the wait.
+            item = lines.get(timeout=_POLL_SECS)
             if item is None:
                 num_open -= 1
                 continue
@@ -92,6 +94,8 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
                 print(
                     line, end="", flush=True, file=None if stream is process.stdout else sys.stderr
                 )
+        except queue.Empty:
+            continue
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
     return process.wait(), "".join(message).removeprefix(_ERROR).rstrip()

@@ -246,12 +246,16 @@ def _run_check_before_launch(
         except OSError:  # Perhaps TensorFlow cannot be imported: then this process says why.
             return _check_before_launch(recipe, cluster)
 
+        received: list[int] = []
+
         def stop(signum: int) -> None:
+            received.append(signum)
             child.kill()
-            end_at_once(signum, None)
 
         with SignalThread((signal.SIGINT, signal.SIGTERM), stop):
             exit_code = child.wait()
+        if received:
+            end_at_once(received[0], None)
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         say(f"error: {name} ended the process that checks before the launch.")

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from tensorflow.python.eager import record
 from typing_extensions import override
 
 from strategies.tables import has_rows, making_part, num_parts, part_rows, read_dtype
@@ -294,7 +295,7 @@ class ShardedEmbedding(keras.layers.Layer):
         for index, (part, of_part) in enumerate(zip(parts, ids_of_parts, strict=True)):
             with tf.device(part.device):
                 rows = self._rows_of_part(index, of_part, training)
-            found.append(_sent_to_here(rows, part.device))
+            found.append(_rounded_on(part.device, rows))
         return tf.dynamic_stitch(positions, found)
 
     def _rows_of_part(self, index: int, ids: tf.Tensor, training: bool) -> tf.Tensor:
@@ -402,19 +403,17 @@ def ids_with_rows(values: Values) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     return np.asarray(values["ids"])[has_row], np.asarray(values["rows"])
 
 
-def _sent_to_here(rows: tf.Tensor, device: str) -> tf.Tensor:
-    """Rows that are on `device`, rounded to the type in which they travel; no gradient is."""
+def _rounded_on(device: str, rows: tf.Tensor) -> tf.Tensor:
+    """`rows`, rounded on `device` to the type in which they are sent. No gradient is rounded."""
     dtype = tf.as_dtype(read_dtype())
-    if dtype.size >= rows.dtype.size:
+    if dtype == tf.float32 or dtype.size >= rows.dtype.size:
         return rows
-
-    @tf.custom_gradient
-    def send(rows: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    # Not tf.custom_gradient, which would send the rows as they are, too.
+    with record.stop_recording():
         with tf.device(device):
             rounded = tf.cast(rows, dtype)
-        return tf.cast(rounded, rows.dtype), lambda upstream: upstream
-
-    sent: tf.Tensor = send(rows)
+        sent: tf.Tensor = tf.cast(rounded, rows.dtype)
+    record.record_operation("RoundedRows", [sent], [rows], lambda upstream: [upstream])
     return sent
 
 

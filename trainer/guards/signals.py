@@ -5,18 +5,20 @@
         signals.on_stop(executor.request_stop, grace_secs=30)   # A signal after this calls it.
         signals.on_peer_lost(executor.abandon_peers)            # SIGUSR1 calls it.
 
-Python runs signal handlers between bytecodes of the main thread, so none runs while TensorFlow
-waits there for a peer, or while it waits for a lock or for another process and the kernel has
-delivered the signal to another thread. The interpreter's wake-up descriptor is written at once, and
-a thread reads it (`SignalThread`).
+Python runs signal handlers between bytecodes of the main thread. So none runs while TensorFlow
+waits there for a peer. Nor does one run while the main thread waits for a lock or a process, if the
+kernel has given the signal to another thread. But the interpreter's wake-up descriptor is written
+at once: a thread reads it (`SignalThread`).
 """
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection
 from typing import Self
 
@@ -49,18 +51,20 @@ class Repetitions:
 class SignalThread:
     """While the context is open, `callback` is called on a thread with the number of each signal.
 
-    Used in the main thread. It sets the handlers of `numbers`. Others set the handlers of `more`.
+    Used in the main thread. The callback must not wait for that thread. If it raises an error, the
+    process ends with 75, because later signals would have no effect.
     """
 
     def __init__(
         self,
         numbers: Collection[int],
         callback: Callable[[int], None],
-        more: Collection[int] = (),
+        also_read: Collection[int] = (),
     ) -> None:
+        """Sets the handlers of `numbers`. The caller sets the handlers of `also_read`."""
         self._numbers = numbers
         self._callback = callback
-        self._more = more
+        self._read_numbers = {*numbers, *also_read}
 
     def __enter__(self) -> Self:
         self._reader, self._writer = socket.socketpair()
@@ -68,14 +72,17 @@ class SignalThread:
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno())
         self._previous_handlers = {number: signal.getsignal(number) for number in self._numbers}
         self.set_handlers()
-        threading.Thread(target=self._read, name="signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        signal.set_wakeup_fd(self._previous_fd)
+        # In this order no signal is lost: each one has a handler that acts, or is read.
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
         self._writer.close()
+        self._thread.join()
 
     def set_handlers(self) -> None:
         """Sets handlers that do nothing, since the thread acts."""
@@ -84,8 +91,13 @@ class SignalThread:
 
     def _read(self) -> None:
         while numbers := self._reader.recv(1):
-            if numbers[0] in self._numbers or numbers[0] in self._more:
-                self._callback(numbers[0])
+            if numbers[0] in self._read_numbers:
+                try:
+                    self._callback(numbers[0])
+                except BaseException:
+                    with contextlib.suppress(OSError):  # Nobody may read standard error.
+                        traceback.print_exc()
+                    os._exit(EXIT_RESTART)
         self._reader.close()
 
 
@@ -99,7 +111,7 @@ class StopSignals:
         self._grace_secs = 0.0
         self._overdue: threading.Timer | None = None
         self._is_stop_requested = False
-        self._thread = SignalThread(_STOP, self._on_signal, more=[signal.SIGUSR1])
+        self._thread = SignalThread(_STOP, self._on_signal, also_read=[signal.SIGUSR1])
 
     def on_stop(self, stop: Callable[[], None], grace_secs: float) -> None:
         """From now on, the first signal calls `stop` on another thread.
@@ -123,9 +135,9 @@ class StopSignals:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._thread.__exit__(*exc_info)
         if self._overdue is not None:
             self._overdue.cancel()
-        self._thread.__exit__(*exc_info)
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGUSR1:

@@ -17,6 +17,7 @@ of a forked process ends, the kernel gives the process to the nearest subreaper.
 passing descriptors over a socket make this Linux only. The fork server ends with the launcher.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -64,8 +65,10 @@ class Fork:
 
     def kill(self) -> None:
         """Kills the process and its process group."""
-        if self.returncode is None:
-            os.killpg(self.pid, signal.SIGKILL)
+        # It may have been reaped a moment ago.
+        with contextlib.suppress(ProcessLookupError):
+            if self.returncode is None:
+                os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
         """Waits until the process has ended; returns `returncode`."""

@@ -6,6 +6,7 @@ The server runs in a child process, so no memory of one training is left in the 
 it when the training is done; if that chief was killed, the next one does.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -36,11 +37,12 @@ def keep_serving(task: Task, command: Sequence[str]) -> int:
         if repetitions.includes_now():
             return
         signals.append(signum)
-        running = server  # The main thread sets it to None.
+        running = server  # Read once: the main thread sets it to None when the server has ended.
         if running is None or len(signals) > 1:
             # The server ends, too: it watches this process.
             name = signal.Signals(signum).name
-            os.write(2, f"{name}: {task} and its server end at once.\n".encode())
+            with contextlib.suppress(OSError):  # Nobody may read it.
+                os.write(2, f"{name}: {task} and its server end at once.\n".encode())
             os._exit(EXIT_RESTART)
         running.send_signal(signum)
 

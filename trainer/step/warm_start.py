@@ -13,7 +13,6 @@ Variables are matched by order, not by name: Keras numbers layers over all model
 """
 
 import concurrent.futures
-import logging
 import re
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -24,15 +23,13 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
-from trainer.checkpoints.marks import DamagedError, complete_mark
+from trainer.checkpoints.marks import DamagedError
 from trainer.checkpoints.table_files import table_directories, table_values
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import saved_variables, tables_of
 from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK
 from trainer.step.options import ConfigError, WarmStartConfig, matching
-
-log = logging.getLogger(__name__)
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _VALUE = "VARIABLE_VALUE"
@@ -158,21 +155,9 @@ def _newest(path: str) -> str:
     if tf.io.gfile.isdir(f"{path}/checkpoints"):
         names = sorted(name.rstrip("/") for name in tf.io.gfile.listdir(f"{path}/checkpoints"))
     steps = [f"{path}/checkpoints/{name}" for name in names if re.fullmatch(r"step-\d+", name)]
-    if tf.io.gfile.exists(f"{path}/{CHECKPOINT_MARK}"):
-        return path
-    found = [name for name in steps if tf.io.gfile.exists(f"{name}/{CHECKPOINT_MARK}")]
-    for directory in reversed(found):
-        try:
-            complete_mark(directory)
-        except DamagedError as error:
-            log.warning("%s is not complete: %s. Using the one before it.", directory, error)
-        else:
+    for directory in (path, *reversed(steps)):
+        if tf.io.gfile.exists(f"{directory}/{CHECKPOINT_MARK}"):
             return directory
-    if found:
-        raise ConfigError(
-            f"config.warm_start.path={path}: none of its {len(found)} checkpoints is complete. "
-            "Give another run, or a .keras file."
-        )
     raise ConfigError(
         f"config.warm_start.path={path} is neither a checkpoint, nor a directory with "
         "checkpoints/step-*, nor a .keras file. Give the --model_dir of a run, for example."

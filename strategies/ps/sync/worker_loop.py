@@ -192,13 +192,11 @@ class WorkerLoop:
         of_parts = computed[len(present) :]
         sparse = [
             rows_sent(
-                self.compression.compress(tf.IndexedSlices(values, ids), index),
+                self.compression.compress_rows(tf.IndexedSlices(values, ids)),
                 part.device,
                 part.dtype,
             )
-            for index, (part, ids, values) in enumerate(
-                zip(parts, of_parts[::2], of_parts[1::2], strict=True), learner.num_dense
-            )
+            for part, ids, values in zip(parts, of_parts[::2], of_parts[1::2], strict=True)
         ]
         # Outside of the branch: outputs of a branch wait for all of its side effects.
         sent = self.compression.compress_all(
