@@ -202,6 +202,30 @@ def starts(model_dir: Path) -> list[tuple[int, int, int, int]]:
     ]
 
 
+def test_launcher_with_another_config_starts_no_task_that_could_meet_others(
+    tmp_path: Path, run_host: Callable[..., LaunchReport]
+) -> None:
+    body = """
+    notes.with_name("started").touch()
+    time.sleep(0.1)
+    """
+    first = Membership(tmp_path, HOSTS, 0)
+    with Watcher(first, lambda snapshot: None, identity="another"):
+        while not first.records():
+            time.sleep(0.01)
+        with pytest.raises(ClusterError, match=rf"already trains on {HOSTS[0]}, with other code"):
+            run_host(body, rejoin_secs=60.0)
+    assert not (tmp_path / "started").exists()
+
+
+def test_record_of_a_dead_launcher_with_another_config_delays_the_first_task_only(
+    tmp_path: Path, run_host: Callable[..., LaunchReport]
+) -> None:
+    Membership(tmp_path, HOSTS, 0).write(HostRecord("dead", 7, frozenset(), None, "another"))
+    report = run_host("""sys.exit(0)""", rejoin_secs=60.0)
+    assert report.exit_code == 0
+
+
 def test_launcher_ends_its_task_before_it_proposes_a_group_without_lost_hosts(
     tmp_path: Path, run_host: Callable[..., LaunchReport]
 ) -> None:

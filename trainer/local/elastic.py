@@ -106,6 +106,8 @@ class ElasticCluster(LocalCluster):
                 "config. Give this host the same command, config file and version of this program, "
                 "and start it again."
             )
+        if self._num_snapshots < _FIRST_SNAPSHOTS and self._may_meet_others(snapshot):
+            return
         if self._sightings.is_done and not self._is_done:
             self._is_done = True
             self._forget_plans()
@@ -117,6 +119,16 @@ class ElasticCluster(LocalCluster):
             self._end_task_if_group_changes()
         else:
             self._regroup()
+
+    def _may_meet_others(self, snapshot: Snapshot) -> bool:
+        """True if launchers with another code or config have records: they may run, or be dead.
+
+        A task that is started now could connect to theirs, and both would end.
+        """
+        return any(
+            record.identity != self.identity and record.ended is None
+            for record in snapshot.records.values()
+        )
 
     def _read_group(self) -> None:
         try:
