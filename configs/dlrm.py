@@ -6,14 +6,15 @@
 Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
 2019: an MLP turns the numbers into a vector as wide as a row of the table; the products of all
 pairs of vectors, and the first vector, go into a second MLP. The numbers of ids are in the
-clicks.json of the data. docs/embeddings.md has the AUC that a perfect model would have.
+clicks.json of the data. Without this file, as in configs/criteo_x1.py, the table has dynamic ids.
+docs/embeddings.md has the AUC that a perfect model would have.
 """
 
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from data.system.files import join, read_text
+from data.system.files import exists, join, read_text
 from trainer.config import Config, DataConfig, data_dir
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 loss = "binary_crossentropy"
 metrics = ["AUC"]
-NUM_DENSE = 13
+NUM_DENSE, NUM_COLUMNS = 13, 26
 
 
 @dataclass
@@ -63,15 +64,18 @@ def build_model(config: DlrmConfig) -> "keras.Model":
 
     from trainer.embeddings import Adagrad, ShardedEmbedding
 
-    sizes = json.loads(read_text(join(data_dir(config), "clicks.json")))["cardinalities"]
+    facts = join(data_dir(config), "clicks.json")
+    sizes = json.loads(read_text(facts))["cardinalities"] if exists(facts) else None
     dense = keras.Input((NUM_DENSE,), name="numbers")
-    ids = keras.Input((len(sizes),), dtype="int32", name="categorical")
+    ids = keras.Input(
+        (NUM_COLUMNS,), dtype="int64" if sizes is None else "int32", name="categorical"
+    )
     vector = dense
     for units in (*config.bottom_units, config.width):
         vector = layers.Dense(units, activation="relu")(vector)
     table = ShardedEmbedding(sizes, config.width, optimizer=Adagrad(config.table_learning_rate))
     vectors = layers.Concatenate(axis=1)([layers.Reshape((1, config.width))(vector), table(ids)])
-    num_vectors = len(sizes) + 1
+    num_vectors = NUM_COLUMNS + 1
     products = ops.matmul(vectors, ops.transpose(vectors, (0, 2, 1)))
     pairs = [row * num_vectors + column for row in range(num_vectors) for column in range(row)]
     products = ops.take(ops.reshape(products, (-1, num_vectors**2)), pairs, axis=1)

@@ -1,6 +1,7 @@
 """Generated clicks: repeatable, distributed as promised, with a best AUC that is right."""
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from data.prepare.sources import Options
 from data.prepare.sources.clicks import CARDINALITIES, Clicks, auc, source
 from data.system.files import DataError
 from data.tfrecord.split import open_split
+from trainer.config import load_recipe
+from trainer.preflight import preflight
 
 
 def test_examples_do_not_depend_on_how_they_are_divided() -> None:
@@ -75,3 +78,19 @@ def test_a_data_set_has_the_features_and_its_numbers(tmp_path: Path) -> None:
 def test_options_out_of_range_are_refused(options: Options) -> None:
     with pytest.raises(DataError, match="must be"):
         source("clicks", "", options)
+
+
+def test_config_for_the_clicks_of_criteo_fits_their_files(tmp_path: Path) -> None:
+    """Files as those of Criteo_x1: numbers with decimals, ids that are whole numbers."""
+    names = ["label", *(f"I{i + 1}" for i in range(13)), *(f"C{i + 1}" for i in range(26))]
+    numbers = random.Random(0)
+    for split, num_rows in (("train", 60), ("valid", 10), ("test", 20)):
+        lines = [",".join(names)]
+        for row in range(num_rows):
+            columns = [f"{numbers.random():.6f}" for _ in range(13)] + ["7"] * 25 + [str(row)]
+            lines.append(",".join([str(row % 2), *columns]))
+        (tmp_path / f"{split}.csv").write_text("\n".join(lines))
+    prepare("csv:criteo_x1", str(tmp_path / "data"), str(tmp_path), Options(label="label"))
+    recipe = load_recipe("configs/criteo_x1.py")
+    recipe.config.data_dir, recipe.config.batch_size = str(tmp_path / "data"), 16
+    preflight(recipe, str(tmp_path / "run"))
