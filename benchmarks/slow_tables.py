@@ -25,7 +25,7 @@ from data.system.flags import parse_flags
 _RATES = flags.DEFINE_list("rates", ["500mbit", "2gbit"], "Rates of the links, as `tc` takes them.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds to measure.", lower_bound=1)
 _DATA_DIR = flags.DEFINE_string("clicks_dir", "datasets/clicks", "Where the clicks are.")
-_TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 600.0, "A run that takes longer has failed.")
+_TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 600.0, "A program that takes longer has failed.")
 
 _PORT = 2222
 _TASKS = (("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1))
