@@ -9,7 +9,6 @@ rows travel, as Markdown. Each worker has a core; with two cores the servers sha
 """
 
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from absl import app, flags
 
 from benchmarks.hosts import Host, hosts, reason_why_not
 from benchmarks.network_run import Process, Program, measured
+from benchmarks.pairs import summarise
 from benchmarks.table import machine
 from data.system.flags import parse_flags
 
@@ -85,8 +85,8 @@ def main(argv: Sequence[str]) -> None:
                         taken = measured(run, places, where, timeout_secs=_TIMEOUT_SECS.value)
                     millis[types].append(1000 * taken.secs)
         for types, values in millis.items():
-            median, least, most = statistics.median(values), min(values), max(values)
-            found[types].append(f"{median:.0f} ({least:.0f} to {most:.0f})")
+            of = summarise(values)
+            found[types].append(f"{of.median:.0f} ({of.least:.0f} to {of.most:.0f})")
     for types, cells in found.items():
         print(f"| `{' '.join(types) or 'float32'}` | " + " | ".join(cells) + " |")
 

@@ -12,13 +12,14 @@ of the ids is needed: the table has dynamic ids. The model is that of configs/dl
 from typing import TYPE_CHECKING
 
 from configs import dlrm
-from configs.dlrm import build_model, loss, metrics
+from configs.dlrm import loss, metrics
 from trainer.config import DataConfig
 
 if TYPE_CHECKING:
+    import keras
     import tensorflow as tf
 
-__all__ = ["build_model", "loss", "metrics"]
+__all__ = ["loss", "metrics"]
 
 NUMBERS = [f"I{number}" for number in range(1, dlrm.NUM_DENSE + 1)]
 COLUMNS = [f"C{number}" for number in range(1, dlrm.NUM_COLUMNS + 1)]
@@ -53,3 +54,8 @@ def parse(serialized: "tf.Tensor") -> tuple[dict[str, "tf.Tensor"], "tf.Tensor"]
     ids = ids * len(COLUMNS) + tf.range(len(COLUMNS), dtype=tf.int64)
     numbers = tf.stack([example[name] for name in NUMBERS], axis=1)
     return {"numbers": numbers, "categorical": ids}, example["label"]
+
+
+def build_model(config: dlrm.DlrmConfig) -> "keras.Model":
+    """Inputs numbers [B, 13] and categorical [B, 26] -> the probability of a click, [B, 1]."""
+    return dlrm.model_of(config, sizes=None)

@@ -6,7 +6,7 @@
 Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
 2019: an MLP turns the numbers into a vector as wide as a row of the table; the products of all
 pairs of vectors, and the first vector, go into a second MLP. The numbers of ids are in the
-clicks.json of the data. Without this file, as in configs/criteo_x1.py, the table has dynamic ids.
+clicks.json of the data. configs/criteo_x1.py has the same model with dynamic ids.
 docs/embeddings.md has the AUC that a perfect model would have.
 """
 
@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from data.system.files import exists, join, read_text
+from data.system.files import join, read_text
 from trainer.config import Config, DataConfig, data_dir
 
 if TYPE_CHECKING:
@@ -58,14 +58,18 @@ def get_config() -> DlrmConfig:
 
 
 def build_model(config: DlrmConfig) -> "keras.Model":
-    """Inputs numbers [B, 13] and categorical [B, columns] -> the probability of a click, [B, 1]."""
+    """Inputs numbers [B, 13] and categorical [B, 26] -> the probability of a click, [B, 1]."""
+    sizes = json.loads(read_text(join(data_dir(config), "clicks.json")))["cardinalities"]
+    return model_of(config, sizes)
+
+
+def model_of(config: DlrmConfig, sizes: list[int] | None) -> "keras.Model":
+    """The model with `sizes`, the number of ids of each column; None for dynamic ids."""
     import keras
     from keras import layers, ops
 
     from trainer.embeddings import Adagrad, ShardedEmbedding
 
-    facts = join(data_dir(config), "clicks.json")
-    sizes = json.loads(read_text(facts))["cardinalities"] if exists(facts) else None
     dense = keras.Input((NUM_DENSE,), name="numbers")
     ids = keras.Input(
         (NUM_COLUMNS,), dtype="int64" if sizes is None else "int32", name="categorical"

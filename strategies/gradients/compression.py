@@ -76,10 +76,10 @@ class Compression:
         If `is_assigned` (bool) is given and False, the gradient belongs to a skipped assignment,
         and the residual is left unchanged.
         """
-        if self._dtype is None or gradient.dtype.size <= self._dtype.size:
-            return gradient
         if isinstance(gradient, tf.IndexedSlices):
             return self.compress_rows(gradient)
+        if self._dtype is None or gradient.dtype.size <= self._dtype.size:
+            return gradient
         # A tf.function creates all handles in their order, so a handle waits for no gradient.
         residual = tf.raw_ops.VarHandleOp(
             dtype=gradient.dtype, shape=gradient.shape, shared_name=f"{self._name}-{key}"

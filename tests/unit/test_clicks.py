@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from sklearn.metrics import roc_auc_score
 
 from data.features import read_features
@@ -94,3 +95,8 @@ def test_config_for_the_clicks_of_criteo_fits_their_files(tmp_path: Path) -> Non
     recipe = load_recipe("configs/criteo_x1.py")
     recipe.config.data_dir, recipe.config.batch_size = str(tmp_path / "data"), 16
     preflight(recipe, str(tmp_path / "run"))
+    files = [str(path) for path in (tmp_path / "data").glob("*test*tfrecord*")]
+    assert recipe.parse is not None
+    inputs, _ = recipe.parse(tf.constant(list(tf.data.TFRecordDataset(files).as_numpy_iterator())))
+    # Equal ids of two columns are different: here all but the last column have the id 7.
+    assert len(np.unique(inputs["categorical"][:, :-1])) == 25

@@ -207,7 +207,6 @@ def test_launcher_with_another_config_starts_no_task_that_could_meet_others(
 ) -> None:
     body = """
     notes.with_name("started").touch()
-    time.sleep(0.1)
     """
     first = Membership(tmp_path, HOSTS, 0)
     with Watcher(first, lambda snapshot: None, identity="another"):
