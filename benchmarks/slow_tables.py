@@ -43,8 +43,10 @@ _TRAINING = (
 )
 _TYPES: tuple[tuple[str, ...], ...] = (
     (),
-    ("--wire_dtype=bfloat16",),
+    ("--embedding_staleness=1",),
+
     ("--wire_dtype=bfloat16", "--read_dtype=bfloat16"),
+    ("--wire_dtype=bfloat16", "--read_dtype=bfloat16", "--embedding_staleness=1"),
 )
 
 

@@ -34,6 +34,7 @@ from trainer.inputs import (
     input_specs,
     open_inputs,
 )
+from trainer.learner import Learner
 from trainer.run_files import Document, RunFiles
 
 _PROBE_BYTES = 1 << 16  # Not 0: an empty file fits on a full disk.
@@ -49,10 +50,11 @@ class DiskError(RunFailed):
 
 @dataclass(frozen=True)
 class Findings:
-    """The data, the groups of variables, and the newest checkpoint, if there is one."""
+    """The data, a learner without rows of tables, its variables, and the newest checkpoint."""
 
     recipe: Recipe
     inputs: Inputs
+    learner: Learner
     groups: Sequence[Group]
     saved: Saved | None
 
@@ -114,7 +116,7 @@ def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Fin
     check_monitors(callbacks, learner, recipe.path, evaluates=True)
     check_batches(inputs, learner, recipe)
     saved = build_checkpointer(recipe, model_dir, inputs, learner).check()
-    return Findings(recipe, inputs, groups, saved)
+    return Findings(recipe, inputs, learner, groups, saved)
 
 
 def num_replicas_here(num_gpus: int | None) -> int:

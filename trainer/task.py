@@ -41,7 +41,14 @@ from strategies.multiworker import MultiWorkerExecutor
 from strategies.ps.asynchronous import AsynchronousExecutor
 from strategies.ps.servers import ask_chief_to_stop, serve, start_server
 from strategies.ps.sync.executor import SynchronousExecutor
-from trainer.build import Parts, build_checkpointer, build_learner, chief_hooks, shared_hooks
+from trainer.build import (
+    Parts,
+    build_checkpointer,
+    build_learner,
+    check_reads,
+    chief_hooks,
+    shared_hooks,
+)
 from trainer.checkpoints.marks import Saved
 from trainer.checkpoints.report_upload import uploading_reports
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
@@ -294,7 +301,12 @@ def _connect(spec: TaskSpec, num_gpus: int) -> Executor:
     types = {"wire_dtype": wire_dtype, "read_dtype": spec.read_dtype}
     if to_aggregate := spec.replicas_to_aggregate:
         return SynchronousExecutor.connect(
-            cluster, versions(), watched, replicas_to_aggregate=to_aggregate, **types
+            cluster,
+            versions(),
+            watched,
+            replicas_to_aggregate=to_aggregate,
+            embedding_staleness=spec.embedding_staleness,
+            **types,
         )
     return AsynchronousExecutor.connect(
         cluster, versions(), watched, max_staleness=spec.max_staleness, **types
@@ -358,11 +370,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     check_replicas(spec.recipe.config, executor.replicas_per_step)
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))
-    if spec.read_dtype != "float32" and learner.overrides_gradients:
-        raise ConfigError(
-            f"--read_dtype={spec.read_dtype}: the Learner of {spec.recipe.path} overrides "
-            "`gradients`, and reads its variables itself. Leave the flag out."
-        )
+    check_reads(learner, spec.recipe.path, spec.read_dtype, spec.embedding_staleness)
     inputs = fitted_to_model(inputs, spec.recipe, learner.model)
     build_metrics(inputs, learner, spec.recipe)
     if not spec.is_checked:
@@ -451,6 +459,7 @@ def _config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Docume
         "best_is_lowest": learner.is_better_lower(config.best_metric),
         "wire_dtype": spec.wire_dtype,
         "read_dtype": spec.read_dtype,
+        "embedding_staleness": spec.embedding_staleness,
         "flags": list(spec.flags),
         "cluster": None if spec.cluster is None else json.loads(spec.cluster.tf_config()),
         "train_examples": inputs.train.split.num_examples,

@@ -285,6 +285,24 @@ CASES = {
     "staleness of synchronous steps": Case(
         "--strategy=ps --sync_replicas --max_staleness=3", ("--max_staleness=3", "--sync_replicas")
     ),
+    "old rows of asynchronous steps": Case(
+        "--strategy=ps --embedding_staleness=1", ("--embedding_staleness=1", "--sync_replicas")
+    ),
+    "old rows with backup workers": Case(
+        "--strategy=ps --sync_replicas --replicas_to_aggregate=1 --embedding_staleness=1",
+        ("--embedding_staleness=1", "--replicas_to_aggregate=1, 2 workers"),
+    ),
+    "old rows of no table": Case(
+        "--strategy=ps --sync_replicas --embedding_staleness=1 --data_dir={digits}",
+        ("--embedding_staleness=1", "no ShardedEmbedding"),
+    ),
+    "older rows": Case(
+        "--strategy=ps --sync_replicas --embedding_staleness=2",
+        ("from 0 to 1", "Type --embedding_staleness=1"),
+    ),
+    "old rows of another strategy": Case(
+        f"{MULTI} --embedding_staleness=1", ("--embedding_staleness=1", "--strategy=ps")
+    ),
     "16 bits on no wire": Case(
         "--wire_dtype=float16", ("--wire_dtype=float16", "multiworker or ps")
     ),

@@ -55,13 +55,29 @@ def test_flag_or_field_that_was_meant_is_named(name: str, meant: str) -> None:
             "mode=x: value should be one of <a|b>",
             "a or b. Received: 'x'. Type --mode=a, for example.",
         ),
+        (
+            "steps=-1: -1 is not a non-negative integer",
+            "a whole number of 0 or more. Received: '-1'. Type --steps=0, for example.",
+        ),
+        (
+            "steps=0: 0 is not a positive integer",
+            "a whole number of 1 or more. Received: '0'. Type --steps=1, for example.",
+        ),
+        (
+            "mb=0: 0.0 is not number >= 0.001",
+            "a number of 0.001 or more. Received: '0'. Type --mb=0.001, for example.",
+        ),
+        (
+            "batch_size=2: 2 is not an integer in the range [0, 1]",
+            "a whole number from 0 to 1. Received: '2'. Type --batch_size=1, for example.",
+        ),
         ("export=maybe", "true or false. Received: 'maybe'. Type --export=True, for example."),
     ],
 )
 def test_value_of_a_wrong_type_is_explained(typed: str, answer: str) -> None:
     values = {"batch_size": 64, "rate": 0.1, "export": True}
     name = typed.partition("=")[0]
-    reason = "" if ": value" in typed else ": invalid literal: for a number"
+    reason = "" if ": " in typed else ": invalid literal: for a number"
     message = wrong_value(f"flag --{typed}{reason}", values)
     assert message == f"--{name} must be {answer}"
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data.system.cores import num_cores
 from data.system.files import is_url
@@ -43,6 +44,9 @@ from trainer.local.parent_watch import ParentWatch, watch_parent
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import say
 from trainer.run_files import progress_of
+
+if TYPE_CHECKING:
+    from trainer.preflight import Findings
 
 # Exit code of `check_before_launch` if the cluster must be launched: unlikely from a user's code.
 _READY = 113
@@ -275,9 +279,19 @@ def _check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
     if flags.MIN_WORKERS.present:  # Otherwise the task finds it, before it trains.
         num_replicas = preflight.num_replicas_here(flags.NUM_GPUS.value)
         check_replicas(recipe.config, _num_workers(cluster) * num_replicas)
-    preflight.preflight(recipe, model_dir)
+    _preflight(recipe, model_dir)
     preflight.check_model_dir(model_dir)
     return _READY
+
+
+def _preflight(recipe: Recipe, model_dir: str) -> "Findings":
+    from trainer.build import check_reads
+    from trainer.preflight import preflight
+
+    found = preflight(recipe, model_dir)
+    staleness = flags.EMBEDDING_STALENESS.value
+    check_reads(found.learner, recipe.path, flags.READ_DTYPE.value, staleness)
+    return found
 
 
 @contextlib.contextmanager
@@ -393,6 +407,7 @@ def task_spec(
         communication=flags.COMMUNICATION.value,
         wire_dtype=flags.WIRE_DTYPE.value,
         read_dtype=flags.READ_DTYPE.value,
+        embedding_staleness=flags.EMBEDDING_STALENESS.value,
         bucket_mb=flags.BUCKET_MB.value,
         num_threads=flags.NUM_THREADS.value,
         log_device_placement=flags.LOG_DEVICE_PLACEMENT.value,
@@ -422,12 +437,10 @@ def _num_workers(cluster: Cluster | None) -> int:
 
 
 def _check(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> int:
-    from trainer import preflight
-
     num_workers, num_ps = _num_workers(cluster), cluster.num("ps") if cluster else 0
     if not num_ps:
         check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
-    found = preflight.preflight(recipe, model_dir)
+    found = _preflight(recipe, model_dir)
     if flags.VERBOSE.value:
         print(f"config {recipe.path}: {to_json(recipe.config)}")
     print(found.describe(num_ps, num_workers if flags.SYNC_REPLICAS.value else 0))

@@ -13,6 +13,12 @@ from trainer.config import Config, flatten
 # What absl says: "flag --batch_size=abc: invalid literal for int() with base 10: 'abc'".
 _ILLEGAL = re.compile(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): (?P<reason>.*)", re.DOTALL)
 _CHOICE = re.compile(r"value should be one of <(?P<names>[^>]*)>")
+# "-1 is not a non-negative integer", "0.0 is not number >= 0.001",
+# "2 is not an integer in the range [0, 1]".
+_BOUNDS = re.compile(
+    r"\S+ is not (?:an? )?(?P<sign>positive |non-negative )?(?P<kind>integer|number)"
+    r"(?: >= (?P<least>\S+)| in the range \[(?P<low>\S+), (?P<high>\S+)\])?"
+)
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 
@@ -31,7 +37,9 @@ def unknown_flag(name: str, known: Iterable[str], config: Config) -> str:
 
 
 def wrong_value(message: str, values: Mapping[str, object]) -> str:
-    """Absl's message about a value of a wrong type, in plain words; other messages as they are.
+    """Absl's message about a value of a wrong type or out of range, in plain words.
+
+    Other messages are returned as they are.
 
     `values` has an example of a right value for each flag.
     """
@@ -41,6 +49,8 @@ def wrong_value(message: str, values: Mapping[str, object]) -> str:
     name, came = matched["name"], matched["value"]
     if choice := _CHOICE.fullmatch(matched["reason"]):
         return _wrong_choice(name, came, choice["names"].split("|"))
+    if bounds := _BOUNDS.fullmatch(matched["reason"]):
+        return _out_of_bounds(name, came, bounds)
     if name not in values:
         return message
     example = values[name]
@@ -53,6 +63,18 @@ def wrong_value(message: str, values: Mapping[str, object]) -> str:
         f"--{name}={example if meant is None else meant}"
         + (", for example." if meant is None else ".")
     )
+
+
+def _out_of_bounds(name: str, came: str, bounds: re.Match[str]) -> str:
+    kind = _NEEDED[int if bounds["kind"] == "integer" else float]
+    if bounds["low"]:
+        low, high = bounds["low"], bounds["high"]
+        needed, nearest = f"from {low} to {high}", high if float(came) > float(high) else low
+    else:
+        nearest = bounds["least"] or ("1" if bounds["sign"] == "positive " else "0")
+        needed = f"of {nearest} or more"
+    hint = f"Type --{name}={nearest}, for example."
+    return f"--{name} must be {kind} {needed}. Received: {came!r}. {hint}"
 
 
 def _wrong_choice(name: str, came: str, names: Sequence[str]) -> str:

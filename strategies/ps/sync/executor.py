@@ -74,9 +74,11 @@ class SynchronousExecutor(ParameterServerExecutor):
         *,
         wire_dtype: str = "float32",
         read_dtype: str = "float32",
+        embedding_staleness: int = 0,
     ) -> None:
         """A step is the first `replicas_to_aggregate` gradients of as many workers or more."""
         super().__init__(strategy, cluster, wire_dtype=wire_dtype, read_dtype=read_dtype)
+        self._reads_ahead = embedding_staleness > 0
         self._num_sub_batches = replicas_to_aggregate
         self._num_slots = self._num_gradient_buffers = self.num_replicas
         self._loops = WorkerLoops(lambda slot: self._buffers.end_loop(slot))
@@ -150,6 +152,7 @@ class SynchronousExecutor(ParameterServerExecutor):
             self._buffers,
             lanes,
             read_dtype=self._read_dtype,
+            reads_ahead=self._reads_ahead,
         )
         self._short_loop = self._long_loop = loops(num_unrolled=1)
         dense = learner.variables[: learner.num_dense]
