@@ -38,20 +38,30 @@ class _Given(NamedTuple):
     are_valid: Tensor
 
 
-_recorded: ContextVar[list[Lookup] | None] = ContextVar("recorded", default=None)
+class _Recorded(NamedTuple):
+    graph: tf.Graph
+    lookups: list[Lookup]
+
+
+_recorded: ContextVar[_Recorded | None] = ContextVar("recorded", default=None)
 _given: ContextVar[_Given | None] = ContextVar("given", default=None)
 
 
 def look_up(ids: Tensor, read: Callable[[], Tensor], handle: Tensor, places: Tensor) -> Tensor:
     """The rows of `ids`, int64 [n]: [n, width], looked up a step before, or by `read`.
 
-    Rows of a step before are used if `ids` are the same. Their gradient, like that of `read`, is
-    that of the resource `handle`: (`places`, gradients of the rows).
+    Rows of a step before are used if they are valid and `ids` are the same. Their gradient, like
+    that of `read`, is that of the resource `handle`: (`places`, gradients of the rows).
     """
     recorded, given = _recorded.get(), _given.get()
     if recorded is not None:
         rows = read()
-        recorded.append(Lookup(ids, rows))
+        if rows.graph is not recorded.graph:
+            raise ValueError(
+                "--embedding_staleness: the model calls a ShardedEmbedding in a loop or a branch of "
+                "a graph, so its ids are not known before. Leave the flag out."
+            )
+        recorded.lookups.append(Lookup(ids, rows))
         return rows
     before = None if given is None else next(given.lookups, None)
     if given is None or before is None:
@@ -73,7 +83,7 @@ def look_up(ids: Tensor, read: Callable[[], Tensor], handle: Tensor, places: Ten
 def lookups_recorded() -> Iterator[list[Lookup]]:
     """Yields a list, to which the lookups inside are added."""
     lookups: list[Lookup] = []
-    token = _recorded.set(lookups)
+    token = _recorded.set(_Recorded(tf.zeros([]).graph, lookups))
     try:
         yield lookups
     finally:

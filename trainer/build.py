@@ -75,7 +75,7 @@ _IN_GRADIENTS = ("micro_batches", "penalty.l1", "penalty.l2", "jit_compile", "cl
 def check_reads(learner: Learner, path: str, read_dtype: str, embedding_staleness: int) -> None:
     """Raises ConfigError if `learner`, of the config file `path`, cannot read as these flags say.
 
-    They are those of trainer/cli/flags.py.
+    The last two are the values of --read_dtype and --embedding_staleness.
     """
     given = {"read_dtype": read_dtype} if read_dtype != "float32" else {}
     if embedding_staleness:

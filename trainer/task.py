@@ -84,8 +84,9 @@ from trainer.run_files import Document, RunFiles
 
 log = logging.getLogger(__name__)
 
-# Ops that a worker runs at the same time at least, if other workers are on other hosts. With one
-# thread all-reduces wait for the ops of the backward pass: a step took 1.5 times as long.
+# Ops that a worker runs at the same time at least, if it sends tensors while it computes. With one
+# thread all-reduces wait for the ops of the backward pass: a step took 1.5 times as long. A request
+# for rows waits for them, too.
 _OPS_WITH_NETWORK = 4
 
 
@@ -196,7 +197,8 @@ def _check_cluster(spec: TaskSpec) -> None:
 
 def _configure_tensorflow(spec: TaskSpec) -> None:
     num_ops = spec.num_threads
-    if spec.strategy == "multiworker" and spec.cluster and spec.cluster.num_hosts > 1:
+    is_on_hosts = spec.strategy == "multiworker" and spec.cluster and spec.cluster.num_hosts > 1
+    if is_on_hosts or spec.embedding_staleness:
         num_ops = max(num_ops or num_cores(), _OPS_WITH_NETWORK)
     if spec.num_threads:
         tf.config.threading.set_intra_op_parallelism_threads(spec.num_threads)

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from strategies.base import Executor, Position
 from strategies.mirrored import MirroredExecutor
+from strategies.ps.sync import executor as executor_module
 from strategies.ps.sync.executor import SynchronousExecutor
 from tests.cluster import parity
 from trainer.build import build_learner
@@ -125,6 +126,8 @@ def train(executor: Executor, case: Case, data: Path) -> Found:
 
 
 def main(name: str, data: Path, to: Path) -> None:
+    # A loop that ends in a call, because nothing moved for a time, would read rows once more.
+    vars(executor_module).update(_PATIENCE_SECS=60.0)
     first = parity.executors(name)()
     found: Found = {}
     for kind, case in CASES.items():

@@ -41,10 +41,11 @@ def kill(process: Process, task: str, after_step: int) -> dict[str, Any]:
     return report
 
 
-def assert_same_bits(run: Run, expected: Run) -> None:
+def assert_same_bits(run: Run, expected: Run, num_dynamic: int) -> None:
     left, right = run.variables(), expected.variables()
     assert left.keys() == right.keys()
     num_ids = [len(value) for name, value in left.items() if name.endswith("/ids")]
+    assert len(num_ids) == num_dynamic
     assert min(num_ids) > 0
     for name, value in left.items():
         np.testing.assert_array_equal(value, right[name], err_msg=name)
@@ -53,10 +54,12 @@ def assert_same_bits(run: Run, expected: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [(CONFIG,), (COUNTED, "--embedding_staleness=1")], ids=["now", "early"]
+    ("num_dynamic", "given"),
+    [(2, (CONFIG,)), (1, (COUNTED, "--embedding_staleness=1"))],
+    ids=["now", "one step before"],
 )
 def test_rows_have_the_same_bits_after_the_deaths_of_a_worker_and_of_a_ps(
-    given: Sequence[str], digits: Path, tmp_path: Path
+    num_dynamic: int, given: Sequence[str], digits: Path, tmp_path: Path
 ) -> None:
     changes_only = "--config.complete_checkpoint_every=4"
     flags = (*given, changes_only, f"--data_dir={digits}", f"--train_steps={STEPS}")
@@ -82,4 +85,4 @@ def test_rows_have_the_same_bits_after_the_deaths_of_a_worker_and_of_a_ps(
     (resumed,) = steps_in(log_of(process, "chief-0"), STARTS)
     # The rows of the ps are lost: the run continues from the last checkpoint.
     assert last["step"] - EVERY <= resumed < STEPS
-    assert_same_bits(run, train(SYNC, tmp_path / "undisturbed", *flags))
+    assert_same_bits(run, train(SYNC, tmp_path / "undisturbed", *flags), num_dynamic)

@@ -68,8 +68,8 @@ def test_flag_or_field_that_was_meant_is_named(name: str, meant: str) -> None:
             "a number of 0.001 or more. Received: '0'. Type --mb=0.001, for example.",
         ),
         (
-            "batch_size=2: 2 is not an integer in the range [0, 1]",
-            "a whole number from 0 to 1. Received: '2'. Type --batch_size=1, for example.",
+            "batch_size=0x2: 2 is not an integer in the range [0, 1]",
+            "a whole number from 0 to 1. Received: '0x2'. Type --batch_size=1, for example.",
         ),
         ("export=maybe", "true or false. Received: 'maybe'. Type --export=True, for example."),
     ],

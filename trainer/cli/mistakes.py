@@ -16,7 +16,7 @@ _CHOICE = re.compile(r"value should be one of <(?P<names>[^>]*)>")
 # "-1 is not a non-negative integer", "0.0 is not number >= 0.001",
 # "2 is not an integer in the range [0, 1]".
 _BOUNDS = re.compile(
-    r"\S+ is not (?:an? )?(?P<sign>positive |non-negative )?(?P<kind>integer|number)"
+    r"(?P<number>\S+) is not (?:an? )?(?P<sign>positive |non-negative )?(?P<kind>integer|number)"
     r"(?: >= (?P<least>\S+)| in the range \[(?P<low>\S+), (?P<high>\S+)\])?"
 )
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -50,7 +50,7 @@ def wrong_value(message: str, values: Mapping[str, object]) -> str:
     if choice := _CHOICE.fullmatch(matched["reason"]):
         return _wrong_choice(name, came, choice["names"].split("|"))
     if bounds := _BOUNDS.fullmatch(matched["reason"]):
-        return _out_of_bounds(name, came, bounds)
+        return _out_of_range(name, came, bounds)
     if name not in values:
         return message
     example = values[name]
@@ -65,11 +65,12 @@ def wrong_value(message: str, values: Mapping[str, object]) -> str:
     )
 
 
-def _out_of_bounds(name: str, came: str, bounds: re.Match[str]) -> str:
+def _out_of_range(name: str, came: str, bounds: re.Match[str]) -> str:
     kind = _NEEDED[int if bounds["kind"] == "integer" else float]
     if bounds["low"]:
         low, high = bounds["low"], bounds["high"]
-        needed, nearest = f"from {low} to {high}", high if float(came) > float(high) else low
+        is_above = float(bounds["number"]) > float(high)
+        needed, nearest = f"from {low} to {high}", high if is_above else low
     else:
         nearest = bounds["least"] or ("1" if bounds["sign"] == "positive " else "0")
         needed = f"of {nearest} or more"

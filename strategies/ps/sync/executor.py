@@ -59,6 +59,10 @@ _PATIENCE_SECS = 2.0
 _UNROLLED = 4
 _LONG = 8
 
+# If rows are read ahead: the fewest steps of a call, unless they take more time than this.
+_STEPS_AHEAD = 8
+_SECS_AHEAD = 8.0
+
 # The assumed duration of the first round of a graph, which is traced and sent before.
 _FIRST_ROUND_SECS = 30.0
 
@@ -174,6 +178,14 @@ class SynchronousExecutor(ParameterServerExecutor):
             batch * self._num_sub_batches + self._lanes.index(range(first, last + 1))
             for batch, first, last in position.open_sub_batches
         ]
+
+    @override
+    def _steps_of_call(self, num_steps: int) -> int:
+        """If rows are read one step ahead, several steps, also slow ones: not in a call's first."""
+        size = super()._steps_of_call(num_steps)
+        if self._reads_ahead:
+            size = max(size, min(_STEPS_AHEAD, int(_SECS_AHEAD / self._secs_per_round)))
+        return size
 
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
