@@ -58,8 +58,8 @@ def look_up(ids: Tensor, read: Callable[[], Tensor], handle: Tensor, places: Ten
         rows = read()
         if rows.graph is not recorded.graph:
             raise ValueError(
-                "--embedding_staleness: the model calls a ShardedEmbedding in a loop or a branch of "
-                "a graph, so its ids are not known before. Leave the flag out."
+                "--embedding_staleness: the model calls a ShardedEmbedding in a loop or a branch "
+                "of a graph, so its ids are not known before. Leave the flag out."
             )
         recorded.lookups.append(Lookup(ids, rows))
         return rows
