@@ -9,6 +9,7 @@ import tensorflow as tf
 from data.order import replica_lanes
 from strategies.gradients.compression import Compression
 from strategies.lookups import look_up
+from strategies.ps.sync.executor import SynchronousExecutor
 from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.sync.protocol import END, END_ASSIGNMENT, NONE, EndReason, Kind
 from strategies.ps.sync.worker_loop import WorkerLoop
@@ -207,3 +208,17 @@ def test_rows_are_read_a_step_ahead_if_the_next_assignment_is_as_expected(
     desk.assign((8, 47, int(EndReason.FINAL), 12))
     assert desk.run() == EndReason.FINAL
     assert desk.messages()[1][-1] == len(expected)
+
+
+@pytest.mark.parametrize(("secs_per_round", "size"), [(30.0, 3), (4.0, 3), (2.0, 4), (0.5, 8)])
+def test_calls_have_several_steps_if_rows_are_read_ahead(secs_per_round: float, size: int) -> None:
+    """The first step of a call has no rows that were read before."""
+
+    class Alone(SynchronousExecutor):
+        def __init__(self, *, reads_ahead: bool) -> None:
+            self._reads_ahead = reads_ahead
+            self._secs_per_round = secs_per_round
+            self._run_size = SimpleNamespace(size=3)  # type: ignore[assignment]
+
+    assert Alone(reads_ahead=True)._steps_of_call(100) == size
+    assert Alone(reads_ahead=False)._steps_of_call(100) == 3
