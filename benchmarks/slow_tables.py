@@ -26,7 +26,9 @@ from data.system.flags import parse_flags
 
 _RATES = flags.DEFINE_list("rates", ["500mbit", "2gbit"], "Rates of the links, as `tc` takes them.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds to measure.", lower_bound=1)
-_WORKERS = flags.DEFINE_integer("workers", 2, "Workers.", lower_bound=1)
+_WORKERS = flags.DEFINE_integer(
+    "workers", 2, "Workers of a cluster on this machine.", lower_bound=1
+)
 _DATA_DIR = flags.DEFINE_string("clicks_dir", "datasets/clicks", "Where the clicks are.")
 _TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 600.0, "A program that takes longer has failed.")
 
