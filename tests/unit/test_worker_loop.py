@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from data.order import replica_lanes
+from strategies.base import _CallSize
 from strategies.gradients.compression import Compression
 from strategies.lookups import look_up
 from strategies.ps.sync.executor import SynchronousExecutor
@@ -218,7 +219,7 @@ def test_calls_have_several_steps_if_rows_are_read_ahead(secs_per_round: float, 
         def __init__(self, *, reads_ahead: bool) -> None:
             self._reads_ahead = reads_ahead
             self._secs_per_round = secs_per_round
-            self._run_size = SimpleNamespace(size=3)  # type: ignore[assignment]
+            self._run_size = _CallSize(3)
 
     assert Alone(reads_ahead=True)._steps_of_call(100) == size
     assert Alone(reads_ahead=False)._steps_of_call(100) == 3
