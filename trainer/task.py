@@ -45,7 +45,7 @@ from trainer.build import (
     Parts,
     build_checkpointer,
     build_learner,
-    check_reads,
+    check_for_strategy,
     chief_hooks,
     shared_hooks,
 )
@@ -372,7 +372,14 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     check_replicas(spec.recipe.config, executor.replicas_per_step)
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))
-    check_reads(learner, spec.recipe.path, spec.read_dtype, spec.embedding_staleness)
+    check_for_strategy(
+        learner,
+        spec.recipe,
+        strategy=spec.strategy,
+        num_workers=executor.num_replicas,
+        read_dtype=spec.read_dtype,
+        embedding_staleness=spec.embedding_staleness,
+    )
     inputs = fitted_to_model(inputs, spec.recipe, learner.model)
     build_metrics(inputs, learner, spec.recipe)
     if not spec.is_checked:

@@ -279,18 +279,24 @@ def _check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
     if flags.MIN_WORKERS.present:  # Otherwise the task finds it, before it trains.
         num_replicas = preflight.num_replicas_here(flags.NUM_GPUS.value)
         check_replicas(recipe.config, _num_workers(cluster) * num_replicas)
-    _preflight(recipe, model_dir)
+    _preflight(recipe, model_dir, cluster)
     preflight.check_model_dir(model_dir)
     return _READY
 
 
-def _preflight(recipe: Recipe, model_dir: str) -> "Findings":
-    from trainer.build import check_reads
+def _preflight(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> "Findings":
+    from trainer.build import check_for_strategy
     from trainer.preflight import preflight
 
     found = preflight(recipe, model_dir)
-    staleness = flags.EMBEDDING_STALENESS.value
-    check_reads(found.learner, recipe.path, flags.READ_DTYPE.value, staleness)
+    check_for_strategy(
+        found.learner,
+        recipe,
+        strategy=flags.STRATEGY.value,
+        num_workers=_num_workers(cluster),
+        read_dtype=flags.READ_DTYPE.value,
+        embedding_staleness=flags.EMBEDDING_STALENESS.value,
+    )
     return found
 
 
@@ -440,7 +446,7 @@ def _check(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> int:
     num_workers, num_ps = _num_workers(cluster), cluster.num("ps") if cluster else 0
     if not num_ps:
         check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
-    found = _preflight(recipe, model_dir)
+    found = _preflight(recipe, model_dir, cluster)
     if flags.VERBOSE.value:
         print(f"config {recipe.path}: {to_json(recipe.config)}")
     print(found.describe(num_ps, num_workers if flags.SYNC_REPLICAS.value else 0))
