@@ -60,7 +60,13 @@ from trainer.config_file import absolute
 from trainer.evaluator import follow
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards import run_lock
-from trainer.guards.fingerprint import as_number, shared_settings, versions
+from trainer.guards.fingerprint import (
+    as_number,
+    check_process,
+    process_settings,
+    shared_settings,
+    versions,
+)
 from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import CatchUp, Hook
@@ -369,6 +375,10 @@ def _supervised(
 
 
 def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
+    # Before the model is built: with other settings of Keras on this host, building may fail.
+    _check_agreement(spec, executor)
+    if spec.is_chief and not spec.is_checked:
+        check_process()
     check_replicas(spec.recipe.config, executor.replicas_per_step)
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))
@@ -395,13 +405,13 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         is_shared=spec.generation is not None,
     )
     checkpointer.on_progress = executor.on_progress
-    _check_agreement(spec, executor)
     return Parts(spec.recipe, spec.model_dir, inputs, specs, executor, learner, checkpointer)
 
 
 def _check_agreement(spec: TaskSpec, executor: Executor) -> None:
     ours = {
         **versions(),
+        **process_settings(),
         **shared_settings(spec.recipe, wire_dtype=spec.wire_dtype, bucket_mb=spec.bucket_mb),
         # Tasks that do not evaluate would wait for the others without end.
         "the evaluator of TF_CONFIG": "an evaluator" if spec.has_evaluator else "none",
@@ -479,6 +489,7 @@ def _config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Docume
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
         },
+        "process_settings": process_settings(),
     }
 
 

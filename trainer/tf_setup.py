@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 
+from data.system.errors import UsageError
 from data.system.quiet import quiet_tensorflow
 
 _WRAPPED = "sklearn"
@@ -82,6 +83,14 @@ def import_tensorflow() -> None:
         importlib.import_module("tensorflow")
         _keep_sums_as_they_are()
         importlib.import_module("keras")
+    except (AssertionError, ValueError) as error:
+        # Both read keras.json, and refuse a wrong value without the name of the file.
+        directory = os.environ.get("KERAS_HOME", os.path.join("~", ".keras"))
+        raise UsageError(
+            f"TensorFlow or Keras refuses {os.path.join(directory, 'keras.json')}: "
+            f"{str(error) or 'a value is of a wrong type'}. Valid values are, for example, "
+            '{"floatx": "float32", "epsilon": 1e-07, "image_data_format": "channels_last"}.'
+        ) from error
     finally:
         del sys.modules[_WRAPPED]
         gc.freeze()  # Later collections skip the modules, too.

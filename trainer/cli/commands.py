@@ -112,11 +112,8 @@ def _launch(recipe: Recipe) -> int:
     flag_checks.check_isolation(recipe)
     strategy, cluster = flags.STRATEGY.value, _local_cluster()
     num_workers = cluster.num("worker")
-    flag_checks.check_wire(num_workers)
-    flag_checks.check_standby(cluster.num("ps"))
-    if strategy == "ps":
-        flag_checks.num_to_aggregate(recipe, num_workers)
-    else:
+    flag_checks.check_sizes(recipe, num_workers, cluster.num("ps"))
+    if strategy != "ps":
         check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
     num_threads = flags.NUM_THREADS.value or max(1, num_cores() // num_workers)
     cores = _cores(cluster, num_threads) if strategy == "multiworker" else {}
@@ -166,9 +163,7 @@ def _launch(recipe: Recipe) -> int:
 
 def _supervise(recipe: Recipe, cluster: Cluster) -> int:
     """Starts, supervises and restarts this host's task of a cluster of several hosts."""
-    flag_checks.num_to_aggregate(recipe, _num_workers(cluster))
-    flag_checks.check_wire(_num_workers(cluster))
-    flag_checks.check_standby(cluster.num("ps"))
+    flag_checks.check_sizes(recipe, _num_workers(cluster), cluster.num("ps"))
     model_dir = model_dir_of(recipe)
     argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
     with contextlib.ExitStack() as stack:
@@ -378,10 +373,9 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
 
 
 def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int | TaskSpec:
-    flag_checks.num_to_aggregate(recipe, _num_workers(cluster))
-    flag_checks.check_standby(cluster.num("ps") if cluster else flags.PS.value)
-    if not is_launched:  # A launcher has checked it for all hosts, which may not all be here.
-        flag_checks.check_wire(_num_workers(cluster))
+    if not is_launched:  # A launcher has checked them for all hosts, which may not all be here.
+        num_ps = cluster.num("ps") if cluster else 0
+        flag_checks.check_sizes(recipe, _num_workers(cluster), num_ps)
     model_dir = model_dir_of(recipe)
     serves = cluster is not None and flag_checks.serves(cluster)
     is_evaluator = cluster is not None and cluster.task.job == "evaluator"
