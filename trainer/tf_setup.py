@@ -27,6 +27,7 @@ def set_environment() -> None:
     """Sets what TensorFlow and Keras read when they are imported."""
     quiet_tensorflow()
     os.environ["KERAS_BACKEND"] = "tensorflow"
+    os.environ.pop("TF_USE_LEGACY_KERAS", None)  # Otherwise tf.keras would be Keras 2.
     # Otherwise a call to a task that is not up yet fails instead of waiting for it.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
 

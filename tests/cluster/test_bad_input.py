@@ -199,14 +199,6 @@ CASES = {
         ("'norm' of {tmp}/recipe.py is synchronized=True",),
         recipe=SYNCHRONIZED,
     ),
-    "loss scale without float16": Case(
-        "--config.loss_scale.growth_steps=9 --data_dir={digits}",
-        ("growth_steps=9", "--config.precision=mixed_float16"),
-    ),
-    "complete tables of no table": Case(
-        "--strategy=ps --config.complete_checkpoint_every=4 --data_dir={digits}",
-        ("complete_checkpoint_every=4", "no ShardedEmbedding"),
-    ),
     "unknown optimizer": Case(
         "--config.optimizer=sdg --data_dir={digits}", ("sdg", "adam", "build_optimizer")
     ),

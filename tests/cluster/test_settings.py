@@ -46,11 +46,11 @@ def test_settings_of_keras_are_said_recorded_and_needed_by_what_continues_the_ru
 
     needed = "keras.config.epsilon"
     default = {"KERAS_HOME": keras_home(tmp_path / "default")}
-    resumed = run("multiworker-2", model_dir, default, f"--data_dir={digits}", "--train_steps=30")
+    resumed = run("mirrored-1", model_dir, default, f"--data_dir={digits}", "--train_steps=30")
     assert_one_error(resumed, f"{needed}: 0.001 there, 1e-07 here")
-    for tool in (("trainer.evaluate", str(model_dir)), ("trainer.predict", str(model_dir))):
+    for tool in ("trainer.evaluate", "trainer.predict"):
         ended = subprocess.run(
-            [sys.executable, "-m", *tool],
+            [sys.executable, "-m", tool, str(model_dir)],
             env={**os.environ, **default},
             cwd=ROOT,
             capture_output=True,
