@@ -178,7 +178,7 @@ def _check_options(config: Config) -> None:
         if values[name] != defaults[name] and not has_it(config):
             raise ConfigError(
                 f"config.{name}={values[name]} means nothing without {needed}. Type "
-                f"--config.{example}, for example, or leave it out."
+                f"--config.{example}, for example, or --config.{name}={defaults[name]}."
             )
     for name in ("penalty.variables", "weight_decay.exclude", "freeze", "warm_start.exclude"):
         pattern = operator.attrgetter(name)(config)

@@ -94,7 +94,7 @@ def check_process() -> None:
         raise ConfigError(
             "TensorFlow's determinism is enabled, by TF_DETERMINISTIC_OPS or by your code: then it "
             "refuses the clock that a training step reads. Type `unset TF_DETERMINISTIC_OPS`, or "
-            "remove enable_op_determinism(). On CPUs a run is repeated bit for bit without it."
+            "remove enable_op_determinism(). Synchronous runs on CPUs are repeatable without it."
         )
     found = {name: v for name, v in keras_settings().items() if v != KERAS_DEFAULTS[name]}
     if found:
