@@ -43,6 +43,7 @@ from trainer.run_files import Document, RunFiles
 from trainer.step.advice import advice
 from trainer.step.keras_losses import KerasLoss, is_keras
 from trainer.step.keras_metrics import KerasMetrics, split_metrics
+from trainer.step.layer_options import Use, check_layers
 from trainer.step.losses import PerExample, accuracy, smoothed_crossentropy
 from trainer.step.model_loss import ModelLoss, overrides
 from trainer.step.optimizers import (
@@ -72,24 +73,51 @@ Group = TypeVar("Group", ClipConfig, WeightDecayConfig, EmaConfig, LossScaleConf
 _IN_GRADIENTS = ("micro_batches", "penalty.l1", "penalty.l2", "jit_compile", "class_weight")
 
 
-def check_reads(learner: Learner, path: str, read_dtype: str, embedding_staleness: int) -> None:
-    """Raises ConfigError if `learner`, of the config file `path`, cannot read as these flags say.
+def check_for_strategy(
+    learner: Learner,
+    recipe: Recipe,
+    *,
+    strategy: str,
+    num_workers: int,
+    read_dtype: str,
+    embedding_staleness: int,
+) -> None:
+    """Raises ConfigError if `learner`, of `recipe`, cannot train as the flags say.
 
     The last two are the values of --read_dtype and --embedding_staleness.
     """
+    config = recipe.config
+    check_layers(learner.model, recipe.path, Use(strategy, num_workers, config))
+    if config.loss_scale != LossScaleConfig() and not learner.loss_scale:
+        raise ConfigError(
+            f"config.loss_scale={config.loss_scale} means nothing to the model of {recipe.path}, "
+            "which does not compute in float16. Type --config.precision=mixed_float16, or leave it "
+            "out."
+        )
+    if config.complete_checkpoint_every > 1 and not learner.tables:
+        raise ConfigError(
+            f"config.complete_checkpoint_every={config.complete_checkpoint_every}: the model of "
+            f"{recipe.path} has no ShardedEmbedding, so that all checkpoints are complete. Leave "
+            "it out."
+        )
+    if strategy == "ps" and config.data.prefetch_batches:
+        learner.notes.append(
+            f"config.data.prefetch_batches={config.data.prefetch_batches} has no effect under "
+            "--strategy=ps: a worker reads the batches of its ticket, and none ahead."
+        )
     given = {"read_dtype": read_dtype} if read_dtype != "float32" else {}
     if embedding_staleness:
         given["embedding_staleness"] = str(embedding_staleness)
         if not learner.tables:
             raise ConfigError(
-                f"--embedding_staleness={embedding_staleness}: the model of {path} has no "
+                f"--embedding_staleness={embedding_staleness}: the model of {recipe.path} has no "
                 "ShardedEmbedding, of which rows could be read earlier. Leave the flag out."
             )
     for name, value in given.items():
         if learner.overrides_gradients:
             raise ConfigError(
-                f"--{name}={value}: the Learner of {path} overrides `gradients`, and reads its "
-                "variables itself. Leave the flag out."
+                f"--{name}={value}: the Learner of {recipe.path} overrides `gradients`, and reads "
+                "its variables itself. Leave the flag out."
             )
 
 

@@ -10,15 +10,57 @@ model.
 import logging
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from data.system.files import FAIL, SKIP
+from data.system.files import FAIL, SKIP, is_s3
 from trainer.config import Config, ConfigError, fields_of, flatten, num_lanes
 from trainer.hooks.trackers.names import check_trackers
 from trainer.step.options import PRECISIONS, must_be
 
 log = logging.getLogger(__name__)
+
+# Fields that mean nothing without another one: what is needed, an example, and if it is there.
+_NEEDS: Sequence[tuple[str, str, str, Callable[[Config], object]]] = (
+    ("ema.warmup", "config.ema.decay", "ema.decay=0.999", lambda c: c.ema.decay),
+    ("ema.from_first_step", "config.ema.decay", "ema.decay=0.999", lambda c: c.ema.decay),
+    (
+        "early_stopping.min_delta",
+        "config.early_stopping.patience",
+        "early_stopping.patience=3",
+        lambda c: c.early_stopping.patience,
+    ),
+    (
+        "warm_start.exclude",
+        "config.warm_start.path",
+        "warm_start.path=runs/RUN",
+        lambda c: c.warm_start.path,
+    ),
+    (
+        "penalty.variables",
+        "config.penalty.l1 or config.penalty.l2",
+        "penalty.l2=0.0001",
+        lambda c: c.penalty.l1 or c.penalty.l2,
+    ),
+    (
+        "profile_num_steps",
+        "config.profile_first_step",
+        "profile_first_step=100",
+        lambda c: c.profile_first_step,
+    ),
+    (
+        "data_cache_dir",
+        "config.data_dir at s3://",
+        "data_dir=s3://BUCKET/DIRECTORY",
+        lambda c: is_s3(c.data_dir),
+    ),
+    (
+        "data_cache_bytes",
+        "config.data_dir at s3://",
+        "data_dir=s3://BUCKET/DIRECTORY",
+        lambda c: is_s3(c.data_dir),
+    ),
+)
 
 
 def check(config: Config) -> None:
@@ -131,17 +173,12 @@ def _check_options(config: Config) -> None:
             f"config.early_stopping.patience={config.early_stopping.patience} counts evaluations, "
             "but there is none before the end. Type --config.eval_every_steps=1000, for example."
         )
-    for name, other, example in (
-        ("ema.warmup", "ema.decay", 0.999),
-        ("ema.from_first_step", "ema.decay", 0.999),
-        ("early_stopping.min_delta", "early_stopping.patience", 3),
-        ("warm_start.exclude", "warm_start.path", "runs/RUN"),
-    ):
-        value, needed = operator.attrgetter(name, other)(config)
-        if value and not needed:
+    values, defaults = flatten(config), flatten(Config())
+    for name, needed, example, has_it in _NEEDS:
+        if values[name] != defaults[name] and not has_it(config):
             raise ConfigError(
-                f"config.{name}={value} means nothing without config.{other}. Type "
-                f"--config.{other}={example}, for example, or leave it out."
+                f"config.{name}={values[name]} means nothing without {needed}. Type "
+                f"--config.{example}, for example, or --config.{name}={defaults[name]}."
             )
     for name in ("penalty.variables", "weight_decay.exclude", "freeze", "warm_start.exclude"):
         pattern = operator.attrgetter(name)(config)

@@ -44,7 +44,7 @@ from trainer.step.loss_scale import LossScale, all_finite, computes_in_float16, 
 from trainer.step.losses import PerExample, metric_totals, require_per_example
 from trainer.step.model_loss import ModelLoss
 from trainer.step.optimizers import check_optimizer
-from trainer.step.options import ConfigError, Options, matching
+from trainer.step.options import Options, matching
 from trainer.step.random_layers import bind, drawing
 from trainer.step.schedules import RateFactor
 
@@ -111,7 +111,7 @@ class Learner:
         Raises:
             OptimizerError: the optimizer has a setting that would be ignored, or the model has
                 float16 variables.
-            ConfigError: a pattern of `options` matches no variable, or XLA cannot compile.
+            ConfigError: a pattern of `options` matches no variable.
         """
         check_optimizer(optimizer)
         self.model = model
@@ -166,7 +166,6 @@ class Learner:
         self.loss_scale = LossScale(options.loss_scale) if computes_in_float16(model) else None
         self._differentiate_with_xla = None
         if options.jit_compile:
-            _require_compilable(model)
             compiled = tf.function(self._differentiate_at, jit_compile=True, autograph=False)
             self._differentiate_with_xla = compiled
 
@@ -656,12 +655,3 @@ def _micro_batch(batch: Batch, index: int, num_parts: int) -> Batch:
         return tensor[index * size // num_parts : (index + 1) * size // num_parts]
 
     return tf.nest.map_structure(part_of, batch)
-
-
-def _require_compilable(model: keras.Model) -> None:
-    for layer in model._flatten_layers():
-        if getattr(layer, "synchronized", False):
-            raise ConfigError(
-                f"config.jit_compile=True compiles each replica alone, but layer {layer.name!r} "
-                "is synchronized=True: it communicates with other replicas. Leave one of them out."
-            )

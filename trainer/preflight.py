@@ -25,6 +25,7 @@ from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.marks import Saved
 from trainer.config import Config, Recipe, data_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
+from trainer.guards.fingerprint import check_process
 from trainer.hooks.callbacks import build_callbacks, check_monitors
 from trainer.inputs import (
     Inputs,
@@ -107,6 +108,7 @@ def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Fin
     """
     if hides_gpus:
         use_gpus(0)
+    check_process()
     callbacks = build_callbacks(recipe)
     inputs = open_inputs(recipe)
     specs = input_specs(inputs, recipe)

@@ -45,7 +45,7 @@ from trainer.build import (
     Parts,
     build_checkpointer,
     build_learner,
-    check_reads,
+    check_for_strategy,
     chief_hooks,
     shared_hooks,
 )
@@ -60,7 +60,13 @@ from trainer.config_file import absolute
 from trainer.evaluator import follow
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards import run_lock
-from trainer.guards.fingerprint import as_number, shared_settings, versions
+from trainer.guards.fingerprint import (
+    as_number,
+    check_process,
+    process_settings,
+    shared_settings,
+    versions,
+)
 from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import CatchUp, Hook
@@ -369,10 +375,21 @@ def _supervised(
 
 
 def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
+    # Before the model is built: with other settings of Keras on this host, building may fail.
+    _check_agreement(spec, executor)
+    if spec.is_chief and not spec.is_checked:
+        check_process()
     check_replicas(spec.recipe.config, executor.replicas_per_step)
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))
-    check_reads(learner, spec.recipe.path, spec.read_dtype, spec.embedding_staleness)
+    check_for_strategy(
+        learner,
+        spec.recipe,
+        strategy=spec.strategy,
+        num_workers=executor.num_replicas,
+        read_dtype=spec.read_dtype,
+        embedding_staleness=spec.embedding_staleness,
+    )
     inputs = fitted_to_model(inputs, spec.recipe, learner.model)
     build_metrics(inputs, learner, spec.recipe)
     if not spec.is_checked:
@@ -388,13 +405,13 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         is_shared=spec.generation is not None,
     )
     checkpointer.on_progress = executor.on_progress
-    _check_agreement(spec, executor)
     return Parts(spec.recipe, spec.model_dir, inputs, specs, executor, learner, checkpointer)
 
 
 def _check_agreement(spec: TaskSpec, executor: Executor) -> None:
     ours = {
         **versions(),
+        **process_settings(),
         **shared_settings(spec.recipe, wire_dtype=spec.wire_dtype, bucket_mb=spec.bucket_mb),
         # Tasks that do not evaluate would wait for the others without end.
         "the evaluator of TF_CONFIG": "an evaluator" if spec.has_evaluator else "none",
@@ -472,6 +489,7 @@ def _config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Docume
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
         },
+        "process_settings": process_settings(),
     }
 
 

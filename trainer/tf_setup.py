@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 
+from data.system.errors import UsageError
 from data.system.quiet import quiet_tensorflow
 
 _WRAPPED = "sklearn"
@@ -26,6 +27,7 @@ def set_environment() -> None:
     """Sets what TensorFlow and Keras read when they are imported."""
     quiet_tensorflow()
     os.environ["KERAS_BACKEND"] = "tensorflow"
+    os.environ.pop("TF_USE_LEGACY_KERAS", None)  # Otherwise tf.keras would be Keras 2.
     # Otherwise a call to a task that is not up yet fails instead of waiting for it.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
 
@@ -82,6 +84,14 @@ def import_tensorflow() -> None:
         importlib.import_module("tensorflow")
         _keep_sums_as_they_are()
         importlib.import_module("keras")
+    except (AssertionError, ValueError) as error:
+        # Both read keras.json, and refuse a wrong value without the name of the file.
+        directory = os.environ.get("KERAS_HOME", os.path.join("~", ".keras"))
+        raise UsageError(
+            f"TensorFlow or Keras refuses {os.path.join(directory, 'keras.json')}: "
+            f"{str(error) or 'a value is of a wrong type'}. Valid values are, for example, "
+            '{"floatx": "float32", "epsilon": 1e-07, "image_data_format": "channels_last"}.'
+        ) from error
     finally:
         del sys.modules[_WRAPPED]
         gc.freeze()  # Later collections skip the modules, too.

@@ -155,10 +155,9 @@ def main() -> None:
             stack.enter_context(mounted("-t", "tmpfs", "-o", "size=32m", "tmpfs", at=model_dir))
         run: Disturbed
         if arguments.hosts:
-            timeouts = (
-                f"--stall_timeout_secs={_HOSTS_STALL_SECS}",
-                f"--chief_timeout_secs={_HOSTS_CHIEF_SECS}",
-            )
+            timeouts = [f"--stall_timeout_secs={_HOSTS_STALL_SECS}"]
+            if topology.strategy == "ps":
+                timeouts.append(f"--chief_timeout_secs={_HOSTS_CHIEF_SECS}")
             run = on_hosts.HostsRun(
                 topology, model_dir, (*flags, *timeouts), timeout_secs=_HOSTS_CHIEF_SECS
             )

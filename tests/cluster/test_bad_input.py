@@ -111,6 +111,17 @@ def build_hooks(config, model_dir):
     return [keras.callbacks.History()]
 """
 )
+SYNCHRONIZED = (
+    RECIPE
+    + """
+def build_model(config):
+    import keras
+    norm = keras.layers.BatchNormalization(synchronized=True, name="norm")
+    return keras.Sequential(
+        [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10), norm]
+    )
+"""
+)
 TENSOR = RECIPE + "import tensorflow as tf\nMEAN = tf.zeros([3])\n"
 WORKERS = {"worker": ["localhost:1111", "localhost:1112"]}
 PS = {"chief": ["localhost:1113"], "worker": ["localhost:1111"], "ps": ["localhost:1114"]}
@@ -178,6 +189,16 @@ CASES = {
         ("creates a tensor when it is imported (MEAN)",),
         recipe=TENSOR,
     ),
+    "sums over workers in the forward pass": Case(
+        "--strategy=ps --sync_replicas --config={tmp}/recipe.py --data_dir={digits}",
+        ("'norm' of {tmp}/recipe.py is synchronized=True", "Type --strategy=multiworker"),
+        recipe=SYNCHRONIZED,
+    ),
+    "sums over workers in the forward pass, checked only": Case(
+        "--strategy=ps --check --config={tmp}/recipe.py --data_dir={digits}",
+        ("'norm' of {tmp}/recipe.py is synchronized=True",),
+        recipe=SYNCHRONIZED,
+    ),
     "unknown optimizer": Case(
         "--config.optimizer=sdg --data_dir={digits}", ("sdg", "adam", "build_optimizer")
     ),
@@ -216,81 +237,12 @@ CASES = {
     ),
     "missing data of a cluster": Case(f"--strategy=ps {DATA}", ("{tmp}/data",)),
     "--replicas for ps": Case("--strategy=ps --replicas=2", ("--replicas=2", "mirrored")),
-    "--workers for mirrored": Case("--workers=2", ("--workers=2", "multiworker")),
-    "--ps for multiworker": Case(f"{MULTI} --ps=2", ("--ps=2", "--strategy=ps")),
     "no workers": Case(f"{MULTI} --workers=0", ("--workers=0",)),
-    "--workers with TF_CONFIG": Case(
-        f"{MULTI} --workers=2", ("--workers", "TF_CONFIG"), tf_config=cluster_of(WORKERS)
-    ),
-    "--max_restarts with --keep_serving": Case(
-        "--strategy=ps --keep_serving --max_restarts=2",
-        ("--max_restarts", "--keep_serving"),
-        tf_config=cluster_of(PS),
-    ),
     "negative --max_restarts": Case(f"{MULTI} --max_restarts=-1", ("max_restarts", "-1")),
-    "--min_workers for ps": Case(
-        "--strategy=ps --hosts=localhost,b --min_workers=1",
-        ("--min_workers=1", "--strategy=multiworker"),
-    ),
-    "--min_workers without --hosts": Case(
-        f"{MULTI} --min_workers=1",
-        ("--min_workers=1", "--hosts=a,b,c"),
-        tf_config=cluster_of(WORKERS),
-    ),
-    "--min_workers of a local cluster": Case(
-        f"{MULTI} --min_workers=1", ("--min_workers", "--hosts")
-    ),
-    "more --min_workers than hosts": Case(
-        f"{MULTI} --hosts=localhost,b --min_workers=3", ("--min_workers=3", "2 hosts")
-    ),
-    "--rejoin_secs without --min_workers": Case(
-        f"{MULTI} --hosts=localhost,b --rejoin_secs=30", ("--rejoin_secs=30", "--min_workers")
-    ),
-    "--rejoin_secs that is no number": Case(
-        f"{MULTI} --hosts=localhost,b --min_workers=1 --rejoin_secs=nan",
-        ("--rejoin_secs", "nan", "--rejoin_secs=60"),
-    ),
     "batch that all hosts could not share": Case(
         f"{MULTI} --hosts=localhost,b --min_workers=1 --num_gpus=3 --batch_size=5 "
         "--data_dir={digits}",
         ("batch_size=5", "6 replicas"),
-    ),
-    "--min_workers without restarts": Case(
-        f"{MULTI} --hosts=localhost,b --min_workers=1 --max_restarts=0",
-        ("--min_workers=1", "--max_restarts=0"),
-    ),
-    "--cpu_affinity for ps": Case(
-        "--strategy=ps --cpu_affinity=on", ("--cpu_affinity=on", "--strategy=multiworker")
-    ),
-    "--cpu_affinity with TF_CONFIG": Case(
-        f"{MULTI} --cpu_affinity=off",
-        ("--cpu_affinity", "TF_CONFIG"),
-        tf_config=cluster_of(WORKERS),
-    ),
-    "--isolate for mirrored": Case("--isolate=on", ("--isolate=on", "multiworker or ps")),
-    "more gradients than workers": Case(
-        "--strategy=ps --sync_replicas --replicas_to_aggregate=3",
-        ("--replicas_to_aggregate", "from 1 to the number of workers, 2", "3"),
-    ),
-    "no gradients": Case(
-        "--strategy=ps --sync_replicas --replicas_to_aggregate=0",
-        ("--replicas_to_aggregate", "from 1", "0"),
-    ),
-    "gradients of asynchronous steps": Case(
-        "--strategy=ps --replicas_to_aggregate=2", ("needs --sync_replicas",)
-    ),
-    "synchronous replicas of another strategy": Case(
-        f"{MULTI} --sync_replicas", ("--sync_replicas", "--strategy=ps")
-    ),
-    "staleness of synchronous steps": Case(
-        "--strategy=ps --sync_replicas --max_staleness=3", ("--max_staleness=3", "--sync_replicas")
-    ),
-    "old rows of asynchronous steps": Case(
-        "--strategy=ps --embedding_staleness=1", ("--embedding_staleness=1", "--sync_replicas")
-    ),
-    "old rows with backup workers": Case(
-        "--strategy=ps --sync_replicas --replicas_to_aggregate=1 --embedding_staleness=1",
-        ("--embedding_staleness=1", "--replicas_to_aggregate=1, 2 workers"),
     ),
     "old rows of no table": Case(
         "--strategy=ps --sync_replicas --embedding_staleness=1 --data_dir={digits}",
@@ -300,22 +252,7 @@ CASES = {
         "--strategy=ps --sync_replicas --embedding_staleness=2",
         ("from 0 to 1", "Type --embedding_staleness=1"),
     ),
-    "old rows of another strategy": Case(
-        f"{MULTI} --embedding_staleness=1", ("--embedding_staleness=1", "--strategy=ps")
-    ),
-    "16 bits on no wire": Case(
-        "--wire_dtype=float16", ("--wire_dtype=float16", "multiworker or ps")
-    ),
-    "16 bits with one worker": Case(
-        f"{MULTI} --workers=1 --wire_dtype=float16", ("--wire_dtype=float16", "one worker")
-    ),
-    "variables of 16 bits without servers": Case(
-        f"{MULTI} --read_dtype=float16", ("--read_dtype=float16", "--strategy=ps")
-    ),
     "8 bits": Case(f"{MULTI} --wire_dtype=int8", ("wire_dtype", "float16", "bfloat16")),
-    "standby without another ps": Case(
-        "--strategy=ps --ps_standby=10", ("--ps_standby=10", "ps tasks is 1", "--ps=2")
-    ),
     "negative staleness": Case("--strategy=ps --max_staleness=-1", ("max_staleness", "-1")),
     "hosts and TF_CONFIG": Case(
         "--strategy=ps --ps_hosts=a:1",
@@ -334,14 +271,6 @@ CASES = {
     "a server of existing servers": Case(
         "--strategy=ps --ps_hosts=a:1 --worker_hosts=b:1 --job_name=ps --existing_servers",
         ("--existing_servers", "--job_name=ps"),
-    ),
-    "a chief that keeps serving": Case(
-        "--strategy=ps --keep_serving",
-        ("--keep_serving", "chief 0"),
-        tf_config=cluster_of(PS, "chief"),
-    ),
-    "keep serving on this machine alone": Case(
-        "--strategy=ps --keep_serving", ("--keep_serving", "TF_CONFIG")
     ),
     "a check of a server": Case(
         "--strategy=ps --check", ("--check", "worker 0", "chief 0"), tf_config=cluster_of(PS)

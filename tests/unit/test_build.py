@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.replicas import update_of
-from trainer.build import build_learner, build_model
+from trainer.build import build_learner, build_model, check_for_strategy
 from trainer.config import Config, ConfigError, Recipe
 from trainer.learner import Learner
-from trainer.step.options import ScheduleConfig, WeightDecayConfig
+from trainer.step.options import LossScaleConfig, ScheduleConfig, WeightDecayConfig
 
 
 def layers_of(config: Config) -> keras.Model:
@@ -113,3 +113,35 @@ def test_exclusions_without_a_weight_decay_are_refused() -> None:
     build_learner(recipe(Config(optimizer="adamw", weight_decay=decay)))
     with pytest.raises(ConfigError, match=r"weight_decay.exclude='bias' means nothing"):
         build_learner(recipe(Config(optimizer="adam", weight_decay=decay)))
+
+
+def check(config: Config, strategy: str) -> list[str]:
+    """The notes of the learner after the checks."""
+    made = recipe(config)
+    learner = build_learner(made)
+    check_for_strategy(
+        learner, made, strategy=strategy, num_workers=2, read_dtype="float32", embedding_staleness=0
+    )
+    return learner.notes
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Config(loss_scale=LossScaleConfig(8.0)), r"initial=8\.0.*precision=mixed_float16"),
+        (Config(complete_checkpoint_every=4), "complete_checkpoint_every=4.*no ShardedEmbedding"),
+    ],
+)
+def test_option_that_the_model_has_no_use_for_is_refused(config: Config, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(config, "mirrored")
+
+
+def test_prefetching_that_has_no_effect_is_said() -> None:
+    config = Config()
+    config.data.prefetch_batches = 3
+    assert check(config, "mirrored") == []
+    (note,) = check(config, "ps")
+    assert "prefetch_batches=3 has no effect under --strategy=ps" in note
+    config.loss_scale, config.precision = LossScaleConfig(8.0), "mixed_float16"
+    assert check(config, "mirrored") == []

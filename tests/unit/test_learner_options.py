@@ -387,17 +387,6 @@ def test_moving_statistics_are_the_mean_over_replicas_in_each_copy() -> None:
     assert id(norm.moving_mean.value) not in {id(variable) for variable in learner.layer_state}
 
 
-def test_layer_that_communicates_with_other_replicas_cannot_be_compiled() -> None:
-    layer = keras.layers.BatchNormalization(synchronized=True, name="norm")
-    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(5)])
-    options = Options(jit_compile=True)
-    crossentropy = sparse_categorical_crossentropy
-    with pytest.raises(ConfigError, match=r"jit_compile.*'norm' is synchronized"):
-        Learner(
-            model, keras.optimizers.SGD(0.1), crossentropy, {}, batch_size=BATCH, options=options
-        )
-
-
 def half_precision(strategy: Any, scale: LossScaleConfig) -> Learner:
     keras.config.set_dtype_policy("mixed_float16")
     try:

@@ -103,3 +103,14 @@ def test_freed_memory_of_threads_is_reused_on_few_cores() -> None:
 
     assert taken_again(4) < all_pages / 10
     assert taken_again(64) > all_pages / 2, "all threads may as well have arenas of their own"
+
+
+def test_tf_keras_is_keras_3_whatever_the_environment_says() -> None:
+    code = """
+from trainer.tf_setup import import_tensorflow, set_environment
+set_environment(); import_tensorflow()
+import keras, tensorflow as tf
+assert tf.keras.Model is keras.Model
+"""
+    env = {**os.environ, "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "jax"}
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=100, check=True)

@@ -112,11 +112,8 @@ def _launch(recipe: Recipe) -> int:
     flag_checks.check_isolation(recipe)
     strategy, cluster = flags.STRATEGY.value, _local_cluster()
     num_workers = cluster.num("worker")
-    flag_checks.check_wire(num_workers)
-    flag_checks.check_standby(cluster.num("ps"))
-    if strategy == "ps":
-        flag_checks.num_to_aggregate(recipe, num_workers)
-    else:
+    flag_checks.check_sizes(recipe, num_workers, cluster.num("ps"))
+    if strategy != "ps":
         check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
     num_threads = flags.NUM_THREADS.value or max(1, num_cores() // num_workers)
     cores = _cores(cluster, num_threads) if strategy == "multiworker" else {}
@@ -166,9 +163,7 @@ def _launch(recipe: Recipe) -> int:
 
 def _supervise(recipe: Recipe, cluster: Cluster) -> int:
     """Starts, supervises and restarts this host's task of a cluster of several hosts."""
-    flag_checks.num_to_aggregate(recipe, _num_workers(cluster))
-    flag_checks.check_wire(_num_workers(cluster))
-    flag_checks.check_standby(cluster.num("ps"))
+    flag_checks.check_sizes(recipe, _num_workers(cluster), cluster.num("ps"))
     model_dir = model_dir_of(recipe)
     argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
     with contextlib.ExitStack() as stack:
@@ -279,18 +274,24 @@ def _check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
     if flags.MIN_WORKERS.present:  # Otherwise the task finds it, before it trains.
         num_replicas = preflight.num_replicas_here(flags.NUM_GPUS.value)
         check_replicas(recipe.config, _num_workers(cluster) * num_replicas)
-    _preflight(recipe, model_dir)
+    _preflight(recipe, model_dir, cluster)
     preflight.check_model_dir(model_dir)
     return _READY
 
 
-def _preflight(recipe: Recipe, model_dir: str) -> "Findings":
-    from trainer.build import check_reads
+def _preflight(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> "Findings":
+    from trainer.build import check_for_strategy
     from trainer.preflight import preflight
 
     found = preflight(recipe, model_dir)
-    staleness = flags.EMBEDDING_STALENESS.value
-    check_reads(found.learner, recipe.path, flags.READ_DTYPE.value, staleness)
+    check_for_strategy(
+        found.learner,
+        recipe,
+        strategy=flags.STRATEGY.value,
+        num_workers=_num_workers(cluster),
+        read_dtype=flags.READ_DTYPE.value,
+        embedding_staleness=flags.EMBEDDING_STALENESS.value,
+    )
     return found
 
 
@@ -372,10 +373,9 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
 
 
 def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int | TaskSpec:
-    flag_checks.num_to_aggregate(recipe, _num_workers(cluster))
-    flag_checks.check_standby(cluster.num("ps") if cluster else flags.PS.value)
-    if not is_launched:  # A launcher has checked it for all hosts, which may not all be here.
-        flag_checks.check_wire(_num_workers(cluster))
+    if not is_launched:  # A launcher has checked them for all hosts, which may not all be here.
+        num_ps = cluster.num("ps") if cluster else 0
+        flag_checks.check_sizes(recipe, _num_workers(cluster), num_ps)
     model_dir = model_dir_of(recipe)
     serves = cluster is not None and flag_checks.serves(cluster)
     is_evaluator = cluster is not None and cluster.task.job == "evaluator"
@@ -440,7 +440,7 @@ def _check(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> int:
     num_workers, num_ps = _num_workers(cluster), cluster.num("ps") if cluster else 0
     if not num_ps:
         check_replicas(recipe.config, flags.REPLICAS.value or num_workers)
-    found = _preflight(recipe, model_dir)
+    found = _preflight(recipe, model_dir, cluster)
     if flags.VERBOSE.value:
         print(f"config {recipe.path}: {to_json(recipe.config)}")
     print(found.describe(num_ps, num_workers if flags.SYNC_REPLICAS.value else 0))

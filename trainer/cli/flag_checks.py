@@ -331,6 +331,8 @@ def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str
             f"--{given[0]} is for the tasks of a cluster, but there is no TF_CONFIG, --hosts or "
             f"--worker_hosts, and no scheduler. Leave --{given[0]} out, or describe the cluster."
         )
+    if flags.QUIET.value and flags.VERBOSE.value:
+        raise ConfigError("--quiet prints none of the lines that --verbose adds. Leave one out.")
     if cluster is not None:
         _check_role_flags(cluster)
         if not flags.ALLOW_PUBLIC_ADDRESS.value:
@@ -353,6 +355,16 @@ def _check_role_flags(cluster: Cluster) -> None:
             "--keep_serving waits for the next chief without a limit, so --chief_timeout_secs="
             f"{flags.CHIEF_TIMEOUT_SECS.value:g} would be ignored. Leave one out."
         )
+    if (
+        flags.CHIEF_TIMEOUT_SECS.present
+        and flags.STRATEGY.value == "multiworker"
+        and not cluster.num("evaluator")
+    ):
+        raise ConfigError(
+            f"--chief_timeout_secs={flags.CHIEF_TIMEOUT_SECS.value:g} is for tasks that serve "
+            "under --strategy=ps, and for an evaluator, but this cluster has none of them. Use "
+            "--stall_timeout_secs, or leave it out."
+        )
     if flags.CHECK.value and serves(cluster):
         raise ConfigError(
             f"--check needs the config, which {task} gets from the chief. Use --check in the "
@@ -366,18 +378,15 @@ def _check_role_flags(cluster: Cluster) -> None:
         )
 
 
-def check_wire(num_senders: int) -> None:
-    """Refuses `--wire_dtype` if no gradient is sent, because there is one worker."""
+def check_sizes(recipe: Recipe, num_workers: int, num_ps: int) -> None:
+    """Refuses flags that do not fit the number of workers, or of parameter servers."""
+    num_to_aggregate(recipe, num_workers)
     wire_dtype = flags.WIRE_DTYPE.value
-    if wire_dtype != "float32" and flags.STRATEGY.value == "multiworker" and num_senders == 1:
+    if wire_dtype != "float32" and flags.STRATEGY.value == "multiworker" and num_workers == 1:
         raise ConfigError(
             f"--wire_dtype={wire_dtype} is for gradients that are sent to other workers, but there "
             "is one worker. Leave it out, or give --workers=2."
         )
-
-
-def check_standby(num_ps: int) -> None:
-    """Refuses `--ps_standby` if there is no other ps for the copies."""
     if flags.PS_STANDBY.value and num_ps < 2:
         raise ConfigError(
             f"--ps_standby={flags.PS_STANDBY.value} copies the variables of each ps to another ps, "

@@ -316,8 +316,8 @@ with _scope(_CLUSTERS, DESCRIBED):
     CHIEF_TIMEOUT_SECS = flags.DEFINE_float(
         "chief_timeout_secs",
         600.0,
-        "Worker and ps tasks, and an evaluator, end with 75 when the chief does not answer for "
-        "this time, before or after it has started.",
+        "Worker and ps tasks of ps, and an evaluator, end with 75 when the chief does not answer "
+        "for this time, before or after it has started.",
         lower_bound=1.0,
     )
     ALLOW_PUBLIC_ADDRESS = flags.DEFINE_boolean(

@@ -1,6 +1,7 @@
-"""What must be equal in all tasks of a run: the code, the versions, and the config.
+"""What must be equal in all tasks of a run: the code, the versions, the settings, and the config.
 
     versions()                  # of the code that this task runs
+    process_settings()          # of Keras and of the environment
     shared_settings(recipe, wire_dtype=..., bucket_mb=...)  # what it trains, and how
 
 Tasks of different versions or configs could connect, and train a model that no user asked for.
@@ -9,13 +10,26 @@ Tasks of different versions or configs could connect, and train a model that no 
 import functools
 import hashlib
 import json
+import logging
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.config import Recipe, flatten
+from trainer.config import ConfigError, Recipe, flatten
+
+log = logging.getLogger(__name__)
 
 _PACKAGES = ("trainer", "strategies", "data")
+# The settings of keras.json that decide the numbers of a model, and Keras' defaults. The program
+# sets the backend.
+KERAS_DEFAULTS: Mapping[str, object] = {
+    "keras.config.floatx": "float32",
+    "keras.config.epsilon": 1e-07,
+    "keras.config.image_data_format": "channels_last",
+}
+# Variables that choose kernels of other rounding. Not XLA's flags: they also hold directories.
+_VARIABLES = ("TF_ENABLE_ONEDNN_OPTS", "TF_DETERMINISTIC_OPS", "NVIDIA_TF32_OVERRIDE")
 
 
 @functools.cache
@@ -39,6 +53,68 @@ def software(**packages: str) -> Mapping[str, str]:
         "python": ".".join(platform.python_version_tuple()[:2]),
         **packages,
     }
+
+
+def keras_settings() -> dict[str, object]:
+    """The present values of the settings in KERAS_DEFAULTS."""
+    import keras
+
+    return {name: getattr(keras.config, name.rpartition(".")[2])() for name in KERAS_DEFAULTS}
+
+
+def process_settings() -> dict[str, object]:
+    """The settings of this process, outside the config, that change numbers.
+
+    Those of Keras, and variables of the environment that choose kernels of other rounding.
+    """
+    import keras
+
+    return {
+        **keras_settings(),
+        "keras.config.dtype_policy": keras.config.dtype_policy().name,
+        **{name: os.environ.get(name, "not set") for name in _VARIABLES},
+    }
+
+
+def keras_file() -> str:
+    """The path of keras.json, which Keras reads when it is imported."""
+    from keras.src.backend import config
+
+    return str(config._config_path)
+
+
+def check_process() -> None:
+    """Logs the settings of Keras that are not its defaults, in one line.
+
+    Raises ConfigError if TensorFlow's determinism is enabled.
+    """
+    from tensorflow.python.framework.config import is_op_determinism_enabled
+
+    if is_op_determinism_enabled():
+        raise ConfigError(
+            "TensorFlow's determinism is enabled, by TF_DETERMINISTIC_OPS or by your code: then it "
+            "refuses the clock that a training step reads. Type `unset TF_DETERMINISTIC_OPS`, or "
+            "remove enable_op_determinism(). Synchronous runs on CPUs are repeatable without it."
+        )
+    found = {name: v for name, v in keras_settings().items() if v != KERAS_DEFAULTS[name]}
+    if found:
+        listed = ", ".join(f"{name} is {value}" for name, value in found.items())
+        log.warning("%s, which is not Keras' default: see %s, and your code.", listed, keras_file())
+
+
+def check_keras_settings(recorded: Mapping[str, object], model_dir: str) -> None:
+    """Raises ConfigError if Keras has other settings than the run in `model_dir` had.
+
+    `recorded` are those of the run; Keras' defaults in runs of former versions.
+    """
+    for name, value in keras_settings().items():
+        needed = recorded.get(name, KERAS_DEFAULTS[name])
+        if value != needed:
+            setting = name.rpartition(".")[2]
+            raise ConfigError(
+                f"{name} is {value!r} here, but was {needed!r} in the run {model_dir}, so that its "
+                f"model would compute other numbers. Set {setting} to {needed!r} in {keras_file()}."
+            )
 
 
 def shared_settings(recipe: Recipe, *, wire_dtype: str, bucket_mb: float | None) -> dict[str, str]:

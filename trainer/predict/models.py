@@ -24,6 +24,7 @@ from trainer.config import ConfigError, Recipe, recipe_of_run
 from trainer.embeddings.table import set_values
 from trainer.evaluate import restore
 from trainer.exit_codes import first_line
+from trainer.guards.fingerprint import check_keras_settings
 from trainer.inputs import parse_of
 from trainer.run_files import CHECKPOINT_MARK, RunFiles
 
@@ -86,6 +87,7 @@ def model_of_run(model_dir: str, checkpoint: str | None = None) -> keras.Model:
     recipe.config.warm_start.path = ""
     if checkpoint is None and exists(files.model):
         model = build_model(recipe, _input_specs(recipe, document["data_dir"]))
+        check_keras_settings(document.get("process_settings", {}), model_dir)
         _load_weights(model, recipe, model_dir)
         return model
     restored = restore(model_dir, checkpoint or "newest")

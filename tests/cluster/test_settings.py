@@ -1,0 +1,105 @@
+"""Settings outside the config that change numbers: they are said, recorded and compared."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from strategies.cluster.tf_config import Task, local_cluster
+from tests.cluster.runs import ROOT, TOPOLOGIES, Process, Run, assert_one_error, by_hand, start
+
+CONFIG = "--config=tests/cluster/configs/linear.py"
+
+
+def keras_home(directory: Path, **settings: object) -> str:
+    """A directory with a keras.json."""
+    directory.mkdir()
+    (directory / "keras.json").write_text(json.dumps(settings))
+    return str(directory)
+
+
+def run(topology: str, model_dir: Path, env: Mapping[str, str], *flags: str) -> Run:
+    with start(TOPOLOGIES[topology], model_dir, CONFIG, "--plain", *flags, env=env) as process:
+        return process.wait()
+
+
+def test_settings_of_keras_are_said_recorded_and_needed_by_what_continues_the_run(
+    digits: Path, tmp_path: Path
+) -> None:
+    home = keras_home(tmp_path / "home", epsilon=0.001)
+    model_dir = tmp_path / "run"
+    flags = (f"--data_dir={digits}", "--train_steps=20")
+
+    first = run("multiworker-2", model_dir, {"KERAS_HOME": home}, *flags)
+
+    assert first.exit_code == 0, first.stderr
+    said = f"keras.config.epsilon is 0.001, which is not Keras' default: see {home}/keras.json"
+    assert first.stderr.count("not Keras' default") == first.stderr.count(said) == 1
+    settings = first.config["process_settings"]
+    assert settings["keras.config.epsilon"] == 0.001
+    assert settings["keras.config.dtype_policy"] == "float32"
+    assert settings["TF_ENABLE_ONEDNN_OPTS"] == "not set"
+
+    needed = "keras.config.epsilon"
+    default = {"KERAS_HOME": keras_home(tmp_path / "default")}
+    resumed = run("mirrored-1", model_dir, default, f"--data_dir={digits}", "--train_steps=30")
+    assert_one_error(resumed, f"{needed}: 0.001 there, 1e-07 here")
+    for tool in ("trainer.evaluate", "trainer.predict"):
+        ended = subprocess.run(
+            [sys.executable, "-m", tool, str(model_dir)],
+            env={**os.environ, **default},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (ended.returncode, needed in ended.stderr) == (2, True), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("KERAS_HOME", "{home}", "keras.config.floatx (float64 here), keras.config.dtype_policy"),
+        ("TF_ENABLE_ONEDNN_OPTS", "0", "TF_ENABLE_ONEDNN_OPTS (0 here)"),
+    ],
+)
+def test_task_with_other_settings_is_refused_before_it_builds_the_model(
+    name: str, value: str, said: str, digits: Path, tmp_path: Path
+) -> None:
+    home = keras_home(tmp_path / "home", floatx="float64")
+    cluster = local_cluster("multiworker", 2, 0)
+    under = {Task("worker", 1): ("env", f"{name}={value.format(home=home)}")}
+    flags = (CONFIG, f"--data_dir={digits}", "--num_threads=1")
+    with by_hand(cluster, tmp_path / "run", *flags, under=under) as tasks:
+        tasks.start(*cluster.tasks())
+        runs = tasks.wait(2)
+    assert_one_error(runs["worker 1"], f"differ in {said}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "env", "said"),
+    [
+        ({"epsilon": 1}, {}, ("keras.json", "epsilon")),
+        ({"floatx": "float8"}, {}, ("keras.json", "floatx")),
+        ({}, {"TF_DETERMINISTIC_OPS": "1"}, ("TF_DETERMINISTIC_OPS", "unset")),
+    ],
+)
+def test_settings_with_which_nothing_trains_are_explained(
+    settings: Mapping[str, object],
+    env: Mapping[str, str],
+    said: tuple[str, ...],
+    digits: Path,
+    tmp_path: Path,
+) -> None:
+    home = keras_home(tmp_path / "home", **settings)
+    model_dir = tmp_path / "run"
+    flags = (CONFIG, f"--data_dir={digits}", f"--model_dir={model_dir}")
+    with Process(flags, model_dir, env={"KERAS_HOME": home, **env}) as process:
+        ended = process.wait()
+    assert_one_error(ended, *said)
+    assert not (model_dir / "config.json").exists()

@@ -1,0 +1,216 @@
+"""Each flag works, or is refused: no strategy and no cluster ignores a flag that is given."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import flags
+
+ROOT = Path(__file__).parents[2]
+
+# Does what a command does before TensorFlow is imported, for each row in a fork: flags are global.
+PROGRAM = """
+import json, os, sys
+from data.system.errors import UsageError
+from trainer.cli import commands, flag_checks, flags
+def check(words, tf_config):
+    if tf_config:
+        os.environ["TF_CONFIG"] = tf_config
+    sys.argv = ["trainer", *words]
+    flags.parse_words(sys.argv)
+    recipe, cluster = commands._read(["trainer"], is_launched=False)
+    cluster = cluster or commands._local_cluster()
+    flag_checks.check_sizes(recipe, commands._num_workers(cluster), cluster.num("ps"))
+for words, tf_config in json.load(sys.stdin):
+    if (child := os.fork()) == 0:
+        message = ""
+        try:
+            check(words, tf_config)
+        except UsageError as error:
+            message = str(error)
+        print(json.dumps(message), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+# A value of each flag that has a scope.
+VALUES = {
+    "allow_public_address": "true",
+    "bucket_mb": "1",
+    "chief_hosts": "localhost:1",
+    "chief_timeout_secs": "9",
+    "cluster": "local",
+    "communication": "ring",
+    "cpu_affinity": "on",
+    "embedding_staleness": "1",
+    "existing_servers": "true",
+    "hosts": "localhost,b",
+    "isolate": "on",
+    "job_name": "worker",
+    "keep_serving": "true",
+    "max_restarts": "1",
+    "max_staleness": "1",
+    "min_workers": "1",
+    "port": "2222",
+    "ps": "2",
+    "ps_hosts": "localhost:1",
+    "ps_standby": "5",
+    "read_dtype": "float16",
+    "rejoin_secs": "9",
+    "replicas": "1",
+    "replicas_to_aggregate": "1",
+    "sync_replicas": "true",
+    "task_index": "0",
+    "wire_dtype": "float16",
+    "worker_hosts": "localhost:1",
+    "workers": "2",
+}
+
+
+def config(task: str, **hosts: int) -> str:
+    """A TF_CONFIG; `hosts` has the number of tasks of each job."""
+    ports = iter(range(1111, 1200))
+    cluster = {job: [f"localhost:{next(ports)}" for _ in range(n)] for job, n in hosts.items()}
+    return json.dumps({"cluster": cluster, "task": {"type": task, "index": 0}})
+
+
+WORKERS = config("worker", worker=2)
+WITH_EVALUATOR = config("worker", worker=2, evaluator=1)
+PS = config("chief", chief=1, worker=1, ps=1)
+SERVER = config("worker", chief=1, worker=1, ps=1)
+MULTI = "--strategy=multiworker"
+
+# Flags, TF_CONFIG, and what the message must name; no message: they work.
+TABLE = [
+    ("", "", ()),
+    ("--max_restarts=0", "", ()),
+    ("--grace_secs=1 --stall_timeout_secs=0", "", ()),
+    ("--replicas=2 --config.data.prefetch_batches=2", "", ()),
+    ("--quiet --verbose", "", ("--quiet", "--verbose")),
+    ("--quiet --plain", "", ()),
+    ("--epochs=1 --train_steps=1", "", ("--epochs", "--train_steps")),
+    ("--config.profile_num_steps=4", "", ("profile_num_steps=4", "profile_first_step=100")),
+    ("--config.profile_num_steps=4 --config.profile_first_step=9", "", ()),
+    ("--config.penalty.variables=x", "", ("penalty.variables=x", "penalty.l2=")),
+    ("--config.penalty.variables=x --config.penalty.l1=0.1", "", ()),
+    ("--data_cache_bytes=5", "", ("data_cache_bytes=5", "s3://")),
+    ("--data_cache_dir=copies", "", ("data_cache_dir=copies", "s3://")),
+    ("", WORKERS, ("TF_CONFIG", "--strategy=multiworker")),
+    (f"{MULTI} --workers=1 --cpu_affinity=on", "", ()),
+    (f"{MULTI} --wire_dtype=float16 --bucket_mb=1 --communication=ring", "", ()),
+    (f"{MULTI} --workers=1 --wire_dtype=float16", "", ("--wire_dtype=float16", "one worker")),
+    (f"{MULTI} --min_workers=1", "", ("--min_workers", "--hosts")),
+    (f"{MULTI} --rejoin_secs=9", "", ("--rejoin_secs", "--hosts")),
+    (f"{MULTI} --port=2222", "", ("--port", "several hosts")),
+    (f"{MULTI} --task_index=0", "", ("--task_index", "--worker_hosts")),
+    (f"{MULTI} --chief_timeout_secs=9", "", ("--chief_timeout_secs", "--hosts")),
+    (f"{MULTI} --workers=2", WORKERS, ("--workers", "TF_CONFIG")),
+    (f"{MULTI} --isolate=off", WORKERS, ("--isolate", "TF_CONFIG")),
+    (f"{MULTI} --cpu_affinity=off", WORKERS, ("--cpu_affinity", "TF_CONFIG")),
+    (f"{MULTI} --hosts=a,b", WORKERS, ("TF_CONFIG", "--hosts")),
+    (f"{MULTI} --port=2222", WORKERS, ("TF_CONFIG", "--port")),
+    (f"{MULTI} --job_name=worker", WORKERS, ("TF_CONFIG", "--job_name")),
+    (f"{MULTI} --min_workers=1", WORKERS, ("--min_workers=1", "--hosts=a,b,c")),
+    (f"{MULTI} --chief_timeout_secs=9", WORKERS, ("--chief_timeout_secs=9", "--stall_timeout")),
+    (f"{MULTI} --chief_timeout_secs=9", WITH_EVALUATOR, ()),
+    (f"{MULTI} --max_restarts=1 --bucket_mb=1", WORKERS, ()),
+    (f"{MULTI} --hosts=localhost,b --min_workers=3", "", ("--min_workers=3", "2 hosts")),
+    (f"{MULTI} --hosts=localhost,b --min_workers=1 --rejoin_secs=9", "", ()),
+    (f"{MULTI} --hosts=localhost,b --rejoin_secs=30", "", ("--rejoin_secs=30", "--min_workers")),
+    (
+        f"{MULTI} --hosts=localhost,b --min_workers=1 --rejoin_secs=nan",
+        "",
+        ("--rejoin_secs", "nan", "--rejoin_secs=60"),
+    ),
+    (
+        f"{MULTI} --hosts=localhost,b --min_workers=1 --max_restarts=0",
+        "",
+        ("--min_workers=1", "--max_restarts=0"),
+    ),
+    ("--strategy=ps --max_staleness=1 --read_dtype=float16", "", ()),
+    ("--strategy=ps --workers=1 --wire_dtype=float16", "", ()),
+    ("--strategy=ps --ps=2 --ps_standby=5", "", ()),
+    ("--strategy=ps --sync_replicas --ps=2 --ps_standby=5", "", ()),
+    ("--strategy=ps --ps_standby=10", "", ("--ps_standby=10", "ps tasks is 1", "--ps=2")),
+    ("--strategy=ps --ps_standby=10", PS, ("--ps_standby=10", "ps tasks is 1")),
+    ("--strategy=ps --replicas_to_aggregate=2", "", ("=2 needs --sync_replicas",)),
+    ("--strategy=ps --sync_replicas --replicas_to_aggregate=2", "", ()),
+    (
+        "--strategy=ps --sync_replicas --replicas_to_aggregate=3",
+        "",
+        ("--replicas_to_aggregate", "from 1 to the number of workers, 2", "3"),
+    ),
+    ("--strategy=ps --sync_replicas --replicas_to_aggregate=0", "", ("from 1", "0")),
+    (
+        "--strategy=ps --sync_replicas --max_staleness=3",
+        "",
+        ("--max_staleness=3", "--sync_replicas"),
+    ),
+    ("--strategy=ps --embedding_staleness=1", "", ("--embedding_staleness=1", "--sync_replicas")),
+    ("--strategy=ps --sync_replicas --embedding_staleness=1", "", ()),
+    (
+        "--strategy=ps --sync_replicas --replicas_to_aggregate=1 --embedding_staleness=1",
+        "",
+        ("--embedding_staleness=1", "--replicas_to_aggregate=1, 2 workers"),
+    ),
+    ("--strategy=ps --keep_serving", "", ("--keep_serving", "TF_CONFIG")),
+    ("--strategy=ps --keep_serving", PS, ("--keep_serving", "chief 0")),
+    ("--strategy=ps --keep_serving", SERVER, ()),
+    (
+        "--strategy=ps --keep_serving --max_restarts=2",
+        SERVER,
+        ("--max_restarts", "--keep_serving"),
+    ),
+    (
+        "--strategy=ps --keep_serving --chief_timeout_secs=9",
+        SERVER,
+        ("--chief_timeout_secs", "--keep_serving"),
+    ),
+    ("--strategy=ps --chief_timeout_secs=9", SERVER, ()),
+    ("--strategy=ps --existing_servers", PS, ("TF_CONFIG", "--existing_servers")),
+    ("--strategy=ps --ps=2", PS, ("--ps", "TF_CONFIG")),
+]
+OF_OTHER_STRATEGIES = [
+    (f"--strategy={strategy} --{name}={VALUES[name]}", "", (f"--{name}=", f"under {strategy}"))
+    for name, scope in flags.SCOPES.items()
+    for strategy in flags.STRATEGIES
+    if strategy not in scope.strategies
+]
+ROWS = [*TABLE, *OF_OTHER_STRATEGIES]
+
+
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], str]:
+    """The message for each row; "" where the flags are accepted."""
+    model_dir = f"--model_dir={tmp_path_factory.mktemp('run')}"
+    commands = [([*row[0].split(), model_dir], row[1]) for row in ROWS]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "TF_CONFIG"},
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    return dict(zip(((row[0], row[1]) for row in ROWS), said, strict=True))
+
+
+def test_every_flag_with_a_scope_has_a_value_here() -> None:
+    assert VALUES.keys() == flags.SCOPES.keys()
+
+
+@pytest.mark.parametrize(("words", "tf_config", "named"), ROWS)
+def test_flag_works_or_is_refused(
+    words: str, tf_config: str, named: tuple[str, ...], messages: Mapping[tuple[str, str], str]
+) -> None:
+    message = messages[words, tf_config]
+    assert bool(message) is bool(named), message
+    assert [part for part in named if part not in message] == [], message
