@@ -72,25 +72,13 @@ Group = TypeVar("Group", ClipConfig, WeightDecayConfig, EmaConfig, LossScaleConf
 _IN_GRADIENTS = ("micro_batches", "penalty.l1", "penalty.l2", "jit_compile", "class_weight")
 
 
-def check_reads(learner: Learner, path: str, read_dtype: str, embedding_staleness: int) -> None:
-    """Raises ConfigError if `learner`, of the config file `path`, cannot read as these flags say.
-
-    The last two are the values of --read_dtype and --embedding_staleness.
-    """
-    given = {"read_dtype": read_dtype} if read_dtype != "float32" else {}
-    if embedding_staleness:
-        given["embedding_staleness"] = str(embedding_staleness)
-        if not learner.tables:
-            raise ConfigError(
-                f"--embedding_staleness={embedding_staleness}: the model of {path} has no "
-                "ShardedEmbedding, of which rows could be read earlier. Leave the flag out."
-            )
-    for name, value in given.items():
-        if learner.overrides_gradients:
-            raise ConfigError(
-                f"--{name}={value}: the Learner of {path} overrides `gradients`, and reads its "
-                "variables itself. Leave the flag out."
-            )
+def check_reads(learner: Learner, path: str, read_dtype: str) -> None:
+    """Raises ConfigError if `learner`, of the config file `path`, cannot read as --read_dtype."""
+    if read_dtype != "float32" and learner.overrides_gradients:
+        raise ConfigError(
+            f"--read_dtype={read_dtype}: the Learner of {path} overrides `gradients`, and reads "
+            "its variables itself. Leave the flag out."
+        )
 
 
 def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:

@@ -285,24 +285,6 @@ CASES = {
     "staleness of synchronous steps": Case(
         "--strategy=ps --sync_replicas --max_staleness=3", ("--max_staleness=3", "--sync_replicas")
     ),
-    "old rows of asynchronous steps": Case(
-        "--strategy=ps --embedding_staleness=1", ("--embedding_staleness=1", "--sync_replicas")
-    ),
-    "old rows with backup workers": Case(
-        "--strategy=ps --sync_replicas --replicas_to_aggregate=1 --embedding_staleness=1",
-        ("--embedding_staleness=1", "--replicas_to_aggregate=1, 2 workers"),
-    ),
-    "old rows of no table": Case(
-        "--strategy=ps --sync_replicas --embedding_staleness=1 --data_dir={digits}",
-        ("--embedding_staleness=1", "no ShardedEmbedding"),
-    ),
-    "older rows": Case(
-        "--strategy=ps --sync_replicas --embedding_staleness=2",
-        ("from 0 to 1", "Type --embedding_staleness=1"),
-    ),
-    "old rows of another strategy": Case(
-        f"{MULTI} --embedding_staleness=1", ("--embedding_staleness=1", "--strategy=ps")
-    ),
     "16 bits on no wire": Case(
         "--wire_dtype=float16", ("--wire_dtype=float16", "multiworker or ps")
     ),
@@ -312,6 +294,11 @@ CASES = {
     "variables of 16 bits without servers": Case(
         f"{MULTI} --read_dtype=float16", ("--read_dtype=float16", "--strategy=ps")
     ),
+    "variables of 16 bits of a learner that reads them itself": Case(
+        "--strategy=ps --read_dtype=float16 --config=configs/custom_step.py --data_dir={digits}",
+        ("--read_dtype=float16", "configs/custom_step.py overrides `gradients`"),
+    ),
+    "port that does not exist": Case("--port=70000", ("from 1 to 65535", "Type --port=65535")),
     "8 bits": Case(f"{MULTI} --wire_dtype=int8", ("wire_dtype", "float16", "bfloat16")),
     "standby without another ps": Case(
         "--strategy=ps --ps_standby=10", ("--ps_standby=10", "ps tasks is 1", "--ps=2")

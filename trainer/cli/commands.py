@@ -289,8 +289,7 @@ def _preflight(recipe: Recipe, model_dir: str) -> "Findings":
     from trainer.preflight import preflight
 
     found = preflight(recipe, model_dir)
-    staleness = flags.EMBEDDING_STALENESS.value
-    check_reads(found.learner, recipe.path, flags.READ_DTYPE.value, staleness)
+    check_reads(found.learner, recipe.path, flags.READ_DTYPE.value)
     return found
 
 
@@ -407,7 +406,6 @@ def task_spec(
         communication=flags.COMMUNICATION.value,
         wire_dtype=flags.WIRE_DTYPE.value,
         read_dtype=flags.READ_DTYPE.value,
-        embedding_staleness=flags.EMBEDDING_STALENESS.value,
         bucket_mb=flags.BUCKET_MB.value,
         num_threads=flags.NUM_THREADS.value,
         log_device_placement=flags.LOG_DEVICE_PLACEMENT.value,
