@@ -160,9 +160,6 @@ class Learner(Protocol):
     ) -> tuple[Sequence[Tensor], tf.Tensor]:
         """`gradients`, computed at `values` of `gradient_inputs` that were read before."""
 
-    def look_up(self, batch: Batch) -> None:
-        """Does only the lookups in tables of `gradients_at(batch, ...)`, in the same order."""
-
     def apply(self, gradients: Sequence[Tensor]) -> tf.Tensor:
         """Applies summed gradients to the variables, then counts the step; returns the count."""
 

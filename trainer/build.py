@@ -80,12 +80,8 @@ def check_for_strategy(
     strategy: str,
     num_workers: int,
     read_dtype: str,
-    embedding_staleness: int,
 ) -> None:
-    """Raises ConfigError if `learner`, of `recipe`, cannot train as the flags say.
-
-    The last two are the values of --read_dtype and --embedding_staleness.
-    """
+    """Raises ConfigError if `learner`, of `recipe`, cannot train as the flags say."""
     config = recipe.config
     check_layers(learner.model, recipe.path, Use(strategy, num_workers, config))
     if config.loss_scale != LossScaleConfig() and not learner.loss_scale:
@@ -105,20 +101,11 @@ def check_for_strategy(
             f"config.data.prefetch_batches={config.data.prefetch_batches} has no effect under "
             "--strategy=ps: a worker reads the batches of its ticket, and none ahead."
         )
-    given = {"read_dtype": read_dtype} if read_dtype != "float32" else {}
-    if embedding_staleness:
-        given["embedding_staleness"] = str(embedding_staleness)
-        if not learner.tables:
-            raise ConfigError(
-                f"--embedding_staleness={embedding_staleness}: the model of {recipe.path} has no "
-                "ShardedEmbedding, of which rows could be read earlier. Leave the flag out."
-            )
-    for name, value in given.items():
-        if learner.overrides_gradients:
-            raise ConfigError(
-                f"--{name}={value}: the Learner of {recipe.path} overrides `gradients`, and reads "
-                "its variables itself. Leave the flag out."
-            )
+    if read_dtype != "float32" and learner.overrides_gradients:
+        raise ConfigError(
+            f"--read_dtype={read_dtype}: the Learner of {recipe.path} overrides `gradients`, and "
+            "reads its variables itself. Leave the flag out."
+        )
 
 
 def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:

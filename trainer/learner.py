@@ -360,30 +360,6 @@ class Learner:
             totals += more_totals
         return gradients, totals
 
-    @no_autograph
-    def look_up(self, batch: Batch) -> None:
-        """Does the lookups of `gradients_at(batch, ...)` in tables, in the same order.
-
-        Only the ops on which the lookups depend are computed, at zeros in place of the variables.
-        """
-        values = [tf.zeros(variable.shape, variable.dtype) for variable in self._tf_variables]
-        for i in range(num_parts := self._options.micro_batches):
-            part = batch if num_parts == 1 else _micro_batch(batch, i, num_parts)
-            inputs, labels, weights, seeds = self._unpack(part)
-            with self._assigning_nothing(values):
-                outputs = self.forward(inputs, *seeds, training=True)
-                if isinstance(self._loss, ModelLoss):  # It may call layers, too.
-                    self._losses(labels, outputs, weights, inputs=inputs, training=True)
-
-    def _unpack(self, batch: Batch) -> tuple[Batch, Batch, Batch | None, list[tf.Tensor]]:
-        """Inputs, labels, weights if there are any, and [seeds] if the model needs them."""
-        inputs, labels, *others = batch
-        seeds = [others.pop()] if self.needs_seeds and others else []
-        weights = others[0] if others else None
-        if self._options.class_weight and weights is None:
-            weights = class_weights(labels, self._options.class_weight)
-        return inputs, labels, weights, seeds
-
     def _differentiate_and_assign(
         self, batch: Batch, training: bool, values: list[tf.Tensor] | None
     ) -> tuple[list[Gradient], tf.Tensor]:
@@ -432,7 +408,11 @@ class Learner:
         scale: tf.Tensor | None,
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Returns the gradient with respect to `sources` (`variables`, or values), and totals."""
-        inputs, labels, weights, seeds = self._unpack(batch)
+        inputs, labels, *others = batch
+        seeds = [others.pop()] if self.needs_seeds and others else []
+        weights = others[0] if others else None
+        if self._options.class_weight and weights is None:
+            weights = class_weights(labels, self._options.class_weight)
         with tf.GradientTape() as tape:
             tape.watch(sources)
             outputs = self.forward(inputs, *seeds, training=training)

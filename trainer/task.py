@@ -90,9 +90,8 @@ from trainer.run_files import Document, RunFiles
 
 log = logging.getLogger(__name__)
 
-# Ops that a worker runs at the same time at least, if it sends tensors while it computes. With one
-# thread all-reduces wait for the ops of the backward pass: a step took 1.5 times as long. A request
-# for rows waits for them, too.
+# Ops that a worker runs at the same time at least, if other workers are on other hosts. With one
+# thread all-reduces wait for the ops of the backward pass: a step took 1.5 times as long.
 _OPS_WITH_NETWORK = 4
 
 
@@ -203,8 +202,7 @@ def _check_cluster(spec: TaskSpec) -> None:
 
 def _configure_tensorflow(spec: TaskSpec) -> None:
     num_ops = spec.num_threads
-    is_on_hosts = spec.strategy == "multiworker" and spec.cluster and spec.cluster.num_hosts > 1
-    if is_on_hosts or spec.embedding_staleness:
+    if spec.strategy == "multiworker" and spec.cluster and spec.cluster.num_hosts > 1:
         num_ops = max(num_ops or num_cores(), _OPS_WITH_NETWORK)
     if spec.num_threads:
         tf.config.threading.set_intra_op_parallelism_threads(spec.num_threads)
@@ -309,12 +307,7 @@ def _connect(spec: TaskSpec, num_gpus: int) -> Executor:
     types = {"wire_dtype": wire_dtype, "read_dtype": spec.read_dtype}
     if to_aggregate := spec.replicas_to_aggregate:
         return SynchronousExecutor.connect(
-            cluster,
-            versions(),
-            watched,
-            replicas_to_aggregate=to_aggregate,
-            embedding_staleness=spec.embedding_staleness,
-            **types,
+            cluster, versions(), watched, replicas_to_aggregate=to_aggregate, **types
         )
     return AsynchronousExecutor.connect(
         cluster, versions(), watched, max_staleness=spec.max_staleness, **types
@@ -388,7 +381,6 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         strategy=spec.strategy,
         num_workers=executor.num_replicas,
         read_dtype=spec.read_dtype,
-        embedding_staleness=spec.embedding_staleness,
     )
     inputs = fitted_to_model(inputs, spec.recipe, learner.model)
     build_metrics(inputs, learner, spec.recipe)
@@ -478,7 +470,6 @@ def _config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Docume
         "best_is_lowest": learner.is_better_lower(config.best_metric),
         "wire_dtype": spec.wire_dtype,
         "read_dtype": spec.read_dtype,
-        "embedding_staleness": spec.embedding_staleness,
         "flags": list(spec.flags),
         "cluster": None if spec.cluster is None else json.loads(spec.cluster.tf_config()),
         "train_examples": inputs.train.split.num_examples,

@@ -42,9 +42,7 @@ class _Entry(NamedTuple):
 
 _IMAGES, _SPLITTING = ("layout",), ("test_fraction", "seed")
 _IDX = _Entry(idx.source, _IMAGES, f"the IDX files {idx.FILES}", ("*-ubyte", "*-ubyte.gz"))
-_CIFAR = _Entry(
-    cifar.source, (*_IMAGES, "allow_partial"), "its binary or its Python version, unpacked"
-)
+_CIFAR = _Entry(cifar.source, (*_IMAGES, "allow_partial"), "its binary version, unpacked")
 # Fixed names, and kinds for KIND:NAME.
 _NAMES = {
     "digits": _Entry(digits.source, _IMAGES),

@@ -19,7 +19,6 @@ import tensorflow as tf
 from data.autograph import autograph, no_autograph
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import buckets, num_bytes, read_together
-from strategies.lookups import EarlyLookups, Lookup, lookups_given, lookups_recorded
 from strategies.tables import rows_read_as
 
 # Gradients, in the order of the learner's variables, and metric totals.
@@ -45,20 +44,17 @@ def compute_gradients(
     strategy: tf.distribute.Strategy,
     batch: Batch,
     read_dtype: str,
-    early: EarlyLookups | None = None,
 ) -> _Computed:
     """A worker's gradients and metric totals, at `values` of `learner.gradient_inputs`.
 
-    Rows of tables are sent to the worker as the type named `read_dtype`, unless they are those of
-    `early`. If `values` is empty, the learner reads its variables itself, after the op `after`.
+    Rows of tables are sent to the worker as the type named `read_dtype`. If `values` is empty, the
+    learner reads its variables itself, after the op `after`.
     """
 
-    def compute(
-        batch: Batch, values: Sequence[Tensor], after: Tensor, early: EarlyLookups | None
-    ) -> _Computed:
+    def compute(batch: Batch, values: Sequence[Tensor], after: Tensor) -> _Computed:
         # The scopes are entered here: the strategy calls this function on another thread, where
         # scopes of the caller have no effect.
-        with rows_read_as(read_dtype), lookups_given(early):
+        with rows_read_as(read_dtype):
             if not values:
                 with tf.control_dependencies([after]):
                     return autograph(learner.gradients)(batch)
@@ -69,25 +65,8 @@ def compute_gradients(
             with _gather_rows_on_servers():
                 return learner.gradients_at(batch, values)
 
-    computed: _Computed = strategy.run(compute, args=(batch, values, after, early))
+    computed: _Computed = strategy.run(compute, args=(batch, values, after))
     return computed
-
-
-@no_autograph
-def look_up_rows(
-    after: Tensor, learner: Learner, strategy: tf.distribute.Strategy, batch: Batch, read_dtype: str
-) -> list[Lookup]:
-    """The lookups of `compute_gradients` for `batch`, after the op `after`."""
-
-    def look_up(batch: Batch, after: Tensor) -> list[Lookup]:
-        with tf.control_dependencies([after]):
-            batch = tf.nest.map_structure(tf.identity, batch)
-        with rows_read_as(read_dtype), lookups_recorded() as lookups:
-            learner.look_up(batch)
-        return lookups
-
-    lookups: list[Lookup] = strategy.run(look_up, args=(batch, after))
-    return lookups
 
 
 @no_autograph

@@ -257,16 +257,16 @@ def recipes(executor: str = "") -> Iterator[tuple[str, Recipe, bool]]:
             build_optimizer = with_momentum if optimizer == "momentum" else None
             yield (
                 f"{name}/{optimizer}",
-                recipe(config, build_optimizer, case.model),
+                _recipe(config, build_optimizer, case.model),
                 case.overflows,
             )
     if is_bounded:
         return
     for optimizer in sorted(supported_optimizers().keys() - {"adam", "sgd"}):
-        yield f"optimizer/{optimizer}", recipe(Config(optimizer=optimizer), None), False
+        yield f"optimizer/{optimizer}", _recipe(Config(optimizer=optimizer), None), False
 
 
-def recipe(config: Config, build_optimizer: Any, model: Any = build_model) -> Recipe:
+def _recipe(config: Config, build_optimizer: Any, model: Any = build_model) -> Recipe:
     config.batch_size = BATCH
     config.train_steps = STEPS
     check(config)

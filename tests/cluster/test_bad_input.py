@@ -244,14 +244,6 @@ CASES = {
         "--data_dir={digits}",
         ("batch_size=5", "6 replicas"),
     ),
-    "old rows of no table": Case(
-        "--strategy=ps --sync_replicas --embedding_staleness=1 --data_dir={digits}",
-        ("--embedding_staleness=1", "no ShardedEmbedding"),
-    ),
-    "older rows": Case(
-        "--strategy=ps --sync_replicas --embedding_staleness=2",
-        ("from 0 to 1", "Type --embedding_staleness=1"),
-    ),
     "8 bits": Case(f"{MULTI} --wire_dtype=int8", ("wire_dtype", "float16", "bfloat16")),
     "negative staleness": Case("--strategy=ps --max_staleness=-1", ("max_staleness", "-1")),
     "hosts and TF_CONFIG": Case(

@@ -1,16 +1,12 @@
 """Tables on many parameter servers: the weights of one process, also after another topology."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.cluster import early_rows, parity
-from tests.cluster.runs import ROOT, TOPOLOGIES, Run, Topology, train
+from tests.cluster.runs import TOPOLOGIES, Run, Topology, train
 from trainer.checkpoints.table_files import table_directories
 
 # Eight processes trace the graphs of three tables.
@@ -95,22 +91,3 @@ def test_asynchronous_workers_may_bring_the_same_new_ids(
                 np.testing.assert_array_equal(ids, expected[name], "all ids of 50 batches")
     loaded = tf.saved_model.load(str(run.model_dir / "export" / "saved_model"))
     assert np.isfinite(loaded.serve(tf.random.uniform([5, 8, 8, 1]))).all()
-
-
-def test_with_staleness_1_exactly_the_update_of_one_step_is_missing_in_rows(tmp_path: Path) -> None:
-    parity.write_data(tmp_path / "data")
-    found = {}
-    for name in ("mirrored-1", "ps-sync-2"):
-        subprocess.run(
-            [sys.executable, "-m", early_rows.__name__, name, tmp_path / "data", tmp_path],
-            cwd=ROOT,
-            env={**os.environ, "TF_NUM_INTEROP_THREADS": "8"},
-            check=True,
-        )
-        with np.load(tmp_path / f"{name}.npz") as arrays:
-            found[name] = dict(arrays)
-    by_hand, trained = found.values()
-    assert len(by_hand) == 4 * len(early_rows.CASES)
-    assert by_hand.keys() == trained.keys()
-    for name, value in by_hand.items():
-        np.testing.assert_allclose(trained[name], value, atol=1e-5, err_msg=name)

@@ -119,9 +119,7 @@ def check(config: Config, strategy: str) -> list[str]:
     """The notes of the learner after the checks."""
     made = recipe(config)
     learner = build_learner(made)
-    check_for_strategy(
-        learner, made, strategy=strategy, num_workers=2, read_dtype="float32", embedding_staleness=0
-    )
+    check_for_strategy(learner, made, strategy=strategy, num_workers=2, read_dtype="float32")
     return learner.notes
 
 

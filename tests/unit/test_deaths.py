@@ -104,6 +104,7 @@ TABLE = [
     Row(other(75), RUNNING, Action.RESTART_ALL),
     Row(other(KILLED), NO_RESTART, Action.END_RUN),
     Row(other(75), ENDING, Action.END_RUN),
+    Row(chief(75), ENDING, Action.END_RUN),
     Row(chief(1), RUNNING, Action.END_RUN),
     Row(other(1), RUNNING, Action.END_RUN),
 ]

@@ -11,12 +11,7 @@ from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.system.files import DataError, shown
 from tests.unit.test_prepare import run
-from tests.unit.test_sources import (
-    images_of,
-    parsed,
-    write_cifar10_binary,
-    write_cifar10_python,
-)
+from tests.unit.test_sources import images_of, parsed, write_cifar10
 
 
 def write_splits(directory: Path, train: str, test: str) -> Path:
@@ -114,10 +109,8 @@ def test_compressed_table_without_a_header_is_read(tmp_path: Path) -> None:
         prepare("csv:x", str(tmp_path / "other"), str(source), Options(header=False))
 
 
-@pytest.mark.parametrize("is_binary", [True, False])
-def test_compressed_files_of_cifar_give_the_same_data_set(is_binary: bool, tmp_path: Path) -> None:
-    write = write_cifar10_binary if is_binary else write_cifar10_python
-    write(tmp_path / "plain", images_of(12), np.arange(12) % 10)
+def test_compressed_files_of_cifar_give_the_same_data_set(tmp_path: Path) -> None:
+    write_cifar10(tmp_path / "plain", images_of(12), np.arange(12) % 10)
     (tmp_path / "compressed").mkdir()
     for path in (tmp_path / "plain").iterdir():
         content = gzip.compress(path.read_bytes())
@@ -131,7 +124,7 @@ def test_compressed_files_of_cifar_give_the_same_data_set(is_binary: bool, tmp_p
 
 def test_incomplete_cifar_is_taken_if_that_is_asked_for(tmp_path: Path) -> None:
     source = tmp_path / "in"
-    write_cifar10_binary(source, images_of(12), np.arange(12) % 10)
+    write_cifar10(source, images_of(12), np.arange(12) % 10)
     (source / "data_batch_2.bin").unlink()
     with open(source / "data_batch_3.bin", "r+b") as file:
         file.truncate(3073 + 100)

@@ -5,8 +5,6 @@ import io
 import itertools
 import json
 import os
-import pickle
-import struct
 import subprocess
 import sys
 import zipfile
@@ -23,7 +21,6 @@ from data import features
 from data.prepare.catalog import open_source
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, csv
-from data.prepare.sources.cifar import load_pickle
 from data.system.files import DataError
 from data.tfrecord import split as records
 from tests.unit.test_prepare import ROOT, digest, run, write_idx
@@ -65,7 +62,7 @@ def planes_of(images: np.ndarray) -> np.ndarray:
 TEN = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
-def write_cifar10_binary(directory: Path, images: np.ndarray, labels: np.ndarray) -> None:
+def write_cifar10(directory: Path, images: np.ndarray, labels: np.ndarray) -> None:
     directory.mkdir()
     for i, name in enumerate([*(f"data_batch_{j}" for j in range(1, 6)), "test_batch"]):
         rows = np.concatenate([labels[:, np.newaxis], planes_of(images)], axis=1)
@@ -73,66 +70,10 @@ def write_cifar10_binary(directory: Path, images: np.ndarray, labels: np.ndarray
     (directory / "batches.meta.txt").write_text("\n".join(TEN) + "\n\n")
 
 
-def python2_pickle(batch: dict[bytes, Any]) -> bytes:
-    """As Python 2 wrote it: protocol 2, its str as SHORT_BINSTRING or BINSTRING, numpy's old home.
-
-    What Python 3 writes for bytes in that protocol is a call of _codecs.encode.
-    """
-
-    def string(value: bytes) -> bytes:
-        if len(value) < 256:
-            return b"U" + bytes([len(value)]) + value
-        return b"T" + struct.pack("<i", len(value)) + value
-
-    def integer(value: int) -> bytes:
-        return b"J" + struct.pack("<i", value)
-
-    def dump(value: Any) -> bytes:
-        if isinstance(value, bytes):
-            return string(value)
-        if isinstance(value, int):
-            return integer(value)
-        if isinstance(value, list):
-            return b"](" + b"".join(map(dump, value)) + b"e"
-        assert value.dtype == np.uint8
-        dtype = b"cnumpy\ndtype\n" + b"(" + string(b"u1") + integer(0) + integer(1) + b"tR"
-        dtype += b"(" + integer(3) + string(b"|") + b"NNN" + integer(-1) * 2 + integer(0) + b"tb"
-        shape = b"(" + b"".join(map(integer, value.shape)) + b"t"
-        made = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(" + integer(0) + b"t"
-        made += string(b"b") + b"tR"
-        return made + b"(" + integer(1) + shape + dtype + b"\x89" + string(value.tobytes()) + b"tb"
-
-    items = b"".join(string(key) + dump(value) for key, value in batch.items())
-    return b"\x80\x02}(" + items + b"u."
-
-
-def write_cifar10_python(directory: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    directory.mkdir()
-    for i, name in enumerate([*(f"data_batch_{j}" for j in range(1, 6)), "test_batch"]):
-        batch = {
-            b"batch_label": b"training batch 1 of 5",
-            b"labels": labels[i::6].tolist(),
-            b"data": planes_of(images)[i::6],
-            b"filenames": [b"leptodactylus_pentadactylus_s_000004.png"] * len(labels[i::6]),
-        }
-        (directory / name).write_bytes(python2_pickle(batch))
-    meta = {b"num_cases_per_batch": 10000, b"label_names": [name.encode() for name in TEN]}
-    (directory / "batches.meta").write_bytes(python2_pickle(meta))
-
-
-@pytest.mark.parametrize(
-    ("write", "archive"),
-    [
-        (write_cifar10_binary, "cifar-10-batches-bin"),
-        (write_cifar10_python, "cifar-10-batches-py"),
-    ],
-    ids=["binary", "python"],
-)
-def test_cifar10_of_either_version_is_prepared(
-    tmp_path: Path, write: Callable[[Path, np.ndarray, np.ndarray], None], archive: str
-) -> None:
+def test_cifar10_is_prepared(tmp_path: Path) -> None:
     images, labels = images_of(60), np.arange(60) // 6
-    write(tmp_path / archive, images, labels)
+    archive = "cifar-10-batches-bin"
+    write_cifar10(tmp_path / archive, images, labels)
     out = tmp_path / "out"
     prepare("cifar10", str(out), str(tmp_path))
     order = [row for batch in range(5) for row in range(batch, 60, 6)]
@@ -145,76 +86,51 @@ def test_cifar10_of_either_version_is_prepared(
     assert digest(tmp_path / "direct") == digest(out)
 
 
-def test_versions_of_cifar10_are_prepared_to_the_same_bytes(tmp_path: Path) -> None:
-    images, labels = images_of(60), np.arange(60) % 10
-    write_cifar10_binary(tmp_path / "bin", images, labels)
-    write_cifar10_python(tmp_path / "py", images, labels)
-    for version in ("bin", "py"):
-        prepare("cifar10", str(tmp_path / f"out-{version}"), str(tmp_path / version))
-    assert digest(tmp_path / "out-bin") == digest(tmp_path / "out-py")
+@pytest.mark.parametrize(
+    ("name", "files", "answer"),
+    [
+        ("cifar10", ["cifar-10-batches-py/data_batch_2"], "cifar-10-batches-py has data_batch_2:"),
+        ("cifar10", ["test_batch.gz", "batches.meta"], "has test_batch: "),
+        ("cifar10", ["cifar-10-python.tar.gz"], "is the archive of the Python version"),
+        ("cifar100", ["train", "test", "meta"], "has train, test: "),
+        ("cifar100", ["cifar-100-python/train"], "cifar-100-python has train: "),
+    ],
+)
+def test_python_version_of_cifar_is_answered_with_the_archive_of_the_binary_version(
+    name: str, files: list[str], answer: str, tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(b"\x80\x02}")
+    source = tmp_path / files[0] if files[0].endswith(".tar.gz") else tmp_path
+    with pytest.raises(DataError) as raised:
+        prepare(name, str(tmp_path / "out"), str(source))
+    message = str(raised.value)
+    assert answer in message
+    archive = f"{name.replace('cifar', 'cifar-')}-binary.tar.gz"
+    assert f"Download https://www.cs.toronto.edu/~kriz/{archive}" in message
+    if name == "cifar10":  # The command that it names works beside these files.
+        unpacked = tmp_path / message.rpartition("--source=")[2]
+        write_cifar10(unpacked, images_of(6), np.arange(6))
+        prepare(name, str(tmp_path / "out"), str(unpacked))
 
 
 def test_cifar100_has_both_labels_and_trains_on_the_fine_one(tmp_path: Path) -> None:
     images, fine, coarse = images_of(40), np.arange(40) + 60, np.arange(40) // 2
-    binary, python = tmp_path / "cifar-100-binary", tmp_path / "python"
+    binary = tmp_path / "cifar-100-binary"
     binary.mkdir()
-    python.mkdir()
     rows = np.concatenate([np.stack([coarse, fine], 1), planes_of(images)], 1).astype(np.uint8)
     names = {"coarse": [f"kind {i}" for i in range(20)], "fine": [f"thing {i}" for i in range(100)]}
     for split, chosen in (("train", slice(0, 30)), ("test", slice(30, 40))):
         (binary / f"{split}.bin").write_bytes(rows[chosen].tobytes())
-        batch = {
-            b"data": planes_of(images)[chosen],
-            b"fine_labels": fine[chosen].tolist(),
-            b"coarse_labels": coarse[chosen].tolist(),
-        }
-        # As Python 3 writes the same.
-        (python / split).write_bytes(pickle.dumps(batch, protocol=2))
     for kind, listed in names.items():
         (binary / f"{kind}_label_names.txt").write_text("\n".join(listed) + "\n")
-    meta = {f"{kind}_label_names".encode(): [n.encode() for n in x] for kind, x in names.items()}
-    (python / "meta").write_bytes(pickle.dumps(meta, protocol=2))
     prepare("cifar100", str(tmp_path / "a"), str(tmp_path))
-    prepare("cifar100", str(tmp_path / "b"), str(python))
-    assert digest(tmp_path / "a") == digest(tmp_path / "b")
     inputs, classes = for_training(tmp_path / "a", "train")
     assert np.array_equal(np.round(inputs * 255), images[:30])
     assert np.array_equal(classes, fine[:30])
     assert np.array_equal(parsed(tmp_path / "a", "test", "coarse_label")[0], coarse[30:])
     assert (tmp_path / "a" / "label.labels.txt").read_text().splitlines() == names["fine"]
-
-
-class Command:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, (f"touch {self.path}",)
-
-
-def test_pickle_that_would_run_a_program_is_refused_and_runs_nothing(tmp_path: Path) -> None:
-    write_cifar10_python(tmp_path / "py", images_of(6), np.arange(6))
-    mark = tmp_path / "ran"
-    evil = pickle.dumps({b"data": Command(mark)}, protocol=2)
-    pickle.loads(evil)
-    assert mark.exists(), "an ordinary unpickler runs it"
-    mark.unlink()
-    (tmp_path / "py" / "data_batch_3").write_bytes(evil)
-    with pytest.raises(DataError, match=r"data_batch_3 .*system, which is not loaded"):
-        prepare("cifar10", str(tmp_path / "out"), str(tmp_path / "py"))
-    assert not mark.exists()
-
-
-def test_pickle_cannot_make_arrays_of_anything_but_bytes(tmp_path: Path) -> None:
-    """An array of objects whose bytes are addresses would be read, and end the process."""
-    for array in (np.array([object], object), np.zeros(3, np.int64)):
-        path = tmp_path / "batch"
-        path.write_bytes(pickle.dumps({b"data": array}, protocol=2))
-        with pytest.raises(DataError, match="array of"):
-            load_pickle(str(path))
-    fortran = np.asfortranarray(RANDOM.integers(0, 256, (3, 4), np.uint8))
-    path.write_bytes(pickle.dumps({b"data": fortran}, protocol=2))
-    assert np.array_equal(load_pickle(str(path))[b"data"], fortran)  # type: ignore[arg-type]
 
 
 def test_svhn_is_prepared_as_scipy_reads_it(tmp_path: Path) -> None:
@@ -628,7 +544,7 @@ def test_damaged_npz_is_named(tmp_path: Path) -> None:
     [
         (("folder",), "folder:NAME"),
         (("folder:x",), "--source does not say where"),
-        (("cifar10", "--source=."), "cifar-10-batches-bin or cifar-10-batches-py"),
+        (("cifar10", "--source=."), "Unpack cifar-10-binary.tar.gz and give the directory"),
         (("svhn", "--source=."), "train_32x32.mat"),
         (("svhn", "--label=x"), "--label=x would be ignored: svhn takes --layout"),
         (("csv:x", "--layout=tfds"), "takes --label, --test_fraction, --seed"),
@@ -704,7 +620,7 @@ def many_sources(directory: Path, count: int) -> dict[str, tuple[str, Options]]:
     images = RANDOM.integers(0, 256, (count, 32, 32, 3), np.uint8)
     labels = np.arange(count) % 10
     directory.mkdir()
-    write_cifar10_binary(directory / "cifar", images, labels)
+    write_cifar10(directory / "cifar", images, labels)
     (directory / "svhn").mkdir()
     (directory / "idx").mkdir()
     for split, prefix in (("train", "train"), ("test", "t10k")):

@@ -7,10 +7,7 @@ import pytest
 import tensorflow as tf
 
 from data.order import replica_lanes
-from strategies.base import _CallSize
 from strategies.gradients.compression import Compression
-from strategies.lookups import look_up
-from strategies.ps.sync.executor import SynchronousExecutor
 from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.sync.protocol import END, END_ASSIGNMENT, NONE, EndReason, Kind
 from strategies.ps.sync.worker_loop import WorkerLoop
@@ -23,16 +20,14 @@ END_OF_TICKETS = 50  # The first batch without tickets; a batch has two sub-batc
 class SubBatchNumbers(WorkerLoop):
     """A batch is the number of its sub-batch."""
 
-    def _batch(self, number: Any, inputs: Any) -> Any:
-        return tf.identity(number)
+    def _batch(self, number: Any, starts: Any, tickets: Any) -> Any:
+        return number
 
 
 class Desk:
     """A worker loop of slot 1 of 2, whose gradients are the numbers of the sub-batches."""
 
-    def __init__(
-        self, num_unrolled: int, compression: Compression, *, reads_ahead: bool = False
-    ) -> None:
+    def __init__(self, num_unrolled: int, compression: Compression) -> None:
         self.variable = tf.Variable([0.0, 0.0])
         # As the statistics of BatchNorm: what has changed when a gradient was computed.
         self.num_computed = tf.Variable(0)
@@ -43,9 +38,7 @@ class Desk:
             gradient_inputs=[self.variable],
             num_totals=2,
             gradients_at=self._gradients,
-            look_up=self._row_of,
         )
-        self._reads_ahead = reads_ahead
         source = SimpleNamespace(
             ticket_spec=lambda lanes: {"gather": tf.TensorSpec([None, len(lanes)], tf.int64)},
             prepare=lambda: tf.constant(True),
@@ -54,30 +47,13 @@ class Desk:
         self.buffers = GradientBuffers(learner, strategy, num_slots=2)
         lanes = [replica_lanes(4, index, 2) for index in range(2)]
         self.loop = SubBatchNumbers(
-            learner,
-            source,
-            strategy,
-            compression,
-            self.buffers,
-            lanes,
-            num_unrolled=num_unrolled,
-            reads_ahead=reads_ahead,
+            learner, source, strategy, compression, self.buffers, lanes, num_unrolled=num_unrolled
         )
 
-    def _row_of(self, batch: Any) -> Any:
-        """The row of any id is how many gradients were computed before it was read."""
-        ids = tf.reshape(batch, [1])
-
-        def read() -> Any:
-            return tf.reshape(tf.cast(self.num_computed, tf.float32), [1, 1])
-
-        return look_up(ids, read, self.num_computed.handle, ids)
-
     def _gradients(self, batch: Any, values: Any) -> Any:
-        row = self._row_of(batch)
         with tf.control_dependencies([self.num_computed.assign_add(1)]):
             number = tf.cast(tf.identity(batch), tf.float32)
-        metrics = tf.stack([row[0, 0] if self._reads_ahead else number, 1.0])
+        metrics = tf.stack([number, 1.0])
         # As the rows of an embedding that XLA has computed: their number is not in the graph.
         gradient = tf.gather(values[0] + number, tf.where(tf.ones([2]))[:, 0])
         assert gradient.shape[0] is None
@@ -180,46 +156,3 @@ def test_residuals_are_those_of_gradients_that_were_assigned() -> None:
             found.append(desk.buffers._gradients[0].numpy()[SLOT].tolist())
     assert written[1] == written[4]
     assert written[1][0] != written[1][1], "nothing was left to add"
-
-
-@pytest.mark.parametrize("num_unrolled", [1, 4])
-def test_rows_are_read_a_step_ahead_if_the_next_assignment_is_as_expected(
-    num_unrolled: int,
-) -> None:
-    desk = Desk(num_unrolled, Compression(), reads_ahead=True)
-    # (sub-batch, step) and how many gradients were computed before its row was read. A batch has
-    # two sub-batches, and the second one is expected next.
-    expected = {
-        (21, 5): 0,  # The first.
-        (23, 6): 0,
-        (25, 7): 1,
-        (40, 8): 3,  # Another sub-batch.
-        (43, 9): 3,
-        (45, 11): 5,  # A step was made without this worker.
-        (2 * END_OF_TICKETS - 1, 12): 6,  # The last one with a ticket.
-    }
-    continues = int(EndReason.CONTINUES)
-    assigned = [(i, number, continues, step) for i, (number, step) in enumerate(expected)]
-    desk.assign(*assigned, END_ASSIGNMENT)
-    assert desk.run() == EndReason.GIVES_WAY
-    _, (_, *rows, _) = desk.messages()
-    assert rows == list(expected.values())
-
-    # The rows of a loop are not those of the loop before.
-    desk.assign((8, 47, int(EndReason.FINAL), 12))
-    assert desk.run() == EndReason.FINAL
-    assert desk.messages()[1][-1] == len(expected)
-
-
-@pytest.mark.parametrize(("secs_per_round", "size"), [(30.0, 3), (4.0, 3), (2.0, 4), (0.5, 8)])
-def test_calls_have_several_steps_if_rows_are_read_ahead(secs_per_round: float, size: int) -> None:
-    """The first step of a call has no rows that were read before."""
-
-    class Alone(SynchronousExecutor):
-        def __init__(self, *, reads_ahead: bool) -> None:
-            self._reads_ahead = reads_ahead
-            self._secs_per_round = secs_per_round
-            self._run_size = _CallSize(3)
-
-    assert Alone(reads_ahead=True)._steps_of_call(100) == size
-    assert Alone(reads_ahead=False)._steps_of_call(100) == 3

@@ -290,7 +290,6 @@ def _preflight(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> "Find
         strategy=flags.STRATEGY.value,
         num_workers=_num_workers(cluster),
         read_dtype=flags.READ_DTYPE.value,
-        embedding_staleness=flags.EMBEDDING_STALENESS.value,
     )
     return found
 
@@ -407,7 +406,6 @@ def task_spec(
         communication=flags.COMMUNICATION.value,
         wire_dtype=flags.WIRE_DTYPE.value,
         read_dtype=flags.READ_DTYPE.value,
-        embedding_staleness=flags.EMBEDDING_STALENESS.value,
         bucket_mb=flags.BUCKET_MB.value,
         num_threads=flags.NUM_THREADS.value,
         log_device_placement=flags.LOG_DEVICE_PLACEMENT.value,

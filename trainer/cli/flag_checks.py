@@ -402,13 +402,7 @@ def serves(cluster: Cluster) -> bool:
 def num_to_aggregate(recipe: Recipe, num_workers: int) -> int:
     """The checked number of gradients of a synchronous step; 0 for asynchronous steps."""
     wanted, max_staleness = flags.REPLICAS_TO_AGGREGATE.value, flags.MAX_STALENESS.value
-    staleness = flags.EMBEDDING_STALENESS.value
     if not flags.SYNC_REPLICAS.value:
-        if staleness:
-            raise ConfigError(
-                f"--embedding_staleness={staleness} needs --sync_replicas: in asynchronous steps "
-                "all variables may be older. Type --sync_replicas, or leave it out."
-            )
         if wanted is not None:
             raise ConfigError(
                 f"--replicas_to_aggregate={wanted} needs --sync_replicas: asynchronous steps "
@@ -425,12 +419,6 @@ def num_to_aggregate(recipe: Recipe, num_workers: int) -> int:
         raise ConfigError(
             f"--replicas_to_aggregate must be from 1 to the number of workers, {num_workers}. "
             f"Received: {wanted}. A step cannot wait for more gradients than there are workers."
-        )
-    if staleness and wanted < num_workers:
-        raise ConfigError(
-            f"--embedding_staleness={staleness} cannot be used with backup workers "
-            f"(--replicas_to_aggregate={wanted}, {num_workers} workers): the next examples of a "
-            "worker are not known one step before. Leave one of the two out."
         )
     check_sub_batches(recipe.config, wanted, num_workers)
     return int(wanted)

@@ -352,15 +352,6 @@ with _scope(_PS):
         "With --sync_replicas: how many gradients a step sums, the first to arrive. The other "
         "workers are backups for slow workers. By default the number of workers.",
     )
-    EMBEDDING_STALENESS = flags.DEFINE_integer(
-        "embedding_staleness",
-        0,
-        "With --sync_replicas: 1 reads the rows of each ShardedEmbedding one step before they are "
-        "used, so that a step does not wait for them. The rows lack the update of one step; dense "
-        "variables lack none.",
-        lower_bound=0,
-        upper_bound=1,
-    )
 with _scope(("mirrored",)):
     REPLICAS = flags.DEFINE_integer(
         "replicas",

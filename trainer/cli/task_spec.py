@@ -20,7 +20,6 @@ class TaskSpec:
     communication: str = "auto"
     wire_dtype: str = "float32"
     read_dtype: str = "float32"
-    embedding_staleness: int = 0
     bucket_mb: float | None = None  # None: measured, or as recorded in the run that is resumed.
     num_threads: int = 0
     log_device_placement: bool = False

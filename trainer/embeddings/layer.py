@@ -8,7 +8,6 @@ rows; the gradient is (ids, summed rows). An update changes these rows only. So 
 time of a step do not depend on the size of the table.
 """
 
-import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,17 +20,10 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 from typing_extensions import override
 
-from strategies.lookups import look_up
 from strategies.tables import has_rows, making_part, num_parts, part_rows, read_dtype
 from trainer.embeddings.counting import add_lookup
 from trainer.embeddings.dynamic import DynamicPart, DynamicTable, Values
-from trainer.embeddings.optimizers import (
-    TableOptimizer,
-    gather_rows,
-    handle_of,
-    table_optimizer,
-    to_config,
-)
+from trainer.embeddings.optimizers import TableOptimizer, gather_rows, table_optimizer, to_config
 from trainer.embeddings.table import Rows
 from trainer.step.options import ConfigError
 
@@ -293,32 +285,25 @@ class ShardedEmbedding(keras.layers.Layer):
         parts = self.table.parts
         if not self.stores_rows:
             return tf.zeros([tf.size(ids), self.width], parts[0].dtype)
-        if len(parts) == 1:
+        if len(parts) == 1 and read_dtype() == "float32":
             return self._rows_of_part(0, ids, training)
         # The remainder of a negative id is not negative, as in Python.
         owner = tf.cast(ids % len(parts), tf.int32)
         positions = tf.dynamic_partition(tf.range(tf.size(ids)), owner, len(parts))
         ids_of_parts = tf.dynamic_partition(ids, owner, len(parts))
-        found = [
-            self._rows_of_part(index, of_part, training)
-            for index, of_part in enumerate(ids_of_parts)
-        ]
+        found = []
+        for index, (part, of_part) in enumerate(zip(parts, ids_of_parts, strict=True)):
+            with tf.device(part.device):
+                rows = self._rows_of_part(index, of_part, training)
+            found.append(_rounded_on(part.device, rows))
         return tf.dynamic_stitch(positions, found)
 
     def _rows_of_part(self, index: int, ids: tf.Tensor, training: bool) -> tf.Tensor:
-        part = self.table.parts[index]
-        # On the worker, which sends them again with the gradient.
-        places = ids if self.is_dynamic else ids // len(self.table.parts)
-
-        def read() -> tf.Tensor:
-            with _on_server(part.device):
-                if self.is_dynamic:
-                    rows = self.table.dynamic_parts[index].lookup(ids, training=training)
-                else:
-                    rows = gather_rows(part, places)
-            return _rounded_on(part.device, rows)
-
-        return look_up(ids, read, handle_of(part), places)
+        if self.is_dynamic:
+            rows: tf.Tensor = self.table.dynamic_parts[index].lookup(ids, training=training)
+            return rows
+        parts = self.table.parts
+        return gather_rows(parts[index], ids // len(parts))
 
     def freeze(self, values: Values) -> None:
         """Replaces a table of dynamic ids by constant variables, in a model that is exported.
@@ -418,12 +403,6 @@ def ids_with_rows(values: Values) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     return np.asarray(values["ids"])[has_row], np.asarray(values["rows"])
 
 
-def _on_server(device: str) -> contextlib.AbstractContextManager[object]:
-    """Places ops on `device` if it is a parameter server."""
-    is_server = tf.DeviceSpec.from_string(device).job == "ps"
-    return tf.device(device) if is_server else contextlib.nullcontext()
-
-
 def _rounded_on(device: str, rows: tf.Tensor) -> tf.Tensor:
     """`rows`, rounded on `device` to the type in which they are sent. No gradient is rounded."""
     dtype = tf.as_dtype(read_dtype())
@@ -431,7 +410,7 @@ def _rounded_on(device: str, rows: tf.Tensor) -> tf.Tensor:
         return rows
     # Not tf.custom_gradient, which would send the rows as they are, too.
     with record.stop_recording():
-        with _on_server(device):
+        with tf.device(device):
             rounded = tf.cast(rows, dtype)
         sent: tf.Tensor = tf.cast(rounded, rows.dtype)
     record.record_operation("RoundedRows", [sent], [rows], lambda upstream: [upstream])

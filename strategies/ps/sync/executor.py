@@ -59,10 +59,6 @@ _PATIENCE_SECS = 2.0
 _UNROLLED = 4
 _LONG = 8
 
-# If rows are read ahead: the fewest steps of a call, unless they take more time than this.
-_STEPS_AHEAD = 8
-_SECS_AHEAD = 8.0
-
 # The assumed duration of the first round of a graph, which is traced and sent before.
 _FIRST_ROUND_SECS = 30.0
 
@@ -78,11 +74,9 @@ class SynchronousExecutor(ParameterServerExecutor):
         *,
         wire_dtype: str = "float32",
         read_dtype: str = "float32",
-        embedding_staleness: int = 0,
     ) -> None:
         """A step is the first `replicas_to_aggregate` gradients of as many workers or more."""
         super().__init__(strategy, cluster, wire_dtype=wire_dtype, read_dtype=read_dtype)
-        self._reads_ahead = embedding_staleness > 0
         self._num_sub_batches = replicas_to_aggregate
         self._num_slots = self._num_gradient_buffers = self.num_replicas
         self._loops = WorkerLoops(lambda slot: self._buffers.end_loop(slot))
@@ -156,7 +150,6 @@ class SynchronousExecutor(ParameterServerExecutor):
             self._buffers,
             lanes,
             read_dtype=self._read_dtype,
-            reads_ahead=self._reads_ahead,
         )
         self._short_loop = self._long_loop = loops(num_unrolled=1)
         dense = learner.variables[: learner.num_dense]
@@ -178,14 +171,6 @@ class SynchronousExecutor(ParameterServerExecutor):
             batch * self._num_sub_batches + self._lanes.index(range(first, last + 1))
             for batch, first, last in position.open_sub_batches
         ]
-
-    @override
-    def _steps_of_call(self, num_steps: int) -> int:
-        """If rows are read one step ahead, several steps, also slow ones: not in a call's first."""
-        size = super()._steps_of_call(num_steps)
-        if self._reads_ahead:
-            size = max(size, min(_STEPS_AHEAD, int(_SECS_AHEAD / self._secs_per_round)))
-        return size
 
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:

@@ -63,7 +63,6 @@ class GradientBuffers:
         self._tags: dict[str, tf.Variable] = {}
         self._begun: dict[str, tf.Variable] = {}
         self._kept: Sequence[tf.Variable] = ()
-        self._num_dense = learner.num_dense
         self._parts = list(learner.variables[learner.num_dense :])
         with strategy.scope():
             for index, variable in enumerate((*learner.variables, learner.step)):

@@ -21,7 +21,6 @@ from data.tickets import PackedTickets, TicketSource
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import Bucket, buckets
 from strategies.gradients.compression import Compression
-from strategies.lookups import EarlyLookups
 from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.sync.protocol import (
     END,
@@ -34,8 +33,7 @@ from strategies.ps.sync.protocol import (
     pack,
     unpack,
 )
-from strategies.ps.sync.read_ahead import Ahead, nothing, specs_of, tensors_of
-from strategies.ps.worker_step import compute_gradients, look_up_rows, read_variables, rows_sent
+from strategies.ps.worker_step import compute_gradients, read_variables, rows_sent
 
 
 class _Inputs(NamedTuple):
@@ -46,8 +44,7 @@ class _Inputs(NamedTuple):
     slot: Tensor
     worker: Tensor
     starts: Tensor
-    end: Tensor
-    end_at_queue: Tensor  # The same on the device of the queue.
+    end: Tensor  # On the device of the queue.
     tickets: Tensor
 
 
@@ -63,7 +60,6 @@ class WorkerLoop:
     lanes: Sequence[range]  # Of each sub-batch of a batch of `source`.
     num_unrolled: int  # The number of assignments that one iteration handles.
     read_dtype: str = "float32"  # In which the variables are sent to the worker.
-    reads_ahead: bool = False  # Rows of tables are read one step before they are used.
 
     @functools.cached_property
     def _specs(self) -> list[dict[str, tf.TensorSpec]]:
@@ -117,29 +113,20 @@ class WorkerLoop:
                 num_queued = tf.cast(tf.raw_ops.QueueSizeV2(handle=queue), tf.int64)
                 message = Message(Kind.BEGUN, slot, num_queued, worker, 0)
                 begun = self.buffers.send(pack(message))
-                end_at_queue = tf.identity(end)  # In the loop, each iteration would send it.
+                end = tf.identity(end)  # In the loop, each iteration would send it.
             with tf.control_dependencies([begun]):
                 none = tf.constant(Assignment(SKIPPED, NONE, EndReason.CONTINUES, 0), tf.int64)
 
             locks_of = dict(zip(self.buffers.devices, locks, strict=True))
-            inputs = _Inputs(queue, locks_of, slot, worker, starts, end, end_at_queue, tickets)
-            specs = None
-            if self.reads_ahead:
-                specs = specs_of(lambda: self._read_ahead(inputs, unpack(Assignment, none)))
+            inputs = _Inputs(queue, locks_of, slot, worker, starts, end, tickets)
 
-            def iterate(row: Tensor, *tensors: Tensor) -> list[Tensor]:
-                at_queue, ahead = None, specs and tf.nest.pack_sequence_as(specs, tensors)
-                for _ in range(self.num_unrolled):
-                    row, at_queue, ahead = self._do_assignment(inputs, at_queue, ahead)
-                return [row, *tensors_of(ahead)]
+            def iterate(_: Tensor) -> tuple[Tensor]:
+                row, at_queue = self._do_assignment(inputs, None)
+                for _ in range(1, self.num_unrolled):
+                    row, at_queue = self._do_assignment(inputs, at_queue)
+                return (row,)
 
-            row, *_ = tf.while_loop(
-                lambda row, *_: _continues(row),
-                iterate,
-                [none, *tensors_of(specs and nothing(specs))],
-                shape_invariants=[none.shape, *(spec.shape for spec in tensors_of(specs))],
-                parallel_iterations=1,
-            )
+            (row,) = tf.while_loop(_continues, iterate, (none,), parallel_iterations=1)
 
             def send_end() -> Tensor:
                 message = Message(Kind.DONE, slot, END, worker, NONE)
@@ -153,20 +140,17 @@ class WorkerLoop:
 
         return loop
 
-    def _do_assignment(
-        self, inputs: _Inputs, former: Tensor | None, ahead: Ahead | None
-    ) -> tuple[Tensor, Tensor, Ahead | None]:
+    def _do_assignment(self, inputs: _Inputs, former: Tensor | None) -> tuple[Tensor, Tensor]:
         """Waits for an assignment, and writes the gradients of its sub-batch.
 
         `former` is the assignment before, packed, on the device of the queue; None if that was not
         the last one. Returns this assignment, packed, on the worker and on the device of the queue;
-        the latter comes after all writes. `ahead` is what was read for this assignment, and the
-        third result what is read for the next: None if the loop does not read ahead.
+        the latter comes after all writes.
         """
         learner, buffers = self.learner, self.buffers
 
         def take() -> Tensor:
-            return self._readable(buffers.take(inputs.queue), inputs.end_at_queue)
+            return self._readable(buffers.take(inputs.queue), inputs.end)
 
         with tf.device(buffers.step_device):
             if former is None:
@@ -180,7 +164,10 @@ class WorkerLoop:
         parts = learner.variables[learner.num_dense :]
 
         def compute() -> list[Tensor]:
-            gradients, totals, next_ahead = self._compute(inputs, row, values, ahead)
+            batch = self._batch(assignment.sub_batch, inputs.starts, inputs.tickets)
+            gradients, totals = compute_gradients(
+                values, row, learner, self.strategy, batch, self.read_dtype
+            )
             shapes = [variable.shape for variable in learner.variables]
             present[:] = [i for i in range(learner.num_dense) if gradients[i] is not None]
             dense = (tf.ensure_shape(gradients[index], shapes[index]) for index in present)
@@ -188,8 +175,7 @@ class WorkerLoop:
                 gradient if gradient is not None else _no_rows(part)
                 for gradient, part in zip(gradients[learner.num_dense :], parts, strict=True)
             ]
-            sparse = (t for row in rows for t in (row.indices, row.values))
-            return [totals, *dense, *sparse, *tensors_of(next_ahead)]
+            return [totals, *dense, *(t for row in rows for t in (row.indices, row.values))]
 
         def skip() -> list[Tensor]:
             no_totals = tf.zeros([buffers.num_totals], tf.float64)
@@ -199,14 +185,11 @@ class WorkerLoop:
                 no_totals,
                 *(tf.zeros(like.shape, like.dtype) for like in absent),
                 *(t for row in rows for t in (row.indices, row.values)),
-                *tensors_of(ahead and nothing(ahead)),
             ]
 
         totals, *computed = tf.cond(is_computed, compute, skip)
         gradients = dict(zip(present, computed[: len(present)], strict=True))
-        end_of_parts = len(present) + 2 * len(parts)
-        of_parts = computed[len(present) : end_of_parts]
-        next_ahead = ahead and tf.nest.pack_sequence_as(ahead, computed[end_of_parts:])
+        of_parts = computed[len(present) :]
         sparse = [
             rows_sent(
                 self.compression.compress_rows(tf.IndexedSlices(values, ids)),
@@ -243,54 +226,7 @@ class WorkerLoop:
         with tf.device(buffers.step_device), tf.control_dependencies(others):
             done = _if_assigned(with_message, write_and_send)
             with tf.control_dependencies([done]):
-                return row, tf.identity(at_queue), next_ahead
-
-    def _compute(
-        self, inputs: _Inputs, row: Tensor, values: Sequence[Tensor], ahead: Ahead | None
-    ) -> tuple[Sequence[Tensor], Tensor, Ahead | None]:
-        """The gradients and metric totals of the assignment `row`; and what is read for the next.
-
-        `values` are those of the learner's `gradient_inputs`.
-        """
-        assignment = unpack(Assignment, row)
-        of_step = self.learner, self.strategy
-
-        def read() -> Batch:
-            return self._batch(assignment.sub_batch, inputs)
-
-        if ahead is None:
-            computed = compute_gradients(values, row, *of_step, read(), self.read_dtype)
-            return *computed, None
-        is_ahead = ahead.is_for(assignment.sub_batch, assignment.step)
-        batch = tf.cond(is_ahead, lambda: tf.nest.map_structure(tf.identity, ahead.batch), read)
-        early = EarlyLookups(ahead.lookups, is_ahead)
-        with tf.control_dependencies(tf.nest.flatten(batch)):  # `read` may cache the next one.
-            next_ahead = self._read_ahead(inputs, assignment)
-        # The requests for rows are sent first, so that the rows arrive during the computation.
-        with tf.control_dependencies([lookup.ids for lookup in next_ahead.lookups]):
-            after = tf.identity(row)
-        gradients, totals = compute_gradients(
-            values, after, *of_step, batch, self.read_dtype, early
-        )
-        # The step ends when all workers have their rows, so no row has the update of this step.
-        with tf.control_dependencies([lookup.rows for lookup in next_ahead.lookups]):
-            return gradients, tf.identity(totals), next_ahead
-
-    def _read_ahead(self, inputs: _Inputs, assignment: Assignment) -> Ahead:
-        """Reads the sub-batch that the loop probably gets after `assignment`, and its rows.
-
-        If there is none, it reads that of `assignment` again: a branch would keep back the requests
-        for rows until all of them are answered.
-        """
-        # Sub-batches of the next batch are assigned in the order of the worker slots.
-        batch = assignment.sub_batch // len(self.lanes) + 1
-        has_next = tf.equal(assignment.end_reason, EndReason.CONTINUES) & (batch < inputs.end)
-        number = batch * len(self.lanes) + inputs.slot
-        number = tf.where(has_next, number, assignment.sub_batch)
-        batch = self._batch(number, inputs)
-        step = tf.identity(assignment.step)
-        lookups = look_up_rows(step, self.learner, self.strategy, batch, self.read_dtype)
-        return Ahead(number, step, batch, lookups)
+                return row, tf.identity(at_queue)
 
     def _readable(self, row: Tensor, end: Tensor) -> Tensor:
         """An assignment, packed, that this loop can do: of no step if it has no tickets for it.
@@ -306,9 +242,9 @@ class WorkerLoop:
         refused = assignment._replace(end_reason=EndReason.GIVES_WAY, step=NONE)
         return tf.where(has_no_tickets, pack(refused), row)
 
-    def _batch(self, number: Tensor, inputs: _Inputs) -> Batch:
+    def _batch(self, number: Tensor, starts: Tensor, tickets: Tensor) -> Batch:
         batch, index = number // len(self.lanes), number % len(self.lanes)
-        packed = PackedTickets(self._specs, inputs.starts, inputs.tickets)
+        packed = PackedTickets(self._specs, starts, tickets)
         return self.source.sub_batch(batch, index, packed, self.buffers.name)
 
 
