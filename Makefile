@@ -6,42 +6,61 @@
 # make docs      the site of the documentation, build/site/index.html
 # make clean     remove what make has made; runs/ and datasets/ stay
 #
-# The first call makes $(VENV) with $(PYTHON), 3.11 to 3.13, and a change of the requirements updates it.
+# The first call makes $(VENV) with $(PYTHON), and a change of the requirements updates it. An environment
+# that was not finished, or that has another version than the PYTHON of the command line, is made anew.
 # Tests run two files at a time; TEST_PROCESSES=1 runs one. Files start in the order of their names, so the
 # long ones (tests/cluster, tests/faults) come first, and no process is left with one at the end.
 
-PYTHON ?= python3
 VENV ?= .venv
+PYTHON ?= $(or $(and $(wildcard $(VENV)/.installed-*),$(wildcard $(VENV)/bin/python)),python3)
 STRATEGY ?= mirrored
 TEST_PROCESSES ?= 2
 ARGS ?=
+
+GET_VERSION = -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+VERSION := $(shell $(PYTHON) $(GET_VERSION))
+HAS_VERSION = [ "`$(VENV)/bin/python $(GET_VERSION) 2>/dev/null`" = $(VERSION) ]
+INSTALLED = $(VENV)/.installed-$(VERSION)
 
 PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder
 
 .PHONY: train test test-all lint docs clean
 
-train: $(VENV)/.installed-test
+train: $(INSTALLED)-train
 	$(VENV)/bin/python -m trainer --strategy=$(STRATEGY) $(ARGS)
 
-test: $(VENV)/.installed-test
+test: $(INSTALLED)-test
 	$(PYTEST) -m quick $(ARGS)
 
-test-all: $(VENV)/.installed-test
+test-all: $(INSTALLED)-test
 	$(PYTEST) $(ARGS)
 
-lint: $(VENV)/.installed-dev
+lint: $(INSTALLED)-dev
 	$(VENV)/bin/python -m ruff check
 	$(VENV)/bin/python -m ruff format --check
 	$(VENV)/bin/python -m mypy
 
-docs: $(VENV)/.installed-docs
+docs: $(INSTALLED)-docs
 	$(VENV)/bin/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.installed-%: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --editable '.[$*]' --constraint constraints.txt
-	touch $@
+# `train` needs no extra. Only make writes .incomplete and .installed-*, so it removes nothing else.
+$(INSTALLED)-%: pyproject.toml constraints.txt
+	@case '$(VERSION)' in 3.11|3.12|3.13) ;; *) \
+	    for found in python3.13 python3.12 python3.11; do $$found -c '' 2>/dev/null && break; done; \
+	    echo "$(PYTHON) is $(if $(VERSION),Python $(VERSION),not a Python that starts);" \
+	        "needed is 3.11, 3.12 or 3.13. With one of them installed, type:" \
+	        "make $(MAKECMDGOALS) PYTHON=$$found" >&2; exit 2;; esac
+	@if [ -e $(VENV)/.incomplete ] || { ls $(VENV)/.installed-* >/dev/null 2>&1 && ! $(HAS_VERSION); }; \
+	    then rm -rf $(VENV); fi
+	@rmdir $(VENV) 2>/dev/null; [ -e $(VENV) ] || { \
+	    mkdir -p $(VENV) && touch $(VENV)/.incomplete && $(PYTHON) -m venv $(VENV); }
+	@$(HAS_VERSION) || { echo "$(VENV) has another Python than $(VERSION), and make has not made it." \
+	    "Type: make $(MAKECMDGOALS) VENV=.venv-$(VERSION)" >&2; exit 2; }
+	$(VENV)/bin/python -m pip install --disable-pip-version-check \
+	    --editable '.$(patsubst %,[%],$(filter-out train,$*))' --constraint constraints.txt
+	@rm -f $(VENV)/.incomplete
+	@touch $@

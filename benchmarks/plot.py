@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-NEEDED = "matplotlib is needed for the plot: pip install -e '.[benchmarks]'"
+from data.system.extras import missing
+
+NEEDED = missing("The plot", "matplotlib", "benchmarks")
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:

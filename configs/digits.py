@@ -1,4 +1,4 @@
-"""A small convolutional network on scikit-learn's handwritten digits: real scans, no download.
+"""A small convolutional network on handwritten digits: real scans, no download.
 
     python -m trainer --strategy=mirrored
 

@@ -22,6 +22,7 @@ from data.disk_reader import DiskReader
 from data.order import replica_lanes
 from data.reader import Reader
 from data.system.errors import UsageError
+from data.system.extras import install_command
 from strategies.base import (
     Batch,
     Executor,
@@ -53,7 +54,7 @@ def use_gpus(num_gpus: int | None) -> int:
         if num_gpus > len(gpus):
             raise DeviceError(
                 f"--num_gpus={num_gpus}, but TensorFlow sees {len(gpus)} GPU(s) here. "
-                "Use fewer, or install the `cuda` extra: pip install -e '.[cuda]'"
+                f"Use fewer, or install what NVIDIA's GPUs need: {install_command('cuda')}"
             )
         gpus = gpus[:num_gpus]
         tf.config.set_visible_devices(gpus, "GPU")

@@ -24,7 +24,7 @@ BUCKET = "bucket"
 
 needs_s3 = pytest.mark.skipif(
     importlib.util.find_spec("moto") is None or importlib.util.find_spec("obstore") is None,
-    reason="needs moto and obstore: pip install -e '.[s3,test]'",
+    reason="needs moto and obstore: pip install -e '.[s3,test]' -c constraints.txt",
 )
 
 

@@ -43,7 +43,7 @@ from trainer.step.losses import PerExample
 
 log = logging.getLogger(__name__)
 
-# They come with scikit-learn, or are generated; a run prepares them when they are missing.
+# They need no files; a run prepares them when they are missing.
 _WITHOUT_DOWNLOAD = ("digits", "diabetes", "clicks")
 _PARSE_HINT = (
     "\n  parse gets n records at once, string [n], and returns (inputs [n, ...], labels [n, ...]): "
@@ -249,7 +249,7 @@ def _prepare_if_missing(config: Config, *, may_download: bool = False) -> None:
     if config.dataset not in _WITHOUT_DOWNLOAD and not may_download:
         _check_spelling(config.dataset, directory)
         return
-    from data.prepare.preparing import prepare  # It imports tensorflow_datasets.
+    from data.prepare.preparing import prepare
 
     try:
         prepare(config.dataset, directory)

@@ -36,7 +36,7 @@ from data.prepare.preparing import prepare
 from data.prepare.sources import LAYOUTS, TEST_FRACTION, Options
 from data.prepare.sources.clicks import EXAMPLES, SCALE
 from data.prepare.sources.text import LENGTH
-from data.system.files import DataError
+from data.system.errors import UsageError
 from data.system.flags import parse_flags
 from data.system.pipes import ends_with_reader
 from data.system.quiet import quiet_tensorflow
@@ -123,7 +123,7 @@ def _main(argv: Sequence[str]) -> int:
     )
     try:
         prepare(name, data_dir, _SOURCE.value, options, overwrite=_OVERWRITE.value)
-    except (DataError, OSError) as error:
+    except (UsageError, OSError) as error:
         nothing = ". Nothing was written." if isinstance(error, OSError) else ""
         print(f"data.prepare: {error}{nothing}", file=sys.stderr)
         return 2

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from data.system.errors import RunFailed
+from data.system.extras import missing
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -249,7 +250,7 @@ def _obstore() -> ModuleType:
     try:
         import obstore
     except ImportError as error:
-        message = "s3:// needs the package obstore. Type: pip install -e '.[s3]' -c constraints.txt"
+        message = missing("s3://", "obstore", "s3")
         raise MissingObstoreError(errno.ENOENT, message) from error
     return obstore
 

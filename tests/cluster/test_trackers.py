@@ -42,7 +42,7 @@ def train_and_continue(digits: Path, tmp_path: Path) -> Continued:
 def test_mlflow_has_one_run_with_config_and_all_reports(
     train_and_continue: Continued, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="pip install '.[mlflow]'")
+    mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no SQL.
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "digits")
@@ -78,7 +78,7 @@ def wandb_records(path: Path) -> Iterator[bytes]:
 def test_wandb_continues_its_offline_run(
     train_and_continue: Continued, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb", reason="pip install '.[wandb]'")
+    pytest.importorskip("wandb", reason="needs the extra wandb")
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -181,7 +181,7 @@ def test_writers_of_another_type_are_refused(digits: Path, tmp_path: Path) -> No
 
 def test_tracker_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(trainer.UsageError, match=r"pip install '\.\[mlflow\]'"):
+    with pytest.raises(trainer.UsageError, match=r"pip install .*\[mlflow\]"):
         trainer.train(trainer.Config(), build_model=build_model, trackers="mlflow")
 
 

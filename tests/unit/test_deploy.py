@@ -350,7 +350,8 @@ def test_image_is_pinned_copies_what_exists_and_is_not_of_root(name: str) -> Non
     copied = {source for arguments in by_name["COPY"] for source in arguments[:-1]}
     assert all((ROOT / source).exists() for source in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {p.partition(".")[0] for p in project["tool"]["setuptools"]["packages"]}
+    found = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {pattern.removesuffix("*") for pattern in found}
     needed = {*packages, "pyproject.toml", "README.md", "LICENSE", "constraints.txt"}
     assert copied == needed
     (pip,) = (line for line in lines if line.startswith("RUN pip"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from data.prepare.sources import Options, Source
 from data.prepare.sources.examples import Value, scalar
 from data.prepare.sources.tables import Table, table_source
-from data.system.files import DataError
+from data.system.extras import import_extra
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -16,14 +16,7 @@ def source(name: str, path: str, options: Options) -> Source:
 
     Each column of numbers has mean 0 and a sum of squares of 1.
     """
-    try:
-        from sklearn.datasets import load_diabetes
-    except ImportError:
-        raise DataError(
-            "The diabetes data set comes with scikit-learn, which is not installed: "
-            "pip install scikit-learn"
-        ) from None
-    found = load_diabetes()
+    found = import_extra("sklearn.datasets", "samples", "The data set diabetes").load_diabetes()
     columns = [*found.feature_names, "target"]
 
     def rows() -> Iterator[Mapping[str, Value]]:

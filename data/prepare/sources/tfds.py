@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from data.prepare.sources import Options, Source, SourceSplit
 from data.prepare.sources.rewrite import copied, metadata_files
+from data.system.extras import import_extra
 from data.system.files import DataError
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ def source(name: str, path: str, options: Options) -> Source:
     prepares it in its own directory (TFDS_DATA_DIR, or ~/tensorflow_datasets), from the files in
     directory `path`, or by download if that is "". `path` may also hold prepared data sets.
     """
+    for module in ("importlib_resources", "tensorflow_datasets"):  # Its builders import the first.
+        import_extra(module, "tfds", f"The data set tfds:{name}")
     import tensorflow_datasets as tfds
 
     is_prepared = path != "" and os.path.isdir(os.path.join(path, re.split("[/:]", name)[0]))

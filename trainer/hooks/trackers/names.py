@@ -10,6 +10,7 @@ import difflib
 import importlib.util
 import os
 
+from data.system.extras import missing
 from trainer.step.options import ConfigError
 
 TRACKERS = ("mlflow", "wandb")
@@ -33,10 +34,7 @@ def check_trackers(trackers: str) -> None:
                 "file."
             )
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"config.trackers={trackers!r} needs the package {name}, which is not installed. "
-                f"Type: pip install '.[{name}]' in the directory of this program."
-            )
+            raise ConfigError(missing(f"config.trackers={trackers!r}", name, name))
 
 
 def reached_over_network(trackers: str) -> str:
