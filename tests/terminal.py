@@ -105,6 +105,11 @@ class Terminal:
         os.close(self._ours)
         return self.popen.wait(TIMEOUT_SECS)
 
+    def hang_up(self) -> int:
+        """Closes the terminal, which sends SIGHUP; returns the exit code."""
+        os.close(self._ours)
+        return self.popen.wait(TIMEOUT_SECS)
+
     def display(self) -> list[str]:
         """The lines of the screen now."""
         return [line.rstrip() for line in self._screen.display]

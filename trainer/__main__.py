@@ -23,9 +23,15 @@ from absl import app
 
 from data.system.errors import TrainerError
 from data.system.object_store import UnavailableError
-from data.system.pipes import EXIT_WITHOUT_READER, ends_with_reader, is_reader_gone
+from data.system.pipes import (
+    EXIT_WITHOUT_READER,
+    ends_with_reader,
+    is_reader_gone,
+    outlives_terminal,
+)
 from trainer.cli import flags
 from trainer.exit_codes import EXIT_BUG, end_at_once
+from trainer.guards.signals import stop_signals
 
 if TYPE_CHECKING:
     from trainer.cli.task_spec import TaskSpec
@@ -103,9 +109,9 @@ def run_from_command_line(command: Command | None = None) -> NoReturn:
         if getattr(sys, name) is None:  # Closed: the next opened file would get its descriptor.
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     # Until the launcher or the task installs its own handlers there is no state to save.
-    for stop in (signal.SIGINT, signal.SIGTERM):
+    for stop in stop_signals():
         signal.signal(stop, end_at_once)
-    with ends_with_reader():  # The help, for example.
+    with ends_with_reader(), outlives_terminal():  # The help, for example.
         app.run(functools.partial(_main, command), flags_parser=flags.parse)
     raise AssertionError("app.run returned")
 

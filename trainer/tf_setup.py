@@ -17,6 +17,8 @@ from data.system.errors import UsageError
 from data.system.quiet import quiet_tensorflow
 
 _WRAPPED = "sklearn"
+_GRPC_OPTIONS = "TF_GRPC_DEFAULT_OPTIONS"  # name=value,name=value
+_USES_PROXY = "grpc.enable_http_proxy"
 # Of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _NEVER, _PAD_BYTES = -1, 64 << 20
@@ -30,6 +32,11 @@ def set_environment() -> None:
     os.environ.pop("TF_USE_LEGACY_KERAS", None)  # Otherwise tf.keras would be Keras 2.
     # Otherwise a call to a task that is not up yet fails instead of waiting for it.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
+    # Tasks connect to each other directly, as peers.py does. Otherwise gRPC uses the proxy of
+    # grpc_proxy, https_proxy or http_proxy, which cannot reach them. Downloads still use it.
+    options = os.environ.get(_GRPC_OPTIONS, "")
+    if _USES_PROXY not in options:
+        os.environ[_GRPC_OPTIONS] = ",".join(filter(None, [options, f"{_USES_PROXY}=0"]))
 
 
 def keep_freed_memory() -> None:

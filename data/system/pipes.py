@@ -1,17 +1,28 @@
-"""Standard output into a program that ends first, such as `head` or a pager.
+"""Output that nobody reads any more: of a program such as `head` or a pager, of a closed terminal.
 
     with ends_with_reader():
         app.run(main)
+    with outlives_terminal():
+        train()
 
-The command then ends without a message, and with the exit code that a shell gives to SIGPIPE.
+With `ends_with_reader` the command ends without a message, and with the exit code that a shell
+gives to SIGPIPE. With `outlives_terminal` it goes on.
 """
 
 import contextlib
+import errno
+import io
 import os
 import select
 import signal
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 EXIT_WITHOUT_READER = 128 + signal.SIGPIPE
 
@@ -38,3 +49,35 @@ def is_reader_gone() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+@contextlib.contextmanager
+def outlives_terminal() -> Iterator[None]:
+    """Within it, writes of Python to a terminal that was closed have no effect and raise no error.
+
+    The terminal may be closed at any moment, also before this process gets SIGHUP.
+    """
+    former = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = former
+
+
+class _Terminal(io.FileIO):
+    @override
+    def write(self, content: "ReadableBuffer") -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(memoryview(content))
+
+
+def _outliving(stream: TextIO | Any) -> TextIO | Any:  # None if it is closed.
+    if stream is None or not stream.isatty():
+        return stream
+    buffer = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)

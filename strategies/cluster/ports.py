@@ -7,6 +7,7 @@ prepare()
 
 import contextlib
 import random
+import select
 import socket
 import sys
 import threading
@@ -52,22 +53,29 @@ def held(port: int, greeting: bytes | Callable[[], bytes] = b"") -> Iterator[Non
     """
 
     def accept() -> None:
-        with contextlib.suppress(OSError):  # Until the listener is shut down.
-            while True:
-                with listener.accept()[0] as connection, contextlib.suppress(ConnectionError):
-                    connection.sendall(greeting() if callable(greeting) else greeting)
+        poll = select.poll()
+        for watched in (listener, ended):
+            poll.register(watched, select.POLLIN)
+        while all(descriptor != ended.fileno() for descriptor, _ in poll.poll()):
+            with (
+                contextlib.suppress(OSError),  # The other side may have ended.
+                listener.accept()[0] as connection,
+            ):
+                connection.sendall(greeting() if callable(greeting) else greeting)
 
     with bind(port) as listener:
-        listener.listen()
-        thread = threading.Thread(target=accept, name="held port", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            # Shutting down wakes the thread; closing alone does not.
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
+        ended, end = socket.socketpair()
+        with ended, end:
+            listener.listen()
+            listener.setblocking(False)
+            thread = threading.Thread(target=accept, name="held port", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                # Shutting the listener down would wake the thread, too, but not on macOS.
+                end.close()
+                thread.join()
 
 
 def free_ports(num_ports: int) -> list[int]:

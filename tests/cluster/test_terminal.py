@@ -1,5 +1,6 @@
 """A user's session at a terminal: start, Ctrl-C, and the command that the last line names."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,11 +8,27 @@ import shlex
 import signal
 from pathlib import Path
 
-from tests.cluster.runs import ROOT
+import pytest
+
+from strategies.cluster.tf_config import local_cluster
+from tests.cluster.runs import ROOT, Process, Run, by_hand, read_metrics
 from tests.terminal import ENTER, LEAVE, SHOW_CURSOR, Terminal
 
 SLOW = ROOT / "tests" / "cluster" / "configs" / "slow.py"
 COLUMNS = 72
+# The slow config, with a hook that prints, as those of users do.
+TALKS = """
+from tests.cluster.configs import slow
+from tests.cluster.configs.slow import build_model, get_config
+from trainer.hooks.base import Hook
+
+class Talk(Hook):
+    def __call__(self, step, metrics):
+        print("hello from step", step, flush=True)
+
+def build_hooks(config, model_dir):
+    return [Talk(), *slow.build_hooks(config, model_dir)]
+"""
 
 
 def test_interrupted_run_is_continued_by_the_command_of_its_last_line(
@@ -108,3 +125,51 @@ def test_live_view_shows_one_process_and_quiet_prints_the_last_line_alone(
         assert quiet.end() == 0, quiet.output
     (line,) = [line for line in quiet.lines if line]
     assert line.startswith("done: step 60  loss ")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "view"),
+    [("mirrored", ["--plain"]), ("mirrored", []), ("multiworker", ["--plain"])],
+    ids=["mirrored", "mirrored with the live view", "multiworker, started by hand"],
+)
+def test_run_whose_terminal_is_closed_is_saved(
+    strategy: str, view: list[str], digits: Path, tmp_path: Path
+) -> None:
+    config, model_dir = tmp_path / "talks.py", tmp_path / "run"
+    config.write_text(TALKS)
+    flags = (f"--config={config}", f"--data_dir={digits}", "--num_threads=1")
+    argv = [f"--strategy={strategy}", f"--model_dir={model_dir}", *flags]
+    cluster = local_cluster("multiworker", 2, 0)
+    envs: list[dict[str, str]] = [{}]
+    if strategy == "multiworker":
+        envs = [{"TF_CONFIG": cluster.for_task(task).tf_config()} for task in cluster.tasks()]
+    with contextlib.ExitStack() as stack:
+        chief, *others = (
+            stack.enter_context(Terminal(["-m", "trainer", *argv, *view], tmp_path, env=env))
+            for env in envs
+        )
+        chief.wait(lambda: any(line["step"] >= 20 for line in read_metrics(model_dir)))
+        assert chief.hang_up() == 75
+        assert [other.end() for other in others] == [75] * len(others)
+    result = Run(75, "", "", model_dir).result
+    assert (result["why"], result["exit_code"]) == ("asked to stop", 75)
+    step = result["step"]
+    argv = [*argv, f"--train_steps={step + 20}"]
+    if strategy == "multiworker":
+        with by_hand(cluster, model_dir, *flags, argv[-1]) as tasks:
+            tasks.start_all()
+            (run, _) = tasks.wait().values()
+    else:
+        with Process(tuple(argv), model_dir) as process:
+            run = process.wait()
+    assert f"resuming from step {step}" in run.stdout
+    assert run.result["examples"] == (step + 20) * 64
+
+
+def test_closed_terminal_does_not_stop_a_run_under_nohup(digits: Path, tmp_path: Path) -> None:
+    argv = (f"--config={SLOW}", f"--data_dir={digits}", "--train_steps=60", "--num_threads=1")
+    with Process((*argv, f"--model_dir={tmp_path}"), tmp_path, under=("nohup",)) as process:
+        process.wait_for_step(20)
+        process.send(signal.SIGHUP)
+        run = process.wait()
+    assert (run.exit_code, run.result["step"]) == (0, 60)

@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -22,6 +24,7 @@ def start(
     *argv: str,
     under: Sequence[str] = (),
     cwd: Path = ROOT,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
         [*under, sys.executable, "-m", "trainer.doctor", *argv],
@@ -30,6 +33,7 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
+        env={**os.environ, **env},
     )
     stack.enter_context(process)
     stack.callback(process.kill)
@@ -110,6 +114,7 @@ def test_healthy_tasks_measure_an_all_reduce_and_an_absent_task_is_named(
                 f"--task_index={index}",
                 "--deadline_secs=180",
                 *flags,
+                env={"https_proxy": "http://localhost:9"},  # Nothing listens there.
             )
             for index in range(2)
         ]
@@ -127,6 +132,7 @@ def test_healthy_tasks_measure_an_all_reduce_and_an_absent_task_is_named(
     for table in tables:
         assert "multiworker: 2 replica(s), batch 64: 32 examples" in table
         assert "all-reduce of TensorFlow over 2 workers" in table
+        assert "https_proxy: set, but tasks connect to each other without a proxy" in table
         assert "nothing wrong was found" in table
     for table in incomplete:
         assert f"error: ps 1 (localhost:{ps[1]}): did not come: its host answers" in table

@@ -19,8 +19,6 @@ from pathlib import Path
 
 import psutil
 
-NUMPY_THREADS = int(sys.argv[2])
-
 from trainer.cli.commands import fork_server
 from trainer.local.launcher import TARGET
 
@@ -51,9 +49,12 @@ with fork_server("label") as server:
     assert tensorflow == "imported", tensorflow
     assert fds == "[0, 1, 2, 600]", fds
     assert task.name() == "worker-7", task.name()
-    # Only NumPy's threads: TensorFlow starts its own with the first op, and a fork would miss them.
+    # A fork would miss threads, and the locks that they hold. TensorFlow starts its own with the
+    # first op. OpenBLAS, of NumPy, has ended its own before the fork.
     (server_pid,) = others
-    assert len(os.listdir(f"/proc/{server_pid}/task")) <= NUMPY_THREADS
+    deadline = time.monotonic() + 10  # The kernel counts a thread a moment longer than it runs.
+    while len(threads := os.listdir(f"/proc/{server_pid}/task")) > 1:
+        assert time.monotonic() < deadline, threads
     child.wait()
     assert child.wait() == child.returncode == 2, child.returncode
     printed = (directory / "printed").read_text()
@@ -125,17 +126,14 @@ def test_tasks_are_children_with_tensorflow_imported_and_only_their_own_files_op
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.py").write_text(CONFIG)
-    count = "import os, numpy; print(len(os.listdir('/proc/self/task')))"
-    threads = subprocess.run(
-        [sys.executable, "-c", count], capture_output=True, text=True, timeout=100, check=True
-    )
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), threads.stdout],
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert ended.stdout == "passed\n", ended.stderr
+    assert "DeprecationWarning" not in ended.stderr
 
 
 TARGET = """

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from trainer.tf_setup import set_environment
+
 
 def imported_by(program: str) -> set[str]:
     program += "\nimport sys; print(*sorted(n for n in sys.modules if sys.modules[n]))"
@@ -40,6 +42,23 @@ options = context.context().config.graph_options.rewrite_options
 assert options.memory_optimization == type(options).NO_MEM_OPT, options
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "grpc.enable_http_proxy=0"),
+        ("grpc.keepalive_time_ms=9", "grpc.keepalive_time_ms=9,grpc.enable_http_proxy=0"),
+        ("grpc.enable_http_proxy=1", "grpc.enable_http_proxy=1"),
+    ],
+)
+def test_grpc_options_of_the_user_take_precedence(
+    given: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TF_GRPC_DEFAULT_OPTIONS", given)
+    for _ in range(2):
+        set_environment()
+        assert os.environ["TF_GRPC_DEFAULT_OPTIONS"] == expected
 
 
 FAULTS = """

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from data.system.errors import RunFailed, TrainerError, UsageError
 from data.system.files import exists, is_url
+from data.system.pipes import outlives_terminal
 from trainer import tf_setup
 from trainer.api.interrupts import Interrupts
 from trainer.api.result import Result
@@ -43,7 +44,7 @@ def run_here(functions: Mapping[str, object], config: Config | None) -> Result:
     recipe = flag_checks.read_recipe()
     flag_checks.read_cluster(is_launched=False)
     tf_setup.set_environment()
-    with _settings_kept():
+    with _settings_kept(), outlives_terminal():
         tf_setup.import_tensorflow()
         _check_tensorflow()
         with _keras_state_kept():

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while `trainer.train` runs in the user's process.
+"""Ctrl-C, SIGTERM and SIGHUP while `trainer.train` runs in the user's process.
 
     with Interrupts() as interrupts:
         interrupts.on_stop(executor.request_stop, grace_secs=0)
@@ -17,7 +17,7 @@ from types import FrameType
 
 from typing_extensions import override
 
-from trainer.guards.signals import StopSignals
+from trainer.guards.signals import StopSignals, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Interrupts(StopSignals):
     @override
     def __enter__(self) -> "Interrupts":
         if self._is_main:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in stop_signals():
                 self._former[number] = signal.signal(number, self._handle)
         return self
 
@@ -51,11 +51,14 @@ class Interrupts(StopSignals):
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._is_stop_requested:
+            return
         if self._request is None:
             signal.signal(number, self._former[number])
             os.kill(os.getpid(), number)
             return
         name = signal.Signals(number).name
         log.warning("%s: training stops after this step, and saves. Again: it ends at once.", name)
+        self._is_stop_requested = True
         self._request()
         self._request = None

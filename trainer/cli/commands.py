@@ -30,7 +30,7 @@ from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
-from trainer.guards.signals import SignalThread
+from trainer.guards.signals import SignalThread, stop_signals
 from trainer.hooks.trackers.names import reached_over_network
 from trainer.live.view import can_show, live_view
 from trainer.local.cpu_affinity import cpu_groups, pin_to_cpus
@@ -251,7 +251,7 @@ def _run_check_before_launch(
             received.append(signum)
             child.kill()
 
-        with SignalThread((signal.SIGINT, signal.SIGTERM), stop):
+        with SignalThread(stop_signals(), stop):
             exit_code = child.wait()
         if received:
             end_at_once(received[0], None)

@@ -36,6 +36,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CGROUP = Path("/sys/fs/cgroup")
 # Batches that are in memory at a time: the one of the step, and those that are prepared.
 _BATCHES = 3
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # That gRPC would use.
 
 
 class Settings(NamedTuple):
@@ -97,6 +98,7 @@ def machine(cluster: Cluster, model_dir: str, settings: Mapping[str, str]) -> Js
         "free_memory_bytes": free_memory_bytes(),
         "cores": num_cores(),
         "outgoing_ports": _outgoing_ports(),
+        "proxies": [name for name in _PROXIES if os.environ.get(name)],
         "versions": dict(software(**packages)),
         "fingerprint": {name: as_number(value) for name, value in settings.items()},
         "free_disk_bytes": None,

@@ -32,6 +32,8 @@ def text(
 ) -> str:
     """The same for people."""
     lines = [*_plan(reports), "", *_tasks(reports, cluster)]
+    if proxies := sorted({name for report in reports.values() for name in report["proxies"]}):
+        lines.append(f"{', '.join(proxies)}: set, but tasks connect to each other without a proxy")
     if pairs := _pairs(reports):
         lines += ["", *pairs]
     if all_reduce:

@@ -1,6 +1,6 @@
 """What protects a run: signals, a watchdog, and a comparison of what the tasks run.
 
-`signals.py` turns SIGTERM and Ctrl-C into a request to stop and save: read it first. `watchdog.py`
-ends a stalled task. `fingerprint.py` finds tasks with different code, versions or configs.
-`run_lock.py` keeps two runs from training in one directory.
+`signals.py` turns SIGTERM, Ctrl-C and SIGHUP into a request to stop and save: read it first.
+`watchdog.py` ends a stalled task. `fingerprint.py` finds tasks with different code, versions or
+configs. `run_lock.py` keeps two runs from training in one directory.
 """

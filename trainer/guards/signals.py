@@ -1,9 +1,12 @@
-"""SIGTERM and Ctrl-C: the first requests a stop with state saved, a second one ends at once.
+"""SIGTERM, Ctrl-C, SIGHUP: the first requests a stop with state saved, a second one ends at once.
 
     with StopSignals() as signals:
         executor = connect()                    # A signal here ends the process: no state to save.
         signals.on_stop(executor.request_stop, grace_secs=30)   # A signal after this calls it.
         signals.on_peer_lost(executor.abandon_peers)            # SIGUSR1 calls it.
+
+SIGHUP says that the terminal was closed or the connection of ssh was lost. It never counts as the
+second signal: it may follow a Ctrl-C, and the shell may send it again.
 
 Python runs signal handlers between bytecodes of the main thread. So none runs while TensorFlow
 waits there for a peer. Nor does one run while the main thread waits for a lock or a process, if the
@@ -26,11 +29,14 @@ from trainer.exit_codes import EXIT_RESTART
 
 log = logging.getLogger(__name__)
 
-_STOP = (signal.SIGTERM, signal.SIGINT)
-
-
 # Signals this soon after the first one repeat it: a terminal and a wrapper may both send it.
 _REPETITION_SECS = 0.5
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask for a stop. Without SIGHUP if it is ignored, as under `nohup`."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *(() if is_ignored else (signal.SIGHUP,)))
 
 
 class Repetitions:
@@ -39,13 +45,13 @@ class Repetitions:
     def __init__(self) -> None:
         self._first: float | None = None
 
-    def includes_now(self) -> bool:
+    def includes_now(self, signum: int) -> bool:
         """Called for each signal: returns True if it repeats the first one."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
             return False
-        return now - self._first < _REPETITION_SECS
+        return signum == signal.SIGHUP or now - self._first < _REPETITION_SECS
 
 
 class SignalThread:
@@ -111,7 +117,7 @@ class StopSignals:
         self._grace_secs = 0.0
         self._overdue: threading.Timer | None = None
         self._is_stop_requested = False
-        self._thread = SignalThread(_STOP, self._on_signal, also_read=[signal.SIGUSR1])
+        self._thread = SignalThread(stop_signals(), self._on_signal, also_read=[signal.SIGUSR1])
 
     def on_stop(self, stop: Callable[[], None], grace_secs: float) -> None:
         """From now on, the first signal calls `stop` on another thread.
@@ -144,7 +150,7 @@ class StopSignals:
             if callback := self._peer_lost:
                 threading.Thread(target=callback, name="peer lost", daemon=True).start()
             return
-        if self._repetitions.includes_now():
+        if self._repetitions.includes_now(number):
             return
         name = signal.Signals(number).name
         if self._is_stop_requested or self._stop is None:

@@ -8,7 +8,6 @@ the last of each split, since all are in metrics.jsonl.
 It stops drawing while it is suspended (Ctrl-Z) or in the background.
 """
 
-import contextlib
 import os
 import select
 import signal
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from data.system.pipes import outlives_terminal
 from trainer.live.screen import lines_of
 from trainer.live.status import Status, split_of_report
 from trainer.live.view import END
@@ -156,9 +156,9 @@ def main(model_dir: str, pid: int, *, has_tasks: bool) -> None:
     finally:
         if rest:
             drawing.add(rest.decode(errors="replace"))
-        with contextlib.suppress(OSError):  # The terminal is closed.
-            drawing.close()
+        drawing.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), has_tasks=len(sys.argv) > 3)
+    with outlives_terminal():
+        main(sys.argv[1], int(sys.argv[2]), has_tasks=len(sys.argv) > 3)

@@ -17,11 +17,10 @@ import sys
 from collections.abc import Iterator
 
 from data.system.files import is_s3, is_url
+from trainer.guards.signals import stop_signals
 from trainer.local.terminal import terminal_env
 
 END = "\x1b_end"  # The last line for the view. The tasks may hold the pipe open for longer.
-# A terminal sends them to all its processes. The view ends after the process that it shows.
-_NOT_FOR_VIEW = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _DUMB = ("", "dumb", "unknown")
 
 
@@ -60,8 +59,10 @@ def _start(model_dir: str, is_launcher: bool, stack: contextlib.ExitStack) -> in
         command.append("tasks")
     read, write = os.pipe()
     stack.callback(os.close, write)
-    # A process inherits the signals that are blocked: it must not end while it imports.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_VIEW)
+    # A terminal sends them to all its processes. The view ends after the process that it shows. It
+    # inherits the signals that are blocked.
+    not_for_view = (*stop_signals(), signal.SIGQUIT)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, not_for_view)
     try:
         process = subprocess.Popen(command, stdin=read)
     except OSError:  # No process or no memory is left. The run prints lines.

@@ -7,8 +7,9 @@
 It does what the fork server of `multiprocessing` does, for whole programs. All tasks of a local
 cluster share one import of TensorFlow and its memory, and a task that died restarts at once.
 
-The caller must preload only modules whose import starts no thread that a fork would need, and
-creates no TensorFlow op: threads and GPU contexts do not survive a fork. Forks have in common what
+The caller must preload only modules whose import starts no thread that lives at a fork, and creates
+no TensorFlow op: threads and GPU contexts do not survive a fork. OpenBLAS, of NumPy, ends its
+threads before each fork, and starts them again when it needs them. Forks have in common what
 the import fixed: hash seeds, and environment variables that were read at import.
 
 Each fork becomes a child of the launcher, not of the fork server: only a parent sees the exit code,
@@ -30,6 +31,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -189,7 +191,7 @@ def _serve(connection: socket.socket, launcher: int) -> Callable[[], object]:
         if not request:
             os._exit(0)
         try:
-            intermediate = os.fork()
+            intermediate = _fork()
         except OSError as error:
             connection.send(str(error).encode())
         else:
@@ -202,6 +204,13 @@ def _serve(connection: socket.socket, launcher: int) -> Callable[[], object]:
             os.close(fd)
 
 
+def _fork() -> int:
+    # After a fork Python 3.12 counts the threads of the parent, and warns. The kernel may still
+    # count those that OpenBLAS has just ended and joined: none of them held a lock at the fork.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return os.fork()
+
+
 def _fork_for(launcher: int, connection: socket.socket) -> None:
     """Returns in a fork of this process that is a child of `launcher`, in a new session.
 
@@ -209,7 +218,7 @@ def _fork_for(launcher: int, connection: socket.socket) -> None:
     """
     parent = os.getpid()
     try:
-        if os.fork():
+        if _fork():
             os._exit(0)
     except OSError as error:
         connection.send(str(error).encode())

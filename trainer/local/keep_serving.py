@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
-from trainer.guards.signals import Repetitions, SignalThread
+from trainer.guards.signals import Repetitions, SignalThread, stop_signals
 from trainer.local.parent_watch import ParentWatch
 from trainer.local.task_logs import say
 
@@ -34,7 +34,7 @@ def keep_serving(task: Task, command: Sequence[str]) -> int:
     repetitions = Repetitions()
 
     def on_signal(signum: int) -> None:
-        if repetitions.includes_now():
+        if repetitions.includes_now(signum):
             return
         signals.append(signum)
         running = server  # Read once: the main thread sets it to None when the server has ended.
@@ -46,7 +46,7 @@ def keep_serving(task: Task, command: Sequence[str]) -> int:
             os._exit(EXIT_RESTART)
         running.send_signal(signum)
 
-    with SignalThread((signal.SIGINT, signal.SIGTERM), on_signal):
+    with SignalThread(stop_signals(), on_signal):
         while True:
             with ParentWatch() as parent_watch:
                 server = parent_watch.start(command)

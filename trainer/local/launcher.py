@@ -43,7 +43,7 @@ from pathlib import Path
 from data.system.files import absolute
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
-from trainer.guards.signals import Repetitions, SignalThread
+from trainer.guards.signals import Repetitions, SignalThread, stop_signals
 from trainer.local.cpu_affinity import affinity_env
 from trainer.local.deaths import (
     Action,
@@ -140,10 +140,7 @@ class LocalCluster:
 
         Raises OSError if a process could not be made.
         """
-        stops = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored.
-            stops.append(signal.SIGHUP)
-        with SignalThread(stops, self._on_signal):
+        with SignalThread(stop_signals(), self._on_signal):
             try:
                 self._begin()
                 if self.stall_timeout_secs:
@@ -209,7 +206,7 @@ class LocalCluster:
         return watch.start(command, namespace_fds, env, output)
 
     def _on_signal(self, signum: int) -> None:
-        if not self._repetitions.includes_now():
+        if not self._repetitions.includes_now(signum):
             self._events.put(signal.Signals(signum))
 
     def _handle_next_event(self) -> None:

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
+import psutil
+
 from strategies.cluster.tf_config import Task
 from trainer.local.fork_server import Fork
 from trainer.local.parent_watch import ParentWatch
@@ -25,6 +27,7 @@ from trainer.local.task_logs import TaskLog, now, say
 from trainer.local.terminal import progress_in
 
 _TAIL_LINES = 40
+_POLL_SECS = 0.05
 Child: TypeAlias = subprocess.Popen[bytes] | Fork  # In a new session.
 # TensorFlow's runtime says these several times for each lost worker, and its Python part and the
 # launcher say it once more. The lines are in the log of the task.
@@ -105,7 +108,8 @@ class TaskProcess:
         """Signals the task, which ends its own children; SIGKILL goes to its process group."""
         if self._child.returncode is None:
             kill = os.killpg if signum == signal.SIGKILL else os.kill
-            kill(self.pid, signum)
+            with contextlib.suppress(PermissionError):  # On macOS, if it has just ended.
+                kill(self.pid, signum)
 
     def reap(self) -> int:
         """Waits for the end and for the last line; returns the exit code, or -n for signal n."""
@@ -119,7 +123,11 @@ class TaskProcess:
         return self._child.wait()
 
     def _await_exit(self) -> None:
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        else:  # On macOS with Python before 3.13.
+            while psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(_POLL_SECS)
         self._events.put(self)
 
     def _copy_output(self) -> None:
