@@ -140,12 +140,12 @@ def test_version_names_the_packages_and_the_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["trainer", "trainer.runs"])
-def test_module_of_the_user_that_hides_a_package_is_named(command: str, tmp_path: Path) -> None:
+def test_module_of_the_user_does_not_hide_a_package(command: str, tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text("")
+    (tmp_path / "strategies").mkdir()
+    (tmp_path / "strategies/__init__.py").write_text("")
     done = run(command, "--version", cwd=tmp_path)
-    assert done.returncode == 2
-    assert f"{tmp_path / 'data.py'} hides the package 'data' of this program" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr
     (tmp_path / "data.py").unlink()
     (tmp_path / "data").mkdir()  # The data themselves: no package.
     assert run(command, "--version", cwd=tmp_path).returncode == 0

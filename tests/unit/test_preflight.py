@@ -101,17 +101,19 @@ def test_full_disk_is_no_usage_error(tmp_path: Path) -> None:
     with mounted("-t", "tmpfs", "-o", "size=32k", "tmpfs", at=tmp_path):
         with pytest.raises(DiskError, match=r"No space left on device\. Make room"):
             check_model_dir(f"{tmp_path}/run")
-        assert list((tmp_path / "run").iterdir()) == []
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_disk_that_became_read_only_is_no_usage_error(tmp_path: Path) -> None:
     with mounted("-t", "tmpfs", "tmpfs", at=tmp_path):
         check_model_dir(f"{tmp_path}/run")
+        assert list(tmp_path.iterdir()) == []
         remount = ["mount", "-o", "remount,ro", str(tmp_path)]
         subprocess.run(remount, check=True)
         with pytest.raises(ModelDirError, match=r"Read-only file system\. Give a directory"):
             check_model_dir(f"{tmp_path}/run")
         subprocess.run([*remount[:2], "remount,rw", str(tmp_path)], check=True)
+        (tmp_path / "run").mkdir()
         (tmp_path / "run" / "config.json").write_text("{}")
         subprocess.run(remount, check=True)
         with pytest.raises(DiskError, match=r"Read-only file system\. Make room"):

@@ -79,6 +79,7 @@ class Checkpointer:
         identity: Mapping[str, object],
         *,
         keep: int,
+        config: Mapping[str, object] | None = None,
         io_device: str | None = None,
         is_shared: bool = False,
         complete_every: int = 1,
@@ -91,6 +92,7 @@ class Checkpointer:
             learner: Its model, its optimizer with the step, and its `state` are saved.
             identity: JSON values that must be equal for a run to continue from a checkpoint.
             keep: The number of newest checkpoints that are not removed.
+            config: JSON values that `Saved.config` will have.
             io_device: The device whose file system has `directory`; None is the local one.
             is_shared: Another process may save at the same time: the chief of an earlier group of
                 hosts. Then each checkpoint is renamed when it is complete, and a save removes
@@ -124,6 +126,7 @@ class Checkpointer:
         kinds["optimizer's variables"] = learner.optimizer.variables
         self._names_of = {kind: _names_of(variables) for kind, variables in kinds.items()}
         self._keep = keep
+        self._config = dict(config or {})
         self._is_shared = is_shared
         self._damaged: set[str] = set()  # Checkpoints that `restore` skipped.
         # Checkpoints that this process wrote or read: their checksums were right, not only sizes.
@@ -498,6 +501,7 @@ class Checkpointer:
             "needs": self._needs,
             "files": written,
             "identity": self._identity,
+            "config": self._config,
         }
         self.before_mark()
         content = json.dumps(signed(mark), indent=2)
