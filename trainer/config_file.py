@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from data.system.errors import UsageError
 from trainer import tf_setup
 from trainer.exit_codes import first_line
 from trainer.step.options import ConfigError
@@ -71,7 +72,7 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     try:
         with _metrics_without_variables():
             module = _import_file(place) if _is_file_name(place) else _import_name(place)
-    except ConfigError:
+    except UsageError:
         raise
     except Exception as error:  # A user's code, which may fail in any way.
         raise ConfigError(f"--config={place} cannot be run: {explained(error)}") from error

@@ -14,6 +14,7 @@ import os
 import sys
 
 from data.system.quiet import quiet_tensorflow
+from data.system.scratch import check_temp_dir
 
 _WRAPPED = "sklearn"
 # Of mallopt(3), from glibc's malloc.h.
@@ -23,7 +24,11 @@ _FEW_CORES = 4  # Measured on 2.
 
 
 def set_environment() -> None:
-    """Sets what TensorFlow and Keras read when they are imported."""
+    """Sets what TensorFlow and Keras read when they are imported.
+
+    Raises UsageError if there is no directory for temporary files.
+    """
+    check_temp_dir()
     quiet_tensorflow()
     os.environ["KERAS_BACKEND"] = "tensorflow"
     # Otherwise a call to a task that is not up yet fails instead of waiting for it.

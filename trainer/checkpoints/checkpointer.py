@@ -37,7 +37,7 @@ import tensorflow as tf
 from data.system import files, object_store
 from data.system.errors import UsageError
 from data.system.object_store import UnavailableError
-from data.system.scratch import scratch_dir
+from data.system.scratch import plain_path, scratch_dir
 from strategies.base import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.file_checks import (
@@ -641,12 +641,13 @@ def _staged(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _local_copy(path: str, names: Iterable[str]) -> Iterator[str]:
-    """A directory with the files `names` of `path`: `path` itself if it is not at s3://.
+    """A directory that TensorFlow can read, with the files `names` of `path`.
 
     Raises UnavailableError if the files may be complete, but cannot be downloaded now.
     """
     if not files.is_s3(path):
-        yield path
+        with plain_path(path) as local:
+            yield local
         return
     with scratch_dir() as local:
         for name in names:

@@ -18,7 +18,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from data.system.errors import UsageError
-from data.system.flags import show_help
+from data.system.flags import check_utf8, show_help
 from trainer.exit_codes import EXIT_USAGE
 
 if TYPE_CHECKING:
@@ -427,6 +427,7 @@ def parse_words(argv: Sequence[str]) -> list[str]:
     from trainer.cli.continued import with_settings_of_run
     from trainer.config import ConfigError, load_recipe
 
+    check_utf8(argv)
     paths, others = _split_config(argv)
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
