@@ -151,6 +151,20 @@ def test_module_of_the_user_does_not_hide_a_package(command: str, tmp_path: Path
     assert run(command, "--version", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.parametrize("command", ["trainer", "trainer.report", "data.inspect"])
+def test_path_that_is_not_utf_8_is_refused(command: str, tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/a\xffb")
+    words = [f"--model_dir={path}"] if command == "trainer" else [path]
+    done = run(command, *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "/a\\xffb' is not UTF-8" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    os.mkdir(path)
+    done = run(command, "nothing", cwd=Path(path))
+    assert done.returncode == 2
+    assert "current directory" in done.stderr
+
+
 def test_traceback_of_a_users_error_is_printed_if_asked_for(tmp_path: Path) -> None:
     words = ("trainer", "--config=digits", "--config.dataset=digts")
     plain, traced = (run(*words, *more, "--check", cwd=tmp_path) for more in ((), ("--traceback",)))
