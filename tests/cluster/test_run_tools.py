@@ -78,13 +78,13 @@ def test_directories_of_any_name_are_read_by_all_tools(digits: Path, tmp_path: P
     flags = (f"--data_dir={data}", "--config.checkpoint_every_steps=2")
     train(TOPOLOGIES["mirrored-1"], model_dir, *flags, "--train_steps=4")
     path = model_dir / "config.json"
-    path.write_text(path.read_text().replace('"learning_rate": 0.001', '"learning_rate": 0.01'))
+    path.write_text(path.read_text().replace('"learning_rate": 0.002', '"learning_rate": 0.01'))
     argv = (f"--model_dir={model_dir}", "--train_steps=6")
     with Process(argv, model_dir) as process:
         resumed = process.wait()
     assert resumed.exit_code == 0, resumed.stderr
     assert "resuming from step 4\n" in resumed.stdout
-    changed = "changed since that step: learning_rate 0.001 -> 0.01, train_steps 4 -> 6\n"
+    changed = "changed since that step: learning_rate 0.002 -> 0.01, train_steps 4 -> 6\n"
     assert changed in resumed.stdout
     warm = (f"--config.warm_start.path={model_dir}", "--train_steps=1", *flags)
     assert "warm start from" in train(TOPOLOGIES["mirrored-1"], top / "warm", *warm).stdout
