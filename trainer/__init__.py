@@ -11,7 +11,9 @@ first, then `loop.py`. Only cli/ and two functions of `task.py` ask which strate
 when a name is first used: `import trainer` is fast, and does not import TensorFlow.
 """
 
+import importlib.machinery
 import importlib.util
+import os
 import pathlib
 import sys
 from typing import TYPE_CHECKING
@@ -79,22 +81,28 @@ def __dir__() -> list[str]:
     return [*globals(), *__all__]
 
 
-def _check_neighbours() -> None:
-    """Refuses a module of the user, such as ./data.py, that hides a package of this program."""
+def _import_packages() -> None:
+    """Imports the other packages of this program by their place.
+
+    Otherwise a user's ./data, which Python finds first with `python -m`, would hide ours.
+    """
     root = pathlib.Path(__file__).resolve().parents[1]
     for name in ("data", "strategies"):
-        spec = importlib.util.find_spec(name)
-        found = pathlib.Path(spec.origin).resolve() if spec and spec.origin else None
-        if found is None or found == root / name / "__init__.py":
-            continue
-        message = (
-            f"{found} hides the package {name!r} of this program. Rename it, or start in another "
-            "directory."
-        )
-        if sys.argv[0] == "-m":  # `python -m trainer` looks for the module.
-            print(f"error: {message}", file=sys.stderr)
-            sys.exit(2)
-        raise ImportError(message, name=name)
+        if name not in sys.modules:
+            spec = importlib.machinery.PathFinder.find_spec(name, [str(root)])
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        elif str(root / name) not in map(
+            os.path.realpath, getattr(sys.modules[name], "__path__", ())
+        ):
+            found = getattr(sys.modules[name], "__file__", None) or name
+            raise ImportError(
+                f"{found} is imported already, and hides the package {name!r} of this program. "
+                "Rename it.",
+                name=name,
+            )
 
 
-_check_neighbours()
+_import_packages()

@@ -20,7 +20,7 @@ from data.system.files import is_s3
 from strategies.base import Batch, Executor
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.report_upload import local_dir
-from trainer.config import Config, ConfigError, Recipe, flatten
+from trainer.config import Config, ConfigError, Recipe, config_document, flatten
 from trainer.config_file import errors_explained
 from trainer.hooks.base import Hook
 from trainer.hooks.callbacks import Callbacks, build_callbacks
@@ -259,6 +259,7 @@ def build_checkpointer(
         learner,
         identity,
         keep=recipe.config.keep_checkpoints,
+        config=config_document(recipe.config),
         io_device=io_device,
         is_shared=is_shared,
         complete_every=recipe.config.complete_checkpoint_every,

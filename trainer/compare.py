@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
+from data.system.scratch import plain_path
 from trainer.cli.tools import prepare_tensorflow, run_tool, runs_of
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
@@ -149,10 +150,16 @@ def variable_differences(left: str, right: str) -> list[tuple[str, float]]:
 
     Raises ConfigError if the checkpoints are of different models.
     """
+    with plain_path(left) as plain_left, plain_path(right) as plain_right:
+        found = _dense_differences(left, right, (plain_left, plain_right))
+    return found + _table_differences(left, right)
+
+
+def _dense_differences(left: str, right: str, plain: Sequence[str]) -> list[tuple[str, float]]:
     import numpy as np
     import tensorflow as tf
 
-    readers = [tf.train.load_checkpoint(f"{path}/variables") for path in (left, right)]
+    readers = [tf.train.load_checkpoint(f"{path}/variables") for path in plain]
     ours, theirs = ({**reader.get_variable_to_shape_map()} for reader in readers)
     names = _readable_names(readers[0].get_tensor(_GRAPH))
     if ours.keys() != theirs.keys():
@@ -171,7 +178,7 @@ def variable_differences(left: str, right: str) -> list[tuple[str, float]]:
             )
         if a.tobytes() != b.tobytes():
             found.append((names[key], _largest_difference(a, b)))
-    return found + _table_differences(left, right)
+    return found
 
 
 def _table_differences(left: str, right: str) -> list[tuple[str, float]]:

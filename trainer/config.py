@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from data.system.files import FAIL
+from data.system.files import absolute as absolute_path
 from trainer.config_file import errors_explained, load_module, split_target
 from trainer.step.options import (
     BELOW_1,
@@ -336,6 +337,26 @@ def explain_unknown_field(name: str, config: Config) -> str:
 def to_json(config: Config) -> str:
     """The complete config, as it is printed and saved."""
     return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def config_document(config: Config) -> dict[str, Any]:  # Any: JSON values.
+    """The config as checkpoints have it: all tasks have the same, in any directory."""
+    return {**json.loads(to_json(config)), "data_dir": absolute_path(data_dir(config))}
+
+
+def changed_fields(former: Mapping[str, Any], config: Config) -> str:  # Any: JSON values.
+    """Describes what differs from `former`, a `config_document`; "" if nothing does.
+
+    Fields that only one of the two has are of another version of the config file or program.
+    """
+    changes, document = [], config_document(config)
+    for name in flatten(config):
+        *groups, last = name.split(".")
+        theirs = functools.reduce(lambda group, key: group.get(key, {}), groups, former)
+        ours = functools.reduce(dict.__getitem__, groups, document)[last]
+        if theirs.get(last, ours) != ours:
+            changes.append(f"{name} {json.dumps(theirs[last])} -> {json.dumps(ours)}")
+    return ", ".join(changes)
 
 
 def _resolve_annotations(config: object) -> None:

@@ -15,15 +15,19 @@ import functools
 import importlib
 import importlib.util
 import linecache
+import os
 import re
 import sys
 import sysconfig
 import traceback
+import zlib
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from data.system.errors import UsageError
 from trainer import tf_setup
 from trainer.exit_codes import first_line
 from trainer.step.options import ConfigError
@@ -36,7 +40,7 @@ _LIBRARIES = tuple(
 # A line of a traceback, also of AutoGraph's, which is a part of the error's message.
 _PLACE = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 _LOADED: set[str] = set()  # The files of config files, and their neighbours.
-_SHIPPED = Path(__file__).resolve().parents[1] / "configs"
+_SHIPPED = _PROGRAM / "configs"
 # Errors of other tasks: a user's code did not cause them.
 _LOSSES = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
 
@@ -68,7 +72,7 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     try:
         with _metrics_without_variables():
             module = _import_file(place) if _is_file_name(place) else _import_name(place)
-    except ConfigError:
+    except UsageError:
         raise
     except Exception as error:  # A user's code, which may fail in any way.
         raise ConfigError(f"--config={place} cannot be run: {explained(error)}") from error
@@ -194,11 +198,12 @@ def explained(error: BaseException) -> str:
     frames = [(found[1], int(found[2]), found[3]) for found in places]
     raised = traceback.extract_tb(error.__traceback__)
     frames = [(f.filename, f.lineno or 0, f.name) for f in raised] + frames
+    hint = _collision(error)
     for file, number, name in reversed(frames):
         if _is_users(file):
             code = linecache.getline(file, number).strip()
-            return f"{kind}: {reason}\n  {file}, line {number}, in {name}: {code}"
-    return f"{kind}: {reason}"
+            return f"{kind}: {reason}\n  {file}, line {number}, in {name}: {code}{hint}"
+    return f"{kind}: {reason}{hint}"
 
 
 def _is_users(file: str) -> bool:
@@ -219,8 +224,10 @@ def _is_file_name(place: str) -> bool:
 
 
 def _import_name(name: str) -> ModuleType:
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    top, file = name.partition(".")[0], Path.cwd() / f"{name.replace('.', '/')}.py"
+    if file.is_file() and (top in _PACKAGES or (Path(top) / "__init__.py").is_file()):
+        return _import_file(str(file))
+    _make_importable(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -234,27 +241,89 @@ def _import_file(place: str) -> ModuleType:
     if not path.is_file():
         raise _not_found(place, "file")
     path = path.resolve()
-    root, name = path.parent, path.stem
+    root, names = path.parent, [path.stem]
     while (root / "__init__.py").is_file():  # A part of a package, with relative imports.
-        root, name = root.parent, f"{root.name}.{name}"
-    # Last: a neighbour must not replace a module of this program or of a library.
-    if str(root) not in sys.path:
-        sys.path.append(str(root))
-    if "." in name:
-        module = importlib.import_module(name)
-        if Path(str(module.__file__)).resolve() == path:
-            return module
-        raise ConfigError(
-            f"--config={place} is module {name}, but Python finds {name} in {module.__file__}. "
-            "Rename the package of one of the two."
-        )
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", path)
-    if spec is None or spec.loader is None:
+        root, names = root.parent, [root.name, *names]
+    if path.parent != _SHIPPED:
+        _make_importable(root)
+    if len(names) > 1:
+        return importlib.import_module(".".join([_package(root / names[0]), *names[1:]]))
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+    if spec is None:
         raise ConfigError(f"--config={place} is no Python file. See configs/digits.py.")
+    return _executed(spec)
+
+
+def _make_importable(root: Path) -> None:
+    """Makes the neighbours in `root`, and what is in the current directory, importable.
+
+    `import configs.NAME` finds a user's files and the shipped ones.
+    """
+    directories = [root]
+    with contextlib.suppress(OSError):  # The current directory was deleted.
+        directories.append(Path.cwd())
+    for directory in directories:
+        # Last: a neighbour must not replace a module of this program or of a library.
+        if str(directory) not in sys.path and (directory is root or "" not in sys.path):
+            sys.path.append(str(directory))
+    places = [root, *(directory / _SHIPPED.name for directory in directories)]
+    users = [p for p in places if p.name == _SHIPPED.name and p.is_dir() and p != _SHIPPED]
+    if not users:
+        return
+    if (users[0] / "__init__.py").is_file():
+        _package(users[0])
+    configs = importlib.import_module(_SHIPPED.name)
+    merged = dict.fromkeys([*map(str, users), *configs.__path__, str(_SHIPPED)])
+    configs.__path__ = list(merged)
+
+
+def _package(directory: Path) -> str:
+    """The name of the package in `directory`: its own, unless another module has this name."""
+    name = directory.name
+    known = sys.modules.get(name)
+    if known is not None:
+        if str(directory) in getattr(known, "__path__", ()):
+            return name
+        name = f"recipe_{zlib.crc32(os.fsencode(directory)):08x}_{name}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            name, directory / "__init__.py", submodule_search_locations=[str(directory)]
+        )
+        assert spec is not None
+        _executed(spec)
+    return name
+
+
+def _executed(spec: ModuleSpec) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # Dataclasses look up their annotations there.
-    spec.loader.exec_module(module)
+    assert spec.loader is not None
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]  # A notebook may try again.
+        raise
     return module
+
+
+def _collision(error: BaseException) -> str:
+    """What to do if a user's code got a package of this program in place of its own; else ""."""
+    named = getattr(error, "name", None) or ""
+    if isinstance(error, AttributeError):
+        named = error.obj.__name__ if isinstance(error.obj, ModuleType) else ""
+    elif not isinstance(error, ImportError):
+        return ""
+    top = named.partition(".")[0]
+    if top not in (*_PACKAGES, _SHIPPED.name):
+        return ""
+    for directory in dict.fromkeys(Path(path or ".").resolve() for path in sys.path):
+        for found in (directory / top, directory / f"{top}.py"):
+            if found.exists() and directory != _PROGRAM:
+                return (
+                    f"\n  {top!r} is also a package of this program, which hides {found}. Rename "
+                    f"{found}, and the imports of it."
+                )
+    return ""
 
 
 def _shipped_file(place: str) -> str:

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 
-from data.system.files import remove_tree
+from data.system.files import make_dirs, remove_tree
 from data.system.stopwatch import Stopwatch
 from strategies.base import Position
 from strategies.cluster.peers import watch_chief
@@ -51,6 +51,7 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
     run = RunFiles(spec.model_dir)
     files = RunFiles(run.evaluator)
     check_model_dir(run.evaluator)
+    make_dirs(run.evaluator)
     stop = threading.Event()
     signals.on_stop(stop.set, spec.grace_secs)
 

@@ -23,7 +23,7 @@ from strategies.tables import part_rows
 from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.marks import Saved
-from trainer.config import Config, Recipe, data_dir
+from trainer.config import Config, Recipe, changed_fields, data_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.guards.fingerprint import check_process
 from trainer.hooks.callbacks import build_callbacks, check_monitors
@@ -81,6 +81,8 @@ class Findings:
             lines.append(placement.table())
         step = self.saved.step if self.saved else 0
         lines.append(f"steps {step + 1:,} to {config.train_steps:,} would be trained")
+        if changed := changed_fields(self.saved.config if self.saved else {}, config):
+            lines.append(f"changed since step {step:,} was saved: {changed}")
         return "\n".join(lines)
 
 
@@ -141,7 +143,7 @@ def finished_result(model_dir: str, config: Config) -> Document | None:
 
 
 def check_model_dir(model_dir: str) -> None:
-    """Creates `model_dir`.
+    """Writes a file to `model_dir`, or where this directory would be made, and removes it.
 
     Raises:
         ModelDirError: no file can be written to it, or it has a file of a run's directory's name.
@@ -158,8 +160,12 @@ def check_model_dir(model_dir: str) -> None:
             "place, or give another --model_dir."
         )
     with disk_errors_explained(model_dir):
-        files.make_dirs(model_dir)
-        probe = files.join(model_dir, f".writable-{os.getpid()}")
+        place = model_dir
+        if files.is_url(model_dir):
+            files.make_dirs(model_dir)
+        while not (files.is_url(place) or os.path.lexists(place)):
+            place = os.path.dirname(os.path.abspath(place))
+        probe = files.join(place, f".writable-{os.getpid()}")
         files.replace_file(probe, b"." * _PROBE_BYTES)
         files.remove_file(probe)
 

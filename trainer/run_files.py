@@ -31,8 +31,10 @@ import functools
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from data.system.errors import UsageError
@@ -54,6 +56,7 @@ from data.system.object_store import UnavailableError
 CHECKPOINT_MARK = "checkpoint.json"  # In the directory of a checkpoint, written last.
 # Values of reports that are not metrics.
 NO_METRICS = ("learning_rate", "examples", "epoch", "steps_per_sec", "seconds", "examples_per_sec")
+_LATEST = "latest"
 _TAIL_BYTES = 65_536  # Reports are short: the last part of metrics.jsonl has the last ones.
 # The newest step with a checkpoint, and the newest reported step.
 Progress: TypeAlias = tuple[int, int]
@@ -152,6 +155,17 @@ class RunFiles:
         """Removes result.json: the result of a former run says nothing about this one."""
         if exists(self.result):
             remove_file(self.result)
+
+
+def point_latest_to(model_dir: str) -> None:
+    """Makes runs/latest a link to `model_dir`, a default directory."""
+    latest = Path(model_dir).parent / _LATEST
+    partial = latest.with_name(f".{_LATEST}-{os.getpid()}")
+    # It is a convenience: a file system without links, or a directory of that name, is no error.
+    with contextlib.suppress(OSError):
+        latest.parent.mkdir(parents=True, exist_ok=True)
+        partial.symlink_to(Path(model_dir).name)
+        partial.replace(latest)
 
 
 def progress_of(model_dir: str) -> Progress:

@@ -54,7 +54,7 @@ from trainer.checkpoints.report_upload import uploading_reports
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
 from trainer.checkpoints.takeover import save_left_step
 from trainer.cli.task_spec import TaskSpec
-from trainer.config import ConfigError, data_dir, to_json
+from trainer.config import ConfigError, changed_fields, data_dir, to_json
 from trainer.config_checks import check_replicas
 from trainer.config_file import absolute
 from trainer.evaluator import follow
@@ -86,7 +86,7 @@ from trainer.learner import Learner
 from trainer.preflight import check_model_dir, disk_errors_explained, finished_result
 from trainer.report.recorder import Recorder
 from trainer.resume import restore_together, train_recovering, warn_if_begun_before
-from trainer.run_files import Document, RunFiles
+from trainer.run_files import Document, RunFiles, point_latest_to
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
             console = None
             if spec.is_chief:
                 console = Console(config.train_steps, executor.pace, is_quiet=spec.is_quiet)
-            hooks = [recorder, *_begin(spec, parts, console, saved.step if saved else 0)]
+            hooks = [recorder, *_begin(spec, parts, console, saved)]
             if spec.is_chief and spec.generation is not None:
                 hooks.insert(0, StopIfReplaced(spec.model_dir, spec.generation))
             if saved and saved.is_of_survivor:
@@ -446,6 +446,8 @@ def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
                 {**_config_document(spec, parts.inputs, parts.learner), "all_reduce": all_reduce}
             )
             files.remove_result()
+        if spec.is_latest:
+            point_latest_to(spec.model_dir)
     with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
         position = saved.position if saved else Position()
         executor.start(parts.learner, parts.inputs.train, parts.inputs.evaluation, position)
@@ -484,7 +486,9 @@ def _config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Docume
     }
 
 
-def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: int) -> list[Hook]:
+def _begin(
+    spec: TaskSpec, parts: Parts, console: Console | None, saved: Saved | None
+) -> list[Hook]:
     if console is None:
         return shared_hooks(parts, evaluates=not spec.has_evaluator)
     config, inputs = spec.recipe.config, parts.inputs
@@ -513,8 +517,10 @@ def _begin(spec: TaskSpec, parts: Parts, console: Console | None, first_step: in
     if all_reduce := RunFiles(spec.model_dir).recorded("all_reduce"):
         items = ", ".join(f"{name} {value:g}" for name, value in all_reduce.items())
         console.say(f"all-reduce: {items}")
-    if first_step:
-        console.say(f"resuming from step {first_step:,}")
+    if saved and saved.step:
+        console.say(f"resuming from step {saved.step:,}")
+        if changed := changed_fields(saved.config, config):
+            console.say(f"changed since that step: {changed}")
     elif parts.learner.origin:
         console.say(parts.learner.origin)
     for note in parts.learner.notes:

@@ -15,6 +15,7 @@ import sys
 
 from data.system.errors import UsageError
 from data.system.quiet import quiet_tensorflow
+from data.system.scratch import check_temp_dir
 
 _WRAPPED = "sklearn"
 _GRPC_OPTIONS = "TF_GRPC_DEFAULT_OPTIONS"  # name=value,name=value
@@ -26,7 +27,11 @@ _FEW_CORES = 4  # Measured on 2.
 
 
 def set_environment() -> None:
-    """Sets what TensorFlow and Keras read when they are imported."""
+    """Sets what TensorFlow and Keras read when they are imported.
+
+    Raises UsageError if there is no directory for temporary files.
+    """
+    check_temp_dir()
     quiet_tensorflow()
     os.environ["KERAS_BACKEND"] = "tensorflow"
     os.environ.pop("TF_USE_LEGACY_KERAS", None)  # Otherwise tf.keras would be Keras 2.

@@ -1,11 +1,14 @@
 """Parsing of command-line flags: help ends with exit code 0, a mistake with one message and 2."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from absl import flags
+
+from data.system.errors import UsageError
 
 _HELP = ("help", "h", "?", "helpshort", "helpfull", "helpxml")
 
@@ -30,6 +33,21 @@ def show_help(argv: Sequence[str], more: Callable[[], str] = str) -> None:
             sys.exit(0)
 
 
+def check_utf8(argv: Sequence[str]) -> None:
+    """Raises UsageError if a word, or the current directory, has bytes that are not UTF-8.
+
+    TensorFlow takes no such path, and Python prints none.
+    """
+    words = dict.fromkeys(argv, "Write it in UTF-8, or rename the file or directory.")
+    with contextlib.suppress(OSError):  # The current directory was deleted.
+        words[os.getcwd()] = "It is the current directory: rename it, or start in another one."
+    for word, remedy in words.items():
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{os.fsencode(word)!r} is not UTF-8. {remedy}") from None
+
+
 def parse_flags(
     program: str, renamed: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Sequence[str]], list[str]]:
@@ -41,11 +59,14 @@ def parse_flags(
     def parse(argv: Sequence[str]) -> list[str]:
         show_help(argv)
         try:
+            check_utf8(argv)
             return flags.FLAGS(argv)  # type: ignore[no-any-return]
         except flags.Error as error:
             message = f"{error}. --help lists the flags"
             if isinstance(error, flags.UnrecognizedFlagError) and error.flagname in renamed:
                 message = f"--{error.flagname} has a new name: write --{renamed[error.flagname]}"
+        except UsageError as error:
+            message = str(error).rstrip(".")
         print(f"{program}: {message}.", file=sys.stderr)
         sys.exit(2)
 

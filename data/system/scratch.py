@@ -2,6 +2,8 @@
 
     with scratch_dir() as directory:
         object_store.download("s3://bucket/model.keras", f"{directory}/model.keras")
+    with plain_path("runs/[a]/checkpoints/step-00001000") as path:
+        tf.train.load_checkpoint(f"{path}/variables")
 
 A process that is killed leaves its directory; the next call of any process removes it.
 """
@@ -14,12 +16,29 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
+from data.system.errors import UsageError
+from data.system.files import is_url
+
+_PATTERN = frozenset("*?[\\{")
+
+
+def check_temp_dir() -> None:
+    """Raises UsageError if there is no directory for temporary files, which TensorFlow needs."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        raise UsageError(
+            "Temporary files can be written neither to /tmp nor to /var/tmp, /usr/tmp or the "
+            "current directory. Name a directory for them: export TMPDIR=DIR. In Kubernetes, mount "
+            "a volume of the kind emptyDir at /tmp."
+        ) from None
+
 
 @contextlib.contextmanager
 def scratch_dir() -> Iterator[str]:
     """An empty directory, which is removed at the end."""
     prefix = f"trainer-scratch-{os.getuid()}-"
-    for left in glob.glob(os.path.join(tempfile.gettempdir(), f"{prefix}*")):
+    for left in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{prefix}*")):
         with contextlib.suppress(OSError), _locked(left):
             shutil.rmtree(left)
     while True:
@@ -33,6 +52,21 @@ def scratch_dir() -> Iterator[str]:
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
             yield directory
             return
+
+
+@contextlib.contextmanager
+def plain_path(directory: str) -> Iterator[str]:
+    """A path of `directory` in which TensorFlow sees no pattern: `directory` itself, or a link.
+
+    TensorFlow reads a checkpoint only if its path, as a pattern, matches it (tensorflow#34290).
+    """
+    if is_url(directory) or _PATTERN.isdisjoint(os.path.abspath(directory)):
+        yield directory
+        return
+    with scratch_dir() as scratch:
+        link = os.path.join(scratch, "link")
+        os.symlink(os.path.abspath(directory), link)
+        yield link
 
 
 @contextlib.contextmanager

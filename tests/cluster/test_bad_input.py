@@ -296,6 +296,7 @@ def test_bad_input_is_explained(case: Case, digits: Path, tmp_path: Path) -> Non
     case.make(tmp_path, digits)
     (tmp_path / "recipe.py").write_text(case.recipe)
     before = snapshot(tmp_path), snapshot(digits)
+    was_there = (tmp_path / "run").exists()
     names = {"tmp": tmp_path, "digits": digits}
     model_dir = tmp_path / "run"
     flags = (*case.flags.format(**names).split(), f"--model_dir={model_dir}")
@@ -306,11 +307,25 @@ def test_bad_input_is_explained(case: Case, digits: Path, tmp_path: Path) -> Non
 
     assert_one_error(run, *(part.format(**names) for part in case.named))
     assert run.stdout == ""
+    assert model_dir.exists() == was_there
     after = snapshot(tmp_path), snapshot(digits)
     for former, latter in zip(before, after, strict=True):
         made = {name for name in latter.keys() - former.keys() if not name.endswith(".index.npz")}
         assert made == set()
         assert former.items() <= latter.items()
+
+
+@pytest.mark.parametrize("words", ["--replicas=64", f"{MULTI} --workers=4", "--num_gpus=7"])
+def test_refused_run_without_a_model_dir_leaves_the_latest_run(
+    words: str, digits: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "runs/old").mkdir(parents=True)
+    (tmp_path / "runs/latest").symlink_to("old")
+    flags = (*words.split(), "--batch_size=3", f"--data_dir={digits}")
+    with Process(flags, tmp_path / "none", cwd=tmp_path) as process:
+        assert process.wait().exit_code == 2
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["latest", "old", "runs"]
+    assert (tmp_path / "runs/latest").readlink() == Path("old")
 
 
 def test_callback_of_keras_as_a_hook_ends_the_run_before_its_first_step(

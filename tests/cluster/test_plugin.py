@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.cluster.runs import ONE_OF_EACH_STRATEGY, TOPOLOGIES, Topology, histograms, train
+from tests.cluster.runs import (
+    ONE_OF_EACH_STRATEGY,
+    TOPOLOGIES,
+    Process,
+    Topology,
+    histograms,
+    train,
+)
 
 RECIPE = '''
     """y = 3 x0 - 2 x1 + 1, found from records that no metadata describes."""
@@ -117,6 +124,25 @@ def test_users_own_file_and_records_train(
     if topology.strategy != "ps":
         assert called_at <= set(steps)
     assert steps[-1] == run.result["step"]
+
+
+def test_packages_of_a_user_with_the_names_of_ours_train_on_a_cluster(
+    records: Path, tmp_path: Path
+) -> None:
+    for name in ("configs", "data", "strategies"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / "data/base.py").write_text("import configs.base")
+    (tmp_path / "configs/base.py").write_text("import neighbour")
+    (tmp_path / "neighbour.py").write_text("")
+    (tmp_path / "data/mine.py").write_text("from . import base\n" + textwrap.dedent(RECIPE))
+    flags = ("--config=data/mine.py", f"--data_dir={records}", "--train_steps=10")
+    topology, model_dir = TOPOLOGIES["multiworker-2"], tmp_path / "run"
+    argv = (*topology.argv, *flags, f"--model_dir={model_dir}")
+    with Process(argv, model_dir, cwd=tmp_path) as process:
+        run = process.wait()
+    assert run.exit_code == 0, run.stderr
+    assert run.config["recipe"] == str(tmp_path / "data/mine.py")
 
 
 def test_histograms_and_profile_are_written(digits: Path, tmp_path: Path) -> None:

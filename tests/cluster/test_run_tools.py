@@ -1,13 +1,14 @@
 """`trainer.evaluate` and `trainer.compare` on real runs."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import ROOT, TOPOLOGIES, train
+from tests.cluster.runs import ROOT, TOPOLOGIES, Process, train
 
 
 def tool(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -68,3 +69,33 @@ def test_checkpoints_of_a_cluster_have_the_metrics_that_the_run_reported(
     assert "config.learning_rate: 0.002 | 0.01" in compared.stdout
     assert "equal at step 0, different at step 20" in compared.stdout
     assert "dense/kernel" in compared.stdout
+
+
+def test_directories_of_any_name_are_read_by_all_tools(digits: Path, tmp_path: Path) -> None:
+    top = tmp_path / "a[1] {b}\\c*%20?#"
+    data, model_dir = top / "digits", top / "run"
+    shutil.copytree(digits, data)
+    flags = (f"--data_dir={data}", "--config.checkpoint_every_steps=2")
+    train(TOPOLOGIES["mirrored-1"], model_dir, *flags, "--train_steps=4")
+    path = model_dir / "config.json"
+    path.write_text(path.read_text().replace('"learning_rate": 0.002', '"learning_rate": 0.01'))
+    argv = (f"--model_dir={model_dir}", "--train_steps=6")
+    with Process(argv, model_dir) as process:
+        resumed = process.wait()
+    assert resumed.exit_code == 0, resumed.stderr
+    assert "resuming from step 4\n" in resumed.stdout
+    changed = "changed since that step: learning_rate 0.002 -> 0.01, train_steps 4 -> 6\n"
+    assert changed in resumed.stdout
+    warm = (f"--config.warm_start.path={model_dir}", "--train_steps=1", *flags)
+    assert "warm start from" in train(TOPOLOGIES["mirrored-1"], top / "warm", *warm).stdout
+    saved_model = (f"{model_dir}/export/saved_model", f"--data_dir={data}")
+    for words in (
+        ("trainer.evaluate", str(model_dir)),
+        ("trainer.compare", str(model_dir), str(top / "warm")),
+        ("trainer.predict", str(model_dir), f"--data_dir={data}", f"--output={top}/out.csv"),
+        ("trainer.predict", *saved_model, f"--output={top}/saved.csv"),
+        ("trainer.report", str(model_dir)),
+    ):
+        done = tool(*words)
+        assert done.returncode in (0, 1) if words[0] == "trainer.compare" else not done.returncode
+        assert "Traceback" not in done.stderr

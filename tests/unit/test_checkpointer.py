@@ -96,6 +96,29 @@ def test_newest_is_restored_bit_for_bit_with_the_optimizers_state(
     assert_restores(split, tmp_path, 7, states[7])
 
 
+# What TensorFlow takes for a pattern, what a shell or a URL would change, and other languages.
+NAMES = (
+    "a[x]",
+    "a\\b",
+    "a*b",
+    "a?b",
+    "a{b,c}",
+    "a b",
+    "a%20b",
+    "a#b",
+    "Ünï-中文",
+    "-a",
+    "~a",
+    "a\nb",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_directory_may_have_any_name(name: str, split: Split, tmp_path: Path) -> None:
+    states = trained(split, tmp_path / name, [3])
+    assert_restores(split, tmp_path / name, 3, states[3])
+
+
 def test_nothing_is_restored_from_an_empty_directory(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path)
     toy.checkpointer.check()

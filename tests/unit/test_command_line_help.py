@@ -85,3 +85,27 @@ def test_name_of_a_run_says_what_was_changed() -> None:
     )
     words = changes(load_recipe("digits", changed))
     assert words == ["batch_size=128", "optimizer=sgd", "learning_rate=1e-05"]
+
+
+def test_value_in_the_name_of_a_run_is_complete_or_left_out() -> None:
+    config = load_recipe("digits").config
+    schedule = dataclasses.replace(config.schedule, warmup_steps=100)
+    changed = dataclasses.replace(
+        config,
+        learning_rate=0.12345678,
+        freeze="block_1|block_2|block_3|block_4|block_5",
+        schedule=schedule,
+    )
+    words = changes(load_recipe("digits", changed))
+    assert words == ["learning_rate=0.12345678", "freeze", "schedule.warmup_steps=100"]
+
+
+@pytest.mark.parametrize("config", [["--config=digits"], ["--config", "digits"]])
+def test_field_may_come_before_its_config(config: list[str]) -> None:
+    program = "import sys; from trainer.cli import flags; flags.parse_words(sys.argv); "
+    program += "print(flags.CONFIG.value.batch_size, flags.STRATEGY.value)"
+    words = ["--config.batch_size=7", "--strategy=ps", *config, "--workers=3"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == "7 ps\n", done.stderr

@@ -338,6 +338,96 @@ def test_file_in_a_package_may_import_relatively(
     assert absolute("package_of_mine.mine:wide") == f"{path}:wide"
 
 
+# The files of a project, what --config names, and what a message must say.
+PROJECTS = {
+    "package configs": (
+        {"configs/__init__.py": "", "configs/base.py": "A = 1"},
+        "configs/mine.py",
+        "from .base import A; import configs.base; from configs.digits import build_model as b",
+    ),
+    "package configs by name": (
+        {"configs/__init__.py": "", "configs/base.py": "A = 1"},
+        "configs.mine",
+        "from .base import A; import configs.base",
+    ),
+    "beside package configs": (
+        {"configs/__init__.py": "A = 1", "configs/base.py": ""},
+        "mine.py",
+        "from configs import A; import configs.base",
+    ),
+    "directory configs": (
+        {"configs/base.py": "A = 1"},
+        "configs/mine.py",
+        "from base import A; from configs.base import A; from configs.digits import build_model",
+    ),
+    "shipped config": (
+        {"configs/__init__.py": "", "configs/dlrm.py": "raise ValueError"},
+        "configs/criteo_x1.py",
+        "",
+    ),
+    "package data": (
+        {"data/__init__.py": "", "strategies/__init__.py": "", "data/loader.py": "A = 1"},
+        "data/mine.py",
+        "from .loader import A; import data.order",
+    ),
+    "package data by name": (
+        {"data/__init__.py": "", "data/loader.py": "A = 1"},
+        "data.mine",
+        "from .loader import A",
+    ),
+    "beside package data": ({"data/__init__.py": "", "strategies.py": ""}, "mine.py", ""),
+}
+COMMANDS = {
+    "module": (sys.executable, "-m", "trainer"),
+    "script": (str(Path(sys.executable).with_name("tf-distribution-trainer")),),
+}
+
+
+def loaded(
+    command: str, files: dict[str, str], config: str, imports: str, directory: Path
+) -> subprocess.CompletedProcess[str]:
+    for name, text in files.items():
+        written(directory, text, name)
+    if "criteo" not in config:
+        name = config.removesuffix(".py").replace(".", "/")
+        written(directory, f"{imports}\n{textwrap.dedent(COMPLETE)}", f"{name}.py")
+    return subprocess.run(
+        # It loads the config, and needs no TensorFlow.
+        [*COMMANDS[command], "--completion=bash", f"--config={config}"],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("project", PROJECTS.values(), ids=PROJECTS)
+def test_packages_of_a_user_may_have_the_names_of_ours(
+    project: tuple[dict[str, str], str, str], command: str, tmp_path: Path
+) -> None:
+    done = loaded(command, *project, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "--config.batch_size" in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "imports", ["from data.loader import A", "from data import A", "import data; data.A"]
+)
+def test_package_that_ours_hides_is_named(imports: str, command: str, tmp_path: Path) -> None:
+    files = {"data/__init__.py": "A = 1", "data/loader.py": "A = 1"}
+    done = loaded(command, files, "mine.py", imports, tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert f"hides {tmp_path}/data. Rename {tmp_path}/data" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_package_trainer_of_a_user_does_not_hide_ours_from_the_script(tmp_path: Path) -> None:
+    done = loaded("script", {"trainer/__init__.py": "raise ValueError"}, "mine.py", "", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_file_is_executed_once(tmp_path: Path) -> None:
     # The second execution would fail.
     log = str(tmp_path / "log")

@@ -140,15 +140,29 @@ def test_version_names_the_packages_and_the_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["trainer", "trainer.runs"])
-def test_module_of_the_user_that_hides_a_package_is_named(command: str, tmp_path: Path) -> None:
+def test_module_of_the_user_does_not_hide_a_package(command: str, tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text("")
+    (tmp_path / "strategies").mkdir()
+    (tmp_path / "strategies/__init__.py").write_text("")
     done = run(command, "--version", cwd=tmp_path)
-    assert done.returncode == 2
-    assert f"{tmp_path / 'data.py'} hides the package 'data' of this program" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr
     (tmp_path / "data.py").unlink()
     (tmp_path / "data").mkdir()  # The data themselves: no package.
     assert run(command, "--version", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["trainer", "trainer.report", "data.inspect"])
+def test_path_that_is_not_utf_8_is_refused(command: str, tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/a\xffb")
+    words = [f"--model_dir={path}"] if command == "trainer" else [path]
+    done = run(command, *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "/a\\xffb' is not UTF-8" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    os.mkdir(path)
+    done = run(command, "nothing", cwd=Path(path))
+    assert done.returncode == 2
+    assert "current directory" in done.stderr
 
 
 def test_traceback_of_a_users_error_is_printed_if_asked_for(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,21 +103,43 @@ def test_full_disk_is_no_usage_error(tmp_path: Path) -> None:
     with mounted("-t", "tmpfs", "-o", "size=32k", "tmpfs", at=tmp_path):
         with pytest.raises(DiskError, match=r"No space left on device\. Make room"):
             check_model_dir(f"{tmp_path}/run")
-        assert list((tmp_path / "run").iterdir()) == []
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_disk_that_became_read_only_is_no_usage_error(tmp_path: Path) -> None:
     with mounted("-t", "tmpfs", "tmpfs", at=tmp_path):
         check_model_dir(f"{tmp_path}/run")
+        assert list(tmp_path.iterdir()) == []
         remount = ["mount", "-o", "remount,ro", str(tmp_path)]
         subprocess.run(remount, check=True)
         with pytest.raises(ModelDirError, match=r"Read-only file system\. Give a directory"):
             check_model_dir(f"{tmp_path}/run")
         subprocess.run([*remount[:2], "remount,rw", str(tmp_path)], check=True)
+        (tmp_path / "run").mkdir()
         (tmp_path / "run" / "config.json").write_text("{}")
         subprocess.run(remount, check=True)
         with pytest.raises(DiskError, match=r"Read-only file system\. Make room"):
             check_model_dir(f"{tmp_path}/run")
+
+
+def test_no_place_for_temporary_files_is_explained() -> None:
+    script = """
+        for directory in /tmp /var/tmp /usr/tmp; do
+            [ ! -d $directory ] || mount -t tmpfs -o ro tmpfs $directory || exit 99
+        done
+        cd /proc && exec "$@"
+    """
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-m", "trainer"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])} | {"TMPDIR": ""},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode in (1, 99) and ("unshare" in done.stderr or "mount" in done.stderr):
+        pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
+    assert done.returncode == 2, done.stderr
+    assert "export TMPDIR=DIR" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_check_says_how_large_tables_are(tmp_path: Path) -> None:

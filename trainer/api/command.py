@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -19,9 +19,9 @@ from data.system.files import exists
 from trainer.api.result import Result
 from trainer.cli import commands, flag_checks, flags
 from trainer.exit_codes import EXIT_RESTART, EXIT_USAGE
+from trainer.program import module_command
 from trainer.run_files import RunFiles
 
-_COMMAND = (sys.executable, "-m", "trainer.api")
 _ERROR = "error: "
 _POLL_SECS = 0.5
 
@@ -34,10 +34,11 @@ def run_command(words: Sequence[str]) -> Result:
     recipe = flag_checks.read_recipe()
     flag_checks.read_cluster(is_launched=False)
     model_dir = commands.model_dir_of(recipe)
+    environment = _environment()
     if flags.MODEL_DIR.value is None:
         words = [*words, f"--model_dir={model_dir}"]
-    commands.point_latest_to(model_dir)
-    exit_code, message = _run([*_COMMAND, *words])
+        environment[commands.DEFAULT_DIR] = model_dir
+    exit_code, message = _run([*module_command("trainer.api"), *words], environment)
     result = Result(model_dir) if exists(RunFiles(model_dir).config) else None
     if exit_code == 0:
         assert result is not None
@@ -54,12 +55,12 @@ def run_command(words: Sequence[str]) -> Result:
     raise error
 
 
-def _run(command: Sequence[str]) -> tuple[int, str]:
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     """Runs `command`, shows its lines; returns its exit code, and the error that it printed."""
     lines: queue.SimpleQueue[tuple[IO[str], str] | None] = queue.SimpleQueue()
     process = subprocess.Popen(
         command,
-        env=_environment(),
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -37,7 +37,7 @@ import tensorflow as tf
 from data.system import files, object_store
 from data.system.errors import UsageError
 from data.system.object_store import UnavailableError
-from data.system.scratch import scratch_dir
+from data.system.scratch import plain_path, scratch_dir
 from strategies.base import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.file_checks import (
@@ -80,6 +80,7 @@ class Checkpointer:
         identity: Mapping[str, object],
         *,
         keep: int,
+        config: Mapping[str, object] | None = None,
         io_device: str | None = None,
         is_shared: bool = False,
         complete_every: int = 1,
@@ -92,6 +93,7 @@ class Checkpointer:
             learner: Its model, its optimizer with the step, and its `state` are saved.
             identity: JSON values that must be equal for a run to continue from a checkpoint.
             keep: The number of newest checkpoints that are not removed.
+            config: JSON values that `Saved.config` will have.
             io_device: The device whose file system has `directory`; None is the local one.
             is_shared: Another process may save at the same time: the chief of an earlier group of
                 hosts. Then each checkpoint is renamed when it is complete, and a save removes
@@ -126,6 +128,7 @@ class Checkpointer:
         kinds["optimizer's variables"] = learner.optimizer.variables
         self._names_of = {kind: _names_of(variables) for kind, variables in kinds.items()}
         self._keep = keep
+        self._config = dict(config or {})
         self._is_shared = is_shared
         self._damaged: set[str] = set()  # Checkpoints that `restore` skipped.
         # Checkpoints that this process wrote or read: their checksums were right, not only sizes.
@@ -500,6 +503,7 @@ class Checkpointer:
             "needs": self._needs,
             "files": written,
             "identity": self._identity,
+            "config": self._config,
         }
         self.before_mark()
         content = json.dumps(signed(mark), indent=2)
@@ -640,12 +644,13 @@ def _staged(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _local_copy(path: str, names: Iterable[str]) -> Iterator[str]:
-    """A directory with the files `names` of `path`: `path` itself if it is not at s3://.
+    """A directory that TensorFlow can read, with the files `names` of `path`.
 
     Raises UnavailableError if the files may be complete, but cannot be downloaded now.
     """
     if not files.is_s3(path):
-        yield path
+        with plain_path(path) as local:
+            yield local
         return
     with scratch_dir() as local:
         for name in names:

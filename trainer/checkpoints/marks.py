@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import google_crc32c
 import tensorflow as tf
@@ -32,6 +33,9 @@ class Saved:
     counts: WorkerStats = field(default_factory=dict)  # JSON has converted the keys to strings.
     # After the loss of a worker: perhaps the hooks of this step were not called.
     is_of_survivor: bool = False
+    # The config that it was saved with, as in config.json, with an absolute data_dir; early
+    # versions saved none.
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 class DamagedError(Exception):
@@ -97,7 +101,8 @@ def own_mark(path: str) -> Mark:
         skipped = tuple(map(int, mark["skipped"]))
         position = Position(int(mark["next_batch"]), shares, skipped)
         is_of_survivor = bool(mark.get("is_of_survivor", False))
-        saved = Saved(int(mark["step"]), position, dict(mark.get("counts", {})), is_of_survivor)
+        counts, config = dict(mark.get("counts", {})), dict(mark.get("config", {}))
+        saved = Saved(int(mark["step"]), position, counts, is_of_survivor, config)
         score = float(mark.get("score", -math.inf))
         names = dict(mark.get("names", {}))  # Early versions have none.
         needs = dict(mark.get("needs", {}))

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.system import files
-from data.system.scratch import scratch_dir
+from data.system.scratch import plain_path, scratch_dir
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import complete_mark
 from trainer.embeddings.dynamic import DynamicTable
@@ -221,6 +221,14 @@ def table_values(
     """
     if not tf.io.gfile.exists(f"{directories[-1]}/{PREFIX}.index"):
         return {}
+    with contextlib.ExitStack() as stack:
+        plain = [stack.enter_context(plain_path(directory)) for directory in directories]
+        return _table_values(plain, rows_only)
+
+
+def _table_values(
+    directories: Sequence[str], rows_only: bool
+) -> dict[str, npt.NDArray[np.generic]]:
     readers = [tf.train.load_checkpoint(f"{directory}/{PREFIX}") for directory in directories]
     values: dict[str, npt.NDArray[np.generic]] = {}
     names = sorted({n for reader in readers for n in reader.get_variable_to_shape_map()})

@@ -43,14 +43,16 @@ from trainer.local.network_namespace import IsolationError, Namespace, open_name
 from trainer.local.parent_watch import ParentWatch, watch_parent
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import say
-from trainer.run_files import progress_of
+from trainer.program import module_command
+from trainer.run_files import point_latest_to, progress_of
 
 if TYPE_CHECKING:
     from trainer.preflight import Findings
 
 # Exit code of `check_before_launch` if the cluster must be launched: unlikely from a user's code.
 _READY = 113
-_LATEST = "latest"
+# The variable with the default --model_dir that `trainer.train` chose for a cluster.
+DEFAULT_DIR = "TRAINER_DEFAULT_DIR"
 
 
 def main(argv: Sequence[str]) -> int | TaskSpec:
@@ -75,7 +77,7 @@ def main(argv: Sequence[str]) -> int | TaskSpec:
     if cluster is not None and is_supervised and not is_launched:
         return _supervise(recipe, cluster)
     if cluster is not None and flags.KEEP_SERVING.value and not is_launched:
-        return keep_serving(cluster.task, [sys.executable, "-m", "trainer", *sys.argv[1:]])
+        return keep_serving(cluster.task, [*module_command("trainer"), *sys.argv[1:]])
     return _task(recipe, cluster, is_launched=is_launched)
 
 
@@ -151,7 +153,8 @@ def _launch(recipe: Recipe) -> int:
             stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
             fork_server=forks,
         )
-        point_latest_to(model_dir)
+        if _is_default_dir():
+            point_latest_to(model_dir)
         stack.enter_context(uploading_reports(model_dir, ["tasks"]))
         if shows_live_view(model_dir):
             stack.enter_context(live_view(model_dir, is_launcher=True))
@@ -387,8 +390,6 @@ def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int 
     if flags.CHECK.value:
         return _check(recipe, model_dir, cluster)
     tf_setup.import_tensorflow()
-    if cluster is None and not is_launched:
-        point_latest_to(model_dir)
     return task_spec(recipe, cluster, model_dir, is_launched=is_launched)
 
 
@@ -401,6 +402,7 @@ def task_spec(
         recipe=recipe,
         cluster=cluster,
         model_dir=model_dir,
+        is_latest=_is_default_dir(),
         replicas=flags.REPLICAS.value,
         num_gpus=flags.NUM_GPUS.value,
         communication=flags.COMMUNICATION.value,
@@ -454,17 +456,9 @@ def set_train_steps(recipe: Recipe) -> None:
         recipe.config.train_steps = num_steps_of(recipe, flags.EPOCHS.value)
 
 
-def point_latest_to(model_dir: str) -> None:
-    """Makes runs/latest a link to `model_dir`, a default directory."""
-    if flags.MODEL_DIR.value is not None:
-        return
-    latest = Path(model_dir).parent / _LATEST
-    partial = latest.with_name(f".{_LATEST}-{os.getpid()}")
-    # It is a convenience: a file system without links, or a directory of that name, is no error.
-    with contextlib.suppress(OSError):
-        latest.parent.mkdir(parents=True, exist_ok=True)
-        partial.symlink_to(Path(model_dir).name)
-        partial.replace(latest)
+def _is_default_dir() -> bool:
+    """Returns True if the user gave no --model_dir. `trainer.train` gives its default one."""
+    return flags.MODEL_DIR.value in (None, os.environ.get(DEFAULT_DIR))
 
 
 def model_dir_of(recipe: Recipe) -> str:

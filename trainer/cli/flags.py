@@ -10,7 +10,6 @@ that `--help` is fast.
 """
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +18,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from data.system.errors import UsageError
-from data.system.flags import show_help
+from data.system.flags import check_utf8, show_help
 from trainer.exit_codes import EXIT_USAGE
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ _DEFAULT_CONFIG = "configs/digits.py"
 CONFIG = config_flags.DEFINE_config_file(
     "config",
     None,  # `parse` sets it: a default would be read, with its mistakes, at import.
-    f"What to train; by default {_DEFAULT_CONFIG}. Fields: --config.FIELD=VALUE, after --config.",
+    f"What to train; by default {_DEFAULT_CONFIG}. Fields: --config.FIELD=VALUE.",
     lock_config=False,
 )
 
@@ -419,17 +418,18 @@ def parse_words(argv: Sequence[str]) -> list[str]:
     from trainer.cli.continued import with_settings_of_run
     from trainer.config import ConfigError, load_recipe
 
-    paths = _config_paths(argv)
+    check_utf8(argv)
+    paths, others = _split_config(argv)
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
     if not paths:
         argv = with_settings_of_run(argv, [n for n, s in SCOPES.items() if s.where == LOCAL])
-        # The tasks of a cluster on this machine get the command line of their launcher.
-        sys.argv[1:] = argv[1:]
-        paths = _config_paths(argv)
+        paths, others = _split_config(argv)
+    # The tasks of a cluster on this machine get the command line of their launcher. ml_collections
+    # reads it, too, and needs --config before its fields.
+    sys.argv[1:] = [*(f"--config={path}" for path in paths), *others]
     path = paths[0] if paths else _DEFAULT_CONFIG
-    if not paths:
-        argv = [argv[0], f"--config={path}", *argv[1:]]
+    argv = [argv[0], f"--config={path}", *others]
     config = load_recipe(path).config
     try:
         rest: list[str] = FLAGS(argv)
@@ -457,13 +457,17 @@ def _describe_fields() -> str:
     return describe_fields(Config())
 
 
-def _config_paths(argv: Sequence[str]) -> list[str]:
-    paths = []
-    for argument, following in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
-        name, equals, value = argument.partition("=")
+def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The values of --config in a command line, and its other words."""
+    paths, others = [], []
+    words = iter(argv[1:])
+    for word in words:
+        name, equals, value = word.partition("=")
         if name in ("--config", "-config"):
-            paths.append(value if equals else following)
-    return paths
+            paths.append(value if equals else next(words, ""))
+        else:
+            others.append(word)
+    return paths, others
 
 
 def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception) -> str:

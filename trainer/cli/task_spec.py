@@ -15,6 +15,7 @@ class TaskSpec:
     recipe: Recipe
     cluster: Cluster | None  # With this task's place in it; None for a single process.
     model_dir: str
+    is_latest: bool = False  # runs/latest will point to model_dir.
     replicas: int = 0
     num_gpus: int | None = None
     communication: str = "auto"

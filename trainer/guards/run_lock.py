@@ -42,7 +42,9 @@ def longest_wait_secs(grace_secs: float) -> float:
 
 @contextlib.contextmanager
 def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
-    """Holds the lock within the context; `model_dir` exists. The value: True if it had to wait.
+    """Holds the lock within the context. The value: True if it had to wait.
+
+    A `model_dir` that it makes is removed at the end if no file of a run was written there.
 
     `say` gets a message before it waits, or if nothing can be locked.
 
@@ -51,7 +53,7 @@ def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
     if is_url(model_dir):
         yield False
         return
-    has_waited = False
+    has_waited, is_new = False, not os.path.exists(model_dir)
 
     def say_once(text: str) -> None:
         nonlocal has_waited
@@ -71,6 +73,9 @@ def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
             os.write(descriptor, f"process {os.getpid()} of host {socket.gethostname()}".encode())
         yield has_waited
     finally:
+        if is_new and os.listdir(model_dir) == [_NAME]:
+            os.remove(os.path.join(model_dir, _NAME))
+            os.rmdir(model_dir)
         os.close(descriptor)
 
 
@@ -80,6 +85,7 @@ def _taken(model_dir: str, wait_secs: float, say_once: Say) -> int:
     deadline = time.monotonic() + wait_secs
     while True:
         with contextlib.ExitStack() as closing:
+            os.makedirs(model_dir, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             closing.callback(os.close, descriptor)
             try:

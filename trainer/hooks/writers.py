@@ -182,8 +182,10 @@ class TensorBoard(Writer):
             self._writers.pop(split, None)
             # Otherwise each attempt to write to a full disk would leave an empty file.
             with contextlib.suppress(*STORAGE_ERRORS):
-                for path in tf.io.gfile.glob(f"{self._directory}/{split}/events*"):
-                    if not tf.io.gfile.stat(path).length:
+                directory = f"{self._directory}/{split}"
+                for name in tf.io.gfile.listdir(directory):
+                    path = f"{directory}/{name}"
+                    if name.startswith("events") and not tf.io.gfile.stat(path).length:
                         tf.io.gfile.remove(path)
             raise
 

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from trainer.local.network_namespace import enter
+from trainer.program import module_command
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -45,7 +46,6 @@ _MAX_FDS = 64
 _IMPORT_TIMEOUT_SECS = 300.0  # The imports may read from a slow remote disk.
 _FORK_TIMEOUT_SECS = 10.0
 _POLL_SECS = 0.0005
-_COMMAND = (sys.executable, "-m", "trainer.local.fork_server")
 
 
 class _Request(NamedTuple):
@@ -94,7 +94,9 @@ class ForkServer:
         `label` appears in the command line of the process, for `ps`.
         """
         self._label = label
-        self._to_import = json.dumps({"setup": list(setup), "preload": list(preload)}).encode()
+        self._to_import = json.dumps(
+            {"path": [*map(str, sys.path)], "setup": list(setup), "preload": list(preload)}
+        ).encode()
 
     def __enter__(self) -> Self:
         if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1):
@@ -175,7 +177,12 @@ class ForkServer:
         fd = theirs.fileno()
         with theirs:
             self._process = subprocess.Popen(
-                [*_COMMAND, str(fd), str(os.getpid()), self._label],
+                [
+                    *module_command("trainer.local.fork_server"),
+                    str(fd),
+                    str(os.getpid()),
+                    self._label,
+                ],
                 stdin=subprocess.DEVNULL,
                 # Unbuffered: a task's last lines before a SIGKILL matter most.
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -263,6 +270,7 @@ def main() -> None:
         os._exit(0)
     os.set_inheritable(connection.fileno(), False)
     to_import = json.loads(connection.recv(_MAX_BYTES))
+    sys.path[:] = to_import["path"]  # A config file's imports are the same in all processes.
     for function in to_import["setup"]:
         pkgutil.resolve_name(function)()
     for module in to_import["preload"]:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from data.system import object_store
 from data.system.files import DataError, exists, is_dir, is_s3, join
-from data.system.scratch import scratch_dir
+from data.system.scratch import plain_path, scratch_dir
 from strategies.base import Batch
 from trainer.build import build_model
 from trainer.cli.tools import require_run
@@ -148,7 +148,8 @@ def _loaded_file(path: str) -> keras.Model:
 
 
 def _saved_model(path: str) -> Loaded:
-    loaded: Any = tf.saved_model.load(path)  # Any: what was saved has no type.
+    with plain_path(path) as plain:
+        loaded: Any = tf.saved_model.load(plain)  # Any: what was saved has no type.
     if "serving_default" not in loaded.signatures:
         raise ConfigError(
             f"{path} has no signature serving_default. Export it with model.export()."

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
+from data.system.scratch import plain_path
 from trainer.checkpoints.marks import DamagedError
 from trainer.checkpoints.table_files import table_directories, table_values
 from trainer.embeddings.dynamic import DynamicTable
@@ -98,8 +99,14 @@ def _of_keras_file(path: str) -> Values:
 def _of_checkpoint(path: str, model: keras.Model) -> Values:
     # A checkpoint contains its object graph: a value has the same place there as in `model`.
     directory = _newest(path)
+    with plain_path(directory) as plain:
+        return _values_in(plain, directory, path, model)
+
+
+def _values_in(plain: str, directory: str, path: str, model: keras.Model) -> Values:
+    """The values of the checkpoint in `directory`, which TensorFlow reads at `plain`."""
     try:
-        reader = tf.train.load_checkpoint(f"{directory}/variables")
+        reader = tf.train.load_checkpoint(f"{plain}/variables")
         nodes = TrackableObjectGraph.FromString(reader.get_tensor(_GRAPH)).nodes
         variables = [v for v in saved_variables(model) if not isinstance(v, DynamicTable)]
         root = {child.local_name: child.node_id for child in nodes[0].children}
