@@ -275,13 +275,14 @@ def shared_hooks(parts: Parts, *, evaluates: bool) -> list[Hook]:
 
     With `evaluates` False, the cluster has an evaluator task.
     """
-    evaluation = _evaluation_hooks(parts, [], None, history=list) if evaluates else []
+    save = _save_hook(parts, None)
+    evaluation = _evaluation_hooks(parts, [], save, history=list) if evaluates else []
     return [
         StopOnNonFinite(parts.learner.loss_scale),
-        *evict_hooks(parts.learner.model),
+        *evict_hooks(parts.learner.model, parts.executor),
         *evaluation,
         *_callback_hooks(parts, evaluation),
-        _save_hook(parts, None),
+        save,
     ]
 
 
@@ -322,7 +323,7 @@ def chief_hooks(
     writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]
     hooks += [
         StopOnNonFinite(parts.learner.loss_scale),
-        *evict_hooks(parts.learner.model),
+        *evict_hooks(parts.learner.model, parts.executor),
         *([] if is_s3(parts.model_dir) else [_keep_config_hook(parts, config_document)]),
         json_lines,
         lossy_tensorboard,
@@ -338,9 +339,10 @@ def chief_hooks(
             order=parts.inputs.train.order,
         ),
     ]
+    save = _save_hook(parts, parts.checkpointer)
     evaluation: list[Hook] = []
     if evaluates:
-        evaluation = _evaluation_hooks(parts, writers, parts.checkpointer, history=lines.read)
+        evaluation = _evaluation_hooks(parts, writers, save, history=lines.read)
     hooks += [*evaluation, *_callback_hooks(parts, evaluation)]
     if config.histogram_every_steps:
         histograms = Histograms(
@@ -359,7 +361,7 @@ def chief_hooks(
         hooks.append(profile)
     if recipe.build_hooks:
         hooks += _hooks_of_user(recipe, parts.model_dir)
-    hooks.append(_save_hook(parts, parts.checkpointer))
+    hooks.append(save)
     if standby_every_steps:
         hooks.append(
             CopyToStandby(
@@ -404,7 +406,7 @@ def _hooks_of_user(recipe: Recipe, model_dir: str) -> list[Hook]:
 def _evaluation_hooks(
     parts: Parts,
     writers: Sequence[Writer],
-    checkpointer: Checkpointer | None,
+    save: SaveCheckpoint,
     *,
     history: Callable[[], Sequence[Values]],
 ) -> list[Hook]:
@@ -419,9 +421,10 @@ def _evaluation_hooks(
         every_steps=every_steps,
         last_step=config.train_steps,
         best_metric=config.best_metric,
-        checkpointer=checkpointer,
+        checkpointer=save.checkpointer,
         position=lambda: parts.executor.position,
         history=history,
+        save=save,
     )
     if not config.early_stopping.patience:
         return [evaluate]

@@ -28,6 +28,7 @@ from data.order import Plan
 from data.reader import Reader
 from data.tickets import DiskTickets, ticket_source
 from strategies.base import (
+    STEPS,
     Connecting,
     Executor,
     Learner,
@@ -295,6 +296,21 @@ class ParameterServerExecutor(Executor):
         step = int(value_of(self._learner.step))
         with losses_explained():
             self._standby.copy(Reached(step, self.position, self.worker_stats()))
+
+    @override
+    def return_to_complete_step(self) -> Reached | None:
+        """Within steps, as the next chief would: from what the servers have counted and kept."""
+        if self._changing != STEPS or not self._saved:
+            return super().return_to_complete_step()
+        with losses_explained():
+            former = self._published.find()
+            found = settled_values(former) if former else None
+            if found is None:
+                return None
+            reached, values = found
+            for variable, value in zip(self._saved, values, strict=True):
+                assign_value(variable, value)
+        return reached
 
     def _publish(self) -> None:
         step = next(i for i, v in enumerate(self._saved) if v is self._learner.step)

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from strategies.base import Position
 from strategies.metrics import add_metrics
+from strategies.mirrored import MirroredExecutor
 from strategies.ps.placement import dry_run, place
 from strategies.tables import split_into
 from tests.unit.replicas import replicas, steps_on, update_of
@@ -271,7 +272,7 @@ def test_an_eviction_that_a_dead_process_missed_is_made_by_the_next() -> None:
     for times, step, expected in ((1, 3, [0, 1, 2, 3, 4, 5]), (2, 4, [0, 4, 5])):
         learner = make_learner(evict_after=2, evict_every=2)
         assign(learner, values_of(saved))
-        hooks = evict_hooks(learner.model)
+        hooks = evict_hooks(learner.model, MirroredExecutor.on(["CPU:0"]))
         assert len(hooks) == 1
         for hook in [*hooks, *(CatchUp(hooks) for _ in range(times))]:
             hook.begin(step)

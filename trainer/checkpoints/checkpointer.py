@@ -192,16 +192,15 @@ class Checkpointer:
     def save_for_restart(self, step: int, position: Position, counts: WorkerStats) -> None:
         """As `save`, but removes no other checkpoint. Any task may call it, before it ends.
 
-        Only the chief knows which of them are complete. `Saved.is_of_survivor` will be True.
+        Only the chief knows which of them are complete.
         """
         name = f"step-{step:08d}"
-        more = {"counts": counts, "is_of_survivor": True}
 
         def write() -> None:
             # Directories of URLs cannot be renamed in one operation.
             is_url = files.is_url(self._directory)
             write_one = self._written if is_url else self._written_elsewhere
-            if write_one(name, step, position, more):
+            if write_one(name, step, position, {"counts": counts}):
                 self._saved_step = step
 
         # Complete: checkpoints that it would need may have been removed by the chief.

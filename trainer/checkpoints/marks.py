@@ -30,8 +30,6 @@ class Saved:
     step: int
     position: Position
     counts: WorkerStats = field(default_factory=dict)  # JSON has converted the keys to strings.
-    # After the loss of a worker: perhaps the hooks of this step were not called.
-    is_of_survivor: bool = False
 
 
 class DamagedError(Exception):
@@ -96,8 +94,7 @@ def own_mark(path: str) -> Mark:
         shares = tuple((int(b), int(first), int(last)) for b, first, last in mark["open_shares"])
         skipped = tuple(map(int, mark["skipped"]))
         position = Position(int(mark["next_batch"]), shares, skipped)
-        is_of_survivor = bool(mark.get("is_of_survivor", False))
-        saved = Saved(int(mark["step"]), position, dict(mark.get("counts", {})), is_of_survivor)
+        saved = Saved(int(mark["step"]), position, dict(mark.get("counts", {})))
         score = float(mark.get("score", -math.inf))
         names = dict(mark.get("names", {}))  # Early versions have none.
         needs = dict(mark.get("needs", {}))
