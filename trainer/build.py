@@ -93,6 +93,20 @@ def check_reads(learner: Learner, path: str, read_dtype: str, embedding_stalenes
             )
 
 
+def check_standby(checkpointer: Checkpointer, path: str, every_steps: int) -> None:
+    """Raises ConfigError if --ps_standby=`every_steps` cannot copy the state of the model of `path`.
+
+    The servers copy variables: a table of dynamic ids, or a lookup table that changes, is none.
+    """
+    if every_steps and not checkpointer.variables:
+        raise ConfigError(
+            f"--ps_standby={every_steps}: the model of {path} has state that parameter servers "
+            "cannot copy to each other: a ShardedEmbedding with dynamic ids (rows=None), or a "
+            "lookup table that changes. Leave the flag out, and save more often: "
+            f"--config.checkpoint_every_steps={every_steps}."
+        )
+
+
 def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
     """The learner of `recipe`, with the same initial weights in every process.
 

@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 # They come with scikit-learn, or are generated; a run prepares them when they are missing.
 _WITHOUT_DOWNLOAD = ("digits", "diabetes", "clicks")
-# Lines before the reason in TensorFlow's errors of graphs.
-_HEADINGS = ("Detected at node", "<stack traces unavailable>")
+# A line before the reason in TensorFlow's errors of graphs.
+_HEADING = re.compile(r"Detected at node |<stack traces unavailable>|\d+ root error\(s\) found")
 _PARSE_HINT = (
     "\n  parse gets n records at once, string [n], and returns (inputs [n, ...], labels [n, ...]): "
     "use tf.io.parse_example, not tf.io.parse_single_example, and tf.map_fn where an op takes one "
@@ -429,7 +429,7 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
             ) from error
         # The first paragraphs are the trace of the graph, or its heading.
         lines = error.message.strip().split("\n\n")[-1].splitlines()
-        reason = next((line for line in lines if not line.startswith(_HEADINGS)), lines[0])
+        reason = next((line.strip() for line in lines if not _HEADING.match(line)), lines[0])
         reason = re.sub(r"\{\{function_node [^}]*\}\} ?", "", reason)
         raise DataError(
             f"The data does not suit the model or its features: {reason}"

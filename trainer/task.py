@@ -46,6 +46,7 @@ from trainer.build import (
     build_checkpointer,
     build_learner,
     check_reads,
+    check_standby,
     chief_hooks,
     shared_hooks,
 )
@@ -388,6 +389,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         executor.io_device,
         is_shared=spec.generation is not None,
     )
+    check_standby(checkpointer, spec.recipe.path, spec.ps_standby)
     checkpointer.on_progress = executor.on_progress
     _check_agreement(spec, executor)
     return Parts(spec.recipe, spec.model_dir, inputs, specs, executor, learner, checkpointer)

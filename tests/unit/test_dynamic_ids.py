@@ -279,6 +279,24 @@ def test_an_eviction_that_a_dead_process_missed_is_made_by_the_next() -> None:
         assert values_of(learner)["ids"].tolist() == expected
 
 
+def test_eviction_that_begins_with_a_resume_counts_uses_from_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without eviction the last use of a row is not kept, to spare the steps."""
+    saved = make_learner(parts=2)
+    train(saved, batches=batches_of([1, 2], [3], [2]), evict_every=1000)
+    checkpointer = Checkpointer(str(tmp_path), saved, {}, keep=1)
+    checkpointer.save(3, Position(), {})
+    assert checkpointer.has_saved(3)
+    learner = make_learner(parts=1, evict_after=2)
+    assert Checkpointer(str(tmp_path), learner, {}, keep=1).restore() is not None
+    assert "when 4 of its rows were last used" in caplog.text
+    table_of(learner).evict(3)
+    assert values_of(learner)["ids"].tolist() == [0, 1, 2, 3]
+    train(learner, batches=batches_of([2], [4]))  # Steps 4 and 5: 1 and 3 were last used at 3.
+    assert values_of(learner)["ids"].tolist() == [0, 2, 4]
+
+
 def test_many_evictions_leave_each_id_with_its_own_row() -> None:
     drawn = np.random.default_rng(2).zipf(1.3, (60, BATCH, 3)) % 200
     batches = [(ids, ids.sum(axis=1) % CLASSES) for ids in drawn]

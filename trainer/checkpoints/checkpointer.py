@@ -367,9 +367,10 @@ class Checkpointer:
                 for file, content in of_tables.items():
                     if damage := damage_of(f"{directories[-1]}/{file}", content):
                         raise DamagedError(f"it needs {need}, of which {damage}")
-            read_tables([*directories, local], self._tables, self._device, self.on_progress)
+            paths, step = [*directories, local], mark.saved.step
+            read_tables(paths, self._tables, self._device, self.on_progress, step=step)
         for table in self._tables:
-            table.take_changed_ids(table.index(), mark.saved.step)
+            table.take_changed_ids(table.index(), step)
         self._staged.forget_changes()
         is_step = name.startswith("step-")
         self._chain = {**mark.needs, name: mark.checksum} if is_step else {}

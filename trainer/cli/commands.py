@@ -285,12 +285,13 @@ def _check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def _preflight(recipe: Recipe, model_dir: str) -> "Findings":
-    from trainer.build import check_reads
+    from trainer.build import check_reads, check_standby
     from trainer.preflight import preflight
 
     found = preflight(recipe, model_dir)
     staleness = flags.EMBEDDING_STALENESS.value
     check_reads(found.learner, recipe.path, flags.READ_DTYPE.value, staleness)
+    check_standby(found.checkpointer, recipe.path, flags.PS_STANDBY.value)
     return found
 
 
