@@ -35,7 +35,6 @@ from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas
 from strategies.metrics import Metrics
 
-
 # A part of the message if the next batch could not be read or parsed.
 _NEXT_BATCH = "IteratorGetNext"
 

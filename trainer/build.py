@@ -94,7 +94,7 @@ def check_reads(learner: Learner, path: str, read_dtype: str, embedding_stalenes
 
 
 def check_standby(checkpointer: Checkpointer, path: str, every_steps: int) -> None:
-    """Raises ConfigError if --ps_standby=`every_steps` cannot copy the state of the model of `path`.
+    """Raises ConfigError if --ps_standby=`every_steps` cannot copy the state of `path`'s model.
 
     The servers copy variables: a table of dynamic ids, or a lookup table that changes, is none.
     """

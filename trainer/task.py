@@ -542,7 +542,8 @@ def _complete_steps_saved(spec: TaskSpec, parts: Parts, signals: StopSignals) ->
     """Saves the last complete step if an error ends training.
 
     Not if the loss is not finite, if `ps` has lost a server (the next chief looks what is left), or
-    after a second Ctrl-C in a notebook. Under multiworker a launcher says with SIGUSR1 that a worker has died.
+    after a second Ctrl-C in a notebook. Under multiworker a launcher says with SIGUSR1 that a
+    worker has died.
     """
     executor, is_multiworker = parts.executor, spec.strategy == "multiworker"
     if is_multiworker:

@@ -1,7 +1,8 @@
-"""An error late in a run loses no work: the last complete step is saved, and the run resumes there."""
+"""An error late in a run loses no work: the last complete step is saved; a run resumes there."""
 
 import shutil
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def damage(shard: Path) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(
     digits: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[Topology], Run]]:
+) -> Callable[[Topology], Run]:
     runs: dict[str, Run] = {}
 
     def run_of(topology: Topology) -> Run:
@@ -51,7 +52,7 @@ def undisturbed(
             runs[topology.name] = train(topology, directory, CONFIG, f"--data_dir={digits}")
         return runs[topology.name]
 
-    yield run_of
+    return run_of
 
 
 def assert_continues(
@@ -128,7 +129,7 @@ def test_bad_data_costs_no_step_and_the_same_command_continues_when_it_is_mended
         (WORKERS, "callback", 2),
         (PS, "hook", 1),
         (SYNC, "callback", 2),
-        (MIRRORED, "kill", -9),
+        (MIRRORED, "hang", -signal.SIGKILL),
     ],
     ids=str,
 )
@@ -144,11 +145,16 @@ def test_code_that_fails_costs_no_step(
     trap = tmp_path / "trap"
     argv = *flags, f"--config.fault={fault}"
     with start(topology, tmp_path / "run", *argv, env={"TRAP": str(trap)}) as process:
+        if fault == "hang":
+            mark = tmp_path / f"run/checkpoints/step-{EPOCH:08d}/checkpoint.json"
+            process.wait_until(mark.exists, "a checkpoint before the first evaluation")
+            process.send(signal.SIGKILL)
         first = process.wait()
     assert first.exit_code == exit_code, process.output()
-    if fault == "kill":
+    if fault == "hang":
         assert trap.exists()
-        saved = EPOCH  # Before the evaluation: an error after it would come too late.
+        assert first.metrics("eval") == []
+        saved = EPOCH
     else:
         saved = first.result["step"]
         assert saved >= (EPOCH if fault == "callback" else AT_STEP)

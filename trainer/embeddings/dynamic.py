@@ -57,7 +57,8 @@ _UNKNOWN = (-1, 0, 0)
 _numbers = itertools.count()
 
 # The values of a table, by name: "ids" int64 [m], sorted; "use" int64 [m, 3]: 1 if the id has a
-# row, its sightings, its last step, 0 if that is not kept; "rows" [n, width], optimizer slots [n, ...] of ids with rows.
+# row, its sightings, its last step (0 if that is not kept); "rows" [n, width], optimizer slots
+# [n, ...] of ids with rows.
 Values = Mapping[str, npt.NDArray[np.generic]]
 
 
