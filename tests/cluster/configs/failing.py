@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from strategies.base import Tensor
 from strategies.metrics import Metrics
-from trainer.config import Config
+from trainer.config import Config, DataConfig
 from trainer.hooks.base import Hook
 
 AT_STEP = 20
@@ -38,6 +38,7 @@ def get_config() -> FailingConfig:
         steps_per_call=10,
         log_every_steps=10,
         eval_every_steps=30,
+        data=DataConfig(window_batches=4),  # Not all records are read before the first step.
         checkpoint_every_steps=0,
         export=False,
     )
