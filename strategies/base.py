@@ -39,6 +39,8 @@ from strategies.worker_stats import WorkerStats
 # two calls.
 _SECS_PER_CALL = 1.0
 _RECENT_CALLS = 20
+# What changes the variables in `_run`: an argument of `Executor.changing`.
+STEPS = "steps"
 
 # A tensor; among gradients also tf.IndexedSlices, or None for a variable without a gradient.
 Tensor: TypeAlias = tf.Tensor
@@ -238,6 +240,7 @@ class Executor(abc.ABC):
     strategy: tf.distribute.Strategy
     is_chief: bool = True
     io_device: str | None = None
+    _learner: Learner
     _evaluation: Reader
 
     def __init__(self) -> None:
@@ -249,6 +252,7 @@ class Executor(abc.ABC):
         self._has_evaluated = False
         self._stop_requested = False
         self._stopping = False
+        self._changing = ""  # What may have left the variables between two steps; "" if nothing.
         self._run_size = _CallSize()
         self._evaluation_size = _CallSize()
 
@@ -322,7 +326,7 @@ class Executor(abc.ABC):
             size = min(num_steps, self._steps_of_call(num_steps))
             started, num_graphs = self.clock(), len(self._used_graphs)
             self.stopwatch.switch("compute" if num_graphs else "graph")
-            with _data_errors_wrapped():
+            with _data_errors_wrapped(), self.changing(STEPS):
                 more, seconds = self._run(size)
             if len(self._used_graphs) > num_graphs:  # The call compiled a graph.
                 self.stopwatch.relabel("graph")
@@ -359,11 +363,12 @@ class Executor(abc.ABC):
         `restore` sets the variables back; no late gradient is in flight meanwhile. Called in all
         tasks together.
         """
-        self._drain()
-        self._drop_residuals()
-        position, counts = restore()
-        self._set_position(position)
-        self.restore_worker_stats(counts)
+        with self.changing("a return to a checkpoint"):
+            self._drain()
+            self._drop_residuals()
+            position, counts = restore()
+            self._set_position(position)
+            self.restore_worker_stats(counts)
 
     def _drain(self) -> None:
         """Waits for everything in flight, including late gradients that belong to no step."""
@@ -445,12 +450,21 @@ class Executor(abc.ABC):
         a message, on another thread. TensorFlow itself only reports tasks that end.
         """
 
-    def return_to_complete_step(self) -> int | None:
-        """After a PeerLostError: sets variables back to the last complete step, and returns it.
+    @contextlib.contextmanager
+    def changing(self, what: str) -> Iterator[None]:
+        """If the context ends with an error, the variables may be those of no complete step."""
+        self._changing = what
+        yield
+        self._changing = ""
 
-        None if this process cannot: it has not got the state of a step.
+    def return_to_complete_step(self) -> Reached | None:
+        """After an error: sets the variables back to the last complete step, and returns it.
+
+        Returns None if that is not possible, because the error came in the middle of a change.
         """
-        return None
+        if self._changing:
+            return None
+        return Reached(int(self._learner.step.numpy()), self.position, self.worker_stats())
 
     def publish(
         self, variables: Sequence[tf.Variable], identity: str, *, has_standby: bool = False
@@ -486,6 +500,11 @@ class Executor(abc.ABC):
     def request_stop(self) -> None:
         """Asks for a stop after the current `run`. Safe in a signal handler."""
         self._stop_requested = True
+
+    @property
+    def stop_requested(self) -> bool:
+        """True if this task was asked to stop."""
+        return self._stop_requested
 
     @property
     def stopping(self) -> bool:

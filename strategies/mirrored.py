@@ -36,6 +36,9 @@ from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas
 from strategies.metrics import Metrics
 
+# A part of the message if the next batch could not be read or parsed.
+_NEXT_BATCH = "IteratorGetNext"
+
 
 class DeviceError(UsageError):
     """More devices were asked for than exist. Exit code 2."""
@@ -170,9 +173,15 @@ class MirroredExecutor(Executor):
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         started = time.monotonic()
         self._used_graphs.add("run")
-        totals, summed_status = self._run_in_graph(
-            self._feed.take(num_steps), tf.constant(num_steps, tf.int64), self._own_status("run")
-        )
+        arguments = self._feed.take(num_steps), tf.constant(num_steps, tf.int64)
+        try:
+            totals, summed_status = self._run_in_graph(*arguments, self._own_status("run"))
+        except tf.errors.OpError as error:
+            # An iteration of the loop in the graph begins, with this op, when all ops of the one
+            # before have ended; and no variable changes without the batch.
+            if _NEXT_BATCH in error.message:
+                self._changing = ""
+            raise
         finished = self._finished("run", totals, summed_status, started)
         self.stopwatch.carve("input wait", self._feed.waited_secs())
         return finished

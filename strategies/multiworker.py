@@ -22,7 +22,7 @@ from tensorflow.python.eager import context
 from typing_extensions import override
 
 from data.autograph import no_autograph
-from strategies.base import Batch, Connecting, Learner, PeerLostError, Tensor
+from strategies.base import STEPS, Batch, Connecting, Learner, PeerLostError, Reached, Tensor
 from strategies.cluster.collectives import interpreter_lock_released
 from strategies.cluster.peers import (
     SilentPeerError,
@@ -213,8 +213,11 @@ class MultiWorkerExecutor(MirroredExecutor):
         return self._marks.begun(gradients)
 
     @override
-    def return_to_complete_step(self) -> int | None:
-        return self._marks.return_to_complete() if self._marks else None
+    def return_to_complete_step(self) -> Reached | None:
+        marks = self._marks if self._changing == STEPS else None
+        if marks is not None and marks.return_to_complete() is not None:
+            self._changing = ""
+        return super().return_to_complete_step()
 
     @override
     def abandon_peers(self, why: str) -> bool:

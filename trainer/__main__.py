@@ -64,7 +64,7 @@ def _main(command: Command | None, argv: Sequence[str]) -> NoReturn:
                 exit_code = task.run(outcome)
             if is_shown and not outcome.is_quiet:
                 print_next(exit_code, outcome.model_dir, outcome.cluster)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:  # An own hook may raise the second one.
         exit_code = _explain(error)
     with contextlib.suppress(OSError):  # On a full disk the exit code matters more.
         sys.stdout.flush()
@@ -86,7 +86,7 @@ def _remove_generated_files() -> None:
                 os.rmdir(os.path.dirname(compiled))
 
 
-def _explain(error: Exception) -> int:
+def _explain(error: Exception | KeyboardInterrupt) -> int:
     """Prints one message for an error that a user can cause, a traceback for a bug."""
     if isinstance(error, BrokenPipeError) and is_reader_gone():
         return EXIT_WITHOUT_READER

@@ -108,6 +108,20 @@ def check_for_strategy(
         )
 
 
+def check_standby(checkpointer: Checkpointer, path: str, every_steps: int) -> None:
+    """Raises ConfigError if --ps_standby=`every_steps` cannot copy the state of `path`'s model.
+
+    The servers copy variables: a table of dynamic ids, or a lookup table that changes, is none.
+    """
+    if every_steps and not checkpointer.variables:
+        raise ConfigError(
+            f"--ps_standby={every_steps}: the model of {path} has state that parameter servers "
+            "cannot copy to each other: a ShardedEmbedding with dynamic ids (rows=None), or a "
+            "lookup table that changes. Leave the flag out, and save more often: "
+            f"--config.checkpoint_every_steps={every_steps}."
+        )
+
+
 def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
     """The learner of `recipe`, with the same initial weights in every process.
 
@@ -291,13 +305,14 @@ def shared_hooks(parts: Parts, *, evaluates: bool) -> list[Hook]:
 
     With `evaluates` False, the cluster has an evaluator task.
     """
-    evaluation = _evaluation_hooks(parts, [], None, history=list) if evaluates else []
+    save = _save_hook(parts, None)
+    evaluation = _evaluation_hooks(parts, [], save, history=list) if evaluates else []
     return [
         StopOnNonFinite(parts.learner.loss_scale),
-        *evict_hooks(parts.learner.model),
+        *evict_hooks(parts.learner.model, parts.executor),
         *evaluation,
         *_callback_hooks(parts, evaluation),
-        _save_hook(parts, None),
+        save,
     ]
 
 
@@ -338,7 +353,7 @@ def chief_hooks(
     writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]
     hooks += [
         StopOnNonFinite(parts.learner.loss_scale),
-        *evict_hooks(parts.learner.model),
+        *evict_hooks(parts.learner.model, parts.executor),
         *([] if is_s3(parts.model_dir) else [_keep_config_hook(parts, config_document)]),
         json_lines,
         lossy_tensorboard,
@@ -354,9 +369,10 @@ def chief_hooks(
             order=parts.inputs.train.order,
         ),
     ]
+    save = _save_hook(parts, parts.checkpointer)
     evaluation: list[Hook] = []
     if evaluates:
-        evaluation = _evaluation_hooks(parts, writers, parts.checkpointer, history=lines.read)
+        evaluation = _evaluation_hooks(parts, writers, save, history=lines.read)
     hooks += [*evaluation, *_callback_hooks(parts, evaluation)]
     if config.histogram_every_steps:
         histograms = Histograms(
@@ -375,7 +391,7 @@ def chief_hooks(
         hooks.append(profile)
     if recipe.build_hooks:
         hooks += _hooks_of_user(recipe, parts.model_dir)
-    hooks.append(_save_hook(parts, parts.checkpointer))
+    hooks.append(save)
     if standby_every_steps:
         hooks.append(
             CopyToStandby(
@@ -420,7 +436,7 @@ def _hooks_of_user(recipe: Recipe, model_dir: str) -> list[Hook]:
 def _evaluation_hooks(
     parts: Parts,
     writers: Sequence[Writer],
-    checkpointer: Checkpointer | None,
+    save: SaveCheckpoint,
     *,
     history: Callable[[], Sequence[Values]],
 ) -> list[Hook]:
@@ -435,9 +451,10 @@ def _evaluation_hooks(
         every_steps=every_steps,
         last_step=config.train_steps,
         best_metric=config.best_metric,
-        checkpointer=checkpointer,
+        checkpointer=save.checkpointer,
         position=lambda: parts.executor.position,
         history=history,
+        save=save,
     )
     if not config.early_stopping.patience:
         return [evaluate]

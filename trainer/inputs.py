@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 # They need no files; a run prepares them when they are missing.
 _WITHOUT_DOWNLOAD = ("digits", "diabetes", "clicks")
+# A line before the reason in TensorFlow's errors of graphs.
+_HEADING = re.compile(r"Detected at node |<stack traces unavailable>|\d+ root error\(s\) found")
 _PARSE_HINT = (
     "\n  parse gets n records at once, string [n], and returns (inputs [n, ...], labels [n, ...]): "
     "use tf.io.parse_example, not tf.io.parse_single_example, and tf.map_fn where an op takes one "
@@ -425,8 +427,9 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
                 f"Files were changed while they were read:\n  {listed}\nPut them back as they were "
                 "and start again; or, if they are as they should be, remove SPLIT.index.npz."
             ) from error
-        # The first paragraphs are the trace of the graph.
-        reason = error.message.strip().split("\n\n")[-1].splitlines()[0]
+        # The first paragraphs are the trace of the graph, or its heading.
+        lines = error.message.strip().split("\n\n")[-1].splitlines()
+        reason = next((line.strip() for line in lines if not _HEADING.match(line)), lines[0])
         reason = re.sub(r"\{\{function_node [^}]*\}\} ?", "", reason)
         raise DataError(
             f"The data does not suit the model or its features: {reason}"

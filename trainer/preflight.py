@@ -21,7 +21,7 @@ from strategies.mirrored import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from strategies.tables import part_rows
 from trainer.build import build_checkpointer, build_learner
-from trainer.checkpoints.checkpointer import ModelDirError
+from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.marks import Saved
 from trainer.config import Config, Recipe, changed_fields, data_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
@@ -56,6 +56,7 @@ class Findings:
     recipe: Recipe
     inputs: Inputs
     learner: Learner
+    checkpointer: Checkpointer
     groups: Sequence[Group]
     saved: Saved | None
 
@@ -119,8 +120,8 @@ def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Fin
     build_metrics(inputs, learner, recipe)
     check_monitors(callbacks, learner, recipe.path, evaluates=True)
     check_batches(inputs, learner, recipe)
-    saved = build_checkpointer(recipe, model_dir, inputs, learner).check()
-    return Findings(recipe, inputs, learner, groups, saved)
+    checkpointer = build_checkpointer(recipe, model_dir, inputs, learner)
+    return Findings(recipe, inputs, learner, checkpointer, groups, checkpointer.check())
 
 
 def num_replicas_here(num_gpus: int | None) -> int:

@@ -46,6 +46,7 @@ from trainer.build import (
     build_checkpointer,
     build_learner,
     check_for_strategy,
+    check_standby,
     chief_hooks,
     shared_hooks,
 )
@@ -71,6 +72,7 @@ from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import CatchUp, Hook
 from trainer.hooks.console import Console
+from trainer.hooks.finite import NonFiniteLossError
 from trainer.hooks.newest_group import StopIfReplaced
 from trainer.hooks.progress import progress_writers
 from trainer.inputs import (
@@ -162,7 +164,7 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
             hooks = [recorder, *_begin(spec, parts, console, saved)]
             if spec.is_chief and spec.generation is not None:
                 hooks.insert(0, StopIfReplaced(spec.model_dir, spec.generation))
-            if saved and saved.is_of_survivor:
+            if saved:  # The former process may have ended at that step before it called them.
                 hooks.append(CatchUp(tuple(hooks)))
             with (
                 _failure_recorded(spec, parts, started),
@@ -348,7 +350,7 @@ def _supervised(
         executor.on_progress = watchdog.moved
         try:
             yield outcome
-        except Exception as error:
+        except BaseException as error:
             # Not only PeerLostError: a hook reads variables, too.
             is_lost = loss_of(error) is not None
             if is_lost:
@@ -396,6 +398,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         executor.io_device,
         is_shared=spec.generation is not None,
     )
+    check_standby(checkpointer, spec.recipe.path, spec.ps_standby)
     checkpointer.on_progress = executor.on_progress
     return Parts(spec.recipe, spec.model_dir, inputs, specs, executor, learner, checkpointer)
 
@@ -551,24 +554,29 @@ def _uploading(spec: TaskSpec, parts: Parts) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _complete_steps_saved(spec: TaskSpec, parts: Parts, signals: StopSignals) -> Iterator[None]:
-    """Under multiworker, saves the last complete step if another worker is lost.
+    """Saves the last complete step if an error ends training.
 
-    Meanwhile a launcher says with SIGUSR1 that a worker has died.
+    Not if the loss is not finite, if `ps` has lost a server (the next chief looks what is left), or
+    after a second Ctrl-C in a notebook. Under multiworker a launcher says with SIGUSR1 that a
+    worker has died.
     """
-    if spec.strategy != "multiworker" or spec.cluster is None:
-        yield
-        return
-    executor = parts.executor
-    signals.on_peer_lost(lambda: executor.abandon_peers("another worker has died"))
+    executor, is_multiworker = parts.executor, spec.strategy == "multiworker"
+    if is_multiworker:
+        signals.on_peer_lost(lambda: executor.abandon_peers("another worker has died"))
     try:
         yield
-    except Exception as error:
-        if loss_of(error) is not None:
+    except BaseException as error:
+        is_lost = loss_of(error) is not None
+        if is_lost:
             log.warning("%s.", first_line(error))
+        ends_at_once = isinstance(error, KeyboardInterrupt) and executor.stop_requested
+        has_no_state = isinstance(error, NonFiniteLossError) or (is_lost and spec.strategy == "ps")
+        if not (ends_at_once or has_no_state):
             save_last_complete_step(executor, parts.learner, parts.checkpointer, spec.cluster)
         raise
     finally:
-        signals.on_peer_lost(None)
+        if is_multiworker:
+            signals.on_peer_lost(None)
 
 
 @contextlib.contextmanager
@@ -583,7 +591,7 @@ def _failure_recorded(spec: TaskSpec, parts: Parts, started: float) -> Iterator[
         except DataFaultError as error:
             with data_errors_explained(parts.inputs):
                 raise error.__cause__ or error from None
-    except Exception as error:
+    except BaseException as error:
         is_lost = loss_of(error) is not None
         exit_code = error.exit_code if isinstance(error, TrainerError) else EXIT_BUG
         failed = {

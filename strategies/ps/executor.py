@@ -28,6 +28,7 @@ from data.order import Plan
 from data.reader import Reader
 from data.tickets import DiskTickets, ticket_source
 from strategies.base import (
+    STEPS,
     Connecting,
     Executor,
     Learner,
@@ -257,7 +258,9 @@ class ParameterServerExecutor(Executor):
                     "model, whose chief died. It is dropped."
                 )
                 return None
-            found = settled_values(former) or self._standby.find(former)
+            found, said = settled_values(former), "no complete step is lost"
+            if found is None and (found := self._standby.find(former)):
+                said = _described_loss(former.last_step(), found[0].step)
             if found is None:
                 log.warning(
                     "The servers have no complete step of the former chief in their memory: a ps "
@@ -266,6 +269,8 @@ class ParameterServerExecutor(Executor):
             if found is None or found[0].step <= after_step:
                 return None
             reached, values = found
+            kept = f"{reached.step:,}"
+            log.warning("The servers keep step %s of the former chief: %s.", kept, said)
             for variable, value in zip(variables, values, strict=True):
                 assign_value(variable, value)
             return reached
@@ -295,6 +300,21 @@ class ParameterServerExecutor(Executor):
         step = int(value_of(self._learner.step))
         with losses_explained():
             self._standby.copy(Reached(step, self.position, self.worker_stats()))
+
+    @override
+    def return_to_complete_step(self) -> Reached | None:
+        """Within steps, as the next chief would: from what the servers have counted and kept."""
+        if self._changing != STEPS or not self._saved:
+            return super().return_to_complete_step()
+        with losses_explained():
+            former = self._published.find()
+            found = settled_values(former) if former else None
+            if found is None:
+                return None
+            reached, values = found
+            for variable, value in zip(self._saved, values, strict=True):
+                assign_value(variable, value)
+        return reached
 
     def _publish(self) -> None:
         step = next(i for i, v in enumerate(self._saved) if v is self._learner.step)
@@ -438,6 +458,13 @@ class ParameterServerExecutor(Executor):
     def _stop_for(self, task: str) -> None:
         log.warning("%s was asked to end: stopping after the steps in flight.", task)
         self.request_stop()
+
+
+def _described_loss(last_step: int | None, copied_step: int) -> str:
+    """What is lost if `last_step` (None: not known) was made, and a copy is of `copied_step`."""
+    if last_step is None:
+        return "the steps after this copy are lost; how many, only the lost ps knew"
+    return f"the {last_step - copied_step:,} step(s) after this copy are lost"
 
 
 def _take_lease(coordinator: Cluster) -> None:

@@ -64,6 +64,13 @@ class FormerState:
     devices: Sequence[str] = ()
     dtypes: Sequence[tf.DType] = ()
 
+    def last_step(self) -> int | None:
+        """The step counter; None if its ps has lost its variables."""
+        index = self.facts["step"]
+        device, place = self.devices[index], self.devices[:index].count(self.devices[index])
+        here = [variable for variable in self.found if variable.device == device]
+        return int(here[place].numpy()) if place < len(here) else None
+
 
 class PublishedState:
     """The lists and records on the ps tasks of a cluster."""

@@ -245,6 +245,14 @@ CASES = {
         ("batch_size=5", "6 replicas"),
     ),
     "8 bits": Case(f"{MULTI} --wire_dtype=int8", ("wire_dtype", "float16", "bfloat16")),
+    **{
+        f"standby of dynamic ids{check}": Case(
+            "--config=tests/cluster/configs/tables.py --data_dir={digits} --strategy=ps --ps=2 "
+            f"--ps_standby=10 {check}",
+            ("--ps_standby=10", "dynamic ids", "--config.checkpoint_every_steps=10"),
+        )
+        for check in ("", "--check")
+    },
     "negative staleness": Case("--strategy=ps --max_staleness=-1", ("max_staleness", "-1")),
     "hosts and TF_CONFIG": Case(
         "--strategy=ps --ps_hosts=a:1",

@@ -11,6 +11,7 @@ EVERY = 20
 SYNC = Topology(
     "ps-sync-2+2", "ps", ("--workers=2", "--ps=2", "--sync_replicas", "--num_threads=1")
 )
+LOST = re.compile(r"the (\d+ step\(s\)|steps) after this copy are lost")
 SAVED = re.compile(r"Saved step ([\d,]+) from the memory of the servers")
 
 
@@ -40,6 +41,7 @@ def test_death_of_a_ps_costs_only_the_steps_since_the_last_copy(
 
     # There is no other checkpoint: otherwise training would begin anew.
     (saved,) = (int(step) for step in SAVED.findall(log.read_text()))
+    assert LOST.search(log.read_text())
     # The steps that were made before the death, by the reports of the first chief.
     first = log.read_text().partition("=== chief 0, start 2")[0]
     reported = max(int(step) for step in re.findall(r"step (\d+)/160", first))

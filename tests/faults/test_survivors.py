@@ -25,7 +25,7 @@ THREE = Topology(
     ("--workers=3", "--num_threads=1"),
     ("worker-0", "worker-1", "worker-2"),
 )
-LAST = re.compile(r"[Ss]tep ([\d,]+), the last that this worker completed")
+LAST = re.compile(r"[Ss]tep ([\d,]+), the last that this task completed")
 
 
 @pytest.fixture(scope="module")

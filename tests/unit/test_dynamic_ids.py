@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from strategies.base import Position
 from strategies.metrics import add_metrics
+from strategies.mirrored import MirroredExecutor
 from strategies.ps.placement import dry_run, place
 from strategies.tables import split_into
 from tests.unit.replicas import replicas, steps_on, update_of
@@ -271,11 +272,29 @@ def test_an_eviction_that_a_dead_process_missed_is_made_by_the_next() -> None:
     for times, step, expected in ((1, 3, [0, 1, 2, 3, 4, 5]), (2, 4, [0, 4, 5])):
         learner = make_learner(evict_after=2, evict_every=2)
         assign(learner, values_of(saved))
-        hooks = evict_hooks(learner.model)
+        hooks = evict_hooks(learner.model, MirroredExecutor.on(["CPU:0"]))
         assert len(hooks) == 1
         for hook in [*hooks, *(CatchUp(hooks) for _ in range(times))]:
             hook.begin(step)
         assert values_of(learner)["ids"].tolist() == expected
+
+
+def test_eviction_that_begins_with_a_resume_counts_uses_from_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without eviction the last use of a row is not kept, to spare the steps."""
+    saved = make_learner(parts=2)
+    train(saved, batches=batches_of([1, 2], [3], [2]), evict_every=1000)
+    checkpointer = Checkpointer(str(tmp_path), saved, {}, keep=1)
+    checkpointer.save(3, Position(), {})
+    assert checkpointer.has_saved(3)
+    learner = make_learner(parts=1, evict_after=2)
+    assert Checkpointer(str(tmp_path), learner, {}, keep=1).restore() is not None
+    assert "when 4 of its rows were last used" in caplog.text
+    table_of(learner).evict(3)
+    assert values_of(learner)["ids"].tolist() == [0, 1, 2, 3]
+    train(learner, batches=batches_of([2], [4]))  # Steps 4 and 5: 1 and 3 were last used at 3.
+    assert values_of(learner)["ids"].tolist() == [0, 2, 4]
 
 
 def test_many_evictions_leave_each_id_with_its_own_row() -> None:

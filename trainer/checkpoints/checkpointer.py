@@ -197,16 +197,15 @@ class Checkpointer:
     def save_for_restart(self, step: int, position: Position, counts: WorkerStats) -> None:
         """As `save`, but removes no other checkpoint. Any task may call it, before it ends.
 
-        Only the chief knows which of them are complete. `Saved.is_of_survivor` will be True.
+        Only the chief knows which of them are complete.
         """
         name = f"step-{step:08d}"
-        more = {"counts": counts, "is_of_survivor": True}
 
         def write() -> None:
             # Directories of URLs cannot be renamed in one operation.
             is_url = files.is_url(self._directory)
             write_one = self._written if is_url else self._written_elsewhere
-            if write_one(name, step, position, more):
+            if write_one(name, step, position, {"counts": counts}):
                 self._saved_step = step
 
         # Complete: checkpoints that it would need may have been removed by the chief.
@@ -373,9 +372,10 @@ class Checkpointer:
                 for file, content in of_tables.items():
                     if damage := damage_of(f"{directories[-1]}/{file}", content):
                         raise DamagedError(f"it needs {need}, of which {damage}")
-            read_tables([*directories, local], self._tables, self._device, self.on_progress)
+            paths, step = [*directories, local], mark.saved.step
+            read_tables(paths, self._tables, self._device, self.on_progress, step=step)
         for table in self._tables:
-            table.take_changed_ids(table.index(), mark.saved.step)
+            table.take_changed_ids(table.index(), step)
         self._staged.forget_changes()
         is_step = name.startswith("step-")
         self._chain = {**mark.needs, name: mark.checksum} if is_step else {}

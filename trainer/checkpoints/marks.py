@@ -31,8 +31,6 @@ class Saved:
     step: int
     position: Position
     counts: WorkerStats = field(default_factory=dict)  # JSON has converted the keys to strings.
-    # After the loss of a worker: perhaps the hooks of this step were not called.
-    is_of_survivor: bool = False
     # The config that it was saved with, as in config.json, with an absolute data_dir; early
     # versions saved none.
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -100,9 +98,8 @@ def own_mark(path: str) -> Mark:
         shares = tuple((int(b), int(first), int(last)) for b, first, last in mark["open_shares"])
         skipped = tuple(map(int, mark["skipped"]))
         position = Position(int(mark["next_batch"]), shares, skipped)
-        is_of_survivor = bool(mark.get("is_of_survivor", False))
         counts, config = dict(mark.get("counts", {})), dict(mark.get("config", {}))
-        saved = Saved(int(mark["step"]), position, counts, is_of_survivor, config)
+        saved = Saved(int(mark["step"]), position, counts, config)
         score = float(mark.get("score", -math.inf))
         names = dict(mark.get("names", {}))  # Early versions have none.
         needs = dict(mark.get("needs", {}))

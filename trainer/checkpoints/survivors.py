@@ -1,7 +1,9 @@
-"""After the loss of a worker: the workers that are left save the last complete step.
+"""After an error, or the loss of a worker: saves the last complete step before the task ends.
 
-    save_last_complete_step(executor, learner, checkpointer, cluster)     # then end with 75
+    save_last_complete_step(executor, learner, checkpointer, cluster)     # then end
     remove_claims(checkpointer)         # in the chief, after the restart
+
+An error of one worker leaves the others in a sum that never ends. So nothing here communicates.
 
 Each worker of multiworker has the complete state. After a loss the steps of the survivors differ by
 one at most: a worker adds to the sums of a step only when it has completed the step before. So
@@ -20,11 +22,10 @@ import logging
 import time
 
 from data.system import files
-from strategies.base import Executor
+from strategies.base import Executor, Reached
 from strategies.cluster.peers import UnknownHostError, identify
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.checkpoints.checkpointer import Checkpointer
-from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.exit_codes import first_line
 from trainer.hooks.finite import NonFiniteLossError, require_finite
 from trainer.learner import Learner
@@ -40,34 +41,44 @@ _WAIT_SECS = 120.0
 
 
 def save_last_complete_step(
-    executor: Executor, learner: Learner, checkpointer: Checkpointer, cluster: Cluster
+    executor: Executor, learner: Learner, checkpointer: Checkpointer, cluster: Cluster | None
 ) -> None:
     """Returns when a checkpoint has the last complete step of this process, or cannot have it.
 
-    Called in the main thread after a PeerLostError. Logs what it does, and storage errors.
+    Called in the main thread after an error. Logs what it does, and its own errors: the error
+    before matters more. `cluster` is None if this task is the only one.
     """
-    step = executor.return_to_complete_step()
-    if step is None:
-        log.warning("The variables of this worker are of no complete step: it saves nothing.")
-        return
+    what = "The last complete step"
     try:
-        require_finite(learner, step)
-        _save(step, executor, checkpointer, cluster)
+        reached = executor.return_to_complete_step()
+        if reached is None:
+            log.warning(
+                "The error came in the middle of a step, and the variables are of no complete "
+                "step: this task saves nothing. Earlier checkpoints are complete."
+            )
+        elif reached.step:
+            what = f"Step {reached.step:,}"
+            require_finite(learner, reached.step)
+            _save(reached, checkpointer, cluster)
     except NonFiniteLossError as error:
-        log.warning("Step %s is not saved: %s", f"{step:,}", first_line(error))
-    except STORAGE_ERRORS as error:
-        log.warning("Step %s could not be saved: %s", f"{step:,}", first_line(error))
+        log.warning("%s is not saved: %s", what, first_line(error))
+    except Exception as error:
+        log.warning("%s could not be saved: %s", what, first_line(error))
 
 
-def _save(step: int, executor: Executor, checkpointer: Checkpointer, cluster: Cluster) -> None:
+def _save(reached: Reached, checkpointer: Checkpointer, cluster: Cluster | None) -> None:
+    step = reached.step
     checkpointer.wait()  # The chief may be writing an earlier one.
     deadline = time.monotonic() + _WAIT_SECS
-    head_start = 0.0 if cluster.is_chief else time.monotonic() + _CHIEF_SECS
+    head_start = 0.0 if cluster is None or cluster.is_chief else time.monotonic() + _CHIEF_SECS
     number = 0  # Of the claim: each writer that died has left one.
     while time.monotonic() < deadline:
         newest = checkpointer.newest()
         if step <= (newest.step if newest else 0):
-            log.warning("Step %s, the last that this worker completed, is saved.", f"{step:,}")
+            log.warning("Step %s, the last that this task completed, is saved.", f"{step:,}")
+            return
+        if cluster is None:
+            _write(reached, checkpointer)
             return
         if time.monotonic() < head_start and not _is_dead(cluster.chief, cluster):
             time.sleep(_POLL_SECS)
@@ -75,9 +86,7 @@ def _save(step: int, executor: Executor, checkpointer: Checkpointer, cluster: Cl
         claim = f"{checkpointer.directory}/claims/step-{step:08d}.{number}"
         if _create_claim(claim, cluster.task):
             try:
-                checkpointer.save_for_restart(step, executor.position, executor.worker_stats())
-                if checkpointer.has_saved(step):
-                    log.warning("Saved step %s, the last that this worker completed.", f"{step:,}")
+                _write(reached, checkpointer)
             finally:
                 files.remove_file(claim)
             return
@@ -86,6 +95,12 @@ def _save(step: int, executor: Executor, checkpointer: Checkpointer, cluster: Cl
         else:
             time.sleep(_POLL_SECS)
     log.warning("Another worker has not saved step %s in %.0f s.", f"{step:,}", _WAIT_SECS)
+
+
+def _write(reached: Reached, checkpointer: Checkpointer) -> None:
+    checkpointer.save_for_restart(*reached)
+    if checkpointer.has_saved(reached.step):
+        log.warning("Saved step %s, the last that this task completed.", f"{reached.step:,}")
 
 
 def remove_claims(checkpointer: Checkpointer) -> None:

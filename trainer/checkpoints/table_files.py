@@ -3,7 +3,7 @@
     staged = StagedTables("model_dir/checkpoints/claims", "CPU:0", on_piece)
     staged.write(tables, step=1000, changes_only=False)     # [FixedTable or DynamicTable, ...]
     staged.add_to("model_dir/checkpoints/step-00001000")    # a checkpoint gets the files
-    read_tables([base, changes], tables)                    # the complete one first
+    read_tables([base, changes], tables, step=1000)         # the complete one first
     values = table_values([base, changes])                  # as arrays: {"0/rows": [n, width], ...}
 
 The files `tables.index` and `tables.data-*` are those of a tf.train.Checkpoint. Tensors are named
@@ -180,8 +180,10 @@ def read_tables(
     tables: Sequence[Table],
     io_device: str = "CPU:0",
     on_piece: Callable[[], None] = lambda: None,
+    *,
+    step: int,
 ) -> None:
-    """Sets the values of `tables` to those in `directories`: one with all rows, then changes.
+    """Sets `tables` to the values of `step` in `directories`: one with all rows, then changes.
 
     `io_device` is the device whose file system has them. Calls `on_piece` often. Raises OSError,
     ValueError or tf.errors.OpError if a file cannot be read.
@@ -189,7 +191,7 @@ def read_tables(
     readers = [tf.train.load_checkpoint(f"{directory}/{PREFIX}") for directory in directories]
     for number, table in enumerate(tables):
         index = _index(readers[-1], number)
-        table.set_index(index)
+        table.set_index(index, step)
         known = table.ids(index)
         for directory, reader in zip(directories, readers, strict=True):
             ids = _ids_of_rows(reader, number, known)

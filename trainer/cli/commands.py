@@ -283,7 +283,7 @@ def _check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def _preflight(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> "Findings":
-    from trainer.build import check_for_strategy
+    from trainer.build import check_for_strategy, check_standby
     from trainer.preflight import preflight
 
     found = preflight(recipe, model_dir)
@@ -294,6 +294,7 @@ def _preflight(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> "Find
         num_workers=_num_workers(cluster),
         read_dtype=flags.READ_DTYPE.value,
     )
+    check_standby(found.checkpointer, recipe.path, flags.PS_STANDBY.value)
     return found
 
 

@@ -57,7 +57,8 @@ _UNKNOWN = (-1, 0, 0)
 _numbers = itertools.count()
 
 # The values of a table, by name: "ids" int64 [m], sorted; "use" int64 [m, 3]: 1 if the id has a
-# row, its sightings, its last step; "rows" [n, width], optimizer slots [n, ...] of ids with rows.
+# row, its sightings, its last step (0 if that is not kept); "rows" [n, width], optimizer slots
+# [n, ...] of ids with rows.
 Values = Mapping[str, npt.NDArray[np.generic]]
 
 
@@ -106,6 +107,14 @@ class DynamicPart:
         self._indices = {
             copy.handle.device: _index_on(copy.device) for copy in copies_of(self.rows)
         }
+
+    @property
+    def keeps_last(self) -> bool:
+        """True if the last step of an id with a row is kept, and not that in which it got the row.
+
+        To keep it costs a write of the hash table for each id that a step uses.
+        """
+        return self._layer.evicts or self.marks_changes
 
     def add_slots(self, initial: Slots) -> Mapping[str, tf.Variable]:
         """Makes the optimizer slots; called in the strategy's scope. Returns them by name."""
@@ -185,8 +194,7 @@ class DynamicPart:
         with _after(*written):
             more = tf.stack([num_new, num_new, tf.zeros_like(num_new)])
             counted = tf.raw_ops.AssignAddVariableOp(resource=counts.handle, value=more)
-        keeps_last = layer.evicts or self.marks_changes
-        is_changed = tf.ones_like(is_new) if keeps_last else place < 0
+        is_changed = tf.ones_like(is_new) if self.keeps_last else place < 0
         place = tf.tensor_scatter_nd_update(place, new, new_places)
         # An update of an asynchronous worker may come late.
         last = tf.maximum(last, _int64(step) + 1)
@@ -206,7 +214,8 @@ class DynamicPart:
         with tf.device(rows.device):
             ids, found = _exported(self._indices[rows.handle.device])
             has_row = tf.cast(found[:, :1] >= 0, tf.int64)
-            return ids, tf.concat([has_row, found[:, 1:]], axis=1)
+            last = found[:, 2:] if self.keeps_last else found[:, 2:] * (1 - has_row)
+            return ids, tf.concat([has_row, found[:, 1:2], last], axis=1)
 
     def values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
         """The rows and slots of `ids`, which have rows, by name."""
@@ -380,9 +389,24 @@ class DynamicTable:
         values: dict[str, tf.Tensor] = self._values_in_graph(tf.constant(ids))
         return values
 
-    def set_index(self, index: Mapping[str, npt.NDArray[np.int64]]) -> None:
-        """Replaces all ids by those of `index`; their rows are zeros."""
-        self._set_index_in_graph(tf.constant(index["ids"]), tf.constant(index["use"]))
+    def set_index(self, index: Mapping[str, npt.NDArray[np.int64]], step: int = 0) -> None:
+        """Replaces all ids by those of `index`; their rows are zeros.
+
+        Rows whose last use was not kept count as used at `step`: otherwise rows in use would be
+        removed if a run is resumed with other arguments of the layer.
+        """
+        use, unknown = index["use"], (index["use"][:, 0] == 1) & (index["use"][:, 2] == 0)
+        if self.dynamic_parts[0].keeps_last and unknown.any():
+            use = np.where(unknown[:, np.newaxis] & (np.arange(_NUM_VALUES) == 2), step, use)
+            if self.layer.evicts:
+                log.warning(
+                    "%s: the checkpoint does not say when %s of its rows were last used, because "
+                    "no id was removed so far. They count as used at its step, %s.",
+                    self.path,
+                    f"{np.count_nonzero(unknown):,}",
+                    f"{step:,}",
+                )
+        self._set_index_in_graph(tf.constant(index["ids"]), tf.constant(use))
 
     def set_values(self, ids: npt.NDArray[np.int64], values: Mapping[str, tf.Tensor]) -> None:
         """Sets the values of `ids`, [n], which have rows."""

@@ -121,7 +121,7 @@ class FixedTable:
         """Nothing: the ids are known."""
         return {}
 
-    def set_index(self, index: Mapping[str, npt.NDArray[np.int64]]) -> None:
+    def set_index(self, index: Mapping[str, npt.NDArray[np.int64]], step: int = 0) -> None:
         """Does nothing."""
 
     def ids(self, index: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:

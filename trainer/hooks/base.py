@@ -49,9 +49,10 @@ class Hook:
         """Called after each call of the executor, with the metrics of its steps."""
 
     def catch_up(self, step: int) -> None:
-        """Called after `begin` if a former process ended at `step`, perhaps without calling hooks.
+        """Called after `begin` in a run that resumes from a checkpoint of `step`.
 
-        The metrics of that step may be lost.
+        The former process may have ended before it called the hooks. The metrics of that step may
+        be lost.
         """
 
     def end(self, step: int) -> None:

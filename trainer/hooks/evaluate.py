@@ -17,6 +17,7 @@ from strategies.metrics import Metrics, means
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.hooks.base import Hook, PeriodicHook
 from trainer.hooks.finite import NonFiniteLossError, require_finite
+from trainer.hooks.save import SaveCheckpoint
 from trainer.hooks.writers import Values, Writer
 from trainer.learner import Learner
 from trainer.step.options import EarlyStoppingConfig
@@ -35,6 +36,9 @@ class Evaluate(PeriodicHook):
     position: Callable[[], Position]  # Of the evaluated state, in the data.
     clock: Callable[[], float] = time.monotonic
     history: Callable[[], Sequence[Values]] = list  # The reports of the run so far (the chief's).
+    # Saves the state before the first evaluation, which may need more memory than there is, or
+    # never end: then no error is left to save it after.
+    save: SaveCheckpoint | None = None
     latest: dict[str, float] = field(default_factory=dict, init=False)  # The last metrics.
     latest_step: int = field(default=-1, init=False)
 
@@ -51,6 +55,8 @@ class Evaluate(PeriodicHook):
     def act(self, step: int) -> None:
         if self.executor.stopping and step < self.last_step:
             return
+        if self.save is not None and self.latest_step < 0:
+            self.save.save_now(step)
         started = self.clock()
         metrics = self.executor.evaluate(must_complete=step >= self.last_step)
         if not metrics:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import keras
 from typing_extensions import override
 
+from strategies.base import Executor
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import tables_of
 from trainer.hooks.base import Hook, PeriodicHook
@@ -15,6 +16,7 @@ class Evict(PeriodicHook):
     """Removes the ids that the arguments of the layer say. In every task that runs the loop."""
 
     table: DynamicTable
+    executor: Executor
 
     @override
     def begin(self, step: int) -> None:
@@ -29,13 +31,14 @@ class Evict(PeriodicHook):
 
     @override
     def act(self, step: int) -> None:
-        self.table.evict(step)
+        with self.executor.changing("the removal of ids"):
+            self.table.evict(step)
 
 
-def evict_hooks(model: keras.Model) -> list[Hook]:
+def evict_hooks(model: keras.Model, executor: Executor) -> list[Hook]:
     """A hook for each table of `model` from which ids are removed."""
     return [
-        Evict(layer.table, every_steps=layer.evict_every)
+        Evict(layer.table, executor, every_steps=layer.evict_every)
         for layer in tables_of(model)
         if isinstance(layer.table, DynamicTable) and layer.evicts
     ]

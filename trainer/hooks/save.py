@@ -32,6 +32,7 @@ class SaveCheckpoint(PeriodicHook):
     executor: Executor
     learner: Learner
     checkpointer: Checkpointer | None  # Only the chief has one.
+    _saved_early: int = field(default=-1, init=False)  # The step of `save_now`.
 
     @override
     def begin(self, step: int) -> None:
@@ -42,10 +43,15 @@ class SaveCheckpoint(PeriodicHook):
 
     @override
     def act(self, step: int) -> None:
-        with self.executor.stopwatch.spend("checkpoint"):
-            require_finite(self.learner, step)
-            if self.checkpointer is not None:
-                self.checkpointer.save(step, self.executor.position, self.executor.worker_stats())
+        if step != self._saved_early:
+            self._save(step)
+
+    def save_now(self, step: int) -> None:
+        """Saves `step` if it is not saved yet, and waits until it is."""
+        if self.checkpointer is None or not self.checkpointer.has_saved(step):
+            self._save(step)
+            self._wait()
+        self._saved_early = step
 
     @override
     def end(self, step: int) -> None:
@@ -53,8 +59,19 @@ class SaveCheckpoint(PeriodicHook):
         if self._acted_step < step:
             self._act(step)
         if self.checkpointer is not None and not self.checkpointer.has_saved(step):
-            self.act(step)
-            self.checkpointer.wait()
+            self._save(step)
+            self._wait()
+
+    def _save(self, step: int) -> None:
+        with self.executor.stopwatch.spend("checkpoint"):
+            require_finite(self.learner, step)
+            if self.checkpointer is not None:
+                self.checkpointer.save(step, self.executor.position, self.executor.worker_stats())
+
+    def _wait(self) -> None:
+        if self.checkpointer is not None:
+            with self.executor.stopwatch.spend("checkpoint"):
+                self.checkpointer.wait()
 
 
 @dataclass(eq=False)
