@@ -463,7 +463,8 @@ def _feature_of(message: str, split: Split) -> str:
     if dtype == "string":
         num_bytes = len(values[0]) if values else 0
         advice += (
-            f". If its {num_bytes:,} bytes are numbers, then tf.io.decode_raw(value, tf.float32). "
+            f". If its {num_bytes:,} bytes are numbers, then tf.io.decode_raw(value, tf.float32), "
+            "or with another dtype of features.json. "
             "The default parse does this for the records of data.prepare: leave `parse` out"
         )
     return f"{advice}."

@@ -332,6 +332,22 @@ def test_folder_with_splits_keeps_bytes_and_names(tmp_path: Path) -> None:
     assert np.array_equal(np.round(inputs[0] * 255), expected)
 
 
+def test_folder_of_images_of_16_bits_keeps_them(tmp_path: Path) -> None:
+    values = RANDOM.integers(0, 2**16, (3, 4, 5, 1), np.uint16)
+    images = {
+        f"{split}/a/{number}.png": bytes(tf.io.encode_png(values[number]).numpy())
+        for split in ("train", "test")
+        for number in range(3)
+    }
+    source = write_folder(tmp_path / "depths", images)
+    prepare("folder:depths", str(tmp_path / "out"), str(source))
+    assert np.array_equal(parsed(tmp_path / "out", "train", "image")[0], values)
+    assert np.array_equal(for_training(tmp_path / "out", "train")[0], values)
+    write_folder(source, {"train/a/few.png": png(4, 5, 1)})
+    with pytest.raises(DataError, match=r"\.png has 16 bits for each value, and .*few\.png has 8"):
+        prepare("folder:depths", str(tmp_path / "other"), str(source))
+
+
 def test_folder_without_splits_is_split_by_a_seed_whatever_else_is_there(tmp_path: Path) -> None:
     images = {f"{c}/{i}.png": png(2, 2, 1) for c in "ab" for i in range(150)}
     source = write_folder(tmp_path / "all", images)
