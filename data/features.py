@@ -15,6 +15,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from data.system import files
 from data.system.files import DataError
 from data.tfrecord.fixed_layout import Column
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 JSON = Mapping[str, Any]  # What json.loads returns has no type.
 Kind = Literal["image", "label", "tensor", "text", "unsupported"]
+
+# The dtype of the input of a model; or of each by name, if it takes a dict; None: not known.
+Declared = str | Mapping[str, str] | None
 
 _PARSE_HINT = (
     "Define `def parse(serialized)` in your config file: it gets a string tensor [n] of "
@@ -80,6 +85,10 @@ class Features(dict[str, Feature]):
         feature = self[name]
         is_text = feature.dtype in ("string", "object")
         return feature.kind == "tensor" and not feature.shape and not is_text
+
+    def is_bytes(self, name: str) -> bool:
+        """Returns True if the feature is an image or a tensor of uint8."""
+        return self[name].dtype == "uint8" and bool(self[name].shape)
 
     def columns(self, names: Iterable[str]) -> dict[str, Column]:
         """How records store these features; see `parse_example` for errors."""
@@ -184,21 +193,29 @@ def labels_used(features: Features, parse: "Callable[..., Any]") -> list[str]:
 
 
 def default_parse(
-    features: Features, inputs: Sequence[str] = (), label: str = "", *, as_dict: bool = False
+    features: Features,
+    inputs: Sequence[str] = (),
+    label: str = "",
+    declared: Declared = None,
 ) -> ExampleParse:
     """A parse function made of the features: string [n] -> (inputs [n, ...], labels [n]).
 
     Without `label`, the label is the only ClassLabel, or the ClassLabel with the name "label". A
-    ClassLabel or an integer becomes int64, another number float32. Without `inputs`, the input is
-    the only image or tensor; without any, all single numbers.
+    ClassLabel or an integer becomes int64, another number float32. Without `inputs`, the inputs are
+    those of a model that takes a dict; or the only image or tensor; or all single numbers.
 
-    One input is a tensor. Several single numbers are one tensor, float32 [n, k], in the order of
-    `inputs` or of the file. Other inputs, and all with `as_dict`, are a dict of tensors by name, in
-    which text is a string and integers stay int64. A uint8 image or tensor is scaled from 0..255 to
-    [0, 1]; other inputs are only cast. `note` of the result says what is used and left out.
+    One input is a tensor, and so are several single numbers, [n, k], in the order of `inputs` or of
+    the file. Other inputs, and all of a model that takes a dict, are a dict of tensors by name.
+
+    Inputs have the dtypes that the model declares; without them a tensor is float32, and in a dict
+    integers are int64. Text is string. Images and tensors of uint8 are scaled from 0..255 to [0, 1]
+    where floats are declared; other inputs are only cast. An integer that the declared dtype does
+    not hold, or a number above 2**24 that float32 would change, is an InvalidArgumentError. `note`
+    of the result says what is used and left out.
 
     Raises:
-        DataError: there is no such feature, or it is not clear which one is the label or the input.
+        DataError: there is no such feature; or it is not clear which one is the label or the input;
+            or one is text where the model takes numbers, or the reverse.
     """
     import tensorflow as tf
 
@@ -212,30 +229,26 @@ def default_parse(
             f"Feature {label!r} in {features.source} is no number, so that it cannot be the label. "
             "Choose another with --config.data.label=NAME."
         )
-    names = list(inputs) or _only_input(features, label)
+    as_dict = isinstance(declared, Mapping)
+    names = list(inputs or (declared if isinstance(declared, Mapping) else ()))
+    names = names or _only_input(features, label)
     are_numbers = all(map(features.is_number, names)) and not as_dict
-    is_single = len(names) == 1 and not are_numbers and not as_dict
-    are_bytes = is_single and features[names[0]].dtype == "uint8"
-
-    def cast(name: str, value: tf.Tensor) -> tf.Tensor:
-        if value.dtype in (tf.string, tf.bool):
-            return value
-        return tf.cast(value, tf.float32 if value.dtype.is_floating else tf.int64)
+    is_tensor = are_numbers or (len(names) == 1 and not as_dict)
+    dtypes = {name: _input_dtype(features, name, declared, is_tensor) for name in names}
+    images = [name for name in names if features.is_bytes(name) and dtypes[name].is_floating]
+    widens = is_tensor and not are_numbers and bool(images)
 
     def decode(raw: Mapping[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         example = features.decode(raw)
-        labels = cast(label, example[label])
-        if is_single:
-            value = example[names[0]]
-            is_text = value.dtype == tf.string
-            return (value if are_bytes or is_text else tf.cast(value, tf.float32)), labels
-        if are_numbers:
-            return tf.stack([tf.cast(example[name], tf.float32) for name in names], axis=1), labels
-        images = [
-            name for name in names if features[name].dtype == "uint8" and features[name].shape
-        ]
+        label_dtype = tf.float32 if example[label].dtype.is_floating else tf.int64
+        labels = _cast({label: example[label]}, {label: label_dtype}, is_label=True)[label]
+        if widens:
+            return example[names[0]], labels
         scaled = {name: from_bytes(example[name]) for name in images}
-        return {name: scaled.get(name, cast(name, example[name])) for name in names}, labels
+        values = _cast({name: scaled.get(name, example[name]) for name in names}, dtypes)
+        if are_numbers:
+            return tf.stack([values[name] for name in names], axis=1), labels
+        return (values[names[0]] if is_tensor else values), labels
 
     left_out = [
         f"{name} ({'number' if features.is_number(name) else feature.type_name})"
@@ -246,7 +259,92 @@ def default_parse(
     if left_out:
         note += f"; left out: {', '.join(left_out)} (--config.data.inputs chooses)"
     columns = features.columns((*names, label))
-    return ExampleParse(columns, decode, _bytes_to_floats if are_bytes else None, note)
+    return ExampleParse(columns, decode, _bytes_to_floats if widens else None, note)
+
+
+def _input_dtype(features: Features, name: str, declared: Declared, is_tensor: bool) -> "tf.DType":
+    """The dtype of an input: as declared, or the default of a tensor or of a dict."""
+    import tensorflow as tf
+
+    feature = features[name]
+    is_text = feature.kind == "text" or feature.dtype in ("string", "object")
+    found = declared.get(name) if isinstance(declared, Mapping) else declared
+    if found is None:
+        is_integer = feature.dtype in _AS_INT64 and not features.is_bytes(name)
+        default = tf.int64 if is_integer and not is_tensor else tf.float32
+        return tf.string if is_text else default
+    dtype = tf.as_dtype(found)
+    if is_text != (dtype == tf.string):
+        raise DataError(
+            f"Feature {name!r} in {features.source} is {'text' if is_text else feature.dtype}, but "
+            f"the model takes {found}. Declare keras.Input(..., dtype="
+            f"{'string' if is_text else 'int64' if feature.dtype in _AS_INT64 else 'float32'!r}) "
+            f"for it. Or: {_PARSE_HINT}"
+        )
+    # Keras rounds to shorter floats.
+    return tf.float32 if dtype.is_floating and dtype != tf.float64 else dtype
+
+
+def _cast(
+    values: "Mapping[str, tf.Tensor]", dtypes: "Mapping[str, tf.DType]", *, is_label: bool = False
+) -> "dict[str, tf.Tensor]":
+    """`values` in these dtypes, [n, ...] each. A value that changes is an error of the graph."""
+    import tensorflow as tf
+
+    cast = {name: tf.cast(value, dtypes[name]) for name, value in values.items()}
+    changes = {name: _changed(value, cast[name]) for name, value in values.items()}
+    changed = {name: found for name, found in changes.items() if found is not None}
+    if not changed:
+        return cast
+
+    def fail() -> tf.Operation:
+        checks = []
+        for name, found in changed.items():
+            needed = "" if is_label else _declare(name, values[name].dtype, dtypes[name])
+            message = (
+                f"Feature {name!r} has a value that {dtypes[name].name} does not hold. {needed}"
+                "Define a `parse` in the config file, which converts it. The value:"
+            )
+            value = tf.boolean_mask(values[name], found)[:1]
+            checks.append(tf.debugging.Assert(~tf.reduce_any(found), [message, value]))
+        return tf.group(checks)
+
+    # One condition for all columns; the messages are made only if it is true.
+    is_any = tf.reduce_any([tf.reduce_any(found) for found in changed.values()])
+    with tf.control_dependencies([tf.cond(is_any, fail, tf.group)]):
+        return {name: tf.identity(value) for name, value in cast.items()}
+
+
+def _declare(name: str, source: "tf.DType", target: "tf.DType") -> str:
+    """What to type, so that the model takes numbers of `source`."""
+    if not target.is_floating:
+        dtype = "float32" if source.is_floating else "int64"
+        return f"Declare keras.Input(..., dtype={dtype!r}) for it. Or: "
+    ids = f"Of ids, make a dict of inputs: {{{name!r}: keras.Input((1,), dtype='int64'), ...}}. "
+    amounts = "Declare keras.Input(..., dtype='float64') for other numbers: layers round them. Or: "
+    return f"{ids if source.is_integer else ''}{amounts}"
+
+
+def _changed(value: "tf.Tensor", cast: "tf.Tensor") -> "tf.Tensor | None":
+    """Where `cast` is not the number in `value`, bool [n, ...]; None if it always is.
+
+    A float64 may be rounded up to 2**24, where float32 holds each integer.
+    """
+    import tensorflow as tf
+
+    source, target = value.dtype, cast.dtype
+    whole = {tf.float32: 2**24, tf.float64: 2**53}
+    if source.is_integer and target.is_floating and source.size >= 4:
+        return tf.abs(tf.cast(value, tf.int64)) > whole[target]
+    if source == tf.string or np.can_cast(source.as_numpy_dtype, target.as_numpy_dtype):
+        return None
+    if source.is_integer:
+        return tf.cast(cast, source) != value
+    value, back = tf.cast(value, tf.float64), tf.cast(cast, tf.float64)
+    if target.is_floating:
+        return (back != value) & (tf.abs(value) > whole[tf.float32])
+    # Beyond, the result of a cast depends on the processor.
+    return (back != value) | (tf.abs(value) > whole[tf.float64])
 
 
 def _only_label(features: Features) -> str:

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from data.autograph import autograph, no_autograph
 from data.disk_reader import DiskReader
-from data.features import ExampleParse, default_parse, read_features
+from data.features import Declared, ExampleParse, default_parse, read_features
 from data.order import Order
 from data.reader import Parse, Reader
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
@@ -167,13 +167,12 @@ def num_steps_of(recipe: Recipe, num_epochs: float) -> int:
 def parse_of(recipe: Recipe, directory: str, model: keras.Model | None = None) -> Parse:
     """The `parse` of the config file, or the default for the features of `directory`.
 
-    If the inputs of `model` are a dict, the default returns a dict with the same names.
+    The default gives `model` the inputs that it declares: their dtypes, and their names in a dict.
     """
     data = recipe.config.data
     if recipe.parse is None:
-        taken = _input_names(model)
         features = read_features(directory)
-        return default_parse(features, data.inputs or taken, data.label, as_dict=bool(taken))
+        return default_parse(features, data.inputs, data.label, declared_inputs(model))
     for name in ("inputs", "label"):
         if chosen := getattr(data, name):
             raise ConfigError(
@@ -184,8 +183,8 @@ def parse_of(recipe: Recipe, directory: str, model: keras.Model | None = None) -
 
 
 def fitted_to_model(inputs: Inputs, recipe: Recipe, model: keras.Model) -> Inputs:
-    """`inputs` with a dict of features where `model` takes a dict and there is no own `parse`."""
-    if recipe.parse is not None or not _input_names(model):
+    """`inputs` as `model` declares its inputs, if there is no own `parse`."""
+    if recipe.parse is not None or declared_inputs(model) is None:
         return inputs
     parse = parse_of(recipe, data_dir(recipe.config), model)
     train = dataclasses.replace(inputs.train, parse=parse)
@@ -193,11 +192,14 @@ def fitted_to_model(inputs: Inputs, recipe: Recipe, model: keras.Model) -> Input
     return dataclasses.replace(inputs, train=train, evaluation=evaluation)
 
 
-def _input_names(model: keras.Model | None) -> tuple[str, ...]:
-    """The names of the inputs of `model` if it says that they are a dict."""
+def declared_inputs(model: keras.Model | None) -> Declared:
+    """The dtypes of the inputs of `model`: by name if they are a dict; None if there are others."""
     # Subclassed models, and a Sequential that was never called, have no `input`.
     taken = getattr(model, "input", None)
-    return tuple(taken) if isinstance(taken, dict) else ()
+    if isinstance(taken, dict):
+        return {name: tensor.dtype for name, tensor in taken.items()}
+    tensors = list(getattr(model, "inputs", None) or [])
+    return str(tensors[0].dtype) if len(tensors) == 1 else None
 
 
 def _returns_tuples(parse: Parse) -> Parse:
@@ -431,6 +433,7 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
         lines = error.message.strip().split("\n\n")[-1].splitlines()
         reason = next((line.strip() for line in lines if not _HEADING.match(line)), lines[0])
         reason = re.sub(r"\{\{function_node [^}]*\}\} ?", "", reason)
+        reason = reason.rpartition("assertion failed: ")[2].replace("\\'", "'")
         raise DataError(
             f"The data does not suit the model or its features: {reason}"
             f"{_feature_of(error.message, inputs.train.split)}"
@@ -463,7 +466,8 @@ def _feature_of(message: str, split: Split) -> str:
     if dtype == "string":
         num_bytes = len(values[0]) if values else 0
         advice += (
-            f". If its {num_bytes:,} bytes are numbers, then tf.io.decode_raw(value, tf.float32). "
+            f". If its {num_bytes:,} bytes are numbers, then tf.io.decode_raw(value, tf.float32), "
+            "or with another dtype of features.json. "
             "The default parse does this for the records of data.prepare: leave `parse` out"
         )
     return f"{advice}."

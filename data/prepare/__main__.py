@@ -82,6 +82,12 @@ _LISTS = flags.DEFINE_string(
     "are integers, but not -1, or all are text. An empty value is a list without items; --missing "
     "is for other columns.",
 )
+_TEXT = flags.DEFINE_string(
+    "text",
+    None,
+    "csv: columns, separated by commas, that are text, also where their values look like numbers. "
+    "Such a label is names; the items of such a column of --lists are text.",
+)
 _ALLOW_PARTIAL = flags.DEFINE_bool(
     "allow_partial",
     None,
@@ -120,6 +126,7 @@ def _main(argv: Sequence[str]) -> int:
         _NUM_EXAMPLES.value,
         _SCALE.value,
         _LISTS.value,
+        _TEXT.value,
     )
     try:
         prepare(name, data_dir, _SOURCE.value, options, overwrite=_OVERWRITE.value)

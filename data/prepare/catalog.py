@@ -71,7 +71,7 @@ _KINDS = {
     "folder": _Entry(folder.source, _SPLITTING, "class folders of PNG or JPEG files"),
     "csv": _table(
         csv.source, "a CSV file, or a directory with train.csv and test.csv", "*.csv", "*.csv.gz"
-    )._replace(options=("label", *_SPLITTING, "missing", "header", "lists")),
+    )._replace(options=("label", *_SPLITTING, "missing", "header", "lists", "text")),
     "npz": _table(npz.source, "an NPZ file, or a directory with train.npz and test.npz", "*.npz"),
     "text": _Entry(
         text.source, ("test_fraction", "length"), "a text file, or a directory of text files"

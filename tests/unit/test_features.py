@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,6 +136,97 @@ def test_inputs_of_floats_are_not_scaled(tmp_path: Path) -> None:
     inputs, _ = default_parse(features)(serialized)
     assert inputs.dtype == tf.float32
     assert inputs.numpy().tolist() == [[-3.0, 700.0]]
+
+
+def tensor(dtype: type[np.generic]) -> tfds.features.Tensor:
+    return tfds.features.Tensor(shape=(2,), dtype=dtype, encoding="bytes")
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize(
+    ("feature", "value", "declared", "wanted"),
+    [
+        (tfds.features.Scalar(np.int64), 2**53 + 1, "int64", 2**53 + 1),
+        (tfds.features.Scalar(np.int64), -(2**24), "float32", -(2**24)),
+        (tfds.features.Scalar(np.int64), 2**24 + 1, "float64", 2**24 + 1),
+        (tfds.features.Scalar(np.int64), 7, "int32", 7),
+        (tfds.features.Scalar(np.uint32), 2**32 - 1, "int64", 2**32 - 1),
+        (tfds.features.Scalar(np.float32), 3.0, "int64", 3),
+        (tfds.features.Scalar(np.float32), 0.1, "bfloat16", np.float32(0.1)),
+        (tfds.features.Scalar(np.bool_), True, "float32", 1),
+        (tfds.features.Text(), "007", "string", b"007"),
+        (tensor(np.float64), [1 / 3, np.inf], "float32", [np.float32(1 / 3), np.inf]),
+        (tensor(np.float64), [1700000000.123, 1e300], "float64", [1700000000.123, 1e300]),
+        (tensor(np.int64), [2**40, -1], "int64", [2**40, -1]),
+        (tensor(np.uint8), [200, 51], "int32", [200, 51]),
+        (tensor(np.uint8), [255, 51], "float32", [1, np.float32(51) * np.float32(1 / 255)]),
+    ],
+)
+def test_inputs_have_the_dtype_that_the_model_declares(
+    feature: object, value: object, declared: str, wanted: object, as_dict: bool, tmp_path: Path
+) -> None:
+    spec, example = {"x": feature, "label": LABEL}, {"x": value, "label": 1}
+    features, serialized = written(tmp_path, spec, [example] * 2)
+    parse = default_parse(features, ("x",), "", {"x": declared} if as_dict else declared)
+    read = tf.function(parse)(serialized)[0]
+    read = read["x"] if as_dict else read
+    assert read.dtype == {"bfloat16": "float32"}.get(declared, declared)
+    assert np.array_equal(read.numpy().reshape(2, -1)[1], np.ravel(wanted))
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize(
+    ("feature", "value", "declared", "said"),
+    [
+        (
+            tfds.features.Scalar(np.int64),
+            2**24 + 1,
+            "float32",
+            "{'x': keras.Input((1,), dtype='int64')",
+        ),
+        (
+            tfds.features.Scalar(np.int64),
+            2**53 + 1,
+            "float64",
+            "{'x': keras.Input((1,), dtype='int64')",
+        ),
+        (tfds.features.Scalar(np.int64), 2**31, "int32", "keras.Input(..., dtype='int64')"),
+        (tfds.features.Scalar(np.int64), -1, "uint8", "keras.Input(..., dtype='int64')"),
+        (tfds.features.Scalar(np.float32), 1.5, "int64", "keras.Input(..., dtype='float32')"),
+        (tfds.features.Scalar(np.float32), np.nan, "int64", "keras.Input(..., dtype='float32')"),
+        (tensor(np.float64), [0.5, 1700000000.5], "float32", "keras.Input(..., dtype='float64')"),
+        (tensor(np.float64), [0.5, 1e39], "float32", "keras.Input(..., dtype='float64')"),
+    ],
+)
+def test_value_that_the_dtype_of_the_input_would_change_is_an_error_with_advice(
+    feature: object, value: Any, declared: str, said: str, as_dict: bool, tmp_path: Path
+) -> None:
+    spec = {"x": feature, "label": LABEL}
+    small = [0, 0] if isinstance(value, list) else 0
+    examples: list[dict[str, object]] = [{"x": each, "label": 1} for each in (small, value)]
+    features, serialized = written(tmp_path, spec, examples)
+    parse = default_parse(features, ("x",), "", {"x": declared} if as_dict else declared)
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        tf.function(parse)(serialized)
+    message = str(caught.value).replace("\\'", "'")
+    assert f"Feature 'x' has a value that {declared} does not hold" in message
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("feature", "declared", "said"),
+    [
+        (tfds.features.Text(), "float32", "is text, but the model takes float32.*dtype='string'"),
+        (tfds.features.Scalar(np.int64), "string", "is int64, but the model .*dtype='int64'"),
+    ],
+)
+def test_text_for_numbers_is_refused(
+    feature: object, declared: str, said: str, tmp_path: Path
+) -> None:
+    features, _ = written(tmp_path, {"x": feature, "label": LABEL}, [])
+    for each in (declared, {"x": declared}):
+        with pytest.raises(DataError, match=said):
+            default_parse(features, ("x",), "", each)
 
 
 @pytest.mark.parametrize("label", [-1, 10])

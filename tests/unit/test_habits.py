@@ -276,6 +276,47 @@ def test_class_label_that_the_config_names_is_left_out_of_a_dict_of_inputs(tmp_p
         started(written(tmp_path, wrong, "wrong.py"), data)
 
 
+TABLE = """
+    from trainer.config import Config, DataConfig
+
+    def get_config():
+        data = DataConfig(inputs=("id",), label="bought")
+        return Config(batch_size=100, train_steps=60, learning_rate=0.05, data=data)
+
+    def build_model(config):
+        import keras
+        id = keras.Input((1,), {declared})
+        x = {layer}
+        return keras.Model({inputs}, keras.layers.Dense(2)(x))
+"""
+IDS = "keras.layers.Flatten()(keras.layers.Embedding(400, 8)(keras.layers.Hashing(400)(id)))"
+
+
+def test_ids_of_a_column_are_those_of_the_file_or_are_refused(tmp_path: Path) -> None:
+    ids = [2**24 + number for number in range(40)]
+    lines = [f"{id},{number % 2},0.5" for number, id in enumerate(ids)]
+    (tmp_path / "clicks.csv").write_text("\n".join(["id,bought,price", *lines * 10]))
+    data, options = tmp_path / "data", Options(label="bought")
+    prepare("csv:clicks", str(data), str(tmp_path / "clicks.csv"), options)
+    parts = {"declared": "name='id'", "layer": "keras.layers.Dense(8)(id)", "inputs": "id"}
+    float_path = written(tmp_path, TABLE.format(**parts), "floats.py")
+    said = "Feature 'id' has a value that float32 does not hold"
+    with pytest.raises(DataError, match=f"{said}.*Of ids, make a dict.*dtype='float64'") as caught:
+        checked(float_path, data, tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
+    # As it says.
+    for advised in (
+        {"declared": "name='id', dtype='int64'", "layer": IDS, "inputs": "{'id': id}"},
+        {"declared": "name='id', dtype='int64'", "layer": IDS},
+        {"declared": "name='id', dtype='float64'"},
+    ):
+        path = written(tmp_path, TABLE.format(**{**parts, **advised}), "advised.py")
+        executor = started(path, data)
+        executor.run(60)
+        if "int64" in advised["declared"]:
+            assert means(executor.evaluate())["accuracy"] > 0.9
+
+
 def test_array_that_a_record_stores_as_bytes_is_explained(tmp_path: Path) -> None:
     arrays = {"x": np.zeros([40, 2, 4], np.float32), "y": np.arange(40)}
     np.savez(tmp_path / "mine.npz", **arrays)  # type: ignore[arg-type]

@@ -134,6 +134,37 @@ def test_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
     assert json.loads(json.dumps(lines)) == lines
 
 
+@pytest.mark.parametrize(
+    ("dtype", "typed", "read"),
+    [
+        ("int64", "9007199254740993", 2**53 + 1),
+        ("float64", "1700000000.5", 1700000000.5),
+        ("float32", ".5", 0.5),
+        ("string", "007", b"007"),
+        ("int64", "1_000", "must be of type int64. Received: '1_000'"),
+        ("float32", "inf", "must be of type float64. Received: 'inf'"),
+        ("float32", "1700000001", "Feature 'x' has a value that float32 does not hold"),
+    ],
+)
+def test_numbers_of_a_csv_file_reach_the_model_unchanged(
+    dtype: str, typed: str, read: object, tmp_path: Path
+) -> None:
+    taken = keras.Input((1,), dtype=dtype, name="x")
+    if dtype == "string":
+        output = keras.layers.StringLookup(vocabulary=["7", "007"])(taken)
+    else:
+        output = keras.layers.Rescaling(1.0, dtype=dtype)(taken) if dtype != "int64" else taken + 0
+    keras.Model({"x": taken}, output).save(tmp_path / "model.keras")
+    (tmp_path / "x.csv").write_text(f"x\n{typed}\n")
+    lines = predict(str(tmp_path / "model.keras"), str(tmp_path / "x.csv"))
+    if isinstance(read, str):
+        with pytest.raises(DataError, match=read):
+            list(lines)
+    else:
+        wanted = 2 if dtype == "string" else read
+        assert np.ravel([line["output"] for line in lines]).tolist() == [wanted]
+
+
 def test_model_with_named_inputs_and_outputs_predicts_all(tmp_path: Path) -> None:
     inputs = {name: keras.Input((2,), name=name) for name in ("left", "right")}
     joined = keras.layers.Concatenate()([inputs["left"], inputs["right"]])
@@ -152,6 +183,10 @@ def test_model_with_named_inputs_and_outputs_predicts_all(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (
+            {"image": np.full((2, 8, 8, 1), 0.5)},
+            r"has 0\.5 \(float64\).*uint8, which does not hold",
+        ),
         ({"image": np.zeros((2, 4, 4, 1), np.uint8)}, r"shape \[4, 4, 1\].*\[8, 8, 1\]"),
         ({"a": np.zeros((2, 1)), "b": np.zeros((2, 1))}, "has no 'image'.*a, b"),
         ({"a": np.zeros((2, 1)), "b": np.zeros((3, 1))}, "differ in their number of rows"),

@@ -248,6 +248,22 @@ def test_folder_with_splits_keeps_bytes_and_names(tmp_path: Path) -> None:
     assert np.array_equal(np.round(inputs[0] * 255), expected)
 
 
+def test_folder_of_images_of_16_bits_keeps_them(tmp_path: Path) -> None:
+    values = RANDOM.integers(0, 2**16, (3, 4, 5, 1), np.uint16)
+    images = {
+        f"{split}/a/{number}.png": bytes(tf.io.encode_png(values[number]).numpy())
+        for split in ("train", "test")
+        for number in range(3)
+    }
+    source = write_folder(tmp_path / "depths", images)
+    prepare("folder:depths", str(tmp_path / "out"), str(source))
+    assert np.array_equal(parsed(tmp_path / "out", "train", "image")[0], values)
+    assert np.array_equal(for_training(tmp_path / "out", "train")[0], values)
+    write_folder(source, {"train/a/few.png": png(4, 5, 1)})
+    with pytest.raises(DataError, match=r"\.png has 16 bits for each value, and .*few\.png has 8"):
+        prepare("folder:depths", str(tmp_path / "other"), str(source))
+
+
 def test_folder_without_splits_is_split_by_a_seed_whatever_else_is_there(tmp_path: Path) -> None:
     images = {f"{c}/{i}.png": png(2, 2, 1) for c in "ab" for i in range(150)}
     source = write_folder(tmp_path / "all", images)
@@ -353,6 +369,139 @@ def test_csv_types_hold_over_the_whole_file(tmp_path: Path) -> None:
     assert labels.tolist() == [0]
 
 
+def prepared_csv(tmp_path: Path, values: list[str], **options: Any) -> tuple[Path, list[str]]:
+    """A data set of column x with these values, in the split train; and the notes."""
+    source = tmp_path / "source"
+    source.mkdir(exist_ok=True)
+    for split in ("train", "test"):
+        lines = [f"{number};{value}" for number, value in enumerate(values)]
+        (source / f"{split}.csv").write_text("\n".join(["n;x", *lines]) + "\n")
+    notes = csv.source("x", str(source), Options(**options)).notes
+    out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+    prepare("csv:x", str(out), str(source), Options(**options))
+    return out, list(notes)
+
+
+AVAZU = [str(10000009418151094273 + number) for number in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "stored", "changed"),
+    [
+        (
+            ["0", "-0", "+5", "16777217", "-9223372036854775808"],
+            "int64",
+            [0, 0, 5, 2**24 + 1, -(2**63)],
+            "",
+        ),
+        (["1.", ".5", "2e-3", "-0"], "float32", [1, 0.5, np.float32(2e-3), -0.0], ""),
+        (["0.1", "33554432", "NA"], "float32", [np.float32(0.1), 2**25, 0], ""),
+        (["1700000000.123", "2"], "float64", [1700000000.123, 2], ""),
+        (["16777217", "0.5"], "float64", [2**24 + 1, 0.5], ""),
+        (["1e39", "3"], "float64", [1e39, 3], ""),
+        (AVAZU, "string", AVAZU, AVAZU[0]),
+        (["9223372036854775807", "9223372036854775808"], "string", None, "9223372036854775808"),
+        (["9007199254740993", "0.5"], "string", None, "9007199254740993"),
+        (["10115", "01067", "NA"], "string", None, "01067"),
+        (["01e1", "02e2"], "string", None, "01e1"),
+        (["7", "007", "A7"], "string", None, None),
+        (["0x10", "1e"], "string", None, ""),
+        (["inf", "nan", "infinity"], "string", None, ""),
+        (["3,5", "a lot", "none"], "string", None, ""),
+        (["1.2.3", "10.0.0.1", "12:30", "2024-01-02", "030 123"], "string", None, ""),
+    ],
+)
+def test_csv_values_are_stored_as_they_are(
+    tmp_path: Path, values: list[str], dtype: str, stored: list[Any] | None, changed: str | None
+) -> None:
+    if changed is None:  # Numbers and words.
+        with pytest.raises(DataError, match=r"has 'A7', but '7' in line 2 .*add --text=x\."):
+            prepared_csv(tmp_path, values)
+        out, notes = prepared_csv(tmp_path, values, text="x")
+    else:
+        out, notes = prepared_csv(tmp_path, values, missing="0")
+        found = [note for note in notes if "is text" in note]
+        assert len(found) == bool(changed)
+        assert (
+            not changed
+            or f"column x is text, because a number would change '{changed}'" in found[0]
+        )
+    assert features.read_features(str(out))["x"].dtype == dtype
+    (read,) = parsed(out, "train", "x")
+    if dtype == "string":
+        read, stored = [value.decode() for value in read], values
+    assert list(read) == stored
+    if dtype == "float32":
+        assert np.array_equal(np.signbit(read), np.signbit(np.array(stored)))
+
+
+@pytest.mark.parametrize(
+    ("values", "rewritten"),
+    [
+        (["3,5", "2,25", "-1"], ["3.5", "2.25", "-1"]),
+        (["37,697", "25"], ["37697", "25"]),
+        (["1.234,5", "1.234.567"], ["1234.5", "1234567"]),
+        (["1_000", "1'000", "1\u00a0000"], ["1000", "1000", "1000"]),
+        (["\uff11\uff12", "3"], ["12", "3"]),
+        (["\u22125", "3"], ["-5", "3"]),
+        (["1e400", "3"], ["1e300", "3"]),
+    ],
+)
+def test_numbers_in_another_notation_are_refused_and_the_advice_works(
+    tmp_path: Path, values: list[str], rewritten: list[str]
+) -> None:
+    said = rf"train\.csv, line 2: column x has '{values[0]}': .*another notation.*--text=x"
+    for label in (None, "x"):
+        with pytest.raises(DataError, match=said):
+            prepared_csv(tmp_path, values, label=label)
+    out, _ = prepared_csv(tmp_path, rewritten)
+    assert parsed(out, "train", "x")[0].tolist() == list(map(float, rewritten))
+    out, notes = prepared_csv(tmp_path, values, text="x")
+    assert [value.decode() for value in parsed(out, "train", "x")[0]] == values
+    assert not notes
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "note"),
+    [
+        (["0", "2", "5"], None, "x has 3 different values from 0 to 5. So the label has 6 classes"),
+        (["0", "1"], None, ""),
+        (["true", "False"], ["False", "true"], ""),
+        (["1", "10", "x"], ["1", "10", "x"], "the label x has 'x', so all its values are names"),
+        (["01", "1"], ["01", "1"], "column x is text, because a number would change '01'"),
+    ],
+)
+def test_values_of_a_label_are_never_changed_unsaid(
+    tmp_path: Path, values: list[str], names: list[str] | None, note: str
+) -> None:
+    out, notes = prepared_csv(tmp_path, values, label="x")
+    assert len(notes) == bool(note)
+    assert note in "".join(notes)
+    (labels,) = parsed(out, "train", "x")
+    if names is None:
+        assert labels.tolist() == list(map(int, values))
+    else:
+        assert [names[number] for number in labels] == values
+        assert (out / "x.labels.txt").read_text().splitlines() == names
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["0.0", "1.0"], r"line 2: x is the label, and has '0\.0'; needed are integers from 0"),
+        (["-1", "1"], "x is the label, and has -1; needed are integers from 0"),
+    ],
+)
+def test_label_that_is_no_class_may_be_taken_as_names(
+    tmp_path: Path, values: list[str], said: str
+) -> None:
+    with pytest.raises(DataError, match=rf"{said}.* --text=x, which takes the values as names"):
+        prepared_csv(tmp_path, values, label="x")
+    out, _ = prepared_csv(tmp_path, values, label="x", text="x")
+    assert parsed(out, "train", "x")[0].tolist() == [0, 1]
+    assert (out / "x.labels.txt").read_text().splitlines() == values
+
+
 def test_csv_lists_of_any_length_are_filled_up(tmp_path: Path) -> None:
     lines = [
         "tags,genres,words,n,clicked",
@@ -398,13 +547,25 @@ def test_the_longest_list_is_named_and_counts_as_space(tmp_path: Path) -> None:
     [
         (["3|17", "4|x"], r"line 3: column tags has the item 'x', but '3' in line 2 of "),
         (["Drama", "NA|12"], r"line 2: column tags has the item 'Drama', but '12' in line 3 of "),
+        (["1.5", "12"], r"line 2: column tags has the item '1.5', but '12' in line 3 of "),
         (["3 5", "2 -1"], r"line 3: column tags has the item -1, with which shorter lists"),
     ],
 )
 def test_wrong_lists_are_explained_by_line(tmp_path: Path, values: list[str], message: str) -> None:
     (tmp_path / "x.csv").write_text("\n".join(["n,tags", *(f"1,{value}" for value in values)]))
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message + ".*add --text=tags"):
         prepare("csv:x", str(tmp_path / "out"), str(tmp_path / "x.csv"), Options(lists="tags"))
+    out, _ = prepared_csv(tmp_path, values, lists="x", text="x")
+    (items,) = parsed(out, "train", "x")
+    assert [b"|".join(filter(None, row)).decode() for row in items] == [
+        value.replace(" ", "|") for value in values
+    ]
+
+
+def test_items_that_a_number_would_change_are_text(tmp_path: Path) -> None:
+    out, notes = prepared_csv(tmp_path, ["007|12", AVAZU[0]], lists="x")
+    assert parsed(out, "train", "x")[0].tolist() == [[b"007", b"12"], [AVAZU[0].encode(), b""]]
+    assert "the items of x are text, because a number would change '007'" in notes[1]
 
 
 @pytest.mark.parametrize(
@@ -415,7 +576,7 @@ def test_wrong_lists_are_explained_by_line(tmp_path: Path, values: list[str], me
         ("a,b\n1,2\n\n,3\n", "a", r"line 4: the label a is empty"),
         ("a,b\n1,2\n1,2,3\n", "a", "line 3: 3 values, and there are 2 columns"),
         ("a,b\n-1,2\n", "a", "has -1; needed are integers from 0"),
-        ("a,b\n0.5,2\n", "a", "fractions"),
+        ("a,b\n0.5,2\n", "a", "line 2: a is the label, and has .0.5.; needed are integers"),
         ("a,a\n1,2\n", "a", "each once"),
         ("", None, "Received: nothing"),
         ("a,b\n1,2\n", "c", "--label may be a, b"),
@@ -475,7 +636,12 @@ def test_npz_of_names_is_split_by_the_seed_and_trains(tmp_path: Path) -> None:
         ({"x": np.zeros((3, 2)), "y": np.zeros(4, int)}, "differ in their rows"),
         ({"x": np.asfortranarray(np.ones((3, 2))), "y": np.zeros(3, int)}, "ascontiguousarray"),
         ({"x": np.zeros((3, 2), complex), "y": np.zeros(3, int)}, "a record cannot hold"),
-        ({"x": np.zeros((3, 2)), "y": np.zeros(3)}, "a label is an integer or a name"),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(3)}, r"or a name.*save y\.astype\(np\.int64\)"),
+        ({"x": np.ones(3, np.uint64), "y": np.zeros(3, int)}, r"x\.astype\(str\), which keeps ids"),
+        ({"x": np.ones((3, 2), bool), "y": np.zeros(3, int)}, r"Save x\.astype\(np\.uint8\)"),
+        ({"x": np.ones((3, 2), np.uint32), "y": np.zeros(3, int)}, r"Save x\.astype\(np\.int64\)"),
+        ({"x": np.ones(3, "M8[s]"), "y": np.zeros(3, int)}, r"Save x\.astype\(np\.int64\)"),
+        ({"x": np.ones(3), "y": np.ones(3, np.uint64)}, r"Save y\.astype\(np\.int64\)"),
         ({"x": np.zeros((3, 2)), "y": -np.ones(3, int)}, "has -1"),
         ({"x": np.zeros((3, 2)), "z": np.zeros(3, int)}, "--label may be x, z"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from data.features import Declared
 from data.system import object_store
 from data.system.files import DataError, exists, is_dir, is_s3, join
 from data.system.scratch import plain_path, scratch_dir
@@ -25,7 +26,7 @@ from trainer.embeddings.table import set_values
 from trainer.evaluate import restore
 from trainer.exit_codes import first_line
 from trainer.guards.fingerprint import check_keras_settings
-from trainer.inputs import parse_of
+from trainer.inputs import declared_inputs, parse_of
 from trainer.run_files import CHECKPOINT_MARK, RunFiles
 
 _KINDS = (
@@ -41,14 +42,14 @@ class Loaded:
         call: inputs -> outputs, without gradients, in inference mode.
         run: The directory of the run that it belongs to, or "".
         model: The model of Keras; None for a SavedModel.
-        input_names: The names of its inputs, if it takes a dict.
+        declared: The dtype of its input; or of each by name, if it takes a dict.
         input_shapes: The shapes of its inputs, without the examples; empty if not known.
     """
 
     call: Callable[[Batch], Batch]
     run: str
     model: keras.Model | None
-    input_names: Sequence[str] = ()
+    declared: Declared = None
     input_shapes: Sequence[Sequence[int | None]] = ()
 
 
@@ -129,12 +130,10 @@ def _load_weights(model: keras.Model, recipe: Recipe, model_dir: str) -> None:
 
 
 def _of_keras(model: keras.Model, run: str) -> Loaded:
-    taken = getattr(model, "input", None)
-    names = tuple(taken) if isinstance(taken, dict) else ()
     shapes = [tuple(t.shape[1:]) for t in getattr(model, "inputs", None) or ()]
     # One graph for all batches of a size, and not an op at a time.
     call = tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
-    return Loaded(call, run, model, names, shapes)
+    return Loaded(call, run, model, declared_inputs(model), shapes)
 
 
 def _loaded_file(path: str) -> keras.Model:
@@ -167,8 +166,9 @@ def _saved_model(path: str) -> Loaded:
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
     call.saved = loaded  # type: ignore[attr-defined]  # Its variables live as long as it does.
-    names = tuple(specs) if len(specs) > 1 else ()
-    return Loaded(call, _run_of(path), None, names, [spec.shape[1:] for spec in specs.values()])
+    dtypes = {name: spec.dtype.name for name, spec in specs.items()}
+    declared = dtypes if len(specs) > 1 else next(iter(dtypes.values()))
+    return Loaded(call, _run_of(path), None, declared, [spec.shape[1:] for spec in specs.values()])
 
 
 def _run_of(path: str) -> str:

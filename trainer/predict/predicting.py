@@ -18,6 +18,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.features import (
+    Declared,
     ExampleParse,
     Feature,
     Features,
@@ -158,7 +159,7 @@ def _source(
 
 
 def _default_parse(features: Features, loaded: Loaded) -> ExampleParse:
-    return default_parse(features, loaded.input_names, as_dict=bool(loaded.input_names))
+    return default_parse(features, declared=loaded.declared)
 
 
 def _source_of_run(
@@ -208,25 +209,34 @@ def _features_of_file(path: str, loaded: Loaded) -> Features:
         shapes = [shape for shape in loaded.input_shapes if len(shape) == 3]
         if len(shapes) != 1:
             raise DataError(f"{path} is a folder of images, but the model takes {shapes} images.")
-        names = loaded.input_names or ("image",)
-        found = [Feature(names[0], "image", "uint8", tuple(shapes[0]), None, "", "Image")]
+        name = next(iter(loaded.declared)) if isinstance(loaded.declared, Mapping) else "image"
+        found = [Feature(name, "image", "uint8", tuple(shapes[0]), None, "", "Image")]
     elif path.endswith(".npz"):
         found = [
             Feature(name, "tensor", str(array.dtype), array.shape[1:], None, encoding, "Tensor")
             for name, array in read_npz(path).items()
-            for encoding in ("bytes" if array.ndim > 1 else "none",)
+            for encoding in ("bytes" if array.ndim > 1 or array.dtype == np.float64 else "none",)
             if name != _LABEL
         ]
     elif path.endswith(".csv"):
         found = [
-            Feature(name, "tensor", "float32", (), None, "none", "Scalar")
+            Feature(name, "tensor", dtype, (), None, encoding, "Scalar")
             for name in csv_columns(path)
+            for dtype, encoding in (_stored(loaded.declared, name),)
             if name != _LABEL
         ]
     else:
         found = []
     label = Feature(_LABEL, "label", "int64", (), _MOST_CLASSES, "none", "ClassLabel")
     return Features([*found, label], path)
+
+
+def _stored(declared: Declared, name: str) -> tuple[str, str]:
+    """The dtype and the encoding of a column of a CSV file for a model that declares its inputs."""
+    taken = declared.get(name) if isinstance(declared, Mapping) else declared
+    if taken == "string" or np.dtype(taken or "float32").kind in "iu":
+        return ("string" if taken == "string" else "int64"), "none"
+    return "float64", "bytes"
 
 
 def flat(line: Mapping[str, Any]) -> dict[str, object]:

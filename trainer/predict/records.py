@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.features import Feature, Features
+from data.prepare.numerals import INTEGERS, NUMBERS, kind_of
 from data.prepare.sources.examples import Value, example_bytes
 from data.system.files import DataError, is_dir, is_url, num_bytes_of
 from data.tfrecord.damage import readable
@@ -161,32 +162,56 @@ def _opened(path: str) -> Any:  # A text file.
 def _encoded(feature: Feature, value: Any, path: str) -> Value:
     """`value` as a record of this feature stores it."""
     where = f"{path}: {feature.name!r}"
-    try:
-        if feature.kind == "label" or (feature.kind == "tensor" and not feature.shape):
-            if feature.dtype in ("string", "object"):
-                return str(value).encode()
-            is_whole = not feature.dtype.startswith(("float", "bfloat"))
-            return int(value) if is_whole else float(value)
-        if feature.kind == "text":
-            return value if isinstance(value, bytes) else str(value).encode()
-        if feature.kind == "image":
-            return value if isinstance(value, bytes) else _png(np.asarray(value))
-        if feature.kind != "tensor":
-            raise DataError(f"{where} is a {feature.type_name}, which cannot be made of a file.")
-        array = _decoded(value, feature) if isinstance(value, bytes) else np.asarray(value)
-    except ValueError as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{where} must be of type {feature.dtype}. Received: {value!r}.") from None
+    is_scalar = feature.kind == "label" or (feature.kind == "tensor" and not feature.shape)
+    if feature.kind == "text" or (is_scalar and feature.dtype in ("string", "object")):
+        return value if isinstance(value, bytes) else str(value).encode()
+    if feature.kind == "image":
+        return (
+            value if isinstance(value, bytes) else _png(_exact(np.asarray(value), feature, where))
+        )
+    if feature.kind not in ("label", "tensor"):
+        raise DataError(f"{where} is a {feature.type_name}, which cannot be made of a file.")
+    if is_scalar and isinstance(value, str):
+        is_float = feature.dtype.startswith(("float", "bfloat"))
+        if kind_of(value.strip()) not in (NUMBERS if is_float else INTEGERS):
+            raise DataError(f"{where} must be of type {feature.dtype}. Received: {value!r}.")
+        value = float(value) if is_float else int(value)
+    array = _decoded(value, feature) if isinstance(value, bytes) else np.asarray(value)
     if tuple(array.shape) != tuple(feature.shape):
         raise DataError(
             f"{where} has shape {list(array.shape)}, but the model was trained on "
             f"{list(feature.shape)}. Resize or reshape it."
         )
+    stored = _exact(array, feature, where)
     if feature.encoding == "none":
-        return array.ravel().tolist()
-    content = array.astype(feature.dtype).tobytes()
+        listed: list[int] | list[float] = stored.ravel().tolist()
+        return listed
+    content = stored.tobytes()
     return zlib.compress(content) if feature.encoding == "zlib" else content
+
+
+def _exact(array: Array, feature: Feature, where: str) -> Array:
+    """`array` in the dtype of the feature. Floats may be rounded up to 2**24.
+
+    Raises DataError if a value would become another one.
+    """
+    try:
+        with np.errstate(invalid="ignore", over="ignore"):
+            stored = array.astype(feature.dtype)
+            may_round = stored.dtype.kind not in "iub" and array.dtype.kind not in "iu"
+            changed = stored.astype(array.dtype) != array
+            if may_round:
+                changed &= np.abs(array) > 2**24
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{where} must be of type {feature.dtype}. Received: {array.dtype}."
+        ) from None
+    if np.any(changed):
+        raise DataError(
+            f"{where} has {array[changed].flat[0]} ({array.dtype}), but the model was trained on "
+            f"{feature.dtype}, which does not hold it. Convert it."
+        )
+    return stored
 
 
 def _decoded(content: bytes, feature: Feature) -> Array:

@@ -58,6 +58,7 @@ class Options(NamedTuple):
         num_clicks: The number of training examples that are generated.
         id_scale: The part of Criteo's numbers of ids that is generated.
         lists: Columns of a table whose values are lists, separated by commas.
+        text: Columns of a table that are text, also if all values are numbers; by commas.
         allow_partial: Take the files that are there, if some of a data set are missing or cut off.
     """
 
@@ -72,6 +73,7 @@ class Options(NamedTuple):
     num_clicks: int | None = None
     id_scale: float | None = None
     lists: str | None = None
+    text: str | None = None
 
     def given(self) -> dict[str, object]:
         """Options that were given, by name."""

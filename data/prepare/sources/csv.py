@@ -3,10 +3,12 @@
     SOURCE.csv, or SOURCE/train.csv and SOURCE/test.csv; also with .gz
 
 Values are separated by commas, semicolons or tabs, whichever divide the first line into the most
-values. All lines are read to find the type of each column: integers (int64), numbers (float32) or
-text. A column that mixes numbers and text is refused, because the text is probably a mistake; in
-the label such values are names. `missing` decides about missing values; in text an empty value is
-a value. The files are read twice, line by line.
+values. All lines are read to find the type of each column: integers (int64), numbers (float32; or
+float64, if float32 would change the whole part of one) or text. `data.prepare.numerals` says what
+a number is. A column that mixes numbers and text is refused, because the text is probably a
+mistake; in the label such values are names. `text` names columns that are text in any case.
+`missing` decides about missing values; in text an empty value is a value. The files are read twice,
+line by line.
 
 A column of `lists` becomes a tensor as long as its longest list. Shorter lists are filled up with
 -1, or with empty text if the items of the column are text.
@@ -16,33 +18,171 @@ import array
 import csv
 import functools
 import gzip
-import math
 import os
-import re
+import struct
 import zlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, TextIO, cast
 
+from data.prepare.numerals import (
+    CODE,
+    DOUBLE,
+    FOREIGN,
+    INTEGER,
+    INTEGERS,
+    LONG,
+    LONGEST,
+    MOST_FLOAT64,
+    NUMBER,
+    NUMBERS,
+    TEXT,
+    kind_of,
+)
 from data.prepare.sources import DROP, Options, Source
 from data.prepare.sources.examples import Classes, Node, Value, scalar, strings, tensor, text
 from data.prepare.sources.tables import Table, classes_of, common_columns, split_files, table_source
 from data.system.files import DataError
 
-_INTEGER = re.compile(r"[+-]?\d+")
-_MOST_FLOAT32 = 3.4028234663852886e38
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_NODES = {"integer": scalar("int64"), "number": scalar("float32"), "text": text()}
+_MISSING, _EMPTY = "missing", "empty"
+_NODES = {
+    INTEGER: scalar("int64"),
+    NUMBER: scalar("float32"),
+    DOUBLE: tensor("float64", ()),
+    TEXT: text(),
+}
+_FLOAT64 = struct.Struct("<d")
 _CONVERTERS: Mapping[str, Callable[[str], Value]]
-_CONVERTERS = {"integer": int, "number": float, "text": str.encode}
-
-_MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
+_CONVERTERS = {
+    INTEGER: int,
+    NUMBER: float,
+    DOUBLE: lambda value: _FLOAT64.pack(float(value)),
+    TEXT: str.encode,
+}
+_MISSING_VALUES = ("", "na", "n/a", "nan", "null", "none", "?")
 _SEPARATORS = ",;\t"
 _PADDING = -1  # It fills up lists of integers.
 _GZIP_FACTOR = 4  # Of text: the size of the content, of the size of the file.
 
-# Kind of a value -> the first such value of a column: file, line, value.
-_Seen = dict[str, tuple[str, int, str]]
+
+class _First(NamedTuple):
+    """The first value of a kind in a column."""
+
+    path: str
+    line: int
+    value: str
+
+
+class _Missing(NamedTuple):
+    """What becomes of missing values: rows are left out, or `number` of a kind replaces them."""
+
+    drops: bool
+    number: str = ""
+    kind: str = ""
+
+
+class _Column:
+    """How many values of each kind a column has, and the first of each."""
+
+    def __init__(self, name: str, *, is_label: bool, is_text: bool) -> None:
+        self.name, self._is_label, self._is_text = name, is_label, is_text
+        self._first: dict[str, _First] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, path: str, line: int, value: str) -> None:
+        """Adds a value, which is in `line` of file `path`."""
+        kind = kind_of(value)
+        if kind == TEXT and value.lower() in _MISSING_VALUES:
+            kind = _MISSING if value else _EMPTY
+        if kind in self._counts:
+            self._counts[kind] += 1
+        else:
+            self._counts[kind] = 1
+            self._first[kind] = _First(path, line, value)
+
+    def kind(self, missing: _Missing) -> str:
+        """INTEGER, NUMBER, DOUBLE or TEXT. Raises DataError if the values do not fit each other."""
+        first, counts = self._first, self._counts
+        if self._is_label and _EMPTY in first and not missing.drops:
+            path, line, _ = first[_EMPTY]
+            raise DataError(
+                f"{path}, line {line}: the label {self.name} is empty. --missing={DROP} leaves out "
+                "rows without a label."
+            )
+        if self._is_text:
+            return TEXT
+        if counts.get(FOREIGN, 0) > counts.get(TEXT, 0):
+            path, line, value = first[FOREIGN]
+            raise DataError(
+                f"{path}, line {line}: column {self.name} has {value!r}: {counts[FOREIGN]:,} of "
+                f"its {sum(counts.values()):,} values are numbers in another notation. Needed are "
+                "the digits 0 to 9 and a decimal point, without other separators: -1234.5 or 2e-3, "
+                f"at most {MOST_FLOAT64:.2g}. Write them so, or, if they are text, add "
+                f"--text={self.name}."
+            )
+        numbers = [kind for kind in NUMBERS if kind in first]
+        if not numbers or (TEXT in first and self._is_label):
+            return TEXT
+        path, line, value = first[numbers[0]]
+        if TEXT in first:
+            wrong = first[TEXT]
+            raise DataError(
+                f"{wrong.path}, line {wrong.line}: column {self.name} has {wrong.value!r}, but "
+                f"{value!r} in line {line} of {path}. A column holds numbers or text: correct it, "
+                f"or, if it is text, add --text={self.name}."
+            )
+        if CODE in first:
+            return TEXT
+        kinds = set(numbers)
+        if num_missing := self._num_missing:
+            if not missing.drops and (not missing.kind or self._is_label):
+                wrong = first.get(_EMPTY) or first[_MISSING]
+                number = ", or --missing=0, for example, which replaces them"
+                raise DataError(
+                    f"{wrong.path}, line {wrong.line}: column {self.name} has {wrong.value!r}, but "
+                    f"{value!r} in line {line} of {path}: {num_missing:,} of its numbers are "
+                    f"missing. Add --missing={DROP}, which leaves out such rows"
+                    f"{'' if self._is_label else number}."
+                )
+            kinds |= {missing.kind} - {""}
+        if kinds.issubset(INTEGERS):
+            return INTEGER
+        if LONGEST in kinds:
+            return TEXT
+        return DOUBLE if kinds & {LONG, DOUBLE} else NUMBER
+
+    def num_missing(self, kind: str) -> int:
+        """The missing values of a column of this kind. In text, only a label's empty values are."""
+        if kind == TEXT and not (self._is_label and _EMPTY in self._first):
+            return 0
+        return self._num_missing
+
+    def note(self, kind: str) -> str:
+        """What a user should know if a column of this kind is text, but not all of it looks so."""
+        numbers = self._first.keys() & set(NUMBERS)
+        if kind != TEXT or self._is_text:
+            return ""
+        if self._is_label and TEXT in self._first and (numbers or CODE in self._first):
+            path, line, value = self._first[TEXT]
+            return (
+                f"{path}, line {line}: the label {self.name} has {value!r}, so all its values are "
+                "names, also numbers"
+            )
+        changed = CODE if CODE in self._first else LONGEST
+        if changed not in self._first or TEXT in self._first:
+            return ""
+        path, line, value = self._first[changed]
+        return (
+            f"{path}, line {line}: column {self.name} is text, because a number would change "
+            f"{value!r}"
+        )
+
+    def fraction(self) -> _First | None:
+        """The first value that is no integer."""
+        return self._first.get(NUMBER) or self._first.get(DOUBLE)
+
+    @property
+    def _num_missing(self) -> int:
+        return self._counts.get(_EMPTY, 0) + self._counts.get(_MISSING, 0)
 
 
 class _Format(NamedTuple):
@@ -56,41 +196,56 @@ class _Format(NamedTuple):
 class _Lists:
     """What is known of a column of lists after all its values were added."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, *, is_text: bool) -> None:
+        self.name, self._is_text = name, is_text
         # For the separators "|" and None, which stands for spaces.
         self._lengths: dict[str | None, int] = {"|": 1, None: 1}
-        self._seen: dict[str | None, _Seen] = {"|": {}, None: {}}
+        self._first: dict[str | None, dict[str, _First]] = {"|": {}, None: {}}
         self._separator: str | None = None
 
-    def add(self, file: str, line: int, value: str) -> None:
-        """Adds a value of the column, which is in `line` of `file`."""
+    def add(self, path: str, line: int, value: str) -> None:
+        """Adds a value of the column, which is in `line` of file `path`."""
         if "|" in value:
             self._separator = "|"
-        for separator in self._lengths:
+        for separator, first in self._first.items():
             items = _items(value, separator)
             self._lengths[separator] = max(self._lengths[separator], len(items))
             for item in items:
-                kind = "integer" if _kind(item) == "integer" else "text"
-                self._seen[separator].setdefault(kind, (file, line, item))
-                if kind == "integer" and int(item) == _PADDING:
-                    self._seen[separator].setdefault("padding", (file, line, item))
+                kind = kind_of(item)
+                if kind != CODE:
+                    kind = INTEGER if kind in INTEGERS else TEXT
+                first.setdefault(kind, _First(path, line, item))
+                if item == str(_PADDING):
+                    first.setdefault(item, _First(path, line, item))
 
-    def check(self, column: str) -> None:
+    def check(self) -> None:
         """Raises DataError for a mix of integers and text, and for an integer that is padding."""
-        seen = self._seen[self._separator]
-        if "integer" in seen and "text" in seen:
-            path, line, item = seen["integer"]
-            wrong_path, wrong_line, wrong = seen["text"]
+        first = self._first[self._separator]
+        if INTEGER in first and TEXT in first and not self._is_text:
+            path, line, item = first[INTEGER]
+            wrong = first[TEXT]
             raise DataError(
-                f"{wrong_path}, line {wrong_line}: column {column} has the item {wrong!r}, but "
-                f"{item!r} in line {line} of {path}. The items of a column are integers or text: "
-                "correct it, or remove the lines or the column."
+                f"{wrong.path}, line {wrong.line}: column {self.name} has the item "
+                f"{wrong.value!r}, but {item!r} in line {line} of {path}. The items of a column "
+                f"are integers or text: correct it, or, if all are text, add --text={self.name}."
             )
-        if "padding" in seen:
-            path, line, _ = seen["padding"]
+        if self._has_integers and str(_PADDING) in first:
+            path, line, _ = first[str(_PADDING)]
             raise DataError(
-                f"{path}, line {line}: column {column} has the item {_PADDING}, with which shorter "
-                "lists are filled up. Replace it by another integer."
+                f"{path}, line {line}: column {self.name} has the item {_PADDING}, with which "
+                "shorter lists are filled up. Replace it by another integer, or, if all are text, "
+                f"add --text={self.name}."
+            )
+
+    def notes(self, path: str) -> Iterator[str]:
+        """What a user should know of the column."""
+        first = self._first[self._separator]
+        yield f"{path}: the longest list of {self.name} has {self.length:,} items"
+        if CODE in first and TEXT not in first and not self._is_text:
+            path, line, item = first[CODE]
+            yield (
+                f"{path}, line {line}: the items of {self.name} are text, because a number would "
+                f"change {item!r}"
             )
 
     @property
@@ -110,7 +265,7 @@ class _Lists:
 
     @property
     def _has_integers(self) -> bool:
-        return "text" not in self._seen[self._separator]
+        return not self._is_text and not {TEXT, CODE} & self._first[self._separator].keys()
 
     def convert(self, value: str) -> Value:
         """The items of a value, filled up to the longest list."""
@@ -119,13 +274,6 @@ class _Lists:
         if self._has_integers:
             return array.array("q", [*map(int, items), *[_PADDING] * missing]).tobytes()
         return [*map(str.encode, items), *[b""] * missing]
-
-
-class _Missing(NamedTuple):
-    """What becomes of missing values: rows are left out, or `number` replaces the values."""
-
-    drops: bool
-    number: float | None
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -138,47 +286,48 @@ def source(name: str, path: str, options: Options) -> Source:
     files = split_files(path, ".csv", ".csv.gz")
     formats = {split: _format(file, options.header) for split, file in files.items()}
     headers = {split: list(found.columns) for split, found in formats.items()}
-    columns = common_columns(path, headers, options)
-    lists = {column: _Lists() for column in _list_columns(path, columns, options)}
+    names = common_columns(path, headers, options)
     label = options.label
-    seen: dict[str, _Seen] = {column: {} for column in columns if column not in lists}
-    num_missing: Counter[str] = Counter()
+    texts = _named(path, "text", options.text, names)
+    lists = {
+        column: _Lists(column, is_text=column in texts)
+        for column in _named(path, "lists", options.lists, names, label)
+    }
+    columns = {
+        column: _Column(column, is_label=column == label, is_text=column in texts)
+        for column in names
+        if column not in lists
+    }
     label_values = set()
     counts = dict.fromkeys(files, 0)
     for split, file in files.items():
         for line, row in _lines(file, formats[split]):
             counts[split] += 1
             for column, value in row.items():
-                if column in lists:
-                    lists[column].add(file, line, value)
-                    continue
-                kind = _kind(value)
-                seen[column].setdefault(kind, (file, line, value))
-                num_missing[column] += kind in ("missing", "empty")
+                (columns.get(column) or lists[column]).add(file, line, value)
             if label is not None:
                 label_values.add(row[label])
-    for column, found_lists in lists.items():
-        found_lists.check(column)
-    kinds = {
-        key: _column_kind(key, found, key == label, missing, num_missing[key])
-        for key, found in seen.items()
+    for found_lists in lists.values():
+        found_lists.check()
+    kinds = {column: found.kind(missing) for column, found in columns.items()}
+    num_missing = {
+        column: number
+        for column, found in columns.items()
+        if (number := found.num_missing(kinds[column]))
     }
-    kinds |= dict.fromkeys(lists, "text")  # Any value is right.
-    # In a column of text, only the label's empty values are missing.
-    num_missing = Counter(
-        {
-            column: number
-            for column, number in num_missing.items()
-            if number and (kinds[column] != "text" or (column == label and "empty" in seen[column]))
-        }
-    )
     rows_of = {
-        split: functools.partial(_complete_rows, file, formats[split], kinds, label, missing)
+        split: functools.partial(
+            _complete_rows,
+            file,
+            formats[split],
+            {column: kinds[column] for column in num_missing if kinds[column] != TEXT},
+            label if label in num_missing else None,
+            missing,
+        )
         for split, file in files.items()
     }
-    notes = [
-        f"{path}: the longest list of {key} has {x.length:,} items" for key, x in lists.items()
-    ]
+    notes = [note for found in lists.values() for note in found.notes(path)]
+    notes += filter(None, (found.note(kinds[column]) for column, found in columns.items()))
     if num_missing:
         before = sum(counts.values())
         if missing.drops:
@@ -197,20 +346,28 @@ def source(name: str, path: str, options: Options) -> Source:
             )
     classes: dict[str, Classes] = {}
     if label is not None:
-        if kinds[label] == "number":
+        if (fraction := columns[label].fraction()) and kinds[label] != TEXT:
             raise DataError(
-                f"{path}: {label} is the label, and has numbers with fractions; needed are "
-                "integers from 0, or names. Leave --label out, and train with "
+                f"{fraction.path}, line {fraction.line}: {label} is the label, and has "
+                f"{fraction.value!r}; needed are integers from 0, or names. Add --text={label}, "
+                "which takes the values as names; or leave --label out, and train with "
                 f"--config.data.label={label}."
             )
-        convert = int if kinds[label] == "integer" else str
-        classes[label] = classes_of(map(convert, label_values), f"{path}: {label}")
-    converters = {column: _CONVERTERS[kinds[column]] for column in columns}
-    converters |= {column: found.convert for column, found in lists.items()}
+        convert = int if kinds[label] == INTEGER else str
+        classes[label], gaps = classes_of(
+            map(convert, label_values),
+            f"{path}: {label}",
+            f", or add --text={label}, which takes the values as names",
+        )
+        notes += gaps
+    converters = {
+        column: lists[column].convert if column in lists else _CONVERTERS[kinds[column]]
+        for column in names
+    }
     tables = {}
     for split, file in files.items():
         num_bytes = os.path.getsize(file) * (_GZIP_FACTOR if file.endswith(".gz") else 1)
-        row_bytes = num_bytes // max(1, counts[split]) + 30 * len(columns)
+        row_bytes = num_bytes // max(1, counts[split]) + 30 * len(names)
         row_bytes += sum(found.length * found.item_bytes for found in lists.values())
         tables[split] = Table(
             counts[split], row_bytes, functools.partial(_rows, rows_of[split], converters)
@@ -222,67 +379,24 @@ def source(name: str, path: str, options: Options) -> Source:
 
 def _missing(option: str | None) -> _Missing:
     if option is None or option == DROP:
-        return _Missing(option == DROP, None)
-    if not _NUMBER.fullmatch(option) or abs(float(option)) > _MOST_FLOAT32:
+        return _Missing(option == DROP)
+    if (kind := kind_of(option)) not in NUMBERS:
         raise DataError(
             f"--missing must be {DROP} or a number. Received: {option!r}. Type --missing={DROP}, "
             "which leaves out rows with missing values, or --missing=0, for example."
         )
-    return _Missing(False, float(option))
+    if kind not in INTEGERS and float(option).is_integer():
+        option = str(int(float(option)))  # It replaces integers, too.
+    return _Missing(False, option, kind_of(option))
 
 
-def _note(path: str, counts: Counter[str], before: int, after: int, option: str | None) -> str:
+def _note(path: str, counts: Mapping[str, int], before: int, after: int, option: str | None) -> str:
     columns = ", ".join(f"{column} {number:,}" for column, number in counts.items())
     if option == DROP:
         done = f"{before - after:,} of {before:,} rows are left out"
     else:
         done = f"they are now {option}"
     return f"{path}: missing values by column: {columns}; {done}"
-
-
-def _kind(value: str) -> str:
-    if _INTEGER.fullmatch(value) and -(2**63) <= int(value) < 2**63:
-        return "integer"
-    # A larger number would become infinite in float32.
-    if _NUMBER.fullmatch(value) and abs(float(value)) <= _MOST_FLOAT32:
-        return "number"
-    if not value:
-        return "empty"
-    return "missing" if value.lower() in _MISSING else "text"
-
-
-def _column_kind(
-    column: str, seen: _Seen, is_label: bool, missing: _Missing, num_missing: int
-) -> str:
-    if is_label and "empty" in seen and not missing.drops:
-        path, line, _ = seen["empty"]
-        raise DataError(
-            f"{path}, line {line}: the label {column} is empty. --missing={DROP} leaves out rows "
-            "without a label."
-        )
-    numbers = [kind for kind in ("integer", "number") if kind in seen]
-    if not numbers or ("text" in seen and is_label):
-        return "text"
-    path, line, value = seen[numbers[0]]
-    if "text" in seen:
-        wrong_path, wrong_line, wrong = seen["text"]
-        raise DataError(
-            f"{wrong_path}, line {wrong_line}: column {column} has {wrong!r}, but {value!r} in "
-            f"line {line} of {path}. A column holds numbers or text: correct it, or remove the "
-            "lines or the column."
-        )
-    if not num_missing:
-        return numbers[-1]
-    if not missing.drops and (missing.number is None or is_label):
-        wrong_path, wrong_line, wrong = seen.get("empty") or seen["missing"]
-        number = "" if is_label else ", or --missing=0, for example, which replaces them"
-        raise DataError(
-            f"{wrong_path}, line {wrong_line}: column {column} has {wrong!r}, but {value!r} in "
-            f"line {line} of {path}: {num_missing:,} of its numbers are missing. Add "
-            f"--missing={DROP}, which leaves out such rows{number}."
-        )
-    is_integer = missing.drops or missing.number == math.floor(missing.number or 0)
-    return numbers[-1] if is_integer else "number"
 
 
 def _format(path: str, has_header: bool | None) -> _Format:
@@ -304,7 +418,7 @@ def _format(path: str, has_header: bool | None) -> _Format:
             f"semicolons or tabs. Received: {', '.join(map(repr, columns)) or 'nothing'}. If it "
             "has no such line, add --noheader."
         )
-    if has_header is None and all(_kind(column) in ("integer", "number") for column in columns):
+    if has_header is None and all(kind_of(column) in NUMBERS for column in columns):
         raise DataError(
             f"{path} begins with numbers, {', '.join(columns[:5])}, and not with a line of column "
             "names. Add --noheader: the columns are then column_0, column_1, ... If these are "
@@ -347,16 +461,15 @@ def _open(path: str) -> TextIO:
 def _complete_rows(
     path: str, layout: _Format, kinds: Mapping[str, str], label: str | None, missing: _Missing
 ) -> Iterator[dict[str, str]]:
-    """The rows without a missing value, or with the number in place of each."""
-    numbers = [column for column, kind in kinds.items() if kind != "text"]
-    replacement = "" if missing.number is None else repr(missing.number)
+    """The rows without a missing value, or with the number in place of each.
+
+    `kinds`: the columns of numbers with missing values; `label`: if it has missing values.
+    """
     for _, row in _lines(path, layout):
-        lacking = [column for column in numbers if row[column].lower() in _MISSING]
+        lacking = [column for column in kinds if row[column].lower() in _MISSING_VALUES]
         if missing.drops and (lacking or (label is not None and not row[label])):
             continue
-        for column in lacking:
-            is_integer = kinds[column] == "integer"
-            row[column] = str(int(missing.number or 0)) if is_integer else replacement
+        row.update(dict.fromkeys(lacking, missing.number))
         yield row
 
 
@@ -368,14 +481,20 @@ def _rows(
         yield {column: convert(value) for (column, value), convert in values}
 
 
-def _list_columns(path: str, columns: Collection[str], options: Options) -> list[str]:
-    """The columns of --lists. Raises DataError if there is none of a name, or it is the label."""
-    found = [column.strip() for column in (options.lists or "").split(",") if column.strip()]
+def _named(
+    path: str, flag: str, value: str | None, columns: Collection[str], label: str | None = None
+) -> list[str]:
+    """The columns in the value of a flag. Raises DataError if there is none of a name.
+
+    `label`: a column that may not be among them.
+    """
+    found = [column.strip() for column in (value or "").split(",") if column.strip()]
     for column in found:
-        if column not in columns or column == options.label:
+        if column not in columns or column == label:
+            but = "" if label is None else ", but not the label"
             raise DataError(
-                f"{path}: --lists has {column!r}. It may have these columns, but not the label: "
-                f"{', '.join(columns)}. Type --lists=COLUMN, or --lists=COLUMN,COLUMN."
+                f"{path}: --{flag} has {column!r}. It may have these columns{but}: "
+                f"{', '.join(columns)}. Type --{flag}=COLUMN, or --{flag}=COLUMN,COLUMN."
             )
     return found
 

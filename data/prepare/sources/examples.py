@@ -185,9 +185,9 @@ def scalar(dtype: str) -> Node:
     return _node("scalar.Scalar", tensor={"dtype": dtype, "encoding": "none", "shape": {}})
 
 
-def image(shape: Sequence[int], encoding: str) -> Node:
+def image(shape: Sequence[int], encoding: str, dtype: str = "uint8") -> Node:
     """An encoded image: "png", "jpeg" or "" for both; -1 in `shape` is a size that varies."""
-    body = {"dtype": "uint8", "encodingFormat": encoding, "shape": _shape(shape)}
+    body = {"dtype": dtype, "encodingFormat": encoding, "shape": _shape(shape)}
     return _node("image_feature.Image", image=body)
 
 

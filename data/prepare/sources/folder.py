@@ -34,6 +34,16 @@ class _Image(NamedTuple):
     class_number: int
 
 
+class _Head(NamedTuple):
+    """What the header of an image says."""
+
+    encoding: str
+    height: int
+    width: int
+    num_channels: int
+    dtype: str
+
+
 def source(name: str, path: str, options: Options) -> Source:
     """The PNG and JPEG files below directory `path`, with the names of their classes.
 
@@ -58,16 +68,23 @@ def source(name: str, path: str, options: Options) -> Source:
             f"{path} has no class folders. Needed is DIR/CLASS/IMAGE.png, or "
             "DIR/train/CLASS/IMAGE.png and DIR/test/CLASS/IMAGE.png"
         )
-    heads = {_head(item.path) for images in splits.values() for item in images}
+    paths = {_head(item.path): item.path for images in splits.values() for item in images}
+    dtypes = {head.dtype: path for head, path in paths.items()}
+    if len(dtypes) > 1:
+        raise DataError(
+            f"{dtypes['uint16']} has 16 bits for each value, and {dtypes['uint8']} has 8 or fewer. "
+            "Convert the images to the same number of bits."
+        )
     if "" in splits:  # Divided last, so that a file that is not an image is reported first.
         images = splits[""]
         masks = divided((item.name for item in images), options, path)
         splits = {split: list(itertools.compress(images, mask)) for split, mask in masks.items()}
-    formats, heights, widths, depths = map(set, zip(*heads, strict=True))
+    formats, heights, widths, depths, _ = map(set, zip(*paths, strict=True))
     size = (*heights, *widths) if len(heights) == len(widths) == 1 else (-1, -1)
     # Images with different channels are decoded as RGB; grey with alpha too, which few models take.
     depth = depths.pop() if len(depths) == 1 and depths <= {1, 3, 4} else 3
-    nodes = {"image": image((*size, depth), formats.pop() if len(formats) == 1 else "")}
+    encoding = formats.pop() if len(formats) == 1 else ""
+    nodes = {"image": image((*size, depth), encoding, *dtypes)}
     return Source(
         name,
         {split: _split(images) for split, images in splits.items()},
@@ -132,16 +149,17 @@ def _is_ignored(name: str) -> bool:
     return name.startswith(".") or name in _IGNORED
 
 
-def _head(path: str) -> tuple[str, int, int, int]:
+def _head(path: str) -> _Head:
     with open(path, "rb") as file:
         begin = file.read(26)
         if begin.startswith(_PNG) and begin[12:16] == b"IHDR" and len(begin) == 26:
-            width, height, _, colour = struct.unpack_from(">IIBB", begin, 16)
+            width, height, num_bits, colour = struct.unpack_from(">IIBB", begin, 16)
             if colour in _PNG_CHANNELS:
-                return "png", height, width, _PNG_CHANNELS[colour]
+                dtype = "uint16" if num_bits == 16 else "uint8"
+                return _Head("png", height, width, _PNG_CHANNELS[colour], dtype)
         if begin.startswith(_JPEG):
             file.seek(0)
-            return ("jpeg", *_head_of_jpeg(file, path))
+            return _Head("jpeg", *_head_of_jpeg(file, path), "uint8")
     raise DataError(
         f"{path} is neither PNG nor JPEG: it begins with {begin[:8].hex(' ') or 'nothing'}. "
         "Convert it, or remove it."

@@ -10,7 +10,7 @@ import math
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -28,6 +28,13 @@ _BLOCK_BYTES = 1 << 18
 # Types that tf.io.decode_raw knows, and types of scalars that int64 or float32 holds exactly.
 _RAW = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
 _LISTED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "float32")
+# Types that no record holds, and those that hold the same values.
+_INSTEAD: Mapping[type[np.generic], str] = {
+    np.bool_: "uint8",
+    np.uint32: "int64",
+    np.datetime64: "int64",
+    np.timedelta64: "int64",
+}
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -65,8 +72,19 @@ class _Column(NamedTuple):
             return tensor(self.dtype.name, self.shape[1:])
         raise DataError(
             f"{self.path}: {self.member} is {self.dtype.name} {list(self.shape)}, which a record "
-            f"cannot hold. Save it as one of {', '.join(_RAW)}, or as strings [N]."
+            f"cannot hold. {self._advice()}"
         )
+
+    def _advice(self) -> str:
+        name = self.member.removesuffix(".npy")
+        if dtype := _INSTEAD.get(self.dtype.type):
+            return f"Save {name}.astype(np.{dtype}) of it."
+        if self.dtype.name == "uint64":
+            return (
+                f"Save {name}.astype(np.int64) of it, if all are below 2**63; or, of an array of "
+                f"one dimension, {name}.astype(str), which keeps ids as text."
+            )
+        return f"Save it as one of {', '.join(_RAW)}, or as strings [N]."
 
     def values(self) -> Iterator[Value]:
         """Yields the value of each row, as a record holds it."""
@@ -113,20 +131,22 @@ def source(name: str, path: str, options: Options) -> Source:
         for split, columns in splits.items()
     }
     kinds = common_columns(path, kinds_by_split, options)
+    nodes = {key: column.node() for key, column in next(iter(splits.values())).items()}
     labels: dict[str, Classes] = {}
+    notes: Sequence[str] = ()
     if (label := options.label) is not None:
         shape, kind = kinds[label]
         if shape or (kind != "str" and "int" not in kind):
+            classes = "" if shape else f"If it has classes, save {label}.astype(np.int64). Or leave"
             raise DataError(
                 f"{path}: {label} is {kind} {['N', *shape]}, and a label is an integer or a name "
-                "for each row. Leave --label out, and train with "
+                f"for each row. {classes or 'Leave'} --label out, and train with "
                 f"--config.data.label={label}, or with a `parse`."
             )
         values = (value for columns in splits.values() for value in _classes(columns[label]))
-        labels[label] = classes_of(values, f"{path}: {label}")
-    nodes = {key: column.node() for key, column in next(iter(splits.values())).items()}
+        labels[label], notes = classes_of(values, f"{path}: {label}")
     tables = {split: _table(columns) for split, columns in splits.items()}
-    return table_source(name, tables, nodes, labels, options)
+    return table_source(name, tables, nodes, labels, options)._replace(notes=notes)
 
 
 def _columns(path: str) -> dict[str, _Column]:

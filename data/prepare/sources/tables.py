@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from data.prepare.sources import SPLIT_NAMES, Options, Source, SourceSplit, divided, refuse_fraction
@@ -93,14 +93,27 @@ def common_columns(path: str, splits: Mapping[str, ColumnsT], options: Options) 
     return columns
 
 
-def classes_of(values: Iterable[int | str], where: str) -> Classes:
-    """The classes of a label with these values: sorted names, or integers from 0."""
+def classes_of(
+    values: Iterable[int | str], where: str, or_else: str = ""
+) -> tuple[Classes, Sequence[str]]:
+    """The classes of a label with these values: sorted names, or integers from 0; and notes.
+
+    `or_else`: for messages, what may be done other than to replace negative values.
+    """
     distinct = set(values)
     if names := tuple(sorted(value for value in distinct if isinstance(value, str))):
-        return Classes(len(names), names)
+        return Classes(len(names), names), ()
     numbers = [value for value in distinct if isinstance(value, int)]
-    if min(numbers, default=0) < 0:
+    least, most = min(numbers, default=0), max(numbers, default=-1)
+    if least < 0:
         raise DataError(
-            f"{where} is the label, and has {min(numbers)}; needed are integers from 0."
+            f"{where} is the label, and has {least}; needed are integers from 0. Replace such "
+            f"values{or_else}."
         )
-    return Classes(max(numbers, default=-1) + 1)
+    notes = []
+    if len(numbers) <= most:
+        notes.append(
+            f"{where} has {len(numbers):,} different values from {least:,} to {most:,}. So the "
+            f"label has {most + 1:,} classes, some without examples"
+        )
+    return Classes(most + 1), notes
