@@ -26,6 +26,7 @@ from trainer.checkpoints.marks import Saved
 from trainer.config import Config, Recipe, data_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.hooks.callbacks import build_callbacks, check_monitors
+from trainer.hooks.export import check_export, export_notes
 from trainer.inputs import (
     Inputs,
     build_metrics,
@@ -78,6 +79,9 @@ class Findings:
         if num_ps:
             placement = place(self.groups, num_ps, num_gradient_buffers=num_gradient_buffers)
             lines.append(placement.table())
+        if config.export:
+            notes = export_notes(self.learner.model, self.recipe.path)
+            lines += [f"note: {note}" for note in notes]
         step = self.saved.step if self.saved else 0
         lines.append(f"steps {step + 1:,} to {config.train_steps:,} would be trained")
         return "\n".join(lines)
@@ -115,6 +119,7 @@ def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Fin
     build_metrics(inputs, learner, recipe)
     check_monitors(callbacks, learner, recipe.path, evaluates=True)
     check_batches(inputs, learner, recipe)
+    check_export(recipe, learner.model, specs)
     saved = build_checkpointer(recipe, model_dir, inputs, learner).check()
     return Findings(recipe, inputs, learner, groups, saved)
 
