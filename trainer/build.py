@@ -100,6 +100,7 @@ def check_reads(learner: Learner, path: str, read_dtype: str, embedding_stalenes
             )
 
 
+@names_from_zero()
 def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
     """The learner of `recipe`, with the same initial weights in every process.
 

@@ -73,7 +73,7 @@ class Findings:
             f"{self.inputs.evaluation.split.num_examples:,} evaluation examples in "
             f"{data_dir(config)}",
             *filter(None, [self.inputs.note]),
-            f"{num_bytes:,} bytes of variables, optimizer slots included",
+            f"{num_bytes:,} bytes of variables, {slots_included(self.groups)}",
         ]
         lines += [_described(group, num_ps) for group in self.groups if group.is_table]
         if num_ps:
@@ -87,13 +87,19 @@ class Findings:
         return "\n".join(lines)
 
 
+def slots_included(groups: Sequence[Group]) -> str:
+    """Says if the bytes of `groups` are also those of optimizer slots: plain SGD has none."""
+    has_slots = any(group.num_variables > 1 for group in groups)
+    return "optimizer slots included" if has_slots else "the optimizer has no slots"
+
+
 def _described(table: Group, num_ps: int) -> str:
     """The size of a table, complete and on each of `num_ps` parameter servers."""
     name = table.name.partition(":")[0]
     num_rows, width = table.shape
     if not num_rows:
         return f"table {name}: rows of {width} are made for ids during training"
-    line = f"table {name}: {num_rows:,} rows of {width}, {table.num_bytes:,} bytes with slots"
+    line = f"table {name}: {num_rows:,} rows of {width}, {table.num_bytes:,} bytes{table.others}"
     if num_ps:
         rows = part_rows(num_rows, 0, num_ps)
         num_bytes = table.num_bytes // num_rows * rows

@@ -144,12 +144,7 @@ def test_wish_to_stop_completes_training(split: Split, tmp_path: Path) -> None:
 
     toy.start()
     export = Export(
-        toy.learner,
-        lambda: toy.learner.model,
-        str(tmp_path),
-        path="mine.py",
-        input_specs=None,
-        last_step=99 * EPOCH,
+        toy.learner, lambda: toy.learner.model, str(tmp_path), path="mine.py", last_step=99 * EPOCH
     )
     hook = Callbacks(
         toy.executor,

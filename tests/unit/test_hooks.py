@@ -181,12 +181,7 @@ def test_interrupted_run_is_saved_at_its_step_and_not_exported(
         toy.executor, toy.learner, toy.checkpointer, every_steps=50, last_step=100
     )
     export = Export(
-        toy.learner,
-        lambda: toy.learner.model,
-        f"{tmp_path}/export",
-        path="mine.py",
-        input_specs=None,
-        last_step=100,
+        toy.learner, lambda: toy.learner.model, f"{tmp_path}/export", path="mine.py", last_step=100
     )
     last = run(toy, [save, export], 100)
     assert last < 100
@@ -466,16 +461,8 @@ def test_export_that_does_not_fit_on_the_disk_sets_failure_without_an_error(
     toy = Toy(split, tmp_path)
     toy.start()
 
-    def build_model() -> keras.Model:
-        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
-
     export = Export(
-        toy.learner,
-        build_model,
-        f"{tmp_path}/export",
-        path="mine.py",
-        input_specs=None,
-        last_step=2,
+        toy.learner, lambda: toy.learner.model, f"{tmp_path}/export", path="mine.py", last_step=2
     )
     with file_size_limit(500):
         assert run(toy, [export], 2) == 2
@@ -519,12 +506,7 @@ def early_stopping_run(
     options = EarlyStoppingConfig(patience=patience, min_delta=1e-3)
     stop = EarlyStop(toy.executor, evaluate, options, "loss", history=json_lines.read)
     export = Export(
-        toy.learner,
-        lambda: toy.learner.model,
-        f"{model_dir}/export",
-        path="mine.py",
-        input_specs=None,
-        last_step=100,
+        toy.learner, lambda: toy.learner.model, f"{model_dir}/export", path="mine.py", last_step=100
     )
     stop.to_end.append(export)
     save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=0, last_step=100)

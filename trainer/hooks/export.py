@@ -8,12 +8,13 @@ what cannot be done with model.keras. A model that Keras cannot describe has no 
 """
 
 import concurrent.futures
+import itertools
 import json
 import logging
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 
 import keras
 import tensorflow as tf
@@ -51,7 +52,7 @@ class Export(PeriodicHook):
     directory: str
     _: KW_ONLY
     path: str  # Of the config file.
-    input_specs: Batch  # As `parse` returns the inputs.
+    input_specs: Batch = None  # Of a model that does not declare its inputs.
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @override
@@ -79,28 +80,24 @@ class Export(PeriodicHook):
 
 
 def _write(model: keras.Model, directory: str, input_specs: Batch) -> None:
-    # What a killed process left there is written over.
-    partial_dir = files.join(directory, "partial")
-    files.remove_tree(partial_dir)
-    files.make_dirs(partial_dir)
+    partial = files.join(directory, "partial")
+    files.remove_tree(partial)  # Of a killed process.
+    files.make_dirs(partial)
     try:
-        for name, write in {
-            "model.keras": None if _why_not_described(model) else model.save,
-            "saved_model": partial(
-                model.export, verbose=False, input_signature=_signature(model, input_specs)
-            ),
-        }.items():
-            if write is not None:
-                write(files.join(partial_dir, name))
+        if not _why_not_described(model):
+            model.save(f"{partial}/model.keras")
+        signature = _signature(model, input_specs)
+        model.export(f"{partial}/saved_model", verbose=False, input_signature=signature)
+        for name in ("model.keras", "saved_model"):
             path = files.join(directory, name)
             if files.is_dir(path):
                 files.remove_tree(path)
             elif files.exists(path):
                 files.remove_file(path)
-            if write is not None:
-                files.rename(files.join(partial_dir, name), path)
+            if files.exists(f"{partial}/{name}"):
+                files.rename(f"{partial}/{name}", path)
     finally:
-        files.remove_tree(partial_dir)
+        files.remove_tree(partial)
 
 
 def check_export(recipe: Recipe, model: keras.Model, input_specs: Batch) -> None:
@@ -154,7 +151,8 @@ def _why_not_made_again(model: keras.Model) -> str:
         return ""  # It can, and a large model needs a second.
 
     def make() -> None:
-        with tf.device("CPU:0"), without_rows():
+        with tf.device("CPU:0"), without_rows(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # As when the model was made.
             keras.saving.deserialize_keras_object(json.loads(description), custom_objects=classes)
 
     try:
@@ -170,15 +168,21 @@ def _signature(model: keras.Model, input_specs: Batch) -> list[Batch]:
     """The specs of the inputs of a SavedModel, with their names.
 
     They are those that the model declares, or otherwise `input_specs`: Keras would take float32 for
-    all inputs of a subclassed model. Inputs in a dict have its keys as names.
+    all inputs of a subclassed model. Inputs in a dict have its keys as names. Other inputs without
+    a name are numbered here: Keras also counts the tensors between them.
     """
+    numbers = itertools.count()
     declared = declared_inputs(model)
     taken = input_specs if declared is None else declared
 
     def spec_of(tensor: tf.TensorSpec | keras.KerasTensor, key: str | None = None) -> tf.TensorSpec:
-        name = tensor.name if isinstance(tensor, keras.KerasTensor) else key
-        if key is not None and _UNNAMED.fullmatch(name or ""):
-            name = key
+        name = key
+        if isinstance(tensor, keras.KerasTensor):
+            if not _UNNAMED.fullmatch(tensor.name):
+                name = tensor.name
+            elif key is None:
+                number = next(numbers)
+                name = f"keras_tensor_{number}" if number else "keras_tensor"
         return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype, name)
 
     if isinstance(taken, Mapping) and not any(map(tf.nest.is_nested, taken.values())):
