@@ -38,7 +38,14 @@ from trainer.hooks.trackers.building import build_trackers
 from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner
-from trainer.models import build_from_specs, check_model, is_built
+from trainer.models import (
+    build_from_specs,
+    check_model,
+    declared_inputs,
+    has_own_code,
+    is_built,
+    names_from_zero,
+)
 from trainer.run_files import Document, RunFiles
 from trainer.step.advice import advice
 from trainer.step.keras_losses import KerasLoss, is_keras
@@ -122,6 +129,7 @@ def check_standby(checkpointer: Checkpointer, path: str, every_steps: int) -> No
         )
 
 
+@names_from_zero()
 def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
     """The learner of `recipe`, with the same initial weights in every process.
 
@@ -220,8 +228,13 @@ def _check_learner(learner: object, recipe: Recipe) -> None:
         )
 
 
-def build_model(recipe: Recipe, input_specs: Batch = None) -> keras.Model:
+def build_model(
+    recipe: Recipe, input_specs: Batch = None, *, is_trained: bool = True
+) -> keras.Model:
     """The model of `recipe`, built, in the precision that its config names.
+
+    Its names are the same at each call, in each process. If `is_trained`, layers that `call` uses
+    only with training=True have weights, too; otherwise it is the model as it predicts.
 
     float32 leaves Keras' policy as it is: a file may set one.
     """
@@ -230,13 +243,19 @@ def build_model(recipe: Recipe, input_specs: Batch = None) -> keras.Model:
     if config.precision != "float32":
         keras.config.set_dtype_policy(config.precision)
     try:
-        with errors_explained(what):
-            model = recipe.build_model(config)
-        check_model(model, what)
-        if not is_built(model):
-            if input_specs is None:
-                raise ConfigError(f"{what} must return a built model. Give it a keras.Input.")
-            build_from_specs(model, input_specs, recipe.path)
+        with names_from_zero():
+            with errors_explained(what):
+                model = recipe.build_model(config)
+            check_model(model, what)
+            declared = declared_inputs(model)
+            if declared is None and not is_built(model):
+                if input_specs is None:
+                    raise ConfigError(f"{what} must return a built model. Give it a keras.Input.")
+                build_from_specs(model, input_specs, recipe.path)
+            # Layers of Keras use all their weights in both modes.
+            if is_trained and has_own_code(model) and not is_built(model):
+                specs = input_specs if declared is None else declared
+                build_from_specs(model, specs, recipe.path, training=True)
     finally:
         if config.precision != "float32":
             keras.config.set_dtype_policy(policy)
@@ -402,8 +421,10 @@ def chief_hooks(
         specs = parts.input_specs
         export = Export(
             parts.learner,
-            lambda: build_model(recipe, specs),
+            lambda: build_model(recipe, specs, is_trained=False),
             files.export,
+            path=recipe.path,
+            input_specs=specs,
             last_step=config.train_steps,
             stopwatch=parts.executor.stopwatch,
         )

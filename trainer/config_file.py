@@ -39,6 +39,7 @@ _LIBRARIES = tuple(
 )
 # A line of a traceback, also of AutoGraph's, which is a part of the error's message.
 _PLACE = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
+_REASON = re.compile(r"\b(?:Error|Exception) encountered:\s+")
 _LOADED: set[str] = set()  # The files of config files, and their neighbours.
 _SHIPPED = _PROGRAM / "configs"
 # Errors of other tasks: a user's code did not cause them.
@@ -183,8 +184,8 @@ def explained(error: BaseException) -> str:
     """
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error}"
-    # Keras tries to find the shape of outputs, and says after these words why it could not.
-    text, kind = str(error).rpartition("Error encountered:")[2], type(error).__name__
+    # Keras says after these words why it could not find the shape of outputs, or make an object.
+    text, kind = _REASON.split(str(error))[-1], type(error).__name__
     places = list(_PLACE.finditer(text))
     if places and "in user code:" in text:
         # The line of code, then the error.

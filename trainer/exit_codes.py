@@ -20,11 +20,17 @@ _NOISE = re.compile("\x1b\\[[0-9;]*m|\\{\\{function_node [^}]*\\}\\} ?| \\[Op:\\
 def first_line(error: BaseException) -> str:
     """The first line of what `error` says, or its type if it says nothing.
 
-    Skips the first line of Keras' errors: it names a layer, and the reason follows in bold.
+    Skips the first line of Keras' errors: it names a layer, and the reason follows in bold. A
+    sentence that is broken into lines is returned as one line.
     """
     lines = [line.strip() for line in _NOISE.sub("", str(error)).splitlines()]
     told = [line for line in lines if line and not line.startswith("Exception encountered when")]
-    return (told or lines or [""])[0] or type(error).__name__
+    first, *others = told or lines or [""]
+    for line in others:
+        if first.endswith((".", ":", ";", "!", "?")) or not line[:1].islower():
+            break
+        first += f" {line}"
+    return first or type(error).__name__
 
 
 def end_at_once(signum: int, frame: object) -> None:

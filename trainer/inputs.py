@@ -361,6 +361,7 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
         ConfigError: `augment`, the loss or a metric fails, or returns values of a wrong number.
     """
     _check_augment(inputs, recipe)
+    known = {id(variable) for variable in learner.model.variables}
     for reader in inputs.readers:
         where = f"The first batch of split {reader.split.name!r}"
         with data_errors_explained(inputs):
@@ -398,6 +399,12 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
             with errors_explained(what):  # Traced, not run: nothing is assigned.
                 specs = tf.nest.map_structure(tf.type_spec_from_value, (examples, labels, *weights))
                 tf.function(learner.training_losses).get_concrete_function(specs)
+            if late := [v.path for v in learner.model.variables if id(v) not in known]:
+                raise ConfigError(
+                    f"{what} makes new variables, which would not be trained: {', '.join(late)}. "
+                    "A layer that is used outside of `call`, for example in compute_loss, needs "
+                    "its weights before: call its `build(shape)` in build_model."
+                )
 
 
 def batch_at(reader: Reader, batch: int) -> Batch:

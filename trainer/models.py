@@ -1,14 +1,20 @@
 """Models of config files: what can be trained, and building a model from the specs of its inputs.
 
+with names_from_zero():
+    model = build_model(config)
 check_model(model, "build_model(config) of my_model.py")
 if not is_built(model):
     build_from_specs(model, specs, "my_model.py")
 """
 
+import collections
+import contextlib
 import warnings
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 
 from strategies.base import Batch
 from trainer.config_file import errors_explained
@@ -43,6 +49,20 @@ _OVERRIDES = {
 }
 
 
+@contextlib.contextmanager
+def names_from_zero() -> Iterator[None]:
+    """Within it Keras numbers layers, inputs and variables as in a new process.
+
+    So a model has the same names at each build, in each process and under each strategy.
+    """
+    former = global_state.get_global_attribute("object_name_uids")
+    global_state.set_global_attribute("object_name_uids", collections.defaultdict(int))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("object_name_uids", former)
+
+
 def has_own_code(model: keras.Model) -> bool:
     """Returns True if a class of `model` or of its layers is none of Keras'."""
     return any(
@@ -51,24 +71,46 @@ def has_own_code(model: keras.Model) -> bool:
 
 
 def is_built(model: keras.Model) -> bool:
-    """Returns True if all weights of `model` exist: it has Keras inputs, or all layers are built.
+    """Returns True if all layers of `model`, also those inside of layers, have their weights.
 
     `model.built` alone says nothing about the layers of a subclassed model that defines `build`.
     """
-    return bool(getattr(model, "inputs", None)) or all(
-        layer.built for layer in model._flatten_layers()
-    )
+    return all(layer.built for layer in model._flatten_layers())
 
 
-def build_from_specs(model: keras.Model, specs: Batch, path: str) -> None:
-    """Calls `model` on inputs without values, which creates the weights of all its layers."""
+def declared_inputs(model: keras.Model) -> Batch:
+    """The inputs that `model` declares, as its `call` takes them; None if it declares none."""
+    if not getattr(model, "inputs", None):
+        return None
+    return model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+
+
+def build_from_specs(
+    model: keras.Model, specs: Batch, path: str, *, training: bool = False
+) -> None:
+    """Calls `model` on inputs without values, which creates the weights of the layers it uses."""
     inputs = tf.nest.map_structure(
-        lambda spec: keras.KerasTensor((None, *spec.shape[1:]), spec.dtype.name), specs
+        lambda spec: keras.KerasTensor((None, *spec.shape[1:]), tf.as_dtype(spec.dtype).name), specs
     )
-    shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", specs)
-    with (
-        warnings.catch_warnings(),
-        errors_explained(f"The model of {path}, called with inputs {shapes},"),
-    ):
+    shapes = tf.nest.map_structure(lambda tensor: f"{tensor.dtype}{tensor.shape}", inputs)
+    called = f"The model of {path}, called with {'training=True and ' if training else ''}"
+    with warnings.catch_warnings(), errors_explained(f"{called}inputs {shapes},"):
         warnings.simplefilter("ignore", UserWarning)  # Keras', about the error that follows.
-        model(inputs)
+        if training:
+            _TrainingCall(model).compute_output_spec(inputs)
+        else:
+            model(inputs)
+
+
+class _TrainingCall(keras.Operation):
+    """`model` in training, for inputs without values.
+
+    In `model(inputs, training=True)` a Functional model would not tell its layers of `training`.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        super().__init__()
+        self._model = model
+
+    def call(self, inputs: Batch) -> Batch:
+        return self._model(inputs, training=True)

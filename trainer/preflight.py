@@ -27,6 +27,7 @@ from trainer.config import Config, Recipe, changed_fields, data_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.guards.fingerprint import check_process
 from trainer.hooks.callbacks import build_callbacks, check_monitors
+from trainer.hooks.export import check_export, export_notes
 from trainer.inputs import (
     Inputs,
     build_metrics,
@@ -74,17 +75,26 @@ class Findings:
             f"{self.inputs.evaluation.split.num_examples:,} evaluation examples in "
             f"{data_dir(config)}",
             *filter(None, [self.inputs.note]),
-            f"{num_bytes:,} bytes of variables, optimizer slots included",
+            f"{num_bytes:,} bytes of variables, {slots_included(self.groups)}",
         ]
         lines += [_described(group, num_ps) for group in self.groups if group.is_table]
         if num_ps:
             placement = place(self.groups, num_ps, num_gradient_buffers=num_gradient_buffers)
             lines.append(placement.table())
+        if config.export:
+            notes = export_notes(self.learner.model, self.recipe.path)
+            lines += [f"note: {note}" for note in notes]
         step = self.saved.step if self.saved else 0
         lines.append(f"steps {step + 1:,} to {config.train_steps:,} would be trained")
         if changed := changed_fields(self.saved.config if self.saved else {}, config):
             lines.append(f"changed since step {step:,} was saved: {changed}")
         return "\n".join(lines)
+
+
+def slots_included(groups: Sequence[Group]) -> str:
+    """Says if the bytes of `groups` are also those of optimizer slots: plain SGD has none."""
+    has_slots = any(group.num_variables > 1 for group in groups)
+    return "optimizer slots included" if has_slots else "the optimizer has no slots"
 
 
 def _described(table: Group, num_ps: int) -> str:
@@ -93,7 +103,7 @@ def _described(table: Group, num_ps: int) -> str:
     num_rows, width = table.shape
     if not num_rows:
         return f"table {name}: rows of {width} are made for ids during training"
-    line = f"table {name}: {num_rows:,} rows of {width}, {table.num_bytes:,} bytes with slots"
+    line = f"table {name}: {num_rows:,} rows of {width}, {table.num_bytes:,} bytes{table.others}"
     if num_ps:
         rows = part_rows(num_rows, 0, num_ps)
         num_bytes = table.num_bytes // num_rows * rows
@@ -120,6 +130,7 @@ def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Fin
     build_metrics(inputs, learner, recipe)
     check_monitors(callbacks, learner, recipe.path, evaluates=True)
     check_batches(inputs, learner, recipe)
+    check_export(recipe, learner.model, specs)
     checkpointer = build_checkpointer(recipe, model_dir, inputs, learner)
     return Findings(recipe, inputs, learner, checkpointer, groups, checkpointer.check())
 

@@ -72,6 +72,7 @@ from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import CatchUp, Hook
 from trainer.hooks.console import Console
+from trainer.hooks.export import check_export, export_notes
 from trainer.hooks.finite import NonFiniteLossError
 from trainer.hooks.newest_group import StopIfReplaced
 from trainer.hooks.progress import progress_writers
@@ -388,6 +389,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     build_metrics(inputs, learner, spec.recipe)
     if not spec.is_checked:
         check_batches(inputs, learner, spec.recipe)
+        check_export(spec.recipe, learner.model, specs)
     train = dataclasses.replace(inputs.train, gives_seeds=learner.needs_seeds)
     inputs = dataclasses.replace(inputs, train=train)
     checkpointer = build_checkpointer(
@@ -526,7 +528,8 @@ def _begin(
             console.say(f"changed since that step: {changed}")
     elif parts.learner.origin:
         console.say(parts.learner.origin)
-    for note in parts.learner.notes:
+    notes = export_notes(parts.learner.model, spec.recipe.path) if config.export else []
+    for note in [*parts.learner.notes, *notes]:
         console.say(f"note: {note}")
     document = _config_document(spec, inputs, parts.learner)
     progress = progress_writers(spec.metrics_address, spec.model_dir, config.train_steps)
@@ -619,8 +622,12 @@ def _record_end(
     stopped_early = next((hook.done for hook in hooks if hook.done), "")
     is_complete = step >= config.train_steps or bool(stopped_early)
     failures = [hook.failure for hook in hooks if hook.failure]
+    exit_code = max((hook.failure_exit_code for hook in hooks if hook.failure), default=EXIT_DONE)
+    if not is_complete:
+        exit_code = EXIT_RESTART
     if spec.is_chief and not parts.checkpointer.has_saved(step):
         failures.insert(0, f"Step {step:,} could not be saved")
+        exit_code = EXIT_RESTART
     reason = (stopped_early or "done") if is_complete else "asked to stop"
     result: dict[str, Any] = {"eval": {}}  # JSON values.
     for hook in hooks:
@@ -629,7 +636,7 @@ def _record_end(
         "step": step,
         "examples": executor.position.num_examples(parts.inputs.train.order),
         "seconds": round(time.monotonic() - started, 3),
-        "exit_code": EXIT_DONE if is_complete and not failures else EXIT_RESTART,
+        "exit_code": exit_code,
         "why": "; ".join(failures) or reason,
     }
     if stopped_early:
@@ -641,6 +648,7 @@ def _record_end(
     result |= {name: dict(by_worker) for name, by_worker in executor.worker_stats().items()}
     if failure := _write_result(spec, result):
         failures.append(failure)
+        exit_code = EXIT_RESTART
     if console:
         measured = "  ".join(f"{name} {value:.4f}" for name, value in result["eval"].items())
         line = f"{result['why']}: step {step:,}  {measured}  {result['seconds']:.1f} s"
@@ -649,8 +657,7 @@ def _record_end(
     for failure in failures:
         log.error("%s. Restart when the cause is removed, to resume from what was saved.", failure)
     # Only the chief writes, so only the chief can fail to; the other tasks end like the chief.
-    num_failures = executor.gathered(len(failures))[0]
-    return EXIT_DONE if is_complete and not num_failures else EXIT_RESTART
+    return executor.gathered(exit_code)[0]
 
 
 def _write_result(spec: TaskSpec, result: Document) -> str:

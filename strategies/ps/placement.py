@@ -41,6 +41,16 @@ class Group:
     num_variables: int = 1
     gradient_bytes: int = 0  # Of a gradient of the first variable; 0 if it is not trainable.
     is_table: bool = False  # In the result of `place`: a part of a table.
+    num_gradient_buffers: int = 0  # In `num_bytes`, besides the variables.
+
+    @property
+    def others(self) -> str:
+        """What `num_bytes` includes besides the first variable, in words."""
+        slots = "its slots" if self.num_variables > 1 else ""
+        has_buffers = self.num_gradient_buffers and self.gradient_bytes
+        buffers = f"{self.num_gradient_buffers} gradients" if has_buffers else ""
+        included = " and ".join(filter(None, [slots, buffers]))
+        return included and f" with {included}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ class Placement:
             lines.append(f"ps {ps}: {num_bytes:,} bytes, {num_variables} variables")
             if here:
                 largest = max(here, key=lambda group: group.num_bytes)
-                lines[-1] += f", the largest {largest.name} {list(largest.shape)} with its slots: "
+                lines[-1] += f", the largest {largest.name} {list(largest.shape)}{largest.others}: "
                 lines[-1] += f"{largest.num_bytes:,} bytes"
         return "\n".join(lines)
 
@@ -105,7 +115,11 @@ def place(groups: Sequence[Group], num_ps: int, *, num_gradient_buffers: int = 0
         _part_of(group, ps, num_ps) for group in groups if group.is_table for ps in range(num_ps)
     ]
     dense = [
-        dataclasses.replace(g, num_bytes=g.num_bytes + num_gradient_buffers * g.gradient_bytes)
+        dataclasses.replace(
+            g,
+            num_bytes=g.num_bytes + num_gradient_buffers * g.gradient_bytes,
+            num_gradient_buffers=num_gradient_buffers,
+        )
         for g in groups
         if not g.is_table
     ]

@@ -156,6 +156,12 @@ def test_exported_models_have_the_accuracy_of_the_result(run: Run, digits: Path)
     assert len(labels) == 360
     loaded = keras.models.load_model(run.model_dir / "export" / "model.keras")
     served = tf.saved_model.load(str(run.model_dir / "export" / "saved_model"))
+    # The same under each strategy.
+    serve = served.signatures["serving_default"]
+    assert list(serve.structured_input_signature[1]) == ["keras_tensor"]
+    assert list(serve.structured_outputs) == ["output_0"]
+    names = {v.path.split("/")[-2] for v in loaded.variables}
+    assert names == {"conv2d", "conv2d_1", "dense", "dense_1"}
     for logits in (loaded(images), served.serve(images)):
         hits = np.argmax(logits, axis=-1) == labels
         assert float(np.mean(hits)) == pytest.approx(run.result["eval"]["accuracy"], abs=1e-9)

@@ -143,7 +143,9 @@ def test_wish_to_stop_completes_training(split: Split, tmp_path: Path) -> None:
             self.model.stop_training = epoch == 1
 
     toy.start()
-    export = Export(toy.learner, lambda: toy.learner.model, str(tmp_path), last_step=99 * EPOCH)
+    export = Export(
+        toy.learner, lambda: toy.learner.model, str(tmp_path), path="mine.py", last_step=99 * EPOCH
+    )
     hook = Callbacks(
         toy.executor,
         toy.learner,

@@ -25,6 +25,7 @@ from trainer.embeddings.table import set_values
 from trainer.hooks.base import CatchUp
 from trainer.hooks.evict import evict_hooks
 from trainer.learner import Learner
+from trainer.models import names_from_zero
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ConfigError, WarmStartConfig
 from trainer.step.warm_start import warm_start
@@ -66,6 +67,7 @@ def make_learner_here(optimizer: TableOptimizer | str = "sgd", **options: Any) -
     )
 
 
+@names_from_zero()
 def make_model(optimizer: TableOptimizer | str = "sgd", **options: Any) -> keras.Model:
     return keras.Sequential(
         [

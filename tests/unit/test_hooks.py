@@ -180,7 +180,9 @@ def test_interrupted_run_is_saved_at_its_step_and_not_exported(
     save = SaveCheckpoint(
         toy.executor, toy.learner, toy.checkpointer, every_steps=50, last_step=100
     )
-    export = Export(toy.learner, lambda: toy.learner.model, f"{tmp_path}/export", last_step=100)
+    export = Export(
+        toy.learner, lambda: toy.learner.model, f"{tmp_path}/export", path="mine.py", last_step=100
+    )
     last = run(toy, [save, export], 100)
     assert last < 100
     assert toy.checkpoints() == [f"step-{last:08d}"]
@@ -459,10 +461,9 @@ def test_export_that_does_not_fit_on_the_disk_sets_failure_without_an_error(
     toy = Toy(split, tmp_path)
     toy.start()
 
-    def build_model() -> keras.Model:
-        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
-
-    export = Export(toy.learner, build_model, f"{tmp_path}/export", last_step=2)
+    export = Export(
+        toy.learner, lambda: toy.learner.model, f"{tmp_path}/export", path="mine.py", last_step=2
+    )
     with file_size_limit(500):
         assert run(toy, [export], 2) == 2
     assert "export could not be written: " in export.failure
@@ -504,7 +505,9 @@ def early_stopping_run(
     )
     options = EarlyStoppingConfig(patience=patience, min_delta=1e-3)
     stop = EarlyStop(toy.executor, evaluate, options, "loss", history=json_lines.read)
-    export = Export(toy.learner, lambda: toy.learner.model, f"{model_dir}/export", last_step=100)
+    export = Export(
+        toy.learner, lambda: toy.learner.model, f"{model_dir}/export", path="mine.py", last_step=100
+    )
     stop.to_end.append(export)
     save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=0, last_step=100)
     run(toy, [json_lines, evaluate, stop, save, export], steps)

@@ -235,7 +235,13 @@ def test_average_follows_the_weights_and_is_evaluated_and_exported(
     for sums in found:
         assert sums.numpy()[0] == pytest.approx(loss, rel=1e-5)
 
-    Export(learner, build_model, str(tmp_path), last_step=4).act(4)
+    Export(
+        learner,
+        lambda: keras.models.clone_model(learner.model),
+        str(tmp_path),
+        path="mine.py",
+        last_step=4,
+    ).act(4)
     exported = keras.models.load_model(tmp_path / "model.keras")
     assert_close(exported.get_weights(), expected)
     assert_close(weights(learner), raw)

@@ -151,5 +151,5 @@ def test_check_says_how_large_tables_are(tmp_path: Path) -> None:
     # Rows of 8 numbers, and as many of Adagrad's accumulator.
     on_each = "on each parameter server 21,846 rows, 1,398,144 bytes"
     during = "rows of 8 are made for ids during training"
-    sizes = f"65,536 rows of 8, 4,194,304 bytes with slots; {on_each}"
+    sizes = f"65,536 rows of 8, 4,194,304 bytes with its slots; {on_each}"
     assert tables == [sizes, during, during]

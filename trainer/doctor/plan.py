@@ -155,7 +155,7 @@ def _plan(
     from strategies.ps.placement import place
     from trainer.config import data_dir
     from trainer.config_checks import check_replicas
-    from trainer.preflight import preflight
+    from trainer.preflight import preflight, slots_included
 
     config, num_workers = recipe.config, cluster.num("worker")
     num_ps = cluster.num("ps")
@@ -190,6 +190,7 @@ def _plan(
         "eval_examples": evaluation.split.num_examples,
         "eval_files": len(evaluation.split.shards),
         "variable_bytes": variable_bytes,
+        "slots": slots_included(found.groups),
         "gradient_bytes": gradient_bytes,
         "first_step": (found.saved.step if found.saved else 0) + 1,
         "last_step": config.train_steps,

@@ -54,7 +54,7 @@ def _plan(reports: Mapping[str, Json]) -> list[str]:
         f"{plan['data_dir']}: {plan['train_examples']:,} training examples in "
         f"{plan['train_files']:,} file(s), {plan['eval_examples']:,} evaluation examples in "
         f"{plan['eval_files']:,} file(s)",
-        f"{plan['variable_bytes']:,} bytes of variables, optimizer slots included; "
+        f"{plan['variable_bytes']:,} bytes of variables, {plan['slots']}; "
         f"{plan['gradient_bytes']:,} bytes of gradients",
         f"steps {plan['first_step']:,} to {plan['last_step']:,} would be trained; the checkpoints "
         f"need {plan['disk_bytes']:,} bytes of disk",

@@ -12,10 +12,11 @@ of parts. It is written and read in pieces, over the methods of FixedTable:
     table.take_changed_ids({}, step)                # since the last call
 """
 
+import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import keras
 import numpy as np
@@ -26,10 +27,14 @@ from data.autograph import no_autograph
 from strategies.base import value_of
 from trainer.embeddings.dynamic import DynamicTable, copies_of, values_of_parts
 from trainer.embeddings.optimizers import gather_rows
+from trainer.step.options import ConfigError
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
     from trainer.learner import Learner
+
+
+Item = TypeVar("Item", bound="keras.Variable | keras.Layer | Rows")
 
 
 class Rows:
@@ -207,10 +212,36 @@ def saved_variables(model: keras.Model) -> list[keras.Variable | Rows | DynamicT
 
 
 def set_values(model: keras.Model, learner: "Learner") -> None:
-    """Gives a model that is not trained any more the values with which `learner` evaluates."""
-    entries = [v for v in saved_variables(model) if not isinstance(v, DynamicTable)]
-    for entry, value in zip(entries, learner.weights(), strict=True):
-        entry.assign(value)
-    for layer, trained in zip(tables_of(model), tables_of(learner.model), strict=True):
-        if isinstance(trained.table, DynamicTable):
-            layer.freeze(trained.table.numpy())
+    """Gives a model that is not trained any more the values with which `learner` evaluates.
+
+    Variables are matched by their paths: `model` may have fewer, if it is built for predictions.
+
+    Raises ConfigError if `model` has another variable.
+    """
+    values = dict(zip(_by_path(_arrays_of(learner.model)), learner.weights(), strict=True))
+    variables = _by_path(_arrays_of(model))
+    if others := [path for path, _ in variables.keys() - values.keys()]:
+        raise ConfigError(
+            f"build_model made other variables when it was called again: {', '.join(others)}. "
+            "Make the same variables, of the same names, at each call."
+        )
+    for key, variable in variables.items():
+        variable.assign(values[key])
+    trained = _by_path(tables_of(learner.model))
+    for key, layer in _by_path(tables_of(model)).items():
+        if isinstance(table := trained[key].table, DynamicTable):
+            layer.freeze(table.numpy())
+
+
+def _arrays_of(model: keras.Model) -> list[keras.Variable | Rows]:
+    return [entry for entry in saved_variables(model) if not isinstance(entry, DynamicTable)]
+
+
+def _by_path(items: Iterable[Item]) -> dict[tuple[str, int], Item]:
+    """`items` by `path` and the number of items of this path before: it may occur twice."""
+    counts: collections.Counter[str] = collections.Counter()
+    found = {}
+    for item in items:
+        found[item.path, counts[item.path]] = item
+        counts[item.path] += 1
+    return found

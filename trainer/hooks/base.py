@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing_extensions import override
 
 from strategies.metrics import Metrics
+from trainer.exit_codes import EXIT_RESTART
 
 NEVER = 2**62
 
@@ -30,10 +31,12 @@ class Hook:
             run the loop must set it at the same step. So a hook of `build_hooks`, which only the
             chief has, must not set it under multiworker.
         failure: The reason why an output of the run could not be written, or empty.
+        failure_exit_code: The exit code of a run with this failure.
     """
 
     done: str = ""
     failure: str = ""
+    failure_exit_code: int = EXIT_RESTART
 
     def begin(self, step: int) -> None:
         """Called before the first step of this process, when `step` steps are done.

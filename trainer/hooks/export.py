@@ -1,53 +1,190 @@
-"""Export: the trained model as export/model.keras and export/saved_model."""
+"""Export: writes the trained model, so that programs without this one can load it.
 
-from collections.abc import Callable
+    MODEL_DIR/export/model.keras        for keras.models.load_model
+    MODEL_DIR/export/saved_model        for TensorFlow: the model as it predicts
+
+Before training, `check_export` refuses a model that cannot be a SavedModel, and `export_notes` says
+what cannot be done with model.keras. A model that Keras cannot describe has no model.keras.
+"""
+
+import concurrent.futures
+import itertools
+import json
+import logging
+import re
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from data.system import object_store
-from data.system.files import is_s3
+from data.system import files, object_store
 from data.system.scratch import scratch_dir
 from data.system.stopwatch import Stopwatch
+from strategies.base import Batch
+from strategies.tables import without_rows
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
+from trainer.config import ConfigError, Recipe
+from trainer.config_file import errors_explained, explained
 from trainer.embeddings.table import set_values
-from trainer.exit_codes import first_line
+from trainer.exit_codes import EXIT_USAGE, first_line
 from trainer.hooks.base import PeriodicHook
 from trainer.learner import Learner
+from trainer.models import declared_inputs, has_own_code
+
+log = logging.getLogger(__name__)
+
+# The name that Keras gives to an input without a name.
+_UNNAMED = re.compile(r"keras_tensor(_\d+)?")
 
 
 @dataclass(eq=False)
 class Export(PeriodicHook):
-    """Writes the model in both formats when training is complete."""
+    """Writes the model in both formats when training is complete.
+
+    An error leaves nothing incomplete in the directory, and is the failure of the hook.
+    """
 
     learner: Learner
     build_model: Callable[[], keras.Model]  # Called outside a scope: the files name no strategy.
     directory: str
     _: KW_ONLY
+    path: str  # Of the config file.
+    input_specs: Batch = None  # Of a model that does not declare its inputs.
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @override
     def act(self, step: int) -> None:
         with self.stopwatch.spend("checkpoint"):
-            self._export()
+            try:
+                with errors_explained(f"The export of the model of {self.path}"):
+                    self._export()
+            except ConfigError as error:
+                self.failure = f"{error}\n{_remedy(self.path)}"
+                self.failure_exit_code = EXIT_USAGE
 
     def _export(self) -> None:
         model = self.build_model()
         set_values(model, self.learner)
         try:
-            if is_s3(self.directory):
+            if files.is_s3(self.directory):
                 with scratch_dir() as local:
-                    _write(model, local)
+                    _write(model, local, self.input_specs)
                     object_store.upload_tree(local, self.directory)
             else:
-                _write(model, self.directory)
+                _write(model, self.directory, self.input_specs)
         except STORAGE_ERRORS as error:
             self.failure = f"{self.directory} could not be written: {first_line(error)}"
 
 
-def _write(model: keras.Model, directory: str) -> None:
-    tf.io.gfile.makedirs(directory)
-    model.save(f"{directory}/model.keras")
-    model.export(f"{directory}/saved_model", verbose=False)
+def _write(model: keras.Model, directory: str, input_specs: Batch) -> None:
+    partial = files.join(directory, "partial")
+    files.remove_tree(partial)  # Of a killed process.
+    files.make_dirs(partial)
+    try:
+        if not _why_not_described(model):
+            model.save(f"{partial}/model.keras")
+        signature = _signature(model, input_specs)
+        model.export(f"{partial}/saved_model", verbose=False, input_signature=signature)
+        for name in ("model.keras", "saved_model"):
+            path = files.join(directory, name)
+            if files.is_dir(path):
+                files.remove_tree(path)
+            elif files.exists(path):
+                files.remove_file(path)
+            if files.exists(f"{partial}/{name}"):
+                files.rename(f"{partial}/{name}", path)
+    finally:
+        files.remove_tree(partial)
+
+
+def check_export(recipe: Recipe, model: keras.Model, input_specs: Batch) -> None:
+    """Raises ConfigError if the built `model` of `recipe` cannot be written as a SavedModel.
+
+    It is traced, as for a SavedModel. Models of Keras' own layers can always be written.
+    """
+    if not recipe.config.export or not has_own_code(model):
+        return
+    with errors_explained(
+        f"The model of {recipe.path}, traced for the export,", f"\n{_remedy(recipe.path)}"
+    ):
+        # As `model.export` does, without `training`.
+        call = tf.function(model.__call__, autograph=False)
+        call.get_concrete_function(*_signature(model, input_specs))
+
+
+def export_notes(model: keras.Model, path: str) -> list[str]:
+    """Says what will not be possible with model.keras of `model`, which is of the config `path`."""
+    if why := _why_not_described(model):
+        return [
+            f"only export/saved_model will be written, not export/model.keras: {why}. "
+            f"{_remedy(path)}, which writes neither."
+        ]
+    if why := _why_not_made_again(model):
+        return [
+            f"keras.models.load_model will not load export/model.keras: {why}. Change it in {path};"
+            " or use export/saved_model, or trainer.load_run(MODEL_DIR).load_model()."
+        ]
+    return []
+
+
+def _remedy(path: str) -> str:
+    return f"Change it in {path}, or type --config.export=False"
+
+
+def _why_not_described(model: keras.Model) -> str:
+    """Why Keras cannot write `model` as JSON, as a .keras file needs it; "" if it can."""
+    try:
+        json.dumps(keras.saving.serialize_keras_object(model))
+    except Exception as error:  # A user's get_config may raise any error.
+        return explained(error).rstrip(".")
+    return ""
+
+
+def _why_not_made_again(model: keras.Model) -> str:
+    """Why `load_model` cannot make `model` from its description, if it knows all classes; or ""."""
+    classes = {type(layer).__name__: type(layer) for layer in model._flatten_layers()}
+    description = json.dumps(keras.saving.serialize_keras_object(model))
+    if not has_own_code(model) and '"__lambda__"' not in description:
+        return ""  # It can, and a large model needs a second.
+
+    def make() -> None:
+        with tf.device("CPU:0"), without_rows(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # As when the model was made.
+            keras.saving.deserialize_keras_object(json.loads(description), custom_objects=classes)
+
+    try:
+        # A strategy's scope, and Keras' numbers of names, hold in one thread.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(make).result()
+    except Exception as error:  # A user's from_config may raise any error.
+        return explained(error).rstrip(".")
+    return ""
+
+
+def _signature(model: keras.Model, input_specs: Batch) -> list[Batch]:
+    """The specs of the inputs of a SavedModel, with their names.
+
+    They are those that the model declares, or otherwise `input_specs`: Keras would take float32 for
+    all inputs of a subclassed model. Inputs in a dict have its keys as names. Other inputs without
+    a name are numbered here: Keras also counts the tensors between them.
+    """
+    numbers = itertools.count()
+    declared = declared_inputs(model)
+    taken = input_specs if declared is None else declared
+
+    def spec_of(tensor: tf.TensorSpec | keras.KerasTensor, key: str | None = None) -> tf.TensorSpec:
+        name = key
+        if isinstance(tensor, keras.KerasTensor):
+            if not _UNNAMED.fullmatch(tensor.name):
+                name = tensor.name
+            elif key is None:
+                number = next(numbers)
+                name = f"keras_tensor_{number}" if number else "keras_tensor"
+        return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype, name)
+
+    if isinstance(taken, Mapping) and not any(map(tf.nest.is_nested, taken.values())):
+        return [{key: spec_of(tensor, key) for key, tensor in taken.items()}]
+    return [tf.nest.map_structure(spec_of, taken)]

@@ -87,8 +87,9 @@ def model_of_run(model_dir: str, checkpoint: str | None = None) -> keras.Model:
     recipe = recipe_of_run(document)
     recipe.config.warm_start.path = ""
     if checkpoint is None and exists(files.model):
-        model = build_model(recipe, _input_specs(recipe, document["data_dir"]))
         check_keras_settings(document.get("process_settings", {}), model_dir)
+        specs = _input_specs(recipe, document["data_dir"])
+        model = build_model(recipe, specs, is_trained=False)
         _load_weights(model, recipe, model_dir)
         return model
     restored = restore(model_dir, checkpoint or "newest")
