@@ -91,11 +91,10 @@ def test_directories_of_any_name_are_read_by_all_tools(digits: Path, tmp_path: P
     saved_model = (f"{model_dir}/export/saved_model", f"--data_dir={data}")
     for words in (
         ("trainer.evaluate", str(model_dir)),
-        ("trainer.compare", str(model_dir), str(top / "warm")),
+        ("trainer.compare", str(model_dir), str(model_dir)),
         ("trainer.predict", str(model_dir), f"--data_dir={data}", f"--output={top}/out.csv"),
         ("trainer.predict", *saved_model, f"--output={top}/saved.csv"),
         ("trainer.report", str(model_dir)),
     ):
         done = tool(*words)
-        assert done.returncode in (0, 1) if words[0] == "trainer.compare" else not done.returncode
-        assert "Traceback" not in done.stderr
+        assert done.returncode == 0, done.stderr
