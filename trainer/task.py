@@ -603,7 +603,9 @@ def _failure_recorded(spec: TaskSpec, parts: Parts, started: float) -> Iterator[
             "exit_code": EXIT_RESTART if is_lost else exit_code,
             "why": first_line(error),
         }
-        _write_result(spec, failed)  # The training error matters more than an error of this.
+        # An error of this does not matter. If another worker fails, the chief only loses it.
+        if spec.is_chief or not is_lost:
+            RunFiles(spec.model_dir).write_result(failed)
         raise
     finally:
         parts.checkpointer.wait()
