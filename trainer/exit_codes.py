@@ -27,7 +27,8 @@ def first_line(error: BaseException) -> str:
     told = [line for line in lines if line and not line.startswith("Exception encountered when")]
     first, *others = told or lines or [""]
     for line in others:
-        if first.endswith((".", ":", ";", "!", "?")) or not line[:1].islower():
+        is_sentence = first[:1].isupper() and not first.endswith((".", ":", ";", "!", "?"))
+        if not (is_sentence and line[:1].islower()):
             break
         first += f" {line}"
     return first or type(error).__name__

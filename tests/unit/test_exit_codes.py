@@ -12,3 +12,12 @@ def test_first_line_of_a_keras_error_is_its_reason() -> None:
         "Exception encountered when calling Dense.call().\n\n\x1b[1mbad shape\x1b[0m\n\nArguments"
     )
     assert first_line(ValueError(text)) == "bad shape"
+
+
+def test_sentence_that_is_broken_into_lines_is_complete() -> None:
+    text = (
+        "\nObject Two was created by passing\nvalues in `__init__()`. Please\nmend it.\n\nExample:"
+    )
+    whole = "Object Two was created by passing values in `__init__()`. Please mend it."
+    assert first_line(ValueError(text)) == whole
+    assert first_line(ValueError("No room\nHint: make some")) == "No room"

@@ -61,6 +61,24 @@ MISTAKES = {
         """,
         ("called with training=True", "Dimensions must be equal", "in call: return x @ x"),
     ),
+    "layer that only compute_loss uses": Mistake(
+        """
+        def build_model(config):
+            import keras
+            class Own(keras.Model):
+                def __init__(self):
+                    super().__init__()
+                    self.flat, self.head = keras.layers.Flatten(), keras.layers.Dense(10)
+                    self.late = keras.layers.Dense(1)
+                def call(self, x):
+                    return self.head(self.flat(x))
+                def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None,
+                                 training=True):
+                    return keras.ops.mean(self.late(y_pred) ** 2)
+            return Own()
+        """,
+        ("makes new variables, which would not be trained: ", "`build(shape)` in build_model"),
+    ),
     "callback that watches a metric that is not there": Mistake(
         """
         def build_callbacks(config):

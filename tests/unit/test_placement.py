@@ -1,8 +1,10 @@
 """The placement of variables by bytes, with their slots. tests/cluster tests that it is used."""
 
 import itertools
+import re
 
 import keras
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,11 +17,10 @@ def groups_of(sizes: list[int]) -> list[Group]:
     return [Group(f"v{i}", (size,), size) for i, size in enumerate(sizes)]
 
 
-def make_learner() -> Learner:
+def make_learner(optimizer: keras.Optimizer | None = None) -> Learner:
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(3)])
-    return Learner(
-        model, keras.optimizers.Adam(0.1), sparse_categorical_crossentropy, {}, batch_size=4
-    )
+    optimizer = optimizer or keras.optimizers.Adam(0.1)
+    return Learner(model, optimizer, sparse_categorical_crossentropy, {}, batch_size=4)
 
 
 def test_variable_counts_with_its_slots() -> None:
@@ -29,6 +30,23 @@ def test_variable_counts_with_its_slots() -> None:
     assert kernel.num_bytes == 3 * 6 * 5 * 4
     everything = [*learner.model.variables, *learner.optimizer.variables]
     assert sum(group.num_variables for group in groups) == len(everything)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_buffers", "said"),
+    [
+        ("SGD", 0, ""),
+        ("SGD", 2, " with 2 gradients"),
+        ("Adam", 0, " with its slots"),
+        ("Adam", 2, " with its slots and 2 gradients"),
+    ],
+)
+def test_table_says_what_the_bytes_of_a_variable_include(
+    optimizer: str, num_buffers: int, said: str
+) -> None:
+    _, groups = dry_run(lambda: make_learner(getattr(keras.optimizers, optimizer)(0.1)))
+    table = place(groups, 1, num_gradient_buffers=num_buffers).table()
+    assert re.search(rf"the largest .*kernel:0 \[6, 5\]{said}: ", table)
 
 
 def test_dry_run_finds_the_same_groups_each_time() -> None:
