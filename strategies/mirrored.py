@@ -5,6 +5,7 @@
 The inner loop runs in one graph: n steps per call, without Python between them. The training step
 is the function `step`: gradients, all-reduce, apply. It reads this process's part of the batch once
 and cuts it into one slice per replica, so a batch has the same examples for any number of replicas.
+While a step computes, the next batch is gathered and copied to the devices of the replicas.
 """
 
 import dataclasses
@@ -121,21 +122,27 @@ class MirroredExecutor(Executor):
         learner, offsets = self._learner, self._replica_offsets(self._source)
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
-            gradients, metrics = self._gradients(batch)
+            gradients, metrics = self._gradients(self._feed.finished(batch))
             learner.apply(self._begun(self._all_reduced(gradients)))
             return totals + metrics
 
         num_steps_spec, status_spec = tf.TensorSpec([], tf.int64), tf.TensorSpec([2], tf.float64)
+        batch_spec = tf.nest.map_structure(tf.type_spec_from_value, self._next_batch)
 
-        # `taken` is what the feed's `take` returned: an iterator, or a dict of tensors.
-        @tf.function(input_signature=[self._feed.signature, num_steps_spec, status_spec])
-        def run(taken: Any, num_steps: tf.Tensor, status: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # `taken` is what the feed's `take` returned: an iterator, or a dict of tensors. It has the
+        # batches after `batch`; the last one is returned for the next call.
+        @tf.function(input_signature=[self._feed.signature, batch_spec, num_steps_spec, status_spec])
+        def run(
+            taken: Any, batch: Batch, num_steps: tf.Tensor, status: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor, Batch]:
             totals = self.strategy.run(self._zero_totals)
             for index in tf.range(num_steps):
-                batch = self._after_complete_step(self._feed.batch(taken, index))
-                batch = self._slice_for_replicas(batch, offsets)
+                read = self._feed.batch(taken, index)
+                batch = self._after_complete_step(self._after_reading(read, batch))
                 totals = self.strategy.run(step, args=(totals, batch))
-            return self._sum_over_replicas(self._after_complete_step(totals), status)
+                batch = self._slice_for_replicas(read, offsets)
+            totals = self._after_complete_step(totals)
+            return *self._sum_over_replicas(totals, status), batch
 
         self._run_in_graph = run
 
@@ -144,6 +151,17 @@ class MirroredExecutor(Executor):
         """`Learner.gradients`, with equal states of layers on all replicas."""
         with averaged_over_replicas(self._learner.layer_state):
             return self._learner.gradients(batch)
+
+    @no_autograph
+    def _after_reading(self, read: Batch, batch: Batch) -> Batch:
+        """Returns `batch`, which waits for `read` if reading may fail.
+
+        Otherwise an error in the next batch could end the graph in the middle of a step.
+        """
+        if not self._feed.may_fail:
+            return batch
+        with tf.control_dependencies(tf.nest.flatten(read)):
+            return tf.nest.map_structure(tf.identity, batch)
 
     @no_autograph
     def _after_complete_step(self, tensors: Batch) -> Batch:
@@ -169,8 +187,11 @@ class MirroredExecutor(Executor):
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         started = time.monotonic()
         self._used_graphs.add("run")
-        totals, summed_status = self._run_in_graph(
-            self._feed.take(num_steps), tf.constant(num_steps, tf.int64), self._own_status("run")
+        totals, summed_status, self._next_batch = self._run_in_graph(
+            self._feed.take(num_steps),
+            self._next_batch,
+            tf.constant(num_steps, tf.int64),
+            self._own_status("run"),
         )
         finished = self._finished("run", totals, summed_status, started)
         self.stopwatch.carve("input wait", self._feed.waited_secs())
@@ -188,7 +209,13 @@ class MirroredExecutor(Executor):
         refuse_open_sub_batches(position, self._source.order)
         self._first = position
         self._first_step = int(self._learner.step.numpy())
-        self._feed = open_feed(self._source, position.next_batch, self._lanes(self._source))
+        source = self._source
+        self._feed = open_feed(
+            source, position.next_batch, self._lanes(source), finishes_in_graph=self._has_gpus
+        )
+        read = self._feed.batch(self._feed.take(1), tf.constant(0, tf.int64))
+        self._next_batch = self._slice_for_replicas(read, self._replica_offsets(source))
+        self._feed.waited_secs()  # Not a part of the first call.
 
     @override
     def _drop_residuals(self) -> None:
@@ -246,6 +273,12 @@ class MirroredExecutor(Executor):
         metrics = self._learner.to_metrics(totals.numpy())
         return metrics, float(seconds) / self.num_replicas
 
+    @property
+    def _has_gpus(self) -> bool:
+        """True if the replicas of this process are on GPUs."""
+        device = tf.DeviceSpec.from_string(self.strategy.extended.worker_devices[0])
+        return bool(device.device_type == "GPU")
+
     def _replicas_of_this_process(self) -> range:
         return range(self.num_replicas)
 
@@ -264,14 +297,26 @@ class MirroredExecutor(Executor):
 
     @no_autograph
     def _slice_for_replicas(self, batch: Batch, offsets: Sequence[int]) -> Batch:
-        """Cuts this process's part of a batch into one slice for each local replica."""
+        """Cuts this process's part of a batch into one slice for each local replica.
+
+        Copies each slice to the device of its replica.
+        """
+        devices = self.strategy.extended.worker_devices
+
+        def slice_of(context: tf.distribute.ReplicaContext | None = None) -> Batch:
+            i = context.replica_id_in_sync_group - self._local_replicas.start if context else 0
+
+            def copied(tensor: tf.Tensor) -> tf.Tensor:
+                if len(self._local_replicas) > 1:
+                    with tf.device("CPU:0"):
+                        tensor = tensor[offsets[i] : offsets[i + 1]]
+                with tf.device(devices[i]):
+                    return tf.identity(tensor)
+
+            return tf.nest.map_structure(copied, batch)
+
         if len(self._local_replicas) == 1:
-            return batch
-
-        def slice_of(context: tf.distribute.ReplicaContext) -> Batch:
-            i = context.replica_id_in_sync_group - self._local_replicas.start
-            return tf.nest.map_structure(lambda t: t[offsets[i] : offsets[i + 1]], batch)
-
+            return slice_of()
         return self.strategy.experimental_distribute_values_from_function(slice_of)
 
     @no_autograph
