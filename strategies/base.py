@@ -129,6 +129,10 @@ class Learner(Protocol):
         """The trainable variables: dense ones, then the parts of tables."""
 
     @property
+    def compiles(self) -> bool:
+        """True if XLA compiles what a replica computes."""
+
+    @property
     def num_dense(self) -> int:
         """The number of dense variables; the gradients of the others are tf.IndexedSlices."""
 

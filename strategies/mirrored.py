@@ -11,7 +11,7 @@ While a step computes, the next batch is gathered and copied to the devices of t
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -126,6 +126,7 @@ class MirroredExecutor(Executor):
             learner.apply(self._begun(self._all_reduced(gradients)))
             return totals + metrics
 
+        run_step = self._in_all_replicas(step, compiles=self._compiles_complete_steps)
         num_steps_spec, status_spec = tf.TensorSpec([], tf.int64), tf.TensorSpec([2], tf.float64)
         batch_spec = tf.nest.map_structure(tf.type_spec_from_value, self._next_batch)
 
@@ -139,12 +140,32 @@ class MirroredExecutor(Executor):
             for index in tf.range(num_steps):
                 read = self._feed.batch(taken, index)
                 batch = self._after_complete_step(self._after_reading(read, batch))
-                totals = self.strategy.run(step, args=(totals, batch))
+                totals = run_step(totals, batch)
                 batch = self._slice_for_replicas(read, offsets)
             totals = self._after_complete_step(totals)
             return *self._sum_over_replicas(totals, status), batch
 
         self._run_in_graph = run
+
+    @property
+    def _compiles_complete_steps(self) -> bool:
+        """True if XLA may compile a step as a whole: no other replica takes part in it."""
+        return self.num_replicas == 1
+
+    def _in_all_replicas(
+        self, step: Callable[[tf.Tensor, Batch], tf.Tensor], *, compiles: bool
+    ) -> Callable[[tf.Tensor, Batch], tf.Tensor]:
+        """`step` in all local replicas; compiled by XLA if that is asked for and possible."""
+
+        def run_step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
+            return self.strategy.run(step, args=(totals, batch))
+
+        if not (compiles and self._learner.compiles):
+            return no_autograph(run_step)
+        compiled: Callable[[tf.Tensor, Batch], tf.Tensor] = tf.function(
+            run_step, jit_compile=True, autograph=False
+        )
+        return compiled
 
     @no_autograph
     def _gradients(self, batch: Batch) -> tuple[Sequence[Tensor], tf.Tensor]:
@@ -228,10 +249,15 @@ class MirroredExecutor(Executor):
         self._learner = learner
         self._evaluation = evaluation
         lanes, offsets = self._lanes(evaluation), self._replica_offsets(evaluation)
-        self._evaluation_dataset = DiskReader(evaluation).evaluation_batches(lanes)
+        # On a GPU, batches are finished there; on CPUs, by the threads that read them.
+        read = evaluation.narrow if self._has_gpus else evaluation
+        self._evaluation_dataset = DiskReader(read).evaluation_batches(lanes)
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
+            batch = evaluation.finished(batch) if self._has_gpus else batch
             return totals + learner.evaluate(batch)
+
+        run_step = self._in_all_replicas(step, compiles=len(self._local_replicas) == 1)
 
         @tf.function(reduce_retracing=True)
         def evaluate(
@@ -239,7 +265,7 @@ class MirroredExecutor(Executor):
         ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             for _ in tf.range(num_batches):
                 batch = self._slice_for_replicas(next(batches), offsets)
-                totals = self.strategy.run(step, args=(totals, batch))
+                totals = run_step(totals, batch)
             return *self._sum_over_replicas(totals, status), totals
 
         self._evaluate_in_graph = evaluate
