@@ -5,14 +5,15 @@
     @tf.function(input_signature=[feed.signature, tf.TensorSpec([], tf.int64)])
     def run(taken, num_steps):
         for i in tf.range(num_steps):
-            inputs, labels = feed.batch(taken, i)
+            batch = feed.batch(taken, i)                # on the CPU
+            inputs, labels = feed.finished(batch)       # on the device that computes
             ...
 
     run(feed.take(100), 100)        # batches 1234 to 1333
     run(feed.take(100), 100)        # and the 100 after these
 
-Cached examples do not pass through tf.data: the loop itself gathers and widens the rows of a batch.
-Only the numbers of the rows are computed ahead.
+Cached examples do not pass through tf.data: the loop itself gathers the rows of a batch, and widens
+and augments them. Only the numbers of the rows are computed ahead.
 """
 
 import abc
@@ -21,6 +22,7 @@ import dataclasses
 import math
 import time
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +39,13 @@ from data.tfrecord.byte_ranges import aligned
 class Feed(abc.ABC):
     """Batches one after another, for a graph that asks for as many as its caller has taken.
 
-    `signature` is the type of the result of `take`: of an iterator, or of the arrays of a plan.
+    Attributes:
+        signature: The type of the result of `take`: of an iterator, or of the arrays of a plan.
+        may_fail: True if `batch` may find data that cannot be read or used.
     """
 
     signature: Nest
+    may_fail: bool
 
     @abc.abstractmethod
     def take(self, num_batches: int) -> Nest:
@@ -48,27 +53,51 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, taken: Nest, index: tf.Tensor) -> Batch:
-        """In the graph: batch `index` of `taken`. Called exactly once for each, in order."""
+        """In the graph: batch `index` of `taken`. Called exactly once for each, in order.
+
+        It is on the CPU, and as small as the examples are stored.
+        """
+
+    @abc.abstractmethod
+    def finished(self, batch: Batch) -> Batch:
+        """In the graph: the complete batch, of a result of `batch`, or of some rows of one."""
 
     @abc.abstractmethod
     def waited_secs(self) -> float:
         """The time that the caller and its graph waited for input, since the last call of this."""
 
 
-def open_feed(reader: Reader, first_batch: int, lanes: range) -> Feed:
-    """The batches of `reader` from `first_batch`: from memory if it caches its examples."""
+def open_feed(
+    reader: Reader, first_batch: int, lanes: range, *, finishes_in_graph: bool = False
+) -> Feed:
+    """The batches of `reader` from `first_batch`: from memory if it caches its examples.
+
+    Batches that are read from disk are widened and augmented by the threads that read them, or by
+    `finished` if `finishes_in_graph`. Cached ones are always finished by `finished`.
+    """
     if reader.caches_examples:
         return CachedFeed(reader, first_batch, lanes)
-    waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-    return StreamedFeed(DiskReader(reader).batches(first_batch, lanes, waited=waited), waited)
+    with tf.device("CPU:0"):
+        waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+    read = reader.narrow if finishes_in_graph else reader
+    dataset = DiskReader(read).batches(first_batch, lanes, waited=waited)
+    return StreamedFeed(dataset, waited, reader.finished if finishes_in_graph else None)
 
 
 class StreamedFeed(Feed):
     """The elements of a tf.data pipeline, which reads and parses ahead."""
 
-    def __init__(self, dataset: tf.data.Dataset, waited: tf.Variable | None = None) -> None:
+    may_fail = True
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        waited: tf.Variable | None = None,
+        finish: Callable[[Batch], Batch] | None = None,
+    ) -> None:
         """To `waited` the elements of `dataset` add the seconds for which they were waited."""
         self._waited, self._waited_before = waited, 0.0
+        self._finish = finish
         self.signature = tf.data.IteratorSpec(dataset.element_spec)
         self._iterator = iter(dataset)
 
@@ -83,6 +112,11 @@ class StreamedFeed(Feed):
         return batch
 
     @override
+    @no_autograph
+    def finished(self, batch: Batch) -> Batch:
+        return self._finish(batch) if self._finish else batch
+
+    @override
     def waited_secs(self) -> float:
         if self._waited is None:
             return 0.0
@@ -92,6 +126,8 @@ class StreamedFeed(Feed):
 
 class CachedFeed(Feed):
     """Batches of examples that are all in memory."""
+
+    may_fail = False
 
     def __init__(self, reader: Reader, first_batch: int, lanes: range) -> None:
         self._reader, self._examples = reader, cached_examples(reader)
@@ -131,7 +167,12 @@ class CachedFeed(Feed):
             def rows(numbers: tf.Tensor) -> Nest:
                 return tf.nest.map_structure(lambda t: tf.gather(t, numbers), self._examples)
 
-            return self._reader.gather_rows(rows, plan)
+            return self._reader.narrow.gather_rows(rows, plan)
+
+    @override
+    @no_autograph
+    def finished(self, batch: Batch) -> Batch:
+        return self._reader.finished(batch)
 
     @override
     def waited_secs(self) -> float:

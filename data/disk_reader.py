@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from data.autograph import no_autograph
+from data.clock import timestamp
 from data.features import ExampleParse
 from data.order import Int64s, Plan
 from data.reader import Batch, Reader
@@ -319,13 +320,13 @@ class DiskReader:
 def _asked(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """`dataset` as (time of the request, element)."""
     # `zip` asks its inputs one after the other.
-    clock = tf.data.Dataset.from_tensors(0).repeat().map(lambda _: tf.timestamp())
+    clock = tf.data.Dataset.from_tensors(0).repeat().map(lambda _: timestamp())
     return tf.data.Dataset.zip(clock, dataset)
 
 
 def _timed(waited: tf.Variable, asked: tf.Tensor, element: Batch) -> Batch:
     """`element`, which arrives now; adds the time since it was `asked` for to `waited`."""
-    with tf.control_dependencies([waited.assign_add(tf.timestamp() - asked)]):
+    with tf.control_dependencies([waited.assign_add(timestamp() - asked)]):
         same: Batch = tf.nest.map_structure(tf.identity, element)
         return same
 

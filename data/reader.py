@@ -175,10 +175,35 @@ class Reader:
         `rows_of`: record numbers, int64 [k] -> their `cached_specs`, each [k, ...].
         """
         numbers = plan["gather"]
-        parsed = rows_of(tf.reshape(numbers, [-1]))
-        if isinstance(self.parse, ExampleParse):
-            parsed = self.parse.widened(parsed)
+        parsed = self._widened(rows_of(tf.reshape(numbers, [-1])))
         return self.finish(parsed, tf.shape(numbers), numbers.shape, plan)
+
+    @property
+    def narrow(self) -> "Reader":
+        """Gives batches as they are before `widen` and `augment`, for `finished` to complete."""
+        return dataclasses.replace(
+            self,
+            parse=self.cached_parse,
+            augment=None,
+            gives_seeds=self.gives_seeds or self.augment is not None,
+        )
+
+    @no_autograph
+    def finished(self, batch: Batch) -> Batch:
+        """The batch of this reader, made of the same batch, or of some rows, of `narrow`.
+
+        Runs on the device of its caller: less is copied to it than complete batches have.
+        """
+        *parsed, seeds = batch if self.narrow.gives_seeds else (*batch, None)
+        shape = tf.nest.flatten(parsed)[0].shape[:1]
+        extras = {} if seeds is None else {"seeds": seeds}
+        return self.finish(self._widened(tuple(parsed)), shape, shape, extras)
+
+    @no_autograph
+    def _widened(self, batch: Batch) -> Batch:
+        if not isinstance(self.parse, ExampleParse):
+            return batch
+        return (*self.parse.widened(batch[:2]), *batch[2:])
 
     @no_autograph
     def finish(

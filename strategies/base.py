@@ -131,6 +131,10 @@ class Learner(Protocol):
         """The trainable variables: dense ones, then the parts of tables."""
 
     @property
+    def compiles(self) -> bool:
+        """True if XLA compiles what a replica computes."""
+
+    @property
     def num_dense(self) -> int:
         """The number of dense variables; the gradients of the others are tf.IndexedSlices."""
 
@@ -363,7 +367,7 @@ class Executor(abc.ABC):
         `restore` sets the variables back; no late gradient is in flight meanwhile. Called in all
         tasks together.
         """
-        with self.changing("a return to a checkpoint"):
+        with _data_errors_wrapped(), self.changing("a return to a checkpoint"):
             self._drain()
             self._drop_residuals()
             position, counts = restore()

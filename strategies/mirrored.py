@@ -5,12 +5,13 @@
 The inner loop runs in one graph: n steps per call, without Python between them. The training step
 is the function `step`: gradients, all-reduce, apply. It reads this process's part of the batch once
 and cuts it into one slice per replica, so a batch has the same examples for any number of replicas.
+While a step computes, the next batch is gathered and copied to the devices of the replicas.
 """
 
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -99,6 +100,7 @@ class MirroredExecutor(Executor):
         self._bucket_bytes = math.inf  # One all-reduce for all gradients.
         self._local_replicas = self._replicas_of_this_process()
         self._seconds = {"run": 0.0, "evaluate": 0.0}
+        self._next_batch: Batch = None  # On the devices of the replicas.
 
     @classmethod
     def on(cls, devices: Sequence[str]) -> "MirroredExecutor":
@@ -125,29 +127,71 @@ class MirroredExecutor(Executor):
         learner, offsets = self._learner, self._replica_offsets(self._source)
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
-            gradients, metrics = self._gradients(batch)
+            gradients, metrics = self._gradients(self._feed.finished(batch))
             learner.apply(self._begun(self._all_reduced(gradients)))
             return totals + metrics
 
-        num_steps_spec, status_spec = tf.TensorSpec([], tf.int64), tf.TensorSpec([2], tf.float64)
+        run_step = self._in_all_replicas(step, compiles=self._compiles_complete_steps)
+        signature = [
+            self._feed.signature,
+            tf.nest.map_structure(tf.type_spec_from_value, self._next_batch),
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec([2], tf.float64),
+        ]
 
-        # `taken` is what the feed's `take` returned: an iterator, or a dict of tensors.
-        @tf.function(input_signature=[self._feed.signature, num_steps_spec, status_spec])
-        def run(taken: Any, num_steps: tf.Tensor, status: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # `taken` is what the feed's `take` returned: an iterator, or a dict of tensors. It has the
+        # batches after `batch`; the last one is returned for the next call.
+        @tf.function(input_signature=signature)
+        def run(
+            taken: Any, batch: Batch, num_steps: tf.Tensor, status: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor, Batch]:
             totals = self.strategy.run(self._zero_totals)
             for index in tf.range(num_steps):
-                batch = self._after_complete_step(self._feed.batch(taken, index))
-                batch = self._slice_for_replicas(batch, offsets)
-                totals = self.strategy.run(step, args=(totals, batch))
-            return self._sum_over_replicas(self._after_complete_step(totals), status)
+                read = self._feed.batch(taken, index)
+                batch = self._after_complete_step(self._after_reading(read, batch))
+                totals = run_step(totals, batch)
+                batch = self._slice_for_replicas(read, offsets)
+            totals = self._after_complete_step(totals)
+            return *self._sum_over_replicas(totals, status), batch
 
         self._run_in_graph = run
+
+    @property
+    def _compiles_complete_steps(self) -> bool:
+        """True if XLA may compile a step as a whole: no other replica takes part in it."""
+        return self.num_replicas == 1
+
+    def _in_all_replicas(
+        self, step: Callable[[tf.Tensor, Batch], tf.Tensor], *, compiles: bool
+    ) -> Callable[[tf.Tensor, Batch], tf.Tensor]:
+        """`step` in all local replicas; compiled by XLA if that is asked for and possible."""
+
+        def run_step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
+            return self.strategy.run(step, args=(totals, batch))
+
+        if not (compiles and self._learner.compiles):
+            return no_autograph(run_step)
+        compiled: Callable[[tf.Tensor, Batch], tf.Tensor] = tf.function(
+            run_step, jit_compile=True, autograph=False
+        )
+        return compiled
 
     @no_autograph
     def _gradients(self, batch: Batch) -> tuple[Sequence[Tensor], tf.Tensor]:
         """`Learner.gradients`, with equal states of layers on all replicas."""
         with averaged_over_replicas(self._learner.layer_state):
             return self._learner.gradients(batch)
+
+    @no_autograph
+    def _after_reading(self, read: Batch, batch: Batch) -> Batch:
+        """Returns `batch`, which waits for `read` if reading may fail.
+
+        Otherwise an error in the next batch could end the graph in the middle of a step.
+        """
+        if not self._feed.may_fail:
+            return batch
+        with tf.control_dependencies(tf.nest.flatten(read)):
+            return tf.nest.map_structure(tf.identity, batch)
 
     @no_autograph
     def _after_complete_step(self, tensors: Batch) -> Batch:
@@ -173,12 +217,14 @@ class MirroredExecutor(Executor):
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         started = time.monotonic()
         self._used_graphs.add("run")
-        arguments = self._feed.take(num_steps), tf.constant(num_steps, tf.int64)
+        arguments = self._feed.take(num_steps), self._next_batch, tf.constant(num_steps, tf.int64)
         try:
-            totals, summed_status = self._run_in_graph(*arguments, self._own_status("run"))
+            totals, summed_status, self._next_batch = self._run_in_graph(
+                *arguments, self._own_status("run")
+            )
         except tf.errors.OpError as error:
             # An iteration of the loop in the graph begins, with this op, when all ops of the one
-            # before have ended; and no variable changes without the batch.
+            # before have ended; and its step waits for it.
             if _NEXT_BATCH in error.message:
                 self._changing = ""
             raise
@@ -198,7 +244,13 @@ class MirroredExecutor(Executor):
         refuse_open_sub_batches(position, self._source.order)
         self._first = position
         self._first_step = int(self._learner.step.numpy())
-        self._feed = open_feed(self._source, position.next_batch, self._lanes(self._source))
+        source = self._source
+        self._feed = open_feed(
+            source, position.next_batch, self._lanes(source), finishes_in_graph=self._has_gpus
+        )
+        read = self._feed.batch(self._feed.take(1), tf.constant(0, tf.int64))
+        self._next_batch = self._slice_for_replicas(read, self._replica_offsets(source))
+        self._feed.waited_secs()  # Not a part of the first call.
 
     @override
     def _drop_residuals(self) -> None:
@@ -211,10 +263,15 @@ class MirroredExecutor(Executor):
         self._learner = learner
         self._evaluation = evaluation
         lanes, offsets = self._lanes(evaluation), self._replica_offsets(evaluation)
-        self._evaluation_dataset = DiskReader(evaluation).evaluation_batches(lanes)
+        # On a GPU, batches are finished there; on CPUs, by the threads that read them.
+        read = evaluation.narrow if self._has_gpus else evaluation
+        self._evaluation_dataset = DiskReader(read).evaluation_batches(lanes)
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
+            batch = evaluation.finished(batch) if self._has_gpus else batch
             return totals + learner.evaluate(batch)
+
+        run_step = self._in_all_replicas(step, compiles=len(self._local_replicas) == 1)
 
         @tf.function(reduce_retracing=True)
         def evaluate(
@@ -222,7 +279,7 @@ class MirroredExecutor(Executor):
         ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             for _ in tf.range(num_batches):
                 batch = self._slice_for_replicas(next(batches), offsets)
-                totals = self.strategy.run(step, args=(totals, batch))
+                totals = run_step(totals, batch)
             return *self._sum_over_replicas(totals, status), totals
 
         self._evaluate_in_graph = evaluate
@@ -256,6 +313,12 @@ class MirroredExecutor(Executor):
         metrics = self._learner.to_metrics(totals.numpy())
         return metrics, float(seconds) / self.num_replicas
 
+    @property
+    def _has_gpus(self) -> bool:
+        """True if the replicas of this process are on GPUs."""
+        device = tf.DeviceSpec.from_string(self.strategy.extended.worker_devices[0])
+        return bool(device.device_type == "GPU")
+
     def _replicas_of_this_process(self) -> range:
         return range(self.num_replicas)
 
@@ -274,14 +337,26 @@ class MirroredExecutor(Executor):
 
     @no_autograph
     def _slice_for_replicas(self, batch: Batch, offsets: Sequence[int]) -> Batch:
-        """Cuts this process's part of a batch into one slice for each local replica."""
+        """Cuts this process's part of a batch into one slice for each local replica.
+
+        Copies each slice to the device of its replica.
+        """
+        devices = self.strategy.extended.worker_devices
+
+        def slice_of(context: tf.distribute.ReplicaContext | None = None) -> Batch:
+            i = context.replica_id_in_sync_group - self._local_replicas.start if context else 0
+
+            def copied(tensor: tf.Tensor) -> tf.Tensor:
+                if len(self._local_replicas) > 1:
+                    with tf.device("CPU:0"):
+                        tensor = tensor[offsets[i] : offsets[i + 1]]
+                with tf.device(devices[i]):
+                    return tf.identity(tensor)
+
+            return tf.nest.map_structure(copied, batch)
+
         if len(self._local_replicas) == 1:
-            return batch
-
-        def slice_of(context: tf.distribute.ReplicaContext) -> Batch:
-            i = context.replica_id_in_sync_group - self._local_replicas.start
-            return tf.nest.map_structure(lambda t: t[offsets[i] : offsets[i + 1]], batch)
-
+            return slice_of()
         return self.strategy.experimental_distribute_values_from_function(slice_of)
 
     @no_autograph

@@ -22,6 +22,7 @@ from tensorflow.python.eager import context
 from typing_extensions import override
 
 from data.autograph import no_autograph
+from data.clock import timestamp
 from strategies.base import STEPS, Batch, Connecting, Learner, PeerLostError, Reached, Tensor
 from strategies.cluster.collectives import interpreter_lock_released
 from strategies.cluster.peers import (
@@ -199,6 +200,12 @@ class MultiWorkerExecutor(MirroredExecutor):
         self._marks = StepMarks(self.strategy, self._learner.step, self._learner.forward_state)
         super()._prepare_run()
 
+    @property
+    @override
+    def _compiles_complete_steps(self) -> bool:
+        """Sums, and marks of complete steps, are ops between the compiled gradient and the rest."""
+        return False
+
     @override
     @no_autograph
     def _after_complete_step(self, tensors: Batch) -> Batch:
@@ -266,9 +273,9 @@ class MultiWorkerExecutor(MirroredExecutor):
         # Created after the sums: a graph runs stateful ops that use no resource, such as timestamps
         # and handles, in the order of their creation, and a sum needs a handle.
         with tf.control_dependencies(_present(gradients)):
-            computed = tf.timestamp()
+            computed = timestamp()
         with tf.control_dependencies(_present(summed)):
-            self._waited.assign_add(tf.timestamp() - computed)
+            self._waited.assign_add(timestamp() - computed)
         return summed
 
     @override

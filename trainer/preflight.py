@@ -25,7 +25,7 @@ from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.marks import Saved
 from trainer.config import Config, Recipe, changed_fields, data_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
-from trainer.guards.fingerprint import check_process
+from trainer.guards.fingerprint import log_keras_settings
 from trainer.hooks.callbacks import build_callbacks, check_monitors
 from trainer.hooks.export import check_export, export_notes
 from trainer.inputs import (
@@ -121,7 +121,7 @@ def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Fin
     """
     if hides_gpus:
         use_gpus(0)
-    check_process()
+    log_keras_settings()
     callbacks = build_callbacks(recipe)
     inputs = open_inputs(recipe)
     specs = input_specs(inputs, recipe)

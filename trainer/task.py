@@ -55,6 +55,7 @@ from trainer.checkpoints.report_upload import uploading_reports
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
 from trainer.checkpoints.takeover import save_left_step
 from trainer.cli.task_spec import TaskSpec
+from trainer.compiled_programs import kept_programs
 from trainer.config import ConfigError, changed_fields, data_dir, to_json
 from trainer.config_checks import check_replicas
 from trainer.config_file import absolute
@@ -63,7 +64,7 @@ from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import (
     as_number,
-    check_process,
+    log_keras_settings,
     process_settings,
     shared_settings,
     versions,
@@ -115,6 +116,8 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         _check_cluster(spec)
         # 2. Configure TensorFlow, before it touches a device. Evaluators and servers end here.
         _configure_tensorflow(spec)
+        if spec.recipe.config.jit_compile:
+            at_end.enter_context(kept_programs(spec.model_dir))
         if spec.log_device_placement:
             _write_placement_to_file(spec)
         if spec.cluster and spec.cluster.task.job == "evaluator":
@@ -126,13 +129,13 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
             ):
                 recorder.open()
                 return follow(spec, signals, recorder.stopwatch)
-        num_gpus = use_gpus(spec.num_gpus)
+        num_gpus = use_gpus(spec.num_gpus if spec.computes else 0)
         _limit_silence(spec)
         if spec.serves:
             _copy_data(spec)
-            _serve(spec, signals, recorder)
+            _serve(spec, signals, recorder, num_gpus)
         # 3. Open the data, before other tasks wait for this one.
-        with _answering_servers(spec):
+        with _answering_servers(spec, num_gpus):
             inputs = open_inputs(spec.recipe, spec.num_threads, copies_all=spec.strategy == "ps")
             check_model_dir(spec.model_dir)
         # 4. Connect, before the first variable.
@@ -249,7 +252,7 @@ def _copy_data(spec: TaskSpec) -> None:
         open_inputs(spec.recipe, copies_all=True)
 
 
-def _serve(spec: TaskSpec, signals: StopSignals, recorder: Recorder) -> NoReturn:
+def _serve(spec: TaskSpec, signals: StopSignals, recorder: Recorder, num_gpus: int) -> NoReturn:
     cluster = spec.cluster
     assert cluster is not None
 
@@ -274,6 +277,7 @@ def _serve(spec: TaskSpec, signals: StopSignals, recorder: Recorder) -> NoReturn
         cluster,
         spec.num_threads,
         spec.chief_timeout_secs,
+        num_gpus=num_gpus,
         versions=versions(),
         # Later than the chief, which ends the run if a ps is silent for all tasks.
         silence_secs=0.65 * spec.stall_timeout_secs,
@@ -282,12 +286,12 @@ def _serve(spec: TaskSpec, signals: StopSignals, recorder: Recorder) -> NoReturn
     )
 
 
-def _answering_servers(spec: TaskSpec) -> contextlib.AbstractContextManager[None]:
+def _answering_servers(spec: TaskSpec, num_gpus: int) -> contextlib.AbstractContextManager[None]:
     """Under ps, opens the chief's port early, so that servers that wait for the chief see it."""
     if spec.cluster is not None and "ps" in spec.cluster.jobs:
         if not spec.cluster.is_server:
             return held(port_of(spec.cluster.address))
-        start_server(spec.cluster, spec.num_threads)
+        start_server(spec.cluster, spec.num_threads, num_gpus)
     return contextlib.nullcontext()
 
 
@@ -374,7 +378,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     # Before the model is built: with other settings of Keras on this host, building may fail.
     _check_agreement(spec, executor)
     if spec.is_chief and not spec.is_checked:
-        check_process()
+        log_keras_settings()
     check_replicas(spec.recipe.config, executor.replicas_per_step)
     specs = input_specs(inputs, spec.recipe)
     learner = executor.build(lambda: build_learner(spec.recipe, specs))

@@ -1,7 +1,7 @@
 """Worker and ps tasks: TensorFlow's servers, from their start until the chief ends them.
 
-serve(cluster, 0, 600, versions=versions, on_gone=end, on_end=end_with)     # never returns
-start_server(cluster, num_threads)      # in worker 0 of a cluster without a chief
+serve(cluster, 0, 600, num_gpus=0, versions=versions, ...)      # never returns
+start_server(cluster, num_threads, num_gpus)    # in worker 0 of a cluster without a chief
 ask_chief_to_stop(cluster)              # in a worker or ps task that is asked to end
 report_loss(cluster, "no answer")       # in a worker that cannot continue
 check_versions(cluster, tasks, versions)        # in the chief
@@ -48,11 +48,11 @@ _KEEP_ALIVE: list[tf.distribute.Server] = []
 _MAX_CONNECTIONS = 32
 
 
-def start_server(cluster: Cluster, num_threads: int = 0) -> tf.distribute.Server:
-    """Serves as this task from now on, on TensorFlow's threads.
+def start_server(cluster: Cluster, num_threads: int = 0, num_gpus: int = 0) -> tf.distribute.Server:
+    """Serves as this task from now on, on TensorFlow's threads and the first `num_gpus` GPUs.
 
     An op uses `num_threads` threads; 0 means one for each core. The number of ops that run at the
-    same time is the same, but at least four. (Servers ignore tf.config.threading.)
+    same time is the same, but at least four. (Servers ignore tf.config, also for their GPUs.)
 
     Raises:
         ClusterError: the port was taken after `check_own_address` had tested it.
@@ -69,6 +69,9 @@ def start_server(cluster: Cluster, num_threads: int = 0) -> tf.distribute.Server
             config=tf.compat.v1.ConfigProto(
                 intra_op_parallelism_threads=num_threads,
                 inter_op_parallelism_threads=between_ops,
+                device_count={"GPU": num_gpus},
+                # Otherwise a server takes all memory of each of its GPUs when it starts.
+                gpu_options=tf.compat.v1.GPUOptions(allow_growth=True),
             ),
         )
     except tf.errors.OpError as error:
@@ -83,6 +86,7 @@ def serve(
     num_threads: int,
     chief_timeout_secs: float | None,
     *,
+    num_gpus: int,
     versions: Mapping[str, str],
     silence_secs: float,
     on_gone: Callable[[str], None],
@@ -95,7 +99,7 @@ def serve(
     be reached for `silence_secs` from here, a worker (0 means no limit). Both are called on another
     thread. `versions` are the versions of this task.
     """
-    server = start_server(cluster, num_threads)
+    server = start_server(cluster, num_threads, num_gpus)
     Mailbox(cluster, cluster.task, "versions").put(json.dumps(dict(versions)), _START_SECS)
     if chief_timeout_secs is not None:
         watch_chief(cluster, chief_timeout_secs, on_gone)

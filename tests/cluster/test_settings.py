@@ -82,24 +82,22 @@ def test_task_with_other_settings_is_refused_before_it_builds_the_model(
 
 
 @pytest.mark.parametrize(
-    ("settings", "env", "said"),
-    [
-        ({"epsilon": 1}, {}, ("keras.json", "epsilon")),
-        ({"floatx": "float8"}, {}, ("keras.json", "floatx")),
-        ({}, {"TF_DETERMINISTIC_OPS": "1"}, ("TF_DETERMINISTIC_OPS", "unset")),
-    ],
+    ("name", "value"), [("epsilon", 1), ("floatx", "float8")], ids=["epsilon", "floatx"]
 )
 def test_settings_with_which_nothing_trains_are_explained(
-    settings: Mapping[str, object],
-    env: Mapping[str, str],
-    said: tuple[str, ...],
-    digits: Path,
-    tmp_path: Path,
+    name: str, value: object, digits: Path, tmp_path: Path
 ) -> None:
-    home = keras_home(tmp_path / "home", **settings)
+    home = keras_home(tmp_path / "home", **{name: value})
     model_dir = tmp_path / "run"
     flags = (CONFIG, f"--data_dir={digits}", f"--model_dir={model_dir}")
-    with Process(flags, model_dir, env={"KERAS_HOME": home, **env}) as process:
+    with Process(flags, model_dir, env={"KERAS_HOME": home}) as process:
         ended = process.wait()
-    assert_one_error(ended, *said)
+    assert_one_error(ended, "keras.json", name)
     assert not (model_dir / "config.json").exists()
+
+
+@pytest.mark.parametrize("topology", ["mirrored-1", "multiworker-2"])
+def test_runs_with_deterministic_ops_train(topology: str, digits: Path, tmp_path: Path) -> None:
+    flags = (f"--data_dir={digits}", "--train_steps=5")
+    ended = run(topology, tmp_path / "run", {"TF_DETERMINISTIC_OPS": "1"}, *flags)
+    assert ended.exit_code == 0, ended.stderr

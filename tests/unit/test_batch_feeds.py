@@ -47,7 +47,7 @@ class Fed:
         @tf.function(input_signature=[self.feed.signature, tf.TensorSpec([], tf.int64)])
         def run(taken: Any, num_batches: Any) -> Any:
             return tf.map_fn(
-                lambda index: self.feed.batch(taken, index),
+                lambda index: self.feed.finished(self.feed.batch(taken, index)),
                 tf.range(num_batches),
                 fn_output_signature=spec,
                 parallel_iterations=1,

@@ -48,6 +48,13 @@ class TaskSpec:
         return self.cluster is None or self.cluster.is_chief
 
     @property
+    def computes(self) -> bool:
+        """True if this task computes gradients or evaluates: the others use no GPU."""
+        return self.strategy != "ps" or (
+            self.cluster is not None and self.cluster.task.job in ("worker", "evaluator")
+        )
+
+    @property
     def generation(self) -> int | None:
         """The generation of this task's group of hosts; None if the cluster is not elastic."""
         return None if self.cluster is None else self.cluster.generation

@@ -83,19 +83,8 @@ def keras_file() -> str:
     return str(config._config_path)
 
 
-def check_process() -> None:
-    """Logs the settings of Keras that are not its defaults, in one line.
-
-    Raises ConfigError if TensorFlow's determinism is enabled.
-    """
-    from tensorflow.python.framework.config import is_op_determinism_enabled
-
-    if is_op_determinism_enabled():
-        raise ConfigError(
-            "TensorFlow's determinism is enabled, by TF_DETERMINISTIC_OPS or by your code: then it "
-            "refuses the clock that a training step reads. Type `unset TF_DETERMINISTIC_OPS`, or "
-            "remove enable_op_determinism(). Synchronous runs on CPUs are repeatable without it."
-        )
+def log_keras_settings() -> None:
+    """Logs the settings of Keras that are not its defaults, in one line."""
     found = {name: v for name, v in keras_settings().items() if v != KERAS_DEFAULTS[name]}
     if found:
         listed = ", ".join(f"{name} is {value}" for name, value in found.items())

@@ -1,0 +1,108 @@
+"""The way of a batch from memory or disk to the device that computes, read from the graph."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from strategies.base import Position
+from strategies.mirrored import MirroredExecutor
+from tests.unit.test_config_file import COMPLETE, digits, written
+from trainer.build import build_learner
+from trainer.config import load_recipe
+from trainer.inputs import build_metrics, open_inputs
+from trainer.learner import Learner
+
+__all__ = ["digits"]  # A fixture.
+
+READ, COMPUTE = "/device:CPU:0", "/device:CPU:1"
+AUGMENT = """
+    def augment(images, labels, seeds):
+        import tensorflow as tf
+        return images + tf.cast(seeds[:, :1, None, None] % 7, tf.float32), labels
+"""
+
+
+class ComputesElsewhere(MirroredExecutor):
+    """Its replica is on the second CPU, which stands in for a GPU."""
+
+    _has_gpus = True
+
+
+def started(
+    kind: type[MirroredExecutor], path: str, data: Path, cached: bool
+) -> tuple[MirroredExecutor, Learner]:
+    recipe = load_recipe(path)
+    recipe.config.data_dir = str(data)
+    recipe.config.data.cache_bytes = cached << 30
+    inputs = open_inputs(recipe)
+    executor = kind.on([COMPUTE if kind is ComputesElsewhere else READ])
+    learner = executor.build(lambda: build_learner(recipe))
+    build_metrics(inputs, learner, recipe)
+    executor.start(learner, inputs.train, inputs.evaluation, Position())
+    return executor, learner
+
+
+def loop_body(executor: MirroredExecutor) -> tf.Graph:
+    graph = executor._run_in_graph.get_concrete_function().graph
+    (loop,) = (op for op in graph.get_operations() if op.type == "While")
+    return graph._get_function(loop.get_attr("body").name).graph
+
+
+def ancestors(op: tf.Operation) -> Iterator[tf.Operation]:
+    seen, left = set(), [op]
+    while left:
+        op = left.pop()
+        if op.name not in seen:
+            seen.add(op.name)
+            yield op
+            left += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+
+
+def users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
+    """The ops that compute with `tensor`."""
+    for op in tensor.consumers():
+        if op.type == "Identity":
+            yield from users(op.outputs[0])
+        else:
+            yield op
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "read"])
+def test_next_batch_is_copied_narrow_to_the_device_and_does_not_wait_for_the_step(
+    digits: Path, tmp_path: Path, cached: bool
+) -> None:
+    path = written(tmp_path, COMPLETE + AUGMENT)
+    body = loop_body(started(ComputesElsewhere, path, digits, cached)[0])
+    (last,) = (out for out in body.outputs if out.dtype == tf.uint8 and out.shape[0] == 8)
+    # A loop's results wait for all changes of an iteration, but the copy in them does not.
+    copy = last.op.inputs[0].op
+    assert copy.type == "Identity"
+    assert copy.device.endswith(COMPUTE)
+    before = list(ancestors(copy.inputs[0].op))
+    assert not any(op.device.endswith(COMPUTE) for op in before)
+    changes = {op.type for op in body.get_operations() if "Apply" in op.type}
+    assert changes, "the step changes variables in this graph"
+    assert not changes & {op.type for op in before}
+    (images,) = (t for t in body.inputs if t.dtype == tf.uint8 and t.shape[0] == 8)
+    widening = list(users(images))
+    assert widening
+    assert all(op.device.endswith(COMPUTE) for op in widening), "widened where it is used"
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "read"])
+def test_equal_bits_wherever_batches_are_finished(
+    digits: Path, tmp_path: Path, cached: bool
+) -> None:
+    path = written(tmp_path, COMPLETE + AUGMENT)
+    weights = []
+    for kind in (MirroredExecutor, ComputesElsewhere):
+        executor, learner = started(kind, path, digits, cached)
+        executor.run(5)
+        executor.run(8)
+        weights.append(learner.weights())
+        assert executor.position.next_batch == 13
+    for ours, theirs in zip(*weights, strict=True):
+        assert np.array_equal(ours, theirs)
