@@ -163,7 +163,7 @@ def tensor(dtype: type[np.generic]) -> tfds.features.Tensor:
     ],
 )
 def test_inputs_have_the_dtype_that_the_model_declares(
-    feature: object, value: object, declared: str, wanted: object, as_dict: bool, tmp_path: Path
+    feature: object, value: object, declared: str, wanted: Any, as_dict: bool, tmp_path: Path
 ) -> None:
     spec, example = {"x": feature, "label": LABEL}, {"x": value, "label": 1}
     features, serialized = written(tmp_path, spec, [example] * 2)

@@ -429,8 +429,9 @@ def test_csv_values_are_stored_as_they_are(
     assert features.read_features(str(out))["x"].dtype == dtype
     (read,) = parsed(out, "train", "x")
     if dtype == "string":
-        read, stored = [value.decode() for value in read], values
-    assert list(read) == stored
+        assert [value.decode() for value in read] == values
+    else:
+        assert read.tolist() == stored
     if dtype == "float32":
         assert np.array_equal(np.signbit(read), np.signbit(np.array(stored)))
 
