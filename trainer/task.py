@@ -607,9 +607,10 @@ def _failure_recorded(spec: TaskSpec, parts: Parts, started: float) -> Iterator[
             "exit_code": EXIT_RESTART if is_lost else exit_code,
             "why": first_line(error),
         }
-        # An error of this does not matter. If another worker fails, the chief only loses it.
-        if spec.is_chief or not is_lost:
-            RunFiles(spec.model_dir).write_result(failed)
+        # An error of this does not matter. A worker that fails says why: the chief only loses it.
+        files = RunFiles(spec.model_dir)
+        if not is_lost or (spec.is_chief and files.read_result() is None):
+            files.write_result(failed)
         raise
     finally:
         parts.checkpointer.wait()
