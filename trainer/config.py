@@ -161,8 +161,8 @@ class Config:
             examples, such as BatchNormalization, see one part at a time.
         precision: The dtype policy of layers without a policy: float32, mixed_float16 (with a
             scaled loss) or mixed_bfloat16. Variables are float32 with all three.
-        jit_compile: XLA compiles what a replica computes: the gradient, or the whole step if there is
-            one replica; and the evaluation. The first start takes longer.
+        jit_compile: XLA compiles what a replica computes: the gradient, or the complete step if
+            there is one replica; and the evaluation. The first start takes longer.
         label_smoothing: The part of each label's probability that is spread over all classes
             (Szegedy et al., "Rethinking the Inception Architecture", 2016), in training and
             evaluation. Only for the default loss.
