@@ -126,18 +126,20 @@ def test_users_own_file_and_records_train(
     assert steps[-1] == run.result["step"]
 
 
+@pytest.mark.parametrize("name", ["multiworker-2", "ps-2+1"])
 def test_packages_of_a_user_with_the_names_of_ours_train_on_a_cluster(
-    records: Path, tmp_path: Path
+    name: str, records: Path, tmp_path: Path
 ) -> None:
-    for name in ("configs", "data", "strategies"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("")
+    for package in ("configs", "data", "strategies", "strategies/cluster"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / "strategies/cluster/ports.py").write_text("raise ValueError")
     (tmp_path / "data/base.py").write_text("import configs.base")
     (tmp_path / "configs/base.py").write_text("import neighbour")
     (tmp_path / "neighbour.py").write_text("")
     (tmp_path / "data/mine.py").write_text("from . import base\n" + textwrap.dedent(RECIPE))
     flags = ("--config=data/mine.py", f"--data_dir={records}", "--train_steps=10")
-    topology, model_dir = TOPOLOGIES["multiworker-2"], tmp_path / "run"
+    topology, model_dir = TOPOLOGIES[name], tmp_path / "run"
     argv = (*topology.argv, *flags, f"--model_dir={model_dir}")
     with Process(argv, model_dir, cwd=tmp_path) as process:
         run = process.wait()

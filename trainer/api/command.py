@@ -19,7 +19,7 @@ from data.system.files import exists
 from trainer.api.result import Result
 from trainer.cli import commands, flag_checks, flags
 from trainer.exit_codes import EXIT_RESTART, EXIT_USAGE
-from trainer.program import module_command
+from trainer.program import python_command
 from trainer.run_files import RunFiles
 
 _ERROR = "error: "
@@ -38,7 +38,7 @@ def run_command(words: Sequence[str]) -> Result:
     if flags.MODEL_DIR.value is None:
         words = [*words, f"--model_dir={model_dir}"]
         environment[commands.DEFAULT_DIR] = model_dir
-    exit_code, message = _run([*module_command("trainer.api"), *words], environment)
+    exit_code, message = _run([*python_command("-m", "trainer.api"), *words], environment)
     result = Result(model_dir) if exists(RunFiles(model_dir).config) else None
     if exit_code == 0:
         assert result is not None

@@ -43,7 +43,7 @@ from trainer.local.network_namespace import IsolationError, Namespace, open_name
 from trainer.local.parent_watch import ParentWatch, watch_parent
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import say
-from trainer.program import module_command
+from trainer.program import python_command
 from trainer.run_files import point_latest_to, progress_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int | TaskSpec:
     if cluster is not None and is_supervised and not is_launched:
         return _supervise(recipe, cluster)
     if cluster is not None and flags.KEEP_SERVING.value and not is_launched:
-        return keep_serving(cluster.task, [*module_command("trainer"), *sys.argv[1:]])
+        return keep_serving(cluster.task, [*python_command("-m", "trainer"), *sys.argv[1:]])
     return _task(recipe, cluster, is_launched=is_launched)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from data.system.files import is_s3, is_url
 from trainer.guards.signals import stop_signals
 from trainer.local.terminal import terminal_env
-from trainer.program import module_command
+from trainer.program import python_command
 
 END = "\x1b_end"  # The last line for the view. The tasks may hold the pipe open for longer.
 _DUMB = ("", "dumb", "unknown")
@@ -55,7 +55,7 @@ def live_view(model_dir: str, *, is_launcher: bool) -> Iterator[None]:
 
 def _start(model_dir: str, is_launcher: bool, stack: contextlib.ExitStack) -> int | None:
     """Starts the process; returns the end of the pipe to it, or None if it could not be started."""
-    command = [*module_command("trainer.live.draw"), model_dir, str(os.getpid())]
+    command = [*python_command("-m", "trainer.live.draw"), model_dir, str(os.getpid())]
     if is_launcher:
         command.append("tasks")
     read, write = os.pipe()

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from trainer.local.network_namespace import enter
-from trainer.program import module_command
+from trainer.program import python_command
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -178,7 +178,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *module_command("trainer.local.fork_server"),
+                    *python_command("-m", "trainer.local.fork_server"),
                     str(fd),
                     str(os.getpid()),
                     self._label,

@@ -69,7 +69,7 @@ from trainer.local.restarts import Restarts
 from trainer.local.task_logs import TaskLogs, now, say
 from trainer.local.task_process import Child, TaskProcess
 from trainer.local.terminal import terminal_env
-from trainer.program import module_command
+from trainer.program import python_command
 
 FAILURES = "failures.jsonl"  # In the model directory.
 TARGET = "trainer.__main__:run_from_command_line"  # What a task runs if it is forked.
@@ -103,7 +103,7 @@ class LocalCluster:
     grace_secs: float = 30.0  # Trainers may save for this long when they are asked to stop.
     stall_timeout_secs: float = 0.0  # A task without a heartbeat for this long is killed; 0: never.
     fork_server: ForkServer | None = None  # If it is None or fails, tasks execute `command`.
-    command: Sequence[str] = field(default_factory=partial(module_command, "trainer"))
+    command: Sequence[str] = field(default_factory=partial(python_command, "-m", "trainer"))
     host: str = ""  # The host of the cluster's own task, if that is the only task to start.
 
     def __post_init__(self) -> None:

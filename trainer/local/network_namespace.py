@@ -55,10 +55,12 @@ class Namespace:
 
     def free_ports(self, num_ports: int) -> list[int]:
         """Returns what strategies.cluster.ports.free_ports returns inside the namespace."""
+        from trainer.program import python_command  # Not above: this file runs alone, too.
+
         program = (
             f"from strategies.cluster.ports import free_ports; print(*free_ports({num_ports}))"
         )
-        command = self.command([sys.executable, "-c", program])
+        command = self.command(python_command("-c", program))
         return [int(port) for port in subprocess.check_output(command, pass_fds=self.fds).split()]
 
 
