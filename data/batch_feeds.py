@@ -41,11 +41,11 @@ class Feed(abc.ABC):
 
     Attributes:
         signature: The type of the result of `take`: of an iterator, or of the arrays of a plan.
-        may_fail: True if `batch` may find data that cannot be read or used.
+        is_in_memory: True if no `batch` can fail, because all examples have been read.
     """
 
     signature: Nest
-    may_fail: bool
+    is_in_memory: bool
 
     @abc.abstractmethod
     def take(self, num_batches: int) -> Nest:
@@ -72,22 +72,24 @@ def open_feed(
 ) -> Feed:
     """The batches of `reader` from `first_batch`: from memory if it caches its examples.
 
-    Batches that are read from disk are widened and augmented by the threads that read them, or by
-    `finished` if `finishes_in_graph`. Cached ones are always finished by `finished`.
+    Batches that are read from disk are augmented by the threads that read them. The threads also
+    widen them, or `finished` if `finishes_in_graph`, unless they are augmented. Cached batches are
+    always finished by `finished`.
     """
     if reader.caches_examples:
         return CachedFeed(reader, first_batch, lanes)
     with tf.device("CPU:0"):
         waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-    read = reader.narrow if finishes_in_graph else reader
+    widens = finishes_in_graph and reader.augment is None
+    read = reader.narrow if widens else reader
     dataset = DiskReader(read).batches(first_batch, lanes, waited=waited)
-    return StreamedFeed(dataset, waited, reader.finished if finishes_in_graph else None)
+    return StreamedFeed(dataset, waited, reader.finished if widens else None)
 
 
 class StreamedFeed(Feed):
     """The elements of a tf.data pipeline, which reads and parses ahead."""
 
-    may_fail = True
+    is_in_memory = False
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class StreamedFeed(Feed):
 class CachedFeed(Feed):
     """Batches of examples that are all in memory."""
 
-    may_fail = False
+    is_in_memory = True
 
     def __init__(self, reader: Reader, first_batch: int, lanes: range) -> None:
         self._reader, self._examples = reader, cached_examples(reader)

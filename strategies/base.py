@@ -132,7 +132,7 @@ class Learner(Protocol):
 
     @property
     def compiles(self) -> bool:
-        """True if XLA compiles what a replica computes."""
+        """True if XLA may compile all that a replica computes in a step."""
 
     @property
     def num_dense(self) -> int:
@@ -367,7 +367,7 @@ class Executor(abc.ABC):
         `restore` sets the variables back; no late gradient is in flight meanwhile. Called in all
         tasks together.
         """
-        with _data_errors_wrapped(), self.changing("a return to a checkpoint"):
+        with self.changing("a return to a checkpoint"):
             self._drain()
             self._drop_residuals()
             position, counts = restore()

@@ -5,7 +5,7 @@
 The inner loop runs in one graph: n steps per call, without Python between them. The training step
 is the function `step`: gradients, all-reduce, apply. It reads this process's part of the batch once
 and cuts it into one slice per replica, so a batch has the same examples for any number of replicas.
-While a step computes, the next batch is gathered and copied to the devices of the replicas.
+On GPUs, the next batch is gathered from memory and copied while a step computes.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ class MirroredExecutor(Executor):
         self._bucket_bytes = math.inf  # One all-reduce for all gradients.
         self._local_replicas = self._replicas_of_this_process()
         self._seconds = {"run": 0.0, "evaluate": 0.0}
-        self._next_batch: Batch = None  # On the devices of the replicas.
+        self._next_batch: Batch = ()  # On the devices of the replicas, if they are read ahead.
 
     @classmethod
     def on(cls, devices: Sequence[str]) -> "MirroredExecutor":
@@ -127,11 +127,12 @@ class MirroredExecutor(Executor):
         learner, offsets = self._learner, self._replica_offsets(self._source)
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
-            gradients, metrics = self._gradients(self._feed.finished(batch))
+            gradients, metrics = self._gradients(batch)
             learner.apply(self._begun(self._all_reduced(gradients)))
             return totals + metrics
 
         run_step = self._in_all_replicas(step, compiles=self._compiles_complete_steps)
+        reads_ahead = self._reads_ahead
         signature = [
             self._feed.signature,
             tf.nest.map_structure(tf.type_spec_from_value, self._next_batch),
@@ -139,20 +140,21 @@ class MirroredExecutor(Executor):
             tf.TensorSpec([2], tf.float64),
         ]
 
-        # `taken` is what the feed's `take` returned: an iterator, or a dict of tensors. It has the
-        # batches after `batch`; the last one is returned for the next call.
+        # `taken` is what the feed's `take` returned: an iterator, or a dict of tensors. With
+        # `reads_ahead`, `following` is the first batch, and `taken` has the batches after it.
         @tf.function(input_signature=signature)
         def run(
-            taken: Any, batch: Batch, num_steps: tf.Tensor, status: tf.Tensor
+            taken: Any, following: Batch, num_steps: tf.Tensor, status: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, Batch]:
             totals = self.strategy.run(self._zero_totals)
             for index in tf.range(num_steps):
-                read = self._feed.batch(taken, index)
-                batch = self._after_complete_step(self._after_reading(read, batch))
-                totals = run_step(totals, batch)
-                batch = self._slice_for_replicas(read, offsets)
+                read = self._slice_for_replicas(self._feed.batch(taken, index), offsets)
+                batch, following = (following, read) if reads_ahead else (read, ())
+                # Not compiled by XLA, which lacks ops, and draws other random numbers.
+                batch = self.strategy.run(self._feed.finished, args=(batch,))
+                totals = run_step(totals, self._after_complete_step(batch))
             totals = self._after_complete_step(totals)
-            return *self._sum_over_replicas(totals, status), batch
+            return *self._sum_over_replicas(totals, status), following
 
         self._run_in_graph = run
 
@@ -181,17 +183,6 @@ class MirroredExecutor(Executor):
         """`Learner.gradients`, with equal states of layers on all replicas."""
         with averaged_over_replicas(self._learner.layer_state):
             return self._learner.gradients(batch)
-
-    @no_autograph
-    def _after_reading(self, read: Batch, batch: Batch) -> Batch:
-        """Returns `batch`, which waits for `read` if reading may fail.
-
-        Otherwise an error in the next batch could end the graph in the middle of a step.
-        """
-        if not self._feed.may_fail:
-            return batch
-        with tf.control_dependencies(tf.nest.flatten(read)):
-            return tf.nest.map_structure(tf.identity, batch)
 
     @no_autograph
     def _after_complete_step(self, tensors: Batch) -> Batch:
@@ -224,7 +215,7 @@ class MirroredExecutor(Executor):
             )
         except tf.errors.OpError as error:
             # An iteration of the loop in the graph begins, with this op, when all ops of the one
-            # before have ended; and its step waits for it.
+            # before have ended; and no variable changes without the batch.
             if _NEXT_BATCH in error.message:
                 self._changing = ""
             raise
@@ -248,9 +239,17 @@ class MirroredExecutor(Executor):
         self._feed = open_feed(
             source, position.next_batch, self._lanes(source), finishes_in_graph=self._has_gpus
         )
-        read = self._feed.batch(self._feed.take(1), tf.constant(0, tf.int64))
-        self._next_batch = self._slice_for_replicas(read, self._replica_offsets(source))
-        self._feed.waited_secs()  # Not a part of the first call.
+        if self._reads_ahead:
+            read = self._feed.batch(self._feed.take(1), tf.constant(0, tf.int64))
+            self._next_batch = self._slice_for_replicas(read, self._replica_offsets(source))
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """True if batches are gathered and copied while the step before computes.
+
+        Only from memory: a batch on disk may be damaged, and perhaps no step needs it.
+        """
+        return self._has_gpus and self._feed.is_in_memory
 
     @override
     def _drop_residuals(self) -> None:
@@ -341,6 +340,8 @@ class MirroredExecutor(Executor):
 
         Copies each slice to the device of its replica.
         """
+        if len(self._local_replicas) == 1 and not self._has_gpus:
+            return batch
         devices = self.strategy.extended.worker_devices
 
         def slice_of(context: tf.distribute.ReplicaContext | None = None) -> Batch:

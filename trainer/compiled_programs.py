@@ -59,6 +59,7 @@ def kept_programs(model_dir: str) -> Iterator[None]:
             is_over.set()
             thread.join()
             keep_programs(cache, store)
+            os.environ["TF_XLA_FLAGS"] = flags
 
 
 def read_programs(store: str, cache: str) -> None:
@@ -97,8 +98,9 @@ def _digest(path: str) -> str:
 
 
 def _processors() -> str:
-    """A name for the version of TensorFlow and the processors for which XLA compiles here."""
-    found = [platform.machine(), platform.processor()]
+    """A name for TensorFlow, XLA's flags and the processors for which it compiles here."""
+    found = [platform.machine(), platform.processor(), str(tf.sysconfig.get_build_info())]
+    found += [os.environ.get(name, "") for name in ("XLA_FLAGS", "TF_XLA_FLAGS")]
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         found += sorted({line for line in file if line.startswith(("flags", "Features"))})
     for gpu in tf.config.list_physical_devices("GPU"):

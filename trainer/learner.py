@@ -87,7 +87,8 @@ class Learner:
         keras_metrics: The metrics that are not functions of one example; None if there are none.
         notes: What the user should know about the model, the loss and the optimizer.
         loss_scale: The scale of the loss if the model computes in float16, else None.
-        compiles: True if XLA compiles what a replica computes.
+        compiles: True if XLA may compile all that a replica computes in a step. Methods of a
+            subclass may have ops that XLA lacks.
     """
 
     def __init__(
@@ -165,9 +166,9 @@ class Learner:
         if options.ema.decay:
             self._ema = ExponentialMovingAverage(self.variables, options.ema)
         self.loss_scale = LossScale(options.loss_scale) if computes_in_float16(model) else None
-        self.compiles = options.jit_compile
+        self.compiles = options.jit_compile and type(self) is Learner
         self._differentiate_with_xla = None
-        if self.compiles:
+        if options.jit_compile:
             compiled = tf.function(self._differentiate_at, jit_compile=True, autograph=False)
             self._differentiate_with_xla = compiled
 

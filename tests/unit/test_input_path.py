@@ -61,6 +61,44 @@ def ancestors(op: tf.Operation) -> Iterator[tf.Operation]:
             left += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
 
 
+def test_length_of_examples_may_differ_between_batches(digits: Path, tmp_path: Path) -> None:
+    source = """
+    def parse(serialized):
+        import tensorflow as tf
+        lengths = tf.strings.length(serialized)
+        rows = tf.sequence_mask(lengths - 50, dtype=tf.float32)
+        return rows, tf.zeros_like(lengths, tf.int64)
+
+    def build_model(config):
+        import keras
+        inputs = keras.Input((None,))
+        return keras.Model(inputs, keras.layers.Dense(2)(keras.ops.sum(inputs, 1, True)))
+    """
+    executor, _ = started(MirroredExecutor, written(tmp_path, COMPLETE + source), digits, False)
+    executor.run(20)
+    assert executor.position.next_batch == 20
+
+
+def test_augmented_examples_are_the_same_in_a_compiled_step(digits: Path, tmp_path: Path) -> None:
+    """XLA draws other numbers, and lacks this op."""
+    augment = """
+    def augment(images, labels, seeds):
+        import tensorflow as tf
+        images = tf.image.resize(images, (8, 8), "bicubic")
+        return images + tf.random.stateless_uniform([], tf.cast(seeds[0], tf.int32)), labels
+    """
+    weights = []
+    for compiles in (False, True):
+        config = COMPLETE.replace("train_steps=3", f"train_steps=3, jit_compile={compiles}")
+        path = written(tmp_path, config + augment, f"compiles{compiles}.py")
+        executor, learner = started(MirroredExecutor, path, digits, cached=True)
+        assert learner.compiles is compiles
+        executor.run(3)
+        weights.append(learner.weights())
+    for ours, theirs in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 def users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
     """The ops that compute with `tensor`."""
     for op in tensor.consumers():
@@ -70,12 +108,11 @@ def users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
             yield op
 
 
-@pytest.mark.parametrize("cached", [True, False], ids=["cached", "read"])
 def test_next_batch_is_copied_narrow_to_the_device_and_does_not_wait_for_the_step(
-    digits: Path, tmp_path: Path, cached: bool
+    digits: Path, tmp_path: Path
 ) -> None:
     path = written(tmp_path, COMPLETE + AUGMENT)
-    body = loop_body(started(ComputesElsewhere, path, digits, cached)[0])
+    body = loop_body(started(ComputesElsewhere, path, digits, cached=True)[0])
     (last,) = (out for out in body.outputs if out.dtype == tf.uint8 and out.shape[0] == 8)
     # A loop's results wait for all changes of an iteration, but the copy in them does not.
     copy = last.op.inputs[0].op
@@ -92,11 +129,12 @@ def test_next_batch_is_copied_narrow_to_the_device_and_does_not_wait_for_the_ste
     assert all(op.device.endswith(COMPUTE) for op in widening), "widened where it is used"
 
 
+@pytest.mark.parametrize("augment", [AUGMENT, ""], ids=["augmented", "plain"])
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "read"])
 def test_equal_bits_wherever_batches_are_finished(
-    digits: Path, tmp_path: Path, cached: bool
+    digits: Path, tmp_path: Path, cached: bool, augment: str
 ) -> None:
-    path = written(tmp_path, COMPLETE + AUGMENT)
+    path = written(tmp_path, COMPLETE + augment)
     weights = []
     for kind in (MirroredExecutor, ComputesElsewhere):
         executor, learner = started(kind, path, digits, cached)
