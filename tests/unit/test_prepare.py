@@ -223,7 +223,7 @@ def test_two_prepares_at_once_both_succeed(tmp_path: Path) -> None:
     said = [process.communicate(timeout=100)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     assert records.open_split(str(tmp_path / "both"), "train").num_examples == 1437
-    assert sum("holds digits." in line for line in said) == 1, "one wrote, the other found it done"
+    assert sum("both holds digits." in line for line in said) == 1, "one wrote, the other found it"
     assert [p.name for p in tmp_path.iterdir()] == ["both"]
 
 

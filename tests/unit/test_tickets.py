@@ -106,7 +106,11 @@ def test_bytes_are_cached_as_bytes_and_come_as_floats(tmp_path: Path) -> None:
         feed = feeds.open_feed(two, 7, range(5))
         assert isinstance(feed, feeds.CachedFeed)
         signature = [feed.signature, tf.TensorSpec([], tf.int64)]
-        batch_of = tf.function(feed.batch, input_signature=signature, autograph=False)
+        batch_of = tf.function(
+            lambda taken, index, fed=feed: fed.finished(fed.batch(taken, index)),
+            input_signature=signature,
+            autograph=False,
+        )
         taken, ticket = feed.take(15), Closure(two)(7, 15)
         for index, batch in enumerate(DiskReader(one).batches(7, range(5), 15)):
             fed = batch_of(taken, tf.constant(index, tf.int64))
