@@ -475,7 +475,8 @@ def test_missing_values_become_the_number_in_the_option(
 def test_numbers_in_another_notation_are_refused_and_the_advice_works(
     tmp_path: Path, values: list[str], rewritten: list[str]
 ) -> None:
-    said = rf"train\.csv, line 2: column x has {re.escape(repr(values[0]))}: .*another notation.*--text=x"
+    first = re.escape(repr(values[0]))
+    said = rf"train\.csv, line 2: column x has {first}: .*another notation.*--text=x"
     for label in (None, "x"):
         with pytest.raises(DataError, match=said):
             prepared_csv(tmp_path, values, label=label)

@@ -156,7 +156,7 @@ def _saved_model(path: str) -> Loaded:
     specs = serve.structured_input_signature[1]
     # A signature names each input. The endpoint of Keras also says if the model takes a dict.
     endpoints = getattr(getattr(loaded, "serve", None), "concrete_functions", ())
-    taken = endpoints[0].structured_input_signature[0] if endpoints else ()
+    taken: Sequence[Any] = endpoints[0].structured_input_signature[0] if endpoints else ()
     is_dict = len(taken) == 1 and isinstance(taken[0], Mapping)
     if is_dict:
         specs = taken[0]
