@@ -158,7 +158,7 @@ def _saved_model(path: str) -> Loaded:
     endpoints = getattr(getattr(loaded, "serve", None), "concrete_functions", ())
     taken: Sequence[Any] = endpoints[0].structured_input_signature[0] if endpoints else ()
     is_dict = len(taken) == 1 and isinstance(taken[0], Mapping)
-    if is_dict:
+    if is_dict and not any(map(tf.nest.is_nested, taken[0].values())):
         specs = taken[0]
 
     def call(inputs: Batch) -> Batch:
@@ -166,7 +166,7 @@ def _saved_model(path: str) -> Loaded:
         missing = [name for name in specs if name not in named]
         if missing:
             raise ConfigError(f"{path} needs the input(s) {', '.join(missing)}.")
-        values = {spec.name: tf.cast(named[name], spec.dtype) for name, spec in specs.items()}
+        values = {spec.name: _fitted(named[name], spec) for name, spec in specs.items()}
         outputs = serve(**values)
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
@@ -174,6 +174,12 @@ def _saved_model(path: str) -> Loaded:
     dtypes = {name: spec.dtype.name for name, spec in specs.items()}
     declared = dtypes if is_dict or len(specs) > 1 else next(iter(dtypes.values()))
     return Loaded(call, _run_of(path), declared, [spec.shape[1:] for spec in specs.values()])
+
+
+def _fitted(value: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+    """`value` for an input; of single numbers, [n], each is a row [n, 1], as in Keras."""
+    is_single = spec.shape.rank == value.shape.rank + 1 and spec.shape[-1] == 1
+    return tf.cast(value[..., tf.newaxis] if is_single else value, spec.dtype)
 
 
 def _run_of(path: str) -> str:
