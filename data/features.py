@@ -240,8 +240,9 @@ def default_parse(
 
     def decode(raw: Mapping[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         example = features.decode(raw)
+        # Losses compute in float32, so that a number as label is rounded in any case.
         label_dtype = tf.float32 if example[label].dtype.is_floating else tf.int64
-        labels = _cast({label: example[label]}, {label: label_dtype}, is_label=True)[label]
+        labels = tf.cast(example[label], label_dtype)
         if widens:
             return example[names[0]], labels
         scaled = {name: from_bytes(example[name]) for name in images}
@@ -286,7 +287,7 @@ def _input_dtype(features: Features, name: str, declared: Declared, is_tensor: b
 
 
 def _cast(
-    values: "Mapping[str, tf.Tensor]", dtypes: "Mapping[str, tf.DType]", *, is_label: bool = False
+    values: "Mapping[str, tf.Tensor]", dtypes: "Mapping[str, tf.DType]"
 ) -> "dict[str, tf.Tensor]":
     """`values` in these dtypes, [n, ...] each. A value that changes is an error of the graph."""
     import tensorflow as tf
@@ -300,9 +301,9 @@ def _cast(
     def fail() -> tf.Operation:
         checks = []
         for name, found in changed.items():
-            needed = "" if is_label else _declare(name, values[name].dtype, dtypes[name])
             message = (
-                f"Feature {name!r} has a value that {dtypes[name].name} does not hold. {needed}"
+                f"Feature {name!r} has a value that {dtypes[name].name} does not hold. "
+                f"{_declare(name, values[name].dtype, dtypes[name])}"
                 "Define a `parse` in the config file, which converts it. The value:"
             )
             value = tf.boolean_mask(values[name], found)[:1]
@@ -333,18 +334,17 @@ def _changed(value: "tf.Tensor", cast: "tf.Tensor") -> "tf.Tensor | None":
     import tensorflow as tf
 
     source, target = value.dtype, cast.dtype
-    whole = {tf.float32: 2**24, tf.float64: 2**53}
     if source.is_integer and target.is_floating and source.size >= 4:
-        return tf.abs(tf.cast(value, tf.int64)) > whole[target]
+        # From 2**63 on, the result of a cast depends on the processor.
+        return (tf.cast(cast, tf.int64) != tf.cast(value, tf.int64)) | (cast >= 2.0**63)
     if source == tf.string or np.can_cast(source.as_numpy_dtype, target.as_numpy_dtype):
         return None
     if source.is_integer:
         return tf.cast(cast, source) != value
     value, back = tf.cast(value, tf.float64), tf.cast(cast, tf.float64)
     if target.is_floating:
-        return (back != value) & (tf.abs(value) > whole[tf.float32])
-    # Beyond, the result of a cast depends on the processor.
-    return (back != value) | (tf.abs(value) > whole[tf.float64])
+        return (back != value) & (tf.abs(value) > 2**24)
+    return (back != value) | (tf.abs(value) > 2**53)  # As above.
 
 
 def _only_label(features: Features) -> str:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from data.system.files import FAIL, SKIP, is_s3
+from data.system.files import FAIL, SKIP
 from trainer.config import Config, ConfigError, fields_of, flatten, num_lanes
 from trainer.hooks.trackers.names import check_trackers
 from trainer.step.options import PRECISIONS, must_be
@@ -47,18 +47,6 @@ _NEEDS: Sequence[tuple[str, str, str, Callable[[Config], object]]] = (
         "config.profile_first_step",
         "profile_first_step=100",
         lambda c: c.profile_first_step,
-    ),
-    (
-        "data_cache_dir",
-        "config.data_dir at s3://",
-        "data_dir=s3://BUCKET/DIRECTORY",
-        lambda c: is_s3(c.data_dir),
-    ),
-    (
-        "data_cache_bytes",
-        "config.data_dir at s3://",
-        "data_dir=s3://BUCKET/DIRECTORY",
-        lambda c: is_s3(c.data_dir),
     ),
 )
 
@@ -178,7 +166,7 @@ def _check_options(config: Config) -> None:
         if values[name] != defaults[name] and not has_it(config):
             raise ConfigError(
                 f"config.{name}={values[name]} means nothing without {needed}. Type "
-                f"--config.{example}, for example, or --config.{name}={defaults[name]}."
+                f"--config.{example}, for example, or leave {name} out."
             )
     for name in ("penalty.variables", "weight_decay.exclude", "freeze", "warm_start.exclude"):
         pattern = operator.attrgetter(name)(config)

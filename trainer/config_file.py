@@ -225,8 +225,11 @@ def _is_file_name(place: str) -> bool:
 
 
 def _import_name(name: str) -> ModuleType:
-    top, file = name.partition(".")[0], Path.cwd() / f"{name.replace('.', '/')}.py"
-    if file.is_file() and (top in _PACKAGES or (Path(top) / "__init__.py").is_file()):
+    top, *others = name.split(".")
+    file = Path.cwd().joinpath(top, *others).with_suffix(".py")
+    packages = file.parents[: len(others)]
+    is_in_packages = others and all((each / "__init__.py").is_file() for each in packages)
+    if file.is_file() and (top in _PACKAGES or is_in_packages):
         return _import_file(str(file))
     _make_importable(Path.cwd())
     try:

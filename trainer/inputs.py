@@ -164,15 +164,15 @@ def num_steps_of(recipe: Recipe, num_epochs: float) -> int:
     return max(1, math.ceil(num_epochs * split.num_examples / recipe.config.batch_size - 1e-9))
 
 
-def parse_of(recipe: Recipe, directory: str, model: keras.Model | None = None) -> Parse:
+def parse_of(recipe: Recipe, directory: str, declared: Declared = None) -> Parse:
     """The `parse` of the config file, or the default for the features of `directory`.
 
-    The default gives `model` the inputs that it declares: their dtypes, and their names in a dict.
+    The default gives a model the inputs that it declares: their dtypes, and their names in a dict.
     """
     data = recipe.config.data
     if recipe.parse is None:
         features = read_features(directory)
-        return default_parse(features, data.inputs, data.label, declared_inputs(model))
+        return default_parse(features, data.inputs, data.label, declared)
     for name in ("inputs", "label"):
         if chosen := getattr(data, name):
             raise ConfigError(
@@ -184,15 +184,16 @@ def parse_of(recipe: Recipe, directory: str, model: keras.Model | None = None) -
 
 def fitted_to_model(inputs: Inputs, recipe: Recipe, model: keras.Model) -> Inputs:
     """`inputs` as `model` declares its inputs, if there is no own `parse`."""
-    if recipe.parse is not None or declared_inputs(model) is None:
+    declared = declared_inputs(model)
+    if recipe.parse is not None or declared is None:
         return inputs
-    parse = parse_of(recipe, data_dir(recipe.config), model)
+    parse = parse_of(recipe, data_dir(recipe.config), declared)
     train = dataclasses.replace(inputs.train, parse=parse)
     evaluation = dataclasses.replace(inputs.evaluation, parse=parse)
     return dataclasses.replace(inputs, train=train, evaluation=evaluation)
 
 
-def declared_inputs(model: keras.Model | None) -> Declared:
+def declared_inputs(model: keras.Model) -> Declared:
     """The dtypes of the inputs of `model`: by name if they are a dict; None if there are others."""
     # Subclassed models, and a Sequential that was never called, have no `input`.
     taken = getattr(model, "input", None)

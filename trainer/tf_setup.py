@@ -11,13 +11,16 @@ import gc
 import importlib
 import logging
 import os
+import re
 import sys
+import traceback
 
 from data.system.errors import UsageError
 from data.system.quiet import quiet_tensorflow
 from data.system.scratch import check_temp_dir
 
 _WRAPPED = "sklearn"
+_READS_SETTINGS = re.compile(r"keras/(src/backend/config|backend|backend_config)\.py$")
 _GRPC_OPTIONS = "TF_GRPC_DEFAULT_OPTIONS"  # name=value,name=value
 _USES_PROXY = "grpc.enable_http_proxy"
 # Of mallopt(3), from glibc's malloc.h.
@@ -99,8 +102,12 @@ def import_tensorflow() -> None:
     except (AssertionError, ValueError) as error:
         # Both read keras.json, and refuse a wrong value without the name of the file.
         directory = os.environ.get("KERAS_HOME", os.path.join("~", ".keras"))
+        path = os.path.expanduser(os.path.join(directory, "keras.json"))
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if not os.path.exists(path) or not _READS_SETTINGS.search(raised_in):
+            raise
         raise UsageError(
-            f"TensorFlow or Keras refuses {os.path.join(directory, 'keras.json')}: "
+            f"TensorFlow or Keras refuses {path}: "
             f"{str(error) or 'a value is of a wrong type'}. Valid values are, for example, "
             '{"floatx": "float32", "epsilon": 1e-07, "image_data_format": "channels_last"}.'
         ) from error

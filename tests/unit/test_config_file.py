@@ -350,6 +350,11 @@ PROJECTS = {
         "configs.mine",
         "from .base import A; import configs.base",
     ),
+    "directory in a package by name": (
+        {"pkg_of_mine/__init__.py": "", "pkg_of_mine/sub/other.py": "A = 1"},
+        "pkg_of_mine.sub.mine",
+        "from .other import A",
+    ),
     "beside package configs": (
         {"configs/__init__.py": "A = 1", "configs/base.py": ""},
         "mine.py",

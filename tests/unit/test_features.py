@@ -138,6 +138,14 @@ def test_inputs_of_floats_are_not_scaled(tmp_path: Path) -> None:
     assert inputs.numpy().tolist() == [[-3.0, 700.0]]
 
 
+def test_number_as_label_is_rounded_to_float32(tmp_path: Path) -> None:
+    price = tfds.features.Tensor(shape=(), dtype=np.float64, encoding="bytes")
+    spec = {"x": tfds.features.Scalar(np.float32), "price": price}
+    features, serialized = written(tmp_path, spec, [{"x": 1.0, "price": 20123456.5}])
+    labels = tf.function(default_parse(features, label="price"))(serialized)[1]
+    assert (labels.dtype, labels.numpy().tolist()) == (tf.float32, [20123456.0])
+
+
 def tensor(dtype: type[np.generic]) -> tfds.features.Tensor:
     return tfds.features.Tensor(shape=(2,), dtype=dtype, encoding="bytes")
 
@@ -147,7 +155,9 @@ def tensor(dtype: type[np.generic]) -> tfds.features.Tensor:
     ("feature", "value", "declared", "wanted"),
     [
         (tfds.features.Scalar(np.int64), 2**53 + 1, "int64", 2**53 + 1),
-        (tfds.features.Scalar(np.int64), -(2**24), "float32", -(2**24)),
+        (tfds.features.Scalar(np.int64), 100_000_000, "float32", 100_000_000),
+        (tfds.features.Scalar(np.int64), -(2**63), "float32", -(2**63)),
+        (tfds.features.Scalar(np.uint32), 2**32 - 256, "float32", 2**32 - 256),
         (tfds.features.Scalar(np.int64), 2**24 + 1, "float64", 2**24 + 1),
         (tfds.features.Scalar(np.int64), 7, "int32", 7),
         (tfds.features.Scalar(np.uint32), 2**32 - 1, "int64", 2**32 - 1),
@@ -188,6 +198,12 @@ def test_inputs_have_the_dtype_that_the_model_declares(
             tfds.features.Scalar(np.int64),
             2**53 + 1,
             "float64",
+            "{'x': keras.Input((1,), dtype='int64')",
+        ),
+        (
+            tfds.features.Scalar(np.int64),
+            2**63 - 1,
+            "float32",
             "{'x': keras.Input((1,), dtype='int64')",
         ),
         (tfds.features.Scalar(np.int64), 2**31, "int32", "keras.Input(..., dtype='int64')"),

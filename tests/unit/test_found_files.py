@@ -71,6 +71,8 @@ def test_missing_value_that_is_a_fraction_makes_numbers_of_integers(tmp_path: Pa
         ("a,b\n,2\n1,\n", Options(missing="drop"), "leaves no row"),
         ("a,b\n1,2\n", Options(missing="mean"), "must be drop or a number. Received: 'mean'"),
         ("1,2\n3,4\n", NONE, "begins with numbers, 1, 2.*--noheader"),
+        ("01501,40.1\n01502,40.2\n", NONE, "begins with numbers, 01501, 40.1.*--noheader"),
+        ("1 000;3,5;1e999\n2 000;1;2\n", NONE, "begins with numbers, 1 000, 3,5.*--noheader"),
     ],
 )
 def test_gaps_that_nothing_is_said_about_are_refused(

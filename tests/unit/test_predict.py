@@ -14,18 +14,20 @@ import pytest
 import tensorflow as tf
 
 import trainer
+from data.features import Feature, Features
+from data.prepare.preparing import prepare
+from data.prepare.sources import Options
 from data.system.files import DataError
 from data.tfrecord.split import batched_records, open_split
 from trainer.predict.__main__ import _write_csv
 from trainer.predict.predicting import predict
+from trainer.predict.records import records_of
 
 NUM = 12
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from data.prepare.preparing import prepare
-
     directory = tmp_path_factory.mktemp("datasets") / "digits"
     prepare("digits", str(directory))
     return directory
@@ -36,6 +38,22 @@ def build_model(config: trainer.Config) -> keras.Model:
     stack = [layers.Flatten(), layers.Dense(10)]
     return keras.Sequential([keras.Input((8, 8, 1), name="image"), *stack])
 
+
+DECLARING = """
+import keras
+from trainer import Config
+
+def get_config():
+    return Config(train_steps=1, batch_size=4)
+
+def build_model(config):
+    taken = {inputs}
+    tensors = list(taken.values()) if isinstance(taken, dict) else [taken]
+    flat = [keras.layers.Flatten()(keras.ops.cast(t, "float32") if t.dtype == "uint8"
+            else keras.ops.cast(t % 7, "float32")) for t in tensors]
+    both = keras.ops.concatenate([*flat, flat[0]], axis=-1)
+    return keras.Model(taken, keras.layers.Dense(2)(both / 9))
+"""
 
 RECIPE = """
 from trainer import Config
@@ -114,6 +132,32 @@ def test_records_and_folders_of_images_give_the_same_predictions(
     np.testing.assert_allclose(outputs(lines), wanted[order], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        "keras.Input((8, 8, 1), dtype='uint8')",
+        "{'id': keras.Input((1,), dtype='int64', name='id')}",
+        "{'id': keras.Input((1,), dtype='int64', name='id'),"
+        "'image': keras.Input((8, 8, 1), name='image')}",
+    ],
+)
+def test_saved_model_of_a_run_gets_the_inputs_that_the_model_declares(
+    inputs: str, pixels: npt.NDArray[np.uint8], tmp_path: Path
+) -> None:
+    ids = np.arange(NUM) + 2**53
+    for split in ("train", "test"):
+        path = tmp_path / "source" / f"{split}.npz"
+        path.parent.mkdir(exist_ok=True)
+        np.savez(path, image=pixels, id=ids, label=np.arange(NUM) % 2)
+    prepare("npz:x", str(tmp_path / "data"), str(path.parent), Options(label="label"))
+    (tmp_path / "mine.py").write_text(DECLARING.format(inputs=inputs))
+    run = trainer.train(tmp_path / "mine.py", data_dir=tmp_path / "data", model_dir=tmp_path / "r")
+    wanted = outputs(list(predict(run.model_dir)))
+    assert np.ptp(wanted) > 0.1
+    found = outputs(list(predict(str(run.paths["export"] / "saved_model"))))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+
+
 def test_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
     inputs = keras.Input((3,))
     model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
@@ -163,6 +207,38 @@ def test_numbers_of_a_csv_file_reach_the_model_unchanged(
     else:
         wanted = 2 if dtype == "string" else read
         assert np.ravel([line["output"] for line in lines]).tolist() == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "given", "read"),
+    [
+        ("float32", (), "20123456.5", 20123456.0),
+        ("float32", (), "nan", np.nan),
+        ("float32", (), "1e39", r"has 1e\+39 \(float64\).*float32, which does not hold it"),
+        ("float32", (2,), np.array([20123456.5, -np.inf]), [20123456.0, -np.inf]),
+        ("float32", (2,), np.array([1, 1e39]), r"has 1e\+39 \(float64\)"),
+        ("int64", (2,), np.array([1.0, np.nan]), r"has nan \(float64\)"),
+        ("string", (2,), np.array(["a", "ü"]), [b"a", "ü".encode()]),
+        ("string", (2,), np.array([b"a", b""]), [b"a", b""]),
+    ],
+)
+def test_values_of_files_are_stored_as_the_training_data_was(
+    dtype: str, shape: tuple[int], given: Any, read: Any, tmp_path: Path
+) -> None:
+    features = Features([Feature("x", "tensor", dtype, shape, None, "none", "Tensor")], "")
+    path = str(tmp_path / ("x.csv" if isinstance(given, str) else "x.npz"))
+    if isinstance(given, str):
+        Path(path).write_text(f"x,y\n{given},\n")
+    else:
+        np.savez(path, x=given[np.newaxis])
+    records = records_of(path, features, ["x"], ())
+    if isinstance(read, str):
+        with pytest.raises(DataError, match=read):
+            list(records)
+    else:
+        serialized = tf.constant([record for _, record in records])
+        (stored,) = features.parse_example(serialized)["x"].numpy()
+        np.testing.assert_array_equal(stored, np.array(read, stored.dtype))
 
 
 def test_model_with_named_inputs_and_outputs_predicts_all(tmp_path: Path) -> None:

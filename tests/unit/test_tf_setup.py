@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,20 @@ def test_scikit_learn_is_not_imported_but_can_be_later() -> None:
         "from trainer.tf_setup import import_tensorflow; import_tensorflow(); import sklearn.base"
     )
     assert "sklearn.base" in imported_by(later)
+
+
+def test_error_of_a_library_is_not_blamed_on_keras_json(tmp_path: Path) -> None:
+    (tmp_path / "keras.json").write_text('{"floatx": "float32"}')
+    (tmp_path / "h5py.py").write_text("raise ValueError('h5py of mine')")
+    ended = subprocess.run(
+        [sys.executable, "-c", "from trainer.tf_setup import import_tensorflow as i; i()"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "KERAS_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.stderr.rstrip().endswith("ValueError: h5py of mine")
 
 
 def test_keras_alone_imports_scikit_learn() -> None:

@@ -6,7 +6,7 @@ outputs = loaded.call(inputs)
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,12 @@ class Loaded:
     Attributes:
         call: inputs -> outputs, without gradients, in inference mode.
         run: The directory of the run that it belongs to, or "".
-        model: The model of Keras; None for a SavedModel.
         declared: The dtype of its input; or of each by name, if it takes a dict.
         input_shapes: The shapes of its inputs, without the examples; empty if not known.
     """
 
     call: Callable[[Batch], Batch]
     run: str
-    model: keras.Model | None
     declared: Declared = None
     input_shapes: Sequence[Sequence[int | None]] = ()
 
@@ -134,7 +132,7 @@ def _of_keras(model: keras.Model, run: str) -> Loaded:
     shapes = [tuple(t.shape[1:]) for t in getattr(model, "inputs", None) or ()]
     # One graph for all batches of a size, and not an op at a time.
     call = tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
-    return Loaded(call, run, model, declared_inputs(model), shapes)
+    return Loaded(call, run, declared_inputs(model), shapes)
 
 
 def _loaded_file(path: str) -> keras.Model:
@@ -156,20 +154,32 @@ def _saved_model(path: str) -> Loaded:
         )
     serve = loaded.signatures["serving_default"]
     specs = serve.structured_input_signature[1]
+    # A signature names each input. The endpoint of Keras also says if the model takes a dict.
+    endpoints = getattr(getattr(loaded, "serve", None), "concrete_functions", ())
+    taken: Sequence[Any] = endpoints[0].structured_input_signature[0] if endpoints else ()
+    is_dict = len(taken) == 1 and isinstance(taken[0], Mapping)
+    if is_dict and not any(map(tf.nest.is_nested, taken[0].values())):
+        specs = taken[0]
 
     def call(inputs: Batch) -> Batch:
         named = inputs if isinstance(inputs, dict) else dict(zip(specs, [inputs], strict=True))
         missing = [name for name in specs if name not in named]
         if missing:
             raise ConfigError(f"{path} needs the input(s) {', '.join(missing)}.")
-        values = {name: tf.cast(named[name], spec.dtype) for name, spec in specs.items()}
+        values = {spec.name: _fitted(named[name], spec) for name, spec in specs.items()}
         outputs = serve(**values)
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
     call.saved = loaded  # type: ignore[attr-defined]  # Its variables live as long as it does.
     dtypes = {name: spec.dtype.name for name, spec in specs.items()}
-    declared = dtypes if len(specs) > 1 else next(iter(dtypes.values()))
-    return Loaded(call, _run_of(path), None, declared, [spec.shape[1:] for spec in specs.values()])
+    declared = dtypes if is_dict or len(specs) > 1 else next(iter(dtypes.values()))
+    return Loaded(call, _run_of(path), declared, [spec.shape[1:] for spec in specs.values()])
+
+
+def _fitted(value: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+    """`value` for an input; of single numbers, [n], each is a row [n, 1], as in Keras."""
+    is_single = spec.shape.rank == value.shape.rank + 1 and spec.shape[-1] == 1
+    return tf.cast(value[..., tf.newaxis] if is_single else value, spec.dtype)
 
 
 def _run_of(path: str) -> str:

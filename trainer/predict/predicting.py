@@ -168,7 +168,7 @@ def _source_of_run(
     document = RunFiles(loaded.run).read_config()
     recipe = recipe_of_run(document)
     directory = data_dir or document["data_dir"]
-    parse = parse_of(recipe, directory, loaded.model)
+    parse = parse_of(recipe, directory, loaded.declared)
     features = read_features(directory) if exists(join(directory, "features.json")) else None
     if path is None or is_records(path):
         records = _records(path, directory, split or recipe.config.data.eval_split, parse)

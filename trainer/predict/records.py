@@ -164,7 +164,7 @@ def _encoded(feature: Feature, value: Any, path: str) -> Value:
     where = f"{path}: {feature.name!r}"
     is_scalar = feature.kind == "label" or (feature.kind == "tensor" and not feature.shape)
     if feature.kind == "text" or (is_scalar and feature.dtype in ("string", "object")):
-        return value if isinstance(value, bytes) else str(value).encode()
+        return _text(value)
     if feature.kind == "image":
         return (
             value if isinstance(value, bytes) else _png(_exact(np.asarray(value), feature, where))
@@ -173,7 +173,8 @@ def _encoded(feature: Feature, value: Any, path: str) -> Value:
         raise DataError(f"{where} is a {feature.type_name}, which cannot be made of a file.")
     if is_scalar and isinstance(value, str):
         is_float = feature.dtype.startswith(("float", "bfloat"))
-        if kind_of(value.strip()) not in (NUMBERS if is_float else INTEGERS):
+        is_nan = is_float and value.strip().lower() == "nan"
+        if not is_nan and kind_of(value.strip()) not in (NUMBERS if is_float else INTEGERS):
             raise DataError(f"{where} must be of type {feature.dtype}. Received: {value!r}.")
         value = float(value) if is_float else int(value)
     array = _decoded(value, feature) if isinstance(value, bytes) else np.asarray(value)
@@ -182,6 +183,8 @@ def _encoded(feature: Feature, value: Any, path: str) -> Value:
             f"{where} has shape {list(array.shape)}, but the model was trained on "
             f"{list(feature.shape)}. Resize or reshape it."
         )
+    if feature.dtype in ("string", "object"):
+        return list(map(_text, array.flat))
     stored = _exact(array, feature, where)
     if feature.encoding == "none":
         listed: list[int] | list[float] = stored.ravel().tolist()
@@ -190,18 +193,22 @@ def _encoded(feature: Feature, value: Any, path: str) -> Value:
     return zlib.compress(content) if feature.encoding == "zlib" else content
 
 
-def _exact(array: Array, feature: Feature, where: str) -> Array:
-    """`array` in the dtype of the feature. Floats may be rounded up to 2**24.
+def _text(value: object) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
 
-    Raises DataError if a value would become another one.
+
+def _exact(array: Array, feature: Feature, where: str) -> Array:
+    """`array` in the dtype of the feature; floats are rounded, as the training data was.
+
+    Raises DataError if an integer would become another one, or a number infinite.
     """
     try:
         with np.errstate(invalid="ignore", over="ignore"):
             stored = array.astype(feature.dtype)
-            may_round = stored.dtype.kind not in "iub" and array.dtype.kind not in "iu"
-            changed = stored.astype(array.dtype) != array
-            if may_round:
-                changed &= np.abs(array) > 2**24
+            if stored.dtype.kind in "iub":
+                changed = stored.astype(array.dtype) != array
+            else:
+                changed = np.isinf(stored) & np.isfinite(array)
     except (TypeError, ValueError):
         raise DataError(
             f"{where} must be of type {feature.dtype}. Received: {array.dtype}."

@@ -4,11 +4,11 @@
 
 Values are separated by commas, semicolons or tabs, whichever divide the first line into the most
 values. All lines are read to find the type of each column: integers (int64), numbers (float32; or
-float64, if float32 would change the whole part of one) or text. `data.prepare.numerals` says what
-a number is. A column that mixes numbers and text is refused, because the text is probably a
-mistake; in the label such values are names. `text` names columns that are text in any case.
-`missing` decides about missing values; in text an empty value is a value. The files are read twice,
-line by line.
+float64, if float32 would change the whole part of one, or if one is below its normal range) or
+text. `data.prepare.numerals` says what a number is. A column that mixes numbers and text is
+refused, because the text is probably a mistake; in the label such values are names. `text` names
+columns that are text in any case. `missing` decides about missing values; in text an empty value is
+a value. The files are read twice, line by line.
 
 A column of `lists` becomes a tensor as long as its longest list. Shorter lists are filled up with
 -1, or with empty text if the items of the column are text.
@@ -28,8 +28,10 @@ from data.prepare.numerals import (
     CODE,
     DOUBLE,
     FOREIGN,
+    GROUPED,
     INTEGER,
     INTEGERS,
+    LEAST_FLOAT64,
     LONG,
     LONGEST,
     MOST_FLOAT64,
@@ -110,16 +112,19 @@ class _Column:
             )
         if self._is_text:
             return TEXT
-        if counts.get(FOREIGN, 0) > counts.get(TEXT, 0):
-            path, line, value = first[FOREIGN]
-            raise DataError(
-                f"{path}, line {line}: column {self.name} has {value!r}: {counts[FOREIGN]:,} of "
-                f"its {sum(counts.values()):,} values are numbers in another notation. Needed are "
-                "the digits 0 to 9 and a decimal point, without other separators: -1234.5 or 2e-3, "
-                f"at most {MOST_FLOAT64:.2g}. Write them so, or, if they are text, add "
-                f"--text={self.name}."
-            )
         numbers = [kind for kind in NUMBERS if kind in first]
+        num_foreign = counts.get(FOREIGN, 0)
+        if numbers or num_foreign:
+            num_foreign += counts.get(GROUPED, 0)
+        if num_foreign > counts.get(TEXT, 0):
+            path, line, value = first.get(FOREIGN) or first[GROUPED]
+            raise DataError(
+                f"{path}, line {line}: column {self.name} has {value!r}: {num_foreign:,} of "
+                f"its {sum(counts.values()):,} values are numbers in another notation. Needed are "
+                "the digits 0 to 9 and a decimal point, without other separators: -1234.5 or 2e-3; "
+                f"from {LEAST_FLOAT64:.2g} to {MOST_FLOAT64:.2g}, or 0. Write them so, or, if they "
+                f"are text, add --text={self.name}."
+            )
         if not numbers or (TEXT in first and self._is_label):
             return TEXT
         path, line, value = first[numbers[0]]
@@ -146,9 +151,9 @@ class _Column:
             kinds |= {missing.kind} - {""}
         if kinds.issubset(INTEGERS):
             return INTEGER
-        if LONGEST in kinds:
+        if LONGEST in first:
             return TEXT
-        return DOUBLE if kinds & {LONG, DOUBLE} else NUMBER
+        return DOUBLE if kinds & {LONG, LONGEST, DOUBLE} else NUMBER
 
     def num_missing(self, kind: str) -> int:
         """The missing values of a column of this kind. In text, only a label's empty values are."""
@@ -167,14 +172,12 @@ class _Column:
                 f"{path}, line {line}: the label {self.name} has {value!r}, so all its values are "
                 "names, also numbers"
             )
-        changed = CODE if CODE in self._first else LONGEST
-        if changed not in self._first or TEXT in self._first:
+        found = next((kind for kind in (CODE, LONGEST, GROUPED) if kind in self._first), TEXT)
+        if found == TEXT or TEXT in self._first:
             return ""
-        path, line, value = self._first[changed]
-        return (
-            f"{path}, line {line}: column {self.name} is text, because a number would change "
-            f"{value!r}"
-        )
+        path, line, value = self._first[found]
+        why = "a number has no separators as in" if found == GROUPED else "a number would change"
+        return f"{path}, line {line}: column {self.name} is text, because {why} {value!r}"
 
     def fraction(self) -> _First | None:
         """The first value that is no integer."""
@@ -386,7 +389,9 @@ def _missing(option: str | None) -> _Missing:
             "which leaves out rows with missing values, or --missing=0, for example."
         )
     if kind not in INTEGERS and float(option).is_integer():
-        option = str(int(float(option)))  # It replaces integers, too.
+        whole = str(int(float(option)))
+        if kind_of(whole) in INTEGERS:
+            option = whole  # It replaces integers, too.
     return _Missing(False, option, kind_of(option))
 
 
@@ -418,7 +423,7 @@ def _format(path: str, has_header: bool | None) -> _Format:
             f"semicolons or tabs. Received: {', '.join(map(repr, columns)) or 'nothing'}. If it "
             "has no such line, add --noheader."
         )
-    if has_header is None and all(kind_of(column) in NUMBERS for column in columns):
+    if has_header is None and TEXT not in map(kind_of, columns):
         raise DataError(
             f"{path} begins with numbers, {', '.join(columns[:5])}, and not with a line of column "
             "names. Add --noheader: the columns are then column_0, column_1, ... If these are "
