@@ -195,7 +195,7 @@ class Checkpointer:
         self._staged.forget_changes()
 
     def save_for_restart(self, step: int, position: Position, counts: WorkerStats) -> None:
-        """As `save`, but removes no other checkpoint. Any task may call it, before it ends.
+        """As `save`, but removes no other checkpoint. Any task may call it.
 
         Only the chief knows which of them are complete.
         """
@@ -233,6 +233,11 @@ class Checkpointer:
                 if not is_best():
                     return
         self._write_later(step, write)
+
+    def remove(self, step: int) -> None:
+        """Removes the checkpoint of `step`, if there is one."""
+        if self.has_saved(step):
+            self._tolerating(lambda: self._remove(f"step-{step:08d}"))
 
     def wait(self) -> None:
         """Returns when all writes have ended."""
