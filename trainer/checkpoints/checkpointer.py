@@ -59,7 +59,7 @@ from trainer.checkpoints.table_files import PREFIX, StagedTables, read_tables
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import Rows, saved_variables
 from trainer.exit_codes import first_line
-from trainer.guards.fingerprint import KERAS_DEFAULTS, keras_settings
+from trainer.guards.fingerprint import keras_settings
 from trainer.learner import Learner
 from trainer.run_files import CHECKPOINT_MARK
 
@@ -593,8 +593,8 @@ class Checkpointer:
             )
 
     def _check_identity(self, name: str, mark: Mark, ignored: Collection[str] = ()) -> None:
-        # Checkpoints of former versions have no settings of Keras.
-        saved, ours = {**KERAS_DEFAULTS, **mark.identity}, self._identity
+        # Former versions recorded no settings of Keras: theirs are not known.
+        saved, ours = {**keras_settings(), **mark.identity}, self._identity
         keys = sorted((saved.keys() | ours.keys()) - set(ignored))
         if saved.get("variables") != ours["variables"]:
             keys = [key for key in keys if key != "optimizer's variables"]  # A consequence.
