@@ -164,6 +164,17 @@ def test_number_of_recoveries_is_limited_over_all_parts_of_a_run(
     assert max(again.toy.checkpoints()) == "step-00000012"
 
 
+def test_recoveries_between_two_checkpoints_are_all_counted(split: Split, tmp_path: Path) -> None:
+    run = Run(split, tmp_path, 5, 7, 9, last_step=9)
+    with pytest.raises(NonFiniteLossError, match=r"gone back 2 time\(s\) before"):
+        run.train(most_recoveries=2)
+    run = Run(split, tmp_path / "complete", 5, 7, last_step=9)
+    assert run.train(most_recoveries=2) == 9
+    position = run.toy.executor.position
+    assert position == Position(13, (), (2 * BATCH, 2 * BATCH))
+    assert position.num_examples(run.toy.reader.order) == 9 * BATCH
+
+
 def test_nan_without_allowed_recoveries_ends_training(split: Split, tmp_path: Path) -> None:
     run = Run(split, tmp_path, 5, last_step=9)
     with pytest.raises(NonFiniteLossError, match=r"before\.$"):
