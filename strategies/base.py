@@ -101,11 +101,11 @@ class Position:
     def skip_to(self, end: "Position", order: Order) -> "Position":
         """The position `end`, with all examples between this position and `end` skipped.
 
-        `end` is a later position of the same training: both have the same `skipped`.
+        `end` is a later position of the same training, which may have skipped more since.
         """
-        num_consumed = self.num_examples(order) + sum(self.skipped)
-        num_skipped = end.next_batch * order.batch_size - num_consumed
-        return Position(end.next_batch, (), (*self.skipped, num_skipped))
+        num_skipped = end.next_batch * order.batch_size - self.num_examples(order)
+        num_skipped -= sum(end.skipped)
+        return Position(end.next_batch, (), (*end.skipped, num_skipped))
 
 
 class Reached(NamedTuple):

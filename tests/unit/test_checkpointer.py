@@ -22,6 +22,8 @@ from tests.unit.toy import BATCH, CLASSES, Toy, file_size_limit, write_split
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.marks import signed
 from trainer.checkpoints.snapshot import Snapshot
+from trainer.config import ConfigError
+from trainer.guards.fingerprint import check_keras_settings
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
 
@@ -419,6 +421,27 @@ def test_model_of_the_same_variables_put_together_in_another_way_is_refused(
     rebuild(toy, lambda: sequential(flat()))
     with pytest.raises(ModelDirError, match="put together in another way"):
         toy.checkpointer.restore()
+
+
+def test_settings_of_keras_are_compared_where_they_were_recorded(
+    split: Split, tmp_path: Path
+) -> None:
+    name, default = "keras.config.epsilon", keras.config.epsilon()
+    keras.config.set_epsilon(0.001)
+    try:
+        states = trained(split, tmp_path, [3])
+        path = tmp_path / "checkpoints" / "step-00000003"
+        edit_mark(path, lambda document: document["identity"].pop(name))  # Of an earlier version.
+        assert_restores(split, tmp_path, 3, states[3])
+        check_keras_settings({}, str(tmp_path))
+
+        edit_mark(path, lambda document: document["identity"].update({name: default}))
+        with pytest.raises(ModelDirError, match=f"{name}: 1e-07 there, 0.001 here"):
+            Toy(split, tmp_path).checkpointer.check()
+        with pytest.raises(ConfigError, match=r"epsilon is 0\.001 here, but was 1e-07"):
+            check_keras_settings({name: default}, str(tmp_path))
+    finally:
+        keras.config.set_epsilon(default)
 
 
 def test_differences_are_named_in_one_order(split: Split, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Exports: which files they have, their signature, and what is found before training."""
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*unbuilt state", "ignore:.*Chan
 
 L = keras.layers
 FLOATS = tf.TensorSpec([None, 4], tf.float32)
+NUMBERS = itertools.count()
 
 
 class Head(keras.Layer):
@@ -119,6 +121,10 @@ def recipe_of(build: Callable[[], keras.Model], **fields: Any) -> Recipe:
     return Recipe("mine.py", Config(**fields), lambda config: build())
 
 
+def numbered() -> keras.Layer:
+    return L.Dense(4, name=f"numbered_{next(NUMBERS)}")
+
+
 def exported(recipe: Recipe, specs: Any, directory: Path) -> Export:
     """The hook, after an export of a learner whose weights are no initial ones."""
     learner = build_learner(recipe, specs)
@@ -138,11 +144,15 @@ def exported(recipe: Recipe, specs: Any, directory: Path) -> Export:
 
 @pytest.mark.parametrize(
     ("build", "num_variables"),
-    [(lambda: sequential(L.Dense(4), Head()), 6), (Subclassed, 6)],
-    ids=["layer", "model"],
+    [
+        (lambda: sequential(L.Dense(4), Head()), 6),
+        (Subclassed, 6),
+        (lambda: sequential(numbered(), numbered()), 6),
+    ],
+    ids=["layer", "model", "own numbers"],
 )
 @pytest.mark.parametrize("decay", [0.0, 0.9], ids=["weights", "averages"])
-def test_layer_that_only_training_uses_is_trained_and_not_exported(
+def test_export_has_the_weights_of_the_layers_that_predictions_use(
     build: Callable[[], keras.Model], num_variables: int, decay: float, tmp_path: Path
 ) -> None:
     recipe = recipe_of(build, ema=EmaConfig(decay=decay))
@@ -154,7 +164,8 @@ def test_layer_that_only_training_uses_is_trained_and_not_exported(
     model = build_learner(recipe, FLOATS).model if decay else hook.learner.model
     expected = model(examples, training=False)
     loaded = keras.models.load_model(
-        tmp_path / "model.keras", custom_objects={"Head": Head, "Subclassed": Subclassed}
+        tmp_path / "model.keras",
+        custom_objects={"Head": Head, "Subclassed": Subclassed},
     )
     served = tf.saved_model.load(str(tmp_path / "saved_model"))
     for found in (loaded(examples), served.serve(examples)):

@@ -20,6 +20,7 @@ from tests.unit.toy import BATCH, Toy, write_split
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.marks import Saved
 from trainer.config import Config
+from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.finite import NonFiniteLossError, StopOnNonFinite
 from trainer.hooks.report import Report
 from trainer.hooks.save import SaveCheckpoint
@@ -36,6 +37,7 @@ class Poisoned(MirroredExecutor):
     """Some batches make the loss, and the weights, NaN."""
 
     bad_batches: Collection[int] = ()
+    diverging_batches: Collection[int] = ()  # The weights become finite, but not the evaluation.
 
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         first = self.position.next_batch
@@ -44,6 +46,9 @@ class Poisoned(MirroredExecutor):
             for variable in self._learner.variables:
                 variable.assign(np.full(variable.shape, math.nan))
             metrics["loss"] = (math.nan, metrics["loss"][1])
+        if any(first <= batch < first + num_steps for batch in self.diverging_batches):
+            for variable in self._learner.variables:
+                variable.assign(np.full(variable.shape, 3e38))
         return metrics, seconds
 
 
@@ -60,12 +65,15 @@ class Recorded(Writer):
 class Run:
     """A run that saves every 4 steps, checks every 2, and reports every 3."""
 
-    def __init__(self, split: Split, model_dir: Path, *bad_batches: int, last_step: int) -> None:
-        self.toy = Toy(split, model_dir, executor=Poisoned, keep=10)
+    def __init__(
+        self, split: Split, model_dir: Path, *bad_batches: int, last_step: int, keep: int = 10
+    ) -> None:
+        self.toy = Toy(split, model_dir, executor=Poisoned, keep=keep)
         assert isinstance(self.toy.executor, Poisoned)
         self.toy.executor.bad_batches = bad_batches
         self.recorded = Recorded()
         self._last_step = last_step
+        self.eval_every_steps = 0
 
     def train(self, most_recoveries: int) -> int:
         toy, last = self.toy, self._last_step
@@ -80,11 +88,21 @@ class Run:
         save = SaveCheckpoint(
             toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=last
         )
+        evaluate = Evaluate(
+            toy.executor,
+            toy.learner,
+            [],
+            every_steps=self.eval_every_steps,
+            best_metric="loss",
+            checkpointer=toy.checkpointer,
+            position=lambda: toy.executor.position,
+            save=save,
+        )
         return train_recovering(
             toy.executor,
             toy.learner,
             toy.checkpointer,
-            [StopOnNonFinite(), report, save],
+            [StopOnNonFinite(), report, evaluate, save],
             order,
             Config(train_steps=last, steps_per_call=2, recover_from_nan=most_recoveries),
         )
@@ -146,6 +164,17 @@ def test_number_of_recoveries_is_limited_over_all_parts_of_a_run(
     assert max(again.toy.checkpoints()) == "step-00000012"
 
 
+def test_recoveries_between_two_checkpoints_are_all_counted(split: Split, tmp_path: Path) -> None:
+    run = Run(split, tmp_path, 5, 7, 9, last_step=9)
+    with pytest.raises(NonFiniteLossError, match=r"gone back 2 time\(s\) before"):
+        run.train(most_recoveries=2)
+    run = Run(split, tmp_path / "complete", 5, 7, last_step=9)
+    assert run.train(most_recoveries=2) == 9
+    position = run.toy.executor.position
+    assert position == Position(13, (), (2 * BATCH, 2 * BATCH))
+    assert position.num_examples(run.toy.reader.order) == 9 * BATCH
+
+
 def test_nan_without_allowed_recoveries_ends_training(split: Split, tmp_path: Path) -> None:
     run = Run(split, tmp_path, 5, last_step=9)
     with pytest.raises(NonFiniteLossError, match=r"before\.$"):
@@ -158,6 +187,25 @@ def test_nan_before_anything_could_be_saved_ends_training(split: Split, tmp_path
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(NonFiniteLossError, match="no checkpoint to go back to"):
         run.train(most_recoveries=1)
+
+
+@pytest.mark.parametrize("most_recoveries", [0, 1])
+def test_state_that_the_first_evaluation_finds_diverged_is_not_resumed(
+    most_recoveries: int, split: Split, tmp_path: Path
+) -> None:
+    run = Run(split, tmp_path, last_step=9, keep=1)
+    run.eval_every_steps = 6
+    assert isinstance(run.toy.executor, Poisoned)
+    run.toy.executor.diverging_batches = (5,)
+    if most_recoveries:
+        assert run.train(most_recoveries) == 9
+        assert run.toy.executor.position == Position(11, (), (2 * BATCH,))
+    else:
+        with pytest.raises(NonFiniteLossError, match=r"evaluation loss at step 6 .* from before"):
+            run.train(most_recoveries)
+        saved = Toy(split, tmp_path).checkpointer.restore()
+        assert saved is not None
+        assert saved.step == 4
 
 
 def test_run_that_is_stopped_before_the_step_from_which_it_went_back_is_saved(

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,17 @@ def test_child_of_a_dead_process_does_not_keep_it(
             pass
     finally:
         child.kill()
+
+
+def test_new_directory_that_is_deleted_meanwhile_hides_no_error(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        shutil.rmtree(tmp_path / "new")
+        raise KeyboardInterrupt
+
+    descriptors = psutil.Process().num_fds()
+    with pytest.raises(KeyboardInterrupt), locked(str(tmp_path / "new"), 0.0, refuse):
+        interrupted()
+    assert psutil.Process().num_fds() == descriptors
 
 
 def test_same_process_gets_it_again_after_an_error(tmp_path: Path) -> None:

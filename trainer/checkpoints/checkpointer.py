@@ -59,7 +59,7 @@ from trainer.checkpoints.table_files import PREFIX, StagedTables, read_tables
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import Rows, saved_variables
 from trainer.exit_codes import first_line
-from trainer.guards.fingerprint import KERAS_DEFAULTS, keras_settings
+from trainer.guards.fingerprint import keras_settings
 from trainer.learner import Learner
 from trainer.run_files import CHECKPOINT_MARK
 
@@ -195,7 +195,7 @@ class Checkpointer:
         self._staged.forget_changes()
 
     def save_for_restart(self, step: int, position: Position, counts: WorkerStats) -> None:
-        """As `save`, but removes no other checkpoint. Any task may call it, before it ends.
+        """As `save`, but removes no other checkpoint. Any task may call it.
 
         Only the chief knows which of them are complete.
         """
@@ -233,6 +233,11 @@ class Checkpointer:
                 if not is_best():
                     return
         self._write_later(step, write)
+
+    def remove(self, step: int) -> None:
+        """Removes the checkpoint of `step`, if there is one."""
+        if self.has_saved(step):
+            self._tolerating(lambda: self._remove(f"step-{step:08d}"))
 
     def wait(self) -> None:
         """Returns when all writes have ended."""
@@ -588,8 +593,8 @@ class Checkpointer:
             )
 
     def _check_identity(self, name: str, mark: Mark, ignored: Collection[str] = ()) -> None:
-        # Checkpoints of former versions have no settings of Keras.
-        saved, ours = {**KERAS_DEFAULTS, **mark.identity}, self._identity
+        # Former versions recorded no settings of Keras: theirs are not known.
+        saved, ours = {**keras_settings(), **mark.identity}, self._identity
         keys = sorted((saved.keys() | ours.keys()) - set(ignored))
         if saved.get("variables") != ours["variables"]:
             keys = [key for key in keys if key != "optimizer's variables"]  # A consequence.

@@ -14,7 +14,7 @@ of parts. It is written and read in pieces, over the methods of FixedTable:
 
 import collections
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainer.learner import Learner
 
 
-Item = TypeVar("Item", bound="keras.Variable | keras.Layer | Rows")
+Item = TypeVar("Item", bound="keras.Variable | Rows | DynamicTable")
 
 
 class Rows:
@@ -214,22 +214,18 @@ def saved_variables(model: keras.Model) -> list[keras.Variable | Rows | DynamicT
 def set_values(model: keras.Model, learner: "Learner") -> None:
     """Gives a model that is not trained any more the values with which `learner` evaluates.
 
-    Variables are matched by their paths: `model` may have fewer, if it is built for predictions.
+    Variables are matched by their paths: `model` may have fewer, if it is built for predictions. Or
+    by their order, if a config file numbers its layers itself, but makes the same variables.
 
     Raises ConfigError if `model` has another variable.
     """
-    values = dict(zip(_by_path(_arrays_of(learner.model)), learner.weights(), strict=True))
-    variables = _by_path(_arrays_of(model))
-    if others := [path for path, _ in variables.keys() - values.keys()]:
-        raise ConfigError(
-            f"build_model made other variables when it was called again: {', '.join(others)}. "
-            "Make the same variables, of the same names, at each call."
-        )
-    for key, variable in variables.items():
-        variable.assign(values[key])
-    trained = _by_path(tables_of(learner.model))
-    for key, layer in _by_path(tables_of(model)).items():
-        if isinstance(table := trained[key].table, DynamicTable):
+    arrays, weights = _arrays_of(model), learner.weights()
+    for variable, place in zip(arrays, _places(arrays, _arrays_of(learner.model)), strict=True):
+        variable.assign(weights[place])
+    layers, trained = tables_of(model), [layer.table for layer in tables_of(learner.model)]
+    places = _places([layer.table for layer in layers], trained)
+    for layer, place in zip(layers, places, strict=True):
+        if isinstance(table := trained[place], DynamicTable):
             layer.freeze(table.numpy())
 
 
@@ -237,11 +233,26 @@ def _arrays_of(model: keras.Model) -> list[keras.Variable | Rows]:
     return [entry for entry in saved_variables(model) if not isinstance(entry, DynamicTable)]
 
 
-def _by_path(items: Iterable[Item]) -> dict[tuple[str, int], Item]:
-    """`items` by `path` and the number of items of this path before: it may occur twice."""
+def _places(items: Sequence[Item], trained: Sequence[Item]) -> list[int]:
+    """The place in `trained` of each of `items`."""
+    keys, places = _keys(items), {key: place for place, key in enumerate(_keys(trained))}
+    others = [path for path, number in keys if (path, number) not in places]
+    if not others:
+        return [places[key] for key in keys]
+    kinds, needed = ([(tuple(i.shape), i.dtype) for i in side] for side in (items, trained))
+    if kinds == needed:
+        return list(range(len(trained)))
+    raise ConfigError(
+        f"build_model made other variables when it was called again: {', '.join(others)}. "
+        "Make the same variables, of the same names, at each call."
+    )
+
+
+def _keys(items: Sequence[Item]) -> list[tuple[str, int]]:
+    """The `path` of each item, and the number of items of this path before: it may occur twice."""
     counts: collections.Counter[str] = collections.Counter()
-    found = {}
+    keys = []
     for item in items:
-        found[item.path, counts[item.path]] = item
+        keys.append((item.path, counts[item.path]))
         counts[item.path] += 1
-    return found
+    return keys

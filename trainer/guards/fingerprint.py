@@ -94,10 +94,10 @@ def log_keras_settings() -> None:
 def check_keras_settings(recorded: Mapping[str, object], model_dir: str) -> None:
     """Raises ConfigError if Keras has other settings than the run in `model_dir` had.
 
-    `recorded` are those of the run; Keras' defaults in runs of former versions.
+    `recorded` are those of the run; former versions recorded none, so that nothing is compared.
     """
     for name, value in keras_settings().items():
-        needed = recorded.get(name, KERAS_DEFAULTS[name])
+        needed = recorded.get(name, value)
         if value != needed:
             setting = name.rpartition(".")[2]
             raise ConfigError(

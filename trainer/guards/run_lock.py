@@ -73,9 +73,11 @@ def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
             os.write(descriptor, f"process {os.getpid()} of host {socket.gethostname()}".encode())
         yield has_waited
     finally:
-        if is_new and os.listdir(model_dir) == [_NAME]:
-            os.remove(os.path.join(model_dir, _NAME))
-            os.rmdir(model_dir)
+        # It may be deleted by now, or another process may have just opened its lock there.
+        with contextlib.suppress(OSError):
+            if is_new and os.listdir(model_dir) == [_NAME]:
+                os.remove(os.path.join(model_dir, _NAME))
+                os.rmdir(model_dir)
         os.close(descriptor)
 
 

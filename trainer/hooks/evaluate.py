@@ -55,14 +55,15 @@ class Evaluate(PeriodicHook):
     def act(self, step: int) -> None:
         if self.executor.stopping and step < self.last_step:
             return
-        if self.save is not None and self.latest_step < 0:
-            self.save.save_now(step)
+        is_saved = self.save is not None and self.latest_step < 0 and self.save.save_now(step)
         started = self.clock()
         metrics = self.executor.evaluate(must_complete=step >= self.last_step)
         if not metrics:
             return
         self.latest, self.latest_step = means(metrics), step
         if not math.isfinite(self.latest["loss"]):
+            if is_saved and self.checkpointer is not None:
+                self.checkpointer.remove(step)  # A restart, or a recovery, would go back to it.
             raise NonFiniteLossError(
                 f"The evaluation loss at step {step} is {self.latest['loss']}. Lower "
                 "--learning_rate; the last checkpoint is from before."

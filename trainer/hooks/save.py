@@ -32,7 +32,6 @@ class SaveCheckpoint(PeriodicHook):
     executor: Executor
     learner: Learner
     checkpointer: Checkpointer | None  # Only the chief has one.
-    _saved_early: int = field(default=-1, init=False)  # The step of `save_now`.
 
     @override
     def begin(self, step: int) -> None:
@@ -43,15 +42,23 @@ class SaveCheckpoint(PeriodicHook):
 
     @override
     def act(self, step: int) -> None:
-        if step != self._saved_early:
-            self._save(step)
+        self._save(step)
 
-    def save_now(self, step: int) -> None:
-        """Saves `step` if it is not saved yet, and waits until it is."""
-        if self.checkpointer is None or not self.checkpointer.has_saved(step):
-            self._save(step)
-            self._wait()
-        self._saved_early = step
+    def save_now(self, step: int) -> bool:
+        """Saves `step` if it is not saved yet, and waits until it is.
+
+        Earlier checkpoints stay until the next `act`. Returns True if it saved `step`.
+        """
+        checkpointer = self.checkpointer
+        with self.executor.stopwatch.spend("checkpoint"):
+            if checkpointer is not None and checkpointer.has_saved(step):
+                return False
+            require_finite(self.learner, step)
+            if checkpointer is not None:
+                stats = self.executor.worker_stats()
+                checkpointer.save_for_restart(step, self.executor.position, stats)
+                checkpointer.wait()
+        return True
 
     @override
     def end(self, step: int) -> None:
