@@ -5,7 +5,9 @@ hooks = [KeepConfig(files, document, every_steps=100), ..., SaveCheckpoint(..., 
 KeepConfig looks at the same steps whether the model directory is still there.
 """
 
+import contextlib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -58,6 +60,8 @@ class SaveCheckpoint(PeriodicHook):
                 stats = self.executor.worker_stats()
                 checkpointer.save_for_restart(step, self.executor.position, stats)
                 checkpointer.wait()
+                with contextlib.suppress(OSError):  # It is not empty, or at a URL.
+                    os.rmdir(checkpointer.staging)
         return True
 
     @override
