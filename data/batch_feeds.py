@@ -55,7 +55,7 @@ class Feed(abc.ABC):
     def batch(self, taken: Nest, index: tf.Tensor) -> Batch:
         """In the graph: batch `index` of `taken`. Called exactly once for each, in order.
 
-        It is on the CPU, and as small as the examples are stored.
+        It is on the CPU, and lacks what `finished` does.
         """
 
     @abc.abstractmethod
