@@ -125,7 +125,8 @@ def test_disk_that_became_read_only_is_no_usage_error(tmp_path: Path) -> None:
 def test_no_place_for_temporary_files_is_explained() -> None:
     script = """
         for directory in /tmp /var/tmp /usr/tmp; do
-            [ ! -d $directory ] || mount -t tmpfs -o ro tmpfs $directory || exit 99
+            [ ! -d $directory ] || mount --bind $directory $directory || exit 99
+            [ ! -d $directory ] || mount -o remount,bind,ro $directory || exit 99
         done
         cd /proc && exec "$@"
     """
