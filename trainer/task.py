@@ -54,7 +54,6 @@ from trainer.checkpoints.marks import Saved
 from trainer.checkpoints.report_upload import uploading_reports
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
 from trainer.checkpoints.takeover import save_left_step
-from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, changed_fields, data_dir, to_json
 from trainer.config_checks import check_replicas
 from trainer.config_file import absolute
@@ -90,6 +89,7 @@ from trainer.preflight import check_model_dir, disk_errors_explained, finished_r
 from trainer.report.recorder import Recorder
 from trainer.resume import restore_together, train_recovering, warn_if_begun_before
 from trainer.run_files import Document, RunFiles, point_latest_to
+from trainer.task_spec import TaskSpec
 
 log = logging.getLogger(__name__)
 
