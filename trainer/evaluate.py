@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags
 
-from trainer.cli.tools import prepare_tensorflow, run_tool, runs_of
 from trainer.config import ConfigError, recipe_of_run
 from trainer.exit_codes import EXIT_DONE
 from trainer.run_files import Document, RunFiles
+from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 
 if TYPE_CHECKING:
     from data.reader import Reader

@@ -20,10 +20,10 @@ import rich.console
 import rich.table
 from absl import flags
 
-from trainer.cli.tools import run_tool
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE
 from trainer.run_files import Document, RunFileError, RunFiles, clock
+from trainer.run_record.tools import run_tool
 
 # Fields of the config that say how the run reports and saves, not what it trains.
 _UNIMPORTANT = ("data_dir",)

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from data.features import class_names, labels_used, read_features
 from data.system.errors import TrainerError
 from data.system.files import exists, join
-from trainer.cli.tools import prepare_tensorflow
 from trainer.config import ConfigError, data_dir
 from trainer.evaluate import Restored, restore
+from trainer.run_record.tools import prepare_tensorflow
 from trainer.tf_setup import configure_logging
 
 if TYPE_CHECKING:
