@@ -25,7 +25,6 @@ from trainer.build import build_checkpointer, build_json_lines, build_learner
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import Saved
-from trainer.checkpoints.report_upload import local_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.guards.signals import StopSignals
 from trainer.hooks.console import Console
@@ -33,7 +32,7 @@ from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.writers import Lossy, TensorBoard
 from trainer.inputs import build_metrics, check_batches, fitted_to_model, input_specs, open_inputs
 from trainer.preflight import check_model_dir, finished_result
-from trainer.run_files import RunFiles
+from trainer.run_files import RunFiles, local_dir
 from trainer.task_spec import TaskSpec
 
 log = logging.getLogger(__name__)

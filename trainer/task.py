@@ -51,7 +51,6 @@ from trainer.build import (
     shared_hooks,
 )
 from trainer.checkpoints.marks import Saved
-from trainer.checkpoints.report_upload import uploading_reports
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
 from trainer.checkpoints.takeover import save_left_step
 from trainer.config import ConfigError, changed_fields, data_dir, to_json
@@ -86,9 +85,10 @@ from trainer.inputs import (
 )
 from trainer.learner import Learner
 from trainer.preflight import check_model_dir, disk_errors_explained, finished_result
-from trainer.report.recorder import Recorder
 from trainer.resume import restore_together, train_recovering, warn_if_begun_before
 from trainer.run_files import Document, RunFiles, point_latest_to
+from trainer.run_record.recorder import Recorder
+from trainer.run_record.report_upload import uploading_reports
 from trainer.task_spec import TaskSpec
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from strategies.cluster.peers import host_of
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
 from trainer import tf_setup
-from trainer.checkpoints.report_upload import uploading_reports
 from trainer.cli import flag_checks, flags, run_names
 from trainer.cli.continued import print_next
 from trainer.config import ConfigError, Recipe, data_dir, to_json
@@ -44,6 +43,7 @@ from trainer.local.restarts import Restarts
 from trainer.local.task_logs import say
 from trainer.program import python_command
 from trainer.run_files import point_latest_to, progress_of
+from trainer.run_record.report_upload import uploading_reports
 from trainer.task_spec import TaskSpec
 
 if TYPE_CHECKING:
