@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from data.system import files
-from data.system.errors import RunFailed
 from data.system.object_store import UnavailableError
 from strategies.mirrored import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from strategies.tables import part_rows
 from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
+from trainer.checkpoints.file_checks import DiskError
 from trainer.checkpoints.marks import Saved
 from trainer.config import Config, Recipe, changed_fields, data_dir
-from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
+from trainer.exit_codes import EXIT_DONE
 from trainer.guards.fingerprint import log_keras_settings
 from trainer.hooks.callbacks import build_callbacks, check_monitors
 from trainer.hooks.export import check_export, export_notes
@@ -42,12 +42,6 @@ from trainer.run_files import Document, RunFiles
 _PROBE_BYTES = 1 << 16  # Not 0: an empty file fits on a full disk.
 # Errors of a disk, which need no other command: out of room or quota, or failing.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-
-
-class DiskError(RunFailed):
-    """The disk of --model_dir is full or fails. Exit code 75: start again when it is repaired."""
-
-    exit_code = EXIT_RESTART
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from trainer.build import (
     chief_hooks,
     shared_hooks,
 )
+from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
 from trainer.checkpoints.takeover import save_left_step
@@ -71,7 +72,6 @@ from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import CatchUp, Hook
 from trainer.hooks.console import Console
 from trainer.hooks.export import check_export, export_notes
-from trainer.hooks.finite import NonFiniteLossError
 from trainer.hooks.newest_group import StopIfReplaced
 from trainer.hooks.progress import progress_writers
 from trainer.inputs import (
