@@ -44,7 +44,6 @@ from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import (
     Parts,
     build_checkpointer,
-    build_learner,
     check_for_strategy,
     check_standby,
     chief_hooks,
@@ -76,11 +75,8 @@ from trainer.hooks.newest_group import StopIfReplaced
 from trainer.hooks.progress import progress_writers
 from trainer.inputs import (
     Inputs,
-    build_metrics,
     check_batches,
     data_errors_explained,
-    fitted_to_model,
-    input_specs,
     open_inputs,
 )
 from trainer.learner import Learner
@@ -89,6 +85,7 @@ from trainer.resume import restore_together, train_recovering, warn_if_begun_bef
 from trainer.run_files import Document, RunFiles, point_latest_to
 from trainer.run_record.recorder import Recorder
 from trainer.run_record.report_upload import uploading_reports
+from trainer.session import build_session
 from trainer.task_spec import TaskSpec
 
 log = logging.getLogger(__name__)
@@ -377,8 +374,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     if spec.is_chief and not spec.is_checked:
         log_keras_settings()
     check_replicas(spec.recipe.config, executor.replicas_per_step)
-    specs = input_specs(inputs, spec.recipe)
-    learner = executor.build(lambda: build_learner(spec.recipe, specs))
+    inputs, specs, learner = build_session(spec.recipe, inputs, executor.build)
     check_for_strategy(
         learner,
         spec.recipe,
@@ -386,8 +382,6 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         num_workers=executor.num_replicas,
         read_dtype=spec.read_dtype,
     )
-    inputs = fitted_to_model(inputs, spec.recipe, learner.model)
-    build_metrics(inputs, learner, spec.recipe)
     if not spec.is_checked:
         check_batches(inputs, learner, spec.recipe)
         check_export(spec.recipe, learner.model, specs)
