@@ -2,7 +2,7 @@
 # make test      the quick tests: all unit tests, a short run of each mode, a resume, a killed worker;
 #                ARGS='tests/unit -k name' runs a part of them
 # make test-all  all tests; ARGS='tests/faults', or ARGS='-m "not quick"' for what `make test` leaves out
-# make lint      ruff (lint and format) and mypy
+# make lint      ruff (lint and format), import-linter and mypy
 # make docs      the site of the documentation, build/site/index.html
 # make clean     remove what make has made; runs/ and datasets/ stay
 #
@@ -38,6 +38,7 @@ test-all: $(INSTALLED)-test
 lint: $(INSTALLED)-dev
 	$(VENV)/bin/python -m ruff check
 	$(VENV)/bin/python -m ruff format --check
+	$(VENV)/bin/lint-imports --no-logo --no-cache
 	$(VENV)/bin/python -m mypy
 
 docs: $(INSTALLED)-docs

@@ -33,7 +33,7 @@ from absl import app, flags
 
 from benchmarks.table import machine, newest_report, prepare
 from data.system.flags import parse_flags
-from trainer.local.launch_report import RESTARTS
+from trainer.run_files import RESTARTS
 
 _MODES = {
     "mirrored": ("--strategy=mirrored",),
@@ -63,7 +63,7 @@ _SWITCH = "TRAINER_BENCHMARK_SWITCH"  # An environment variable: a file with one
 _SWITCHED_RECORDS = f"""
 import contextlib, mmap, os
 from data.system.stopwatch import Stopwatch
-from trainer.report.recorder import Recorder
+from trainer.run_record.recorder import Recorder
 
 switch = mmap.mmap(os.open(os.environ["{_SWITCH}"], os.O_RDONLY), 1, prot=mmap.PROT_READ)
 

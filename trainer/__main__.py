@@ -34,7 +34,7 @@ from trainer.exit_codes import EXIT_BUG, end_at_once
 from trainer.guards.signals import stop_signals
 
 if TYPE_CHECKING:
-    from trainer.cli.task_spec import TaskSpec
+    from trainer.task_spec import TaskSpec
 
 # Takes what is left of the command line; returns the exit code, or a task to run.
 Command: TypeAlias = Callable[[Sequence[str]], "int | TaskSpec"]

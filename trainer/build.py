@@ -19,7 +19,7 @@ import keras
 from data.system.files import is_s3
 from strategies.base import Batch, Executor
 from trainer.checkpoints.checkpointer import Checkpointer
-from trainer.checkpoints.report_upload import local_dir
+from trainer.checkpoints.warm_start import warm_start
 from trainer.config import Config, ConfigError, Recipe, config_document, flatten
 from trainer.config_file import errors_explained
 from trainer.hooks.base import Hook
@@ -46,7 +46,7 @@ from trainer.models import (
     is_built,
     names_from_zero,
 )
-from trainer.run_files import Document, RunFiles
+from trainer.run_files import Document, RunFiles, local_dir
 from trainer.step.advice import advice
 from trainer.step.keras_losses import KerasLoss, is_keras
 from trainer.step.keras_metrics import KerasMetrics, split_metrics
@@ -71,7 +71,6 @@ from trainer.step.options import (
     matching,
 )
 from trainer.step.schedules import rate_factor
-from trainer.step.warm_start import warm_start
 
 # Settings that an optimizer of Keras may have, too.
 Group = TypeVar("Group", ClipConfig, WeightDecayConfig, EmaConfig, LossScaleConfig)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from data.system.scratch import plain_path
-from trainer.cli.tools import prepare_tensorflow, run_tool, runs_of
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
 from trainer.run_files import CHECKPOINT_MARK, Document, RunFiles
+from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,21 +10,12 @@ say which. The metrics are the trainer's own, up to rounding. A checkpoint of an
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags
 
-from trainer.cli.tools import prepare_tensorflow, run_tool, runs_of
-from trainer.config import ConfigError, recipe_of_run
 from trainer.exit_codes import EXIT_DONE
-from trainer.run_files import Document, RunFiles
-
-if TYPE_CHECKING:
-    from data.reader import Reader
-    from strategies.mirrored import MirroredExecutor
-    from trainer.checkpoints.checkpointer import Checkpointer
-    from trainer.config import Recipe
-    from trainer.learner import Learner
+from trainer.run_files import Document
+from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 
 
 def evaluate(
@@ -41,6 +32,7 @@ def evaluate(
     """
     from strategies.metrics import means
     from trainer.inputs import Inputs, check_batches
+    from trainer.session import restore
 
     restored = restore(model_dir, checkpoint, split, data_dir)
     reader, learner, executor = restored.reader, restored.learner, restored.executor
@@ -54,69 +46,6 @@ def evaluate(
         "examples": int(metrics["loss"][1]),
         **means(metrics),
     }
-
-
-class Restored(NamedTuple):
-    """A checkpoint of a run, restored."""
-
-    name: str
-    step: int
-    recipe: "Recipe"
-    reader: "Reader"  # Of the evaluation split.
-    executor: "MirroredExecutor"
-    learner: "Learner"
-    specs: Any  # Of the model's inputs: a nest of tensor specs has no type.
-
-
-def restore(
-    model_dir: str, checkpoint: str, split: str | None = None, data_dir: str | None = None
-) -> Restored:
-    """Restores `checkpoint` (newest, best, a step or its name); raises as `evaluate`."""
-    from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
-    from trainer.build import build_checkpointer, build_learner
-    from trainer.inputs import (
-        Inputs,
-        build_metrics,
-        fitted_to_model,
-        input_specs,
-        open_evaluation,
-    )
-
-    recipe = recipe_of_run(RunFiles(model_dir).read_config())
-    recipe.config.data_dir = data_dir or recipe.config.data_dir
-    recipe.config.data.eval_split = split or recipe.config.data.eval_split
-    recipe.config.warm_start.path = ""  # The weights come from the checkpoint.
-    reader = open_evaluation(recipe)
-    executor = MirroredExecutor.on(replica_devices(1, min(1, use_gpus(None))))
-    inputs = Inputs(reader, reader)
-    specs = input_specs(inputs, recipe)
-    learner = executor.build(lambda: build_learner(recipe, specs))
-    reader = fitted_to_model(inputs, recipe, learner.model).evaluation
-    inputs = Inputs(reader, reader)
-    build_metrics(inputs, learner, recipe)
-    checkpointer = build_checkpointer(recipe, model_dir, inputs, learner)
-    name = _chosen(checkpoint, checkpointer, model_dir)
-    saved = checkpointer.restore_model(name)
-    return Restored(name, saved.step, recipe, reader, executor, learner, specs)
-
-
-def _chosen(wanted: str, checkpointer: "Checkpointer", model_dir: str) -> str:
-    """The name of the checkpoint that `wanted` means."""
-    names = checkpointer.names()
-    newest = checkpointer.newest()
-    if wanted == "newest" and newest is not None:
-        fitting = [name for name in names if name == f"step-{newest.step:08d}"]
-    elif wanted == "best":
-        fitting = [name for name in names if name.startswith("best-")]
-    else:
-        steps = {name: int(name.partition("-")[2]) for name in names}
-        fitting = [name for name, step in steps.items() if wanted in (str(step), name)]
-    if not fitting:
-        raise ConfigError(
-            f"--checkpoint={wanted}: {model_dir} has no such checkpoint. It has "
-            f"{', '.join(names) or 'none'}. Type newest, best, or a step."
-        )
-    return fitting[-1]
 
 
 def define_flags() -> None:

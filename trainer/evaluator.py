@@ -21,20 +21,20 @@ from data.system.stopwatch import Stopwatch
 from strategies.base import Position
 from strategies.cluster.peers import watch_chief
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
-from trainer.build import build_checkpointer, build_json_lines, build_learner
+from trainer.build import build_checkpointer, build_json_lines
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import Saved
-from trainer.checkpoints.report_upload import local_dir
-from trainer.cli.task_spec import TaskSpec
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.guards.signals import StopSignals
 from trainer.hooks.console import Console
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.writers import Lossy, TensorBoard
-from trainer.inputs import build_metrics, check_batches, fitted_to_model, input_specs, open_inputs
+from trainer.inputs import check_batches, open_inputs
 from trainer.preflight import check_model_dir, finished_result
-from trainer.run_files import RunFiles
+from trainer.run_files import RunFiles, local_dir
+from trainer.session import build_session
+from trainer.task_spec import TaskSpec
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
     On `stopwatch`, waiting for the next checkpoint is "input wait".
     """
     config = spec.recipe.config
-    inputs = open_inputs(spec.recipe, spec.num_threads)
+    opened = open_inputs(spec.recipe, spec.num_threads)
     run = RunFiles(spec.model_dir)
     files = RunFiles(run.evaluator)
     check_model_dir(run.evaluator)
@@ -65,10 +65,7 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
         watch_chief(spec.cluster, spec.chief_timeout_secs, end_unless_done)
     executor = MirroredExecutor.on(replica_devices(1, use_gpus(spec.num_gpus)))
     executor.stopwatch = stopwatch
-    specs = input_specs(inputs, spec.recipe)
-    learner = executor.build(lambda: build_learner(spec.recipe, specs))
-    inputs = fitted_to_model(inputs, spec.recipe, learner.model)
-    build_metrics(inputs, learner, spec.recipe)
+    inputs, _, learner = build_session(spec.recipe, opened, executor.build)
     check_batches(inputs, learner, spec.recipe)
     executor.start_evaluation(learner, inputs.evaluation)
     checkpointer = build_checkpointer(

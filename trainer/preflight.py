@@ -9,45 +9,33 @@ import contextlib
 import dataclasses
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
 
 from data.system import files
-from data.system.errors import RunFailed
 from data.system.object_store import UnavailableError
 from strategies.mirrored import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from strategies.tables import part_rows
-from trainer.build import build_checkpointer, build_learner
+from trainer.build import build_checkpointer
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
+from trainer.checkpoints.file_checks import DiskError
 from trainer.checkpoints.marks import Saved
 from trainer.config import Config, Recipe, changed_fields, data_dir
-from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
+from trainer.exit_codes import EXIT_DONE
 from trainer.guards.fingerprint import log_keras_settings
 from trainer.hooks.callbacks import build_callbacks, check_monitors
 from trainer.hooks.export import check_export, export_notes
-from trainer.inputs import (
-    Inputs,
-    build_metrics,
-    check_batches,
-    fitted_to_model,
-    input_specs,
-    open_inputs,
-)
+from trainer.inputs import Inputs, check_batches, open_inputs
 from trainer.learner import Learner
 from trainer.run_files import Document, RunFiles
+from trainer.session import build_session
 
 _PROBE_BYTES = 1 << 16  # Not 0: an empty file fits on a full disk.
 # Errors of a disk, which need no other command: out of room or quota, or failing.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-
-
-class DiskError(RunFailed):
-    """The disk of --model_dir is full or fails. Exit code 75: start again when it is repaired."""
-
-    exit_code = EXIT_RESTART
 
 
 @dataclass(frozen=True)
@@ -123,11 +111,13 @@ def preflight(recipe: Recipe, model_dir: str, *, hides_gpus: bool = True) -> Fin
         use_gpus(0)
     log_keras_settings()
     callbacks = build_callbacks(recipe)
-    inputs = open_inputs(recipe)
-    specs = input_specs(inputs, recipe)
-    learner, groups = dry_run(lambda: build_learner(recipe, specs))
-    inputs = fitted_to_model(inputs, recipe, learner.model)
-    build_metrics(inputs, learner, recipe)
+    groups: list[Group] = []
+
+    def build(make: Callable[[], Learner]) -> Learner:
+        learner, groups[:] = dry_run(make)
+        return learner
+
+    inputs, specs, learner = build_session(recipe, open_inputs(recipe), build)
     check_monitors(callbacks, learner, recipe.path, evaluates=True)
     check_batches(inputs, learner, recipe)
     check_export(recipe, learner.model, specs)

@@ -18,10 +18,10 @@ from data.order import Order
 from strategies.base import Executor, Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
+from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
 from trainer.config import Config
 from trainer.hooks.base import Hook
-from trainer.hooks.finite import NonFiniteLossError
 from trainer.learner import Learner
 from trainer.loop import train
 from trainer.run_files import RunFiles, progress_of

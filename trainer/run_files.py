@@ -16,7 +16,7 @@
 | failures.jsonl | why tasks ended, of a cluster of several hosts with --max_restarts | local/ |
 | membership/ | which hosts train together, with --min_workers | local/membership.py |
 | trackers.json | the ids of the run in trackers | hooks/trackers/ |
-| tasks/*.time.jsonl | where the time of each task went | report/recorder.py |
+| tasks/*.time.jsonl | where the time of each task went | run_record/recorder.py |
 | .lock | a lock, and the last process that had it | guards/run_lock.py |
 | placement.txt | the device of each op, if asked for; of a cluster in tasks/ | task.py |
 
@@ -41,6 +41,7 @@ from data.system.errors import UsageError
 from data.system.files import (
     exists,
     is_dir,
+    is_s3,
     is_url,
     join,
     make_dirs,
@@ -51,11 +52,14 @@ from data.system.files import (
     remove_file,
     replace_file,
 )
-from data.system.object_store import UnavailableError
+from data.system.object_store import SCHEME, UnavailableError
 
 CHECKPOINT_MARK = "checkpoint.json"  # In the directory of a checkpoint, written last.
 # Values of reports that are not metrics.
 NO_METRICS = ("learning_rate", "examples", "epoch", "steps_per_sec", "seconds", "examples_per_sec")
+RESTARTS = "restarts.jsonl"  # In the directory of the tasks' logs.
+MEMBERSHIP = "membership"  # In the model directory.
+_GROUP = re.compile(r"group-(\d{8})\.json")  # In MEMBERSHIP.
 _LATEST = "latest"
 _TAIL_BYTES = 65_536  # Reports are short: the last part of metrics.jsonl has the last ones.
 # The newest step with a checkpoint, and the newest reported step.
@@ -155,6 +159,31 @@ class RunFiles:
         """Removes result.json: the result of a former run says nothing about this one."""
         if exists(self.result):
             remove_file(self.result)
+
+
+def local_dir(model_dir: str) -> str:
+    """The local directory for files that are appended to: `model_dir`, unless it is at s3://."""
+    if not is_s3(model_dir):
+        return model_dir
+    return str(Path("runs", model_dir.removeprefix(SCHEME).strip("/")).resolve())
+
+
+def directory_of_logs(model_dir: str | Path) -> Path:
+    """The directory of the tasks' logs: in `model_dir`, or under runs/ if that is a URL."""
+    if is_s3(str(model_dir)):
+        return Path(local_dir(str(model_dir)), "tasks")
+    if is_url(str(model_dir)):
+        return Path("runs", str(model_dir).rstrip("/").rpartition("/")[2], "tasks").resolve()
+    return Path(model_dir).resolve() / "tasks"
+
+
+def newest_generation(model_dir: str | Path) -> int:
+    """The generation of the newest group that is written down; 0 if there is none."""
+    try:
+        found = map(_GROUP.fullmatch, os.listdir(Path(model_dir) / MEMBERSHIP))
+    except FileNotFoundError:
+        return 0
+    return max((int(match[1]) for match in found if match), default=0)
 
 
 def point_latest_to(model_dir: str) -> None:

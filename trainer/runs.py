@@ -8,11 +8,10 @@ and the fields of the config in which the listed runs differ. The exit code is t
 last process; "-" if it has not ended by itself.
 """
 
-import itertools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import rich.box
@@ -20,13 +19,11 @@ import rich.console
 import rich.table
 from absl import flags
 
-from trainer.cli.tools import run_tool
-from trainer.config import ConfigError, flatten_json
+from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
-from trainer.run_files import Document, RunFileError, RunFiles, clock
-
-# Fields of the config that say how the run reports and saves, not what it trains.
-_UNIMPORTANT = ("data_dir",)
+from trainer.run_files import Document, RunFileError, clock
+from trainer.run_record.summary import differences, summary
+from trainer.run_record.tools import run_tool
 
 
 def runs_under(directory: str) -> list[Document]:
@@ -44,60 +41,6 @@ def runs_under(directory: str) -> list[Document]:
                 print(f"left out: {error}", file=sys.stderr)
         children.sort()
     return found
-
-
-def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Document:
-    """What a run was, and how far it came. Values that it has not are None.
-
-    `reports` are all reports of the run, if they have been read.
-    """
-    files = RunFiles(model_dir)
-    document = files.read_config()
-    config = flatten_json(document["config"])
-    if reports is None:
-        reports = files.read_reports()
-        if os.path.isdir(files.evaluator):
-            reports += RunFiles(files.evaluator).read_reports()
-    result: Mapping[str, Any] = files.read_result() or {}
-    name = config.get("best_metric", "loss")  # Runs of early versions lack it.
-    values = [r[name] for r in reports if r["split"] == "eval" and r.get(name) is not None]
-    is_lowest = document.get("best_is_lowest", name == "loss")
-    best = (min if is_lowest else max)(values, default=result.get("eval", {}).get(name))
-    step = result.get("step")
-    if step is None:
-        step = max((report["step"] for report in reports), default=0)
-    return {
-        "run": model_dir,
-        "strategy": document["strategy"],
-        "step": step,
-        "train_steps": config["train_steps"],
-        "best_metric": name,
-        "best": best,
-        "eval": result.get("eval", {}),
-        "seconds": round(_seconds(reports), 1),
-        "exit_code": result.get("exit_code"),
-        "why": result.get("why"),
-        "started": os.path.getmtime(files.config) if os.path.exists(files.config) else None,
-        "config": config,
-    }
-
-
-def _seconds(reports: Sequence[Document]) -> float:
-    """The training time in all processes of a run: each counts its seconds from 0."""
-    seconds: list[float] = [r["seconds"] for r in reports if r["split"] == "train"]
-    ends = [this for this, following in itertools.pairwise(seconds) if following < this]
-    return sum(ends) + sum(seconds[-1:])
-
-
-def differences(runs: Sequence[Document]) -> dict[str, list[Any]]:  # Any: JSON values.
-    """The fields of the config that are not the same in all `runs`, with the value in each run."""
-    names = dict.fromkeys(name for run in runs for name in run["config"])
-    values = {name: [run["config"].get(name) for run in runs] for name in names}
-    return {
-        name: found
-        for name, found in values.items()
-        if name not in _UNIMPORTANT and any(value != found[0] for value in found)
-    }
 
 
 def ordered(runs: Sequence[Document], key: str, *, reverse: bool) -> list[Document]:

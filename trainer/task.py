@@ -44,17 +44,15 @@ from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.build import (
     Parts,
     build_checkpointer,
-    build_learner,
     check_for_strategy,
     check_standby,
     chief_hooks,
     shared_hooks,
 )
+from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
-from trainer.checkpoints.report_upload import uploading_reports
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
 from trainer.checkpoints.takeover import save_left_step
-from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, changed_fields, data_dir, to_json
 from trainer.config_checks import check_replicas
 from trainer.config_file import absolute
@@ -73,23 +71,22 @@ from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import CatchUp, Hook
 from trainer.hooks.console import Console
 from trainer.hooks.export import check_export, export_notes
-from trainer.hooks.finite import NonFiniteLossError
 from trainer.hooks.newest_group import StopIfReplaced
 from trainer.hooks.progress import progress_writers
 from trainer.inputs import (
     Inputs,
-    build_metrics,
     check_batches,
     data_errors_explained,
-    fitted_to_model,
-    input_specs,
     open_inputs,
 )
 from trainer.learner import Learner
 from trainer.preflight import check_model_dir, disk_errors_explained, finished_result
-from trainer.report.recorder import Recorder
 from trainer.resume import restore_together, train_recovering, warn_if_begun_before
 from trainer.run_files import Document, RunFiles, point_latest_to
+from trainer.run_record.recorder import Recorder
+from trainer.run_record.report_upload import uploading_reports
+from trainer.session import build_session
+from trainer.task_spec import TaskSpec
 
 log = logging.getLogger(__name__)
 
@@ -377,8 +374,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     if spec.is_chief and not spec.is_checked:
         log_keras_settings()
     check_replicas(spec.recipe.config, executor.replicas_per_step)
-    specs = input_specs(inputs, spec.recipe)
-    learner = executor.build(lambda: build_learner(spec.recipe, specs))
+    inputs, specs, learner = build_session(spec.recipe, inputs, executor.build)
     check_for_strategy(
         learner,
         spec.recipe,
@@ -386,8 +382,6 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         num_workers=executor.num_replicas,
         read_dtype=spec.read_dtype,
     )
-    inputs = fitted_to_model(inputs, spec.recipe, learner.model)
-    build_metrics(inputs, learner, spec.recipe)
     if not spec.is_checked:
         check_batches(inputs, learner, spec.recipe)
         check_export(spec.recipe, learner.model, specs)

@@ -11,9 +11,9 @@ import time
 import tensorflow as tf
 
 from strategies.base import Reached
+from strategies.ps.former_rounds import read_rounds, values_at
 from strategies.ps.former_state import FormerState
 from strategies.ps.former_tickets import read_tickets
-from strategies.ps.sync.former_rounds import read_rounds, values_at
 
 _READERS = {"synchronous": read_rounds, "asynchronous": read_tickets}
 # Nothing has changed for this time: the servers have ended the work.

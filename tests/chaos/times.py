@@ -27,7 +27,7 @@ from tests.chaos.__main__ import ASYNC, BACKUP, SYNC, flags_for
 from tests.chaos.chaos import LocalRun, check_complete, disturb, tasks_of
 from tests.chaos.faults import LAUNCHER, Fault
 from tests.cluster.runs import TOPOLOGIES, Topology
-from trainer.report.goodput import TaskTime, goodput
+from trainer.run_record.goodput import TaskTime, goodput
 
 MOST_DIFFERENT = 0.01  # Of the time of a task.
 _MODES = (TOPOLOGIES["mirrored-2"], TOPOLOGIES["multiworker-2"], SYNC, ASYNC, BACKUP)

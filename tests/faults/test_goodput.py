@@ -11,7 +11,7 @@ import pytest
 
 from data.system.stopwatch import CAUSES
 from tests.cluster.runs import ROOT, TOPOLOGIES, start
-from trainer.report.goodput import goodput
+from trainer.run_record.goodput import goodput
 
 
 def started_at(pid: int) -> float:

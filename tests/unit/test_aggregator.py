@@ -12,11 +12,9 @@ import tensorflow as tf
 
 from data.order import Order, replica_lanes
 from strategies.gradients.coalescing import Bucket
+from strategies.ps.former_rounds import kept_values
 from strategies.ps.named_tensors import NamedTensors
-from strategies.ps.sync.aggregator import Aggregator, Verdict, judge
-from strategies.ps.sync.former_rounds import kept_values
-from strategies.ps.sync.gradient_buffers import GradientBuffers
-from strategies.ps.sync.protocol import (
+from strategies.ps.protocol import (
     END,
     END_ASSIGNMENT,
     IDLE,
@@ -30,6 +28,8 @@ from strategies.ps.sync.protocol import (
     pack,
     unpack,
 )
+from strategies.ps.sync.aggregator import Aggregator, Verdict, judge
+from strategies.ps.sync.gradient_buffers import GradientBuffers
 
 BATCH = 8
 TIMEOUT_SECS = 20.0

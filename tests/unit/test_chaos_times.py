@@ -11,7 +11,7 @@ from data.system.stopwatch import CAUSES
 from tests.chaos.chaos import tasks_of
 from tests.chaos.faults import LAUNCHER
 from tests.chaos.times import _MODES, Clock, differences, faults_of
-from trainer.report.goodput import TaskTime
+from trainer.run_record.goodput import TaskTime
 
 
 def begin(logs: Path, start: int) -> subprocess.Popen[bytes]:

@@ -4,7 +4,7 @@ import pytest
 
 from strategies.base import Pace
 from trainer.hooks.console import Console
-from trainer.local.terminal import passed_width
+from trainer.hooks.terminal import passed_width
 
 REPORT = {
     "loss": 0.1234,

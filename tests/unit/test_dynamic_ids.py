@@ -17,6 +17,7 @@ from strategies.ps.placement import dry_run, place
 from strategies.tables import split_into
 from tests.unit.replicas import replicas, steps_on, update_of
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.warm_start import warm_start
 from trainer.embeddings import SGD, Adagrad, ShardedEmbedding
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.initial import initial_rows
@@ -28,7 +29,6 @@ from trainer.learner import Learner
 from trainer.models import names_from_zero
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ConfigError, WarmStartConfig
-from trainer.step.warm_start import warm_start
 
 BATCH, WIDTH, CLASSES = 12, 4, 5
 # Also the largest and smallest ids, and negative ones.

@@ -9,6 +9,12 @@ import tensorflow as tf
 
 from data.order import replica_lanes
 from strategies.base import Position, Reached
+from strategies.ps.former_rounds import (
+    Rounds,
+    kept_values,
+    position_of,
+    stored_rounds,
+)
 from strategies.ps.former_state import FormerState, FormerVariable
 from strategies.ps.former_tickets import (
     DROPPED,
@@ -20,15 +26,9 @@ from strategies.ps.former_tickets import (
     store_handed_out,
 )
 from strategies.ps.named_tensors import NamedTensors
+from strategies.ps.protocol import IDLE, WorkerSlot
 from strategies.ps.settling import former_values, read_once, settled, settled_values
 from strategies.ps.standby import Standby
-from strategies.ps.sync.former_rounds import (
-    Rounds,
-    kept_values,
-    position_of,
-    stored_rounds,
-)
-from strategies.ps.sync.protocol import IDLE, WorkerSlot
 
 DEVICES = [f"/job:localhost/replica:0/task:0/device:CPU:{index}" for index in range(2)]
 TWO = [replica_lanes(4, index, 2) for index in range(2)]

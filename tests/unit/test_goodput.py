@@ -11,9 +11,9 @@ import pytest
 
 from data.system.stopwatch import CAUSES, SERVING, Stopwatch
 from strategies.metrics import Metrics
-from trainer.report import recorder as recorder_module
-from trainer.report.goodput import TaskTime, goodput, total
-from trainer.report.recorder import LINE_BYTES, Recorder
+from trainer.run_record import recorder as recorder_module
+from trainer.run_record.goodput import TaskTime, goodput, total
+from trainer.run_record.recorder import LINE_BYTES, Recorder
 
 BEGAN = 1_800_000_000.0
 

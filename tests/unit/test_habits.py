@@ -14,15 +14,9 @@ from strategies.base import Position
 from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor
 from tests.unit.test_config_file import COMPLETE, Mistake, checked, digits, written
-from trainer.build import build_learner
 from trainer.config import ConfigError, load_recipe
-from trainer.inputs import (
-    build_metrics,
-    check_batches,
-    fitted_to_model,
-    input_specs,
-    open_inputs,
-)
+from trainer.inputs import check_batches, open_inputs
+from trainer.session import build_session
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -33,12 +27,8 @@ def started(path: str, data: Path) -> MirroredExecutor:
     """An executor of one replica that can train."""
     recipe = load_recipe(path)
     recipe.config.data_dir = str(data)
-    inputs = open_inputs(recipe)
     executor = MirroredExecutor.on(["CPU:0"])
-    specs = input_specs(inputs, recipe)
-    learner = executor.build(lambda: build_learner(recipe, specs))
-    inputs = fitted_to_model(inputs, recipe, learner.model)
-    build_metrics(inputs, learner, recipe)
+    inputs, _, learner = build_session(recipe, open_inputs(recipe), executor.build)
     check_batches(inputs, learner, recipe)
     executor.start(learner, inputs.train, inputs.evaluation, Position())
     return executor

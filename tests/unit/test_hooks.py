@@ -20,11 +20,12 @@ from tensorflow.python.eager import context
 from data.tfrecord.split import Split
 from strategies.metrics import Metrics
 from tests.unit.toy import NUM_EXAMPLES, Toy, file_size_limit, write_split
+from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.hooks.base import Hook, PeriodicHook
 from trainer.hooks.console import Console
 from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.export import Export
-from trainer.hooks.finite import NonFiniteLossError, StopOnNonFinite
+from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.inspect import Histograms
 from trainer.hooks.report import Report
 from trainer.hooks.save import KeepConfig, SaveCheckpoint

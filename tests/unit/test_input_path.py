@@ -10,10 +10,10 @@ import tensorflow as tf
 from strategies.base import Position
 from strategies.mirrored import MirroredExecutor
 from tests.unit.test_config_file import COMPLETE, digits, written
-from trainer.build import build_learner
 from trainer.config import load_recipe
-from trainer.inputs import build_metrics, open_inputs
+from trainer.inputs import open_inputs
 from trainer.learner import Learner
+from trainer.session import build_session
 
 __all__ = ["digits"]  # A fixture.
 
@@ -37,10 +37,8 @@ def started(
     recipe = load_recipe(path)
     recipe.config.data_dir = str(data)
     recipe.config.data.cache_bytes = cached << 30
-    inputs = open_inputs(recipe)
     executor = kind.on([COMPUTE if kind is ComputesElsewhere else READ])
-    learner = executor.build(lambda: build_learner(recipe))
-    build_metrics(inputs, learner, recipe)
+    inputs, _, learner = build_session(recipe, open_inputs(recipe), executor.build)
     executor.start(learner, inputs.train, inputs.evaluation, Position())
     return executor, learner
 

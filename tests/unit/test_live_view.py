@@ -16,9 +16,9 @@ import pytest
 
 from tests.terminal import ENTER, HIDE_CURSOR, LEAVE, SHOW_CURSOR, Terminal
 from tests.unit.test_goodput import steps, write_process
+from trainer.hooks.terminal import COMPILING, progress_line
 from trainer.live.screen import ASCII_BLOCKS, BLOCKS, lines_of, sparkline
 from trainer.live.status import Status
-from trainer.local.terminal import COMPILING, progress_line
 
 TIME = "2100-01-01T00:00:00+00:00"  # Later than the start of this process.
 CONFIG = {
@@ -234,7 +234,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from types import MappingProxyType
 from trainer.live.view import can_show, live_view
-from trainer.local.terminal import COMPILING, has_live_view, progress_line
+from trainer.hooks.terminal import COMPILING, has_live_view, progress_line
 model_dir = Path(sys.argv[1])
 def report(step):
     print(f"step {step}/100  train  loss 0.5000", flush=True)

@@ -20,8 +20,9 @@ from trainer.hooks.newest_group import StopIfReplaced
 from trainer.local.elastic import ElasticCluster
 from trainer.local.group_rules import Group, HostRecord, Rules, Snapshot
 from trainer.local.launch_report import LaunchReport
-from trainer.local.membership import Membership, Watcher, newest_generation
+from trainer.local.membership import Membership, Watcher
 from trainer.local.restarts import Restarts
+from trainer.run_files import newest_generation
 
 ADDRESSES = ("a:2222", "b:2222", "c:2222")
 ALL = frozenset({0, 1, 2})

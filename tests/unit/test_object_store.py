@@ -13,7 +13,8 @@ from data.system import files, object_store
 from data.system.object_store import MissingObstoreError, UnavailableError
 from data.system.scratch import scratch_dir
 from tests.s3 import link, needs_s3, url
-from trainer.checkpoints.report_upload import ReportUpload, local_dir, uploading_reports
+from trainer.run_files import local_dir
+from trainer.run_record.report_upload import ReportUpload, uploading_reports
 
 __all__ = ["link", "url"]  # Fixtures.
 pytestmark = [pytest.mark.quick, needs_s3]

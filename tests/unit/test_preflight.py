@@ -13,9 +13,9 @@ import pytest
 from data.prepare.preparing import prepare
 from tests.faults.disks import mounted
 from trainer.checkpoints.checkpointer import ModelDirError
+from trainer.checkpoints.file_checks import DiskError
 from trainer.config import Config, load_recipe
 from trainer.preflight import (
-    DiskError,
     check_model_dir,
     finished_result,
     num_replicas_here,

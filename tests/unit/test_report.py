@@ -24,10 +24,10 @@ from tests.unit.test_goodput import BEGAN, steps, write_process
 from trainer import run_files
 from trainer.report.drawing import Curve, bars, plot, strip
 from trainer.report.examples import classifying
-from trainer.report.goodput import Piece
 from trainer.report.page import render
 from trainer.report.series import RunSeries
 from trainer.run_files import read_reports
+from trainer.run_record.goodput import Piece
 
 WORKERS = [f"worker {index}" for index in range(6)]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

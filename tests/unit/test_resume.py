@@ -18,10 +18,11 @@ from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from tests.unit.toy import BATCH, Toy, write_split
 from trainer.checkpoints.checkpointer import ModelDirError
+from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
 from trainer.config import Config
 from trainer.hooks.evaluate import Evaluate
-from trainer.hooks.finite import NonFiniteLossError, StopOnNonFinite
+from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.report import Report
 from trainer.hooks.save import SaveCheckpoint
 from trainer.hooks.writers import Writer

@@ -10,7 +10,8 @@ import pytest
 
 from tests.cluster.runs import ROOT
 from trainer.config import ConfigError
-from trainer.runs import differences, ordered, runs_under
+from trainer.run_record.summary import differences
+from trainer.runs import ordered, runs_under
 
 
 def write_run(

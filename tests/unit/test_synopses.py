@@ -7,16 +7,30 @@ import contextlib
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.unit.test_imports import MODULES
-
+ROOT = Path(__file__).parents[2]
 FOREIGN = {"tf", "np", "keras", "flags", "coordinator", *sys.stdlib_module_names}
 ATTRIBUTES = {name for kind in (str, bytes, list, dict, np.ndarray) for name in dir(kind)}
 
 Definitions = dict[str, list[ast.AST]]
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the packages, parsed."""
+    found = {}
+    for package in ("trainer", "strategies", "data", "configs"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+MODULES = modules()
 
 
 def synopses(tree: ast.Module) -> Iterator[ast.Module]:

@@ -5,8 +5,8 @@ import tensorflow as tf
 
 from strategies.cluster.tf_config import Cluster, parse_hosts
 from trainer import task
-from trainer.cli.task_spec import TaskSpec
 from trainer.config import Recipe, load_recipe
+from trainer.task_spec import TaskSpec
 
 
 @pytest.fixture

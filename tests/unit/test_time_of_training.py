@@ -14,7 +14,7 @@ from trainer.hooks.base import Hook
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.save import SaveCheckpoint
 from trainer.loop import train
-from trainer.report.recorder import Recorder
+from trainer.run_record.recorder import Recorder
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from data.order import replica_lanes
 from strategies.gradients.compression import Compression
+from strategies.ps.protocol import END, END_ASSIGNMENT, NONE, EndReason, Kind
 from strategies.ps.sync.gradient_buffers import GradientBuffers
-from strategies.ps.sync.protocol import END, END_ASSIGNMENT, NONE, EndReason, Kind
 from strategies.ps.sync.worker_loop import WorkerLoop
 
 WORKER = 5

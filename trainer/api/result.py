@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.system.errors import UsageError
-from trainer.checkpoints.report_upload import local_dir
-from trainer.cli.tools import prepare_tensorflow, require_run
 from trainer.config import PYTHON_CONFIG, Config
-from trainer.run_files import Document, RunFiles
+from trainer.run_files import Document, RunFiles, local_dir
+from trainer.run_record.tools import prepare_tensorflow, require_run
 
 if TYPE_CHECKING:
     import keras

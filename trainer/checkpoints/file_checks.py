@@ -11,8 +11,10 @@ from collections.abc import Mapping
 import google_crc32c
 import tensorflow as tf
 
+from data.system.errors import RunFailed
 from data.system.files import is_url, num_bytes_of
 from data.system.object_store import UnavailableError
+from trainer.exit_codes import EXIT_RESTART
 
 # Errors of reading and writing: Python's own, and those of TensorFlow's file systems.
 STORAGE_ERRORS = (OSError, tf.errors.OpError)
@@ -20,6 +22,12 @@ STORAGE_ERRORS = (OSError, tf.errors.OpError)
 _BLOCK_BYTES = 1 << 20
 # The errors of a file system that cannot flush a file, or more often a directory.
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+class DiskError(RunFailed):
+    """The disk of --model_dir is full or fails. Exit code 75: start again when it is repaired."""
+
+    exit_code = EXIT_RESTART
 
 
 def contents_of(path: str) -> dict[str, int | str]:

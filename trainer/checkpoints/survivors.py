@@ -26,8 +26,8 @@ from strategies.base import Executor, Reached
 from strategies.cluster.peers import UnknownHostError, identify
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.finite import NonFiniteLossError, require_finite
 from trainer.exit_codes import first_line
-from trainer.hooks.finite import NonFiniteLossError, require_finite
 from trainer.learner import Learner
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ import logging
 
 from strategies.base import Executor
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.file_checks import DiskError
+from trainer.checkpoints.finite import NonFiniteLossError, require_finite
 from trainer.exit_codes import first_line
-from trainer.hooks.finite import NonFiniteLossError, require_finite
 from trainer.learner import Learner
-from trainer.preflight import DiskError
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,8 @@ from strategies.cluster.peers import host_of
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
 from trainer import tf_setup
-from trainer.checkpoints.report_upload import uploading_reports
 from trainer.cli import flag_checks, flags, run_names
 from trainer.cli.continued import print_next
-from trainer.cli.task_spec import TaskSpec
 from trainer.config import ConfigError, Recipe, data_dir, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, end_at_once
@@ -45,6 +43,8 @@ from trainer.local.restarts import Restarts
 from trainer.local.task_logs import say
 from trainer.program import python_command
 from trainer.run_files import point_latest_to, progress_of
+from trainer.run_record.report_upload import uploading_reports
+from trainer.task_spec import TaskSpec
 
 if TYPE_CHECKING:
     from trainer.preflight import Findings

@@ -19,8 +19,8 @@ from typing_extensions import override
 from strategies.base import Pace
 from strategies.metrics import Metrics
 from trainer.hooks.notebook import is_kernel
+from trainer.hooks.terminal import COMPILING, has_live_view, passed_width, progress_line
 from trainer.hooks.writers import Values, Writer
-from trainer.local.terminal import COMPILING, has_live_view, passed_width, progress_line
 from trainer.run_files import NO_METRICS, clock
 
 log = logging.getLogger(__name__)

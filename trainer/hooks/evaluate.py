@@ -15,8 +15,8 @@ from typing_extensions import override
 from strategies.base import Executor, Position
 from strategies.metrics import Metrics, means
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.finite import NonFiniteLossError, require_finite
 from trainer.hooks.base import Hook, PeriodicHook
-from trainer.hooks.finite import NonFiniteLossError, require_finite
 from trainer.hooks.save import SaveCheckpoint
 from trainer.hooks.writers import Values, Writer
 from trainer.learner import Learner

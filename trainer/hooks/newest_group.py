@@ -11,7 +11,7 @@ from typing_extensions import override
 from strategies.base import PeerLostError
 from strategies.metrics import Metrics
 from trainer.hooks.base import Hook
-from trainer.local.membership import newest_generation
+from trainer.run_files import newest_generation
 
 
 @dataclass(eq=False)

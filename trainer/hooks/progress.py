@@ -22,10 +22,9 @@ from pathlib import Path
 from typing_extensions import override
 
 from strategies.metrics import Metrics
-from trainer.checkpoints.report_upload import local_dir
 from trainer.exit_codes import first_line
 from trainer.hooks.writers import Values, Writer
-from trainer.run_files import RunFiles
+from trainer.run_files import RunFiles, local_dir
 
 log = logging.getLogger(__name__)
 

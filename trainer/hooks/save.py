@@ -16,8 +16,8 @@ from typing_extensions import override
 from data.system.files import exists
 from strategies.base import Executor
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.finite import require_finite
 from trainer.hooks.base import PeriodicHook
-from trainer.hooks.finite import require_finite
 from trainer.learner import Learner
 from trainer.run_files import Document, RunFiles
 

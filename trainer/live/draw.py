@@ -19,11 +19,11 @@ from rich.live import Live
 from rich.text import Text
 
 from data.system.pipes import outlives_terminal
+from trainer.hooks.terminal import COMPILING, progress_in
 from trainer.live.screen import lines_of
 from trainer.live.status import Status, split_of_report
 from trainer.live.view import END
-from trainer.local.launch_report import directory_of_logs
-from trainer.local.terminal import COMPILING, progress_in
+from trainer.run_files import directory_of_logs
 
 _SECS_PER_FRAME = 1.0
 _MAX_KEPT_LINES = 1000

@@ -23,10 +23,9 @@ from typing import Any
 
 import psutil
 
-from trainer.checkpoints.report_upload import local_dir
-from trainer.local.terminal import COMPILING, progress_in
-from trainer.report.goodput import goodput, total
-from trainer.run_files import NO_METRICS, RunFiles, step_of
+from trainer.hooks.terminal import COMPILING, progress_in
+from trainer.run_files import NO_METRICS, RunFiles, local_dir, step_of
+from trainer.run_record.goodput import goodput, total
 
 _MAX_VALUES = 4096  # Of a curve. More than this are thinned out.
 _MAX_MESSAGES = 200

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from data.system.files import is_s3, is_url
 from trainer.guards.signals import stop_signals
-from trainer.local.terminal import terminal_env
+from trainer.hooks.terminal import terminal_env
 from trainer.program import python_command
 
 END = "\x1b_end"  # The last line for the view. The tasks may hold the pipe open for longer.

@@ -7,16 +7,14 @@ sys.exit(report.exit_code)
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
-from data.system.files import is_s3, is_url, shown
+from data.system.files import shown
 from strategies.cluster.tf_config import Task
-from trainer.checkpoints.report_upload import local_dir
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.local.deaths import TaskEnd, is_chief_done
 from trainer.local.task_logs import TaskLogs, say
+from trainer.run_files import RESTARTS
 
-RESTARTS = "restarts.jsonl"
 _NUM_SHOWN_RESTARTS = 20
 
 
@@ -67,15 +65,6 @@ class LaunchReport:
             return EXIT_USAGE
         was_lost = first.exit_code < 0 or first.exit_code == EXIT_RESTART
         return EXIT_RESTART if was_lost and not first.was_overdue else EXIT_BUG
-
-
-def directory_of_logs(model_dir: str | Path) -> Path:
-    """The directory of the tasks' logs: in `model_dir`, or under runs/ if that is a URL."""
-    if is_s3(str(model_dir)):
-        return Path(local_dir(str(model_dir)), "tasks")
-    if is_url(str(model_dir)):
-        return Path("runs", str(model_dir).rstrip("/").rpartition("/")[2], "tasks").resolve()
-    return Path(model_dir).resolve() / "tasks"
 
 
 def write_restart(restart: Restart, logs: TaskLogs) -> None:

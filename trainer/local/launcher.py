@@ -43,6 +43,7 @@ from data.system.files import absolute
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.guards.signals import Repetitions, SignalThread, stop_signals
+from trainer.hooks.terminal import terminal_env
 from trainer.local.cpu_affinity import affinity_env
 from trainer.local.deaths import (
     Action,
@@ -56,20 +57,14 @@ from trainer.local.deaths import (
 )
 from trainer.local.failures import FailureLog, print_failure
 from trainer.local.fork_server import ForkServer
-from trainer.local.launch_report import (
-    LaunchReport,
-    Restart,
-    directory_of_logs,
-    print_summary,
-    write_restart,
-)
+from trainer.local.launch_report import LaunchReport, Restart, print_summary, write_restart
 from trainer.local.network_namespace import Namespace
 from trainer.local.parent_watch import ParentWatch
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import TaskLogs, now, say
 from trainer.local.task_process import Child, TaskProcess
-from trainer.local.terminal import terminal_env
 from trainer.program import python_command
+from trainer.run_files import directory_of_logs
 
 FAILURES = "failures.jsonl"  # In the model directory.
 TARGET = "trainer.__main__:run_from_command_line"  # What a task runs if it is forked.

@@ -24,7 +24,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,22 +36,11 @@ from strategies.cluster.peers import is_reachable
 from strategies.cluster.tf_config import ClusterError
 from trainer.local.group_rules import Group, HostRecord, Snapshot
 from trainer.local.task_logs import say
-from trainer.run_files import progress_of
+from trainer.run_files import MEMBERSHIP, newest_generation, progress_of
 
-DIRECTORY = "membership"  # In the model directory.
 _POLL_SECS = 1.0
 _NUM_PARALLEL = 128  # Hosts that are tried at the same time: one that is off takes a second.
 _RECORD_BYTES = 1024  # Records of equal length are overwritten in one piece.
-_GROUP = re.compile(r"group-(\d{8})\.json")
-
-
-def newest_generation(model_dir: str | Path) -> int:
-    """The generation of the newest group that is written down; 0 if there is none."""
-    try:
-        found = map(_GROUP.fullmatch, os.listdir(Path(model_dir) / DIRECTORY))
-    except FileNotFoundError:
-        return 0
-    return max((int(match[1]) for match in found if match), default=0)
 
 
 class Membership:
@@ -63,7 +51,7 @@ class Membership:
         self.model_dir = model_dir
         self.addresses = tuple(addresses)
         self.own = own
-        self._directory = model_dir / DIRECTORY
+        self._directory = model_dir / MEMBERSHIP
 
     def group(self) -> Group:
         """The newest group. Raises ClusterError if it is of another list of hosts."""

@@ -21,10 +21,10 @@ from typing import TypeAlias
 import psutil
 
 from strategies.cluster.tf_config import Task
+from trainer.hooks.terminal import progress_in
 from trainer.local.fork_server import Fork
 from trainer.local.parent_watch import ParentWatch
 from trainer.local.task_logs import TaskLog, now, say
-from trainer.local.terminal import progress_in
 
 _TAIL_LINES = 40
 _POLL_SECS = 0.05

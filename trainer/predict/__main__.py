@@ -20,9 +20,9 @@ from typing import Any, TextIO
 from absl import flags
 
 from data.system.files import DataError
-from trainer.cli.tools import prepare_tensorflow, run_tool
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
+from trainer.run_record.tools import prepare_tensorflow, run_tool
 
 _SHOWN = 10
 

@@ -20,14 +20,14 @@ from data.system.files import DataError, exists, is_dir, is_s3, join
 from data.system.scratch import plain_path, scratch_dir
 from strategies.base import Batch
 from trainer.build import build_model
-from trainer.cli.tools import require_run
 from trainer.config import ConfigError, Recipe, recipe_of_run
 from trainer.embeddings.table import set_values
-from trainer.evaluate import restore
 from trainer.exit_codes import first_line
 from trainer.guards.fingerprint import check_keras_settings
 from trainer.inputs import declared_inputs, parse_of
 from trainer.run_files import CHECKPOINT_MARK, RunFiles
+from trainer.run_record.tools import require_run
+from trainer.session import restore
 
 _KINDS = (
     "the directory of a run or of a checkpoint, a .keras file, or the directory of a SavedModel"

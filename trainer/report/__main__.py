@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from absl import flags
 
 from data.system.files import join, replace_file, shown
-from trainer.cli.tools import require_run, run_tool
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
 from trainer.report.examples import Pending, classifying
 from trainer.report.page import render
 from trainer.report.series import RunSeries
+from trainer.run_record.tools import require_run, run_tool
 
 _NAME = "report.html"
 

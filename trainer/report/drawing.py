@@ -18,8 +18,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.report.goodput import Piece
 from trainer.run_files import clock
+from trainer.run_record.goodput import Piece
 
 _WIDTH, _HEIGHT = 400, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 8, 24  # The margins around the axes.

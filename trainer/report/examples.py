@@ -25,14 +25,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from data.features import class_names, labels_used, read_features
 from data.system.errors import TrainerError
 from data.system.files import exists, join
-from trainer.cli.tools import prepare_tensorflow
 from trainer.config import ConfigError, data_dir
-from trainer.evaluate import Restored, restore
+from trainer.run_record.tools import prepare_tensorflow
 from trainer.tf_setup import configure_logging
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from trainer.session import Restored
 
 _NUM_WORST = 12
 _MOST_CLASSES = 1000
@@ -130,6 +131,7 @@ def classified(model_dir: str) -> Classified:
 
     from data.disk_reader import DiskReader
     from trainer.embeddings.table import set_values
+    from trainer.session import restore
 
     found = restore(model_dir, "newest")
     model = found.learner.model
@@ -174,7 +176,7 @@ def classified(model_dir: str) -> Classified:
     )
 
 
-def _class_names(found: Restored, num_classes: int) -> list[str]:
+def _class_names(found: "Restored", num_classes: int) -> list[str]:
     """The names of the classes of the label; empty unless each class has a name."""
     directory = data_dir(found.recipe.config)
     if not exists(join(directory, "features.json")):

@@ -16,10 +16,10 @@ from markupsafe import Markup
 from data.system.stopwatch import CAUSES
 from trainer.report.drawing import Curve, bars, cause_class, plot, strip
 from trainer.report.examples import Classified, Pending
-from trainer.report.goodput import TaskTime
 from trainer.report.series import RunSeries
 from trainer.run_files import clock
-from trainer.runs import differences
+from trainer.run_record.goodput import TaskTime
+from trainer.run_record.summary import differences
 
 _NUM_COLOURS = 8
 _MOST_CLASSES = 20  # In a confusion matrix: the classes with the most mistakes.

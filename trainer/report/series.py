@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from data.system.files import exists, join, read_text
-from trainer.cli.tools import require_run
-from trainer.local.launch_report import RESTARTS, directory_of_logs
 from trainer.report.drawing import Points
-from trainer.report.goodput import CHIEFS, TaskTime, goodput
-from trainer.run_files import Document, RunFiles, clock
-from trainer.runs import summary
+from trainer.run_files import RESTARTS, Document, RunFiles, clock, directory_of_logs
+from trainer.run_record.goodput import CHIEFS, TaskTime, goodput
+from trainer.run_record.summary import summary
+from trainer.run_record.tools import require_run
 
 # Values of reports that are no metrics.
 _NOT_METRICS = (

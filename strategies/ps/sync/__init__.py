@@ -15,7 +15,7 @@ server that counts the steps, assigns:
 | aggregator | assigns the sub-batches of late gradients again | |
 
 They meet at the gradient buffers and the queues (gradient_buffers.py), and exchange the types of
-protocol.py. An assignment carries the step, and is taken before the variables are read. So a
+../protocol.py. An assignment carries the step, and is taken before the variables are read. So a
 gradient of variables of two steps is tagged with the older step, and dropped. If a worker dies
 while it writes, its incomplete gradient is not used: see `GradientBuffers.write` for the one case
 in which it is read. If a gradient is overwritten before it is summed, the complete round is

@@ -11,7 +11,7 @@ together. Otherwise it handles them one by one: `judge` says what a message mean
 `Aggregator._answer` gives its sender the next assignment.
 
 After each round the aggregator stores what a chief would need to continue from that step, on its
-server (former_rounds.py): the chief may die during a call.
+server (../former_rounds.py): the chief may die during a call.
 """
 
 import functools
@@ -23,10 +23,9 @@ import tensorflow as tf
 
 from data.tickets import TicketSource
 from strategies.base import Learner, Tensor, read_now
+from strategies.ps.former_rounds import Rounds
 from strategies.ps.named_tensors import NamedTensors
-from strategies.ps.sync.former_rounds import Rounds
-from strategies.ps.sync.gradient_buffers import GradientBuffers
-from strategies.ps.sync.protocol import (
+from strategies.ps.protocol import (
     END,
     END_ASSIGNMENT,
     NONE,
@@ -40,6 +39,7 @@ from strategies.ps.sync.protocol import (
     pack,
     unpack,
 )
+from strategies.ps.sync.gradient_buffers import GradientBuffers
 
 
 class Verdict(NamedTuple):

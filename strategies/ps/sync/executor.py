@@ -32,10 +32,8 @@ from strategies.lost_peers import losses_explained
 from strategies.metrics import Metrics
 from strategies.ps.closures import in_background
 from strategies.ps.executor import ParameterServerExecutor
-from strategies.ps.sync.aggregator import Aggregator
-from strategies.ps.sync.former_rounds import Rounds, counts_of, position_of, stored_rounds
-from strategies.ps.sync.gradient_buffers import GradientBuffers
-from strategies.ps.sync.protocol import (
+from strategies.ps.former_rounds import Rounds, counts_of, position_of, stored_rounds
+from strategies.ps.protocol import (
     IDLE,
     NONE,
     Counters,
@@ -45,6 +43,8 @@ from strategies.ps.sync.protocol import (
     WorkerSlot,
     pack,
 )
+from strategies.ps.sync.aggregator import Aggregator
+from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.sync.worker_loop import WorkerLoop
 from strategies.ps.sync.worker_loops import POLL_SECS, WorkerLoops
 from strategies.worker_stats import WorkerStats

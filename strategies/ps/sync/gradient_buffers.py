@@ -29,8 +29,8 @@ import tensorflow as tf
 
 from strategies.base import Learner, Tensor, read_now, value_of
 from strategies.gradients.coalescing import Bucket, is_small
-from strategies.ps.sync.former_rounds import kept_values
-from strategies.ps.sync.protocol import END_ASSIGNMENT, Assignment, Kind, Message, unpack
+from strategies.ps.former_rounds import kept_values
+from strategies.ps.protocol import END_ASSIGNMENT, Assignment, Kind, Message, unpack
 
 # Of the values that a server keeps before each step.
 _MOST_KEPT_BYTES = 1 << 20

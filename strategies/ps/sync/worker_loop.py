@@ -21,8 +21,7 @@ from data.tickets import PackedTickets, TicketSource
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import Bucket, buckets
 from strategies.gradients.compression import Compression
-from strategies.ps.sync.gradient_buffers import GradientBuffers
-from strategies.ps.sync.protocol import (
+from strategies.ps.protocol import (
     END,
     NONE,
     SKIPPED,
@@ -33,6 +32,7 @@ from strategies.ps.sync.protocol import (
     pack,
     unpack,
 )
+from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.worker_step import compute_gradients, read_variables, rows_sent
 
 

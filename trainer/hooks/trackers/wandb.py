@@ -13,10 +13,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainer.checkpoints.report_upload import local_dir
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.hooks.trackers.identity import numbers, remember, remembered
 from trainer.hooks.writers import Values, Writer
+from trainer.run_files import local_dir
 
 _PROJECT = "tf-distribution-trainer"
 

@@ -19,17 +19,11 @@ from pathlib import Path
 
 from data.system import object_store
 from data.system.files import exists, is_s3, join
+from trainer.run_files import local_dir
 
 log = logging.getLogger(__name__)
 
 _SECS = 10.0
-
-
-def local_dir(model_dir: str) -> str:
-    """The local directory for files that are appended to: `model_dir`, unless it is at s3://."""
-    if not is_s3(model_dir):
-        return model_dir
-    return str(Path("runs", model_dir.removeprefix(object_store.SCHEME).strip("/")).resolve())
 
 
 @contextlib.contextmanager

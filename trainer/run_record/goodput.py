@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 from data.system.files import exists, is_dir, join, names_in, open_file
 from data.system.stopwatch import CAUSES, SERVING
-from trainer.local.launch_report import RESTARTS, directory_of_logs
-from trainer.report.recorder import LINE_BYTES, SUFFIX
-from trainer.run_files import RunFiles
+from trainer.run_files import RESTARTS, RunFiles, directory_of_logs
+from trainer.run_record.recorder import LINE_BYTES, SUFFIX
 
 # The task that steers a run, by its name: the first that is there.
 CHIEFS = ("chief-0", "worker-0")

@@ -22,7 +22,7 @@ from typing_extensions import override
 from data.system.stopwatch import SERVING, Reading, Stopwatch, age_of_process
 from strategies.metrics import Metrics
 from trainer.hooks.base import Hook
-from trainer.local.launch_report import directory_of_logs
+from trainer.run_files import directory_of_logs
 
 LINE_BYTES = 512
 SUFFIX = ".time.jsonl"

@@ -25,7 +25,7 @@ import tensorflow as tf
 from strategies.base import Position, Reached, Tensor, value_of
 from strategies.ps.former_state import FormerState
 from strategies.ps.named_tensors import NamedTensors
-from strategies.ps.sync.protocol import NONE, Counters, WorkerSlot
+from strategies.ps.protocol import NONE, Counters, WorkerSlot
 from strategies.worker_stats import WorkerStats, added
 
 

@@ -1,0 +1,70 @@
+"""What a run was and how far it came, read from its files.
+
+summary("runs/a")["best"]
+differences([summary("runs/a"), summary("runs/b")])     # {"learning_rate": [0.1, 0.2]}
+"""
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.config import flatten_json
+from trainer.run_files import Document, RunFiles
+
+# Fields of the config that say how the run reports and saves, not what it trains.
+_UNIMPORTANT = ("data_dir",)
+
+
+def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Document:
+    """What a run was, and how far it came. Values that it has not are None.
+
+    `reports` are all reports of the run, if they have been read.
+    """
+    files = RunFiles(model_dir)
+    document = files.read_config()
+    config = flatten_json(document["config"])
+    if reports is None:
+        reports = files.read_reports()
+        if os.path.isdir(files.evaluator):
+            reports += RunFiles(files.evaluator).read_reports()
+    result: Mapping[str, Any] = files.read_result() or {}
+    name = config.get("best_metric", "loss")  # Runs of early versions lack it.
+    values = [r[name] for r in reports if r["split"] == "eval" and r.get(name) is not None]
+    is_lowest = document.get("best_is_lowest", name == "loss")
+    best = (min if is_lowest else max)(values, default=result.get("eval", {}).get(name))
+    step = result.get("step")
+    if step is None:
+        step = max((report["step"] for report in reports), default=0)
+    return {
+        "run": model_dir,
+        "strategy": document["strategy"],
+        "step": step,
+        "train_steps": config["train_steps"],
+        "best_metric": name,
+        "best": best,
+        "eval": result.get("eval", {}),
+        "seconds": round(_seconds(reports), 1),
+        "exit_code": result.get("exit_code"),
+        "why": result.get("why"),
+        "started": os.path.getmtime(files.config) if os.path.exists(files.config) else None,
+        "config": config,
+    }
+
+
+def _seconds(reports: Sequence[Document]) -> float:
+    """The training time in all processes of a run: each counts its seconds from 0."""
+    seconds: list[float] = [r["seconds"] for r in reports if r["split"] == "train"]
+    ends = [this for this, following in itertools.pairwise(seconds) if following < this]
+    return sum(ends) + sum(seconds[-1:])
+
+
+def differences(runs: Sequence[Document]) -> dict[str, list[Any]]:  # Any: JSON values.
+    """The fields of the config that are not the same in all `runs`, with the value in each run."""
+    names = dict.fromkeys(name for run in runs for name in run["config"])
+    values = {name: [run["config"].get(name) for run in runs] for name in names}
+    return {
+        name: found
+        for name, found in values.items()
+        if name not in _UNIMPORTANT and any(value != found[0] for value in found)
+    }
