@@ -184,7 +184,6 @@ def _options(config: Config, adopted: Adopted) -> Options:
         ema=_merged("ema", config.ema, adopted.ema),
         loss_scale=_merged("loss_scale", config.loss_scale, adopted.loss_scale),
         micro_batches=config.micro_batches,
-        jit_compile=config.jit_compile,
         class_weight=config.class_weight,
         marks_changed_rows=config.complete_checkpoint_every > 1,
     )
@@ -214,7 +213,7 @@ def _check_learner(learner: object, recipe: Recipe) -> None:
         return
     values, defaults = flatten(recipe.config), flatten(Config())
     for name in _IN_GRADIENTS:
-        if values[name] != defaults[name]:
+        if values[name] and values[name] != defaults[name]:
             raise ConfigError(
                 f"config.{name}={values[name]} is for Learner.gradients, in whose place "
                 f"{recipe.path} defines another method. Do it there, or leave {name} out."

@@ -48,11 +48,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from data.system.files import FAIL
+from data.system.files import FAIL, SKIP
 from data.system.files import absolute as absolute_path
 from trainer.config_file import errors_explained, load_module, split_target
 from trainer.step.options import (
     BELOW_1,
+    PRECISIONS,
     ClipConfig,
     EarlyStoppingConfig,
     EmaConfig,
@@ -63,6 +64,7 @@ from trainer.step.options import (
     WeightDecayConfig,
     at_least,
     number,
+    one_of,
 )
 from trainer.step.options import ConfigError as ConfigError  # Users import it from here.
 
@@ -115,7 +117,7 @@ class DataConfig:
     lanes: int = at_least(0, 0)
     window_batches: int = at_least(1, 32)
     prefetch_batches: int = at_least(0, 0)
-    on_corrupt: str = FAIL
+    on_corrupt: str = one_of(FAIL, SKIP)
     cache_bytes: int = at_least(0, 0)
     inputs: tuple[str, ...] = ()
     label: str = ""
@@ -161,8 +163,9 @@ class Config:
             examples, such as BatchNormalization, see one part at a time.
         precision: The dtype policy of layers without a policy: float32, mixed_float16 (with a
             scaled loss) or mixed_bfloat16. Variables are float32 with all three.
-        jit_compile: XLA compiles what a replica computes: the gradient, or the complete step if
-            there is one replica; and the evaluation. The first start takes longer.
+        jit_compile: True: XLA compiles what a replica computes: the gradient and the update, or the
+            complete step if there is one replica; and the evaluation. The first start takes longer.
+            "auto": True on GPUs, and on CPUs for models with attention; if XLA can compile it.
         label_smoothing: The part of each label's probability that is spread over all classes
             (Szegedy et al., "Rethinking the Inception Architecture", 2016), in training and
             evaluation. Only for the default loss.
@@ -199,8 +202,8 @@ class Config:
     trackers: str = ""
     export: bool = True
     micro_batches: int = at_least(1, 1)
-    precision: str = "float32"
-    jit_compile: bool = False
+    precision: str = one_of(*PRECISIONS)
+    jit_compile: bool | str = one_of("auto", True, False)
     label_smoothing: float = number(0.0, BELOW_1)
     class_weight: dict[int, float] = field(default_factory=dict)
     freeze: str = ""
@@ -369,5 +372,7 @@ def _resolve_annotations(config: object) -> None:
     hints = get_type_hints(type(config)) if any(isinstance(i.type, str) for i in items) else {}
     for item in items:
         item.type = hints.get(item.name, item.type)
+        if item.type == bool | str:
+            item.type = object  # For which ml_collections reads a literal of Python, or text.
         if dataclasses.is_dataclass(value := getattr(config, item.name)):
             _resolve_annotations(value)

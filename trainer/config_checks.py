@@ -13,10 +13,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from data.system.files import FAIL, SKIP
 from trainer.config import Config, ConfigError, fields_of, flatten, num_lanes
 from trainer.hooks.trackers.names import check_trackers
-from trainer.step.options import PRECISIONS, must_be
+from trainer.step.options import must_be
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,14 @@ _NEEDS: Sequence[tuple[str, str, str, Callable[[Config], object]]] = (
 def check(config: Config) -> None:
     """Raises ConfigError for the first invalid field."""
     values = flatten(config)
-    for name, default in flatten(Config()).items():
+    for name, item, default in fields_of(Config()):
+        if choices := item.metadata.get("one_of"):
+            if (type(values[name]), values[name]) not in [
+                (type(value), value) for value in choices
+            ]:
+                needed = f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
+                raise must_be(needed, name, values[name], choices[-1])
+            continue
         wanted = (int, float) if isinstance(default, float) else type(default)
         came = values[name]
         if not isinstance(came, wanted) or (isinstance(came, bool) != isinstance(default, bool)):
@@ -80,8 +86,6 @@ def check(config: Config) -> None:
             f"config.warm_start.path={config.warm_start.path} cannot be read: give a local copy. "
             "Type, for example: aws s3 cp --recursive s3://BUCKET/RUN/checkpoints/step-00001000 DIR"
         )
-    if config.data.on_corrupt not in (FAIL, SKIP):
-        raise must_be(f"{FAIL} or {SKIP}", "data.on_corrupt", config.data.on_corrupt, SKIP)
     if config.data.lanes and config.batch_size % config.data.lanes:
         raise ConfigError(
             "config.data.lanes must divide batch_size, so that every batch takes as many examples "
@@ -153,9 +157,6 @@ def _check_bounds(values: Mapping[str, Any]) -> None:
 def _check_options(config: Config) -> None:
     config.schedule.check()
     config.clip.check()
-    if config.precision not in PRECISIONS:
-        needed = f"one of {', '.join(PRECISIONS)}"
-        raise must_be(needed, "precision", config.precision, PRECISIONS[-1])
     if config.early_stopping.patience and not config.eval_every_steps:
         raise ConfigError(
             f"config.early_stopping.patience={config.early_stopping.patience} counts evaluations, "

@@ -21,6 +21,7 @@ B is the number of examples of a replica's part of a batch.
 import functools
 import itertools
 import operator
+import warnings
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -87,7 +88,7 @@ class Learner:
         keras_metrics: The metrics that are not functions of one example; None if there are none.
         notes: What the user should know about the model, the loss and the optimizer.
         loss_scale: The scale of the loss if the model computes in float16, else None.
-        compiles: True if XLA may compile all that a replica computes in a step. Methods of a
+        compiles: True if XLA compiles all that a replica computes in a step. Methods of a
             subclass may have ops that XLA lacks.
     """
 
@@ -166,11 +167,43 @@ class Learner:
         if options.ema.decay:
             self._ema = ExponentialMovingAverage(self.variables, options.ema)
         self.loss_scale = LossScale(options.loss_scale) if computes_in_float16(model) else None
-        self.compiles = options.jit_compile and type(self) is Learner
-        self._differentiate_with_xla = None
+        self.compiles = False
+        self._differentiate_with_xla: tf.types.experimental.PolymorphicFunction | None = None
         if options.jit_compile:
-            compiled = tf.function(self._differentiate_at, jit_compile=True, autograph=False)
-            self._differentiate_with_xla = compiled
+            self.compile_with_xla()
+
+    def compile_with_xla(self) -> None:
+        """Has XLA compile gradients and, if no method is overridden, updates and evaluations.
+
+        Must be called before the first step.
+        """
+        compiled = tf.function(self._differentiate_at, jit_compile=True, autograph=False)
+        self._differentiate_with_xla = compiled
+        self.compiles = type(self) is Learner
+
+    def xla_error(self, batch: Batch) -> Exception | None:
+        """Returns why XLA cannot compile `gradients` of a batch of specs; None if it can."""
+        if self.needs_seeds:
+            size = tf.nest.flatten(batch)[0].shape[0]
+            batch = (*batch, tf.TensorSpec([size, 2], tf.int32))
+        values = [tf.TensorSpec(v.shape, v.dtype) for v in self._tf_variables]
+        scale = [tf.TensorSpec([], tf.float32)] if self.loss_scale else []
+        specs = (batch, values, scale)
+
+        def differentiate(*flat: tf.Tensor) -> object:
+            batch, values, scale = tf.nest.pack_sequence_as(specs, flat)
+            return self._differentiate_at(batch, True, values, scale[0] if scale else None)
+
+        traced = tf.function(differentiate, jit_compile=True, autograph=False)
+        with warnings.catch_warnings():
+            # Without a device, which is deprecated, it would draw a random number to find one.
+            warnings.filterwarnings("ignore", "device_name is being deprecated")
+            try:
+                lower = traced.experimental_get_compiler_ir(*tf.nest.flatten(specs))
+                lower(stage="hlo", device_name="/device:CPU:0")
+            except (ValueError, tf.errors.OpError) as error:
+                return error
+        return None
 
     @no_autograph
     def build_metrics(self, labels: Batch, outputs: Batch) -> None:
@@ -485,10 +518,15 @@ class Learner:
             is_overridden = type(self).change_variable is not Learner.change_variable
             update = None if is_overridden else fused_update(self.optimizer, step)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        summed = [gradients[index] for index in present]
+        summed: Sequence[Gradient] = [gradients[index] for index in present]
         variables = [self.variables[index] for index in present]
         is_finite = all_finite(summed) if self.loss_scale else None
-        clipped = clip_gradients(summed, variables, self._options.clip)
+        # Not on CPUs of several hosts: XLA may compile other programs for other processors, but the
+        # variables of all workers must stay equal to the last bit.
+        is_one_host = isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy)
+        compiles = self.compiles and (is_one_host or "GPU" in self.step.device)
+        if not compiles:
+            summed = clip_gradients(summed, variables, self._options.clip)
 
         def change(variable: tf.Variable, gradient: Gradient, index: int) -> tf.Tensor:
             # Nothing changes before the gradient is there: a step whose sums fail, or whose worker
@@ -520,28 +558,38 @@ class Learner:
                 lambda: read_now(variable),
             )
 
+        def change_compiled(
+            _: tf.Variable, copies: Sequence[tf.Variable], changes: Sequence[Gradient]
+        ) -> list[tf.Tensor]:
+            """Changes the copies of all variables on one device, in one program of XLA."""
+
+            def change_each(changes: Sequence[Gradient]) -> list[tf.Tensor]:
+                clipped = clip_gradients(changes, copies, self._options.clip)
+                return list(map(change_if_finite, copies, clipped, present))
+
+            return list(tf.function(change_each, jit_compile=True, autograph=False)(changes))
+
         def change_all(strategy: tf.distribute.Strategy, *changes: Gradient) -> list[tf.Tensor]:
+            on_copies = functools.partial(strategy.extended.update, group=False)
+            each = list(zip(variables, changes, present, strict=True))
             changed = []
-            for variable, gradient, index in zip(variables, changes, present, strict=True):
-                if index >= self.num_dense:
-                    part = self._table_parts[index - self.num_dense]
-                    change_rows = functools.partial(part.change, factor=factor)
-                    arguments: tuple[object, ...] = gradient, rate, step, part.colocated
-                    changed.append(
-                        strategy.extended.update(variable, change_rows, arguments, group=False)
-                    )
+            if compiles:  # Then there are no tables.
+                changed = [on_copies(variables[0], change_compiled, (variables, list(changes)))]
+                each.clear()
+            for variable, gradient, index in each:
+                if index < self.num_dense:
+                    changed.append(on_copies(variable, change_if_finite, (gradient, index)))
                     continue
-                changed.append(
-                    strategy.extended.update(
-                        variable, change_if_finite, args=(gradient, index), group=False
-                    )
-                )
+                part = self._table_parts[index - self.num_dense]
+                change_rows = functools.partial(part.change, factor=factor)
+                arguments = gradient, rate, step, part.colocated
+                changed.append(on_copies(variable, change_rows, arguments))
             if self.loss_scale:
                 changed += self.loss_scale.adjust(strategy, is_finite)
             return changed
 
         context = tf.distribute.get_replica_context()
-        changed = context.merge_call(change_all, args=tuple(clipped))
+        changed = context.merge_call(change_all, args=tuple(summed))
         # Counted last: a task that reads the new count also reads the new variables.
         with tf.control_dependencies(tf.nest.flatten(changed)), tf.device(self.step.device):
             # keras.Variable.assign_add reads, then writes: two workers would lose counts.

@@ -18,6 +18,7 @@ from trainer.config import ConfigError, Recipe, recipe_of_run
 from trainer.inputs import Inputs, build_metrics, fitted_to_model, input_specs, open_evaluation
 from trainer.learner import Learner
 from trainer.run_files import RunFiles
+from trainer.step.compilation import choose_compilation
 
 
 class Session(NamedTuple):
@@ -41,6 +42,7 @@ def build_session(
     learner = build(lambda: build_learner(recipe, specs))
     inputs = fitted_to_model(inputs, recipe, learner.model)
     build_metrics(inputs, learner, recipe)
+    choose_compilation(learner, recipe.config, inputs.train.parsed_specs)
     return Session(inputs, specs, learner)
 
 

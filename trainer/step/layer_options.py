@@ -44,7 +44,7 @@ _TABLE: Sequence[_Row] = (
     ),
     _Row(
         lambda layer: getattr(layer, "synchronized", False),
-        lambda use: use.config.jit_compile,
+        lambda use: use.config.jit_compile is True,
         "is synchronized=True: it communicates with other replicas, but config.jit_compile=True "
         "compiles each replica alone. Leave one of them out.",
     ),
@@ -57,7 +57,9 @@ _TABLE: Sequence[_Row] = (
     ),
     _Row(
         lambda layer: isinstance(layer, keras.layers.SpectralNormalization),
-        lambda use: use.strategy == "ps" or use.config.jit_compile or use.config.micro_batches > 1,
+        lambda use: (
+            use.strategy == "ps" or use.config.jit_compile is True or use.config.micro_batches > 1
+        ),
         "assigns its kernel in the forward pass. A gradient that is computed at values that were "
         "read before, as under --strategy=ps and with config.jit_compile, or in parts, as with "
         "config.micro_batches, would be another one. Type --strategy=multiworker or "

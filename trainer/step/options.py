@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from data.system.errors import UsageError
 
@@ -28,6 +28,12 @@ PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 def at_least(least: int, default: int) -> int:
     """Declares a whole number of a config with its lower bound (see trainer/config_checks.py)."""
     return field(default=default, metadata={"at_least": least})
+
+
+# Any: a field of several types.
+def one_of(*values: Any) -> Any:
+    """Declares a field of a config with its `values`; the first is the default."""
+    return field(default=values[0], metadata={"one_of": values})
 
 
 class ConfigError(UsageError):
