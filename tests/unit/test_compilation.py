@@ -44,6 +44,18 @@ OTHER_SHAPES = """
         images = tf.zeros([tf.size(serialized), 8, tf.random.uniform([], 8, 9, tf.int32), 1])
         return images, tf.zeros([tf.size(serialized)], tf.int32)
 """
+# The loss takes what augment returns.
+ONE_HOT = """
+    def augment(images, labels, seeds):
+        import tensorflow as tf
+        return images, tf.one_hot(labels, 10)
+
+    def loss(labels, outputs):
+        import tensorflow as tf
+        return tf.nn.softmax_cross_entropy_with_logits(labels, outputs)
+
+    metrics = {}
+"""
 OWN_STEP = """
     def build_learner(config, **parts):
         from trainer.learner import Learner
@@ -62,6 +74,7 @@ OWN_STEP = """
         ("jit_compile='auto'", ATTENTION, "", True, ""),
         ("jit_compile=False", ATTENTION, "", False, ""),
         ("jit_compile=True", "", "", True, ""),
+        ("", ATTENTION, ONE_HOT, True, ""),
         ("", ATTENTION, LOSS, False, "faster: XLA lacks the operation AsString. With --config.jit"),
         ("", ATTENTION, OTHER_SHAPES, False, "faster: its examples have different shapes"),
         ("", ATTENTION, OWN_STEP, False, "faster: its Learner overrides `gradients`"),

@@ -1,6 +1,6 @@
 """`config.jit_compile="auto"`: which models XLA compiles.
 
-    choose_compilation(learner, recipe.config, inputs.train.parsed_specs)
+    choose_compilation(learner, recipe, inputs.train)
 
 | device | compiled | why |
 | --- | --- | --- |
@@ -18,12 +18,14 @@ import keras
 import tensorflow as tf
 from keras import layers
 
+from data.reader import Reader
 from strategies.base import Batch
+from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.step.options import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from trainer.config import Recipe
     from trainer.learner import Learner
 
 # What TensorFlow says: "unsupported operations ... on XLA_CPU_JIT: DecodeJpeg (No registered ...".
@@ -36,19 +38,22 @@ _ATTENTION = (
 )
 
 
-def choose_compilation(learner: "Learner", config: "Config", specs: Batch) -> None:
-    """Has `learner` compiled by XLA if `config` asks for it, or if "auto" gains by it.
+def choose_compilation(learner: "Learner", recipe: "Recipe", reader: Reader) -> None:
+    """Has XLA compile `learner` if the config asks for it, or if "auto" gains by it.
 
-    `specs` are those of what `parse` returns, [None, ...]. A note tells why a model is not
-    compiled, where XLA would gain.
+    `reader` reads the batches of training. If XLA would gain, but cannot compile the step, a note
+    of the learner says why.
 
-    Raises ConfigError if jit_compile=True, and XLA cannot compile the model.
+    Raises ConfigError if jit_compile=True, and XLA cannot compile the step; or if augment fails.
     """
+    config = recipe.config
     if config.jit_compile is False:
         return
     is_given = config.jit_compile is True
     if not (is_given or tf.config.list_logical_devices("GPU") or _has_attention(learner.model)):
         return
+    with errors_explained(f"augment(inputs, labels, seeds) of {recipe.path}"):
+        specs = reader.training_specs
     why = "" if is_given else _obstacle(learner, specs)
     if not why and _has_one_shape(specs):
         batch = tf.nest.map_structure(
