@@ -384,7 +384,8 @@ def from_bytes(values: "tf.Tensor") -> "tf.Tensor":
     A single op that TensorFlow does not rewrite: it multiplies by 1/255. A cast and a division pass
     over the floats twice, and their results depend on the graph: a training graph's optimizer makes
     a multiplication of the division, and merges its factor with the next one, while the graph of a
-    dataset divides. The op has kernels for the CPU and for XLA.
+    dataset divides. The op has kernels for the CPU and for XLA. On a GPU it would travel to the CPU
+    and back, so there it is a cast and an op whose factor is not merged either, with equal results.
 
     Raises:
         TypeError: `values` are not uint8.
@@ -397,7 +398,16 @@ def from_bytes(values: "tf.Tensor") -> "tf.Tensor":
             f"from_bytes takes uint8, not {values.dtype.name}. If they are bytes: "
             "from_bytes(tf.cast(values, tf.uint8))"
         )
+    values = tf.identity(values)  # Its device is that of the scope.
+    if "GPU" in values.device:
+        return _scaled(values)
     return tf.quantization.dequantize(tf.bitcast(values, tf.quint8), 0.0, 1.0)
+
+
+def _scaled(values: "tf.Tensor") -> "tf.Tensor":
+    import tensorflow as tf
+
+    return tf.math.multiply_no_nan(tf.cast(values, tf.float32), np.float32(1 / 255))
 
 
 def _bytes_to_floats(inputs: "tf.Tensor", labels: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":

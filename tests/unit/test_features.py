@@ -108,11 +108,15 @@ def test_bytes_are_scaled_alike_in_a_graph_and_in_a_dataset() -> None:
     assert (in_graph.numpy().min(), in_graph.numpy().max()) == (0, 1)
 
 
-def test_what_follows_is_not_made_one_with_the_scale_of_bytes() -> None:
+@pytest.mark.parametrize("device", ["CPU:0", "GPU:0"])
+def test_what_follows_is_not_made_one_with_the_scale_of_bytes(device: str) -> None:
     values = np.arange(256, dtype=np.uint8)
 
     def followed(values: tf.Tensor) -> tf.Tensor:
-        return from_bytes(values) * 0.3
+        with tf.device(device):  # Without a GPU, TensorFlow runs its ops on the CPU.
+            scaled = from_bytes(values)
+        assert (scaled.op.type == "Dequantize") is (device == "CPU:0")
+        return scaled * 0.3
 
     wanted = from_bytes(tf.constant(values)).numpy() * np.float32(0.3)
     in_graph = tf.function(followed, input_signature=[tf.TensorSpec([None], tf.uint8)])(values)
