@@ -210,8 +210,8 @@ def prepared(name: str, directory: Path) -> Path:
 def write_jpegs(directory: Path, size: int, num_train: int, num_test: int) -> None:
     """Folders of 10 classes of JPEGs: random colours on a coarse grid, with noise."""
     random = np.random.default_rng(0)
-    for split, number in (("train", num_train), ("test", num_test)):
-        for index in range(number):
+    for split, count in (("train", num_train), ("test", num_test)):
+        for index in range(count):
             grid = random.integers(0, 256, (size // 16, size // 16, 3))
             noise = random.integers(-16, 17, (size, size, 3))
             pixels = np.kron(grid, np.ones((16, 16, 1), int)) + noise
