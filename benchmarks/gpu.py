@@ -1,6 +1,6 @@
 """`python -m benchmarks.gpu`: this program and its peers on one GPU.
 
-    python -m benchmarks.gpu --parts=resnet,text_lm --json=gpu.json     # on a machine with a GPU
+    python -m benchmarks.gpu --parts=resnet,text_lm --out=gpu.json     # on a machine with a GPU
     python -m benchmarks.gpu --parts=resnet --programs=trainer          # one program: under 100 s
     python -m benchmarks.gpu --tiny                                     # all parts on a CPU
 
@@ -52,7 +52,7 @@ from data.system.flags import parse_flags
 _PARTS = flags.DEFINE_list("parts", [], "Parts to measure; all by default.")
 _PROGRAMS = flags.DEFINE_list("programs", [], "Programs of these parts to measure, such as trainer")
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "Rounds to measure.", lower_bound=1)
-_JSON = flags.DEFINE_string("json", "gpu.json", "JSON file to write, after each program.")
+_OUT = flags.DEFINE_string("out", "gpu.json", "JSON file to write; complete after each program.")
 _TINY = flags.DEFINE_bool("tiny", False, "Small models and few steps, which a CPU can train.")
 
 _LENGTH = 256  # Bytes of a sequence.
@@ -151,9 +151,15 @@ class Work:
         peaks = [peak for name, peak in _PEAK_FLOPS.items() if name in _gpu()["gpu"]]
         width, blocks = self.fields.get("width"), self.fields.get("blocks")
         if peaks and isinstance(width, int) and isinstance(blocks, int):
-            flops = 6 * (12 * blocks * width**2 + 256 * width) + 12 * blocks * width * _LENGTH
-            figures["peak_share"] = figures["tokens_per_sec"] * flops / peaks[0]
+            flops = figures["tokens_per_sec"] * flops_per_token(width, blocks)
+            figures["peak_share"] = flops / peaks[0]
         return figures
+
+
+def flops_per_token(width: int, blocks: int) -> int:
+    """FLOPs of a training step of configs/text_lm.py; the head of this module has the formula."""
+    num_parameters = 12 * blocks * width**2 + 256 * width
+    return 6 * num_parameters + 12 * blocks * width * _LENGTH
 
 
 def all_parts(*, tiny: bool) -> dict[str, dict[str, Measure]]:
@@ -252,9 +258,11 @@ class Row:
         return [self.part, self.program, *cells]
 
 
-def measure(programs: Mapping[str, Measure], rows: Sequence[Row], data: Path) -> Iterator[None]:
+def measured(
+    programs: Mapping[str, Measure], rows: Sequence[Row], data: Path, num_rounds: int
+) -> Iterator[None]:
     """Fills `rows`, of `programs`, which take turns. Yields after each program."""
-    for turn in range(_ROUNDS.value):
+    for turn in range(num_rounds):
         for row in rows[:: -1 if turn % 2 else 1]:
             try:
                 row.figures.append(programs[row.program](data))
@@ -285,9 +293,9 @@ def main(argv: Sequence[str]) -> None:
 
     def save() -> None:
         report = {**about, "results": [dataclasses.asdict(row) for row in rows]}
-        partial = Path(f"{_JSON.value}.partial")
+        partial = Path(f"{_OUT.value}.partial")
         partial.write_text(json.dumps(report, indent=2) + "\n")
-        partial.replace(_JSON.value)
+        partial.replace(_OUT.value)
 
     print(f"{', '.join(f'{name} {value}' for name, value in about.items())}:\n")
     print(f"| part | program | {' | '.join(_COLUMNS.values())} |")
@@ -297,7 +305,7 @@ def main(argv: Sequence[str]) -> None:
             wanted = [n for n in parts[part] if n in (_PROGRAMS.value or parts[part])]
             own = [Row(part, program) for program in wanted]
             rows += own
-            for _ in measure(parts[part], own, Path(name)):
+            for _ in measured(parts[part], own, Path(name), _ROUNDS.value):
                 save()
             for row in own:
                 print(f"| {' | '.join(row.cells(own[0]))} |", flush=True)
