@@ -150,7 +150,8 @@ class Work:
         figures = {"tokens_per_sec": examples_per_sec * _LENGTH}
         peaks = [peak for name, peak in _PEAK_FLOPS.items() if name in _gpu()["gpu"]]
         width, blocks = self.fields.get("width"), self.fields.get("blocks")
-        if peaks and isinstance(width, int) and isinstance(blocks, int):
+        is_bfloat16 = self.fields.get("precision") == "mixed_bfloat16"
+        if peaks and is_bfloat16 and isinstance(width, int) and isinstance(blocks, int):
             flops = figures["tokens_per_sec"] * flops_per_token(width, blocks)
             figures["peak_share"] = flops / peaks[0]
         return figures
@@ -208,7 +209,7 @@ def prepared(name: str, directory: Path) -> Path:
             prepare("text:text", out, f"--source={source}")
         else:
             source = directory / "folders"
-            write_jpegs(source, *((32, 40, 16) if _TINY.value else (224, 1024, 2560)))
+            write_jpegs(source, *((32, 40, 16) if _TINY.value else (224, 1024, 1280)))
             prepare("folder:images", out, f"--source={source}")
     return out
 
@@ -218,12 +219,12 @@ def write_jpegs(directory: Path, size: int, num_train: int, num_test: int) -> No
     random = np.random.default_rng(0)
     for split, count in (("train", num_train), ("test", num_test)):
         for index in range(count):
-            grid = random.integers(0, 256, (size // 16, size // 16, 3))
-            noise = random.integers(-16, 17, (size, size, 3))
-            pixels = np.kron(grid, np.ones((16, 16, 1), int)) + noise
+            grid = random.integers(0, 224, (size // 16, size // 16, 3), np.uint8)
+            noise = random.integers(0, 32, (size, size, 3), np.uint8)
+            pixels = grid.repeat(16, 0).repeat(16, 1) + noise
             path = directory / split / f"class{index % 10}" / f"{index}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            PIL.Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=85)
+            PIL.Image.fromarray(pixels).save(path, quality=85)
 
 
 @functools.cache
