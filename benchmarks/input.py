@@ -1,4 +1,4 @@
-"""`python -m benchmarks.input`: rate, memory and mixing of input pipelines.
+"""`python -m benchmarks.input`: rate and memory of input pipelines.
 
     python -m benchmarks.input                                              # about 5 minutes
     python -m benchmarks.input --mnist_source=DIRECTORY_WITH_THE_IDX_FILES
@@ -30,8 +30,7 @@ import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
-from benchmarks import mixing
-from benchmarks.table import machine, prepare_mnist
+from benchmarks.table import machine, prepare_mnist, write_random_mnist
 from data.batch_feeds import Feed, StreamedFeed, open_feed
 from data.disk_reader import DiskReader
 from data.features import ExampleParse, default_parse, read_features
@@ -319,24 +318,6 @@ def print_rates(title: str, kind: str, data: Data, pipelines: Mapping[str, Pipel
         )
 
 
-def print_mixing(data: Data) -> None:
-    """Prints a table of the statistics of the order."""
-    num_examples, batch_size = data.split.num_examples, data.batch_size
-    num_batches = num_examples // batch_size
-    print(f"\nOrder: {num_examples:,} records, batches of {batch_size}\n")
-    print("| order | rank correlation | neighbours of the file in one batch | near another |")
-    print("| --- | --- | --- | --- |")
-    for name, batches in (
-        ("this pipeline", data.order().records(0, num_batches)),
-        ("uniform shuffle", mixing.uniform(num_examples, batch_size)),
-    ):
-        of = mixing.measure(batches)
-        print(
-            f"| {name} | {of.rank_correlation:+.4f} | {of.neighbours_in_a_batch:.4f} | "
-            f"{of.near_another:.3f} |"
-        )
-
-
 def print_start(directory: Path) -> None:
     """Prints a table of start-up times, with a million tiny records."""
     examples = (b"%08d" % i for i in range(_TINY_RECORDS))
@@ -375,20 +356,6 @@ def _secs(call: Callable[[], Any]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
-
-
-def write_idx(directory: Path) -> None:
-    """Files like MNIST's, of random bytes."""
-    directory.mkdir()
-    random = np.random.default_rng(0)
-    for prefix, number in (("train", 60_000), ("t10k", 1_000)):
-        for name, shape, top in (
-            ("images-idx3", (number, 28, 28), 256),
-            ("labels-idx1", (number,), 10),
-        ):
-            header = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
-            content = header + random.integers(0, top, shape, np.uint8).tobytes()
-            (directory / f"{prefix}-{name}-ubyte").write_bytes(content)
 
 
 def write_jpegs(directory: Path, num_examples: int = 320) -> None:
@@ -447,11 +414,10 @@ def main(argv: Sequence[str]) -> None:
         source = flags.FLAGS.mnist_source
         if not source:
             source = str(directory / "idx")
-            write_idx(Path(source))
+            write_random_mnist(Path(source), 60_000, 1_000)
         prepare_mnist(source, directory / "small")
         data = small(str(directory / "small"))
         print_rates("Small records", "small", data, SMALL)
-        print_mixing(data)
         write_jpegs(directory / "large")
         print_rates("Large records", "large", large(str(directory / "large")), LARGE)
         print_start(directory / "tiny")

@@ -16,7 +16,6 @@ bit, except under asynchronous parameter servers. Prints Markdown:
 
 import dataclasses
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,13 +28,12 @@ import numpy.typing as npt
 import psutil
 from absl import app, flags
 
-from benchmarks.table import machine, prepare, train_reports
+from benchmarks.table import machine, prepare, train_reports, watched
 from benchmarks.weights import largest_difference, weights
 from trainer.tf_setup import set_environment
 
 _MEGABYTES = flags.DEFINE_list("megabytes", ["1", "100", "400"], "Sizes of the weights, in 10^6 B.")
 _STEPS = flags.DEFINE_integer("steps_per_run", 24, "Steps of a run.", lower_bound=12)
-_POLL_SECS = 0.1
 _MODES = {
     "mirrored": ("--strategy=mirrored",),
     "mirrored, 2 replicas": ("--strategy=mirrored", "--replicas=2"),
@@ -62,27 +60,23 @@ def train(argv: Sequence[str], model_dir: Path) -> Measured:
     """Trains, and watches files and processes from outside.
 
     Raises:
-        RuntimeError: the run failed; with the end of its output.
+        ProgramError: the run failed.
     """
-    command = [sys.executable, "-m", "trainer", *argv, f"--model_dir={model_dir}"]
     memory: Counter[str] = Counter()
     first_report = first_file = complete = 0.0
+
+    def look(pid: int) -> None:
+        nonlocal first_report, first_file, complete
+        now = time.monotonic()
+        _add_memory(memory, pid)
+        if not first_report and train_reports(model_dir):
+            first_report = now
+        files = [path.name for path in (model_dir / "checkpoints").rglob("*")]
+        first_file = first_file or (now if files else 0.0)
+        complete = complete or (now if "checkpoint.json" in files else 0.0)
+
     began = time.monotonic()
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-        while process.poll() is None:
-            now = time.monotonic()
-            _add_memory(memory, process.pid)
-            if not first_report and train_reports(model_dir):
-                first_report = now
-            files = [path.name for path in (model_dir / "checkpoints").rglob("*")]
-            first_file = first_file or (now if files else 0.0)
-            complete = complete or (now if "checkpoint.json" in files else 0.0)
-            time.sleep(_POLL_SECS)
-        if process.returncode:
-            output.seek(0)
-            end = output.read().decode(errors="replace")[-2000:]
-            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{end}")
+    watched([sys.executable, "-m", "trainer", *argv, f"--model_dir={model_dir}"], look)
     ended = time.monotonic()  # The checkpoint may have been complete before the next look.
     checkpoint_secs = (complete or ended) - (first_file or ended)
     reports = train_reports(model_dir)
@@ -115,7 +109,7 @@ def print_rows(megabytes: str, directory: Path, data: Path) -> None:
     """Prints a row for each mode.
 
     Raises:
-        RuntimeError: a run failed.
+        ProgramError: a run failed.
     """
     alone: dict[str, npt.NDArray[np.float32]] = {}
     for number, (mode, argv) in enumerate(_MODES.items()):

@@ -37,21 +37,19 @@ import math
 import os
 import signal
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 from absl import app, flags
 
 from benchmarks.deep import GRADIENT_BYTES
 from benchmarks.hosts import Host, hosts, reason_why_not
 from benchmarks.network_run import Process, Program, RunError, Taken, measured, steps_per_sec_of
 from benchmarks.pairs import summarise
-from benchmarks.table import machine, prepare
+from benchmarks.table import machine, prepare, write_random_mnist
 from data.system.flags import parse_flags
 from strategies.cluster.tf_config import Cluster, Task
 
@@ -77,7 +75,7 @@ _TORCH = flags.DEFINE_string(
 _TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 600.0, "A program that takes longer has failed.")
 
 _WARMUP_STEPS = 4
-_NUM_EXAMPLES = 8192
+NUM_TRAIN, NUM_TEST = 8192, 256
 _PORT = 2222
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _PS = ("ps", "ps_bfloat16", "ps_sync", "ps_backup")
@@ -243,20 +241,6 @@ def rows(setting: Setting, taken: Mapping[str, Sequence[Taken]]) -> Iterator[str
         yield f"| {' | '.join(cells)} |"
 
 
-def write_random_mnist(directory: Path) -> None:
-    """Random images in files like MNIST's: a dense model takes the same time for them."""
-    directory.mkdir()
-    random = np.random.default_rng(0)
-    for name, number in (("train", _NUM_EXAMPLES), ("t10k", 256)):
-        images = random.integers(0, 256, (number, 28, 28), np.uint8).tobytes()
-        labels = random.integers(0, 10, number, np.uint8).tobytes()
-        header = struct.pack(">4i", 2051, number, 28, 28)
-        (directory / f"{name}-images-idx3-ubyte").write_bytes(header + images)
-        (directory / f"{name}-labels-idx1-ubyte").write_bytes(
-            struct.pack(">2i", 2049, number) + labels
-        )
-
-
 def _bits_per_sec(rate: str) -> float:
     number = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
     return float(number) * _BITS[rate.removeprefix(number)]
@@ -320,7 +304,7 @@ def main(argv: Sequence[str]) -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        write_random_mnist(directory / "random")
+        write_random_mnist(directory / "random", NUM_TRAIN, NUM_TEST)
         prepare("mnist", directory / "mnist", f"--source={directory / 'random'}")
         for rate, examples in zip(_RATES.value, map(int, _EXAMPLES.value), strict=True):
             setting = Setting(rate, examples, _HOSTS.value, _SLOW_RATE.value)

@@ -12,7 +12,6 @@ copies. A rate is the examples of an epoch by its time, as the trainer reports i
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,9 +21,10 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
+from benchmarks.pairs import summarise
+from benchmarks.table import ROOT, train_reports, watched
 from data.system.flags import parse_flags
 
-ROOT = Path(__file__).resolve().parents[1]
 _BATCH = 128
 _EPOCHS = 4
 
@@ -64,10 +64,8 @@ def _rates(data_dir: str, config: str, steps: int, env: Mapping[str, str]) -> li
             *(f"--batch_size={_BATCH}", "--num_threads=1", "--config.export=false"),
             *("--config.eval_every_steps=0", "--config.checkpoint_every_steps=0"),
         ]
-        subprocess.run(command, check=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
-        text = Path(directory, "run", "metrics.jsonl").read_text()
-    reports = map(json.loads, text.splitlines())
-    return [line["examples_per_sec"] for line in reports if line["split"] == "train"]
+        watched(command, env=env)
+        return [line["examples_per_sec"] for line in train_reports(Path(directory, "run"))]
 
 
 def _main(argv: Sequence[str]) -> None:
@@ -88,7 +86,6 @@ def _main(argv: Sequence[str]) -> None:
         way = [f"--to={port}", f"--link_delay_ms={values.rtt_ms / 2}", f"--mbit={values.mbit}"]
         link = stack.enter_context(_process("benchmarks.slow_link", *way))
         env = {
-            **os.environ,
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link}",
             "AWS_ACCESS_KEY_ID": "x",
             "AWS_SECRET_ACCESS_KEY": "x",
@@ -100,7 +97,7 @@ def _main(argv: Sequence[str]) -> None:
         print(f"{data}; {machine}", flush=True)
         first, later = [], []
         for _ in range(values.repeats):
-            local = _rates(str(directory / "images"), values.recipe, steps, os.environ)
+            local = _rates(str(directory / "images"), values.recipe, steps, {})
             remote = _rates("s3://bucket/images", values.recipe, steps, env)
             # The first epoch of a run also has the first calls, of both.
             first.append(remote[0] / local[0])
@@ -108,8 +105,7 @@ def _main(argv: Sequence[str]) -> None:
             shown = ["  ".join(f"{rate:,.0f}" for rate in rates) for rates in (local, remote)]
             print(f"local {shown[0]}   s3 {shown[1]} examples/s", flush=True)
         for name, ratios in (("first", first), ("later", later)):
-            middle, least, most = statistics.median(ratios), min(ratios), max(ratios)
-            print(f"{name} epoch: {middle:.2f} of the local rate ({least:.2f} to {most:.2f})")
+            print(f"{name} epoch, of the local rate: {summarise(ratios)}")
 
 
 if __name__ == "__main__":

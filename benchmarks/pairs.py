@@ -45,6 +45,17 @@ def summarise(values: Sequence[float]) -> Summary:
     return Summary(statistics.median(values), min(values), max(values))
 
 
+def number(values: Sequence[float]) -> str:
+    """The median, with at least three digits."""
+    median = statistics.median(values)
+    return f"{median:,.0f}" if median >= 100 else f"{median:.3g}"
+
+
+def steady(values: Sequence[float]) -> float:
+    """The median of the last half of `values`, in the order of their measurement."""
+    return statistics.median(values[len(values) // 2 :])
+
+
 def is_met(ratio: float, bar: float, *, at_most: bool) -> bool:
     """Returns True if `ratio` reaches the bar. `at_most`: smaller is better, as for times."""
     return ratio <= bar if at_most else ratio >= bar

@@ -4,7 +4,7 @@
     python -m benchmarks.run --rows=ps_tf1,workers --rounds=7 --mnist_source=...
 
 Prints a Markdown table and the two commands of each row. Writes the figures as JSON after each
-round, and a picture at the end. A row is a ratio: project and peer take turns, and the result is
+round. A row is a ratio: project and peer take turns, and the result is
 the median of the ratios of all rounds (benchmarks/pairs.py).
 
 The project is the real program, with TFRecord files and the hooks of the config. Its rate is over
@@ -21,7 +21,6 @@ import os
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,9 +32,15 @@ from typing import Any, NoReturn
 import numpy as np
 from absl import app, flags
 
-from benchmarks.pairs import is_met, rate_of, summarise, turns
-from benchmarks.plot import NEEDED, draw
-from benchmarks.table import MNIST_SOURCE, machine, prepare, train_reports
+from benchmarks.pairs import is_met, number, rate_of, summarise, turns
+from benchmarks.table import (
+    MNIST_SOURCE,
+    ProgramError,
+    machine,
+    prepare,
+    train_reports,
+    watched,
+)
 from data.system.flags import parse_flags
 
 _ROWS = flags.DEFINE_list("rows", [], "Names of the rows to measure, in any order; all by default.")
@@ -44,24 +49,17 @@ _SCALE = flags.DEFINE_float(
     "scale", 1.0, "Multiplies the number of steps; 0.1 is a quick trial.", lower_bound=0
 )
 _OUT = flags.DEFINE_string("out", "benchmarks.json", "JSON file to write.")
-_PLOT = flags.DEFINE_string("plot", "benchmarks.png", "PNG file to write; empty: none.")
 _TORCH = flags.DEFINE_string(
     "torch_python", None, "A Python with PyTorch; by default this one, if it has PyTorch."
 )
 _TIMEOUT_SECS = flags.DEFINE_float("timeout_secs", 900.0, "A program that takes longer has failed.")
 
-_ROOT = Path(__file__).resolve().parents[1]
 _WARMUP_STEPS = 500
-_SHOWN_LINES = 15
 _NO_TORCH = (
     "left out: they need PyTorch. Make a separate environment, `pip install torch numpy` in it, "
     "and give --torch_python=ENVIRONMENT/bin/python"
 )
 _WORKERS = "workers"
-
-
-class ProgramError(RuntimeError):
-    """A measured program failed."""
 
 
 @dataclass(frozen=True)
@@ -393,8 +391,9 @@ class Bench:
             model_dir = Path(name, "run")
             places = {**self.places, "model_dir": str(model_dir)}
             began = time.perf_counter()
-            output = execute(
-                [word.format_map(places) for word in program.command], program.exit_codes
+            command = [word.format_map(places) for word in program.command]
+            output = watched(
+                command, timeout_secs=_TIMEOUT_SECS.value, exit_codes=program.exit_codes
             )
             secs = time.perf_counter() - began
             try:
@@ -489,43 +488,6 @@ class Bench:
         return any(row["error"] for row in (*self.report["rows"], *self.report["workers"]))
 
 
-def execute(command: Sequence[str], exit_codes: Sequence[int] = (0,)) -> str:
-    """Runs `command` in a new session, all of which an interruption kills; returns its output.
-
-    Raises:
-        ProgramError: it failed; the message has the end of its standard error.
-    """
-    env = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as stderr,
-        subprocess.Popen(
-            command,
-            cwd=_ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        ) as process,
-    ):
-        why = ""
-        try:
-            output, _ = process.communicate(timeout=_TIMEOUT_SECS.value)
-        except subprocess.TimeoutExpired:
-            why = f"not done after {_TIMEOUT_SECS.value:g} s"
-            os.killpg(process.pid, signal.SIGKILL)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        if not why and process.returncode in exit_codes:
-            return output
-        stderr.seek(0)
-        tail = "\n".join(stderr.read().splitlines()[-_SHOWN_LINES:])
-        why = why or f"exit code {process.returncode}"
-        raise ProgramError(f"{' '.join(command)}: {why}\n{tail}")
-
-
 def _write_random_cifar10(directory: Path) -> None:
     """Random images in files like CIFAR-10's. ResNet-20 takes the same time for random images."""
     directory.mkdir()
@@ -535,12 +497,6 @@ def _write_random_cifar10(directory: Path) -> None:
         pixels = random.integers(0, 256, (256, 32 * 32 * 3), np.uint8)
         (directory / f"{name}.bin").write_bytes(np.hstack([labels, pixels]).tobytes())
     (directory / "batches.meta.txt").write_text("".join(f"{index}\n" for index in range(10)))
-
-
-def number(values: Sequence[float]) -> str:
-    """The median, with at least three digits."""
-    median = statistics.median(values)
-    return f"{median:,.0f}" if median >= 100 else f"{median:.3g}"
 
 
 def say(line: str) -> None:
@@ -568,7 +524,7 @@ def _find_torch() -> str | None:
     if _TORCH.value is None:
         return sys.executable if importlib.util.find_spec("torch") else None
     try:
-        execute([_TORCH.value, "-c", "import numpy, torch"])
+        watched([_TORCH.value, "-c", "import numpy, torch"])
     except (OSError, ProgramError) as error:
         _end_with(f"--torch_python={_TORCH.value} cannot import torch and numpy: {error}")
     return str(_TORCH.value)
@@ -577,7 +533,7 @@ def _find_torch() -> str | None:
 def _versions(torch: str | None) -> str:
     versions = {name: importlib.metadata.version(name) for name in ("tensorflow", "keras")}
     if torch:
-        versions["torch"] = execute([torch, "-c", "import torch; print(torch.__version__)"]).strip()
+        versions["torch"] = watched([torch, "-c", "import torch; print(torch.__version__)"]).strip()
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
@@ -585,11 +541,8 @@ def main(argv: Sequence[str]) -> None:
     """Prints the tables."""
     if len(argv) > 1:
         _end_with(f"Received {argv[1]!r}, which is not a flag. --help lists the flags.")
-    if _PLOT.value and not importlib.util.find_spec("matplotlib"):
-        _end_with(f"{NEEDED}, or give --plot= for no picture.")
-    for path in (_OUT.value, _PLOT.value):
-        if not Path(path).resolve().parent.is_dir():
-            _end_with(f"{path}: there is no such directory.")
+    if not Path(_OUT.value).resolve().parent.is_dir():
+        _end_with(f"{_OUT.value}: there is no such directory.")
     rows, with_workers = _chosen(all_rows())
     workers = worker_programs() if with_workers else {}
     torch = _find_torch()
@@ -616,8 +569,8 @@ def main(argv: Sequence[str]) -> None:
         programs = [side for row in rows for side in (row.project, row.peer)]
         try:
             bench.prepare([*programs, *workers.values()])
-        except subprocess.CalledProcessError as error:
-            _end_with(f"--mnist_source={MNIST_SOURCE.value}: {error.stderr.decode().strip()}")
+        except ProgramError as error:
+            _end_with(f"--mnist_source={MNIST_SOURCE.value}: {error}")
         try:
             _print_tables(bench, rows, workers)
         except KeyboardInterrupt:
@@ -625,8 +578,6 @@ def main(argv: Sequence[str]) -> None:
             sys.exit(130)
         finally:
             bench.save()
-            if _PLOT.value:
-                draw(bench.report, Path(_PLOT.value))
     if bench.has_failed:
         sys.exit(1)
 

@@ -22,7 +22,7 @@ from absl import app, flags
 
 from benchmarks import cost_model
 from benchmarks.cost_model import Costs, Hosts, Point
-from benchmarks.plot import NEEDED
+from data.system.extras import missing
 from data.system.flags import parse_flags
 from trainer.tf_setup import set_environment
 
@@ -190,7 +190,8 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         _end_with(f"Received {argv[1]!r}, which is not a flag. --help lists the flags.")
     if _PLOT.value and not importlib.util.find_spec("matplotlib"):
-        _end_with(f"{NEEDED}, or give --plot= for no picture.")
+        needed = missing("The plot", "matplotlib", "benchmarks")
+        _end_with(f"{needed}, or give --plot= for no picture.")
     if _PLOT.value and not os.path.isdir(os.path.dirname(os.path.abspath(_PLOT.value))):
         _end_with(f"--plot={_PLOT.value}: there is no such directory.")
     points, num_cores, machine = _measured()

@@ -11,14 +11,17 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from absl import app, flags
 
 from data.system.flags import parse_flags
@@ -27,7 +30,10 @@ MNIST_SOURCE = flags.DEFINE_string(
     "mnist_source", None, "Directory with the IDX files of MNIST; by default MNIST is left out."
 )
 
+ROOT = Path(__file__).resolve().parents[1]
 _TAIL_BYTES = 1 << 16
+_POLL_SECS = 0.05
+_SHOWN_LINES = 15
 _STRATEGIES = (
     ("--strategy=mirrored",),
     ("--strategy=mirrored", "--replicas=2"),
@@ -47,14 +53,79 @@ def prepare_mnist(source: str, out: Path) -> None:
     prepare("mnist", out, f"--source={source}")
 
 
+def write_random_mnist(directory: Path, num_train: int, num_test: int) -> None:
+    """Writes random images in files like MNIST's: a model takes the same time for them."""
+    directory.mkdir()
+    random = np.random.default_rng(0)
+    for prefix, number in (("train", num_train), ("t10k", num_test)):
+        for name, shape, most in (
+            ("images-idx3", (number, 28, 28), 256),
+            ("labels-idx1", (number,), 10),
+        ):
+            header = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
+            content = header + random.integers(0, most, shape, np.uint8).tobytes()
+            (directory / f"{prefix}-{name}-ubyte").write_bytes(content)
+
+
 def prepare(name: str, out: Path, *words: str) -> None:
     """Writes the data set `name` to `out`, as users do.
 
     Raises:
-        subprocess.CalledProcessError: preparation failed; its standard error says why.
+        ProgramError: preparation failed.
     """
-    command = [sys.executable, "-m", "data.prepare", name, *words, f"--data_dir={out}"]
-    subprocess.run(command, check=True, capture_output=True)
+    watched([sys.executable, "-m", "data.prepare", name, *words, f"--data_dir={out}"])
+
+
+class ProgramError(RuntimeError):
+    """A measured program failed."""
+
+
+def watched(
+    command: Sequence[str],
+    look: Callable[[int], None] = lambda pid: None,
+    *,
+    env: Mapping[str, str] = MappingProxyType({}),
+    timeout_secs: float = 3600.0,
+    exit_codes: Sequence[int] = (0,),
+) -> str:
+    """Runs `command` in a new session, and calls `look` with its process id often.
+
+    Returns its output. An interruption, or an error of `look`, kills the session.
+
+    Raises:
+        ProgramError: it failed, or took too long; with the end of its standard error.
+    """
+    deadline = time.monotonic() + timeout_secs
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **env}
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as stderr,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        output = None
+        try:
+            while output is None and time.monotonic() < deadline:
+                look(process.pid)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    output, _ = process.communicate(timeout=_POLL_SECS)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        if output is not None and process.returncode in exit_codes:
+            return output
+        stderr.seek(0)
+        tail = "\n".join(stderr.read().splitlines()[-_SHOWN_LINES:])
+    late = f"not done after {timeout_secs:g} s"
+    why = late if output is None else f"exit code {process.returncode}"
+    raise ProgramError(f"{' '.join(command)}: {why}\n{tail}")
 
 
 def train_reports(model_dir: Path) -> list[dict[str, Any]]:
@@ -81,13 +152,11 @@ def run(argv: Sequence[str], model_dir: Path) -> tuple[dict[str, Any], dict[str,
     """Trains; returns the result and the last training report.
 
     Raises:
-        subprocess.CalledProcessError: the run failed.
+        ProgramError: the run failed.
     """
-    command = [sys.executable, "-m", "trainer", *argv, f"--model_dir={model_dir}"]
-    subprocess.run(command, check=True, capture_output=True)
+    watched([sys.executable, "-m", "trainer", *argv, f"--model_dir={model_dir}"])
     result = json.loads((model_dir / "result.json").read_text())
-    reports = [json.loads(line) for line in (model_dir / "metrics.jsonl").read_text().splitlines()]
-    return result, [report for report in reports if report["split"] == "train"][-1]
+    return result, train_reports(model_dir)[-1]
 
 
 def rows(data_flags: Sequence[str], directory: Path) -> Iterator[str]:

@@ -24,9 +24,9 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks.hosts import hosts, reason_why_not
-from benchmarks.network import Setting, program, write_random_mnist
+from benchmarks.network import NUM_TEST, NUM_TRAIN, Setting, program
 from benchmarks.network_run import measured
-from benchmarks.table import machine, prepare
+from benchmarks.table import machine, prepare, write_random_mnist
 from data.system.flags import parse_flags
 
 _FLAGS = flags.FLAGS
@@ -150,7 +150,7 @@ def main(argv: Sequence[str]) -> None:
     setting = Setting(_FLAGS.rates[0], int(_FLAGS.host_examples[0]), 2)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        write_random_mnist(directory / "random")
+        write_random_mnist(directory / "random", NUM_TRAIN, NUM_TEST)
         prepare("mnist", directory / "mnist", f"--source={directory / 'random'}")
         steps = []
         for way in _WAYS:

@@ -12,10 +12,8 @@ loss since the previous report. Prints Markdown; takes some minutes.
 import contextlib
 import json
 import re
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import psutil
 from absl import app, flags
 
-from benchmarks.table import MNIST_SOURCE, machine, prepare_mnist, train_reports
+from benchmarks.table import MNIST_SOURCE, machine, prepare_mnist, train_reports, watched
 from data.system.flags import parse_flags
 
 _STEPS = 3000
@@ -67,28 +65,20 @@ def run(argv: Sequence[str], model_dir: Path) -> tuple[float, list[dict[str, Any
     Raises:
         RuntimeError: the run failed, or was too short to measure bytes.
     """
-    command = [sys.executable, "-m", "trainer", *argv, f"--model_dir={model_dir}"]
     seen: list[tuple[int, int]] = []  # (step, bytes)
-    with (
-        tempfile.TemporaryFile("w+") as stderr,
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr) as launcher,
-    ):
-        while launcher.poll() is None:
-            reports = train_reports(model_dir)
-            if reports and (not seen or reports[-1]["step"] > seen[-1][0]):
-                # The run is ending if there is no worker process.
-                with contextlib.suppress(StopIteration, psutil.NoSuchProcess, OSError):
-                    task = next(
-                        child
-                        for child in psutil.Process(launcher.pid).children()
-                        if child.name().startswith("worker-")
-                    )
-                    seen.append((reports[-1]["step"], loopback_bytes(task)))
-            time.sleep(0.02)
-        stderr.seek(0)
-        errors = stderr.read()
-    if launcher.returncode or len(seen) < 2:
-        raise RuntimeError(f"{' '.join(command)}: exit code {launcher.returncode}\n{errors}")
+
+    def look(pid: int) -> None:
+        reports = train_reports(model_dir)
+        if reports and (not seen or reports[-1]["step"] > seen[-1][0]):
+            # The run is ending if there is no worker process.
+            with contextlib.suppress(StopIteration, psutil.NoSuchProcess, OSError):
+                children = psutil.Process(pid).children()
+                task = next(child for child in children if child.name().startswith("worker-"))
+                seen.append((reports[-1]["step"], loopback_bytes(task)))
+
+    watched([sys.executable, "-m", "trainer", *argv, f"--model_dir={model_dir}"], look)
+    if len(seen) < 2:
+        raise RuntimeError(f"{' '.join(argv)}: it was too short to measure bytes")
     (first_step, first), (last_step, last) = seen[0], seen[-1]
     result: dict[str, Any] = json.loads((model_dir / "result.json").read_text())
     return (last - first) / (last_step - first_step), train_reports(model_dir), result

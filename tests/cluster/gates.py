@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from benchmarks.delay import this_worker
+from tests.cluster.delay import this_worker
 
 Tensor = Any
 

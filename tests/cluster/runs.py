@@ -255,9 +255,10 @@ def train(
     *flags: str,
     exit_code: int = 0,
     timeout_secs: float = TIMEOUT_SECS,
+    env: Mapping[str, str] | None = None,
 ) -> Run:
     """Runs `topology` with `flags` to its end, which must be with `exit_code`."""
-    with start(topology, model_dir, *flags) as process:
+    with start(topology, model_dir, *flags, env=env) as process:
         run = process.wait(timeout_secs)
         assert run.exit_code == exit_code, process.output()
         return run

@@ -40,6 +40,7 @@ TOO_LONG = {
     "benchmarks.embeddings": "takes ten minutes",
     "benchmarks.object_storage": "takes minutes",
     "benchmarks.watching": "takes ten minutes; tests/unit/test_watching.py",
+    "benchmarks.gpu": "needs a GPU; tests/cluster/test_gpu_benchmark.py",
     "benchmarks.wire": "takes many minutes, and needs MNIST files",
     "benchmarks.network": "takes many minutes, and needs root and PyTorch",
     "benchmarks.slow_tables": "takes minutes, and needs root and a data set",

@@ -1,17 +1,20 @@
-"""What benchmarks.run makes of the values that it measures."""
+"""What benchmarks.run and others make of the values that they measure."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.deep import GRADIENT_BYTES, build_model
-from benchmarks.pairs import is_met, rate_of, summarise, turns
+from benchmarks.pairs import is_met, rate_of, steady, summarise, turns
 from benchmarks.peers.common import batches_of
+from benchmarks.table import ProgramError
 from tests.unit.benchmark_modules import imported
 from trainer.config import Config
 
 network = imported("benchmarks.network")
+gpu = imported("benchmarks.gpu")
 
 
 def test_programs_take_turns_and_neither_is_always_first() -> None:
@@ -99,3 +102,43 @@ def test_hidden_part_of_a_transfer_is_all_or_nothing_at_the_ends() -> None:
     assert one_sum.endswith("| 1.80 (1.80 to 1.80) | 0.90 | 1.00 | 1.80 | 0.00 |")
     assert program.endswith("| 1.00 (1.00 to 1.00) | 0.90 | 1.00 | 1.00 | 1.00 |")
     assert ddp.endswith("| 1.40 (1.40 to 1.40) |  | 1.00 | 1.40 | 0.50 |")
+
+
+def test_compilation_is_not_in_a_steady_rate() -> None:
+    assert steady([3, 90, 101, 100, 102]) == 101
+    assert steady([7]) == 7
+
+
+def test_flops_of_a_token_are_those_of_the_kernels_and_of_attention() -> None:
+    from configs import text_lm  # Creates variables.
+
+    config = text_lm.get_config()
+    config.width, config.blocks, config.heads = 32, 3, 4
+    # Biases and scales have one dimension; those of attention two, without a part for their input.
+    kernels = [v for v in text_lm.build_model(config).trainable_variables if v.name == "kernel"]
+    attention = 12 * config.blocks * config.width * text_lm.LENGTH
+    products = 6 * sum(math.prod(kernel.shape) for kernel in kernels)
+    assert gpu.flops_per_token(config.width, config.blocks) == products + attention
+
+
+def test_a_program_that_fails_loses_no_figures_of_others(tmp_path: Path) -> None:
+    turns_taken: list[str] = []
+
+    def works(data: Path) -> dict[str, float]:
+        turns_taken.append("works")
+        return {"examples_per_sec": 50.0 * len(turns_taken)}
+
+    def fails(data: Path) -> dict[str, float]:
+        turns_taken.append("fails")
+        raise ProgramError("exit code 1")
+
+    programs = {"works": works, "fails": fails}
+    rows = [gpu.Row("part", name) for name in programs]
+    steps = gpu.measured(programs, rows, tmp_path, 2)
+    next(steps)
+    assert rows[0].figures == [{"examples_per_sec": 50.0}]
+    list(steps)
+    assert turns_taken == ["works", "fails", "fails", "works"]
+    assert rows[0].cells(rows[0])[:4] == ["part", "works", "125", "1"]
+    assert rows[1].error == "exit code 1"
+    assert rows[1].cells(rows[0])[:3] == ["part", "fails", "failed"]

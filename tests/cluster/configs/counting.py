@@ -63,7 +63,7 @@ def build_optimizer(config: CountingConfig) -> "keras.Optimizer":
     import keras
     import tensorflow as tf
 
-    from benchmarks.delay import late
+    from tests.cluster.delay import late
 
     class SlowSGD(keras.optimizers.SGD):
         def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from benchmarks.delay import late_on_worker
 from strategies.base import Tensor
+from tests.cluster.delay import late_on_worker
 from trainer.config import Config
 
 

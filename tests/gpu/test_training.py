@@ -1,0 +1,164 @@
+"""Training on one GPU: the same losses as on the CPU, little memory, and nothing lost."""
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cluster.runs import TOPOLOGIES, Process, Run, assert_one_error, start, train
+
+ONE = TOPOLOGIES["mirrored-1"]
+IN_MEMORY = "--config.data.cache_bytes=1000000000"
+# TensorFloat-32 would round the inputs of products to 10 bits.
+EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
+STEPS = 60
+
+
+def flags(digits: Path, steps: int = STEPS) -> tuple[str, ...]:
+    return (
+        "--config=configs/digits.py",
+        f"--data_dir={digits}",
+        "--batch_size=60",
+        f"--train_steps={steps}",
+        "--config.log_every_steps=20",
+        "--config.export=False",
+    )
+
+
+def losses(run: Run) -> list[float]:
+    """The losses of training, of evaluation, and the accuracy of the latter."""
+    training = {line["step"]: line["loss"] for line in run.metrics("train")}
+    return [*training.values(), run.result["eval"]["loss"], run.result["eval"]["accuracy"]]
+
+
+@pytest.fixture(scope="module")
+def on_gpu(gpu: dict[str, str], digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with default flags, on the GPU."""
+    model_dir = tmp_path_factory.mktemp("gpu") / "run"
+    return train(ONE, model_dir, *flags(digits), env=gpu | EXACT)
+
+
+@pytest.mark.parametrize(
+    ("topology", "flag"),
+    [
+        ("mirrored-1", "--num_gpus=0"),
+        ("mirrored-1", IN_MEMORY),
+        ("mirrored-1", "--config.jit_compile=True"),
+        ("mirrored-1", "--config.jit_compile=False"),
+        # NCCL refuses two processes on one GPU.
+        ("multiworker-2", "--communication=ring"),
+        ("ps-sync-3+1", "--wire_dtype=float32"),
+    ],
+)
+def test_losses_are_those_of_one_process_on_the_gpu(
+    topology: str, flag: str, on_gpu: Run, gpu: dict[str, str], digits: Path, tmp_path: Path
+) -> None:
+    run = train(TOPOLOGIES[topology], tmp_path / "run", *flags(digits), flag, env=gpu | EXACT)
+    assert losses(run) == pytest.approx(losses(on_gpu), rel=5e-3)
+    assert losses(run)[0] > 1.2 * losses(run)[2], "it has learned something"
+
+
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+def test_16_bits_reach_nearly_the_same_loss(
+    precision: str, on_gpu: Run, gpu: dict[str, str], digits: Path, tmp_path: Path
+) -> None:
+    words = (*flags(digits), f"--config.precision={precision}")
+    run = train(ONE, tmp_path / "run", *words, env=gpu)
+    assert losses(run) == pytest.approx(losses(on_gpu), rel=0.2)
+    assert losses(run) != losses(on_gpu)
+
+
+def test_killed_run_resumes_with_the_same_losses(
+    gpu: dict[str, str], digits: Path, tmp_path: Path
+) -> None:
+    # It may be killed after many steps, over which rounding would grow.
+    env = gpu | EXACT | {"TF_DETERMINISTIC_OPS": "1"}
+    words = (*flags(digits), IN_MEMORY, "--config.checkpoint_every_steps=20")
+    # It would go on for long after the checkpoint of step 20.
+    with start(ONE, tmp_path / "run", *words, "--train_steps=100000", env=env) as process:
+        process.wait_until(
+            lambda: any((tmp_path / "run" / "checkpoints").glob("step-*/checkpoint.json")),
+            "checkpoint",
+        )
+        process.send(signal.SIGKILL)
+        assert process.wait().exit_code == -signal.SIGKILL
+    step = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    resumed = train(ONE, tmp_path / "run", *words, f"--train_steps={step + 40}", env=env)
+    whole = train(ONE, tmp_path / "whole", *words, f"--train_steps={step + 40}", env=env)
+    after, of_whole = (
+        {
+            line["step"]: line["loss"]
+            for line in run.metrics("train")
+            if step < line["step"] <= step + 40
+        }
+        for run in (resumed, whole)
+    )
+    assert len(of_whole) == 2
+    assert after == pytest.approx(of_whole, rel=5e-3)
+    assert losses(resumed)[-2:] == pytest.approx(losses(whole)[-2:], rel=5e-3)
+
+
+def test_deterministic_ops_give_equal_bits(
+    gpu: dict[str, str], digits: Path, tmp_path: Path
+) -> None:
+    env = gpu | {"TF_DETERMINISTIC_OPS": "1"}
+    runs = [train(ONE, tmp_path / name, *flags(digits), env=env) for name in "ab"]
+    ours, theirs = (run.variables() for run in runs)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not np.array_equal(ours[name], theirs[name])] == []
+    assert losses(runs[0]) == losses(runs[1])
+
+
+@pytest.mark.parametrize("placed", [IN_MEMORY, "--config.data.cache_bytes=0"])
+def test_batches_go_to_the_gpu_as_bytes(
+    placed: str, gpu: dict[str, str], digits: Path, tmp_path: Path
+) -> None:
+    words = (*flags(digits, steps=4), placed, "--log_device_placement")
+    train(ONE, tmp_path / "run", *words, env=gpu)
+    placement = (tmp_path / "run" / "placement.txt").read_text()
+    in_loop = re.findall(r"^\S*while\S*: \((\w+)\): \S*device:([CG]PU):0$", placement, re.M)
+    assert "GPU" in {device for _, device in in_loop}, "the loop computes on the GPU"
+    assert ("Dequantize", "CPU") not in in_loop, "bytes would come back to the CPU for this op"
+
+
+def test_more_replicas_than_gpus_are_refused(
+    gpu: dict[str, str], digits: Path, tmp_path: Path
+) -> None:
+    words = ("--replicas=2", f"--data_dir={digits}", f"--model_dir={tmp_path / 'run'}")
+    with Process(words, tmp_path / "run", env=gpu) as process:
+        assert_one_error(process.wait(), "--replicas=2", "1 GPU(s)", "--num_gpus=0")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_only_workers_take_memory_of_the_gpu_and_not_all_of_it(
+    gpu: dict[str, str], digits: Path, tmp_path: Path
+) -> None:
+    before, total = (queried(f"--query-gpu=memory.{name}", gpu)[0] for name in ("used", "total"))
+    words = (*flags(digits), "--train_steps=1000000")
+    with start(TOPOLOGIES["ps-2+1"], tmp_path / "run", *words, env=gpu) as process:
+        process.wait_for_step(100)
+        used = queried("--query-gpu=memory.used", gpu)[0]
+        by_pid = dict(pairs(queried("--query-compute-apps=pid,used_memory", {})))
+        pids = {
+            name: process.task(name).pid for name in ("chief 0", "worker 0", "worker 1", "ps 0")
+        } | {"launcher": process.popen.pid}
+    assert 0 < used - before < total / 4
+    if not by_pid:
+        pytest.skip("nvidia-smi names no processes here; the memory of all together is small")
+    found = {name for name, pid in pids.items() if pid in by_pid}
+    assert found == {"worker 0", "worker 1"}
+
+
+def queried(query: str, gpu: dict[str, str]) -> list[int]:
+    """The numbers that nvidia-smi prints."""
+    of = [f"--id={gpu['CUDA_VISIBLE_DEVICES']}"] if gpu else []
+    command = ["nvidia-smi", *of, query, "--format=csv,noheader,nounits"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return [int(word) for word in re.findall(r"\d+", printed)]
+
+
+def pairs(numbers: list[int]) -> list[tuple[int, int]]:
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
