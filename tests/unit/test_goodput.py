@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -111,7 +112,7 @@ def test_recorder_writes_one_line_of_a_process_anew_until_it_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "_TICK_SECS", 0.02)
-    monkeypatch.setattr(recorder_module, "_LEAST_KEPT_SECS", 1000.0)
+    monkeypatch.setattr(recorder_module, "_LEAST_KEPT_SECS", math.inf)
     path = tmp_path / "tasks" / "worker-0.time.jsonl"
     with Recorder(str(tmp_path), "worker-0") as recorder:
         assert not path.parent.exists(), "a run that must not write yet"
