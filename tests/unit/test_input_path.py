@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import kernels
 
 from strategies.base import Position
 from strategies.mirrored import MirroredExecutor
@@ -125,6 +126,20 @@ def test_next_batch_is_copied_narrow_to_the_device_and_does_not_wait_for_the_ste
     widening = list(users(images))
     assert widening
     assert all(op.device.endswith(COMPUTE) for op in widening), "widened where it is used"
+
+
+def test_no_op_of_a_step_has_to_leave_the_gpu(digits: Path, tmp_path: Path) -> None:
+    path = written(tmp_path, COMPLETE + AUGMENT)
+    body = loop_body(started(ComputesElsewhere, path, digits, cached=True)[0])
+    computing = {op.type for op in body.get_operations() if op.device.endswith(COMPUTE)}
+    assert {"MatMul", "ResourceApplyAdam"} <= computing
+    devices = {
+        name: {kernel.device_type for kernel in kernels.get_registered_kernels_for_op(name).kernel}
+        for name in computing
+    }
+    # DEFAULT is any device. `from_bytes` has another op for GPUs, which this device is not.
+    on_cpus = {name for name, found in devices.items() if found and not found & {"GPU", "DEFAULT"}}
+    assert on_cpus == {"Dequantize"}
 
 
 @pytest.mark.parametrize("augment", [AUGMENT, ""], ids=["augmented", "plain"])
