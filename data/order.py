@@ -28,8 +28,7 @@ With V = B, neighbours on disk meet in a batch more seldom than in a uniform shu
 lanes, the B/V records that a batch takes from one window of a lane are often of one chunk.
 
 Permutations are a stable sort by a hash, not numpy's Generator, whose streams may change between
-versions. The hash folds the words of the key with the finaliser of SplitMix64 (Steele, Lea, Flood:
-"Fast splittable pseudorandom number generators", OOPSLA 2014; constants as in splitmix64.c).
+versions. The hash folds the words of the key with SplitMix64 (split_mix.py).
 """
 
 import dataclasses
@@ -38,6 +37,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
+
+from data.split_mix import GAMMA, finalized
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
@@ -282,11 +283,8 @@ def _begins(lengths: Int64s) -> Int64s:
 
 
 def _mix(z: Uint64s) -> Uint64s:
-    """One output of SplitMix64 for each state `z`; a bijection on 64 bits."""
-    z = z + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    mixed: Uint64s = finalized(z + np.uint64(GAMMA))
+    return mixed
 
 
 def hash_words(*words: int) -> Uint64s:

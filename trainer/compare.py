@@ -20,7 +20,7 @@ from absl import flags
 from data.system.scratch import plain_path
 from trainer.config import ConfigError, flatten_json
 from trainer.exit_codes import EXIT_DONE, first_line
-from trainer.run_files import CHECKPOINT_MARK, Document, RunFiles
+from trainer.run_files import Document, RunFiles, finished_checkpoints, step_in
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 
 if TYPE_CHECKING:
@@ -99,16 +99,8 @@ def _reports(files: RunFiles) -> dict[tuple[int, str], Document]:
 
 def _checkpoints(files: RunFiles) -> dict[int, str]:
     """The path of a complete checkpoint of each step."""
-    import tensorflow as tf
-
-    found: dict[int, str] = {}
-    if not tf.io.gfile.isdir(files.checkpoints):
-        return found
-    for name in sorted(tf.io.gfile.listdir(files.checkpoints)):
-        path = f"{files.checkpoints}/{name.rstrip('/')}"
-        if tf.io.gfile.exists(f"{path}/{CHECKPOINT_MARK}"):
-            found[int(name.rstrip("/").partition("-")[2])] = path
-    return found
+    names = finished_checkpoints(files.checkpoints)
+    return {step_in(name): f"{files.checkpoints}/{name}" for name in names}
 
 
 def _report_differences(left: Document, right: Document) -> list[tuple[str, float]]:

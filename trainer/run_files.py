@@ -56,7 +56,18 @@ from data.system.object_store import SCHEME, UnavailableError
 
 CHECKPOINT_MARK = "checkpoint.json"  # In the directory of a checkpoint, written last.
 # Values of reports that are not metrics.
-NO_METRICS = ("learning_rate", "examples", "epoch", "steps_per_sec", "seconds", "examples_per_sec")
+NO_METRICS = (
+    "step",
+    "split",
+    "learning_rate",
+    "examples",
+    "epoch",
+    "steps_per_sec",
+    "examples_per_sec",
+    "seconds",
+    "examples_skipped",
+    "records_skipped",
+)
 RESTARTS = "restarts.jsonl"  # In the directory of the tasks' logs.
 MEMBERSHIP = "membership"  # In the model directory.
 _GROUP = re.compile(r"group-(\d{8})\.json")  # In MEMBERSHIP.
@@ -204,7 +215,8 @@ def progress_of(model_dir: str) -> Progress:
     """
     files, saved, reported = RunFiles(model_dir), 0, 0
     with contextlib.suppress(Exception):  # Each file system raises other errors.
-        saved = _newest_finished(files.checkpoints)
+        names = finished_checkpoints(files.checkpoints)
+        saved = max((step_in(n) for n in names if n.startswith("step-")), default=0)
     with contextlib.suppress(Exception), open_file(files.metrics) as file:
         file.seek(max(0, num_bytes_of(files.metrics) - _TAIL_BYTES))
         lines = file.read().splitlines()
@@ -235,13 +247,21 @@ def read_reports(path: str, *, num_with_workers: int | None = None) -> list[Docu
     return reports[::-1]
 
 
-def _newest_finished(directory: str) -> int:
-    finished = (
-        int(name.removeprefix("step-"))
-        for name in names_in(directory)
-        if re.fullmatch(r"step-\d+", name) and exists(join(join(directory, name), CHECKPOINT_MARK))
-    )
-    return max(finished, default=0)
+def checkpoints_in(directory: str) -> list[str]:
+    """The names of the checkpoints there: best-* first, each kind in the order of steps."""
+    names = names_in(directory) if is_dir(directory) else []
+    return sorted(name for name in names if re.fullmatch(r"(best|step)-\d+", name))
+
+
+def finished_checkpoints(directory: str) -> list[str]:
+    """Those of `checkpoints_in` that were written to the end."""
+    names = checkpoints_in(directory)
+    return [name for name in names if exists(join(join(directory, name), CHECKPOINT_MARK))]
+
+
+def step_in(name: str) -> int:
+    """The step in the name of a checkpoint."""
+    return int(name.partition("-")[2])
 
 
 def step_of(line: bytes, if_damaged: float) -> float:

@@ -18,7 +18,7 @@ from trainer.compilation import choose_compilation
 from trainer.config import ConfigError, Recipe, recipe_of_run
 from trainer.inputs import Inputs, build_metrics, fitted_to_model, input_specs, open_evaluation
 from trainer.learner import Learner
-from trainer.run_files import RunFiles
+from trainer.run_files import RunFiles, step_in
 
 
 class Session(NamedTuple):
@@ -89,7 +89,7 @@ def _chosen(wanted: str, checkpointer: Checkpointer, model_dir: str) -> str:
     elif wanted == "best":
         fitting = [name for name in names if name.startswith("best-")]
     else:
-        steps = {name: int(name.partition("-")[2]) for name in names}
+        steps = {name: step_in(name) for name in names}
         fitting = [name for name, step in steps.items() if wanted in (str(step), name)]
     if not fitting:
         raise ConfigError(

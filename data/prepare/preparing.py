@@ -7,7 +7,7 @@ Several processes may call these functions at the same moment: one writes, the o
 """
 
 import contextlib
-import fcntl
+import functools
 import json
 import math
 import os
@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 from data.prepare import origin, writing
 from data.prepare.catalog import bare_name, check, files_read, open_source
@@ -23,6 +22,7 @@ from data.prepare.sources import Options, Source, SourceSplit, rewrite
 from data.system import files, object_store
 from data.system.cores import num_cores
 from data.system.files import DataError
+from data.system.locks import locked
 from data.system.scratch import scratch_dir
 from data.tfrecord.crc import FRAME_BYTES
 
@@ -315,31 +315,17 @@ def _directory(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(path: str, what: str, data_dir: str) -> Iterator[None]:
-    """Holds a lock that the operating system releases if the process dies. The file is removed."""
-    while True:
-        # The previous holder may have removed the directory that it created.
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _say(f"Another process is writing {what} in {data_dir}: waiting for it.")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            # The previous holder has removed this file; a third process may have made a new one.
-            if not _is_at(file, path):
-                continue
-            try:
-                yield
-            finally:
-                os.remove(path)
-            return
+    """Holds the lock at `path`, and removes its file at the end."""
 
+    @functools.cache
+    def say_once() -> None:
+        _say(f"Another process is writing {what} in {data_dir}: waiting for it.")
 
-def _is_at(file: IO[str], path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
+    with locked(path, say_once):
+        try:
+            yield
+        finally:
+            os.remove(path)
 
 
 def _say(line: str) -> None:

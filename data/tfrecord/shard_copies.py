@@ -32,6 +32,7 @@ import numpy as np
 
 from data.system import files, object_store
 from data.system.files import DataError
+from data.system.locks import locked
 from data.system.object_store import UnavailableError
 from data.tfrecord.byte_ranges import ByteRanges, pread
 from data.tfrecord.crc import Int64s, Uint8s
@@ -181,7 +182,7 @@ class ShardCopies:
         self._copies[copy.path] = None
 
     def _open_copies(self) -> "dict[str, _Copy | None]":
-        with _locked(os.path.join(self._directory, "lock")):
+        with locked(os.path.join(self._directory, "lock")):
             others = {}
             for entry in os.scandir(self._directory):
                 path = entry.path.removesuffix(_MAP)
@@ -322,7 +323,7 @@ class _Copy:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Other processes that call it for this copy wait meanwhile."""
-        with _locked(self.path + _MAP):
+        with locked(self.path + _MAP):
             yield
 
 
@@ -386,10 +387,3 @@ def _remove(path: str) -> None:
     for each in (path, path + _MAP):
         with contextlib.suppress(FileNotFoundError):
             os.remove(each)
-
-
-@contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    with open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

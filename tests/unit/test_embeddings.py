@@ -25,7 +25,7 @@ from trainer.embeddings import (
     ShardedEmbedding,
 )
 from trainer.embeddings.layer import _rounded_on
-from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer
+from trainer.embeddings.optimizers import OPTIMIZERS, TableOptimizer, TableUpdate
 from trainer.embeddings.table import saved_variables
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
@@ -180,7 +180,7 @@ def test_lazy_adam_and_row_wise_adagrad_have_the_formulas_of_their_papers() -> N
         m, v, total = np.zeros([2, WIDTH]), np.zeros([2, WIDTH]), np.full([2, 1], 0.1)
         for step, gradient in enumerate(gradients):
             args = ids, tf.constant(gradient), tf.constant(0.1), tf.constant(step)
-            optimizer.update(table, slots, *args)
+            optimizer.update(TableUpdate(table, slots, *args))
             if isinstance(optimizer, LazyAdam):
                 m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
                 corrected = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.999 ** (step + 1))

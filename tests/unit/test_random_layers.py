@@ -98,7 +98,7 @@ def inputs() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(BATCH, 40, 16)).astype(np.float32)
 
 
-def test_split_mix_is_equal_to_that_of_order() -> None:
+def test_bits_of_tensorflow_and_numpy_are_equal() -> None:
     states = np.random.default_rng(0).integers(0, 2**64, 1000, np.uint64)
     assert np.array_equal(split_mix(tf.constant(states)), _mix(states))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.runs import ROOT
+from trainer import load_run
 from trainer.config import ConfigError
 from trainer.run_record.summary import differences
 from trainer.runs import ordered, runs_under
@@ -115,3 +116,12 @@ def test_list_is_printed_as_table_and_as_json_without_tensorflow(directory: Path
     assert "tensorflow" not in {
         line.rpartition("|")[2].strip() for line in table.stderr.splitlines()
     }
+
+
+def test_metrics_of_a_run_without_a_result_are_those_of_its_last_evaluation(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path / "run", learning_rate=0.1, losses=[0.9, 0.5], exit_code=None)
+    line = {"step": 30, "split": "eval", "loss": 0.4, "examples": 5, "records_skipped": 2}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert load_run(tmp_path / "run").metrics == {"loss": 0.4}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.system.errors import UsageError
 from trainer.config import PYTHON_CONFIG, Config
-from trainer.run_files import Document, RunFiles, local_dir
+from trainer.run_files import NO_METRICS, Document, RunFiles, local_dir
 from trainer.run_record.tools import prepare_tensorflow, require_run
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ class Result:
         reports = RunFiles(local_dir(model_dir)).read_reports()
         self.history: Sequence[Mapping[str, Any]] = reports
         evaluations = [report for report in reports if report["split"] == "eval"]
-        no_metrics = ("step", "split", "examples", "seconds")
-        latest = {k: v for k, v in (evaluations or [{}])[-1].items() if k not in no_metrics}
+        latest = {k: v for k, v in (evaluations or [{}])[-1].items() if k not in NO_METRICS}
         self.metrics: Mapping[str, float] = result.get("eval") or latest
         last = max((report["step"] for report in reports), default=0)
         self.step = int(result.get("step") or last)

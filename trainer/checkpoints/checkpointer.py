@@ -28,7 +28,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import keras
@@ -61,7 +60,7 @@ from trainer.embeddings.table import Rows, saved_variables
 from trainer.exit_codes import first_line
 from trainer.guards.fingerprint import keras_settings
 from trainer.learner import Learner
-from trainer.run_files import CHECKPOINT_MARK
+from trainer.run_files import CHECKPOINT_MARK, checkpoints_in, step_in
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +282,7 @@ class Checkpointer:
 
     def names(self) -> list[str]:
         """Returns the names of all checkpoints, best-* first, each kind in the order of steps."""
-        return [*self._names("best-"), *self._names("step-")]
+        return checkpoints_in(self._directory)
 
     def restore_model(self, name: str) -> Saved:
         """Restores the checkpoint `name`, even if it is of another data set or data order.
@@ -310,7 +309,7 @@ class Checkpointer:
         self.wait()
         self._verified.clear()
         self._saved_step = None
-        names = [n for n in self._names("step-") if at_most is None or _step(n) <= at_most]
+        names = [n for n in self._names("step-") if at_most is None or step_in(n) <= at_most]
         for name in reversed(names):
             try:
                 saved = self._read(name)
@@ -531,9 +530,9 @@ class Checkpointer:
         incomplete = []  # They need others that are damaged, or cannot be read now.
         for name, mark in marks.items():
             is_best = name.startswith("best-")
-            if is_best or (self._is_shared and _step(name) > _step(just_written)):
+            if is_best or (self._is_shared and step_in(name) > step_in(just_written)):
                 continue
-            was_skipped = _step(name) > self._resumed_step and name not in self._verified
+            was_skipped = step_in(name) > self._resumed_step and name not in self._verified
             if mark is None or was_skipped:
                 if name not in needed:
                     self._remove(name)
@@ -549,7 +548,7 @@ class Checkpointer:
         if self._keep > 1 and len({base_of[name] for name in kept}) == 1:
             kept += [name for name in old if base_of[name] != base_of[kept[0]]][-1:]
         needed |= {need for name in kept for need in useful[name].needs}
-        too_old = [name for name in incomplete if kept and _step(name) < _step(kept[0])]
+        too_old = [name for name in incomplete if kept and step_in(name) < step_in(kept[0])]
         for name in [*too_old, *old]:
             if name not in needed and name not in kept:
                 self._remove(name)
@@ -565,10 +564,7 @@ class Checkpointer:
             tf.io.gfile.rmtree(f"{self._directory}/{name}")
 
     def _names(self, prefix: str) -> list[str]:
-        if not files.is_dir(self._directory):
-            return []
-        names = files.names_in(self._directory)
-        return sorted(name for name in names if re.fullmatch(prefix + r"\d+", name))
+        return [name for name in checkpoints_in(self._directory) if name.startswith(prefix)]
 
     def _mark_if_complete(self, name: str) -> Mark | None:
         with contextlib.suppress(DamagedError):
@@ -702,10 +698,6 @@ def _variable_differences(
             else:
                 lines.append(f"{one} only there" if one else f"{other} only here")
     return lines
-
-
-def _step(name: str) -> int:
-    return int(name.partition("-")[2])
 
 
 def _short(value: object) -> str:

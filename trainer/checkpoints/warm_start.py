@@ -13,7 +13,6 @@ Variables are matched by order, not by name: Keras numbers layers over all model
 """
 
 import concurrent.futures
-import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -23,13 +22,14 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
+from data.system.files import exists
 from data.system.scratch import plain_path
 from trainer.checkpoints.marks import DamagedError
 from trainer.checkpoints.table_files import table_directories, table_values
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import saved_variables, tables_of
 from trainer.exit_codes import first_line
-from trainer.run_files import CHECKPOINT_MARK
+from trainer.run_files import CHECKPOINT_MARK, finished_checkpoints
 from trainer.step.options import ConfigError, WarmStartConfig, matching
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -158,13 +158,11 @@ def _keys(
 
 
 def _newest(path: str) -> str:
-    names = []
-    if tf.io.gfile.isdir(f"{path}/checkpoints"):
-        names = sorted(name.rstrip("/") for name in tf.io.gfile.listdir(f"{path}/checkpoints"))
-    steps = [f"{path}/checkpoints/{name}" for name in names if re.fullmatch(r"step-\d+", name)]
-    for directory in (path, *reversed(steps)):
-        if tf.io.gfile.exists(f"{directory}/{CHECKPOINT_MARK}"):
-            return directory
+    if exists(f"{path}/{CHECKPOINT_MARK}"):
+        return path
+    names = finished_checkpoints(f"{path}/checkpoints")
+    if steps := [name for name in names if name.startswith("step-")]:
+        return f"{path}/checkpoints/{steps[-1]}"
     raise ConfigError(
         f"config.warm_start.path={path} is neither a checkpoint, nor a directory with "
         "checkpoints/step-*, nor a .keras file. Give the --model_dir of a run, for example."

@@ -2,7 +2,7 @@
 
     optimizer = Adagrad(learning_rate=0.05)
     slots = {name: variable, ...}                   # as `initial_slots` says
-    op = optimizer.update(table, slots, ids, gradients, rate, step)
+    op = optimizer.update(TableUpdate(table, slots, ids, gradients, rate, step))
 
 The formulas are those of Keras, except of RowWiseAdagrad, which Keras does not have, and of
 LazyAdam: Adam would change all rows in each step. `ids` are unique.
@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 from typing_extensions import override
@@ -25,6 +25,17 @@ Slots: TypeAlias = Mapping[str, tuple[float, bool]]
 _POSITIVE = "a number above 0"
 _NOT_NEGATIVE = "a number of 0 or more"
 _BELOW_1 = "a number from 0 to below 1"
+
+
+class TableUpdate(NamedTuple):
+    """What an update of a table takes."""
+
+    table: tf.Variable
+    slots: Mapping[str, tf.Variable]
+    ids: tf.Tensor  # Of the rows to change, [n].
+    gradients: tf.Tensor  # Of these rows, [n, width].
+    rate: tf.Tensor
+    step: tf.Tensor  # The number of steps done.
 
 
 @dataclass(frozen=True)
@@ -61,19 +72,8 @@ class TableOptimizer:
         """The slots with their first values."""
         return {}
 
-    def update(
-        self,
-        table: tf.Variable,
-        slots: Mapping[str, tf.Variable],
-        ids: tf.Tensor,
-        gradients: tf.Tensor,
-        rate: tf.Tensor,
-        step: tf.Tensor,
-    ) -> tf.Operation | None:
-        """Changes the rows `ids`, [n], of `table` by `gradients`, [n, width].
-
-        `step` is the number of steps done. Returns the op that is done last; None if eager.
-        """
+    def update(self, given: TableUpdate) -> tf.Operation | None:
+        """Changes the table. Returns the op that is done last; None if eager."""
         raise NotImplementedError
 
 
@@ -82,16 +82,8 @@ class SGD(TableOptimizer):
     """row <- row - rate * gradient."""
 
     @override
-    def update(
-        self,
-        table: tf.Variable,
-        slots: Mapping[str, tf.Variable],
-        ids: tf.Tensor,
-        gradients: tf.Tensor,
-        rate: tf.Tensor,
-        step: tf.Tensor,
-    ) -> tf.Operation | None:
-        return _subtract(table, ids, gradients, rate)
+    def update(self, given: TableUpdate) -> tf.Operation | None:
+        return _subtract(given.table, given.ids, given.gradients, given.rate)
 
 
 @dataclass(frozen=True)
@@ -110,15 +102,8 @@ class Adagrad(TableOptimizer):
         return {"accumulator": (self.initial_accumulator, False)}
 
     @override
-    def update(
-        self,
-        table: tf.Variable,
-        slots: Mapping[str, tf.Variable],
-        ids: tf.Tensor,
-        gradients: tf.Tensor,
-        rate: tf.Tensor,
-        step: tf.Tensor,
-    ) -> tf.Operation | None:
+    def update(self, given: TableUpdate) -> tf.Operation | None:
+        table, slots, ids, gradients, rate, _ = given
         return tf.raw_ops.ResourceSparseApplyAdagradV2(
             var=table.handle,
             accum=slots["accumulator"].handle,
@@ -147,15 +132,8 @@ class RowWiseAdagrad(TableOptimizer):
         return {"accumulator": (self.initial_accumulator, True)}
 
     @override
-    def update(
-        self,
-        table: tf.Variable,
-        slots: Mapping[str, tf.Variable],
-        ids: tf.Tensor,
-        gradients: tf.Tensor,
-        rate: tf.Tensor,
-        step: tf.Tensor,
-    ) -> tf.Operation | None:
+    def update(self, given: TableUpdate) -> tf.Operation | None:
+        table, slots, ids, gradients, rate, _ = given
         accumulator = slots["accumulator"]
         squares = tf.reduce_mean(tf.square(gradients), axis=1)
         added = tf.raw_ops.ResourceScatterAdd(
@@ -188,15 +166,8 @@ class FTRL(TableOptimizer):
         return {"accumulator": (self.initial_accumulator, False), "linear": (0.0, False)}
 
     @override
-    def update(
-        self,
-        table: tf.Variable,
-        slots: Mapping[str, tf.Variable],
-        ids: tf.Tensor,
-        gradients: tf.Tensor,
-        rate: tf.Tensor,
-        step: tf.Tensor,
-    ) -> tf.Operation | None:
+    def update(self, given: TableUpdate) -> tf.Operation | None:
+        table, slots, ids, gradients, rate, _ = given
         dtype = gradients.dtype
         return tf.raw_ops.ResourceSparseApplyFtrl(
             var=table.handle,
@@ -230,15 +201,8 @@ class LazyAdam(TableOptimizer):
         return {"momentum": (0.0, False), "velocity": (0.0, False)}
 
     @override
-    def update(
-        self,
-        table: tf.Variable,
-        slots: Mapping[str, tf.Variable],
-        ids: tf.Tensor,
-        gradients: tf.Tensor,
-        rate: tf.Tensor,
-        step: tf.Tensor,
-    ) -> tf.Operation | None:
+    def update(self, given: TableUpdate) -> tf.Operation | None:
+        table, slots, ids, gradients, rate, step = given
         number = tf.cast(step + 1, gradients.dtype)
         corrected = rate * tf.sqrt(1 - self.beta_2**number) / (1 - self.beta_1**number)
         m = gather_rows(slots["momentum"], ids)

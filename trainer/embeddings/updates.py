@@ -13,7 +13,7 @@ from strategies.locks import free
 from strategies.tables import has_rows, making_part, part_rows
 from trainer.embeddings.dynamic import DynamicPart, DynamicTable
 from trainer.embeddings.layer import ShardedEmbedding
-from trainer.embeddings.optimizers import gather_rows
+from trainer.embeddings.optimizers import TableUpdate, gather_rows
 from trainer.embeddings.table import FixedTable, Rows
 from trainer.step.options import ClipConfig, ConfigError, EmaConfig, Options
 
@@ -106,7 +106,7 @@ class TablePart:
             if layer.clip_norm:
                 rows = tf.clip_by_norm(rows, layer.clip_norm, axes=[1])
             rate = tf.cast(rate, rows.dtype)
-            done = layer.optimizer.update(variable, colocated, ids, rows, rate, step)
+            done = layer.optimizer.update(TableUpdate(variable, colocated, ids, rows, rate, step))
             with tf.control_dependencies([] if done is None else [done]):
                 if _CHANGED in colocated:
                     # After the change: a checkpoint that finds no mark has the row from before.

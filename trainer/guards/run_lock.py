@@ -17,14 +17,14 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
+from data.system import locks
 from data.system.errors import RunFailed
 from data.system.files import is_url
 from trainer.exit_codes import EXIT_RESTART
 
 _NAME = ".lock"
-_POLL_SECS = 0.2
 _SETTLING_SECS = 30.0
-_MOST_BYTES = 1000  # Of the name of the holder.
+_MOST_CHARACTERS = 1000  # Of the name of the holder.
 
 Say = Callable[[str], None]
 
@@ -54,60 +54,39 @@ def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
         yield False
         return
     has_waited, is_new = False, not os.path.exists(model_dir)
+    path = os.path.join(model_dir, _NAME)
+    deadline = time.monotonic() + wait_secs
 
-    def say_once(text: str) -> None:
+    def on_wait() -> None:
         nonlocal has_waited
+        holder = "another process"
+        with contextlib.suppress(FileNotFoundError), open(path, errors="replace") as file:
+            holder = file.read(_MOST_CHARACTERS) or holder
+        if time.monotonic() > deadline:
+            raise LockedError(
+                f"{model_dir} is in use: {holder} trains there. Start again when it has "
+                f"ended, or give another --model_dir. If its host is gone, delete {path}."
+            )
         if not has_waited:
-            say(text)
+            say(f"{holder} trains in {model_dir}: waiting up to {wait_secs:.0f} s for its end")
         has_waited = True
 
-    try:
-        descriptor = _taken(model_dir, wait_secs, say_once)
-    except OSError as error:
-        say(f"{model_dir} is not locked against a second run: {error.strerror or error}")
-        yield has_waited
-        return
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            # Not flock: children that a process has forked would keep it.
+            descriptor = stack.enter_context(locks.locked(path, on_wait, fcntl.lockf))
+        except OSError as error:
+            say(f"{model_dir} is not locked against a second run: {error.strerror or error}")
+            yield has_waited
+            return
         with contextlib.suppress(OSError):  # A full disk: then no message has the name.
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} of host {socket.gethostname()}".encode())
-        yield has_waited
-    finally:
-        # It may be deleted by now, or another process may have just opened its lock there.
-        with contextlib.suppress(OSError):
-            if is_new and os.listdir(model_dir) == [_NAME]:
-                os.remove(os.path.join(model_dir, _NAME))
-                os.rmdir(model_dir)
-        os.close(descriptor)
-
-
-def _taken(model_dir: str, wait_secs: float, say_once: Say) -> int:
-    """A descriptor of the file, which this process has locked. Raises OSError if that fails."""
-    path = os.path.join(model_dir, _NAME)
-    deadline = time.monotonic() + wait_secs
-    while True:
-        with contextlib.ExitStack() as closing:
-            os.makedirs(model_dir, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            closing.callback(os.close, descriptor)
-            try:
-                # Not flock: children that a process has forked would keep it.
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Otherwise the file was deleted meanwhile.
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    closing.pop_all()
-                    return descriptor
-            except (BlockingIOError, PermissionError):
-                holder = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace")
-                holder = holder or "another process"
-                if time.monotonic() > deadline:
-                    raise LockedError(
-                        f"{model_dir} is in use: {holder} trains there. Start again when it has "
-                        f"ended, or give another --model_dir. If its host is gone, delete {path}."
-                    ) from None
-                say_once(
-                    f"{holder} trains in {model_dir}: waiting up to {wait_secs:.0f} s for its end"
-                )
-            except FileNotFoundError:
-                pass
-        time.sleep(_POLL_SECS)
+        try:
+            yield has_waited
+        finally:
+            # It may be deleted by now, or another process may have just opened its lock there.
+            with contextlib.suppress(OSError):
+                if is_new and os.listdir(model_dir) == [_NAME]:
+                    os.remove(path)
+                    os.rmdir(model_dir)

@@ -32,8 +32,7 @@ _URL, _CA_CERT, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", 
 # Kubeflow asks for one message in 5 s at most, of 256 metrics with short names and values.
 _KUBEFLOW_SECS, _MAX_METRICS, _MAX_LETTERS = 5.0, 256, 64
 _POST_SECS = 10.0
-# Values of reports that are times or positions of the run, and no metrics of the model.
-_NO_METRICS = ("seconds", "examples")
+_NOT_SENT = ("seconds", "examples")  # The status has the progress in percent.
 
 
 def progress_writers(
@@ -161,7 +160,7 @@ class KubeflowStatus(Writer):
         numbers = {
             f"{prefix}{name}"[:_MAX_LETTERS]: f"{value:.6g}"
             for name, value in values.items()
-            if isinstance(value, (int, float)) and name not in _NO_METRICS
+            if isinstance(value, (int, float)) and name not in _NOT_SENT
         }
         self._metrics |= numbers
         if rate := values.get("steps_per_sec"):

@@ -17,24 +17,11 @@ import numpy.typing as npt
 
 from data.system.files import exists, join, read_text
 from trainer.report.drawing import Points
-from trainer.run_files import RESTARTS, Document, RunFiles, clock, directory_of_logs
+from trainer.run_files import NO_METRICS, RESTARTS, Document, RunFiles, clock, directory_of_logs
 from trainer.run_record.goodput import CHIEFS, TaskTime, goodput
 from trainer.run_record.summary import summary
 from trainer.run_record.tools import require_run
 
-# Values of reports that are no metrics.
-_NOT_METRICS = (
-    "step",
-    "split",
-    "learning_rate",
-    "examples",
-    "epoch",
-    "steps_per_sec",
-    "examples_per_sec",
-    "seconds",
-    "examples_skipped",
-    "records_skipped",
-)
 _MOST_SAMPLES = 1000
 
 
@@ -97,7 +84,7 @@ class RunSeries:
             for split in ("train", "eval")
             for report in self.of(split)[-1:]
             for name, value in report.items()
-            if name not in _NOT_METRICS and not isinstance(value, dict)
+            if name not in NO_METRICS and not isinstance(value, dict)
         }
         return sorted(names, key=lambda name: name != "loss")
 

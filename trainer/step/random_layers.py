@@ -28,13 +28,12 @@ import keras
 import tensorflow as tf
 
 from data.order import hash_words
+from data.split_mix import GAMMA, finalized
 
 # Shape -> random words, uint32 of this shape. A size is an int, or a tensor if it is unknown.
 Words = Callable[[Sequence[int | tf.Tensor]], tf.Tensor]
 # (layer, inputs, words) -> outputs.
 Draw = Callable[[keras.Layer, tf.Tensor, Words], tf.Tensor]
-
-_GAMMA = 0x9E3779B97F4A7C15
 
 
 class _Pass:
@@ -62,8 +61,8 @@ class _Pass:
             states, num_examples = states[:1], 1
         num_words = math.prod(shape) // num_examples
         counts = tf.cast(tf.range((num_words + 1) // 2), tf.uint64)
-        # SplitMix64 (Steele, Lea, Flood 2014) with one state per example.
-        pairs = split_mix(states[:, tf.newaxis] + counts * _uint64(_GAMMA))
+        # One generator per example.
+        pairs = split_mix(states[:, tf.newaxis] + counts * _uint64(GAMMA))
         words = tf.reshape(tf.bitcast(pairs, tf.uint32), [num_examples, -1])
         return tf.reshape(words[:, :num_words], shape)
 
@@ -189,15 +188,8 @@ def _shape(inputs: tf.Tensor) -> list[int | tf.Tensor]:
 
 
 def split_mix(states: tf.Tensor) -> tf.Tensor:
-    """Returns one output of SplitMix64 per state, uint64; data/order.py has it in numpy."""
-
-    def fold(z: tf.Tensor, bits: int) -> tf.Tensor:
-        return tf.bitwise.bitwise_xor(z, tf.bitwise.right_shift(z, _uint64(bits)))
-
-    z = states + _uint64(_GAMMA)
-    z = fold(z, 30) * _uint64(0xBF58476D1CE4E5B9)
-    z = fold(z, 27) * _uint64(0x94D049BB133111EB)
-    return fold(z, 31)
+    """Returns random bits for each of `states`, uint64."""
+    return finalized(states + _uint64(GAMMA), _uint64, tf.bitwise.right_shift)
 
 
 def _uint64(value: int) -> tf.Tensor:

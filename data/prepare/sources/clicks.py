@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from data.prepare.sources import TEST_FRACTION, Options, Source, SourceSplit
 from data.prepare.sources.examples import Classes, example_bytes, feature_files, tensor
+from data.split_mix import finalized
 from data.system.files import DataError
 
 FILE_NAME = "clicks.json"
@@ -140,12 +141,8 @@ class Clicks:
         """A number for each id of each column: uniform, with mean 0 and variance 1."""
         columns = np.arange(ids.shape[1], dtype=np.uint64)
         start = np.uint64((self._seed * 2 + salt) & (2**32 - 1)) << np.uint64(32)
-        mixed = ids.astype(np.uint64) + (columns << np.uint64(40)) + start
-        # The finaliser of splitmix64 (Steele et al., "Fast Splittable Pseudorandom Number
-        # Generators", 2014).
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-        mixed ^= mixed >> np.uint64(31)
+        states = ids.astype(np.uint64) + (columns << np.uint64(40)) + start
+        mixed: npt.NDArray[np.uint64] = finalized(states)
         uniform = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return (uniform - 0.5) * math.sqrt(12)
 

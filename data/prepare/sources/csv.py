@@ -5,7 +5,7 @@
 Values are separated by commas, semicolons or tabs, whichever divide the first line into the most
 values. All lines are read to find the type of each column: integers (int64), numbers (float32; or
 float64, if float32 would change the whole part of one, or if one is below its normal range) or
-text. `data.prepare.numerals` says what a number is. A column that mixes numbers and text is
+text. `data.numerals` says what a number is. A column that mixes numbers and text is
 refused, because the text is probably a mistake; in the label such values are names. `text` names
 columns that are text in any case. `missing` decides about missing values; in text an empty value is
 a value. The files are read twice, line by line.
@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, TextIO, cast
 
-from data.prepare.numerals import (
+from data.numerals import (
     CODE,
     DOUBLE,
     FOREIGN,
