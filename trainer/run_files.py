@@ -16,6 +16,7 @@
 | failures.jsonl | why tasks ended, of a cluster of several hosts with --max_restarts | local/ |
 | membership/ | which hosts train together, with --min_workers | local/membership.py |
 | trackers.json | the ids of the run in trackers | hooks/trackers/ |
+| compiled/ | the programs that XLA has compiled, for the next start | compiled_programs.py |
 | tasks/*.time.jsonl | where the time of each task went | report/recorder.py |
 | .lock | a lock, and the last process that had it | guards/run_lock.py |
 | placement.txt | the device of each op, if asked for; of a cluster in tasks/ | task.py |
@@ -84,6 +85,7 @@ class RunFiles:
         self.model = join(self.export, "model.keras")
         self.evaluator = join(model_dir, "evaluator")
         self.tasks = join(model_dir, "tasks")
+        self.compiled = join(model_dir, "compiled")
 
     def name_of_wrong_kind(self) -> str:
         """A path where a run needs a directory and finds a file, or the reverse; else ""."""

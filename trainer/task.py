@@ -55,6 +55,7 @@ from trainer.checkpoints.report_upload import uploading_reports
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
 from trainer.checkpoints.takeover import save_left_step
 from trainer.cli.task_spec import TaskSpec
+from trainer.compiled_programs import kept_programs
 from trainer.config import ConfigError, changed_fields, data_dir, to_json
 from trainer.config_checks import check_replicas
 from trainer.config_file import absolute
@@ -115,6 +116,8 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         _check_cluster(spec)
         # 2. Configure TensorFlow, before it touches a device. Evaluators and servers end here.
         _configure_tensorflow(spec)
+        if spec.recipe.config.jit_compile:
+            at_end.enter_context(kept_programs(spec.model_dir, spec.num_threads))
         if spec.log_device_placement:
             _write_placement_to_file(spec)
         if spec.cluster and spec.cluster.task.job == "evaluator":
