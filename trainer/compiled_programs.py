@@ -1,4 +1,4 @@
-"""Keeps the programs that XLA compiles in the directory of the run, for its next start.
+"""Keeps the programs that XLA compiles for CPUs in the directory of the run, for its next start.
 
     with kept_programs("runs/a", num_threads=1):       # before anything is compiled
         ...
@@ -22,8 +22,8 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import tensorflow as tf
-from google.protobuf.empty_pb2 import Empty
-from google.protobuf.unknown_fields import UnknownFieldSet
+from google.protobuf.empty_pb2 import Empty  # type: ignore[import-untyped]
+from google.protobuf.unknown_fields import UnknownFieldSet  # type: ignore[import-untyped]
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.ops import control_flow_util_v2
 
@@ -145,11 +145,9 @@ def _as_text(entry: bytes) -> bytes:
 
 
 def _processors(num_threads: int | None) -> str:
-    """A name for everything outside a computation on which its program depends."""
+    """A name for all that a program depends on, except its computation."""
     found = [tf.__version__, platform.machine(), num_cores(), num_threads, process_settings()]
     found += [os.environ.get(name) for name in ("XLA_FLAGS", "TF_XLA_FLAGS")]
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         found += sorted({line for line in file if line.startswith(("model name", "flags"))})
-    for gpu in tf.config.list_physical_devices("GPU"):
-        found.append(tf.config.experimental.get_device_details(gpu))
     return hashlib.sha256(repr(found).encode()).hexdigest()[:12]
