@@ -105,8 +105,11 @@ def _read(prefix: str) -> set[str]:
                 with contextlib.suppress(OSError, EOFError, zlib.error):
                     with gzip.open(f"{prefix}{name}.gz") as compressed:
                         program = compressed.read()
+                    if not program:  # gzip accepts an empty file.
+                        continue
                     os.utime(f"{prefix}{name}.gz")
-                    tf.io.gfile.GFile(f"{PROGRAM_CACHE}/{name}", "wb").write(program)
+                    with tf.io.gfile.GFile(f"{PROGRAM_CACHE}/{name}", "wb") as file_in_cache:
+                        file_in_cache.write(program)
                     found.add(name)
     return found
 
