@@ -20,6 +20,7 @@ from keras import layers
 
 from data.reader import Reader
 from strategies.base import Batch
+from trainer.compiled_programs import number_functions_by_name
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.step.options import ConfigError
@@ -62,6 +63,7 @@ def choose_compilation(learner: "Learner", recipe: "Recipe", reader: Reader) -> 
         if error := learner.xla_error(batch):
             why = _described(error)
     if not why:
+        number_functions_by_name()
         learner.compile_with_xla()
     elif is_given:
         raise ConfigError(

@@ -17,6 +17,7 @@
 | membership/ | which hosts train together, with --min_workers | local/membership.py |
 | trackers.json | the ids of the run in trackers | hooks/trackers/ |
 | tasks/*.time.jsonl | where the time of each task went | run_record/recorder.py |
+| compiled/ | the programs that XLA has compiled, for the next start | compiled_programs.py |
 | .lock | a lock, and the last process that had it | guards/run_lock.py |
 | placement.txt | the device of each op, if asked for; of a cluster in tasks/ | task.py |
 
@@ -99,6 +100,7 @@ class RunFiles:
         self.model = join(self.export, "model.keras")
         self.evaluator = join(model_dir, "evaluator")
         self.tasks = join(model_dir, "tasks")
+        self.compiled = join(model_dir, "compiled")
 
     def name_of_wrong_kind(self) -> str:
         """A path where a run needs a directory and finds a file, or the reverse; else ""."""

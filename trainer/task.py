@@ -53,6 +53,7 @@ from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
 from trainer.checkpoints.takeover import save_left_step
+from trainer.compiled_programs import kept_programs
 from trainer.config import ConfigError, changed_fields, data_dir, to_json
 from trainer.config_checks import check_replicas
 from trainer.config_file import absolute
@@ -112,6 +113,8 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         _check_cluster(spec)
         # 2. Configure TensorFlow, before it touches a device. Evaluators and servers end here.
         _configure_tensorflow(spec)
+        if spec.recipe.config.jit_compile is not False:
+            at_end.enter_context(kept_programs(spec.model_dir, spec.num_threads))
         if spec.log_device_placement:
             _write_placement_to_file(spec)
         if spec.cluster and spec.cluster.task.job == "evaluator":

@@ -23,6 +23,16 @@ _WRAPPED = "sklearn"
 _READS_SETTINGS = re.compile(r"keras/(src/backend/config|backend|backend_config)\.py$")
 _GRPC_OPTIONS = "TF_GRPC_DEFAULT_OPTIONS"  # name=value,name=value
 _USES_PROXY = "grpc.enable_http_proxy"
+# Where TensorFlow keeps programs that XLA has compiled: in this process's memory.
+PROGRAM_CACHE = "ram://compiled"
+_XLA_OPTIONS = "TF_XLA_FLAGS"
+_CACHE_OPTION = "--tf_xla_persistent_cache_directory"
+# Not tried on GPUs, where an error of the cache would end the step. An entry has no computation to
+# compare: its name has the computation's hash.
+_CACHE_OPTIONS = (
+    f"{_CACHE_OPTION}={PROGRAM_CACHE} --tf_xla_persistent_cache_device_types=CPU"
+    " --tf_xla_disable_strict_signature_checks"
+)
 # Of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _NEVER, _PAD_BYTES = -1, 64 << 20
@@ -45,6 +55,11 @@ def set_environment() -> None:
     options = os.environ.get(_GRPC_OPTIONS, "")
     if _USES_PROXY not in options:
         os.environ[_GRPC_OPTIONS] = ",".join(filter(None, [options, f"{_USES_PROXY}=0"]))
+    # TensorFlow reads these at the first look for devices, which may precede the command line of a
+    # task: trainer/compiled_programs.py fills the cache later.
+    flags = os.environ.get(_XLA_OPTIONS, "")
+    if _CACHE_OPTION not in flags and flags.strip()[:1] in ("", "-"):  # It may name a file.
+        os.environ[_XLA_OPTIONS] = f"{flags} {_CACHE_OPTIONS}".strip()
 
 
 def keep_freed_memory() -> None:

@@ -76,6 +76,26 @@ def test_grpc_options_of_the_user_take_precedence(
         assert os.environ["TF_GRPC_DEFAULT_OPTIONS"] == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "is_added"),
+    [
+        ("", True),
+        ("--tf_xla_auto_jit=1", True),
+        ("--tf_xla_persistent_cache_directory=/mine", False),
+        ("/file/with/flags", False),
+    ],
+)
+def test_cache_of_programs_is_in_memory_unless_the_user_names_another(
+    given: str, is_added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TF_XLA_FLAGS", given)
+    for _ in range(2):
+        set_environment()
+        found = os.environ["TF_XLA_FLAGS"]
+        assert found.startswith(given)
+        assert found.count("--tf_xla_persistent_cache_directory=ram://") == is_added
+
+
 FAULTS = """
 import os, resource, threading
 from trainer.tf_setup import keep_freed_memory

@@ -1,0 +1,78 @@
+"""Programs that XLA compiled are read by the next start of a run, unless they are damaged."""
+
+import gzip
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cluster.runs import TOPOLOGIES, Process, Run, start, train
+
+FLAGS = ("--config=tests/cluster/configs/linear.py", "--config.jit_compile=True")
+
+
+def started(topology: str, model_dir: Path, digits: Path, num_steps: int) -> Process:
+    flags = (*FLAGS, f"--data_dir={digits}", f"--train_steps={num_steps}")
+    return start(TOPOLOGIES[topology], model_dir, *flags)
+
+
+def trained(topology: str, model_dir: Path, digits: Path, num_steps: int) -> Run:
+    with started(topology, model_dir, digits, num_steps) as process:
+        return process.wait()
+
+
+def programs(model_dir: Path) -> list[Path]:
+    return sorted(model_dir.glob("compiled/*.pb.gz"))
+
+
+@pytest.mark.parametrize(
+    ("topology", "damage"),
+    [
+        ("mirrored-1", lambda content: b""),
+        ("multiworker-2", lambda content: content[:-1]),
+        ("ps-2+1", lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]),
+    ],
+    ids=["mirrored, empty", "multiworker, truncated", "ps, one bit"],
+)
+def test_programs_of_a_killed_run_are_read_and_damaged_ones_compiled_again(
+    topology: str, damage: Callable[[bytes], bytes], digits: Path, tmp_path: Path
+) -> None:
+    model_dir = tmp_path / "run"
+    with started(topology, model_dir, digits, 1_000_000) as process:
+        process.wait_until(lambda: bool(programs(model_dir)), "program")
+    process.wait_for_family_to_end()
+
+    (program,) = programs(model_dir)  # All workers need the same one.
+    program.write_bytes(damage(program.read_bytes()))
+    # Without a checksum that is right, TensorFlow must not see it.
+    assert trained(topology, model_dir, digits, 10).exit_code == 0
+    assert program in programs(model_dir)
+    assert len(gzip.decompress(program.read_bytes())) > 1000
+
+    # With it, TensorFlow reads what it cannot use: the proof that it reads, after a resume too.
+    program.write_bytes(gzip.compress(gzip.decompress(program.read_bytes())[:-1000] + b'"'))
+    assert trained(topology, model_dir, digits, 20).exit_code != 0
+
+
+def test_result_is_the_same_with_kept_programs(digits: Path, tmp_path: Path) -> None:
+    topology = TOPOLOGIES["mirrored-1"]
+    flags = (*FLAGS, f"--data_dir={digits}", "--train_steps=40")
+    compiled = train(topology, tmp_path / "first", *flags)
+    kept = programs(compiled.model_dir)
+    shutil.copytree(compiled.model_dir / "compiled", tmp_path / "second" / "compiled")
+    read = train(topology, tmp_path / "second", *flags)
+
+    assert len(kept) == 2  # Of the step and of the evaluation.
+    assert [p.name for p in programs(read.model_dir)] == [p.name for p in kept]
+    assert read.result["eval"] == compiled.result["eval"]
+    weights = compiled.weights()
+    for name, value in read.weights().items():
+        np.testing.assert_array_equal(value, weights[name], name)
+
+
+def test_without_xla_nothing_is_kept(digits: Path, tmp_path: Path) -> None:
+    flags = (FLAGS[0], f"--data_dir={digits}", "--train_steps=20")
+    train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags)
+    assert not (tmp_path / "run" / "compiled").exists()
