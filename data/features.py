@@ -385,7 +385,7 @@ def from_bytes(values: "tf.Tensor") -> "tf.Tensor":
     over the floats twice, and their results depend on the graph: a training graph's optimizer makes
     a multiplication of the division, and merges its factor with the next one, while the graph of a
     dataset divides. The op has kernels for the CPU and for XLA. On a GPU it would travel to the CPU
-    and back, so there it is a cast and an op whose factor is not merged either, with equal results.
+    and back, so there it is a cast and another op that is not rewritten either, with equal results.
 
     Raises:
         TypeError: `values` are not uint8.

@@ -160,18 +160,6 @@ class Reader:
         """The types of parsed (inputs, labels), each [n, ...]."""
         return _specs(self.parse)
 
-    @property
-    def training_specs(self) -> Nest:
-        """The tensor specs of what `augment` returns, and of weights; [n, ...], n unknown."""
-        inputs, labels, *others = self.parsed_specs
-        if self.augment is not None:
-            seeds = tf.TensorSpec([None, 2], tf.int32)
-            graph = tf.function(self.augment).get_concrete_function(inputs, labels, seeds)
-            inputs, labels = tf.nest.map_structure(
-                lambda t: tf.TensorSpec(t.shape, t.dtype), graph.structured_outputs
-            )
-        return inputs, labels, *others
-
     @no_autograph
     def parse_records(self, serialized: tf.Tensor, extras: dict[str, tf.Tensor]) -> Batch:
         """Parses records, string [..., n], and finishes them with their `extras` (see `finish`)."""

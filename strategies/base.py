@@ -134,6 +134,9 @@ class Learner(Protocol):
     def compiles(self) -> bool:
         """True if XLA may compile all that a replica computes in a step."""
 
+    def stop_compiling(self, error: tf.errors.OpError) -> bool:
+        """Returns True if XLA cannot compile and is not used any more: the graph is made anew."""
+
     @property
     def num_dense(self) -> int:
         """The number of dense variables; the gradients of the others are tf.IndexedSlices."""

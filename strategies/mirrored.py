@@ -214,6 +214,11 @@ class MirroredExecutor(Executor):
                 *arguments, self._own_status("run")
             )
         except tf.errors.OpError as error:
+            if self._learner.stop_compiling(error):
+                self._prepare_run()
+                self.start_evaluation(self._learner, self._evaluation)
+                self._set_position(self.position)
+                return self._run(num_steps)
             # An iteration of the loop in the graph begins, with this op, when all ops of the one
             # before have ended; and no variable changes without the batch.
             if _NEXT_BATCH in error.message:
@@ -290,12 +295,18 @@ class MirroredExecutor(Executor):
         if first_batch == 0:
             self._evaluation_batches = iter(self._evaluation_dataset)
             self._evaluation_totals = self._zero_totals_in_graph()
-        totals, summed_status, self._evaluation_totals = self._evaluate_in_graph(
-            self._evaluation_batches,
-            tf.constant(num_batches, tf.int64),
-            self._evaluation_totals,
-            self._own_status("evaluate"),
-        )
+        try:
+            totals, summed_status, self._evaluation_totals = self._evaluate_in_graph(
+                self._evaluation_batches,
+                tf.constant(num_batches, tf.int64),
+                self._evaluation_totals,
+                self._own_status("evaluate"),
+            )
+        except tf.errors.OpError as error:
+            if not self._learner.stop_compiling(error):
+                raise
+            self.start_evaluation(self._learner, self._evaluation)
+            return self._evaluate(first_batch, num_batches)
         return self._finished("evaluate", totals, summed_status, started)
 
     def _own_status(self, call: str) -> tf.Tensor:

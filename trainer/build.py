@@ -184,6 +184,7 @@ def _options(config: Config, adopted: Adopted) -> Options:
         ema=_merged("ema", config.ema, adopted.ema),
         loss_scale=_merged("loss_scale", config.loss_scale, adopted.loss_scale),
         micro_batches=config.micro_batches,
+        jit_compile=config.jit_compile is True,
         class_weight=config.class_weight,
         marks_changed_rows=config.complete_checkpoint_every > 1,
     )

@@ -1,17 +1,18 @@
 """`config.jit_compile="auto"`: which models XLA compiles.
 
-    choose_compilation(learner, recipe, inputs.train)
+    choose_compilation(learner, recipe.config, inputs.train, is_cluster=False)
 
-| device | compiled | why |
+| trains | compiled | why |
 | --- | --- | --- |
-| GPU | what XLA can compile | a step of ResNet-50 is up to 8 times as fast |
-| CPU | models with attention | a Transformer is 1.8 times as fast; a small CNN is slower |
+| one process, on GPUs | what XLA can compile | a step of ResNet-50 is up to 8 times as fast |
+| one process, on CPUs | models with attention | 1.8 times as fast; a small CNN would be slower |
+| a cluster | nothing | sums of gradients could not overlap with the backward pass |
 
 XLA merges operations on single elements, of which attention has many, and runs one kernel where
-TensorFlow runs many. Its convolutions on CPUs are slower than TensorFlow's.
+TensorFlow runs many. Its convolutions on CPUs are slower than TensorFlow's. If it lacks an
+operation, the executor runs the same step without it (`Learner.stop_compiling`).
 """
 
-import re
 from typing import TYPE_CHECKING
 
 import keras
@@ -19,18 +20,12 @@ import tensorflow as tf
 from keras import layers
 
 from data.reader import Reader
-from strategies.base import Batch
 from trainer.compiled_programs import number_functions_by_name
-from trainer.config_file import errors_explained
-from trainer.exit_codes import first_line
-from trainer.step.options import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.config import Recipe
+    from trainer.config import Config
     from trainer.learner import Learner
 
-# What TensorFlow says: "unsupported operations ... on XLA_CPU_JIT: DecodeJpeg (No registered ...".
-_LACKING = re.compile(r"unsupported operations .* on XLA_\w+: (\w+)")
 _ATTENTION = (
     layers.AdditiveAttention,
     layers.Attention,
@@ -39,71 +34,48 @@ _ATTENTION = (
 )
 
 
-def choose_compilation(learner: "Learner", recipe: "Recipe", reader: Reader) -> None:
-    """Has XLA compile `learner` if the config asks for it, or if "auto" gains by it.
+def choose_compilation(
+    learner: "Learner", config: "Config", reader: Reader, *, is_cluster: bool
+) -> None:
+    """Has XLA compile `learner` if "auto" gains by it. Before the first step.
 
-    `reader` reads the batches of training. If XLA would gain, but cannot compile the step, a note
-    of the learner says why.
-
-    Raises ConfigError if jit_compile=True, and XLA cannot compile the step; or if augment fails.
+    `reader` reads the batches of training. If XLA may gain, but is not used, a note says why.
     """
-    config = recipe.config
-    if config.jit_compile is False:
-        return
-    is_given = config.jit_compile is True
-    if not (is_given or tf.config.list_logical_devices("GPU") or _has_attention(learner.model)):
-        return
-    with errors_explained(f"augment(inputs, labels, seeds) of {recipe.path}"):
-        specs = reader.training_specs
-    why = "" if is_given else _obstacle(learner, specs)
-    if not why and _has_one_shape(specs):
-        batch = tf.nest.map_structure(
-            lambda spec: tf.TensorSpec([config.batch_size, *spec.shape[1:]], spec.dtype), specs
-        )
-        if error := learner.xla_error(batch):
-            why = _described(error)
-    if not why:
+    if config.jit_compile == "auto":
+        has_gpus = bool(tf.config.list_logical_devices("GPU"))
+        if not has_gpus and (is_cluster or not _has_attention(learner.model)):
+            return
+        if why := _obstacle(learner, reader, is_cluster):
+            learner.notes.append(
+                f"XLA may make steps faster, but is not used: {why} With "
+                "--config.jit_compile=False this line is not printed."
+            )
+            return
+        learner.compile_with_xla(is_optional=True)
+    if config.jit_compile:
         number_functions_by_name()
-        learner.compile_with_xla()
-    elif is_given:
-        raise ConfigError(
-            f"config.jit_compile=True, but XLA cannot compile the step: {why} Leave it out, "
-            "or use other operations in the model, the loss or the metrics."
-        )
-    else:
-        learner.notes.append(
-            f"XLA does not compile this step, which would be faster: {why} With "
-            "--config.jit_compile=False this line is not printed."
-        )
-
-
-def _described(error: Exception) -> str:
-    lacking = _LACKING.search(str(error))
-    if lacking is None:
-        return first_line(error)
-    return "it takes text." if lacking[1] == "_Arg" else f"XLA lacks the operation {lacking[1]}."
 
 
 def _has_attention(model: keras.Model) -> bool:
     return any(isinstance(layer, _ATTENTION) for layer in model._flatten_layers())
 
 
-def _has_one_shape(specs: Batch) -> bool:
-    """Returns True if all batches have the same shapes, so that XLA compiles once."""
-    return all(spec.shape[1:].is_fully_defined() for spec in tf.nest.flatten(specs))
-
-
-def _obstacle(learner: "Learner", specs: Batch) -> str:
+def _obstacle(learner: "Learner", reader: Reader, is_cluster: bool) -> str:
     """Why "auto" does not compile the step of `learner`; "" if nothing is known."""
     if learner.overrides_gradients:
-        return "its Learner overrides `gradients`, and may compile parts of it itself."
+        return "this Learner overrides `gradients`, and may compile parts of it itself."
     if learner.tables:
-        return "it has a ShardedEmbedding, of which XLA would read all rows."
-    if not _has_one_shape(specs):
-        return "its examples have different shapes, and XLA would compile each one."
+        return "the model has a ShardedEmbedding, of which XLA would read all rows."
+    specs = tf.nest.flatten(reader.parsed_specs)
+    if any(spec.dtype == tf.string for spec in specs):
+        return "the examples have text, which XLA does not take."
+    if not all(spec.shape[1:].is_fully_defined() for spec in specs):
+        return "the examples have different shapes, and XLA would compile each of them."
     for layer in learner.model._flatten_layers():
         if getattr(layer, "synchronized", False):
             return f"{layer.name!r} is synchronized=True, and XLA compiles each replica alone."
         if isinstance(layer, layers.SpectralNormalization):
             return f"{layer.name!r} assigns its kernel in the forward pass."
+    if is_cluster:
+        return "this is a cluster. Try --config.jit_compile=True."
     return ""

@@ -163,9 +163,10 @@ class Config:
             examples, such as BatchNormalization, see one part at a time.
         precision: The dtype policy of layers without a policy: float32, mixed_float16 (with a
             scaled loss) or mixed_bfloat16. Variables are float32 with all three.
-        jit_compile: True: XLA compiles what a replica computes: the gradient and the update, or the
-            complete step if there is one replica; and the evaluation. The first start takes longer.
-            "auto": True on GPUs, and on CPUs for models with attention; if XLA can compile it.
+        jit_compile: True: XLA compiles what a replica computes: the gradient; under mirrored also
+            the update, and complete steps if there is one replica; and the evaluation, but not
+            under ps. The first start takes longer. "auto": under mirrored as True on GPUs, and on
+            CPUs for models with attention, unless XLA cannot compile them; otherwise as False.
         label_smoothing: The part of each label's probability that is spread over all classes
             (Szegedy et al., "Rethinking the Inception Architecture", 2016), in training and
             evaluation. Only for the default loss.

@@ -59,7 +59,7 @@ def check(config: Config) -> None:
                 (type(value), value) for value in choices
             ]:
                 needed = f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
-                raise must_be(needed, name, values[name], choices[-1])
+                raise must_be(needed, name, values[name], choices[1 if values[name] else -1])
             continue
         wanted = (int, float) if isinstance(default, float) else type(default)
         came = values[name]

@@ -25,6 +25,7 @@ from trainer.build import build_checkpointer, build_json_lines
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import Saved
+from trainer.compilation import choose_compilation
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.guards.signals import StopSignals
 from trainer.hooks.console import Console
@@ -66,6 +67,7 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
     executor = MirroredExecutor.on(replica_devices(1, use_gpus(spec.num_gpus)))
     executor.stopwatch = stopwatch
     inputs, _, learner = build_session(spec.recipe, opened, executor.build)
+    choose_compilation(learner, config, inputs.train, is_cluster=False)
     check_batches(inputs, learner, spec.recipe)
     executor.start_evaluation(learner, inputs.evaluation)
     checkpointer = build_checkpointer(

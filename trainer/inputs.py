@@ -40,6 +40,7 @@ from trainer.models import has_own_code
 from trainer.step.advice import shape_advice
 from trainer.step.keras_losses import is_keras
 from trainer.step.losses import PerExample
+from trainer.step.xla_errors import described, is_of_xla
 
 log = logging.getLogger(__name__)
 
@@ -431,6 +432,11 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
     except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError) as error:
         raise DataError(f"A file of the data cannot be read any more: {error.message}") from error
     except tf.errors.InvalidArgumentError as error:
+        if is_of_xla(error):
+            raise ConfigError(
+                f"config.jit_compile=True, but XLA is no help: {described(error)} Type "
+                "--config.jit_compile=False."
+            ) from error
         if changed := [change for split in splits for change in changed_files(split)]:
             listed = "\n  ".join(map(str, changed[:10]))
             raise DataError(

@@ -20,8 +20,8 @@ B is the number of examples of a replica's part of a batch.
 
 import functools
 import itertools
+import logging
 import operator
-import warnings
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -48,6 +48,9 @@ from trainer.step.optimizers import check_optimizer
 from trainer.step.options import Options, matching
 from trainer.step.random_layers import bind, drawing
 from trainer.step.schedules import RateFactor
+from trainer.step.xla_errors import described, is_of_xla
+
+log = logging.getLogger(__name__)
 
 
 class Learner:
@@ -88,8 +91,8 @@ class Learner:
         keras_metrics: The metrics that are not functions of one example; None if there are none.
         notes: What the user should know about the model, the loss and the optimizer.
         loss_scale: The scale of the loss if the model computes in float16, else None.
-        compiles: True if XLA compiles all that a replica computes in a step. Methods of a
-            subclass may have ops that XLA lacks.
+        compiles: True if XLA may compile all that a replica computes in a step, not only the
+            gradient. Methods of a subclass may have ops that XLA lacks.
     """
 
     def __init__(
@@ -167,43 +170,32 @@ class Learner:
         if options.ema.decay:
             self._ema = ExponentialMovingAverage(self.variables, options.ema)
         self.loss_scale = LossScale(options.loss_scale) if computes_in_float16(model) else None
-        self.compiles = False
+        self.compiles = self._may_stop_compiling = False
         self._differentiate_with_xla: tf.types.experimental.PolymorphicFunction | None = None
         if options.jit_compile:
             self.compile_with_xla()
 
-    def compile_with_xla(self) -> None:
+    def compile_with_xla(self, *, is_optional: bool = False) -> None:
         """Has XLA compile gradients and, if no method is overridden, updates and evaluations.
 
-        Must be called before the first step.
+        Called before the first step. If `is_optional`, `stop_compiling` may end it.
         """
         compiled = tf.function(self._differentiate_at, jit_compile=True, autograph=False)
         self._differentiate_with_xla = compiled
         self.compiles = type(self) is Learner
+        self._may_stop_compiling = is_optional
 
-    def xla_error(self, batch: Batch) -> Exception | None:
-        """Returns why XLA cannot compile `gradients` of a batch of specs; None if it can."""
-        if self.needs_seeds:
-            size = tf.nest.flatten(batch)[0].shape[0]
-            batch = (*batch, tf.TensorSpec([size, 2], tf.int32))
-        values = [tf.TensorSpec(v.shape, v.dtype) for v in self._tf_variables]
-        scale = [tf.TensorSpec([], tf.float32)] if self.loss_scale else []
-        specs = (batch, values, scale)
-
-        def differentiate(*flat: tf.Tensor) -> object:
-            batch, values, scale = tf.nest.pack_sequence_as(specs, flat)
-            return self._differentiate_at(batch, True, values, scale[0] if scale else None)
-
-        traced = tf.function(differentiate, jit_compile=True, autograph=False)
-        with warnings.catch_warnings():
-            # Without a device, which is deprecated, it would draw a random number to find one.
-            warnings.filterwarnings("ignore", "device_name is being deprecated")
-            try:
-                lower = traced.experimental_get_compiler_ir(*tf.nest.flatten(specs))
-                lower(stage="hlo", device_name="/device:CPU:0")
-            except (ValueError, tf.errors.OpError) as error:
-                return error
-        return None
+    def stop_compiling(self, error: tf.errors.OpError) -> bool:
+        """Returns True if `error` says that XLA cannot compile, and it need not: try again."""
+        if not self._may_stop_compiling or not is_of_xla(error):
+            return False
+        self._differentiate_with_xla, self.compiles = None, False
+        self._may_stop_compiling = False
+        log.warning(
+            "XLA is not used: %s With --config.jit_compile=False it is not tried.",
+            described(error),
+        )
+        return True
 
     @no_autograph
     def build_metrics(self, labels: Batch, outputs: Batch) -> None:
@@ -266,6 +258,12 @@ class Learner:
         if isinstance(self._loss, ModelLoss):
             return self._metrics
         return {"loss": self._loss_values, **self._metrics}
+
+    @property
+    def _can_compile_update(self) -> bool:
+        """False if the update may have ops that XLA lacks: only gradients are tried in advance."""
+        is_of_keras = type(self.optimizer).__module__.startswith("keras.")
+        return is_of_keras and not any(v.constraint is not None for v in self.dense_variables)
 
     @property
     def learning_rate(self) -> float:
@@ -521,10 +519,10 @@ class Learner:
         summed: Sequence[Gradient] = [gradients[index] for index in present]
         variables = [self.variables[index] for index in present]
         is_finite = all_finite(summed) if self.loss_scale else None
-        # Not on CPUs of several hosts: XLA may compile other programs for other processors, but the
+        # In one process only: XLA may compile other programs for other processors, but the
         # variables of all workers must stay equal to the last bit.
-        is_one_host = isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy)
-        compiles = self.compiles and (is_one_host or "GPU" in self.step.device)
+        is_one_process = isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy)
+        compiles = self.compiles and is_one_process and self._can_compile_update and bool(summed)
         if not compiles:
             summed = clip_gradients(summed, variables, self._options.clip)
 

@@ -14,7 +14,6 @@ from strategies.base import Batch
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import Checkpointer
-from trainer.compilation import choose_compilation
 from trainer.config import ConfigError, Recipe, recipe_of_run
 from trainer.inputs import Inputs, build_metrics, fitted_to_model, input_specs, open_evaluation
 from trainer.learner import Learner
@@ -42,7 +41,6 @@ def build_session(
     learner = build(lambda: build_learner(recipe, specs))
     inputs = fitted_to_model(inputs, recipe, learner.model)
     build_metrics(inputs, learner, recipe)
-    choose_compilation(learner, recipe, inputs.train)
     return Session(inputs, specs, learner)
 
 

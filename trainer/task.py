@@ -53,6 +53,7 @@ from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
 from trainer.checkpoints.takeover import save_left_step
+from trainer.compilation import choose_compilation
 from trainer.compiled_programs import kept_programs
 from trainer.config import ConfigError, changed_fields, data_dir, to_json
 from trainer.config_checks import check_replicas
@@ -384,6 +385,9 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         strategy=spec.strategy,
         num_workers=executor.num_replicas,
         read_dtype=spec.read_dtype,
+    )
+    choose_compilation(
+        learner, spec.recipe.config, inputs.train, is_cluster=spec.strategy != "mirrored"
     )
     if not spec.is_checked:
         check_batches(inputs, learner, spec.recipe)

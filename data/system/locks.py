@@ -5,6 +5,7 @@ with locked("datasets/.mnist.lock", on_wait=lambda: print("waiting")) as descrip
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -37,9 +38,10 @@ def locked(
                 is_held = os.path.samestat(os.fstat(descriptor), os.stat(path))
             except FileNotFoundError:
                 pass  # A former holder has removed the file, or its directory.
-            except (BlockingIOError, PermissionError):
-                if on_wait:
-                    on_wait()
+            except (BlockingIOError, PermissionError) as error:
+                if on_wait is None or (lock is fcntl.flock and error.errno == errno.EACCES):
+                    raise  # Only lockf may say EACCES for a lock of another process.
+                on_wait()
             if is_held:
                 yield descriptor
                 return

@@ -1,14 +1,20 @@
 """`config.jit_compile`: XLA compiles what gains by it, and what it can."""
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from strategies.base import DataFaultError, Position
+from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor
 from tests.unit.test_config_file import digits, written
+from trainer.compilation import choose_compilation
 from trainer.config import ConfigError, load_recipe
 from trainer.config_checks import check
-from trainer.inputs import open_inputs
+from trainer.inputs import Inputs, data_errors_explained, open_inputs
+from trainer.learner import Learner
 from trainer.session import build_session
 
 __all__ = ["digits"]  # A fixture.
@@ -28,6 +34,10 @@ MODEL = """
         return keras.Model(inputs, layers.Dense(10)(layers.Flatten()(x)))
 """
 ATTENTION = "x = layers.MultiHeadAttention(2, 4)(x, x)"
+TABLE = (
+    "from trainer.embeddings import ShardedEmbedding; "
+    "x = ShardedEmbedding(10, 4)(keras.ops.cast(layers.Flatten()(x), 'int32'))"
+)
 IN_SYNC = f"{ATTENTION}; x = layers.BatchNormalization(synchronized=True)(x)"
 SPECTRAL = f"{ATTENTION}; x = layers.SpectralNormalization(layers.Dense(8))(x)"
 # XLA lacks the operation of this loss.
@@ -37,6 +47,24 @@ LOSS = """
         words = tf.strings.as_string(labels)
         labels = tf.strings.to_number(words, tf.int32)
         return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs)
+"""
+# Has an operation that XLA lacks.
+CONSTRAINT = """
+    def constraint(kernel):
+        import tensorflow as tf
+        values = tf.reshape(kernel, [1, 8, 8, 1])
+        pooled = tf.raw_ops.FractionalMaxPool(value=values, pooling_ratio=[1.0, 1.0, 1.0, 1.0])
+        return tf.reshape(pooled.output, [8, 8])
+"""
+EVALUATED = """
+    def evaluated():
+        import keras, tensorflow as tf
+        class Evaluated(keras.layers.Layer):
+            def call(self, x, training=False):
+                if training:
+                    return x
+                return tf.strings.to_number(tf.strings.as_string(x))
+        return Evaluated()
 """
 OTHER_SHAPES = """
     def parse(serialized):
@@ -66,6 +94,19 @@ OWN_STEP = """
 """
 
 
+def started(
+    tmp_path: Path, digits: Path, source: str, *, is_cluster: bool = False
+) -> tuple[MirroredExecutor, Learner, Inputs]:
+    recipe = load_recipe(written(tmp_path, source))
+    check(recipe.config)
+    recipe.config.data_dir = str(digits)
+    executor = MirroredExecutor.on(["CPU:0"])
+    inputs, _, learner = build_session(recipe, open_inputs(recipe), executor.build)
+    choose_compilation(learner, recipe.config, inputs.train, is_cluster=is_cluster)
+    executor.start(learner, inputs.train, inputs.evaluation, Position())
+    return executor, learner, inputs
+
+
 @pytest.mark.parametrize(
     ("jit_compile", "layer", "more", "compiles", "note"),
     [
@@ -75,14 +116,13 @@ OWN_STEP = """
         ("jit_compile=False", ATTENTION, "", False, ""),
         ("jit_compile=True", "", "", True, ""),
         ("", ATTENTION, ONE_HOT, True, ""),
-        ("", ATTENTION, LOSS, False, "faster: XLA lacks the operation AsString. With --config.jit"),
-        ("", ATTENTION, OTHER_SHAPES, False, "faster: its examples have different shapes"),
-        ("", ATTENTION, OWN_STEP, False, "faster: its Learner overrides `gradients`"),
+        ("", ATTENTION, OTHER_SHAPES, False, "not used: the examples have different shapes"),
+        ("", ATTENTION, OWN_STEP, False, "not used: this Learner overrides `gradients`"),
         ("", IN_SYNC, "", False, "is synchronized=True"),
         ("", SPECTRAL, "", False, "assigns its kernel"),
     ],
 )
-def test_what_gains_by_xla_is_compiled_if_it_can_be(
+def test_what_gains_by_xla_is_compiled(
     jit_compile: str,
     layer: str,
     more: str,
@@ -91,24 +131,74 @@ def test_what_gains_by_xla_is_compiled_if_it_can_be(
     digits: Path,
     tmp_path: Path,
 ) -> None:
-    source = MODEL.format(jit_compile=jit_compile, layer=layer)
-    recipe = load_recipe(written(tmp_path, source + more))
-    check(recipe.config)
-    recipe.config.data_dir = str(digits)
-    build = MirroredExecutor.on(["CPU:0"]).build
-    learner = build_session(recipe, open_inputs(recipe), build).learner
+    source = MODEL.format(jit_compile=jit_compile, layer=layer) + more
+    executor, learner, _ = started(tmp_path, digits, source)
     assert learner.compiles is compiles
     notes = [text for text in learner.notes if "XLA" in text]
     assert len(notes) == bool(note)
     assert note in "".join(notes)
+    executor.run(1)
+    assert learner.compiles is compiles
 
 
-def test_what_xla_must_compile_and_cannot_is_refused(digits: Path, tmp_path: Path) -> None:
-    source = MODEL.format(jit_compile="jit_compile=True", layer="")
-    recipe = load_recipe(written(tmp_path, source + LOSS))
-    recipe.config.data_dir = str(digits)
-    with pytest.raises(ConfigError, match=r"jit_compile=True.* XLA lacks the operation AsString"):
-        build_session(recipe, open_inputs(recipe), MirroredExecutor.on(["CPU:0"]).build)
+def test_nothing_is_compiled_in_a_cluster_unless_it_is_asked_for(
+    digits: Path, tmp_path: Path
+) -> None:
+    source = MODEL.format(jit_compile="", layer=ATTENTION)
+    _, learner, _ = started(tmp_path, digits, source, is_cluster=True)
+    assert not learner.compiles
+
+
+@pytest.mark.parametrize(
+    ("layer", "more", "op"),
+    [
+        (ATTENTION, LOSS, "AsString"),
+        (f"{ATTENTION}; x = layers.Dense(8, kernel_constraint=constraint)(x)", CONSTRAINT, "Pool"),
+        (f"{ATTENTION}; x = evaluated()(x)", EVALUATED, "AsString"),
+    ],
+    ids=["in the gradient", "in the update", "in the evaluation"],
+)
+def test_step_that_xla_cannot_compile_is_run_without_it(
+    layer: str,
+    more: str,
+    op: str,
+    digits: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights, results = [], []
+    for jit_compile in ("", "jit_compile=False"):
+        source = MODEL.format(jit_compile=jit_compile, layer=layer) + more
+        executor, learner, _ = started(tmp_path / (jit_compile or "auto"), digits, source)
+        assert learner.compiles is (not jit_compile)
+        metrics = [executor.run(2), executor.run(1), executor.evaluate()]
+        assert executor.position.next_batch == 3
+        assert not learner.compiles
+        weights.append(learner.weights())
+        results.append([means(each) for each in metrics])
+    (line,) = (r.getMessage() for r in caplog.records if "XLA" in r.getMessage())
+    assert re.search(rf"XLA is not used: it lacks the operation \w*{op}\.", line)
+    if op == "AsString" and more is LOSS:
+        assert results[0] == results[1]
+    for ours, theirs in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_what_xla_must_compile_and_cannot_is_explained(digits: Path, tmp_path: Path) -> None:
+    source = MODEL.format(jit_compile="jit_compile=True", layer="") + LOSS
+    executor, _, inputs = started(tmp_path, digits, source)
+    message = r"jit_compile=True.* it lacks the operation AsString.*jit_compile=False"
+    with pytest.raises(DataFaultError) as error:
+        executor.run(1)
+    assert error.value.__cause__ is not None
+    with pytest.raises(ConfigError, match=message), data_errors_explained(inputs):
+        raise error.value.__cause__
+
+
+def test_table_with_jit_compile_is_refused(digits: Path, tmp_path: Path) -> None:
+    source = MODEL.format(jit_compile="jit_compile=True", layer=TABLE)
+    with pytest.raises(ConfigError, match=r"config\.jit_compile cannot be used with a Sharded"):
+        started(tmp_path, digits, source)
 
 
 @pytest.mark.parametrize("value", ["'on'", "1", "None", "0"])
