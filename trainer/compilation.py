@@ -5,7 +5,7 @@
 | trains | compiled | why |
 | --- | --- | --- |
 | one process, on GPUs | what XLA can compile | a step of ResNet-50 is up to 8 times as fast |
-| one process, on CPUs | models with attention | 1.8 times as fast; a small CNN would be slower |
+| one process, on CPUs | models with attention | 1.3 to 1.8 times as fast; a small CNN is slower |
 | a cluster | nothing | sums of gradients could not overlap with the backward pass |
 
 XLA merges operations on single elements, of which attention has many, and runs one kernel where
