@@ -400,14 +400,8 @@ def from_bytes(values: "tf.Tensor") -> "tf.Tensor":
         )
     values = tf.identity(values)  # Its device is that of the scope.
     if "GPU" in values.device:
-        return _scaled(values)
+        return tf.math.multiply_no_nan(tf.cast(values, tf.float32), np.float32(1 / 255))
     return tf.quantization.dequantize(tf.bitcast(values, tf.quint8), 0.0, 1.0)
-
-
-def _scaled(values: "tf.Tensor") -> "tf.Tensor":
-    import tensorflow as tf
-
-    return tf.math.multiply_no_nan(tf.cast(values, tf.float32), np.float32(1 / 255))
 
 
 def _bytes_to_floats(inputs: "tf.Tensor", labels: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":

@@ -1,6 +1,6 @@
 """`config.jit_compile="auto"`: which models XLA compiles.
 
-    choose_compilation(learner, recipe.config, inputs.train, is_cluster=False)
+    choose_compilation(learner, recipe, inputs.train, is_cluster=False)
 
 | trains | compiled | why |
 | --- | --- | --- |
@@ -13,6 +13,7 @@ TensorFlow runs many. Its convolutions on CPUs are slower than TensorFlow's. If 
 operation, the executor runs the same step without it (`Learner.stop_compiling`).
 """
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import keras
@@ -21,9 +22,11 @@ from keras import layers
 
 from data.reader import Reader
 from trainer.compiled_programs import number_functions_by_name
+from trainer.step.layer_options import Use, check_layers
+from trainer.step.options import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from trainer.config import Recipe
     from trainer.learner import Learner
 
 _ATTENTION = (
@@ -35,24 +38,24 @@ _ATTENTION = (
 
 
 def choose_compilation(
-    learner: "Learner", config: "Config", reader: Reader, *, is_cluster: bool
+    learner: "Learner", recipe: "Recipe", reader: Reader, *, is_cluster: bool
 ) -> None:
     """Has XLA compile `learner` if "auto" gains by it. Before the first step.
 
     `reader` reads the batches of training. If XLA may gain, but is not used, a note says why.
     """
-    if config.jit_compile == "auto":
+    if recipe.config.jit_compile == "auto":
         has_gpus = bool(tf.config.list_logical_devices("GPU"))
         if not has_gpus and (is_cluster or not _has_attention(learner.model)):
             return
-        if why := _obstacle(learner, reader, is_cluster):
+        if why := _obstacle(learner, recipe, reader, is_cluster):
             learner.notes.append(
                 f"XLA may make steps faster, but is not used: {why} With "
                 "--config.jit_compile=False this line is not printed."
             )
             return
         learner.compile_with_xla(is_optional=True)
-    if config.jit_compile:
+    if recipe.config.jit_compile:
         number_functions_by_name()
 
 
@@ -60,22 +63,20 @@ def _has_attention(model: keras.Model) -> bool:
     return any(isinstance(layer, _ATTENTION) for layer in model._flatten_layers())
 
 
-def _obstacle(learner: "Learner", reader: Reader, is_cluster: bool) -> str:
+def _obstacle(learner: "Learner", recipe: "Recipe", reader: Reader, is_cluster: bool) -> str:
     """Why "auto" does not compile the step of `learner`; "" if nothing is known."""
     if learner.overrides_gradients:
         return "this Learner overrides `gradients`, and may compile parts of it itself."
     if learner.tables:
         return "the model has a ShardedEmbedding, of which XLA would read all rows."
     specs = tf.nest.flatten(reader.parsed_specs)
-    if any(spec.dtype == tf.string for spec in specs):
-        return "the examples have text, which XLA does not take."
     if not all(spec.shape[1:].is_fully_defined() for spec in specs):
         return "the examples have different shapes, and XLA would compile each of them."
-    for layer in learner.model._flatten_layers():
-        if getattr(layer, "synchronized", False):
-            return f"{layer.name!r} is synchronized=True, and XLA compiles each replica alone."
-        if isinstance(layer, layers.SpectralNormalization):
-            return f"{layer.name!r} assigns its kernel in the forward pass."
+    compiled = dataclasses.replace(recipe.config, jit_compile=True)
+    try:
+        check_layers(learner.model, recipe.path, Use("mirrored", 1, compiled))
+    except ConfigError as error:
+        return str(error)
     if is_cluster:
         return "this is a cluster. Try --config.jit_compile=True."
     return ""

@@ -13,6 +13,7 @@ A program is found by the names of its functions and by its computation.
 import collections
 import contextlib
 import functools
+import glob
 import gzip
 import hashlib
 import itertools
@@ -98,20 +99,16 @@ def _read(prefix: str) -> set[str]:
     """Puts undamaged programs of earlier starts into the cache; returns their names."""
     found = set()
     tf.io.gfile.makedirs(PROGRAM_CACHE)
-    directory, start = os.path.split(prefix)
-    with contextlib.suppress(OSError):
-        for file in os.listdir(directory):
-            name = file.removeprefix(start).removesuffix(".gz")
-            if file == f"{start}{name}.gz":
-                with contextlib.suppress(OSError, EOFError, zlib.error):
-                    with gzip.open(f"{prefix}{name}.gz") as compressed:
-                        program = compressed.read()
-                    if not program:  # gzip accepts an empty file.
-                        continue
-                    os.utime(f"{prefix}{name}.gz")
-                    with tf.io.gfile.GFile(f"{PROGRAM_CACHE}/{name}", "wb") as file_in_cache:
-                        file_in_cache.write(program)
-                    found.add(name)
+    for path in glob.glob(f"{glob.escape(prefix)}*.gz"):
+        name = path.removeprefix(prefix).removesuffix(".gz")
+        with contextlib.suppress(OSError, EOFError, zlib.error):
+            with gzip.open(path) as compressed:
+                program = compressed.read()
+            if program:  # gzip accepts an empty file.
+                os.utime(path)
+                with tf.io.gfile.GFile(f"{PROGRAM_CACHE}/{name}", "wb") as file:
+                    file.write(program)
+                found.add(name)
     return found
 
 

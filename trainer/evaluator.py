@@ -67,7 +67,7 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
     executor = MirroredExecutor.on(replica_devices(1, use_gpus(spec.num_gpus)))
     executor.stopwatch = stopwatch
     inputs, _, learner = build_session(spec.recipe, opened, executor.build)
-    choose_compilation(learner, config, inputs.train, is_cluster=False)
+    choose_compilation(learner, spec.recipe, inputs.train, is_cluster=False)
     check_batches(inputs, learner, spec.recipe)
     executor.start_evaluation(learner, inputs.evaluation)
     checkpointer = build_checkpointer(

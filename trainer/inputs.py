@@ -434,8 +434,8 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
     except tf.errors.InvalidArgumentError as error:
         if is_of_xla(error):
             raise ConfigError(
-                f"config.jit_compile=True, but XLA is no help: {described(error)} Type "
-                "--config.jit_compile=False."
+                f"XLA cannot compile a function of the step: {described(error)} Type "
+                "--config.jit_compile=False, if no function of the config file is compiled."
             ) from error
         if changed := [change for split in splits for change in changed_files(split)]:
             listed = "\n  ".join(map(str, changed[:10]))

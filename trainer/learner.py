@@ -261,7 +261,10 @@ class Learner:
 
     @property
     def _can_compile_update(self) -> bool:
-        """False if the update may have ops that XLA lacks: only gradients are tried in advance."""
+        """False if the update may have ops that XLA lacks.
+
+        That would be found when the forward pass has changed its variables already.
+        """
         is_of_keras = type(self.optimizer).__module__.startswith("keras.")
         return is_of_keras and not any(v.constraint is not None for v in self.dense_variables)
 

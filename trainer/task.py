@@ -386,9 +386,7 @@ def _build(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         num_workers=executor.num_replicas,
         read_dtype=spec.read_dtype,
     )
-    choose_compilation(
-        learner, spec.recipe.config, inputs.train, is_cluster=spec.strategy != "mirrored"
-    )
+    choose_compilation(learner, spec.recipe, inputs.train, is_cluster=spec.cluster is not None)
     if not spec.is_checked:
         check_batches(inputs, learner, spec.recipe)
         check_export(spec.recipe, learner.model, specs)
