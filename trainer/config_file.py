@@ -251,7 +251,11 @@ def _import_file(place: str) -> ModuleType:
     if path.parent != _SHIPPED:
         _make_importable(root)
     if len(names) > 1:
-        return importlib.import_module(".".join([_package(root / names[0]), *names[1:]]))
+        name = ".".join([_package(root / names[0]), *names[1:]])
+        found = importlib.util.find_spec(name)
+        # A user's directory `configs` may hide a shipped config of the same name.
+        if found is not None and Path(found.origin or "").resolve() == path:
+            return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     if spec is None:
         raise ConfigError(f"--config={place} is no Python file. See configs/digits.py.")

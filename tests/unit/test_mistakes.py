@@ -123,6 +123,12 @@ def test_shipped_config_is_found_from_any_directory_unless_there_is_one_here(
         assert load_module(name)[0].HERE
         sys.modules.pop("digits")
     load_module.cache_clear()
+    # The user's file does not hide the shipped one, neither by its path nor in another directory.
+    shipped = str(ROOT / "configs" / "digits.py")
+    assert load_module(shipped)[1][0] == shipped
+    monkeypatch.chdir("/")
+    assert load_module("digits")[1][0] == shipped
+    load_module.cache_clear()
 
 
 def test_unknown_config_names_the_shipped_ones() -> None:
