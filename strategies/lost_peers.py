@@ -20,7 +20,8 @@ _SERVER = "A parameter server was lost"
 # DeadlineExceededError is that of a message.
 _LOSSES = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError)
 
-# Other errors: type, a part of the message, and what was lost; None: what the caller waited for.
+# Other errors: type, a part of the message, and what was lost. None: the resource that the caller
+# waited for.
 _FOUND_BY_MESSAGE = (
     # The task has been restarted, or TensorFlow considers it restarted: its tensors are gone.
     (tf.errors.InvalidArgumentError, "Unable to find the relevant tensor remote_handle", None),

@@ -55,8 +55,8 @@ def prepare(
     does not change the files; 0 is one for each core, at most 8 and at most the number of shards.
 
     Raises:
-        DataError: the name or the source is wrong, or `data_dir` holds something else, or what it
-            holds was made of other files or with other options.
+        DataError: the name or the source is wrong, or `data_dir` holds something else, or it was
+            made from other files, or with other options.
     """
     given = options or Options()
     check(name, given)
@@ -195,7 +195,7 @@ def _is_prepared(name: str, data_dir: str, source: str | None) -> bool:
 
 
 def _check_origin(name: str, data_dir: str, source: str | None, options: Options | None) -> None:
-    """Raises DataError if the data set in `data_dir` was made of other files, or with others."""
+    """Raises DataError if the data set in `data_dir` was made from other files or options."""
     try:
         then = json.loads(files.read_text(files.join(data_dir, origin.FILE_NAME)))
         then = {"options": dict(then["options"]), "files": dict(then["files"])}

@@ -1,4 +1,4 @@
-"""When the servers have ended the work of a chief that died, and how far its run has come then.
+"""Waits until the servers have ended a dead chief's work; finds the step that was reached.
 
     reached, values = settled_values(former) or ...   # waits; None without a complete step
 

@@ -197,7 +197,7 @@ class Callbacks(Hook):
             self._call("on_train_end", dict(self._logs))
 
     def _agree(self) -> None:
-        """Takes over the chief's wish to stop and its learning rate, in all tasks."""
+        """Copies the chief's stop request and learning rate to every task."""
         rate = getattr(self.learner.optimizer, "_learning_rate", None)
         rate = rate if isinstance(rate, keras.Variable) else None  # Or a schedule.
         ours = np.float32(0.0 if rate is None else rate.numpy())

@@ -32,7 +32,7 @@ from trainer.local.task_process import TaskProcess
 
 # From the time when another launcher says that the run is done to SIGTERM for a task that waits.
 _DONE_SECS = 10.0
-# In them a launcher sees which others ran before it.
+# After this number of snapshots a launcher knows which others were running before it.
 _FIRST_SNAPSHOTS = 4
 # How a task ends that was asked to end.
 _ASKED = (EXIT_RESTART, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)

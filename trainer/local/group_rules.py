@@ -148,7 +148,7 @@ class Sightings:
         )
 
     def extended(self, core: frozenset[int], others: Iterable[int]) -> frozenset[int]:
-        """`core` with those of `others` that all of them reach."""
+        """`core`, plus the hosts in `others` that every member of `core` reaches."""
         if not core:
             return connected(others, self._links)
         for host in sorted(others):

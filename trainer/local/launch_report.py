@@ -47,11 +47,17 @@ class LaunchReport:
 
     @property
     def exit_code(self) -> int:
-        """The first that fits. Stopped: 0 if the chief and all needed tasks ended with 0, else 75.
+        """The exit code of the launcher: the first row that fits.
 
-        That of another host, if it ended the run. 0 without a failure that ended the run. 2 after
-        bad usage. 75 if the first failure is a 75 or a signal, and was not overdue: the same
-        command resumes. Otherwise 1.
+        | the run | exit code |
+        | --- | --- |
+        | was asked to stop; the chief and all needed tasks ended with 0 | 0 |
+        | was asked to stop | 75 |
+        | was ended by another host | that of the other host |
+        | had no failure that ended it | 0 |
+        | had bad usage | 2 |
+        | failed first with a 75 or a signal, not overdue: the same command resumes | 75 |
+        | otherwise | 1 |
         """
         first = self.first_failure
         codes = [end.exit_code for end in self.tasks if not end.survived]

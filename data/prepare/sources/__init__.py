@@ -54,7 +54,7 @@ class Options(NamedTuple):
         layout: One of LAYOUTS; how a record holds an image.
         length: The number of bytes of a sequence of text.
         missing: What replaces missing values of a table: DROP leaves out the row, or a number.
-        header: Whether a table begins with a line of column names; None refuses a line of numbers.
+        header: True if a table begins with a line of column names; None refuses a line of numbers.
         num_clicks: The number of training examples that are generated.
         id_scale: The part of Criteo's numbers of ids that is generated.
         lists: Columns of a table whose values are lists, separated by commas.

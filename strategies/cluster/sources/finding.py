@@ -58,7 +58,7 @@ def size_flags(source: str) -> tuple[str, ...]:
 
 
 def found_by_auto(environment: Mapping[str, str]) -> str | None:
-    """The scheduler of which `find` with "auto" would take the cluster, or would explain faults."""
+    """The scheduler that `find` with "auto" detects; None if it detects none."""
     names = present(environment)
     with contextlib.suppress(ClusterError):
         if len(names) == 1 and _is_single(names[0], environment):

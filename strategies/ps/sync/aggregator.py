@@ -74,8 +74,8 @@ def judge(message: Message, slot: WorkerSlot, step: Tensor, num_queued: Tensor) 
     | NUDGE | any | end_waiting |
     | STOP | any | stop |
 
-    A sub-batch whose gradient is held counts as "any other". DONE of a worker that was given up
-    (the attempt is wrong), repetitions of DONE (the gradient is held) and NOTHING mean nothing.
+    A sub-batch whose gradient is held counts as "any other". Ignored: NOTHING, a repeated DONE
+    (the gradient is held), and the DONE of an abandoned attempt (its number is another one).
     A late worker gets another sub-batch, and not the one that it returned: on that it might be late
     again and again. An old loop must end because it cannot read new sub-batches.
     """
