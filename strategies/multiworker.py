@@ -23,7 +23,8 @@ from typing_extensions import override
 
 from data.autograph import no_autograph
 from data.clock import timestamp
-from strategies.base import STEPS, Batch, Connecting, Learner, PeerLostError, Reached, Tensor
+from data.reader import Reader
+from strategies.base import NO_RECORD, STEPS, Batch, Connecting, Learner, PeerLostError, Tensor
 from strategies.cluster.collectives import interpreter_lock_released
 from strategies.cluster.peers import (
     SilentPeerError,
@@ -40,6 +41,7 @@ from strategies.gradients.compression import Compression
 from strategies.lost_peers import loss_of
 from strategies.metrics import Metrics
 from strategies.mirrored import DeviceError, MirroredExecutor
+from strategies.position import Position, Reached
 from strategies.step_marks import StepMarks
 from strategies.tables import ID_BYTES
 
@@ -62,6 +64,29 @@ _LOST = (
 )
 
 
+class WorkerPeers:
+    """The other workers. None can continue without them."""
+
+    def __init__(
+        self, cluster: Cluster, processes: Processes, has_trained: threading.Event
+    ) -> None:
+        self._cluster, self._processes, self._has_trained = cluster, processes, has_trained
+
+    def watch(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
+        """Watches each other worker.
+
+        In training a failed sum shows at once that a worker has died. Before its first step, until
+        TensorFlow's heartbeat is missed, only its next process does.
+        """
+        watch_restarts(self._cluster, self._processes, on_lost, self._has_trained)
+        watch_peers(self._cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"))
+
+    def abandon(self, why: str) -> bool:
+        """Ends all sums that wait for other workers."""
+        context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
+        return True
+
+
 class MultiWorkerExecutor(MirroredExecutor):
     """This worker's part of the replicas of every step."""
 
@@ -74,11 +99,12 @@ class MultiWorkerExecutor(MirroredExecutor):
         wire_dtype: str = "float32",
         bucket_mb: float | None = None,
     ) -> None:
-        """`bucket_mb` is in MiB; if it is None, `choose_buckets` measures it."""
-        self._cluster, self._processes = cluster, processes
+        """`bucket_mb` is in MiB; if it is None, `start` chooses it."""
+        self._cluster = cluster
         self._has_trained = threading.Event()
         super().__init__(strategy, wire_dtype=wire_dtype)
         self.is_chief = cluster.is_chief
+        self.peers = WorkerPeers(cluster, processes, self._has_trained)
         self._given_bucket_mb = bucket_mb
         self._marks: StepMarks | None = None
         # Seconds of this worker from its last gradient to the last sum, in all steps so far.
@@ -137,7 +163,19 @@ class MultiWorkerExecutor(MirroredExecutor):
         return cls(strategy, cluster, processes, wire_dtype=wire_dtype, bucket_mb=bucket_mb)
 
     @override
-    def choose_buckets(
+    def start(
+        self,
+        learner: Learner,
+        source: Reader,
+        evaluation: Reader,
+        position: Position,
+        recorded: Mapping[str, float] = NO_RECORD,
+    ) -> Mapping[str, float]:
+        recorded = self._choose_buckets(learner, recorded)
+        super().start(learner, source, evaluation, position)
+        return recorded
+
+    def _choose_buckets(
         self, learner: Learner, recorded: Mapping[str, float]
     ) -> Mapping[str, float]:
         """The given size, the recorded one, or the best one for the measured network.
@@ -227,11 +265,6 @@ class MultiWorkerExecutor(MirroredExecutor):
         return super().return_to_complete_step()
 
     @override
-    def abandon_peers(self, why: str) -> bool:
-        context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
-        return True
-
-    @override
     def run(self, num_steps: int) -> Metrics:
         """Runs as many steps as the chief asks for: it has more hooks than the other workers."""
         return super().run(self.gathered(num_steps)[0])
@@ -284,16 +317,6 @@ class MultiWorkerExecutor(MirroredExecutor):
             return super()._evaluate(first_batch, num_batches)
 
     @override
-    def watch_peers(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
-        """Each worker watches all others: none can continue without them.
-
-        In training a failed sum shows at once that a worker has died. Before its first step, until
-        TensorFlow's heartbeat is missed, only its next process does.
-        """
-        watch_restarts(self._cluster, self._processes, on_lost, self._has_trained)
-        watch_peers(self._cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"))
-
-    @override
     def close(self, exit_code: int = 0) -> None:
         """Waits for all workers, because the coordination service kills those that remain.
 
@@ -307,7 +330,7 @@ class MultiWorkerExecutor(MirroredExecutor):
     def _losses_explained(self, when: str) -> Iterator[None]:
         """Raises PeerLostError for a failed collective; names the workers that do not answer.
 
-        TensorFlow's own heartbeat may detect it before `watch_peers` does, but gives no name.
+        TensorFlow's own heartbeat may detect it before `peers.watch` does, but gives no name.
         """
         try:
             yield

@@ -24,20 +24,13 @@ from typing_extensions import override
 
 from data.tickets import TicketSource
 from strategies import locks
-from strategies.base import (
-    Batch,
-    Learner,
-    Position,
-    Tensor,
-    read_now,
-    refuse_open_sub_batches,
-    value_of,
-)
+from strategies.base import Batch, Learner, Tensor, read_now, value_of
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
 from strategies.gradients.compression import Compression
 from strategies.lost_peers import losses_explained
 from strategies.metrics import Metrics
+from strategies.position import Position, refuse_open_sub_batches
 from strategies.ps.closures import (
     FEW_STEPS,
     STEPS_PER_CLOSURE,
@@ -84,15 +77,11 @@ class AsynchronousExecutor(ParameterServerExecutor):
         Its batch is handed out again. None applies all gradients.
         """
         super().__init__(strategy, cluster, wire_dtype=wire_dtype, read_dtype=read_dtype)
+        self.replicas_per_step = 1
         self._max_staleness = max_staleness
         # Of each worker, the number of gradients of each staleness, and of DROPPED.
         self._ages = collections.defaultdict[str, collections.Counter[int]](collections.Counter)
         self._size_to_trace: int | None = None  # Of the graph that the next call traces first.
-
-    @property
-    @override
-    def replicas_per_step(self) -> int:
-        return 1
 
     @property
     @override
@@ -115,12 +104,13 @@ class AsynchronousExecutor(ParameterServerExecutor):
 
     @property
     @override
-    def _own_variables(self) -> list[tf.Variable]:
+    def own_variables(self) -> list[tf.Variable]:
         return [self._steps.applied, self._steps.log]
 
     @override
-    def _facts(self) -> dict[str, object]:
+    def facts(self, saved: Sequence[tf.Variable]) -> dict[str, object]:
         return {
+            **super().facts(saved),
             "kind": "asynchronous",
             "step_device": self._learner.step.device,
             "last_lane": self._source.order.lanes - 1,
@@ -130,7 +120,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         }
 
     @override
-    def _store_progress(self) -> None:
+    def store_progress(self, saved: Sequence[tf.Variable]) -> None:
         self._store_handed_out(())
 
     def _store_handed_out(self, tickets: Iterable[tuple[int, int]]) -> None:
@@ -229,7 +219,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
         stored = -math.inf
         begun_at = self._next_batch
         while True:
-            if self._saved and time.monotonic() - stored >= _STORE_SECS:
+            if self.recovery.is_published and time.monotonic() - stored >= _STORE_SECS:
                 stored = time.monotonic()
                 with losses_explained():
                     self._store_handed_out([*again, *in_flight.values()])
@@ -237,7 +227,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
                 if again:
                     first, size = again.popleft()
                 # A stop request that came before this call does not leave it without a step.
-                elif (not self._stop_requested or self._next_batch == begun_at) and (
+                elif (not self.stop_requested or self._next_batch == begun_at) and (
                     size := next(sizes, 0)
                 ):
                     first = self._next_batch
@@ -264,7 +254,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
                 again.extend((first + int(i), 1) for i in np.flatnonzero(ages == DROPPED))
             self.on_progress()
         self._join()
-        self._stopping = self._stop_requested
+        self.stopping = self.stop_requested
         return self._learner.to_metrics(totals), time.monotonic() - started
 
     def _schedule_ticket(self, first: int, size: int) -> tf.distribute.coordinator.RemoteValue:

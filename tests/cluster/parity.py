@@ -24,10 +24,11 @@ from data.order import Order
 from data.prepare.writing import write_shards
 from data.reader import Reader
 from data.tfrecord.split import Split, open_split
-from strategies.base import Executor, Position
+from strategies.base import Executor
 from strategies.cluster.tf_config import Task, local_cluster, parse_tf_config
 from strategies.mirrored import MirroredExecutor
 from strategies.multiworker import MultiWorkerExecutor
+from strategies.position import Position
 from strategies.ps import asynchronous, closures
 from strategies.ps import executor as ps_executor
 from strategies.ps.asynchronous import AsynchronousExecutor
@@ -308,7 +309,6 @@ def train(
     check_replicas(recipe.config, executor.replicas_per_step)
     learner = executor.build(lambda: build_learner(recipe))
     source = dataclasses.replace(reader, gives_seeds=learner.needs_seeds)
-    executor.choose_buckets(learner, {})
     executor.start(learner, source, reader, Position())
     for num_steps in calls:
         executor.run(num_steps)

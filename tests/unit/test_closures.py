@@ -11,7 +11,8 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.base import Pace, PeerLostError
+from strategies.base import PeerLostError
+from strategies.pace import Pace
 from strategies.ps.asynchronous import AsynchronousExecutor, _Sent, _Steps
 from strategies.ps.closures import (
     Closure,
@@ -188,11 +189,7 @@ def test_first_call_of_asynchronous_workers_has_tickets_for_all_of_them() -> Non
 
     class Alone(AsynchronousExecutor):
         def __init__(self) -> None:
-            self.pace = Pace()
-
-        @property
-        def num_replicas(self) -> int:
-            return 3
+            self.pace, self.num_replicas = Pace(), 3
 
     assert Alone()._steps_of_call(100) == 6
 

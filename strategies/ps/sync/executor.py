@@ -17,6 +17,7 @@ import contextlib
 import functools
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +26,12 @@ from typing_extensions import override
 
 from data.order import replica_lanes
 from data.tickets import pack_tickets
-from strategies.base import PeerLostError, Position, Tensor, refuse_open_sub_batches, value_of
+from strategies.base import PeerLostError, Tensor, value_of
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
 from strategies.lost_peers import losses_explained
 from strategies.metrics import Metrics
+from strategies.position import Position, refuse_open_sub_batches
 from strategies.ps.closures import in_background
 from strategies.ps.executor import ParameterServerExecutor
 from strategies.ps.former_rounds import Rounds, counts_of, position_of, stored_rounds
@@ -77,17 +79,12 @@ class SynchronousExecutor(ParameterServerExecutor):
     ) -> None:
         """A step is the first `replicas_to_aggregate` gradients of as many workers or more."""
         super().__init__(strategy, cluster, wire_dtype=wire_dtype, read_dtype=read_dtype)
-        self._num_sub_batches = replicas_to_aggregate
+        self.replicas_per_step = self._num_sub_batches = replicas_to_aggregate
         self._num_slots = self._num_gradient_buffers = self.num_replicas
         self._loops = WorkerLoops(lambda slot: self._buffers.end_loop(slot))
         self._next_attempt = 0
         # Workers that were seen since some were found missing; None while no worker is missing.
         self._seen_workers: set[int] | None = None
-
-    @property
-    @override
-    def replicas_per_step(self) -> int:
-        return self._num_sub_batches
 
     @property
     @override
@@ -105,12 +102,13 @@ class SynchronousExecutor(ParameterServerExecutor):
 
     @property
     @override
-    def _own_variables(self) -> list[tf.Variable]:
+    def own_variables(self) -> list[tf.Variable]:
         return [*self._buffers.marks, *self._buffers.variables]
 
     @override
-    def _facts(self) -> dict[str, object]:
+    def facts(self, saved: Sequence[tf.Variable]) -> dict[str, object]:
         return {
+            **super().facts(saved),
             "kind": "synchronous",
             "step_device": self._buffers.step_device,
             "num_marks": len(self._buffers.marks),
@@ -119,8 +117,8 @@ class SynchronousExecutor(ParameterServerExecutor):
         }
 
     @override
-    def _store_progress(self) -> None:
-        self._buffers.keep(self._saved)
+    def store_progress(self, saved: Sequence[tf.Variable]) -> None:
+        self._buffers.keep(saved)
         step = tf.cast(self._learner.step.read_value(), tf.int64)
         for mark in self._buffers.marks:
             mark.assign(tf.cast(step, mark.dtype))
@@ -191,7 +189,7 @@ class SynchronousExecutor(ParameterServerExecutor):
         seconds = time.monotonic() - started
         if self._seen_workers is None:
             self._secs_per_round = seconds / num_steps
-        self._stopping = self._stop_requested
+        self.stopping = self.stop_requested
         return self._learner.to_metrics(totals), seconds
 
     def _aggregate(self, num_rounds: int) -> npt.NDArray[np.float64]:
