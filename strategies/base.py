@@ -27,7 +27,6 @@ import tensorflow as tf
 
 from data.reader import Reader
 from data.system.stopwatch import Stopwatch
-from strategies.cluster.tf_config import Cluster, Task
 from strategies.metrics import Metrics, add_metrics
 from strategies.pace import CallSize, Pace
 from strategies.position import Position, Reached
@@ -45,23 +44,6 @@ Tensor: TypeAlias = tf.Tensor
 Batch: TypeAlias = Any
 
 Made = TypeVar("Made")
-
-# Returns a context that watches the other tasks of a cluster while TensorFlow connects them. The
-# second argument has the ids of their processes; under ps it is empty.
-Connecting: TypeAlias = Callable[
-    [Cluster, Mapping[Task, str]], contextlib.AbstractContextManager[None]
-]
-
-
-class PeerLostError(RuntimeError):
-    """Another task is lost. The last checkpoint is complete; restart to resume. Exit code 75."""
-
-    def __init__(self, what: str, cause: Exception) -> None:
-        """`what` says what happened; the first informative line of `cause` is appended to it."""
-        headings = ("Graph execution error", "root error(s) found")
-        lines = [line.strip() for line in str(cause).splitlines()]
-        reasons = (line for line in lines if line and not any(h in line for h in headings))
-        super().__init__(f"{what}: {next(reasons, type(cause).__name__)[:200]}")
 
 
 class DataFaultError(RuntimeError):
@@ -236,7 +218,6 @@ class Executor(abc.ABC):
         with self.strategy.scope():
             return make()
 
-    @abc.abstractmethod
     def start(
         self,
         learner: Learner,
@@ -247,13 +228,25 @@ class Executor(abc.ABC):
     ) -> Mapping[str, float]:
         """Prepares `run` on the examples of `source` from `position`, and `evaluate`.
 
-        Called once, in all tasks together, after the variables are created and restored. Sets
-        `_learner` and `_evaluation`. Returns what config.json records of choices that a resumed run
-        must repeat; `recorded` is that record of the resumed run, and only the chief's counts.
+        Called once, in all tasks together, after the variables are created and restored. Returns
+        the choices that config.json records, because a resumed run must repeat them. `recorded` is
+        this record of the resumed run; only the chief's counts.
 
         Raises:
             PositionError: `position` has open sub-batches, which this executor would leave out.
         """
+        self._learner, self._evaluation = learner, evaluation
+        chosen = self._choose(recorded)
+        self._prepare(source, position)
+        return chosen
+
+    def _choose(self, recorded: Mapping[str, float]) -> Mapping[str, float]:
+        """Makes the choices of `start`; returns their record."""
+        return NO_RECORD
+
+    @abc.abstractmethod
+    def _prepare(self, source: Reader, position: Position) -> None:
+        """Makes the graphs of `_run` and `_evaluate`, and calls `_set_position`."""
 
     # Training.
 

@@ -11,7 +11,7 @@ On GPUs, the next batch is gathered from memory and copied while a step computes
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,7 +24,7 @@ from data.order import replica_lanes
 from data.reader import Reader
 from data.system.errors import UsageError
 from data.system.extras import install_command
-from strategies.base import NO_RECORD, Batch, Executor, Learner, Tensor
+from strategies.base import Batch, Executor, Learner, Tensor
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas
@@ -101,20 +101,11 @@ class MirroredExecutor(Executor):
         return cls(tf.distribute.MirroredStrategy(list(devices)))
 
     @override
-    def start(
-        self,
-        learner: Learner,
-        source: Reader,
-        evaluation: Reader,
-        position: Position,
-        recorded: Mapping[str, float] = NO_RECORD,
-    ) -> Mapping[str, float]:
-        self._learner = learner
+    def _prepare(self, source: Reader, position: Position) -> None:
         self._source = source
         self._set_position(position)
         self._prepare_run()
-        self.start_evaluation(learner, evaluation)
-        return NO_RECORD
+        self.start_evaluation(self._learner, self._evaluation)
 
     def _prepare_run(self) -> None:
         learner, offsets = self._learner, self._replica_offsets(self._source)

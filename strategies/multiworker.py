@@ -23,25 +23,20 @@ from typing_extensions import override
 
 from data.autograph import no_autograph
 from data.clock import timestamp
-from data.reader import Reader
-from strategies.base import NO_RECORD, STEPS, Batch, Connecting, Learner, PeerLostError, Tensor
+from strategies.base import STEPS, Batch, Tensor
 from strategies.cluster.collectives import interpreter_lock_released
-from strategies.cluster.peers import (
-    SilentPeerError,
-    UnknownHostError,
-    identify,
-    watch_peers,
-)
-from strategies.cluster.rendezvous import Processes, wait_for_peers, watch_restarts
+from strategies.cluster.peers import SilentPeerError, UnknownHostError, identify
+from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.watching import watch_peers
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
-from strategies.gradients.coalescing import num_bytes
+from strategies.gradients.coalescing import num_bytes, present
 from strategies.gradients.compression import Compression
-from strategies.lost_peers import loss_of
+from strategies.lost_peers import PeerLostError, loss_of
 from strategies.metrics import Metrics
 from strategies.mirrored import DeviceError, MirroredExecutor
-from strategies.position import Position, Reached
+from strategies.position import Reached
 from strategies.step_marks import StepMarks
 from strategies.tables import ID_BYTES
 
@@ -163,25 +158,12 @@ class MultiWorkerExecutor(MirroredExecutor):
         return cls(strategy, cluster, processes, wire_dtype=wire_dtype, bucket_mb=bucket_mb)
 
     @override
-    def start(
-        self,
-        learner: Learner,
-        source: Reader,
-        evaluation: Reader,
-        position: Position,
-        recorded: Mapping[str, float] = NO_RECORD,
-    ) -> Mapping[str, float]:
-        recorded = self._choose_buckets(learner, recorded)
-        super().start(learner, source, evaluation, position)
-        return recorded
-
-    def _choose_buckets(
-        self, learner: Learner, recorded: Mapping[str, float]
-    ) -> Mapping[str, float]:
-        """The given size, the recorded one, or the best one for the measured network.
+    def _choose(self, recorded: Mapping[str, float]) -> Mapping[str, float]:
+        """Chooses the given size of buckets, the recorded one, or the best one for the network.
 
         All workers use the chief's size: it decides in which order each element is summed.
         """
+        learner = self._learner
         if learner.num_dense < len(learner.variables) and not cpu_of_worker(self.strategy):
             raise DeviceError(
                 "A ShardedEmbedding under multiworker needs one replica on the CPU of each worker, "
@@ -305,9 +287,9 @@ class MultiWorkerExecutor(MirroredExecutor):
         summed = super()._all_reduced(gradients)
         # Created after the sums: a graph runs stateful ops that use no resource, such as timestamps
         # and handles, in the order of their creation, and a sum needs a handle.
-        with tf.control_dependencies(_present(gradients)):
+        with tf.control_dependencies(present(gradients)):
             computed = timestamp()
-        with tf.control_dependencies(_present(summed)):
+        with tf.control_dependencies(present(summed)):
             self._waited.assign_add(timestamp() - computed)
         return summed
 
@@ -352,15 +334,3 @@ class MultiWorkerExecutor(MirroredExecutor):
         per_worker = self.num_replicas // len(trainers)
         first = trainers.index(self._cluster.task) * per_worker
         return range(first, first + per_worker)
-
-
-def _present(gradients: Sequence[Tensor]) -> list[tf.Tensor]:
-    """The tensors of gradients: some may be sparse, and some None."""
-    parts = [
-        [gradient.values, gradient.indices]
-        if isinstance(gradient, tf.IndexedSlices)
-        else [gradient]
-        for gradient in gradients
-        if gradient is not None
-    ]
-    return [tensor for part in parts for tensor in part]

@@ -29,13 +29,13 @@ from data.system.errors import TrainerError
 from data.system.files import absolute as absolute_path
 from data.system.files import exists, is_s3, is_url, shown
 from data.system.stopwatch import SERVING
-from strategies.base import DataFaultError, Executor, PeerLostError
+from strategies.base import DataFaultError, Executor
 from strategies.cluster.connections import limit_silence
 from strategies.cluster.peers import check_own_address, port_of
 from strategies.cluster.ports import held
 from strategies.cluster.rendezvous import Processes, connecting
 from strategies.cluster.tf_config import Cluster, ClusterError
-from strategies.lost_peers import loss_of
+from strategies.lost_peers import PeerLostError, loss_of
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from strategies.multiworker import MultiWorkerExecutor
 from strategies.position import Position

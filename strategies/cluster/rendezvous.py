@@ -32,13 +32,16 @@ from strategies.cluster.peers import (
     identify,
     port_of,
     wait_until_all_are_there,
-    watch_peers,
 )
 from strategies.cluster.ports import held
 from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.watching import watch_peers
 
 # The ids of the processes of other tasks.
 Processes: TypeAlias = Mapping[Task, str]
+# Returns a context that watches the other tasks of a cluster while TensorFlow connects them. Under
+# ps there are no ids of processes.
+Connecting: TypeAlias = Callable[[Cluster, Processes], contextlib.AbstractContextManager[None]]
 
 _GREETING = re.compile(
     r"tf-distribution-trainer (\w+) (\d+) process (\w+)(?: generation (\d+))?(?: met (\w+))?\n"

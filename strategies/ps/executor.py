@@ -27,30 +27,22 @@ from typing_extensions import override
 from data.order import Plan
 from data.reader import Reader
 from data.tickets import DiskTickets, ticket_source
-from strategies.base import (
-    NO_RECORD,
-    STEPS,
-    Connecting,
-    Executor,
-    Learner,
-    Made,
-    PeerLostError,
-    Tensor,
-)
+from strategies.base import STEPS, Executor, Made, Tensor
+from strategies.cluster.connections import cut_connections
 from strategies.cluster.peers import (
     SilentPeerError,
     UnknownHostError,
     all_answer,
-    cut_connections,
     identify,
     wait_for_servers,
-    watch_peers,
 )
 from strategies.cluster.ports import free_ports
+from strategies.cluster.rendezvous import Connecting
 from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.watching import watch_peers
 from strategies.gradients.coalescing import read_together
 from strategies.gradients.compression import Compression
-from strategies.lost_peers import losses_explained
+from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.metrics import Metrics
 from strategies.position import Position, Reached
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
@@ -234,24 +226,14 @@ class ParameterServerExecutor(Executor):
         return [f"worker {index}" for index in self._cluster.jobs["worker"]]
 
     @override
-    def start(
-        self,
-        learner: Learner,
-        source: Reader,
-        evaluation: Reader,
-        position: Position,
-        recorded: Mapping[str, float] = NO_RECORD,
-    ) -> Mapping[str, float]:
-        self._learner = learner
-        self._source = ticket_source(source)
-        self._evaluation = evaluation
+    def _prepare(self, source: Reader, position: Position) -> None:
+        self._source, evaluation = ticket_source(source), self._evaluation
         per_worker = -(-evaluation.num_evaluation_batches // self.num_replicas)
         self._evaluation_tickets = DiskTickets(evaluation, weights=True)
         self._evaluation_ticket_batches = min(per_worker, STEPS_PER_CLOSURE)
         self._evaluate_closure = self._make_evaluate_closure()
         self._make_graphs()
         self._set_position(position)
-        return NO_RECORD
 
     @override
     def return_to_complete_step(self) -> Reached | None:

@@ -29,7 +29,7 @@ from strategies.cluster.tf_config import Task, local_cluster, parse_tf_config
 from strategies.mirrored import MirroredExecutor
 from strategies.multiworker import MultiWorkerExecutor
 from strategies.position import Position
-from strategies.ps import asynchronous, closures
+from strategies.ps import asynchronous_steps, closures
 from strategies.ps import executor as ps_executor
 from strategies.ps.asynchronous import AsynchronousExecutor
 from strategies.ps.servers import start_server
@@ -363,7 +363,7 @@ def executors(name: str) -> Callable[[], Executor]:
 
 def main(name: str, directory: Path, to: Path) -> None:
     # Of four batches, as windows are here: some closures are unrolled then, and others loops.
-    for module in (closures, ps_executor, asynchronous):
+    for module in (closures, ps_executor, asynchronous_steps):
         vars(module).update(STEPS_PER_CLOSURE=4)
     make = executors(name)
     found: dict[str, npt.NDArray[Any]] = {}

@@ -26,10 +26,10 @@ from typing_extensions import override
 
 from data.order import replica_lanes
 from data.tickets import pack_tickets
-from strategies.base import PeerLostError, Tensor, value_of
+from strategies.base import Tensor, value_of
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
-from strategies.lost_peers import losses_explained
+from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.metrics import Metrics
 from strategies.position import Position, refuse_open_sub_batches
 from strategies.ps.closures import in_background
