@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -59,13 +60,13 @@ _LOST = (
 )
 
 
+@dataclass
 class WorkerPeers:
     """The other workers. None can continue without them."""
 
-    def __init__(
-        self, cluster: Cluster, processes: Processes, has_trained: threading.Event
-    ) -> None:
-        self._cluster, self._processes, self._has_trained = cluster, processes, has_trained
+    cluster: Cluster
+    processes: Processes
+    has_trained: threading.Event
 
     def watch(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
         """Watches each other worker.
@@ -73,8 +74,8 @@ class WorkerPeers:
         In training a failed sum shows at once that a worker has died. Before its first step, until
         TensorFlow's heartbeat is missed, only its next process does.
         """
-        watch_restarts(self._cluster, self._processes, on_lost, self._has_trained)
-        watch_peers(self._cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"))
+        watch_restarts(self.cluster, self.processes, on_lost, self.has_trained)
+        watch_peers(self.cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"))
 
     def abandon(self, why: str) -> bool:
         """Ends all sums that wait for other workers."""

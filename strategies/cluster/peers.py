@@ -146,15 +146,12 @@ def wait_for_servers(cluster: Cluster) -> None:
 def all_answer(cluster: Cluster) -> bool:
     """Returns True if all other training tasks answer now. A silent one takes a few seconds."""
     addresses = [cluster.address_of(task) for task in cluster.other_trainers]
-    with concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool:
-        return all(pool.map(_serves, addresses))
-
-
-def _serves(address: str) -> bool:
-    try:
-        return isinstance(identify(address), Task)
-    except UnknownHostError:
-        return False
+    with (
+        concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool,
+        contextlib.suppress(UnknownHostError),
+    ):
+        return all(isinstance(found, Task) for found in pool.map(identify, addresses))
+    return False
 
 
 class Identification:

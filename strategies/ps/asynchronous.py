@@ -90,26 +90,20 @@ class AsynchronousExecutor(ParameterServerExecutor):
             num_steps=int(value_of(self._learner.step)) - self._first_step,
         )
 
-    @property
     @override
-    def own_variables(self) -> list[tf.Variable]:
-        return [self._steps.applied, self._steps.log]
-
-    @override
-    def facts(self, saved: Sequence[tf.Variable]) -> dict[str, object]:
-        return {
-            **super().facts(saved),
-            "kind": "asynchronous",
-            "step_device": self._learner.step.device,
-            "last_lane": self._source.order.lanes - 1,
-            "batch_size": self._source.order.batch_size,
-            "first_step": self._first_step,
-            "skipped": self._skipped,
-        }
-
-    @override
-    def store_progress(self, saved: Sequence[tf.Variable]) -> None:
+    def _store_progress(
+        self, saved: Sequence[tf.Variable]
+    ) -> tuple[Sequence[tf.Variable], dict[str, object]]:
         self._store_handed_out(())
+        return [self._steps.applied, self._steps.log], self._facts(
+            saved,
+            kind="asynchronous",
+            step_device=self._learner.step.device,
+            last_lane=self._source.order.lanes - 1,
+            batch_size=self._source.order.batch_size,
+            first_step=self._first_step,
+            skipped=self._skipped,
+        )
 
     def _store_handed_out(self, tickets: Iterable[tuple[int, int]]) -> None:
         """Stores what is handed out; `tickets`, (first batch, size), have not come back yet."""

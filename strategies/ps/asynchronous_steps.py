@@ -41,34 +41,30 @@ class Sent:
         return (large or here or tensors)[-1:]
 
 
+@dataclasses.dataclass(eq=False)
 class AsynchronousSteps:
-    """The graphs: a worker computes a gradient, and the servers apply it immediately."""
+    """The graphs: a worker computes a gradient, and the servers apply it immediately.
 
-    def __init__(
-        self,
-        strategy: tf.distribute.ParameterServerStrategy,
-        learner: Learner,
-        source: TicketSource,
-        compression: Compression,
-        *,
-        num_workers: int,
-        max_staleness: int | None,
-        read_dtype: str,
-    ) -> None:
-        """`strategy` has placed the variables of `learner`; workers parse tickets of `source`."""
-        self._strategy = strategy
-        self._learner = learner
-        self._source = source
-        self._compression = compression
-        self._max_staleness = max_staleness
-        self._read_dtype = read_dtype
+    `strategy` has placed the variables of `learner`; workers parse tickets of `source`.
+    """
+
+    strategy: tf.distribute.ParameterServerStrategy
+    learner: Learner
+    source: TicketSource
+    compression: Compression
+    num_workers: int
+    max_staleness: int | None
+    read_dtype: str
+
+    def __post_init__(self) -> None:
+        strategy, step = self.strategy, self.learner.step
         # `applied` counts the applied gradients of each worker; former_tickets.py has the log.
-        with strategy.scope(), strategy.extended.colocate_vars_with(learner.step):
-            self.applied = tf.Variable(tf.zeros([num_workers], tf.int64), trainable=False)
-            with tf.device(learner.step.device):
+        with strategy.scope(), strategy.extended.colocate_vars_with(step):
+            self.applied = tf.Variable(tf.zeros([self.num_workers], tf.int64), trainable=False)
+            with tf.device(step.device):
                 rows = tf.tile(tf.constant([EMPTY_ROW], tf.int64), [LOG_ROWS, 1])
             self.log = tf.Variable(rows, trainable=False)
-        with tf.device(learner.step.device):
+        with tf.device(step.device):
             self._locks = locks.make_locks("applying")
 
     def closures(self) -> tuple[dict[int, Closure], Closure]:
@@ -77,8 +73,8 @@ class AsynchronousSteps:
         They return the argument of `unpacked`. Unrolled steps are faster than a loop in the graph.
         But each number of unrolled steps needs a graph, which takes seconds to trace and to send.
         """
-        source, learner = self._source, self._learner
-        step = self._unbounded_step if self._max_staleness is None else self._bounded_step
+        source, learner = self.source, self.learner
+        step = self._unbounded_step if self.max_staleness is None else self._bounded_step
         step_device = learner.step.device
 
         def begin(ticket: dict[str, Tensor]) -> tuple[Batch, Tensor, Tensor]:
@@ -153,11 +149,11 @@ class AsynchronousSteps:
             before = self._read_counter()
         else:
             # Not on the worker: variables are read after this, so each step would wait for it.
-            with tf.device(self._learner.step.device):
+            with tf.device(self.learner.step.device):
                 before = former.counter + 1
         sent, totals = self._compute(batch, before, former)
         # Before the gradient is applied: the graph orders reads and changes as they are created.
-        with tf.control_dependencies(sent.first_to_arrive(self._learner.step.device)):
+        with tf.control_dependencies(sent.first_to_arrive(self.learner.step.device)):
             sent.counter = self._read_counter()
         return totals, self._apply_and_count(sent.arrived, origin, before), sent
 
@@ -174,12 +170,12 @@ class AsynchronousSteps:
         before = self._read_counter()
         sent, totals = self._compute(batch, before, former)
         arrived = sent.arrived
-        with tf.device(self._learner.step.device):
+        with tf.device(self.learner.step.device):
             held = locks.take(self._locks, [origin, *present(arrived)])
             with tf.control_dependencies(held):
-                age = read_now(self._learner.step) - before
+                age = read_now(self.learner.step) - before
             # The age is below 0 if the counter was set back since the variables were read.
-            if (age < 0) | (age > self._max_staleness):
+            if (age < 0) | (age > self.max_staleness):
                 age = tf.constant(DROPPED, tf.int64)
             else:
                 age = self._apply_and_count(arrived, origin, before)
@@ -187,21 +183,21 @@ class AsynchronousSteps:
                 return totals, tf.identity(age), sent
 
     def _read_counter(self) -> Tensor:
-        with tf.device(self._learner.step.device):
-            return read_now(self._learner.step)
+        with tf.device(self.learner.step.device):
+            return read_now(self.learner.step)
 
     def _compute(self, batch: Batch, before: Tensor, former: Sent | None) -> tuple[Sent, Tensor]:
         """Gradients at variables read after the counter `before`; metric totals."""
-        learner = self._learner
-        arrived, values = read_variables(learner, before, self._read_dtype)
-        if former is not None and self._compression.is_lossy:
+        learner = self.learner
+        arrived, values = read_variables(learner, before, self.read_dtype)
+        if former is not None and self.compression.is_lossy:
             # The residual of one step goes into the next step.
             with tf.control_dependencies(_tensors(former.sent)):
                 batch = tf.nest.map_structure(tf.identity, batch)
         gradients, totals = compute_gradients(
-            values, arrived, learner, self._strategy, batch, self._read_dtype
+            values, arrived, learner, self.strategy, batch, self.read_dtype
         )
-        sent = self._compression.compress_all(gradients)
+        sent = self.compression.compress_all(gradients)
         return Sent(sent, send_to_servers(learner.variables, gradients, sent)), totals
 
     def _apply_and_count(self, arrived: Sequence[Tensor], origin: Tensor, before: Tensor) -> Tensor:
@@ -210,8 +206,8 @@ class AsynchronousSteps:
         All ops are on the device of the step counter: an unrolled step sends gradients, and gets
         nothing back.
         """
-        step = self._strategy.run(self._learner.apply, args=(arrived,))
-        with tf.device(self._learner.step.device), tf.control_dependencies([step]):
+        step = self.strategy.run(self.learner.apply, args=(arrived,))
+        with tf.device(self.learner.step.device), tf.control_dependencies([step]):
             worker, batch = tf.unstack(origin)
             age = tf.cast(step - 1 - before, tf.int64)
             self.applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))

@@ -18,6 +18,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -63,11 +64,11 @@ _ASK_AGAIN_SECS = 10.0
 _KEEP_ALIVE: list["ParameterServerExecutor"] = []
 
 
+@dataclass
 class ServerPeers:
     """The worker and ps tasks. Training continues without a silent worker, until it answers."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    cluster: Cluster
 
     def watch(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
         """Calls `on_lost` for a silent ps; has the work of a silent worker done by another one."""
@@ -77,9 +78,9 @@ class ServerPeers:
                 on_lost(f"{task} does not answer")
             # The coordinator then gives the worker's closure to another worker.
             with contextlib.suppress(UnknownHostError):
-                cut_connections(self._cluster.address_of(task))
+                cut_connections(self.cluster.address_of(task))
 
-        watch_peers(self._cluster, timeout_secs, on_silent)
+        watch_peers(self.cluster, timeout_secs, on_silent)
 
     def abandon(self, why: str) -> bool:
         """Not possible: calls to a silent server have no end."""
@@ -107,7 +108,7 @@ class ParameterServerExecutor(Executor):
         capture_outside_of_branches()
         self._cluster = cluster
         self.peers = ServerPeers(cluster)
-        self.recovery = ServerRecovery(cluster, self)
+        self.recovery = ServerRecovery(cluster, self._store_progress, self.reached)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._compression = Compression(wire_dtype)
         self._read_dtype = read_dtype
@@ -242,22 +243,17 @@ class ParameterServerExecutor(Executor):
             return super().return_to_complete_step()
         return self.recovery.return_to_complete_step()
 
-    # For `recovery`.
-
-    @property
     @abc.abstractmethod
-    def own_variables(self) -> list[tf.Variable]:
-        """The variables of this executor that a next chief reads, or frees."""
+    def _store_progress(
+        self, saved: Sequence[tf.Variable]
+    ) -> tuple[Sequence[tf.Variable], dict[str, object]]:
+        """See recovery.StoreProgress."""
 
-    @abc.abstractmethod
-    def facts(self, saved: Sequence[tf.Variable]) -> dict[str, object]:
-        """What a next chief must know besides `saved`: JSON values; `kind` is the subclass."""
+    def _facts(self, saved: Sequence[tf.Variable], **of_kind: object) -> dict[str, object]:
+        """What a next chief must know besides `saved`: JSON values, with `of_kind`."""
         step = next(i for i, variable in enumerate(saved) if variable is self._learner.step)
-        return {"step": step, "workers": self._workers(), "counts_before": self.counts_before}
-
-    @abc.abstractmethod
-    def store_progress(self, saved: Sequence[tf.Variable]) -> None:
-        """Stores how far the run has come on the server of the step counter."""
+        common = {"step": step, "workers": self._workers(), "counts_before": self.counts_before}
+        return {**common, **of_kind}
 
     @override
     def roll_back(self, restore: Callable[[], tuple[Position, WorkerStats]]) -> None:

@@ -1,14 +1,14 @@
 """The state of a run on its parameter servers, which the next chief takes over.
 
-recovery = ServerRecovery(cluster, executor)        # in each chief
-reached = recovery.take_over(variables, identity, after_step=0)     # of a former chief, or None
-recovery.publish(variables, identity)               # from now on the next chief finds these
+recovery = ServerRecovery(cluster, store_progress, reached)     # in each chief
+found = recovery.take_over(variables, identity, after_step=0)   # of a former chief, or None
+recovery.publish(variables, identity)           # from now on the next chief finds these
 """
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -22,30 +22,25 @@ from strategies.ps.standby import Standby
 
 log = logging.getLogger(__name__)
 
-
-class Publisher(Protocol):
-    """The part of a chief's executor that its recovery uses."""
-
-    @property
-    def own_variables(self) -> list[tf.Variable]:
-        """The variables of the executor that a next chief reads, or frees."""
-
-    def facts(self, saved: Sequence[tf.Variable]) -> dict[str, object]:
-        """What a next chief must know besides `saved`: JSON values."""
-
-    def store_progress(self, saved: Sequence[tf.Variable]) -> None:
-        """Stores how far the run has come on the server of the step counter."""
-
-    def reached(self) -> Reached:
-        """How far the run has come, when no step is in flight."""
+# Stores how far the run has come, on the server of the step counter. Takes the saved variables, and
+# returns what a next chief needs besides them: the executor's own variables, which it reads or
+# frees, and facts, which are JSON values.
+StoreProgress: TypeAlias = Callable[
+    [Sequence[tf.Variable]], tuple[Sequence[tf.Variable], dict[str, object]]
+]
 
 
 class ServerRecovery:
     """Publishes the state of this chief; finds the state of the former one."""
 
-    def __init__(self, cluster: Cluster, executor: Publisher) -> None:
-        """Connects to no task yet, but needs a strategy that has connected."""
-        self._cluster, self._executor = cluster, executor
+    def __init__(
+        self, cluster: Cluster, store_progress: StoreProgress, reached: Callable[[], Reached]
+    ) -> None:
+        """Connects to no task yet, but needs a strategy that has connected.
+
+        `reached` returns how far the run has come, when no step is in flight.
+        """
+        self._cluster, self._store_progress, self._reached = cluster, store_progress, reached
         self._published = PublishedState(cluster)
         self._standby = Standby(self._published.devices)
         # The arguments of `publish`; before it, there are none.
@@ -108,13 +103,9 @@ class ServerRecovery:
                 self._standby.begin(variables)
 
     def _publish(self) -> None:
-        facts = {
-            "identity": self._identity,
-            "num_saved": len(self._saved),
-            **self._executor.facts(self._saved),
-        }
-        self._executor.store_progress(self._saved)
-        self._published.publish([*self._saved, *self._executor.own_variables], facts)
+        own, facts = self._store_progress(self._saved)
+        facts |= {"identity": self._identity, "num_saved": len(self._saved)}
+        self._published.publish([*self._saved, *own], facts)
 
     @contextlib.contextmanager
     def withdrawn(self) -> Iterator[None]:
@@ -130,7 +121,7 @@ class ServerRecovery:
         """See strategies.base.Recovery."""
         if self._saved:
             with losses_explained():
-                self._standby.copy(self._executor.reached())
+                self._standby.copy(self._reached())
 
     def return_to_complete_step(self) -> Reached | None:
         """As the next chief would: from what the servers have counted and kept."""

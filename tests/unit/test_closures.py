@@ -202,7 +202,7 @@ def test_count_of_the_former_step_does_not_leave_the_server() -> None:
 
     class Steps(AsynchronousSteps):
         def __init__(self) -> None:
-            self._learner = types.SimpleNamespace(step=types.SimpleNamespace(device=server))
+            self.learner = types.SimpleNamespace(step=types.SimpleNamespace(device=server))
 
         def _read_counter(self) -> tf.Tensor:
             with tf.device(server):

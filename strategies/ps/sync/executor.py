@@ -100,24 +100,10 @@ class SynchronousExecutor(ParameterServerExecutor):
     def _counts_since_start(self) -> WorkerStats:
         return counts_of(self._counters, self._workers())
 
-    @property
     @override
-    def own_variables(self) -> list[tf.Variable]:
-        return [*self._buffers.marks, *self._buffers.variables]
-
-    @override
-    def facts(self, saved: Sequence[tf.Variable]) -> dict[str, object]:
-        return {
-            **super().facts(saved),
-            "kind": "synchronous",
-            "step_device": self._buffers.step_device,
-            "num_marks": len(self._buffers.marks),
-            "lanes": [[lanes[0], lanes[-1] + 1] for lanes in self._lanes],
-            "skipped": self._skipped,
-        }
-
-    @override
-    def store_progress(self, saved: Sequence[tf.Variable]) -> None:
+    def _store_progress(
+        self, saved: Sequence[tf.Variable]
+    ) -> tuple[Sequence[tf.Variable], dict[str, object]]:
         self._buffers.keep(saved)
         step = tf.cast(self._learner.step.read_value(), tf.int64)
         for mark in self._buffers.marks:
@@ -126,6 +112,14 @@ class SynchronousExecutor(ParameterServerExecutor):
         numbers = step, tf.constant(self._next_sub_batch, tf.int64), returned
         counters = tf.constant(self._counters, tf.int64)
         self._stored.store(Rounds(*numbers, pack(self._slots), counters))
+        return [*self._buffers.marks, *self._buffers.variables], self._facts(
+            saved,
+            kind="synchronous",
+            step_device=self._buffers.step_device,
+            num_marks=len(self._buffers.marks),
+            lanes=[[lanes[0], lanes[-1] + 1] for lanes in self._lanes],
+            skipped=self._skipped,
+        )
 
     @override
     def _make_graphs(self) -> None:
