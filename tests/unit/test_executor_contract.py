@@ -75,10 +75,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.learner = self.executor.build(self._make_learner)
-        places = {"io_device": self.executor.io_device} if self.executor.io_device else {}
-        self.checkpointer = Checkpointer(
-            str(self.directory / "checkpoints"), self.learner, {}, keep=2, **places
-        )
+        directory, io_device = str(self.directory / "checkpoints"), self.executor.io_device
+        self.checkpointer = Checkpointer(directory, self.learner, {}, keep=2, io_device=io_device)
 
     @staticmethod
     def _make_learner() -> Learner:
@@ -199,12 +197,12 @@ def test_resumed_run_and_a_return_to_a_checkpoint_repeat_the_steps(
 
 def test_stop_request_ends_the_run_after_a_step_at_least(new_run: Callable[[], Run]) -> None:
     run = new_run().start()
-    assert not run.executor.stop_requested
-    run.executor.request_stop()
-    assert run.executor.stop_requested
-    assert not run.executor.stopping
-    run.executor.run(10_000)
-    assert run.executor.stopping
+    executor = run.executor
+    assert (executor.stop_requested, executor.stopping) == (False, False)
+    executor.request_stop()
+    assert (executor.stop_requested, executor.stopping) == (True, False)
+    executor.run(10_000)
+    assert (executor.stop_requested, executor.stopping) == (True, True)
     step = run.step
     assert 1 <= step < 100
     assert run.executor.run(5) == Metrics()
