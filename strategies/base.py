@@ -326,25 +326,22 @@ class Executor(abc.ABC):
         Unless `must_complete`, a stop request ends it early, and the result is empty. Raises the
         errors of `run`.
         """
-        with self.stopwatch.spend("evaluate" if self._has_evaluated else "graph"):
-            return self._evaluate_all(must_complete)
-
-    def _evaluate_all(self, must_complete: bool) -> Metrics:
         metrics = Metrics()
         first, end, unit = 0, self._evaluation.num_evaluation_batches, self._evaluation_unit
-        while first < end:
-            # Batches past the end are empty and count nothing.
-            num_units = min(self._evaluation_size.size, -(-(end - first) // unit))
-            with _data_errors_wrapped():
-                metrics, seconds = self._evaluate(first, num_units * unit)
-            if not self._has_evaluated:  # The first call compiled the graph.
-                self._has_evaluated = True
-                self.stopwatch.switch("evaluate")
-            first += num_units * unit
-            self._evaluation_size.adapt(num_units, seconds)
-            self.on_progress()
-            if self.stopping and not must_complete:
-                return Metrics()
+        with self.stopwatch.spend("evaluate" if self._has_evaluated else "graph"):
+            while first < end:
+                # Batches past the end are empty and count nothing.
+                num_units = min(self._evaluation_size.size, -(-(end - first) // unit))
+                with _data_errors_wrapped():
+                    metrics, seconds = self._evaluate(first, num_units * unit)
+                if not self._has_evaluated:  # The first call compiled the graph.
+                    self._has_evaluated = True
+                    self.stopwatch.switch("evaluate")
+                first += num_units * unit
+                self._evaluation_size.adapt(num_units, seconds)
+                self.on_progress()
+                if self.stopping and not must_complete:
+                    return Metrics()
         return metrics
 
     @property

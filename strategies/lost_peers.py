@@ -32,11 +32,7 @@ _FOUND_BY_MESSAGE = (
     # The answer to a request with a damaged device name. Seen once or twice in hundreds of runs,
     # when several threads copied results of the first closures of a run or of an evaluation: most
     # likely a race inside TensorFlow, between a function that runs and one that is traced.
-    (
-        tf.errors.InternalError,
-        "Unable to parse request",
-        "A message to another task was damaged",
-    ),
+    (tf.errors.InternalError, "Unable to parse request", "A message to another task was damaged"),
     # A worker died while TensorFlow connected all workers of multiworker.
     (tf.errors.InternalError, "Barrier failed", "A worker was lost"),
 )

@@ -149,10 +149,7 @@ class _Meeting:
 
 @contextlib.contextmanager
 def connecting(
-    cluster: Cluster,
-    timeout_secs: float,
-    on_lost: Callable[[str], None],
-    processes: Processes,
+    cluster: Cluster, timeout_secs: float, on_lost: Callable[[str], None], processes: Processes
 ) -> Iterator[None]:
     """Within it, TensorFlow connects the tasks of `cluster`, which all have identified themselves.
 
@@ -185,10 +182,7 @@ def _limited(limit_secs: float, on_lost: Callable[[str], None]) -> Iterator[None
 
 
 def watch_restarts(
-    cluster: Cluster,
-    processes: Processes,
-    on_lost: Callable[[str], None],
-    is_over: threading.Event,
+    cluster: Cluster, processes: Processes, on_lost: Callable[[str], None], is_over: threading.Event
 ) -> None:
     """Calls `on_lost` when another process than that in `processes` waits at a task's address.
 

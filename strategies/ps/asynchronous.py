@@ -36,12 +36,7 @@ from strategies.ps.closures import (
     unpacked,
 )
 from strategies.ps.executor import ParameterServerExecutor
-from strategies.ps.former_tickets import (
-    DROPPED,
-    HandedOut,
-    counts_of,
-    store_handed_out,
-)
+from strategies.ps.former_tickets import DROPPED, HandedOut, counts_of, store_handed_out
 from strategies.worker_stats import WorkerStats
 
 # Between two times that the chief stores what it has handed out.
@@ -57,14 +52,13 @@ class AsynchronousExecutor(ParameterServerExecutor):
         cluster: Cluster,
         *,
         max_staleness: int | None = None,
-        wire_dtype: str = "float32",
-        read_dtype: str = "float32",
+        **types: str,
     ) -> None:
         """A gradient that is older than `max_staleness` steps when it arrives is dropped.
 
         Its batch is handed out again. None applies all gradients.
         """
-        super().__init__(strategy, cluster, wire_dtype=wire_dtype, read_dtype=read_dtype)
+        super().__init__(strategy, cluster, **types)
         self.replicas_per_step = 1
         self._max_staleness = max_staleness
         # Of each worker, the number of gradients of each staleness, and of DROPPED.

@@ -172,9 +172,8 @@ class ParameterServerExecutor(Executor):
     @override
     def row_bytes(self, width: int, value_bytes: int) -> int:
         """The id to the server, the row to the worker, both to the server with the gradient."""
-        is_rounded = self._read_dtype != "float32"
         size = int(tf.as_dtype(self._read_dtype).size)
-        read = min(value_bytes, size) if is_rounded else value_bytes
+        read = value_bytes if self._read_dtype == "float32" else min(value_bytes, size)
         sent = self._compression.value_bytes(value_bytes)
         return 2 * ID_BYTES + width * (read + sent)
 

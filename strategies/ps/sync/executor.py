@@ -35,16 +35,7 @@ from strategies.position import Position, refuse_open_sub_batches
 from strategies.ps.closures import in_background
 from strategies.ps.executor import ParameterServerExecutor
 from strategies.ps.former_rounds import Rounds, counts_of, position_of, stored_rounds
-from strategies.ps.protocol import (
-    IDLE,
-    NONE,
-    Counters,
-    EndReason,
-    Kind,
-    Progress,
-    WorkerSlot,
-    pack,
-)
+from strategies.ps.protocol import IDLE, NONE, Counters, EndReason, Kind, Progress, WorkerSlot, pack
 from strategies.ps.sync.aggregator import Aggregator
 from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.sync.worker_loop import WorkerLoop
@@ -73,12 +64,10 @@ class SynchronousExecutor(ParameterServerExecutor):
         strategy: tf.distribute.ParameterServerStrategy,
         cluster: Cluster,
         replicas_to_aggregate: int,
-        *,
-        wire_dtype: str = "float32",
-        read_dtype: str = "float32",
+        **types: str,
     ) -> None:
         """A step is the first `replicas_to_aggregate` gradients of as many workers or more."""
-        super().__init__(strategy, cluster, wire_dtype=wire_dtype, read_dtype=read_dtype)
+        super().__init__(strategy, cluster, **types)
         self.replicas_per_step = self._num_sub_batches = replicas_to_aggregate
         self._num_slots = self._num_gradient_buffers = self.num_replicas
         self._loops = WorkerLoops(lambda slot: self._buffers.end_loop(slot))
