@@ -83,7 +83,7 @@ def _ours(rows: int | None, *, is_synchronous: bool = False) -> Callable[[], Non
     from data.order import Order
     from data.prepare.writing import write_shards
     from data.reader import Reader
-    from strategies.base import Position
+    from strategies.position import Position
     from strategies.ps.asynchronous import AsynchronousExecutor
     from strategies.ps.sync.executor import SynchronousExecutor
     from trainer.embeddings import SGD, ShardedEmbedding

@@ -16,31 +16,26 @@
 
 import abc
 import contextlib
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.order import Order, replica_lanes
 from data.reader import Reader
-from data.system.errors import UsageError
 from data.system.stopwatch import Stopwatch
-from strategies.cluster.tf_config import Cluster, Task
 from strategies.metrics import Metrics, add_metrics
+from strategies.pace import CallSize, Pace
+from strategies.position import Position, Reached
 from strategies.worker_stats import WorkerStats
 
-# `run` and `evaluate` are cut into calls that take about this long. A stop request is seen between
-# two calls.
-_SECS_PER_CALL = 1.0
-_RECENT_CALLS = 20
 # What changes the variables in `_run`: an argument of `Executor.changing`.
 STEPS = "steps"
+# For `Executor.start`: a run that resumes nothing, or has nothing to record.
+NO_RECORD: Mapping[str, float] = MappingProxyType({})
 
 # A tensor; among gradients also tf.IndexedSlices, or None for a variable without a gradient.
 Tensor: TypeAlias = tf.Tensor
@@ -50,70 +45,9 @@ Batch: TypeAlias = Any
 
 Made = TypeVar("Made")
 
-# Returns a context that watches the other tasks of a cluster while TensorFlow connects them. The
-# second argument has the ids of their processes; under ps it is empty.
-Connecting: TypeAlias = Callable[
-    [Cluster, Mapping[Task, str]], contextlib.AbstractContextManager[None]
-]
-
-
-class PeerLostError(RuntimeError):
-    """Another task is lost. The last checkpoint is complete; restart to resume. Exit code 75."""
-
-    def __init__(self, what: str, cause: Exception) -> None:
-        """`what` says what happened; the first informative line of `cause` is appended to it."""
-        headings = ("Graph execution error", "root error(s) found")
-        lines = [line.strip() for line in str(cause).splitlines()]
-        reasons = (line for line in lines if line and not any(h in line for h in headings))
-        super().__init__(f"{what}: {next(reasons, type(cause).__name__)[:200]}")
-
 
 class DataFaultError(RuntimeError):
     """TensorFlow could not read, parse or use the data of a step; its cause says more."""
-
-
-class PositionError(UsageError):
-    """This executor cannot resume from a checkpoint of another topology. Exit code 2."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """The part of the endless training order that no step has consumed yet.
-
-    Attributes:
-        next_batch: All batches from this one on are not consumed.
-        open_sub_batches: Parts of earlier batches that are not consumed either: (batch, first lane,
-            last lane).
-        skipped: Number of earlier examples that no step will consume, one entry for each time that
-            training returned to a checkpoint after a NaN and skipped the examples since.
-    """
-
-    next_batch: int = 0
-    open_sub_batches: tuple[tuple[int, int, int], ...] = ()
-    skipped: tuple[int, ...] = ()
-
-    def num_examples(self, order: Order) -> int:
-        """Examples that steps have consumed."""
-        open_lanes = sum(last + 1 - first for _, first, last in self.open_sub_batches)
-        rows = order.batch_size // order.lanes
-        return self.next_batch * order.batch_size - open_lanes * rows - sum(self.skipped)
-
-    def skip_to(self, end: "Position", order: Order) -> "Position":
-        """The position `end`, with all examples between this position and `end` skipped.
-
-        `end` is a later position of the same training, which may have skipped more since.
-        """
-        num_skipped = end.next_batch * order.batch_size - self.num_examples(order)
-        num_skipped -= sum(end.skipped)
-        return Position(end.next_batch, (), (*end.skipped, num_skipped))
-
-
-class Reached(NamedTuple):
-    """How far a run has come: what a checkpoint holds in addition to the variables."""
-
-    step: int
-    position: Position
-    counts: WorkerStats
 
 
 class Learner(Protocol):
@@ -179,52 +113,51 @@ class Learner(Protocol):
         """`evaluate`, computed at `values` of `evaluation_inputs` that were read before."""
 
 
-@dataclass
-class _CallSize:
-    """How many steps (or evaluation units) one call runs, so that it takes `_SECS_PER_CALL`.
+class Peers(Protocol):
+    """The other tasks of a run."""
 
-    Under mirrored and multiworker the duration is that of the previous call: it is summed over the
-    tasks in the graph of a call, before the duration of this call is known.
-    """
+    def watch(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
+        """Watches the other tasks; a task that is unresponsive for `timeout_secs` is lost.
 
-    size: int = 1
-
-    def adapt(self, size: int, seconds: float) -> None:
-        """Adapts to a call of `size` that took `seconds`: the same in all tasks.
-
-        Grows only by doubling: the first duration includes tracing and predicts little.
+        Returns immediately. If the run cannot continue without the lost task, calls `on_lost` with
+        a message, on another thread. TensorFlow itself only reports tasks that end.
         """
-        if seconds < _SECS_PER_CALL / 2 and size == self.size:
-            self.size *= 2
-        elif seconds > _SECS_PER_CALL:
-            self.size = max(1, size // 2)
+
+    def abandon(self, why: str) -> bool:
+        """Makes `run` raise a PeerLostError now if it waits for others, or when it next would.
+
+        Called on another thread, when another task is lost. Returns False if it is not possible.
+        """
 
 
-@dataclass
-class Pace:
-    """The steps of this process and the time in them, without the calls that compiled a graph.
+class Recovery(Protocol):
+    """The state of a run on servers, which stay when the chief dies, for the next chief."""
 
-    Attributes:
-        num_steps: Steps in all other calls.
-        seconds: The time in these calls.
-        recent: The steps and the time of each of the last calls.
-    """
+    def take_over(
+        self, variables: Sequence[tf.Variable], identity: str, after_step: int
+    ) -> Reached | None:
+        """Sets `variables` to the last complete step of a chief that has died.
 
-    num_steps: int = 0
-    seconds: float = 0.0
-    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT_CALLS))
+        If a server was lost, sets them to the last copy for standby. Returns None, and changes no
+        variable, if the servers have no state of the run `identity`, none of a complete step, or
+        none of a step after `after_step`. Called before `start`.
+        """
 
-    def add(self, num_steps: int, seconds: float) -> None:
-        """Counts a call of `num_steps` steps that took `seconds`."""
-        self.num_steps += num_steps
-        self.seconds += seconds
-        self.recent.append((num_steps, seconds))
+    def publish(
+        self, variables: Sequence[tf.Variable], identity: str, *, has_standby: bool = False
+    ) -> None:
+        """Lets the next chief of this run take `variables` over if this process dies.
 
-    def secs_per_step(self) -> float | None:
-        """The median of the recent calls: a call that waited for a restart does not count."""
-        if not self.recent:
-            return None
-        return statistics.median(seconds / num_steps for num_steps, seconds in self.recent)
+        `variables` are all that a checkpoint has; if there are none, nothing is published.
+        `identity` is the same in each process of a run. With `has_standby`, `copy_to_standby` will
+        be called. Called once, after `start`.
+        """
+
+    def copy_to_standby(self) -> None:
+        """Copies the state to other servers, for `take_over` after the loss of a server."""
+
+    def end_servers(self) -> None:
+        """Ends the servers after an error: there is nothing that a next chief could continue."""
 
 
 class Executor(abc.ABC):
@@ -236,44 +169,46 @@ class Executor(abc.ABC):
 
     Attributes:
         strategy: The strategy in whose scope variables are created.
+        num_replicas: Number of replicas that share the work.
+        replicas_per_step: Number of replicas that share the batch of one step.
         is_chief: True in the task that writes.
         io_device: The device whose file system holds the checkpoints; None is the local one.
+        peers: The other tasks; None if there are none.
+        recovery: The state that is left when the chief dies; None if all of it dies with the chief.
+        placement: The places of the variables, one line a place; empty if each replica has all.
+        counts_before: `worker_stats` of earlier parts of this run, from the checkpoint.
+        stop_requested: True if this task was asked to stop.
+        stopping: True if a stop was requested. All tasks that run the loop agree after each `run`.
         on_progress: Called after each call of about a second within `run` and `evaluate`.
         pace: The steps and the time of `run`. Evaluation, checkpoints and hooks are not in it.
         clock: The time in seconds.
         stopwatch: Divides the time of this process into causes.
     """
 
-    strategy: tf.distribute.Strategy
     is_chief: bool = True
     io_device: str | None = None
+    peers: Peers | None = None
+    recovery: Recovery | None = None
+    placement: str = ""
     _learner: Learner
     _evaluation: Reader
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, num_replicas: int) -> None:
+        self.strategy = strategy
+        self.num_replicas = self.replicas_per_step = num_replicas
+        self.counts_before: WorkerStats = {}
+        self.stop_requested = self.stopping = False
         self.on_progress: Callable[[], None] = lambda: None
         self.pace = Pace()
-        self._used_graphs: set[str] = set()  # `_run` adds a graph's name, for `pace`.
         self.clock: Callable[[], float] = time.monotonic
         self.stopwatch = Stopwatch()
+        self._used_graphs: set[str] = set()  # `_run` adds a graph's name, for `pace`.
         self._has_evaluated = False
-        self._stop_requested = False
-        self._stopping = False
         self._changing = ""  # What may have left the variables between two steps; "" if nothing.
-        self._run_size = _CallSize()
-        self._evaluation_size = _CallSize()
+        self._run_size = CallSize()
+        self._evaluation_size = CallSize()
 
     # Before training: build, then start.
-
-    @property
-    @abc.abstractmethod
-    def num_replicas(self) -> int:
-        """Number of replicas that share the work."""
-
-    @property
-    def replicas_per_step(self) -> int:
-        """Number of replicas that share the batch of one step."""
-        return self.num_replicas
 
     def build(self, make: Callable[[], Made]) -> Made:
         """Returns `make()`, with its variables placed by the strategy.
@@ -283,38 +218,35 @@ class Executor(abc.ABC):
         with self.strategy.scope():
             return make()
 
-    def row_bytes(self, width: int, value_bytes: int) -> int:
-        """The bytes between processes for each id of a table that a replica uses in a step.
-
-        A row has `width` values of `value_bytes`.
-        """
-        return 0
-
-    def placement_table(self) -> str:
-        """The places of the variables, one line a place; empty if each replica has all of them."""
-        return ""
-
-    def choose_buckets(
-        self, learner: Learner, recorded: Mapping[str, float]
-    ) -> Mapping[str, float]:
-        """Chooses how the all-reduce divides gradients; returns what config.json must record.
-
-        `recorded` is the record of the run that this task resumes; only the chief's counts. Called
-        before `start`, in all tasks together. Empty if there is nothing to choose.
-        """
-        return {}
-
-    @abc.abstractmethod
     def start(
-        self, learner: Learner, source: Reader, evaluation: Reader, position: Position
-    ) -> None:
+        self,
+        learner: Learner,
+        source: Reader,
+        evaluation: Reader,
+        position: Position,
+        recorded: Mapping[str, float] = NO_RECORD,
+    ) -> Mapping[str, float]:
         """Prepares `run` on the examples of `source` from `position`, and `evaluate`.
 
-        Called once, after the variables are created and restored.
+        Called once, in all tasks together, after the variables are created and restored. Returns
+        the choices that config.json records, because a resumed run must repeat them. `recorded` is
+        this record of the resumed run; only the chief's counts.
 
         Raises:
             PositionError: `position` has open sub-batches, which this executor would leave out.
         """
+        self._learner, self._evaluation = learner, evaluation
+        chosen = self._choose(recorded)
+        self._prepare(source, position)
+        return chosen
+
+    def _choose(self, recorded: Mapping[str, float]) -> Mapping[str, float]:
+        """Makes the choices of `start`; returns their record."""
+        return NO_RECORD
+
+    @abc.abstractmethod
+    def _prepare(self, source: Reader, position: Position) -> None:
+        """Makes the graphs of `_run` and `_evaluate`, and calls `_set_position`."""
 
     # Training.
 
@@ -329,7 +261,7 @@ class Executor(abc.ABC):
             DataFaultError: the data of these steps cannot be read or used.
         """
         metrics = Metrics()
-        while num_steps > 0 and not self._stopping:
+        while num_steps > 0 and not self.stopping:
             size = min(num_steps, self._steps_of_call(num_steps))
             started, num_graphs = self.clock(), len(self._used_graphs)
             self.stopwatch.switch("compute" if num_graphs else "graph")
@@ -337,7 +269,7 @@ class Executor(abc.ABC):
                 more, seconds = self._run(size)
             if len(self._used_graphs) > num_graphs:  # The call compiled a graph.
                 self.stopwatch.relabel("graph")
-            elif not self._stopping:  # Otherwise it may have run fewer steps.
+            elif not self.stopping:  # Otherwise it may have run fewer steps.
                 self.pace.add(size, self.clock() - started)
             self.stopwatch.switch("compute")
             metrics = add_metrics(metrics, more)
@@ -352,7 +284,7 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
-        """Runs `num_steps` steps, sets `_stopping`, and returns the metrics and the duration.
+        """Runs `num_steps` steps, sets `stopping`, and returns the metrics and the duration.
 
         Adds the names of the graphs that it uses to `_used_graphs`.
 
@@ -373,9 +305,8 @@ class Executor(abc.ABC):
         with self.changing("a return to a checkpoint"):
             self._drain()
             self._drop_residuals()
-            position, counts = restore()
+            position, self.counts_before = restore()
             self._set_position(position)
-            self.restore_worker_stats(counts)
 
     def _drain(self) -> None:
         """Waits for everything in flight, including late gradients that belong to no step."""
@@ -395,30 +326,23 @@ class Executor(abc.ABC):
         Unless `must_complete`, a stop request ends it early, and the result is empty. Raises the
         errors of `run`.
         """
-        with self.stopwatch.spend("evaluate" if self._has_evaluated else "graph"):
-            return self._evaluate_all(must_complete)
-
-    def _evaluate_all(self, must_complete: bool) -> Metrics:
         metrics = Metrics()
-        first, end, unit = 0, self._num_evaluation_batches, self._evaluation_unit
-        while first < end:
-            # Batches past the end are empty and count nothing.
-            num_units = min(self._evaluation_size.size, -(-(end - first) // unit))
-            with _data_errors_wrapped():
-                metrics, seconds = self._evaluate(first, num_units * unit)
-            if not self._has_evaluated:  # The first call compiled the graph.
-                self._has_evaluated = True
-                self.stopwatch.switch("evaluate")
-            first += num_units * unit
-            self._evaluation_size.adapt(num_units, seconds)
-            self.on_progress()
-            if self._stopping and not must_complete:
-                return Metrics()
+        first, end, unit = 0, self._evaluation.num_evaluation_batches, self._evaluation_unit
+        with self.stopwatch.spend("evaluate" if self._has_evaluated else "graph"):
+            while first < end:
+                # Batches past the end are empty and count nothing.
+                num_units = min(self._evaluation_size.size, -(-(end - first) // unit))
+                with _data_errors_wrapped():
+                    metrics, seconds = self._evaluate(first, num_units * unit)
+                if not self._has_evaluated:  # The first call compiled the graph.
+                    self._has_evaluated = True
+                    self.stopwatch.switch("evaluate")
+                first += num_units * unit
+                self._evaluation_size.adapt(num_units, seconds)
+                self.on_progress()
+                if self.stopping and not must_complete:
+                    return Metrics()
         return metrics
-
-    @property
-    def _num_evaluation_batches(self) -> int:
-        return self._evaluation.num_evaluation_batches
 
     @property
     def _evaluation_unit(self) -> int:
@@ -429,12 +353,12 @@ class Executor(abc.ABC):
     def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
         """Evaluates `num_batches` batches; returns metrics of all batches so far, and the duration.
 
-        Sets `_stopping`, and returns the same duration in all tasks, as `_run` does. Called in the
+        Sets `stopping`, and returns the same duration in all tasks, as `_run` does. Called in the
         order of the batches, from 0; `num_batches` is a multiple of `_evaluation_unit`. The result
         must be bitwise equal for every division into calls.
         """
 
-    # Other tasks.
+    # Reports and agreement.
 
     def gathered(self, number: int) -> list[int]:
         """The `number` of each task that runs the loop, the chief's first; all call it together.
@@ -447,15 +371,14 @@ class Executor(abc.ABC):
         """Counts of each worker over the whole run; empty if all workers do the same."""
         return {}
 
-    def restore_worker_stats(self, counts: WorkerStats) -> None:
-        """Adds `counts`, saved by an earlier part of this run, to `worker_stats`; after `start`."""
+    def row_bytes(self, width: int, value_bytes: int) -> int:
+        """The bytes between processes for each id of a table that a replica uses in a step.
 
-    def watch_peers(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
-        """Watches the other tasks; a task that is unresponsive for `timeout_secs` is lost.
-
-        Returns immediately. If the run cannot continue without the lost task, calls `on_lost` with
-        a message, on another thread. TensorFlow itself only reports tasks that end.
+        A row has `width` values of `value_bytes`.
         """
+        return 0
+
+    # The end.
 
     @contextlib.contextmanager
     def changing(self, what: str) -> Iterator[None]:
@@ -469,60 +392,18 @@ class Executor(abc.ABC):
 
         Returns None if that is not possible, because the error came in the middle of a change.
         """
-        if self._changing:
-            return None
+        return None if self._changing else self.reached()
+
+    def reached(self) -> Reached:
+        """How far the run has come, when no step is in flight."""
         return Reached(int(self._learner.step.numpy()), self.position, self.worker_stats())
-
-    def publish(
-        self, variables: Sequence[tf.Variable], identity: str, *, has_standby: bool = False
-    ) -> None:
-        """Lets the next chief of this run take `variables` over if this process dies.
-
-        `variables` are all that a checkpoint has; if there are none, nothing is published.
-        `identity` is the same in each process of a run. With `has_standby`, `copy_to_standby` will
-        be called. Called once, after `start`.
-        """
-
-    def copy_to_standby(self) -> None:
-        """Copies the state to other servers, for `take_over` after the loss of a server."""
-
-    def take_over(
-        self, variables: Sequence[tf.Variable], identity: str, after_step: int
-    ) -> Reached | None:
-        """Sets `variables` to the last complete step of a chief that has died.
-
-        If a server was lost, sets them to the last copy for standby. Returns None, and changes no
-        variable, if the servers have no state of the run `identity`, none of a complete step, or
-        none of a step after `after_step`. Called before `start`.
-        """
-        return None
-
-    def abandon_peers(self, why: str) -> bool:
-        """Makes `run` raise a PeerLostError now if it waits for others, or when it next would.
-
-        Called on another thread, when another task is lost. Returns False if it is not possible.
-        """
-        return False
 
     def request_stop(self) -> None:
         """Asks for a stop after the current `run`. Safe in a signal handler."""
-        self._stop_requested = True
-
-    @property
-    def stop_requested(self) -> bool:
-        """True if this task was asked to stop."""
-        return self._stop_requested
-
-    @property
-    def stopping(self) -> bool:
-        """True if a stop was requested. All tasks that run the loop agree after each `run`."""
-        return self._stopping
+        self.stop_requested = True
 
     def close(self, exit_code: int = 0) -> None:
         """Ends the run in all tasks together; servers exit with `exit_code`."""
-
-    def close_after_error(self, *, lost: bool) -> None:
-        """Ends this task without waiting for others. If a peer is `lost`, servers stay."""
 
 
 @contextlib.contextmanager
@@ -536,24 +417,6 @@ def _data_errors_wrapped() -> Iterator[None]:
         tf.errors.PermissionDeniedError,
     ) as error:
         raise DataFaultError(error.message) from error
-
-
-def refuse_open_sub_batches(position: Position, order: Order) -> None:
-    """Raises PositionError if `position` has open sub-batches; names the flags that can resume."""
-    if position.open_sub_batches:
-        open_lanes = {range(first, last + 1) for _, first, last in position.open_sub_batches}
-        # The smallest number of sub-batches among which are all that are open.
-        num_sub_batches = next(
-            number
-            for number in range(1, order.lanes + 1)
-            if number == order.lanes
-            or open_lanes <= {replica_lanes(order.lanes, i, number) for i in range(number)}
-        )
-        raise PositionError(
-            f"The checkpoint has {len(position.open_sub_batches)} unfinished sub-batch(es) of "
-            "backup workers. Continue with --strategy=ps --sync_replicas --replicas_to_aggregate="
-            f"{num_sub_batches}, or give another --model_dir."
-        )
 
 
 def value_of(tensor: Tensor | tf.Variable) -> npt.NDArray[Any]:

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from strategies.base import PeerLostError
-
 _SERVER = "A parameter server was lost"
 
 # DeadlineExceededError is that of a message.
@@ -35,11 +33,7 @@ _FOUND_BY_MESSAGE = (
     # The answer to a request with a damaged device name. Seen once or twice in hundreds of runs,
     # when several threads copied results of the first closures of a run or of an evaluation: most
     # likely a race inside TensorFlow, between a function that runs and one that is traced.
-    (
-        tf.errors.InternalError,
-        "Unable to parse request",
-        "A message to another task was damaged",
-    ),
+    (tf.errors.InternalError, "Unable to parse request", "A message to another task was damaged"),
     # A worker died while TensorFlow connected all workers of multiworker.
     (tf.errors.InternalError, "Barrier failed", "A worker was lost"),
 )
@@ -50,6 +44,17 @@ _FOUND_BY_DEVICE = (
     (tf.errors.FailedPreconditionError, "the variable was uninitialized"),
 )
 _DEVICE = "/job:"
+
+
+class PeerLostError(RuntimeError):
+    """Another task is lost. The last checkpoint is complete; restart to resume. Exit code 75."""
+
+    def __init__(self, what: str, cause: Exception) -> None:
+        """`what` says what happened; the first informative line of `cause` is appended to it."""
+        headings = ("Graph execution error", "root error(s) found")
+        lines = [line.strip() for line in str(cause).splitlines()]
+        reasons = (line for line in lines if line and not any(h in line for h in headings))
+        super().__init__(f"{what}: {next(reasons, type(cause).__name__)[:200]}")
 
 
 def loss_of(error: BaseException, what: str = _SERVER) -> str | None:

@@ -24,18 +24,12 @@ from data.order import replica_lanes
 from data.reader import Reader
 from data.system.errors import UsageError
 from data.system.extras import install_command
-from strategies.base import (
-    Batch,
-    Executor,
-    Learner,
-    Position,
-    Tensor,
-    refuse_open_sub_batches,
-)
+from strategies.base import Batch, Executor, Learner, Tensor
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas
 from strategies.metrics import Metrics
+from strategies.position import Position, refuse_open_sub_batches
 
 # A part of the message if the next batch could not be read or parsed.
 _NEXT_BATCH = "IteratorGetNext"
@@ -94,8 +88,7 @@ class MirroredExecutor(Executor):
 
     def __init__(self, strategy: tf.distribute.Strategy, *, wire_dtype: str = "float32") -> None:
         """Uses `strategy`, a MirroredStrategy or one that runs steps in the same way."""
-        super().__init__()
-        self.strategy = strategy
+        super().__init__(strategy, int(strategy.num_replicas_in_sync))
         self._compression = Compression(wire_dtype, self.num_replicas)
         self._bucket_bytes = math.inf  # One all-reduce for all gradients.
         self._local_replicas = self._replicas_of_this_process()
@@ -107,21 +100,12 @@ class MirroredExecutor(Executor):
         """One replica on each of `devices`."""
         return cls(tf.distribute.MirroredStrategy(list(devices)))
 
-    @property
     @override
-    def num_replicas(self) -> int:
-        """Replicas over all processes."""
-        return int(self.strategy.num_replicas_in_sync)
-
-    @override
-    def start(
-        self, learner: Learner, source: Reader, evaluation: Reader, position: Position
-    ) -> None:
-        self._learner = learner
+    def _prepare(self, source: Reader, position: Position) -> None:
         self._source = source
         self._set_position(position)
         self._prepare_run()
-        self.start_evaluation(learner, evaluation)
+        self.start_evaluation(self._learner, self._evaluation)
 
     def _prepare_run(self) -> None:
         learner, offsets = self._learner, self._replica_offsets(self._source)
@@ -311,14 +295,14 @@ class MirroredExecutor(Executor):
 
     def _own_status(self, call: str) -> tf.Tensor:
         """[stop requested, seconds of this process's last `call`: "run" or "evaluate"], float64."""
-        return tf.constant([self._stop_requested, self._seconds[call]], tf.float64)
+        return tf.constant([self.stop_requested, self._seconds[call]], tf.float64)
 
     def _finished(
         self, call: str, totals: tf.Tensor, summed_status: tf.Tensor, started: float
     ) -> tuple[Metrics, float]:
-        """Metrics and mean duration; sets `_stopping`. Sums over all replicas: all tasks agree."""
+        """Metrics and mean duration; sets `stopping`. Sums over all replicas: all tasks agree."""
         num_stops, seconds = summed_status.numpy()
-        self._stopping = bool(num_stops > 0)
+        self.stopping = bool(num_stops > 0)
         self._seconds[call] = time.monotonic() - started
         metrics = self._learner.to_metrics(totals.numpy())
         return metrics, float(seconds) / self.num_replicas

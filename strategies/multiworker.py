@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -23,23 +24,20 @@ from typing_extensions import override
 
 from data.autograph import no_autograph
 from data.clock import timestamp
-from strategies.base import STEPS, Batch, Connecting, Learner, PeerLostError, Reached, Tensor
+from strategies.base import STEPS, Batch, Tensor
 from strategies.cluster.collectives import interpreter_lock_released
-from strategies.cluster.peers import (
-    SilentPeerError,
-    UnknownHostError,
-    identify,
-    watch_peers,
-)
-from strategies.cluster.rendezvous import Processes, wait_for_peers, watch_restarts
+from strategies.cluster.peers import SilentPeerError, UnknownHostError, identify
+from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.watching import watch_peers
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
-from strategies.gradients.coalescing import num_bytes
+from strategies.gradients.coalescing import num_bytes, present
 from strategies.gradients.compression import Compression
-from strategies.lost_peers import loss_of
+from strategies.lost_peers import PeerLostError, loss_of
 from strategies.metrics import Metrics
 from strategies.mirrored import DeviceError, MirroredExecutor
+from strategies.position import Reached
 from strategies.step_marks import StepMarks
 from strategies.tables import ID_BYTES
 
@@ -62,6 +60,29 @@ _LOST = (
 )
 
 
+@dataclass
+class WorkerPeers:
+    """The other workers. None can continue without them."""
+
+    cluster: Cluster
+    processes: Processes
+    has_trained: threading.Event
+
+    def watch(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
+        """Watches each other worker.
+
+        In training a failed sum shows at once that a worker has died. Before its first step, until
+        TensorFlow's heartbeat is missed, only its next process does.
+        """
+        watch_restarts(self.cluster, self.processes, on_lost, self.has_trained)
+        watch_peers(self.cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"))
+
+    def abandon(self, why: str) -> bool:
+        """Ends all sums that wait for other workers."""
+        context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
+        return True
+
+
 class MultiWorkerExecutor(MirroredExecutor):
     """This worker's part of the replicas of every step."""
 
@@ -74,11 +95,12 @@ class MultiWorkerExecutor(MirroredExecutor):
         wire_dtype: str = "float32",
         bucket_mb: float | None = None,
     ) -> None:
-        """`bucket_mb` is in MiB; if it is None, `choose_buckets` measures it."""
-        self._cluster, self._processes = cluster, processes
+        """`bucket_mb` is in MiB; if it is None, `start` chooses it."""
+        self._cluster = cluster
         self._has_trained = threading.Event()
         super().__init__(strategy, wire_dtype=wire_dtype)
         self.is_chief = cluster.is_chief
+        self.peers = WorkerPeers(cluster, processes, self._has_trained)
         self._given_bucket_mb = bucket_mb
         self._marks: StepMarks | None = None
         # Seconds of this worker from its last gradient to the last sum, in all steps so far.
@@ -137,13 +159,12 @@ class MultiWorkerExecutor(MirroredExecutor):
         return cls(strategy, cluster, processes, wire_dtype=wire_dtype, bucket_mb=bucket_mb)
 
     @override
-    def choose_buckets(
-        self, learner: Learner, recorded: Mapping[str, float]
-    ) -> Mapping[str, float]:
-        """The given size, the recorded one, or the best one for the measured network.
+    def _choose(self, recorded: Mapping[str, float]) -> Mapping[str, float]:
+        """Chooses the given size of buckets, the recorded one, or the best one for the network.
 
         All workers use the chief's size: it decides in which order each element is summed.
         """
+        learner = self._learner
         if learner.num_dense < len(learner.variables) and not cpu_of_worker(self.strategy):
             raise DeviceError(
                 "A ShardedEmbedding under multiworker needs one replica on the CPU of each worker, "
@@ -227,11 +248,6 @@ class MultiWorkerExecutor(MirroredExecutor):
         return super().return_to_complete_step()
 
     @override
-    def abandon_peers(self, why: str) -> bool:
-        context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
-        return True
-
-    @override
     def run(self, num_steps: int) -> Metrics:
         """Runs as many steps as the chief asks for: it has more hooks than the other workers."""
         return super().run(self.gathered(num_steps)[0])
@@ -272,9 +288,9 @@ class MultiWorkerExecutor(MirroredExecutor):
         summed = super()._all_reduced(gradients)
         # Created after the sums: a graph runs stateful ops that use no resource, such as timestamps
         # and handles, in the order of their creation, and a sum needs a handle.
-        with tf.control_dependencies(_present(gradients)):
+        with tf.control_dependencies(present(gradients)):
             computed = timestamp()
-        with tf.control_dependencies(_present(summed)):
+        with tf.control_dependencies(present(summed)):
             self._waited.assign_add(timestamp() - computed)
         return summed
 
@@ -282,16 +298,6 @@ class MultiWorkerExecutor(MirroredExecutor):
     def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
         with self._losses_explained("in evaluation"):
             return super()._evaluate(first_batch, num_batches)
-
-    @override
-    def watch_peers(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
-        """Each worker watches all others: none can continue without them.
-
-        In training a failed sum shows at once that a worker has died. Before its first step, until
-        TensorFlow's heartbeat is missed, only its next process does.
-        """
-        watch_restarts(self._cluster, self._processes, on_lost, self._has_trained)
-        watch_peers(self._cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"))
 
     @override
     def close(self, exit_code: int = 0) -> None:
@@ -307,7 +313,7 @@ class MultiWorkerExecutor(MirroredExecutor):
     def _losses_explained(self, when: str) -> Iterator[None]:
         """Raises PeerLostError for a failed collective; names the workers that do not answer.
 
-        TensorFlow's own heartbeat may detect it before `watch_peers` does, but gives no name.
+        TensorFlow's own heartbeat may detect it before `peers.watch` does, but gives no name.
         """
         try:
             yield
@@ -329,15 +335,3 @@ class MultiWorkerExecutor(MirroredExecutor):
         per_worker = self.num_replicas // len(trainers)
         first = trainers.index(self._cluster.task) * per_worker
         return range(first, first + per_worker)
-
-
-def _present(gradients: Sequence[Tensor]) -> list[tf.Tensor]:
-    """The tensors of gradients: some may be sparse, and some None."""
-    parts = [
-        [gradient.values, gradient.indices]
-        if isinstance(gradient, tf.IndexedSlices)
-        else [gradient]
-        for gradient in gradients
-        if gradient is not None
-    ]
-    return [tensor for part in parts for tensor in part]

@@ -12,11 +12,14 @@ Both are int64.
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 # Ids, and numbers of rows, are int64.
 ID_BYTES = 8
+
+Value = TypeVar("Value")
 
 
 class Part(NamedTuple):
@@ -57,41 +60,30 @@ def part_rows(num_rows: int, index: int, num_parts: int) -> int:
     return max(0, -(-(num_rows - index) // num_parts))
 
 
-@contextlib.contextmanager
-def split_into(num_parts: int) -> Iterator[None]:
+def split_into(num_parts: int) -> AbstractContextManager[None]:
     """Tables that are made inside have `num_parts` parts."""
-    token = _num_parts.set(num_parts)
-    try:
-        yield
-    finally:
-        _num_parts.reset(token)
+    return _inside(_num_parts, num_parts)
 
 
-@contextlib.contextmanager
-def without_rows() -> Iterator[None]:
+def without_rows() -> AbstractContextManager[None]:
     """Tables that are made inside have no rows."""
-    token = _has_rows.set(False)
-    try:
-        yield
-    finally:
-        _has_rows.reset(token)
+    return _inside(_has_rows, False)
 
 
-@contextlib.contextmanager
-def rows_read_as(dtype: str) -> Iterator[None]:
+def rows_read_as(dtype: str) -> AbstractContextManager[None]:
     """Rows that are looked up inside are sent as the type named `dtype`; "float32": as they are."""
-    token = _read_dtype.set(dtype)
-    try:
-        yield
-    finally:
-        _read_dtype.reset(token)
+    return _inside(_read_dtype, dtype)
+
+
+def making_part(number: int, shape: tuple[int, ...]) -> AbstractContextManager[None]:
+    """Variables that are made inside belong to part `number` of a table, which has `shape`."""
+    return _inside(_part, Part(number, shape))
 
 
 @contextlib.contextmanager
-def making_part(number: int, shape: tuple[int, ...]) -> Iterator[None]:
-    """Variables that are made inside belong to part `number` of a table, which has `shape`."""
-    token = _part.set(Part(number, shape))
+def _inside(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _part.reset(token)
+        variable.reset(token)

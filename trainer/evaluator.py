@@ -18,9 +18,9 @@ import threading
 
 from data.system.files import make_dirs, remove_tree
 from data.system.stopwatch import Stopwatch
-from strategies.base import Position
-from strategies.cluster.peers import watch_chief
+from strategies.cluster.watching import watch_chief
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
+from strategies.position import Position
 from trainer.build import build_checkpointer, build_json_lines
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import STORAGE_ERRORS

@@ -15,7 +15,8 @@ import keras
 import tensorflow as tf
 
 from data.order import Order
-from strategies.base import Executor, Position
+from strategies.base import Executor
+from strategies.position import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError

@@ -29,15 +29,16 @@ from data.system.errors import TrainerError
 from data.system.files import absolute as absolute_path
 from data.system.files import exists, is_s3, is_url, shown
 from data.system.stopwatch import SERVING
-from strategies.base import DataFaultError, Executor, PeerLostError, Position
+from strategies.base import DataFaultError, Executor
 from strategies.cluster.connections import limit_silence
 from strategies.cluster.peers import check_own_address, port_of
 from strategies.cluster.ports import held
 from strategies.cluster.rendezvous import Processes, connecting
 from strategies.cluster.tf_config import Cluster, ClusterError
-from strategies.lost_peers import loss_of
+from strategies.lost_peers import PeerLostError, loss_of
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from strategies.multiworker import MultiWorkerExecutor
+from strategies.position import Position
 from strategies.ps.asynchronous import AsynchronousExecutor
 from strategies.ps.servers import ask_chief_to_stop, serve, start_server
 from strategies.ps.sync.executor import SynchronousExecutor
@@ -339,16 +340,18 @@ def _supervised(
         _write_result(spec, {"step": None, "exit_code": EXIT_RESTART, "why": message})
         os._exit(EXIT_RESTART)
 
+    peers = executor.peers
+
     def end_without_peer(message: str) -> None:
-        if outcome.exit_code is None and executor.abandon_peers(message):
+        if outcome.exit_code is None and peers and peers.abandon(message):
             log.error("%s.", message)
             time.sleep(spec.grace_secs)  # The main thread saves and ends meanwhile.
         end_stalled(message)
 
     signals.on_stop(executor.request_stop, spec.grace_secs)
-    if spec.stall_timeout_secs:
+    if peers and spec.stall_timeout_secs:
         # Half the time: the name of a silent peer explains more than "nothing moved".
-        executor.watch_peers(spec.stall_timeout_secs / 2, end_without_peer)
+        peers.watch(spec.stall_timeout_secs / 2, end_without_peer)
     with Watchdog(spec.stall_timeout_secs, end_stalled) as watchdog:
         executor.on_progress = watchdog.moved
         try:
@@ -360,7 +363,8 @@ def _supervised(
                 said = first_line(error)
                 log.error("%s. The last checkpoint is complete; restart to resume.", said)
             # Servers also stay for a chief that starts when another run has ended.
-            executor.close_after_error(lost=is_lost or isinstance(error, run_lock.LockedError))
+            if executor.recovery and not (is_lost or isinstance(error, run_lock.LockedError)):
+                executor.recovery.end_servers()
             if is_lost:
                 return
             raise
@@ -432,11 +436,11 @@ def _differs(executor: Executor, value: object) -> bool:
 
 
 def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
-    executor = parts.executor
+    executor, recovery = parts.executor, parts.executor.recovery
     files = RunFiles(spec.model_dir)
     # Without it this is another run: whoever has deleted the directory wants to begin anew.
-    if exists(files.config):
-        save_left_step(executor, parts.learner, parts.checkpointer)
+    if recovery and exists(files.config):
+        save_left_step(recovery, parts.learner, parts.checkpointer)
     saved = restore_together(executor, parts.checkpointer, parts.learner)
     if spec.is_chief:
         with disk_errors_explained(spec.model_dir):
@@ -444,24 +448,25 @@ def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
     if spec.is_chief and not saved:
         warn_if_begun_before(files)
     recorded = files.recorded("all_reduce") if saved and spec.is_chief else {}
-    all_reduce = executor.choose_buckets(parts.learner, recorded)
+    document = _config_document(spec, parts.inputs, parts.learner)
     if spec.is_chief:
         with disk_errors_explained(spec.model_dir):
-            files.write_config(
-                {**_config_document(spec, parts.inputs, parts.learner), "all_reduce": all_reduce}
-            )
+            files.write_config({**document, "all_reduce": dict(recorded)})
             files.remove_result()
         if spec.is_latest:
             point_latest_to(spec.model_dir)
     with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
         position = saved.position if saved else Position()
-        executor.start(parts.learner, parts.inputs.train, parts.inputs.evaluation, position)
-    executor.restore_worker_stats(saved.counts if saved else {})
-    executor.publish(
-        parts.checkpointer.variables,
-        parts.checkpointer.run_identity,
-        has_standby=spec.ps_standby > 0,
-    )
+        all_reduce = executor.start(
+            parts.learner, parts.inputs.train, parts.inputs.evaluation, position, recorded
+        )
+    if spec.is_chief and all_reduce != recorded:
+        with disk_errors_explained(spec.model_dir):
+            files.write_config({**document, "all_reduce": dict(all_reduce)})
+    executor.counts_before = saved.counts if saved else {}
+    if recovery:
+        variables, identity = parts.checkpointer.variables, parts.checkpointer.run_identity
+        recovery.publish(variables, identity, has_standby=spec.ps_standby > 0)
     if spec.is_chief and not saved and spec.recipe.config.recover_from_nan:
         parts.checkpointer.save(0, Position(), executor.worker_stats())  # To go back to.
     return saved
@@ -517,8 +522,8 @@ def _begin(
         console.say(inputs.note)
     if spec.has_evaluator:
         console.say("the evaluator task evaluates; this one does not")
-    if spec.is_verbose and (table := parts.executor.placement_table()):
-        console.say(table)
+    if spec.is_verbose and parts.executor.placement:
+        console.say(parts.executor.placement)
     if all_reduce := RunFiles(spec.model_dir).recorded("all_reduce"):
         items = ", ".join(f"{name} {value:g}" for name, value in all_reduce.items())
         console.say(f"all-reduce: {items}")
@@ -563,9 +568,9 @@ def _complete_steps_saved(spec: TaskSpec, parts: Parts, signals: StopSignals) ->
     after a second Ctrl-C in a notebook. Under multiworker a launcher says with SIGUSR1 that a
     worker has died.
     """
-    executor, is_multiworker = parts.executor, spec.strategy == "multiworker"
-    if is_multiworker:
-        signals.on_peer_lost(lambda: executor.abandon_peers("another worker has died"))
+    executor, peers = parts.executor, parts.executor.peers
+    if peers and spec.strategy == "multiworker":
+        signals.on_peer_lost(lambda: peers.abandon("another worker has died"))
     try:
         yield
     except BaseException as error:
@@ -578,7 +583,7 @@ def _complete_steps_saved(spec: TaskSpec, parts: Parts, signals: StopSignals) ->
             save_last_complete_step(executor, parts.learner, parts.checkpointer, spec.cluster)
         raise
     finally:
-        if is_multiworker:
+        if spec.strategy == "multiworker":
             signals.on_peer_lost(None)
 
 

@@ -14,7 +14,11 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+import psutil
+
+from strategies.cluster.peers import UnknownHostError, host_of, port_of
 
 _POLL_SECS = 1.0
 
@@ -66,3 +70,39 @@ def _limit(descriptor: int, timeout_secs: float) -> None:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         millisecs = int(timeout_secs * 1000)
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, millisecs)
+
+
+def cut_connections(address: str) -> int:
+    """Shuts down this process's connections to `address`; returns their number.
+
+    Calls that wait for an answer over them fail with UnavailableError. gRPC's keepalive would do
+    this for an unresponsive peer, but TensorFlow has no setting for it. Connections that are being
+    opened are cut, too: where packets are dropped, gRPC would wait 20 s for each.
+
+    Raises:
+        UnknownHostError: the name of the host cannot be resolved.
+    """
+    try:
+        found = socket.getaddrinfo(host_of(address), port_of(address), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise UnknownHostError(error.strerror) from None
+    ends = {_host_and_port(sockaddr) for *_, sockaddr in found}
+    num_cut = 0
+    for found_now in psutil.Process().net_connections("tcp"):
+        is_open = found_now.status in (psutil.CONN_ESTABLISHED, psutil.CONN_SYN_SENT)
+        if not is_open or _host_and_port(found_now.raddr) not in ends:
+            continue
+        with (
+            contextlib.suppress(OSError),  # Closed meanwhile.
+            socket.socket(fileno=os.dup(found_now.fd)) as connection,
+        ):
+            # Otherwise another connection has got the descriptor meanwhile.
+            if connection.getsockname()[1] == found_now.laddr.port:
+                connection.shutdown(socket.SHUT_RDWR)
+                num_cut += 1
+    return num_cut
+
+
+def _host_and_port(sockaddr: Sequence[object]) -> tuple[str, object]:
+    host, port, *_ = sockaddr
+    return str(host).partition("%")[0].removeprefix("::ffff:"), port

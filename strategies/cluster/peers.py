@@ -1,9 +1,8 @@
-"""Waits for the other tasks, identifies them and watches them.
+"""Checks this task's address, identifies the other tasks and waits for them.
 
     check_private(cluster)
     check_own_address(cluster)
     wait_for_servers(cluster)                       # in the chief, under ps
-    watch_peers(cluster, 150, on_silent)            # during training
 
 TensorFlow waits for other tasks without a message, and without an end if a task cannot come: its
 host does not exist, or another program uses its port. So this module checks first, over separate
@@ -15,17 +14,14 @@ import contextlib
 import errno
 import ipaddress
 import logging
-import math
 import os
 import re
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias
 
 import grpc
-import psutil
 
 from strategies.cluster.ports import bind, held
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
@@ -42,10 +38,6 @@ _STRANGER_SECS = 10.0
 _SILENT_SECS = 60.0
 _ANSWER_SECS = 2.0
 _NUM_PARALLEL = 16  # Tasks that are looked for at the same time.
-# The longest interval between two checks of a task in training.
-_WATCH_SECS = 10.0
-# How often in succession a worker must see that it alone does not reach a ps.
-_PROOFS = 4
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
 
@@ -138,7 +130,7 @@ def wait_for_servers(cluster: Cluster) -> None:
     found: set[Task] = set()
 
     def is_there(task: Task) -> bool:
-        if task in found and _accepts_connections(cluster.address_of(task)):  # Costs less.
+        if task in found and accepts_connections(cluster.address_of(task)):  # Costs less.
             return True
         found.discard(task)
         if is_identified(task):
@@ -154,15 +146,12 @@ def wait_for_servers(cluster: Cluster) -> None:
 def all_answer(cluster: Cluster) -> bool:
     """Returns True if all other training tasks answer now. A silent one takes a few seconds."""
     addresses = [cluster.address_of(task) for task in cluster.other_trainers]
-    with concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool:
-        return all(pool.map(_serves, addresses))
-
-
-def _serves(address: str) -> bool:
-    try:
-        return isinstance(identify(address), Task)
-    except UnknownHostError:
-        return False
+    with (
+        concurrent.futures.ThreadPoolExecutor(_NUM_PARALLEL) as pool,
+        contextlib.suppress(UnknownHostError),
+    ):
+        return all(isinstance(found, Task) for found in pool.map(identify, addresses))
+    return False
 
 
 class Identification:
@@ -208,151 +197,6 @@ class Identification:
                 "end the process that uses the port and start the task."
             )
         return False
-
-
-def watch_chief(cluster: Cluster, timeout_secs: float, on_gone: Callable[[str], None]) -> None:
-    """Calls `on_gone` with a message if the chief accepts no connection for `timeout_secs`.
-
-    Returns immediately; the calls come on another thread. The time counts from now: `timeout_secs`
-    is also how long the chief may take to start. A warning is logged after a quarter of it, at most
-    _WATCH_SECS, if the chief was there before.
-    """
-    chief, address = cluster.chief, cluster.address_of(cluster.chief)
-    warn_secs = min(_WATCH_SECS, timeout_secs / 4)
-
-    def watch() -> None:
-        last_seen = time.monotonic()
-        was_seen = has_warned = False
-        while True:
-            with contextlib.suppress(UnknownHostError):
-                if _accepts_connections(address):
-                    last_seen, was_seen, has_warned = time.monotonic(), True, False
-            away_secs = time.monotonic() - last_seen
-            if was_seen and not has_warned and away_secs > warn_secs:
-                has_warned = True
-                message = "%s (%s) has not answered for %.0f s. This task ends at %.0f s."
-                log.warning(message, chief, address, away_secs, timeout_secs)
-            if away_secs > timeout_secs:
-                on_gone(f"{chief} ({address}) has not answered for {away_secs:.0f} s")
-                return
-            time.sleep(min(_WATCH_SECS, timeout_secs / 10))
-
-    threading.Thread(target=watch, name="watch chief", daemon=True).start()
-
-
-def watch_peers(
-    cluster: Cluster,
-    timeout_secs: float,
-    on_silent: Callable[[Task], None],
-    is_over: threading.Event | None = None,
-) -> None:
-    """Calls `on_silent` when another training task has not answered for `timeout_secs`.
-
-    The process of such a task is stopped, or its host is disconnected; TensorFlow itself would wait
-    for it without limit. Returns immediately; the calls come on another thread, one at each check
-    until the task answers. A warning is logged at half of `timeout_secs`, and at the second check
-    that finds no open port. Ends when `is_over` is set.
-    """
-    poll_secs = min(_WATCH_SECS, timeout_secs / 10)
-    over = is_over or threading.Event()
-
-    def watch(task: Task) -> None:
-        address = cluster.address_of(task)
-        last_seen = time.monotonic()
-        num_warnings = num_refusals = 0
-        while not over.wait(poll_secs):
-            with contextlib.suppress(UnknownHostError):
-                answer = identify(address)
-                if answer not in ("silent", None):
-                    last_seen = time.monotonic()
-                num_refusals = num_refusals + 1 if answer is None else 0
-                if num_refusals == 2:
-                    log.warning(
-                        "%s (%s) accepts no connection: its process has ended, or its host cannot "
-                        "be reached.",
-                        task,
-                        address,
-                    )
-            silent_secs = time.monotonic() - last_seen
-            num_half_timeouts = min(2, int(2 * silent_secs / timeout_secs))
-            if num_half_timeouts > num_warnings:
-                when = f"at {timeout_secs:.0f} s " if num_half_timeouts == 1 else ""
-                message = "%s (%s) has not answered for %.0f s: %sit is considered lost."
-                log.warning(message, task, address, silent_secs, when)
-            elif num_half_timeouts < num_warnings:
-                log.warning("%s answers again.", task)
-            num_warnings = num_half_timeouts
-            if silent_secs >= timeout_secs and not over.is_set():
-                on_silent(task)
-
-    for task in cluster.other_trainers:
-        threading.Thread(target=watch, args=[task], name=f"watch {task}", daemon=True).start()
-
-
-def watch_servers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Task], None]) -> None:
-    """In a worker under ps: calls `on_silent` with a ps that only this worker cannot reach.
-
-    The ps has answered before, and has not for `timeout_secs`; and at the last checks the chief
-    answered, and the ps did not. (One check could come in the moment when this worker's network
-    returns.) Returns at once; the call comes on another thread. The chief cannot detect this: it
-    reaches both.
-    """
-    poll_secs = min(_WATCH_SECS, timeout_secs / 10)
-
-    def watch(ps: Task) -> None:
-        last_seen = math.inf  # It has not answered yet.
-        num_proofs = 0
-        while num_proofs < _PROOFS or time.monotonic() - last_seen <= timeout_secs:
-            time.sleep(poll_secs)
-            with contextlib.suppress(UnknownHostError):
-                if identify(cluster.address_of(ps)) not in ("silent", None):
-                    last_seen, num_proofs = time.monotonic(), 0
-                # If the ps is lost for all, the chief ends.
-                elif identify(cluster.address_of(cluster.chief)) == cluster.chief:
-                    num_proofs += 1
-                else:
-                    num_proofs = 0
-        on_silent(ps)
-
-    for index in cluster.jobs["ps"]:
-        ps = Task("ps", index)
-        threading.Thread(target=watch, args=[ps], name=f"watch {ps}", daemon=True).start()
-
-
-def cut_connections(address: str) -> int:
-    """Shuts down this process's connections to `address`; returns their number.
-
-    Calls that wait for an answer over them fail with UnavailableError. gRPC's keepalive would do
-    this for an unresponsive peer, but TensorFlow has no setting for it. Connections that are being
-    opened are cut, too: where packets are dropped, gRPC would wait 20 s for each.
-
-    Raises:
-        UnknownHostError: the name of the host cannot be resolved.
-    """
-    try:
-        found = socket.getaddrinfo(host_of(address), port_of(address), type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise UnknownHostError(error.strerror) from None
-    ends = {_host_and_port(sockaddr) for *_, sockaddr in found}
-    num_cut = 0
-    for found_now in psutil.Process().net_connections("tcp"):
-        is_open = found_now.status in (psutil.CONN_ESTABLISHED, psutil.CONN_SYN_SENT)
-        if not is_open or _host_and_port(found_now.raddr) not in ends:
-            continue
-        with (
-            contextlib.suppress(OSError),  # Closed meanwhile.
-            socket.socket(fileno=os.dup(found_now.fd)) as connection,
-        ):
-            # Otherwise another connection has got the descriptor meanwhile.
-            if connection.getsockname()[1] == found_now.laddr.port:
-                connection.shutdown(socket.SHUT_RDWR)
-                num_cut += 1
-    return num_cut
-
-
-def _host_and_port(sockaddr: Sequence[object]) -> tuple[str, object]:
-    host, port, *_ = sockaddr
-    return str(host).partition("%")[0].removeprefix("::ffff:"), port
 
 
 def port_of(address: str) -> int:
@@ -401,7 +245,7 @@ def identify(address: str) -> Identity:
     Raises:
         UnknownHostError: the name of the host cannot be resolved.
     """
-    if not _accepts_connections(address):
+    if not accepts_connections(address):
         return None
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
@@ -485,7 +329,8 @@ def is_reachable(address: str) -> bool:
     return True
 
 
-def _accepts_connections(address: str) -> bool:
+def accepts_connections(address: str) -> bool:
+    """Raises UnknownHostError if the name of the host cannot be resolved."""
     connection = _connect(address)
     if connection is not None:
         connection.close()

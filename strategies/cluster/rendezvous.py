@@ -32,13 +32,16 @@ from strategies.cluster.peers import (
     identify,
     port_of,
     wait_until_all_are_there,
-    watch_peers,
 )
 from strategies.cluster.ports import held
 from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.watching import watch_peers
 
 # The ids of the processes of other tasks.
 Processes: TypeAlias = Mapping[Task, str]
+# Returns a context that watches the other tasks of a cluster while TensorFlow connects them. Under
+# ps there are no ids of processes.
+Connecting: TypeAlias = Callable[[Cluster, Processes], contextlib.AbstractContextManager[None]]
 
 _GREETING = re.compile(
     r"tf-distribution-trainer (\w+) (\d+) process (\w+)(?: generation (\d+))?(?: met (\w+))?\n"
@@ -146,10 +149,7 @@ class _Meeting:
 
 @contextlib.contextmanager
 def connecting(
-    cluster: Cluster,
-    timeout_secs: float,
-    on_lost: Callable[[str], None],
-    processes: Processes,
+    cluster: Cluster, timeout_secs: float, on_lost: Callable[[str], None], processes: Processes
 ) -> Iterator[None]:
     """Within it, TensorFlow connects the tasks of `cluster`, which all have identified themselves.
 
@@ -182,10 +182,7 @@ def _limited(limit_secs: float, on_lost: Callable[[str], None]) -> Iterator[None
 
 
 def watch_restarts(
-    cluster: Cluster,
-    processes: Processes,
-    on_lost: Callable[[str], None],
-    is_over: threading.Event,
+    cluster: Cluster, processes: Processes, on_lost: Callable[[str], None], is_over: threading.Event
 ) -> None:
     """Calls `on_lost` when another process than that in `processes` waits at a task's address.
 

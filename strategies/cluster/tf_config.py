@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from data.system.errors import UsageError
+from strategies.cluster.addresses import is_index, kind_of, parse_address
 from strategies.cluster.ports import free_ports
 
 _JOBS = ("chief", "worker", "ps", "evaluator")
@@ -59,11 +60,9 @@ class Task:
 class Cluster:
     """The addresses of all tasks, by job and index, and the task of this process.
 
-    Built by `parse_tf_config`, `parse_hosts`, `check_cluster` or `local_cluster`, so every Cluster
-    is checked.
     `jobs` is read-only. It lists chief, worker, ps, evaluator in this order, without jobs that have
     no tasks. `generation` grows each time that the hosts of an elastic cluster change; None if they
-    do not.
+    do not. The functions of this module check every Cluster that they return.
     """
 
     jobs: Mapping[str, Mapping[int, str]]
@@ -184,10 +183,10 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
             f"near {near!r}. {form} Put it in single quotes in a shell, to keep the double quotes."
         ) from None
     if not isinstance(config, dict):
-        came = f"{_kind(config)}: {text.strip()[:60]!r}"
+        came = f"{kind_of(config)}: {text.strip()[:60]!r}"
         raise ClusterError(f"TF_CONFIG must be a JSON object, but is {came}. {form}")
     if not isinstance(config.get("cluster"), dict) or not config["cluster"]:
-        came = _kind(config["cluster"]) if "cluster" in config else f"only {_names(config)}"
+        came = kind_of(config["cluster"]) if "cluster" in config else f"only {_names(config)}"
         raise ClusterError(
             f'TF_CONFIG needs "cluster", an object of jobs and their addresses, but has {came}. '
             f"{form}"
@@ -288,11 +287,6 @@ def _is_complete(known: Mapping[int, str]) -> bool:
     return sorted(known) == list(range(len(known)))
 
 
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")
-
-
 def _names(items: Iterable[str]) -> str:
     return ", ".join(f'"{item}"' for item in items) or "nothing"
 
@@ -329,12 +323,12 @@ def _numbered(job: str, listed: object) -> Iterable[tuple[int, object]]:
         return enumerate(listed)
     if not isinstance(listed, dict):
         raise ClusterError(
-            f'TF_CONFIG\'s job "{job}" must be a list of addresses, but is {_kind(listed)}: '
+            f'TF_CONFIG\'s job "{job}" must be a list of addresses, but is {kind_of(listed)}: '
             f'{listed!r}. Write "{job}": ["host:port"], one entry for each task.'
         )
     numbered: dict[int, object] = {}
     for key, address in listed.items():
-        if not _is_index(key):
+        if not is_index(key):
             raise ClusterError(
                 f'TF_CONFIG\'s job "{job}" is a map from task index to address, but has the key '
                 f'{key!r}. Write "{job}": {{"0": "host:port"}}, or a list.'
@@ -347,10 +341,6 @@ def _numbered(job: str, listed: object) -> Iterable[tuple[int, object]]:
     return numbered.items()
 
 
-def _is_index(text: str) -> bool:
-    return text.isascii() and text.strip().isdigit() and len(text) < 10
-
-
 def _parse_addresses(
     numbered: Mapping[str, Iterable[tuple[int, object]]], source: str
 ) -> dict[str, dict[int, str]]:
@@ -359,7 +349,10 @@ def _parse_addresses(
     for job, listed in numbered.items():
         for index, given in listed:
             task = Task(job, index)
-            address = _parse_address(task, given, source)
+            try:
+                address = parse_address(given, job)
+            except ValueError as error:
+                raise ClusterError(f"In {source}, the address of {task} {error}") from None
             if address in owner:
                 raise ClusterError(
                     f"In {source}, {address} is the address of both {owner[address]} and "
@@ -368,45 +361,6 @@ def _parse_addresses(
             owner[address] = task
             jobs.setdefault(job, {})[index] = address
     return jobs
-
-
-def _parse_address(task: Task, given: object, source: str) -> str:
-    where = f"In {source}, the address of {task}"
-    if not isinstance(given, str):
-        raise ClusterError(
-            f"{where} must be a string, but is {_kind(given)}: {given!r}. "
-            'Write "host:port", for example "localhost:2222".'
-        )
-    host, colon, port = (part.strip() for part in given.strip().rpartition(":"))
-    if fault := _fault_of_address(given.strip(), host, colon, port, task.job):
-        raise ClusterError(f"{where} is {given!r}{fault}")
-    return f"{host.lower()}:{int(port)}"
-
-
-def _fault_of_address(address: str, host: str, colon: str, port: str, job: str) -> str | None:
-    """The mistake in `address`, as the end of a message; None if it is valid."""
-    has_brackets = host.startswith("[") and host.endswith("]")
-    if "," in address:
-        form = f'"{job}": ["a:1", "b:1"]'
-        return f": several addresses in one string. Write a list, one for each task: {form}."
-    if "/" in address:
-        return '. It must be "host:port" alone, without a scheme or a path.'
-    if not colon or (host.startswith("[") and not has_brackets):
-        return f', without a port. Add one: "{address}:2222".'
-    if ":" in host and not has_brackets:
-        return f'. An IPv6 address needs brackets before the port: "[{host}]:{port}".'
-    if host in ("", "[]"):
-        own = f'"localhost:{port or 2222}"'
-        return f", without a host. Other tasks must find this one: {own} on one machine."
-    if any(character.isspace() for character in host):
-        return ": the host has a space in it. Write one host for each task."
-    try:
-        host.encode("idna")
-    except UnicodeError as error:
-        return f", whose host is not a valid name: {error}. Correct it."
-    if not _is_index(port) or not 1 <= int(port) <= 65535:
-        return f': {port!r} is not a port. Use a number from 1 to 65535: "{host}:2222".'
-    return None
 
 
 def _parse_task(
@@ -425,11 +379,11 @@ def _parse_task(
             f"TF_CONFIG's task type is {json.dumps(job)}, but its cluster has {_counts(jobs)}. Set "
             f"the type to {' or '.join(map(json.dumps, jobs))}, or add this task's address."
         )
-    if isinstance(index, str) and _is_index(index):
+    if isinstance(index, str) and is_index(index):
         index = int(index)
     if isinstance(index, bool) or not isinstance(index, int):
         raise ClusterError(
-            f"TF_CONFIG's task index must be an integer from 0, but is {_kind(index)}: "
+            f"TF_CONFIG's task index must be an integer from 0, but is {kind_of(index)}: "
             f'{json.dumps(index)}. Write "task": {{"type": "{job}", "index": 0}}.'
         )
     known = jobs[job]
@@ -444,12 +398,8 @@ def _parse_task(
 
 
 def _check_strategy(cluster: Cluster, strategy: str, source: str) -> None:
-    jobs, task, names, add = (
-        cluster.jobs,
-        cluster.task,
-        f"{source} names",
-        _ADD.get(source, "Add a {}"),
-    )
+    jobs, task = cluster.jobs, cluster.task
+    names, add = f"{source} names", _ADD.get(source, "Add a {}")
     if "chief" in jobs and list(jobs["chief"]) != [0]:
         raise ClusterError(
             f"A cluster has one chief, chief 0, but {names} {cluster.num('chief')} "

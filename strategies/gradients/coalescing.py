@@ -122,6 +122,17 @@ def _on(device: str) -> contextlib.AbstractContextManager[object]:
     return tf.device(device) if device else contextlib.nullcontext()
 
 
+def present(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of gradients, of which some may be sparse, and some None."""
+    tensors = []
+    for gradient in gradients:
+        if isinstance(gradient, tf.IndexedSlices):
+            tensors += [gradient.values, gradient.indices]
+        elif gradient is not None:
+            tensors.append(gradient)
+    return tensors
+
+
 def is_small(tensor: Tensor | tf.Variable) -> bool:
     """True if sending `tensor` (or a variable's value) together with others saves time."""
     known = tensor.shape.is_fully_defined() and tensor.dtype not in (tf.string, tf.bool)

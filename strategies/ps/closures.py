@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from strategies.base import PeerLostError
+from strategies.lost_peers import PeerLostError
 
 _Result = TypeVar("_Result")
 

@@ -18,6 +18,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -27,40 +28,29 @@ from typing_extensions import override
 from data.order import Plan
 from data.reader import Reader
 from data.tickets import DiskTickets, ticket_source
-from strategies.base import (
-    STEPS,
-    Connecting,
-    Executor,
-    Learner,
-    Made,
-    PeerLostError,
-    Position,
-    Reached,
-    Tensor,
-    value_of,
-)
+from strategies.base import STEPS, Executor, Made, Tensor
+from strategies.cluster.connections import cut_connections
 from strategies.cluster.peers import (
     SilentPeerError,
     UnknownHostError,
     all_answer,
-    cut_connections,
     identify,
     wait_for_servers,
-    watch_peers,
 )
 from strategies.cluster.ports import free_ports
+from strategies.cluster.rendezvous import Connecting
 from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.watching import watch_peers
 from strategies.gradients.coalescing import read_together
 from strategies.gradients.compression import Compression
-from strategies.lost_peers import losses_explained
+from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.metrics import Metrics
+from strategies.position import Position, Reached
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
-from strategies.ps.former_state import FormerState, PublishedState, assign_value
 from strategies.ps.lookup_tables import capture_outside_of_branches
 from strategies.ps.placement import dry_run, place, placed
-from strategies.ps.servers import check_versions, end_servers, listen_for_losses, listen_for_stop
-from strategies.ps.settling import settled_values
-from strategies.ps.standby import Standby
+from strategies.ps.recovery import ServerRecovery
+from strategies.ps.servers import check_versions, listen_for_losses, listen_for_stop
 from strategies.ps.worker_step import compute_metrics
 from strategies.tables import ID_BYTES
 from strategies.worker_stats import WorkerStats, added, with_shares
@@ -74,8 +64,33 @@ _ASK_AGAIN_SECS = 10.0
 _KEEP_ALIVE: list["ParameterServerExecutor"] = []
 
 
+@dataclass
+class ServerPeers:
+    """The worker and ps tasks. Training continues without a silent worker, until it answers."""
+
+    cluster: Cluster
+
+    def watch(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
+        """Calls `on_lost` for a silent ps; has the work of a silent worker done by another one."""
+
+        def on_silent(task: Task) -> None:
+            if task.job == "ps":
+                on_lost(f"{task} does not answer")
+            # The coordinator then gives the worker's closure to another worker.
+            with contextlib.suppress(UnknownHostError):
+                cut_connections(self.cluster.address_of(task))
+
+        watch_peers(self.cluster, timeout_secs, on_silent)
+
+    def abandon(self, why: str) -> bool:
+        """Not possible: calls to a silent server have no end."""
+        return False
+
+
 class ParameterServerExecutor(Executor):
     """The chief of one kind of parameter servers, without the training."""
+
+    recovery: ServerRecovery
 
     def __init__(
         self,
@@ -89,24 +104,18 @@ class ParameterServerExecutor(Executor):
 
         Workers send gradients as `wire_dtype`, and are sent the variables as `read_dtype`.
         """
-        super().__init__()
+        super().__init__(strategy, num_replicas=cluster.num("worker"))
         capture_outside_of_branches()
-        self.strategy = strategy
         self._cluster = cluster
+        self.peers = ServerPeers(cluster)
+        self.recovery = ServerRecovery(cluster, self._store_progress, self.reached)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._compression = Compression(wire_dtype)
         self._read_dtype = read_dtype
-        self._counts_before: WorkerStats = {}
         self._has_run = False
         self._ask_after = -math.inf  # The time of `_may_send_graph`'s next question.
         # The number of gradients of each variable that its server stores.
         self._num_gradient_buffers = 0
-        self._published = PublishedState(cluster)
-        self._standby = Standby(self._published.devices)
-        # The arguments of `publish`; before, and while variables are set back, there are none.
-        self._saved: Sequence[tf.Variable] = ()
-        self._identity = ""
-        self._former: FormerState | None = None
         _KEEP_ALIVE.append(self)
         self.io_device = "/job:chief/replica:0/task:0/device:CPU:0"
 
@@ -155,28 +164,18 @@ class ParameterServerExecutor(Executor):
         """Calls `make` twice: sizes must be known before the first variable is placed."""
         _, groups = dry_run(make)
         num_ps = self._cluster.num("ps")
-        self._placement = place(groups, num_ps, num_gradient_buffers=self._num_gradient_buffers)
-        with self.strategy.scope(), placed(self._placement):
+        placement = place(groups, num_ps, num_gradient_buffers=self._num_gradient_buffers)
+        self.placement = placement.table()
+        with self.strategy.scope(), placed(placement):
             return make()
 
     @override
     def row_bytes(self, width: int, value_bytes: int) -> int:
         """The id to the server, the row to the worker, both to the server with the gradient."""
-        is_rounded = self._read_dtype != "float32"
         size = int(tf.as_dtype(self._read_dtype).size)
-        read = min(value_bytes, size) if is_rounded else value_bytes
+        read = value_bytes if self._read_dtype == "float32" else min(value_bytes, size)
         sent = self._compression.value_bytes(value_bytes)
         return 2 * ID_BYTES + width * (read + sent)
-
-    @override
-    def placement_table(self) -> str:
-        return self._placement.table()
-
-    @property
-    @override
-    def num_replicas(self) -> int:
-        """The number of workers."""
-        return self._cluster.num("worker")
 
     @override
     def run(self, num_steps: int) -> Metrics:
@@ -186,7 +185,7 @@ class ParameterServerExecutor(Executor):
             self._has_run = True
             # Now, when all workers have just answered: in the middle of the run one of them may be
             # silent, and the graph of the evaluation would wait for it.
-            if self._num_evaluation_batches:
+            if self._evaluation.num_evaluation_batches:
                 with self.stopwatch.spend("graph"):
                     self._evaluate_closure.trace(self.strategy)
             # When a traced function is collected, TensorFlow waits until all tasks have removed it,
@@ -217,11 +216,7 @@ class ParameterServerExecutor(Executor):
         but whose worker was lost before it reported them. Synchronous: gradients in time that were
         overwritten before they could be summed.
         """
-        return with_shares(added(self._counts_before, self._counts_since_start()))
-
-    @override
-    def restore_worker_stats(self, counts: WorkerStats) -> None:
-        self._counts_before = counts
+        return with_shares(added(self.counts_before, self._counts_since_start()))
 
     @abc.abstractmethod
     def _counts_since_start(self) -> WorkerStats:
@@ -231,12 +226,8 @@ class ParameterServerExecutor(Executor):
         return [f"worker {index}" for index in self._cluster.jobs["worker"]]
 
     @override
-    def start(
-        self, learner: Learner, source: Reader, evaluation: Reader, position: Position
-    ) -> None:
-        self._learner = learner
-        self._source = ticket_source(source)
-        self._evaluation = evaluation
+    def _prepare(self, source: Reader, position: Position) -> None:
+        self._source, evaluation = ticket_source(source), self._evaluation
         per_worker = -(-evaluation.num_evaluation_batches // self.num_replicas)
         self._evaluation_tickets = DiskTickets(evaluation, weights=True)
         self._evaluation_ticket_batches = min(per_worker, STEPS_PER_CLOSURE)
@@ -245,112 +236,28 @@ class ParameterServerExecutor(Executor):
         self._set_position(position)
 
     @override
-    def take_over(
-        self, variables: Sequence[tf.Variable], identity: str, after_step: int
-    ) -> Reached | None:
-        with losses_explained():
-            former = self._former = self._published.find()
-            if former is None or not variables:
-                return None
-            if former.facts["identity"] != identity:
-                log.warning(
-                    "The servers hold the state of a run with another --model_dir, data, order or "
-                    "model, whose chief died. It is dropped."
-                )
-                return None
-            found, said = settled_values(former), "no complete step is lost"
-            if found is None and (found := self._standby.find(former)):
-                said = _described_loss(former.last_step(), found[0].step)
-            if found is None:
-                log.warning(
-                    "The servers have no complete step of the former chief in their memory: a ps "
-                    "was lost, or the former chief has died before its first step."
-                )
-            if found is None or found[0].step <= after_step:
-                return None
-            reached, values = found
-            kept = f"{reached.step:,}"
-            log.warning("The servers keep step %s of the former chief: %s.", kept, said)
-            for variable, value in zip(variables, values, strict=True):
-                assign_value(variable, value)
-            return reached
-
-    @override
-    def publish(
-        self, variables: Sequence[tf.Variable], identity: str, *, has_standby: bool = False
-    ) -> None:
-        places = {variable.device for variable in variables}
-        if not places or not places.issubset(self._published.devices):
-            return
-        self._saved, self._identity = variables, identity
-        with losses_explained():
-            self._publish()
-            self._standby.clear()
-            if self._former:
-                for variable in self._former.found:
-                    variable.empty()
-                self._former = None
-            if has_standby:
-                self._standby.begin(variables)
-
-    @override
-    def copy_to_standby(self) -> None:
-        if not self._saved:
-            return
-        step = int(value_of(self._learner.step))
-        with losses_explained():
-            self._standby.copy(Reached(step, self.position, self.worker_stats()))
-
-    @override
     def return_to_complete_step(self) -> Reached | None:
         """Within steps, as the next chief would: from what the servers have counted and kept."""
-        if self._changing != STEPS or not self._saved:
+        if self._changing != STEPS or not self.recovery.is_published:
             return super().return_to_complete_step()
-        with losses_explained():
-            former = self._published.find()
-            found = settled_values(former) if former else None
-            if found is None:
-                return None
-            reached, values = found
-            for variable, value in zip(self._saved, values, strict=True):
-                assign_value(variable, value)
-        return reached
-
-    def _publish(self) -> None:
-        step = next(i for i, v in enumerate(self._saved) if v is self._learner.step)
-        facts = {
-            "identity": self._identity,
-            "num_saved": len(self._saved),
-            "step": step,
-            "workers": self._workers(),
-            "counts_before": self._counts_before,
-            **self._facts(),
-        }
-        self._store_progress()
-        self._published.publish([*self._saved, *self._own_variables], facts)
-
-    @property
-    @abc.abstractmethod
-    def _own_variables(self) -> list[tf.Variable]:
-        """The variables of this executor that a next chief reads, or frees."""
+        return self.recovery.return_to_complete_step()
 
     @abc.abstractmethod
-    def _facts(self) -> dict[str, object]:
-        """What a next chief must know: JSON values, with the `kind` of the executor."""
+    def _store_progress(
+        self, saved: Sequence[tf.Variable]
+    ) -> tuple[Sequence[tf.Variable], dict[str, object]]:
+        """See recovery.StoreProgress."""
 
-    @abc.abstractmethod
-    def _store_progress(self) -> None:
-        """Stores how far the run has come on the server of the step counter."""
+    def _facts(self, saved: Sequence[tf.Variable], **of_kind: object) -> dict[str, object]:
+        """What a next chief must know besides `saved`: JSON values, with `of_kind`."""
+        step = next(i for i, variable in enumerate(saved) if variable is self._learner.step)
+        common = {"step": step, "workers": self._workers(), "counts_before": self.counts_before}
+        return {**common, **of_kind}
 
     @override
     def roll_back(self, restore: Callable[[], tuple[Position, WorkerStats]]) -> None:
-        # These are of steps that are abandoned.
-        self._published.withdraw()
-        with losses_explained():
-            self._standby.clear()
-        super().roll_back(restore)
-        if self._saved:
-            self._publish()
+        with self.recovery.withdrawn():
+            super().roll_back(restore)
 
     @override
     def _drop_residuals(self) -> None:
@@ -372,7 +279,7 @@ class ParameterServerExecutor(Executor):
     def _evaluate(self, first_batch: int, num_batches: int) -> tuple[Metrics, float]:
         started = time.monotonic()
         size = self._evaluation_ticket_batches
-        end = min(first_batch + num_batches, self._num_evaluation_batches)
+        end = min(first_batch + num_batches, self._evaluation.num_evaluation_batches)
         closures = [
             self._schedule(self._evaluate_closure, self._evaluation_tickets.ticket(first, size))
             for first in range(first_batch, end, size)
@@ -382,7 +289,7 @@ class ParameterServerExecutor(Executor):
             self._evaluation_totals = np.zeros([self._learner.num_totals])
         for closure in closures:
             self._evaluation_totals += fetched(closure)
-        self._stopping = self._stop_requested
+        self.stopping = self.stop_requested
         metrics = self._learner.to_metrics(self._evaluation_totals)
         return metrics, time.monotonic() - started
 
@@ -432,39 +339,13 @@ class ParameterServerExecutor(Executor):
             self._coordinator.join()
 
     @override
-    def watch_peers(self, timeout_secs: float, on_lost: Callable[[str], None]) -> None:
-        """Training continues without a silent worker, until that worker answers again."""
-
-        def on_silent(task: Task) -> None:
-            if task.job == "ps":
-                on_lost(f"{task} does not answer")
-            # The coordinator then gives the worker's closure to another worker.
-            with contextlib.suppress(UnknownHostError):
-                cut_connections(self._cluster.address_of(task))
-
-        watch_peers(self._cluster, timeout_secs, on_silent)
-
-    @override
-    def close_after_error(self, *, lost: bool) -> None:
-        if not lost:
-            self.close()
-
-    @override
     def close(self, exit_code: int = 0) -> None:
         """Ends every worker and ps task with `exit_code`."""
-        for task in end_servers(self._cluster, self._cluster.other_trainers, exit_code):
-            log.warning("%s does not answer: it was not told that the run is over.", task)
+        self.recovery.end_servers(exit_code)
 
     def _stop_for(self, task: str) -> None:
         log.warning("%s was asked to end: stopping after the steps in flight.", task)
         self.request_stop()
-
-
-def _described_loss(last_step: int | None, copied_step: int) -> str:
-    """What is lost if `last_step` (None: not known) was made, and a copy is of `copied_step`."""
-    if last_step is None:
-        return "the steps after this copy are lost; how many, only the lost ps knew"
-    return f"the {last_step - copied_step:,} step(s) after this copy are lost"
 
 
 def _take_lease(coordinator: Cluster) -> None:

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from strategies.base import Position, Reached, Tensor, value_of
+from strategies.base import Tensor, value_of
+from strategies.position import Position, Reached
 from strategies.ps.former_state import FormerState
 from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.protocol import NONE, Counters, WorkerSlot

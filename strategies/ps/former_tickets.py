@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from strategies.base import Position, Reached, Tensor
+from strategies.base import Tensor
+from strategies.position import Position, Reached
 from strategies.ps.former_state import FormerState
 from strategies.ps.named_tensors import NamedTensors
 from strategies.worker_stats import WorkerStats, added

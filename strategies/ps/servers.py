@@ -22,8 +22,8 @@ from typing import NoReturn
 import tensorflow as tf
 
 from data.system.cores import num_cores
-from strategies.cluster.peers import watch_chief, watch_servers
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
+from strategies.cluster.watching import watch_chief, watch_servers
 from strategies.ps.mailbox import Mailbox
 
 log = logging.getLogger(__name__)

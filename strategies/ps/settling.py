@@ -10,7 +10,7 @@ import time
 
 import tensorflow as tf
 
-from strategies.base import Reached
+from strategies.position import Reached
 from strategies.ps.former_rounds import read_rounds, values_at
 from strategies.ps.former_state import FormerState
 from strategies.ps.former_tickets import read_tickets

@@ -19,7 +19,8 @@ from typing import Any  # JSON values.
 
 import tensorflow as tf
 
-from strategies.base import Position, Reached, Tensor, read_now, value_of
+from strategies.base import Tensor, read_now, value_of
+from strategies.position import Position, Reached
 from strategies.ps.former_state import FormerState
 from strategies.ps.named_tensors import NamedTensors
 

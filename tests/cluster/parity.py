@@ -24,11 +24,12 @@ from data.order import Order
 from data.prepare.writing import write_shards
 from data.reader import Reader
 from data.tfrecord.split import Split, open_split
-from strategies.base import Executor, Position
+from strategies.base import Executor
 from strategies.cluster.tf_config import Task, local_cluster, parse_tf_config
 from strategies.mirrored import MirroredExecutor
 from strategies.multiworker import MultiWorkerExecutor
-from strategies.ps import asynchronous, closures
+from strategies.position import Position
+from strategies.ps import asynchronous_steps, closures
 from strategies.ps import executor as ps_executor
 from strategies.ps.asynchronous import AsynchronousExecutor
 from strategies.ps.servers import start_server
@@ -308,7 +309,6 @@ def train(
     check_replicas(recipe.config, executor.replicas_per_step)
     learner = executor.build(lambda: build_learner(recipe))
     source = dataclasses.replace(reader, gives_seeds=learner.needs_seeds)
-    executor.choose_buckets(learner, {})
     executor.start(learner, source, reader, Position())
     for num_steps in calls:
         executor.run(num_steps)
@@ -363,7 +363,7 @@ def executors(name: str) -> Callable[[], Executor]:
 
 def main(name: str, directory: Path, to: Path) -> None:
     # Of four batches, as windows are here: some closures are unrolled then, and others loops.
-    for module in (closures, ps_executor, asynchronous):
+    for module in (closures, ps_executor, asynchronous_steps):
         vars(module).update(STEPS_PER_CLOSURE=4)
     make = executors(name)
     found: dict[str, npt.NDArray[Any]] = {}

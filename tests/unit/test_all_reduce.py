@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from strategies.base import Position
 from strategies.gradients import all_reduce
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.mirrored import MirroredExecutor
+from strategies.position import Position
 from strategies.worker_stats import WorkerStats
 from tests.unit.replicas import replicas
 from tests.unit.test_compression import DTYPES, RELATIVE_ERROR

@@ -15,8 +15,8 @@ import pytest
 import tensorflow as tf
 
 from data.tfrecord.split import Split
-from strategies.base import Position
 from strategies.mirrored import MirroredExecutor
+from strategies.position import Position
 from tests.unit.replicas import replicas
 from tests.unit.toy import BATCH, CLASSES, Toy, file_size_limit, write_split
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError

@@ -11,8 +11,10 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.base import Pace, PeerLostError
-from strategies.ps.asynchronous import AsynchronousExecutor, _Sent, _Steps
+from strategies.lost_peers import PeerLostError
+from strategies.pace import Pace
+from strategies.ps.asynchronous import AsynchronousExecutor
+from strategies.ps.asynchronous_steps import AsynchronousSteps, Sent
 from strategies.ps.closures import (
     Closure,
     closure_size,
@@ -188,11 +190,7 @@ def test_first_call_of_asynchronous_workers_has_tickets_for_all_of_them() -> Non
 
     class Alone(AsynchronousExecutor):
         def __init__(self) -> None:
-            self.pace = Pace()
-
-        @property
-        def num_replicas(self) -> int:
-            return 3
+            self.pace, self.num_replicas = Pace(), 3
 
     assert Alone()._steps_of_call(100) == 6
 
@@ -202,9 +200,9 @@ def test_count_of_the_former_step_does_not_leave_the_server() -> None:
     server = "/job:ps/replica:0/task:0/device:CPU:0"
     befores: list[tf.Tensor] = []
 
-    class Steps(_Steps):
+    class Steps(AsynchronousSteps):
         def __init__(self) -> None:
-            self._learner = types.SimpleNamespace(step=types.SimpleNamespace(device=server))
+            self.learner = types.SimpleNamespace(step=types.SimpleNamespace(device=server))
 
         def _read_counter(self) -> tf.Tensor:
             with tf.device(server):
@@ -212,7 +210,7 @@ def test_count_of_the_former_step_does_not_leave_the_server() -> None:
 
         def _compute(self, batch: Any, before: tf.Tensor, former: Any) -> Any:
             befores.append(before)
-            return _Sent([], [tf.constant(1.0)]), tf.constant(0.0)
+            return Sent([], [tf.constant(1.0)]), tf.constant(0.0)
 
         def _apply_and_count(self, *arguments: Any) -> tf.Tensor:
             return tf.constant(0)

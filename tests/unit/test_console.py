@@ -2,7 +2,7 @@
 
 import pytest
 
-from strategies.base import Pace
+from strategies.pace import Pace
 from trainer.hooks.console import Console
 from trainer.hooks.terminal import passed_width
 

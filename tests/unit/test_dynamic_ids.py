@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from strategies.base import Position
 from strategies.metrics import add_metrics
 from strategies.mirrored import MirroredExecutor
+from strategies.position import Position
 from strategies.ps.placement import dry_run, place
 from strategies.tables import split_into
 from tests.unit.replicas import replicas, steps_on, update_of

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from strategies.base import Position
+from strategies.position import Position
 from strategies.ps.placement import dry_run, place
 from strategies.tables import rows_read_as, split_into
 from tests.unit.replicas import replicas, steps_on

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from data.order import replica_lanes
-from strategies.base import Position, Reached
+from strategies.position import Position, Reached
 from strategies.ps.former_rounds import (
     Rounds,
     kept_values,

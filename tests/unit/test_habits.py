@@ -10,9 +10,9 @@ import pytest
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.system.files import DataError
-from strategies.base import Position
 from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor
+from strategies.position import Position
 from tests.unit.test_config_file import COMPLETE, Mistake, checked, digits, written
 from trainer.config import ConfigError, load_recipe
 from trainer.inputs import check_batches, open_inputs

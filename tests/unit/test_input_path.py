@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import kernels
 
-from strategies.base import Position
 from strategies.mirrored import MirroredExecutor
+from strategies.position import Position
 from tests.unit.test_config_file import COMPLETE, digits, written
 from trainer.config import load_recipe
 from trainer.inputs import open_inputs

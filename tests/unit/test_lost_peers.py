@@ -5,9 +5,8 @@ import contextlib
 import pytest
 import tensorflow as tf
 
-from strategies.base import PeerLostError
 from strategies.cluster.tf_config import local_cluster
-from strategies.lost_peers import losses_explained
+from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.multiworker import MultiWorkerExecutor
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from strategies.base import PeerLostError
 from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
+from strategies.lost_peers import PeerLostError
 from strategies.metrics import Metrics
 from trainer.hooks.newest_group import StopIfReplaced
 from trainer.local.elastic import ElasticCluster

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data.order import Order, replica_lanes
 from data.tfrecord.split import chunk_examples_for
-from strategies.base import Position, PositionError, refuse_open_sub_batches
+from strategies.position import Position, PositionError, refuse_open_sub_batches
 from tests.unit import mixing
 from trainer.config import Config, DataConfig, num_lanes
 

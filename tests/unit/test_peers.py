@@ -11,24 +11,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from strategies.cluster import peers
+from strategies.cluster import peers, watching
+from strategies.cluster.connections import cut_connections
 from strategies.cluster.peers import (
     UnknownHostError,
     all_answer,
     check_own_address,
     check_private,
-    cut_connections,
     identify,
     own_host,
     port_of,
     wait_for_servers,
     wait_until_all_are_there,
-    watch_chief,
-    watch_peers,
-    watch_servers,
 )
 from strategies.cluster.ports import bind, free_ports, held
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
+from strategies.cluster.watching import watch_chief, watch_peers, watch_servers
 from strategies.ps.servers import start_server
 
 # A host name that never resolves: RFC 2606 reserves the domain.
@@ -319,7 +317,7 @@ def test_worker_leaves_only_because_of_a_ps_that_stays_silent(
     returns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = Network(returns=returns)
-    monkeypatch.setattr(peers, "identify", network.identify)
+    monkeypatch.setattr(watching, "identify", network.identify)
     jobs = {"chief": {0: "chief:1"}, "worker": {0: "worker:1"}, "ps": {0: "ps:1"}}
     named: queue.Queue[Task] = queue.Queue()
     watch_servers(Cluster(jobs, Task("worker", 0)), 1.0, named.put)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from data.tfrecord.split import Split
-from strategies.base import Position
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
+from strategies.position import Position
 from tests.unit.toy import BATCH, Toy, write_split
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError

@@ -10,7 +10,7 @@ from benchmarks.slow_link import SlowLink
 from data.system import files, object_store
 from data.system.object_store import UnavailableError
 from data.tfrecord.split import Split
-from strategies.base import Position
+from strategies.position import Position
 from tests.s3 import link, needs_s3, url
 from tests.unit.toy import Toy, write_split
 from trainer.preflight import check_model_dir

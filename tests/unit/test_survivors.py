@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from data.system import files
 from data.tfrecord.split import Split
-from strategies.base import Position, Reached
 from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.mirrored import MirroredExecutor
+from strategies.position import Position, Reached
 from tests.unit.toy import Toy, file_size_limit, write_split
 from trainer.checkpoints import survivors
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step

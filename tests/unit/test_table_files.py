@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from data.system.object_store import UnavailableError
-from strategies.base import Position
+from strategies.position import Position
 from tests.unit import test_dynamic_ids, test_embeddings
 from tests.unit.replicas import steps_on
 from trainer.checkpoints import table_files

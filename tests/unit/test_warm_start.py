@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from strategies.base import Position
+from strategies.position import Position
 from strategies.ps.placement import dry_run
 from tests.unit.replicas import replicas
 from trainer.build import build_learner

@@ -14,9 +14,9 @@ from data.order import Order
 from data.prepare.writing import write_shards
 from data.reader import Reader
 from data.tfrecord.split import Split
-from strategies.base import Position
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
+from strategies.position import Position
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.learner import Learner
 from trainer.step.losses import accuracy, sparse_categorical_crossentropy

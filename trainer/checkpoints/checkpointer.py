@@ -37,7 +37,7 @@ from data.system import files, object_store
 from data.system.errors import UsageError
 from data.system.object_store import UnavailableError
 from data.system.scratch import plain_path, scratch_dir
-from strategies.base import Position
+from strategies.position import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.file_checks import (
     STORAGE_ERRORS,

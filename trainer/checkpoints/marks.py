@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from data.system import files
 from data.system.object_store import UnavailableError
-from strategies.base import Position
+from strategies.position import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.file_checks import STORAGE_ERRORS, size_damage_of
 from trainer.exit_codes import first_line

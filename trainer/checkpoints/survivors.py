@@ -22,9 +22,10 @@ import logging
 import time
 
 from data.system import files
-from strategies.base import Executor, Reached
+from strategies.base import Executor
 from strategies.cluster.peers import UnknownHostError, identify
 from strategies.cluster.tf_config import Cluster, Task
+from strategies.position import Reached
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.finite import NonFiniteLossError, require_finite
 from trainer.exit_codes import first_line

@@ -1,15 +1,15 @@
 """After the death of the chief of ps: the next chief saves the last complete step of its servers.
 
-    save_left_step(executor, learner, checkpointer)     # before the run resumes
+    save_left_step(executor.recovery, learner, checkpointer)     # before the run resumes
 
 The variables are on the servers, and the servers live on. So a new chief finds the last complete
-step there (`Executor.take_over`), and writes it as a checkpoint, unless there is one of that step
+step there (`Recovery.take_over`), and writes it as a checkpoint, unless there is one of that step
 or of a later step. The run then resumes from the newest checkpoint, as after any other end.
 """
 
 import logging
 
-from strategies.base import Executor
+from strategies.base import Recovery
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.file_checks import DiskError
 from trainer.checkpoints.finite import NonFiniteLossError, require_finite
@@ -19,7 +19,7 @@ from trainer.learner import Learner
 log = logging.getLogger(__name__)
 
 
-def save_left_step(executor: Executor, learner: Learner, checkpointer: Checkpointer) -> None:
+def save_left_step(recovery: Recovery, learner: Learner, checkpointer: Checkpointer) -> None:
     """Writes the state that a dead chief has left on the servers as a checkpoint, if it is newer.
 
     The variables have any values afterwards, so a checkpoint must be restored.
@@ -30,7 +30,7 @@ def save_left_step(executor: Executor, learner: Learner, checkpointer: Checkpoin
     """
     newest = checkpointer.newest()
     after_step = newest.step if newest else 0
-    reached = executor.take_over(checkpointer.variables, checkpointer.run_identity, after_step)
+    reached = recovery.take_over(checkpointer.variables, checkpointer.run_identity, after_step)
     if reached is None:
         return
     try:

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 import rich.console
 from typing_extensions import override
 
-from strategies.base import Pace
 from strategies.metrics import Metrics
+from strategies.pace import Pace
 from trainer.hooks.notebook import is_kernel
 from trainer.hooks.terminal import COMPILING, has_live_view, passed_width, progress_line
 from trainer.hooks.writers import Values, Writer

@@ -12,8 +12,9 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from typing_extensions import override
 
-from strategies.base import Executor, Position
+from strategies.base import Executor
 from strategies.metrics import Metrics, means
+from strategies.position import Position
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.finite import NonFiniteLossError, require_finite
 from trainer.hooks.base import Hook, PeriodicHook

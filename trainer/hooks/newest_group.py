@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from strategies.base import PeerLostError
+from strategies.lost_peers import PeerLostError
 from strategies.metrics import Metrics
 from trainer.hooks.base import Hook
 from trainer.run_files import newest_generation

@@ -8,8 +8,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from strategies.base import Pace
 from strategies.metrics import Metrics
+from strategies.pace import Pace
 from trainer.hooks.base import Hook
 from trainer.run_files import clock
 

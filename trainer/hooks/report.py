@@ -14,8 +14,9 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.order import Order
-from strategies.base import Executor, Pace
+from strategies.base import Executor
 from strategies.metrics import Metrics, add_metrics, means
+from strategies.pace import Pace
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.hooks.base import PeriodicHook
 from trainer.hooks.writers import Writer

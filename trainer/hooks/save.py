@@ -96,7 +96,8 @@ class CopyToStandby(PeriodicHook):
     def act(self, step: int) -> None:
         with self.executor.stopwatch.spend("checkpoint"):
             require_finite(self.learner, step)  # The copy replaces an earlier one.
-            self.executor.copy_to_standby()
+            assert self.executor.recovery is not None
+            self.executor.recovery.copy_to_standby()
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,24 +26,16 @@ from typing_extensions import override
 
 from data.order import replica_lanes
 from data.tickets import pack_tickets
-from strategies.base import PeerLostError, Position, Tensor, refuse_open_sub_batches, value_of
+from strategies.base import Tensor, value_of
 from strategies.cluster.tf_config import Cluster
 from strategies.gradients.coalescing import is_small
-from strategies.lost_peers import losses_explained
+from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.metrics import Metrics
+from strategies.position import Position, refuse_open_sub_batches
 from strategies.ps.closures import in_background
 from strategies.ps.executor import ParameterServerExecutor
 from strategies.ps.former_rounds import Rounds, counts_of, position_of, stored_rounds
-from strategies.ps.protocol import (
-    IDLE,
-    NONE,
-    Counters,
-    EndReason,
-    Kind,
-    Progress,
-    WorkerSlot,
-    pack,
-)
+from strategies.ps.protocol import IDLE, NONE, Counters, EndReason, Kind, Progress, WorkerSlot, pack
 from strategies.ps.sync.aggregator import Aggregator
 from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.sync.worker_loop import WorkerLoop
@@ -71,23 +64,16 @@ class SynchronousExecutor(ParameterServerExecutor):
         strategy: tf.distribute.ParameterServerStrategy,
         cluster: Cluster,
         replicas_to_aggregate: int,
-        *,
-        wire_dtype: str = "float32",
-        read_dtype: str = "float32",
+        **types: str,
     ) -> None:
         """A step is the first `replicas_to_aggregate` gradients of as many workers or more."""
-        super().__init__(strategy, cluster, wire_dtype=wire_dtype, read_dtype=read_dtype)
-        self._num_sub_batches = replicas_to_aggregate
+        super().__init__(strategy, cluster, **types)
+        self.replicas_per_step = self._num_sub_batches = replicas_to_aggregate
         self._num_slots = self._num_gradient_buffers = self.num_replicas
         self._loops = WorkerLoops(lambda slot: self._buffers.end_loop(slot))
         self._next_attempt = 0
         # Workers that were seen since some were found missing; None while no worker is missing.
         self._seen_workers: set[int] | None = None
-
-    @property
-    @override
-    def replicas_per_step(self) -> int:
-        return self._num_sub_batches
 
     @property
     @override
@@ -103,24 +89,11 @@ class SynchronousExecutor(ParameterServerExecutor):
     def _counts_since_start(self) -> WorkerStats:
         return counts_of(self._counters, self._workers())
 
-    @property
     @override
-    def _own_variables(self) -> list[tf.Variable]:
-        return [*self._buffers.marks, *self._buffers.variables]
-
-    @override
-    def _facts(self) -> dict[str, object]:
-        return {
-            "kind": "synchronous",
-            "step_device": self._buffers.step_device,
-            "num_marks": len(self._buffers.marks),
-            "lanes": [[lanes[0], lanes[-1] + 1] for lanes in self._lanes],
-            "skipped": self._skipped,
-        }
-
-    @override
-    def _store_progress(self) -> None:
-        self._buffers.keep(self._saved)
+    def _store_progress(
+        self, saved: Sequence[tf.Variable]
+    ) -> tuple[Sequence[tf.Variable], dict[str, object]]:
+        self._buffers.keep(saved)
         step = tf.cast(self._learner.step.read_value(), tf.int64)
         for mark in self._buffers.marks:
             mark.assign(tf.cast(step, mark.dtype))
@@ -128,6 +101,14 @@ class SynchronousExecutor(ParameterServerExecutor):
         numbers = step, tf.constant(self._next_sub_batch, tf.int64), returned
         counters = tf.constant(self._counters, tf.int64)
         self._stored.store(Rounds(*numbers, pack(self._slots), counters))
+        return [*self._buffers.marks, *self._buffers.variables], self._facts(
+            saved,
+            kind="synchronous",
+            step_device=self._buffers.step_device,
+            num_marks=len(self._buffers.marks),
+            lanes=[[lanes[0], lanes[-1] + 1] for lanes in self._lanes],
+            skipped=self._skipped,
+        )
 
     @override
     def _make_graphs(self) -> None:
@@ -191,7 +172,7 @@ class SynchronousExecutor(ParameterServerExecutor):
         seconds = time.monotonic() - started
         if self._seen_workers is None:
             self._secs_per_round = seconds / num_steps
-        self._stopping = self._stop_requested
+        self.stopping = self.stop_requested
         return self._learner.to_metrics(totals), seconds
 
     def _aggregate(self, num_rounds: int) -> npt.NDArray[np.float64]:

@@ -1,0 +1,148 @@
+"""The state of a run on its parameter servers, which the next chief takes over.
+
+recovery = ServerRecovery(cluster, store_progress, reached)     # in each chief
+found = recovery.take_over(variables, identity, after_step=0)   # of a former chief, or None
+recovery.publish(variables, identity)           # from now on the next chief finds these
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import tensorflow as tf
+
+from strategies.cluster.tf_config import Cluster
+from strategies.lost_peers import losses_explained
+from strategies.position import Reached
+from strategies.ps.former_state import FormerState, PublishedState, assign_value
+from strategies.ps.servers import end_servers
+from strategies.ps.settling import settled_values
+from strategies.ps.standby import Standby
+
+log = logging.getLogger(__name__)
+
+# Stores how far the run has come, on the server of the step counter. Takes the saved variables, and
+# returns what a next chief needs besides them: the executor's own variables, which it reads or
+# frees, and facts, which are JSON values.
+StoreProgress: TypeAlias = Callable[
+    [Sequence[tf.Variable]], tuple[Sequence[tf.Variable], dict[str, object]]
+]
+
+
+class ServerRecovery:
+    """Publishes the state of this chief; finds the state of the former one."""
+
+    def __init__(
+        self, cluster: Cluster, store_progress: StoreProgress, reached: Callable[[], Reached]
+    ) -> None:
+        """Connects to no task yet, but needs a strategy that has connected.
+
+        `reached` returns how far the run has come, when no step is in flight.
+        """
+        self._cluster, self._store_progress, self._reached = cluster, store_progress, reached
+        self._published = PublishedState(cluster)
+        self._standby = Standby(self._published.devices)
+        # The arguments of `publish`; before it, there are none.
+        self._saved: Sequence[tf.Variable] = ()
+        self._identity = ""
+        self._former: FormerState | None = None
+
+    @property
+    def is_published(self) -> bool:
+        """True if the next chief will look for the state of this one."""
+        return bool(self._saved)
+
+    def take_over(
+        self, variables: Sequence[tf.Variable], identity: str, after_step: int
+    ) -> Reached | None:
+        """See strategies.base.Recovery."""
+        with losses_explained():
+            former = self._former = self._published.find()
+            if former is None or not variables:
+                return None
+            if former.facts["identity"] != identity:
+                log.warning(
+                    "The servers hold the state of a run with another --model_dir, data, order or "
+                    "model, whose chief died. It is dropped."
+                )
+                return None
+            found, said = settled_values(former), "no complete step is lost"
+            if found is None and (found := self._standby.find(former)):
+                said = _described_loss(former.last_step(), found[0].step)
+            if found is None:
+                log.warning(
+                    "The servers have no complete step of the former chief in their memory: a ps "
+                    "was lost, or the former chief has died before its first step."
+                )
+            if found is None or found[0].step <= after_step:
+                return None
+            reached, values = found
+            kept = f"{reached.step:,}"
+            log.warning("The servers keep step %s of the former chief: %s.", kept, said)
+            for variable, value in zip(variables, values, strict=True):
+                assign_value(variable, value)
+            return reached
+
+    def publish(
+        self, variables: Sequence[tf.Variable], identity: str, *, has_standby: bool = False
+    ) -> None:
+        """See strategies.base.Recovery."""
+        places = {variable.device for variable in variables}
+        if not places or not places.issubset(self._published.devices):
+            return
+        self._saved, self._identity = variables, identity
+        with losses_explained():
+            self._publish()
+            self._standby.clear()
+            if self._former:
+                for variable in self._former.found:
+                    variable.empty()
+                self._former = None
+            if has_standby:
+                self._standby.begin(variables)
+
+    def _publish(self) -> None:
+        own, facts = self._store_progress(self._saved)
+        facts |= {"identity": self._identity, "num_saved": len(self._saved)}
+        self._published.publish([*self._saved, *own], facts)
+
+    @contextlib.contextmanager
+    def withdrawn(self) -> Iterator[None]:
+        """The next chief finds no state while variables are set back: it is of abandoned steps."""
+        self._published.withdraw()
+        with losses_explained():
+            self._standby.clear()
+        yield
+        if self._saved:
+            self._publish()
+
+    def copy_to_standby(self) -> None:
+        """See strategies.base.Recovery."""
+        if self._saved:
+            with losses_explained():
+                self._standby.copy(self._reached())
+
+    def return_to_complete_step(self) -> Reached | None:
+        """As the next chief would: from what the servers have counted and kept."""
+        with losses_explained():
+            former = self._published.find()
+            found = settled_values(former) if former else None
+            if found is None:
+                return None
+            reached, values = found
+            for variable, value in zip(self._saved, values, strict=True):
+                assign_value(variable, value)
+        return reached
+
+    def end_servers(self, exit_code: int = 0) -> None:
+        """Ends every worker and ps task with `exit_code`."""
+        for task in end_servers(self._cluster, self._cluster.other_trainers, exit_code):
+            log.warning("%s does not answer: it was not told that the run is over.", task)
+
+
+def _described_loss(last_step: int | None, copied_step: int) -> str:
+    """What is lost if `last_step` (None: not known) was made, and a copy is of `copied_step`."""
+    if last_step is None:
+        return "the steps after this copy are lost; how many, only the lost ps knew"
+    return f"the {last_step - copied_step:,} step(s) after this copy are lost"
