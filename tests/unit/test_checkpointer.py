@@ -22,6 +22,7 @@ from tests.unit.toy import BATCH, CLASSES, Toy, file_size_limit, write_split
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.marks import signed
 from trainer.checkpoints.snapshot import Snapshot
+from trainer.checkpoints.store import Store
 from trainer.config import ConfigError
 from trainer.guards.fingerprint import check_keras_settings
 from trainer.learner import Learner
@@ -646,18 +647,18 @@ def test_checkpoint_for_a_restart_gives_way_to_a_complete_one_of_another_process
     split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toy, other = Toy(split, tmp_path), Toy(split, tmp_path)
-    real = Checkpointer._mark_if_complete
+    real = Store.mark_if_complete
     looked: list[str] = []
 
-    def mark_if_complete(checkpointer: Checkpointer, name: str) -> Any:
-        found = real(checkpointer, name)
-        if checkpointer is toy.checkpointer and not looked:
+    def mark_if_complete(store: Store, name: str) -> Any:
+        found = real(store, name)
+        if store is toy.checkpointer._store and not looked:
             looked.append(name)  # Now the other process completes the step.
             other.checkpointer.save(3, Position(3), {"worker": {"other": 1}})
             other.checkpointer.wait()
         return found
 
-    monkeypatch.setattr(Checkpointer, "_mark_if_complete", mark_if_complete)
+    monkeypatch.setattr(Store, "mark_if_complete", mark_if_complete)
     # It has looked before the other process was done, and removes no complete checkpoint.
     monkeypatch.setattr("data.system.files.remove_tree", lambda path: None)
     toy.checkpointer.save_for_restart(3, Position(3), {})
