@@ -297,15 +297,6 @@ def test_another_checkpoint_in_the_place_of_one_that_is_needed_is_noticed(
         checkpointer_of(make(), tmp_path / "one").restore_model("step-00000006")
 
 
-def test_two_chains_are_kept_in_case_one_is_damaged(
-    make: Callable[..., Learner], tmp_path: Path
-) -> None:
-    saved_run(make(), tmp_path, 8, keep=2)
-    names = [f"step-{step:08d}" for step in range(3, 27, 3)]
-    # The newest two need the second complete one, 15. Before it there is one more, with its chain.
-    assert checkpointer_of(make(), tmp_path).names() == names
-
-
 @pytest.mark.parametrize("fails_at", ["the check before", "the mark after"])
 def test_after_a_failure_of_the_storage_around_a_save_the_next_is_complete(
     fails_at: str,

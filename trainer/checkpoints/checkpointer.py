@@ -97,8 +97,7 @@ class Checkpointer:
         self.directory = directory
         self._checkpoint = checkpoint_of(learner)
         self._device = io_device or "CPU:0"
-        # Not of an evaluator, these directories also have the locks of survivors.py. The name on
-        # disk stays, because a restart removes what a killed process of an earlier version left.
+        # "claims" also has the lock files of survivors.py. The name is that of earlier versions.
         self.staging = f"{directory}/{'evaluator' if is_evaluator else 'claims'}"
         self._store = Store(directory, self.staging)
         # Other processes may remove the checkpoints that a new one would need.

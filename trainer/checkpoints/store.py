@@ -84,7 +84,7 @@ class Store:
         return mark.chain if mark else {}
 
     def chains(self) -> dict[str, Chain | None]:
-        """Returns `Mark.chain` of each checkpoint; None if it is damaged by size, or has no mark."""
+        """Returns `Mark.chain` of each checkpoint; None if its files or mark are damaged."""
         chains: dict[str, Chain | None] = dict.fromkeys(self.names())
         for name in chains:
             with contextlib.suppress(DamagedError):
