@@ -41,6 +41,7 @@ from strategies.multiworker import MultiWorkerExecutor
 from strategies.ps.asynchronous import AsynchronousExecutor
 from strategies.ps.servers import ask_chief_to_stop, serve, start_server
 from strategies.ps.sync.executor import SynchronousExecutor
+from trainer.batch_checks import check_batches
 from trainer.build import (
     Parts,
     build_checkpointer,
@@ -75,12 +76,7 @@ from trainer.hooks.console import Console
 from trainer.hooks.export import check_export, export_notes
 from trainer.hooks.newest_group import StopIfReplaced
 from trainer.hooks.progress import progress_writers
-from trainer.inputs import (
-    Inputs,
-    check_batches,
-    data_errors_explained,
-    open_inputs,
-)
+from trainer.inputs import Inputs, data_errors_explained, open_inputs
 from trainer.learner import Learner
 from trainer.preflight import check_model_dir, disk_errors_explained, finished_result
 from trainer.resume import restore_together, train_recovering, warn_if_begun_before

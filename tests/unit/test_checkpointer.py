@@ -364,7 +364,7 @@ def test_checkpoint_of_another_model_optimizer_or_order_is_refused(
         for left, right in zip(before, other.state(), strict=True):
             np.testing.assert_array_equal(left, right)
 
-    with pytest.raises(ModelDirError, match="optimizer's variables: .* there"):
+    with pytest.raises(ModelDirError, match=r"optimizer's variables: .* there"):
         others["optimizer"].checkpointer.check()
 
     path = tmp_path / "checkpoints" / "step-00000003"
