@@ -21,7 +21,8 @@ import tensorflow as tf
 
 from data.autograph import autograph, no_autograph
 from data.disk_reader import DiskReader
-from data.features import Declared, ExampleParse, default_parse, read_features
+from data.example_features import read_features
+from data.features import Declared, ExampleParse, default_parse
 from data.order import Order
 from data.reader import Parse, Reader
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent

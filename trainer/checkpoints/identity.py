@@ -83,7 +83,7 @@ def _variable_differences(
             names = [f"variable {index}" for index in range(len(descriptions))]
         named.append([" ".join(pair) for pair in zip(names, shapes[-1], strict=True)])
     lines = []
-    matcher = difflib.SequenceMatcher(None, *shapes, autojunk=False)
+    matcher = difflib.SequenceMatcher(None, shapes[0], shapes[1], autojunk=False)
     for kind, i, i_end, j, j_end in matcher.get_opcodes():
         if kind == "equal":
             continue
