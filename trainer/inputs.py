@@ -27,9 +27,9 @@ from data.order import Order
 from data.reader import Parse, Reader
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
 from data.tfrecord.copied_split import complete_copies, with_copies
-from data.tfrecord.damage import open_split
+from data.tfrecord.damage import open_split, verify
 from data.tfrecord.shard_names import prepare_again
-from data.tfrecord.split import Split, changed_files, verify
+from data.tfrecord.split import Split, changed_files
 from strategies.base import Batch
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
 from trainer.config_file import errors_explained

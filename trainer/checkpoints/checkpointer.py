@@ -10,13 +10,6 @@ which is written last. A checkpoint is complete if there is a mark, and each fil
 checksum that the mark says. Tables have files of their own; a checkpoint may need earlier ones for
 them, which its mark names.
 
-| module | answers |
-| --- | --- |
-| store.py | How is one checkpoint written, read and removed? |
-| tables.py | Which rows of tables does a checkpoint get, and which checkpoints does it need? |
-| identity.py | May this run continue from a checkpoint, and if not, why? |
-| retention.py | Which checkpoints are removed after a save? |
-
 Under multiworker only the chief saves and every worker restores, so `model_dir` must be in a file
 system that all of them see.
 
@@ -45,7 +38,7 @@ from trainer.checkpoints.identity import Identity, differences, identity_of, ref
 from trainer.checkpoints.marks import DamagedError, Mark, Saved, complete_mark
 from trainer.checkpoints.retention import outdated
 from trainer.checkpoints.snapshot import Snapshot, checkpoint_of, tensorflow_variables
-from trainer.checkpoints.store import Contents, Store
+from trainer.checkpoints.store import Store
 from trainer.checkpoints.tables import StagedTables
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import saved_variables
@@ -99,7 +92,7 @@ class Checkpointer:
         self._device = io_device or "CPU:0"
         # "claims" also has the lock files of survivors.py. The name is that of earlier versions.
         self.staging = f"{directory}/{'evaluator' if is_evaluator else 'claims'}"
-        self._store = Store(directory, self.staging)
+        self._store = Store(directory, self.staging, self._write_files, lambda: self.before_mark())
         # Other processes may remove the checkpoints that a new one would need.
         every = 1 if is_evaluator or is_shared else complete_every
         self._tables = learner.saved_tables
@@ -168,12 +161,12 @@ class Checkpointer:
 
         When it is complete, `retention.outdated` says which others are removed.
         """
-        name, contents = f"step-{step:08d}", self._contents(step, position, {"counts": counts})
+        name = f"step-{step:08d}"
 
         def write() -> None:
             write_one = self._store.write_and_rename if self._is_shared else self._store.write
             self._staged.chain = {}  # If the storage fails below, the next one has all rows.
-            if write_one(name, contents):
+            if write_one(name, self._mark(step, position, counts=counts)):
                 self._saved_step = step
                 self._staged.chain = self._store.chain_of(name)
                 for other in outdated(
@@ -194,13 +187,12 @@ class Checkpointer:
 
         Only the chief knows which of them are complete.
         """
-        contents = self._contents(step, position, {"counts": counts})
 
         def write() -> None:
             # Directories of URLs cannot be renamed in one operation.
             is_url = files.is_url(self.directory)
             write_one = self._store.write if is_url else self._store.write_and_rename
-            if write_one(f"step-{step:08d}", contents):
+            if write_one(f"step-{step:08d}", self._mark(step, position, counts=counts)):
                 self._saved_step = step
 
         # The chief may have removed checkpoints that it would need.
@@ -208,7 +200,7 @@ class Checkpointer:
 
     def save_best(self, step: int, position: Position, score: float) -> None:
         """Saves as best-* if `score` is the highest so far; then removes the former best."""
-        name, contents = f"best-{step:08d}", self._contents(step, position, {"score": score})
+        name = f"best-{step:08d}"
 
         def is_best() -> bool:
             marks = map(self._store.mark_if_complete, self._store.names("best-"))
@@ -219,7 +211,8 @@ class Checkpointer:
             former = self._store.names("best-")
             if not is_best():
                 return
-            if self._store.write(name, contents) and self._store.mark_if_complete(name):
+            mark = self._mark(step, position, score=score)
+            if self._store.write(name, mark) and self._store.mark_if_complete(name):
                 for other in set(former) - {name}:
                     self._store.remove(other)
 
@@ -384,30 +377,25 @@ class Checkpointer:
         except STORAGE_ERRORS as error:
             log.warning("%s could not be tidied: %s", self.directory, first_line(error))
 
-    def _contents(self, step: int, position: Position, more: Mapping[str, object]) -> Contents:
-        """Returns the contents of a checkpoint of the copied variables and the staged tables."""
+    def _write_files(self, directory: str) -> None:
+        assert self._snapshot is not None, "_write_later takes it"
+        self._snapshot.write(f"{directory}/variables", self._options)
+        if self._tables:
+            self._staged.add_to(directory)
 
-        def write_files(directory: str) -> None:
-            assert self._snapshot is not None, "_write_later takes it"
-            self._snapshot.write(f"{directory}/variables", self._options)
-            if self._tables:
-                self._staged.add_to(directory)
-
-        def mark() -> Mapping[str, object]:
-            self.before_mark()
-            return {
-                "step": step,
-                "next_batch": position.next_batch,
-                "open_shares": position.open_sub_batches,
-                "skipped": position.skipped,
-                **more,
-                "names": self._identity.names,
-                "needs": self._staged.needs,
-                "identity": self._identity.values,
-                "config": self._config,
-            }
-
-        return Contents(write_files, mark)
+    def _mark(self, step: int, position: Position, **more: object) -> Mapping[str, object]:
+        """Returns the mark of a checkpoint of the copied variables and the staged tables."""
+        return {
+            "step": step,
+            "next_batch": position.next_batch,
+            "open_shares": position.open_sub_batches,
+            "skipped": position.skipped,
+            **more,
+            "names": self._identity.names,
+            "needs": self._staged.needs,
+            "identity": self._identity.values,
+            "config": self._config,
+        }
 
     def _refuse_damaged(self, names: Sequence[str]) -> None:
         """Raises ModelDirError if a checkpoint of `names`, all of which are damaged, has a mark."""

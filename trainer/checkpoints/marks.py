@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import google_crc32c
 import tensorflow as tf
@@ -25,6 +25,9 @@ from trainer.checkpoints.identity import Identity
 from trainer.checkpoints.retention import Chain
 from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK
+
+# The length and the checksum of each file, as `contents_of` returns them.
+Files: TypeAlias = Mapping[str, Mapping[str, int | str]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Mark:
     name: str  # Of the checkpoint.
     saved: Saved
     identity: Identity
-    files: Mapping[str, Mapping[str, int | str]]
+    files: Files
     score: float
     checksum: str
     # The checkpoints with the rows of tables that this one lacks, the oldest first. Each is named

@@ -1,7 +1,7 @@
 """The directory with the checkpoints of a run: writes, reads and removes one at a time.
 
-    store = Store("model_dir/checkpoints", "model_dir/checkpoints/claims")
-    store.write("step-00001000", Contents(write_files, mark))   # False if the storage fails
+    store = Store("model_dir/checkpoints", "model_dir/checkpoints/claims", write_files, before_mark)
+    store.write("step-00001000", mark)                          # False if the storage fails
     with store.files_of("step-00001000", names) as local:       # whose checksums are right
         checkpoint.read(f"{local}/variables")
     store.remove("step-00001000")
@@ -14,8 +14,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 
 import tensorflow as tf
 
@@ -28,22 +27,12 @@ from trainer.checkpoints.file_checks import (
     damage_of,
     flush_to_disk,
 )
-from trainer.checkpoints.marks import DamagedError, Mark, complete_mark, own_mark, signed
+from trainer.checkpoints.marks import DamagedError, Files, Mark, complete_mark, own_mark, signed
 from trainer.checkpoints.retention import Chain
 from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK, checkpoints_in
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a checkpoint that is to be written."""
-
-    # Writes the files to a directory that TensorFlow can open.
-    write_files: Callable[[str], None]
-    # Returns the mark without its "files". Called when all other files are written.
-    mark: Callable[[], Mapping[str, object]]
 
 
 class Store:
@@ -58,9 +47,20 @@ class Store:
         damaged: The checkpoints that a restart skipped.
     """
 
-    def __init__(self, directory: str, staging: str) -> None:
-        """Reads and writes nothing yet."""
+    def __init__(
+        self,
+        directory: str,
+        staging: str,
+        write_files: Callable[[str], None],
+        before_mark: Callable[[], None],
+    ) -> None:
+        """Reads and writes nothing yet.
+
+        `write_files` will write the files of a checkpoint to a directory that TensorFlow can open,
+        and `before_mark` is called when they are complete.
+        """
         self.directory, self.staging = directory, staging
+        self._write_files, self._before_mark = write_files, before_mark
         self.verified: set[str] = set()
         self.damaged: set[str] = set()
 
@@ -92,27 +92,35 @@ class Store:
         return chains
 
     @contextlib.contextmanager
-    def files_of(self, name: str, contents: Mapping[str, Mapping[str, int | str]]) -> Iterator[str]:
+    def files_of(self, name: str, contents: Files) -> Iterator[str]:
         """Gives a directory that TensorFlow can read, with files of a checkpoint.
 
         Raises DamagedError if a file has not its `contents`, or UnavailableError if the files may
         be complete, but cannot be downloaded now.
         """
-        with _local_copy(self.path(name), contents) as local:
+        path = self.path(name)
+        with scratch_dir() if files.is_s3(path) else plain_path(path) as local:
             for file, expected in contents.items():
+                if files.is_s3(path):
+                    # The check below names a file that is missing.
+                    with contextlib.suppress(FileNotFoundError):
+                        object_store.download(f"{path}/{file}", f"{local}/{file}")
                 if damage := damage_of(f"{local}/{file}", expected):
                     raise DamagedError(damage)
             yield local
 
-    def write(self, name: str, contents: Contents) -> bool:
-        """Writes a checkpoint in its place, unless it is there. If this fails, logs it; False."""
+    def write(self, name: str, mark: Mapping[str, object]) -> bool:
+        """Writes a checkpoint in its place, unless it is there; `mark` is all but its "files".
+
+        Returns False, and logs the reason, if the storage fails.
+        """
         path = self.path(name)
         if name in self.verified and self.mark_if_complete(name):
             return True
         try:
             if files.exists(path):
                 self.remove(name)
-            self._write(path, contents)
+            self._write(path, mark)
         except STORAGE_ERRORS as error:
             # A store that does not answer is not asked again: each request would wait for long.
             is_available = not isinstance(error, UnavailableError)
@@ -130,7 +138,7 @@ class Store:
         self.verified.add(name)
         return True
 
-    def write_and_rename(self, name: str, contents: Contents) -> bool:
+    def write_and_rename(self, name: str, mark: Mapping[str, object]) -> bool:
         """As `write`, but in `staging`: the directory is renamed when it is complete. Not for URLs.
 
         For a process that others cannot reach: another one may be writing the same step.
@@ -138,7 +146,7 @@ class Store:
         path = self.path(name)
         partial = f"{self.staging}/{files.partial_name(name)}"
         try:
-            self._write(partial, contents)
+            self._write(partial, mark)
             if name in self.damaged or self.mark_if_complete(name) is None:
                 files.remove_tree(path)
             try:
@@ -174,47 +182,26 @@ class Store:
         remove_tree = object_store.remove_tree if files.is_s3(path) else tf.io.gfile.rmtree
         remove_tree(path)
 
-    def _write(self, path: str, contents: Contents) -> None:
-        with _uploaded(path) as local:
-            contents.write_files(local)
-            written = {}
+    def _write(self, path: str, mark: Mapping[str, object]) -> None:
+        is_s3, written = files.is_s3(path), {}
+        with scratch_dir() if is_s3 else contextlib.nullcontext(path) as local:
+            if not is_s3:
+                tf.io.gfile.makedirs(path)
+            self._write_files(local)
             for file in sorted(tf.io.gfile.listdir(local)):
                 written[file] = contents_of(f"{local}/{file}")
                 flush_to_disk(f"{local}/{file}")
-        mark = json.dumps(signed({**contents.mark(), "files": written}), indent=2)
-        if files.is_s3(path):
-            object_store.put(f"{path}/{CHECKPOINT_MARK}", mark.encode())
+            if is_s3:
+                object_store.upload_tree(local, path)
+        self._before_mark()
+        content = json.dumps(signed({**mark, "files": written}), indent=2)
+        target = f"{path}/{CHECKPOINT_MARK}"
+        if is_s3:
+            object_store.put(target, content.encode())
             return
-        partial = f"{path}/{CHECKPOINT_MARK}.tmp"
-        with tf.io.gfile.GFile(partial, "w") as file:
-            file.write(mark)
-        flush_to_disk(partial)
-        tf.io.gfile.rename(partial, f"{path}/{CHECKPOINT_MARK}")
+        with tf.io.gfile.GFile(f"{target}.tmp", "w") as file:
+            file.write(content)
+        flush_to_disk(f"{target}.tmp")
+        tf.io.gfile.rename(f"{target}.tmp", target)
         for directory in (path, self.directory):
             flush_to_disk(directory)
-
-
-@contextlib.contextmanager
-def _uploaded(path: str) -> Iterator[str]:
-    """Gives a directory whose files are in `path` at the end: `path` itself if it is not s3://."""
-    if not files.is_s3(path):
-        tf.io.gfile.makedirs(path)
-        yield path
-        return
-    with scratch_dir() as local:
-        yield local
-        object_store.upload_tree(local, path)
-
-
-@contextlib.contextmanager
-def _local_copy(path: str, names: Iterable[str]) -> Iterator[str]:
-    if not files.is_s3(path):
-        with plain_path(path) as local:
-            yield local
-        return
-    with scratch_dir() as local:
-        for name in names:
-            # A file that is missing now is named by the check of the files.
-            with contextlib.suppress(FileNotFoundError):
-                object_store.download(f"{path}/{name}", f"{local}/{name}")
-        yield local
