@@ -33,7 +33,8 @@ from absl import app, flags
 from benchmarks.table import machine, prepare_mnist, write_random_mnist
 from data.batch_feeds import Feed, StreamedFeed, open_feed
 from data.disk_reader import DiskReader
-from data.features import ExampleParse, default_parse, read_features
+from data.example_features import read_features
+from data.features import ExampleParse, default_parse
 from data.order import Order
 from data.prepare.writing import write_shards
 from data.reader import Reader

@@ -1,106 +1,27 @@
-"""The features of an example: TFDS' `features.json`, read without tensorflow-datasets.
+"""Parse functions: from records of tf.train.Example to the inputs and labels of a model.
 
-    features = read_features("datasets/digits")
-    parse = default_parse(features)
+    parse = default_parse(read_features("datasets/digits"))
     images, labels = parse(serialized)        # string [n] -> float32 [n, 8, 8, 1], int64 [n]
 
-Parsing is a graph without py_function, so it also runs on remote parameter-server workers.
+A config file may define another one; `ExampleParse`, `from_bytes` and `image_raw_parse` help.
 """
 
-import collections
 import dataclasses
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.system import files
+from data.example_features import AS_INT64, PARSE_HINT, Features, parse_columns
 from data.system.files import DataError
 from data.tfrecord.fixed_layout import Column
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-JSON = Mapping[str, Any]  # What json.loads returns has no type.
-Kind = Literal["image", "label", "tensor", "text", "unsupported"]
-
 # The dtype of the input of a model; or of each by name, if it takes a dict; None: not known.
 Declared = str | Mapping[str, str] | None
-
-_PARSE_HINT = (
-    "Define `def parse(serialized)` in your config file: it gets a string tensor [n] of "
-    "tf.train.Example records and returns (inputs, labels)."
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Feature:
-    """One field of an example.
-
-    Attributes:
-        shape: None stands for a size that varies from example to example.
-        encoding: How a record stores a tensor: "none" (a list of numbers), "bytes" or "zlib".
-            Images are always PNG or JPEG.
-        num_classes: Set for labels only.
-        type_name: The TFDS class, for messages.
-    """
-
-    name: str
-    kind: Kind
-    dtype: str
-    shape: tuple[int | None, ...]
-    num_classes: int | None
-    encoding: str
-    type_name: str
-
-
-class Features(dict[str, Feature]):
-    """The fields of an example by name; nested fields are "outer/inner", as in the record.
-
-    `source`: the file of the features, for messages.
-    """
-
-    def __init__(self, features: Iterable[Feature], source: str) -> None:
-        super().__init__((feature.name, feature) for feature in features)
-        self.source = source
-
-    def parse_example(
-        self, serialized: "tf.Tensor", names: Iterable[str] | None = None
-    ) -> "dict[str, tf.Tensor]":
-        """Decodes `names`, or all features: string [n] -> tensors [n, ...] of the feature's dtype.
-
-        A label outside [0, num_classes), or a value of wrong size, is an InvalidArgumentError.
-
-        Raises:
-            DataError: a feature has a type that is not decoded here, or varies in shape.
-        """
-        columns = self.columns(self if names is None else names)
-        return self.decode(_parse_columns(serialized, columns))
-
-    def is_number(self, name: str) -> bool:
-        """Returns True if the feature is a single number, no label."""
-        feature = self[name]
-        is_text = feature.dtype in ("string", "object")
-        return feature.kind == "tensor" and not feature.shape and not is_text
-
-    def is_bytes(self, name: str) -> bool:
-        """Returns True if the feature is an image or a tensor of uint8."""
-        return self[name].dtype == "uint8" and bool(self[name].shape)
-
-    def columns(self, names: Iterable[str]) -> dict[str, Column]:
-        """How records store these features; see `parse_example` for errors."""
-        return {name: _column(self[name], self.source) for name in names}
-
-    def decode(self, raw: "Mapping[str, tf.Tensor]") -> "dict[str, tf.Tensor]":
-        """Columns, bytes as string [n] or uint8 [n, num_bytes] -> tensors as of `parse_example`."""
-        decoded = {}
-        for name, value in raw.items():
-            decoded[name] = _decode(self[name], value)
-            decoded[name].set_shape([value.shape[0], *self[name].shape])
-        return decoded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,7 +47,7 @@ class ExampleParse:
 
     def __call__(self, serialized: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
         """All steps."""
-        return self.finish(_parse_columns(serialized, self.columns))
+        return self.finish(parse_columns(serialized, self.columns))
 
     def finish(self, raw: "Mapping[str, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
         """All steps but the first, for columns that were sliced."""
@@ -144,46 +65,6 @@ class ExampleParse:
     def narrow(self) -> "ExampleParse":
         """The same without `widen`."""
         return dataclasses.replace(self, widen=None)
-
-
-def _parse_columns(
-    serialized: "tf.Tensor", columns: Mapping[str, Column]
-) -> "dict[str, tf.Tensor]":
-    import tensorflow as tf
-
-    spec = {name: column.on_disk() for name, column in columns.items()}
-    parsed: dict[str, tf.Tensor] = tf.io.parse_example(serialized, spec)
-    return parsed
-
-
-def read_features(data_dir: str) -> Features:
-    """The features that `features.json` in `data_dir` describes.
-
-    Raises:
-        DataError: the file does not exist, or is not in TFDS' format.
-    """
-    path = f"{os.fspath(data_dir).rstrip('/')}/features.json"
-    try:
-        tree = json.loads(files.read_text(path))
-        return Features(_flatten("", tree["featuresDict"]["features"]), path)
-    except FileNotFoundError:
-        raise DataError(
-            f"{path} does not exist, so what a record holds is not known. {_PARSE_HINT} "
-            "Or add the file: tensorflow_datasets.folder_dataset.write_metadata writes it."
-        ) from None
-    except DataError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{path} is not a features.json of tensorflow-datasets "
-            f"({type(error).__name__}: {error}). {_PARSE_HINT}"
-        ) from None
-
-
-def class_names(data_dir: str, label: str) -> list[str]:
-    """The names of the classes of a label, in the order of their numbers; empty if unknown."""
-    path = files.join(data_dir, f"{label}.labels.txt")
-    return files.read_text(path).rstrip("\n").split("\n") if files.exists(path) else []
 
 
 def labels_used(features: Features, parse: "Callable[..., Any]") -> list[str]:
@@ -268,10 +149,10 @@ def _input_dtype(features: Features, name: str, declared: Declared, is_tensor: b
     import tensorflow as tf
 
     feature = features[name]
-    is_text = feature.kind == "text" or feature.dtype in ("string", "object")
+    is_text = feature.is_text
     found = declared.get(name) if isinstance(declared, Mapping) else declared
     if found is None:
-        is_integer = feature.dtype in _AS_INT64 and not features.is_bytes(name)
+        is_integer = feature.dtype in AS_INT64 and not features.is_bytes(name)
         default = tf.int64 if is_integer and not is_tensor else tf.float32
         return tf.string if is_text else default
     dtype = tf.as_dtype(found)
@@ -279,8 +160,8 @@ def _input_dtype(features: Features, name: str, declared: Declared, is_tensor: b
         raise DataError(
             f"Feature {name!r} in {features.source} is {'text' if is_text else feature.dtype}, but "
             f"the model takes {found}. Declare keras.Input(..., dtype="
-            f"{'string' if is_text else 'int64' if feature.dtype in _AS_INT64 else 'float32'!r}) "
-            f"for it. Or: {_PARSE_HINT}"
+            f"{'string' if is_text else 'int64' if feature.dtype in AS_INT64 else 'float32'!r}) "
+            f"for it. Or: {PARSE_HINT}"
         )
     # Keras rounds to shorter floats.
     return tf.float32 if dtype.is_floating and dtype != tf.float64 else dtype
@@ -355,7 +236,7 @@ def _only_label(features: Features) -> str:
         raise DataError(
             f"{features.source} has {len(labels)} ClassLabels ({', '.join(labels) or 'none'}); the "
             f"default needs exactly one. Choose one, or a number, with --config.data.label=NAME. "
-            f"Or: {_PARSE_HINT}"
+            f"Or: {PARSE_HINT}"
         )
     return labels[0]
 
@@ -373,7 +254,7 @@ def _only_input(features: Features, label: str) -> list[str]:
         raise DataError(
             f"{features.source} has {len(tensors)} images or tensors "
             f"({', '.join(tensors) or 'none'}); the default needs exactly one, or numbers. Choose "
-            f"inputs with --config.data.inputs=\"('NAME', ...)\". Or: {_PARSE_HINT}"
+            f"inputs with --config.data.inputs=\"('NAME', ...)\". Or: {PARSE_HINT}"
         )
     return tensors or numbers
 
@@ -442,106 +323,3 @@ def image_raw_parse(shape: tuple[int, int, int]) -> ExampleParse:
         return images, raw["label"]
 
     return ExampleParse(columns, decode, _bytes_to_floats)
-
-
-def _flatten(prefix: str, tree: JSON) -> Iterator[Feature]:
-    for key, node in tree.items():
-        if "featuresDict" in node:
-            yield from _flatten(f"{prefix}{key}/", node["featuresDict"]["features"])
-        else:
-            yield _feature(prefix + key, node)
-
-
-def _feature(name: str, node: JSON) -> Feature:
-    type_name = str(node["pythonClassName"]).rpartition(".")[2]
-    body: JSON = collections.ChainMap(*(v for v in node.values() if isinstance(v, dict)))
-    dimensions = body.get("shape", {}).get("dimensions", [])
-    shape = tuple(None if int(size) < 0 else int(size) for size in dimensions)
-    dtype, num_classes, encoding = str(body.get("dtype", "")), None, "none"
-    kind: Kind = "unsupported"
-    if "classLabel" in node:
-        kind, dtype, shape, num_classes = "label", "int64", (), int(body["numClasses"])
-    elif "image" in node and type_name == "Image":
-        kind, dtype, encoding = "image", dtype or "uint8", str(body.get("encodingFormat", "image"))
-    elif "text" in node and type_name == "Text":
-        kind, dtype, shape = "text", "string", ()
-    elif "tensor" in node and type_name in ("Tensor", "Scalar"):
-        kind, encoding = "tensor", str(body.get("encoding", "none"))
-    return Feature(name, kind, dtype, shape, num_classes, encoding, type_name)
-
-
-_AS_INT64 = ("bool", "uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
-_AS_FLOAT = ("float16", "bfloat16", "float32", "float64")
-# The types that can be reinterpreted from bytes; a bool cannot.
-_ITEM_BYTES = {
-    **dict.fromkeys(("uint8", "int8"), 1),
-    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("uint32", "int32", "float32"), 4),
-    **dict.fromkeys(("int64", "float64"), 8),
-}
-
-
-def _column(feature: Feature, source: str) -> Column:
-    def refuse(problem: str) -> DataError:
-        return DataError(f"Feature {feature.name!r} in {source} {problem}. {_PARSE_HINT}")
-
-    if feature.kind == "unsupported":
-        raise refuse(f"is a {feature.type_name}, which is not decoded here")
-    if None in feature.shape:
-        shape = list(feature.shape)
-        raise refuse(f"has shape {shape}: it varies, and a batch needs one shape. Resize or pad it")
-    if feature.kind == "image" and feature.dtype not in ("uint8", "uint16"):
-        raise refuse(f"is an image of {feature.dtype}; decoded here are uint8 and uint16")
-    sizes = tuple(size for size in feature.shape if size is not None)
-    if feature.kind in ("image", "text") or feature.encoding == "zlib":
-        return Column("bytes")
-    if feature.encoding == "bytes":
-        item_bytes = _ITEM_BYTES.get(feature.dtype)
-        return Column("bytes", num_bytes=item_bytes and item_bytes * math.prod(sizes))
-    if feature.dtype in _AS_INT64:
-        return Column("int64", sizes)
-    if feature.dtype in _AS_FLOAT:
-        return Column("float", sizes)
-    if feature.dtype in ("string", "object"):
-        return Column("bytes", sizes)
-    raise refuse(f"has dtype {feature.dtype!r}, which is not decoded here")
-
-
-def _decode(feature: Feature, raw: "tf.Tensor") -> "tf.Tensor":
-    """`raw`: the values in a record, [n, ...]; bytes as string [n], or uint8 [n, num_bytes]."""
-    import tensorflow as tf
-
-    if feature.kind == "label":
-        # A label out of range makes the loss NaN or reads past a table, far from the cause.
-        known = tf.reduce_all((raw >= 0) & (raw < feature.num_classes))
-        allowed = f"[0, {feature.num_classes}), its range in features.json"
-        message = f"A label in feature {feature.name!r} is outside {allowed}:"
-        with tf.control_dependencies([tf.debugging.Assert(known, [message, raw], summarize=16)]):
-            return tf.identity(raw)
-    if feature.kind == "image":
-        channels = feature.shape[-1] or 0
-        dtype = tf.as_dtype(feature.dtype)
-
-        def decode_one(image: tf.Tensor) -> tf.Tensor:
-            if dtype == tf.uint16:
-                pixels = tf.io.decode_png(image, channels=channels, dtype=dtype)
-            else:
-                pixels = tf.io.decode_image(image, channels=channels, expand_animations=False)
-            return tf.ensure_shape(pixels, feature.shape)
-
-        spec = tf.TensorSpec(feature.shape, dtype)
-        return tf.map_fn(decode_one, raw, parallel_iterations=16, fn_output_signature=spec)
-    if feature.kind == "text" or feature.dtype in ("string", "object"):
-        return raw
-    dtype = tf.as_dtype(feature.dtype)
-    if feature.encoding == "none":
-        return raw if raw.dtype == dtype else tf.cast(raw, dtype)
-    if raw.dtype == tf.uint8:
-        rows = raw if dtype.size == 1 else tf.reshape(raw, [tf.shape(raw)[0], -1, dtype.size])
-        flat = tf.bitcast(rows, dtype)
-    else:
-        if feature.encoding == "zlib":
-            raw = tf.io.decode_compressed(raw, compression_type="ZLIB")
-        flat = tf.io.decode_raw(raw, dtype)
-    # The number of examples is given, so that a record of double size is not taken for two.
-    return tf.reshape(flat, tf.concat([tf.shape(raw)[:1], list(feature.shape)], 0))

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from data.features import Feature, read_features
+from data.example_features import Feature, read_features
 from data.system.files import DataError
 from data.tfrecord import damage
 from data.tfrecord import split as records
 
-FILLED_UP = -1  # Padding of short lists; for text, the padding is "".
+FILLED_UP = -1  # Padding of short lists; for text, "".
 _BATCH = 4096
 _MOST_PENDING = 1 << 20
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint16", "uint32")
@@ -131,16 +131,12 @@ def count_ids(data_dir: str, split: records.Split) -> Iterator[Counts]:
 
 def _has_ids(feature: Feature) -> bool:
     is_whole = feature.kind == "tensor" and feature.dtype in _INTEGERS
-    return (_is_text(feature) or is_whole) and len(feature.shape) < 2 and None not in feature.shape
-
-
-def _is_text(feature: Feature) -> bool:
-    return feature.kind == "text" or feature.dtype in ("string", "object")
+    return (feature.is_text or is_whole) and len(feature.shape) < 2 and None not in feature.shape
 
 
 def _counters(feature: Feature) -> list[IdCounter]:
     """The counter of all ids, and if there are several places, one for each."""
-    is_list, is_text = bool(feature.shape), _is_text(feature)
+    is_list, is_text = bool(feature.shape), feature.is_text
     names = [feature.name]
     if is_list and feature.shape[0] != 1:
         places = range(feature.shape[0] or 0)

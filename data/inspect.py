@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags
 
-from data.features import Feature, Features, class_names, read_features
+from data.example_features import Feature, Features, class_names, read_features
 from data.id_counts import count_ids
 from data.prepare import preparing
 from data.prepare.sources import Source, SourceSplit, joined

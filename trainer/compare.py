@@ -177,7 +177,7 @@ def _table_differences(left: str, right: str) -> list[tuple[str, float]]:
     import tensorflow as tf
 
     from trainer.checkpoints.marks import DamagedError
-    from trainer.checkpoints.table_files import table_directories, table_values
+    from trainer.checkpoints.tables import table_directories, table_values
 
     try:
         ours, theirs = (table_values(table_directories(path)) for path in (left, right))

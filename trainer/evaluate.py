@@ -31,7 +31,8 @@ def evaluate(
             or the config file now defines another model.
     """
     from strategies.metrics import means
-    from trainer.inputs import Inputs, check_batches
+    from trainer.batch_checks import check_batches
+    from trainer.inputs import Inputs
     from trainer.session import restore
 
     restored = restore(model_dir, checkpoint, split, data_dir)

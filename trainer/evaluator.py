@@ -21,6 +21,7 @@ from data.system.stopwatch import Stopwatch
 from strategies.cluster.watching import watch_chief
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from strategies.position import Position
+from trainer.batch_checks import check_batches
 from trainer.build import build_checkpointer, build_json_lines
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
@@ -31,7 +32,7 @@ from trainer.guards.signals import StopSignals
 from trainer.hooks.console import Console
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.writers import Lossy, TensorBoard
-from trainer.inputs import check_batches, open_inputs
+from trainer.inputs import open_inputs
 from trainer.preflight import check_model_dir, finished_result
 from trainer.run_files import RunFiles, local_dir
 from trainer.session import build_session

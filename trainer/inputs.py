@@ -1,7 +1,7 @@
-"""Opens the two splits of a recipe's data, and checks them against its model.
+"""Opens the two splits of a recipe's data, and fits them and its model to each other.
 
     inputs = open_inputs(recipe)
-    check_batches(inputs, learner, recipe)
+    build_metrics(inputs, learner, recipe)
     with data_errors_explained(inputs):
         batch = batch_at(inputs.train, 0)
 
@@ -10,36 +10,32 @@ All code that reads batches does so within `data_errors_explained`.
 
 import contextlib
 import dataclasses
-import difflib
 import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import keras
 import tensorflow as tf
 
 from data.autograph import autograph, no_autograph
 from data.disk_reader import DiskReader
-from data.features import Declared, ExampleParse, default_parse, read_features
+from data.example_features import read_features
+from data.features import Declared, ExampleParse, default_parse
 from data.order import Order
 from data.reader import Parse, Reader
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
 from data.tfrecord.copied_split import complete_copies, with_copies
-from data.tfrecord.damage import open_split
+from data.tfrecord.damage import open_split, verify
 from data.tfrecord.shard_names import prepare_again
-from data.tfrecord.split import Split, changed_files, verify
+from data.tfrecord.split import Split, changed_files
 from strategies.base import Batch
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
-from trainer.models import has_own_code
-from trainer.step.advice import shape_advice
 from trainer.step.keras_losses import is_keras
-from trainer.step.losses import PerExample
 from trainer.step.xla_errors import described, is_of_xla
 
 log = logging.getLogger(__name__)
@@ -135,7 +131,7 @@ def open_evaluation(recipe: Recipe, num_threads: int = 0, *, copies_all: bool = 
 
 def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split:
     config = recipe.config
-    _check_name(config)
+    _check_spelling(config)
     split = with_copies(
         open_split(data_dir(config), name, config.data.on_corrupt),
         config.data_cache_dir,
@@ -233,27 +229,12 @@ def prepare_inputs(recipe: Recipe) -> None:
         print(f"  {split.name}: {examples}, {num_bytes:,} bytes")
 
 
-def _check_name(config: Config) -> None:
-    """Raises DataError if there are no data of `dataset`, but of a data set of a similar name."""
-    directory = Path(data_dir(config))
-    if config.data_dir or directory.exists():
-        return
-    there = [path.name for path in directory.parent.glob("*") if path.is_dir()]
-    near = difflib.get_close_matches(config.dataset, [*_WITHOUT_DOWNLOAD, *there], n=1)
-    if near and near[0] != config.dataset:
-        raise DataError(
-            f"There is no data set {config.dataset!r} in {directory.parent}. Did you mean "
-            f"--config.dataset={near[0]}?"
-        )
-
-
 def _prepare_if_missing(config: Config, *, may_download: bool = False) -> None:
     directory = data_dir(config)
     # Not if the user named the directory: a typo must not create one.
     if config.data_dir or exists(directory):
         return
     if config.dataset not in _WITHOUT_DOWNLOAD and not may_download:
-        _check_spelling(config.dataset, directory)
         return
     from data.prepare.preparing import prepare
 
@@ -266,15 +247,17 @@ def _prepare_if_missing(config: Config, *, may_download: bool = False) -> None:
         ) from error
 
 
-def _check_spelling(dataset: str, directory: str) -> None:
-    """Raises DataError if the name of the missing `dataset` is probably mistyped."""
-    from data.prepare.catalog import nearest
+def _check_spelling(config: Config) -> None:
+    """Raises DataError if `dataset` is missing, but a data set with a similar name is known."""
+    directory = data_dir(config)
+    if config.data_dir or exists(directory):
+        return
+    from data.prepare.catalog import nearest  # Seldom needed, and with all sources.
 
-    of_all = parent(directory)
     prepared: list[str] = []
     with contextlib.suppress(OSError):
-        prepared = names_in(of_all)
-    if near := nearest(dataset, prepared):
+        prepared = names_in(parent(directory))
+    if near := nearest(config.dataset, prepared):
         raise DataError(
             f"There is no directory {directory}. Did you mean --config.dataset={near}? Otherwise "
             f"write the data there: {prepare_again(directory)}"
@@ -290,7 +273,7 @@ def input_specs(inputs: Inputs, recipe: Recipe) -> Batch:
     with errors_explained(what, _PARSE_HINT):
         specs = inputs.train.parsed_specs
     if not isinstance(specs, tuple) or len(specs) not in (2, 3):
-        shapes = tf.nest.map_structure(_described, specs)
+        shapes = tf.nest.map_structure(shape_text, specs)
         raise ConfigError(
             f"{what} must return (inputs, labels) or (inputs, labels, weights), but returned "
             f"{shapes}. If there are no labels, return zeros: "
@@ -301,7 +284,7 @@ def input_specs(inputs: Inputs, recipe: Recipe) -> Batch:
             if each.shape.rank == 0:
                 raise ConfigError(
                     f"{what} must return {part} of n examples, [n, ...], but returned "
-                    f"{_described(each)}.{_PARSE_HINT}"
+                    f"{shape_text(each)}.{_PARSE_HINT}"
                 )
     return specs[0]
 
@@ -351,62 +334,9 @@ def _are_classes(labels: Batch, outputs: Batch) -> bool:
     return bool(labels.shape.rank == 2 and labels.shape[-1] == num_classes != 1)
 
 
-def _described(spec: tf.TensorSpec | tf.Tensor) -> str:
+def shape_text(spec: tf.TensorSpec | tf.Tensor) -> str:
+    """The dtype and the shape of a tensor, for messages."""
     return f"{spec.dtype.name}{spec.shape}"
-
-
-def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
-    """Puts the first batch of each split through `learner`'s model, loss and metrics.
-
-    Raises:
-        DataError: it cannot be read or parsed, labels are out of range, or shapes do not fit.
-        ConfigError: `augment`, the loss or a metric fails, or returns values of a wrong number.
-    """
-    _check_augment(inputs, recipe)
-    known = {id(variable) for variable in learner.model.variables}
-    for reader in inputs.readers:
-        where = f"The first batch of split {reader.split.name!r}"
-        with data_errors_explained(inputs):
-            examples, labels, *weights = batch_at(reader, 0)
-        try:
-            outputs = learner.model(examples, training=False)
-        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-            declared = getattr(learner.model, "inputs", None) or "inputs without declared shapes"
-            taken = tf.nest.map_structure(
-                lambda t: t if isinstance(t, str) else f"{t.dtype}{t.shape}", declared
-            )
-            shapes = tf.nest.map_structure(lambda t: f"{t.dtype.name}{t.shape}", examples)
-            raise DataError(
-                f"{where} does not fit the model of {recipe.path}: inputs are {shapes}, the model "
-                f"takes {taken}. {first_line(error)}"
-            ) from error
-        if recipe.loss is None and "loss" in learner.functions:
-            _check_labels(where, labels, outputs.shape[-1])
-        num_examples = tf.nest.flatten(examples)[0].shape[0]
-        shapes = tf.nest.map_structure(_described, (labels, outputs))
-        given = f"labels: {shapes[0]}, outputs: {shapes[1]}{shape_advice(labels, outputs)}"
-        for name, function in learner.functions.items():
-            called = name if name == "loss" else f"metrics[{name!r}]"
-            what = f"{where}: {called}(labels, outputs) of {recipe.path}"
-            with errors_explained(what, f"\n  {given}"):
-                shape = _shape_of(function, labels, outputs)
-            _check_shape(what, shape, num_examples)
-        if learner.keras_metrics and num_examples > 1:
-            with errors_explained(f"{where}: the metrics of {recipe.path}", f"\n  {given}"):
-                learner.keras_metrics.require_sums(labels, outputs)
-        for weight in tf.nest.flatten(weights):
-            _check_weights(where, weight, num_examples)
-        if has_own_code(learner.model) and type(learner).gradients is Learner.gradients:
-            what = f"{where}: the model of {recipe.path}, called with training=True,"
-            with errors_explained(what):  # Traced, not run: nothing is assigned.
-                specs = tf.nest.map_structure(tf.type_spec_from_value, (examples, labels, *weights))
-                tf.function(learner.training_losses).get_concrete_function(specs)
-            if late := [v.path for v in learner.model.variables if id(v) not in known]:
-                raise ConfigError(
-                    f"{what} makes new variables, which would not be trained: {', '.join(late)}. "
-                    "A layer that is used outside of `call`, for example in compute_loss, needs "
-                    "its weights before: call its `build(shape)` in build_model."
-                )
 
 
 def batch_at(reader: Reader, batch: int) -> Batch:
@@ -485,81 +415,3 @@ def _feature_of(message: str, split: Split) -> str:
             "The default parse does this for the records of data.prepare: leave `parse` out"
         )
     return f"{advice}."
-
-
-def _check_augment(inputs: Inputs, recipe: Recipe) -> None:
-    reader = inputs.train
-    if reader.augment is None:
-        return
-    with data_errors_explained(inputs):
-        batch = batch_at(dataclasses.replace(reader, augment=None), 0)
-    seeds = tf.constant(reader.order.seeds(0, 1)[0])
-    # In a graph and for any number of examples, as in training.
-    specs = tf.nest.map_structure(
-        lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), (*batch[:2], seeds)
-    )
-    what = f"augment(inputs, labels, seeds) of {recipe.path}"
-    with errors_explained(what):
-        returned = tf.function(reader.augment, input_signature=specs)(*batch[:2], seeds)
-    num_examples = reader.order.batch_size
-    is_pair = isinstance(returned, tuple) and len(returned) == 2
-    shapes = [getattr(value, "shape", None) for value in tf.nest.flatten(returned)]
-    if not is_pair or any(not shape or shape[0] != num_examples for shape in shapes):
-        raise ConfigError(
-            f"{what} must return (inputs, labels) of as many examples as it gets, {num_examples} "
-            f"here. Received: shapes {', '.join(map(str, shapes))}."
-        )
-
-
-def _shape_of(function: PerExample, labels: tf.Tensor, outputs: tf.Tensor) -> tf.TensorShape | None:
-    # Traced, not run: it may have ops that only workers can run.
-    specs = tf.nest.map_structure(tf.type_spec_from_value, (labels, outputs))
-    returned = tf.function(function).get_concrete_function(*specs).structured_outputs
-    return getattr(returned, "shape", None)
-
-
-def _check_shape(what: str, shape: tf.TensorShape | None, num_examples: int) -> None:
-    if shape is not None and shape.is_compatible_with([num_examples]):
-        return
-    if shape is None:
-        remedy = "return a single tensor"
-    elif shape.rank == 0:
-        remedy = "drop tf.reduce_mean or tf.reduce_sum"
-    elif shape.rank == 1:
-        remedy = "reduce over every axis but the first"
-    else:
-        remedy = (
-            "reduce over every axis but the first, as tf.reduce_mean(..., axis=-1) does; and give "
-            "labels and outputs the same shape, as outputs[:, 0] does"
-        )
-    returned = "no tensor" if shape is None else f"shape {shape}"
-    raise ConfigError(
-        f"{what} returned {returned} for {num_examples} examples, but shape "
-        f"({num_examples},) is needed. Return one value an example: {remedy}."
-    )
-
-
-def _check_weights(where: str, weights: tf.Tensor, num_examples: int) -> None:
-    is_number = weights.dtype.is_floating or weights.dtype.is_integer
-    if not is_number or weights.shape.rank == 0 or weights.shape[0] != num_examples:
-        raise DataError(
-            f"{where} has weights {_described(weights)} for {num_examples} examples, but needs "
-            "a number for each, [n]. parse() returns (inputs, labels, weights)."
-        )
-
-
-def _check_labels(where: str, labels: tf.Tensor, num_classes: int) -> None:
-    if labels.dtype.is_floating and labels.shape.rank == 2 and labels.shape[1] == num_classes:
-        return  # One-hot, or probabilities.
-    if not labels.dtype.is_integer or labels.shape.rank != 1:
-        raise DataError(
-            f"{where} has labels {labels.dtype.name}{list(labels.shape)}, but the default loss "
-            f"needs an integer for each example, or {num_classes} probabilities. Define `loss` in "
-            "the config file for other labels: loss = 'mse' for numbers."
-        )
-    values = labels.numpy()
-    if values.min() < 0 or values.max() >= num_classes:
-        raise DataError(
-            f"{where} has labels from {values.min()} to {values.max()}, but the model has "
-            f"{num_classes} outputs. Labels must be 0 to {num_classes - 1}."
-        )

@@ -19,6 +19,7 @@ from data.system.object_store import UnavailableError
 from strategies.mirrored import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from strategies.tables import part_rows
+from trainer.batch_checks import check_batches
 from trainer.build import build_checkpointer
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.file_checks import DiskError
@@ -28,7 +29,7 @@ from trainer.exit_codes import EXIT_DONE
 from trainer.guards.fingerprint import log_keras_settings
 from trainer.hooks.callbacks import build_callbacks, check_monitors
 from trainer.hooks.export import check_export, export_notes
-from trainer.inputs import Inputs, check_batches, open_inputs
+from trainer.inputs import Inputs, open_inputs
 from trainer.learner import Learner
 from trainer.run_files import Document, RunFiles
 from trainer.session import build_session

@@ -27,7 +27,7 @@ import tensorflow as tf
 from data.system.cores import num_cores
 from data.system.errors import TrainerError
 from data.system.files import absolute as absolute_path
-from data.system.files import exists, is_s3, is_url, shown
+from data.system.files import exists, is_s3, is_url, remove_tree, shown
 from data.system.stopwatch import SERVING
 from strategies.base import DataFaultError, Executor
 from strategies.cluster.connections import limit_silence
@@ -42,6 +42,7 @@ from strategies.position import Position
 from strategies.ps.asynchronous import AsynchronousExecutor
 from strategies.ps.servers import ask_chief_to_stop, serve, start_server
 from strategies.ps.sync.executor import SynchronousExecutor
+from trainer.batch_checks import check_batches
 from trainer.build import (
     Parts,
     build_checkpointer,
@@ -52,7 +53,7 @@ from trainer.build import (
 )
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
-from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
+from trainer.checkpoints.survivors import save_last_complete_step
 from trainer.checkpoints.takeover import save_left_step
 from trainer.compilation import choose_compilation
 from trainer.compiled_programs import kept_programs
@@ -76,12 +77,7 @@ from trainer.hooks.console import Console
 from trainer.hooks.export import check_export, export_notes
 from trainer.hooks.newest_group import StopIfReplaced
 from trainer.hooks.progress import progress_writers
-from trainer.inputs import (
-    Inputs,
-    check_batches,
-    data_errors_explained,
-    open_inputs,
-)
+from trainer.inputs import Inputs, data_errors_explained, open_inputs
 from trainer.learner import Learner
 from trainer.preflight import check_model_dir, disk_errors_explained, finished_result
 from trainer.resume import restore_together, train_recovering, warn_if_begun_before
@@ -444,7 +440,7 @@ def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
     saved = restore_together(executor, parts.checkpointer, parts.learner)
     if spec.is_chief:
         with disk_errors_explained(spec.model_dir):
-            remove_claims(parts.checkpointer)
+            remove_tree(parts.checkpointer.staging)
     if spec.is_chief and not saved:
         warn_if_begun_before(files)
     recorded = files.recorded("all_reduce") if saved and spec.is_chief else {}

@@ -12,8 +12,9 @@ import os
 from data.system import files
 from data.system.files import DataError
 from data.system.object_store import UnavailableError
+from data.tfrecord.damage import verify
 from data.tfrecord.shard_copies import ShardCopies
-from data.tfrecord.split import Split, verify
+from data.tfrecord.split import Split
 
 
 def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
@@ -46,7 +47,9 @@ def complete_copies(split: Split) -> None:
 
     def is_damaged(url: str, path: str) -> bool:
         shards = [dataclasses.replace(s, path=path) for s in split.shards if s.path == url]
-        return bool(verify(dataclasses.replace(split, shards=tuple(shards))))
+        left_out = [dataclasses.replace(d, path=path) for d in split.damages if d.path == url]
+        copied = dataclasses.replace(split, shards=tuple(shards), damages=tuple(left_out))
+        return bool(verify(copied))
 
     split.copies.complete(split.name, is_damaged)
 

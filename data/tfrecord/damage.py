@@ -4,6 +4,7 @@
         print(shard.path, shard.num_good, *shard.damages)
     split = open_good("datasets/digits", "train")
     print(split.num_examples, "records;", split.num_skipped, "cannot be read")
+    damages = verify(split)                     # damage since then
 
 `split.open_split` stops at the first damaged header. Here every byte is read, and each run of good
 records between damaged ones becomes a shard. So the order is a pure function of the good records.
@@ -14,6 +15,7 @@ nothing.
 """
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -136,18 +138,48 @@ def examine(data_dir: str, split: str) -> list[ShardReport]:
             chunks = [(i * index.chunk_examples, offset) for i, offset in enumerate(offsets)]
         if announced is not None and len(announced) == len(paths):
             num_expected = announced[number]
-        reports.append(_examine_shard(path, chunks, num_expected))
+        reports.append(_examine_shard(path, chunks, num_expected)[0])
     return reports
+
+
+def verify(split: Split) -> list[Damage]:
+    """Reads every byte of an opened split; returns the damage that it does not leave out.
+
+    A file whose size has changed is not read. An index that does not fit a complete file is damage.
+    """
+    damages = records.changed_files(split)
+    changed = {damage.path for damage in damages}
+    left_out = {(damage.path, damage.record) for damage in split.damages}
+    size = split.chunk_examples
+    for path, group in itertools.groupby(split.shards, lambda shard: shard.path):
+        if path in changed:
+            continue
+        shards = list(group)
+        offsets = [(shard.first_record, shard.offsets.tolist()) for shard in shards]
+        chunks = [(n + i * size, at) for n, found in offsets for i, at in enumerate(found)]
+        report, starts = _examine_shard(path, chunks, None)
+        damages += [d for d in report.damages if (d.path, d.record) not in left_out]
+        is_as_indexed = len(starts) == shards[0].num_records and np.array_equal(
+            starts[::size], shards[0].offsets
+        )
+        if not report.damages and not is_as_indexed:
+            reason = "the file is complete, but its index does not fit it: remove the index"
+            damages.append(Damage(path, 0, 0, reason))
+    return damages
 
 
 def _examine_shard(
     path: str, chunks: list[tuple[int, int]], num_expected: int | None
-) -> ShardReport:
-    """`chunks`: (record number, byte offset) of some records, from an index without damage."""
+) -> tuple[ShardReport, Int64s]:
+    """Also returns the offsets of the first records, up to a damaged length.
+
+    `chunks`: (record number, byte offset) of some records, from an index without damage.
+    """
     size = files.num_bytes_of(path) if files.exists(path) else None
     if not size:
         reason = "it is missing" if size is None else "it is empty"
-        return ShardReport(path, size, (), (Damage(path, 0, 0, reason, num_expected),))
+        damage = Damage(path, 0, 0, reason, num_expected)
+        return ShardReport(path, size, (), (damage,)), np.zeros(0, np.int64)
     walked, damages = _walk_over(path, size, chunks, num_expected)
     num_known = max((n + len(starts) for n, starts, _ in walked), default=0)
     if not damages and num_expected is not None and num_known < num_expected:
@@ -160,7 +192,8 @@ def _examine_shard(
         damages += bad
         runs += _runs_between(first_record, starts, end, [damage.record for damage in bad])
     damages.sort(key=lambda damage: damage.record)
-    return ShardReport(path, size, tuple(runs), tuple(damages))
+    first = walked[0][1] if walked else np.zeros(0, np.int64)
+    return ShardReport(path, size, tuple(runs), tuple(damages)), first
 
 
 def _walk_over(

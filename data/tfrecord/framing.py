@@ -48,7 +48,7 @@ class Damage:
     record: int  # From 0.
     offset: int
     reason: str
-    num_records: int | None = 1  # `damage.examine` counts them; `split.verify` does not.
+    num_records: int | None = 1
 
     def __str__(self) -> str:
         return f"{self.path}: record {self.record} at byte {self.offset}: {self.reason}"

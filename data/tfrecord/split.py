@@ -1,15 +1,12 @@
-"""The shards of a split, with the index that makes them seekable: open and verify.
+"""The shards of a split, with the index that makes them seekable.
 
     split = open_split("datasets/digits", "train")
     print(split.num_examples, split.fingerprint)
-    for damage in verify(split):
-        print(damage)
 
 The index has the byte offset of every `chunk_examples`-th record. It is built by reading the record
 headers alone, checked by their CRCs, and saved next to the shards as `{split}.index.npz`.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import io
@@ -24,14 +21,7 @@ import numpy as np
 from data.system import files
 from data.system.files import DataError, join, num_bytes_of, open_file, replace_file
 from data.tfrecord.crc import Int64s
-from data.tfrecord.framing import (
-    BadRecord,
-    Damage,
-    content_damage,
-    read_records,
-    refuse_gzip,
-    walk,
-)
+from data.tfrecord.framing import BadRecord, Damage, read_records, refuse_gzip, walk
 from data.tfrecord.shard_copies import ShardCopies
 from data.tfrecord.shard_names import prepare_again, shard_lengths_announced, shard_paths
 
@@ -177,20 +167,6 @@ def batched_records(split: Split, size: int) -> Iterator[list[bytes]]:
         yield batch
 
 
-def verify(split: Split) -> list[Damage]:
-    """Reads every byte of `split`, and names each record that does not fit its CRCs.
-
-    A Damage stands for a record; or a damaged length with the rest of its chunk; or a file whose
-    size has changed, which is not read; or an index that does not fit a complete file.
-    """
-    damages = changed_files(split)
-    changed = {damage.path for damage in damages}
-    for shard in split.shards:
-        if shard.path not in changed:
-            damages += _shard_damage(shard, split.chunk_examples)
-    return damages
-
-
 def changed_files(split: Split) -> list[Damage]:
     """The shards whose size has changed since `split` was opened."""
     damages = []
@@ -205,36 +181,6 @@ def changed_files(split: Split) -> list[Damage]:
             offset = min(size, shard.num_bytes)
             damages.append(Damage(shard.path, shard.first_record + record, offset, reason))
     return damages
-
-
-def _shard_damage(shard: Shard, chunk_examples: int) -> list[Damage]:
-    damages: list[Damage] = []
-    starts: list[Int64s] = []
-    numbers: list[Int64s] = []
-    bounds = np.append(shard.offsets, shard.end)
-    with open_file(shard.path) as file:
-        for chunk in range(len(shard.offsets)):
-            expected = min(chunk_examples, shard.num_records - chunk * chunk_examples)
-            number = shard.first_record + chunk * chunk_examples
-            begin, end = int(bounds[chunk]), int(bounds[chunk + 1])
-            try:
-                found = walk(file, shard.path, begin, end, number)
-            except BadRecord as error:
-                damages.append(error.damage)
-                found = error.before
-            else:
-                if len(found) != expected:
-                    reason = f"{len(found)} records to the next chunk; the index has {expected}"
-                    damages.append(Damage(shard.path, number, begin, reason))
-            starts.append(found)
-            numbers.append(number + np.arange(len(found), dtype=np.int64))
-    if damages:
-        with contextlib.suppress(BadRecord), open_file(shard.path) as file:
-            walk(file, shard.path, 0, shard.num_bytes, 0)
-            reason = "the file is complete, but its index does not fit it: remove the index"
-            return [dataclasses.replace(damages[0], reason=reason)]
-    damages += content_damage(shard.path, np.concatenate(starts), np.concatenate(numbers))
-    return sorted(damages, key=lambda damage: damage.offset)
 
 
 def _record_starts(path: str, size: int) -> Int64s:

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.cluster.runs import TOPOLOGIES, Run, Topology, train
-from trainer.checkpoints.table_files import table_directories
+from trainer.checkpoints.tables import table_directories
 
 # Eight processes trace the graphs of three tables.
 TIMEOUT_SECS = 300

@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from data.features import default_parse, read_features
+from data.example_features import read_features
+from data.features import default_parse
 from data.tfrecord.split import open_split
 from tests.cluster.runs import (
     ONE_OF_EACH_STRATEGY,

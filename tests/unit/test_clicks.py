@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from sklearn.metrics import roc_auc_score
 
-from data.features import read_features
+from data.example_features import read_features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.prepare.sources.clicks import CARDINALITIES, Clicks, auc, source

@@ -151,7 +151,7 @@ def test_damage_is_fatal_by_default_before_or_at_the_first_read(
         assert opened.fingerprint == split.fingerprint
         with pytest.raises(tf.errors.DataLossError):
             numbers_read(opened)
-        assert records.verify(opened)[0].path in (shard(tmp_path, 0), shard(tmp_path, 1))
+        assert damage.verify(opened)[0].path in (shard(tmp_path, 0), shard(tmp_path, 1))
     else:
         with pytest.raises(DataError, match=r"toy-train\.tfrecord-0000[12]-of-00003"):
             records.open_split(str(tmp_path), "train")
@@ -251,7 +251,7 @@ def test_index_that_does_not_fit_is_named(tmp_path: Path, split: records.Split) 
     opened = records.open_split(str(tmp_path), "train")
     with pytest.raises(tf.errors.DataLossError):
         numbers_read(opened)
-    (found,) = records.verify(opened)
+    (found,) = damage.verify(opened)
     assert found.path == shard(tmp_path, 0)
     assert "its index does not fit it: remove the index" in found.reason
     assert damage.open_good(str(tmp_path), "train").num_skipped == 0

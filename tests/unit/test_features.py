@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from data.features import Features, default_parse, from_bytes, image_raw_parse, read_features
+from data.example_features import Features, read_features
+from data.features import default_parse, from_bytes, image_raw_parse
 from data.system.files import DataError
 
 

@@ -14,8 +14,9 @@ from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from tests.unit.test_config_file import COMPLETE, Mistake, checked, digits, written
+from trainer.batch_checks import check_batches
 from trainer.config import ConfigError, load_recipe
-from trainer.inputs import check_batches, open_inputs
+from trainer.inputs import open_inputs
 from trainer.session import build_session
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -13,9 +13,10 @@ from data.disk_reader import DiskReader
 from data.system.files import DataError
 from strategies.base import Tensor
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
+from trainer.batch_checks import check_batches
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
-from trainer.inputs import Inputs, check_batches, data_errors_explained, num_steps_of, open_inputs
+from trainer.inputs import Inputs, data_errors_explained, num_steps_of, open_inputs
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.optimizers import supported_optimizers
 

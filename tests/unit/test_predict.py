@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import trainer
-from data.features import Feature, Features
+from data.example_features import Feature, Features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.system.files import DataError

@@ -20,6 +20,7 @@ from data.disk_reader import DiskReader
 from data.prepare import writing
 from data.system import files
 from data.tfrecord import split as records
+from data.tfrecord.damage import verify
 from data.tickets import DiskTickets
 
 NUM_EXAMPLES = 3011  # A prime: no batch size divides it.
@@ -227,7 +228,7 @@ def test_damaged_record_stops_reading_and_is_then_found(
     Path(shards[1].path).write_bytes(content)
     with pytest.raises(tf.errors.DataLossError):
         list(numbers(DiskReader(make_reader(copy)).batches(0, range(NUM_LANES), 61)))
-    [damage] = records.verify(copy)
+    [damage] = verify(copy)
     assert (damage.path, damage.offset) == (shards[1].path, offset)
 
 

@@ -88,32 +88,16 @@ def test_cifar10_is_prepared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "files", "answer"),
-    [
-        ("cifar10", ["cifar-10-batches-py/data_batch_2"], "cifar-10-batches-py has data_batch_2:"),
-        ("cifar10", ["test_batch.gz", "batches.meta"], "has test_batch: "),
-        ("cifar10", ["cifar-10-python.tar.gz"], "is the archive of the Python version"),
-        ("cifar100", ["train", "test", "meta"], "has train, test: "),
-        ("cifar100", ["cifar-100-python/train"], "cifar-100-python has train: "),
-    ],
+    ("name", "file"), [("cifar10", "test_batch.gz"), ("cifar100", "cifar-100-python/train")]
 )
-def test_python_version_of_cifar_is_answered_with_the_archive_of_the_binary_version(
-    name: str, files: list[str], answer: str, tmp_path: Path
+def test_python_version_of_cifar_is_answered_with_the_binary_version(
+    name: str, file: str, tmp_path: Path
 ) -> None:
-    for file in files:
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_bytes(b"\x80\x02}")
-    source = tmp_path / files[0] if files[0].endswith(".tar.gz") else tmp_path
-    with pytest.raises(DataError) as raised:
-        prepare(name, str(tmp_path / "out"), str(source))
-    message = str(raised.value)
-    assert answer in message
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes(b"\x80\x02}")
     archive = f"{name.replace('cifar', 'cifar-')}-binary.tar.gz"
-    assert f"Download https://www.cs.toronto.edu/~kriz/{archive}" in message
-    if name == "cifar10":  # The command that it names works beside these files.
-        unpacked = tmp_path / message.rpartition("--source=")[2]
-        write_cifar10(unpacked, images_of(6), np.arange(6))
-        prepare(name, str(tmp_path / "out"), str(unpacked))
+    with pytest.raises(DataError, match=f"kriz/{archive} is the binary version"):
+        prepare(name, str(tmp_path / "out"), str(tmp_path))
 
 
 def test_cifar100_has_both_labels_and_trains_on_the_fine_one(tmp_path: Path) -> None:

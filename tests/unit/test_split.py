@@ -19,6 +19,7 @@ from data.prepare import writing
 from data.system import files
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
+from data.tfrecord.damage import verify
 
 
 def write(
@@ -259,7 +260,7 @@ def test_truncated_shard_is_named_with_record_and_offset(tmp_path: Path, cut: in
     # Records are 46 bytes: a cut of 40 leaves 6 bytes of the last record, less than a header.
     assert "record 1999 at byte 91954" in message
     assert "cut short" in message
-    [damage] = records.verify(split)
+    [damage] = verify(split)
     assert (damage.path, damage.offset) == (shard.path, shard.num_bytes - cut)
 
 
@@ -277,7 +278,7 @@ def test_file_that_is_no_tfrecord_is_refused(tmp_path: Path) -> None:
 
 
 def test_whole_split_verifies(tmp_path: Path) -> None:
-    assert records.verify(write(tmp_path, EXAMPLES)) == []
+    assert verify(write(tmp_path, EXAMPLES)) == []
 
 
 def test_flipped_bits_in_data_are_found_with_file_record_and_offset(tmp_path: Path) -> None:
@@ -285,7 +286,7 @@ def test_flipped_bits_in_data_are_found_with_file_record_and_offset(tmp_path: Pa
     shard = split.shards[1]
     for record in (0, 7, 8, 1500, 2999):
         flip(shard.path, record * 46 + 12 + 3)
-    found = records.verify(split)
+    found = verify(split)
     assert [(d.path, d.record, d.offset) for d in found] == [
         (shard.path, record, record * 46) for record in (0, 7, 8, 1500, 2999)
     ]
@@ -301,7 +302,7 @@ def test_flipped_bit_in_a_length_is_found_and_what_follows_is_still_checked(
     flip(shard.path, 101 * 46)
     flip(shard.path, 104 * 46 + 20)  # Same chunk: cannot be told apart from the damaged length.
     flip(shard.path, 106 * 46 + 20)
-    found = records.verify(split)
+    found = verify(split)
     assert [(d.record, d.offset) for d in found] == [(101, 101 * 46), (106, 106 * 46)]
     assert "length" in found[0].reason
     assert "record 101 at byte 4646" in fail_after_index_is_lost(tmp_path)

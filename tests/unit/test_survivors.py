@@ -17,7 +17,7 @@ from strategies.mirrored import MirroredExecutor
 from strategies.position import Position, Reached
 from tests.unit.toy import Toy, file_size_limit, write_split
 from trainer.checkpoints import survivors
-from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
+from trainer.checkpoints.survivors import save_last_complete_step
 
 
 class Lost(MirroredExecutor):
@@ -53,7 +53,7 @@ def save(toy: Toy, cluster: Cluster) -> None:
     save_last_complete_step(toy.executor, toy.learner, toy.checkpointer, cluster)
 
 
-def claim_of(toy: Toy, step: int, task: str) -> Path:
+def lock_of(toy: Toy, step: int, task: str) -> Path:
     path = Path(toy.model_dir, "checkpoints/claims", f"step-{step:08d}.0")
     path.parent.mkdir(parents=True)
     path.write_text(task)
@@ -74,8 +74,6 @@ def test_last_step_is_saved_as_a_checkpoint_from_which_a_run_continues(
     assert (saved.step, saved.position) == (7, Position(7))
     for left, right in zip(toy.state(), other.state(), strict=True):
         np.testing.assert_array_equal(left, right)
-    remove_claims(other.checkpointer)
-    assert other.checkpoints() == ["step-00000007"]
 
 
 def test_checkpoint_of_a_later_or_the_same_step_stays_as_it_is(
@@ -121,7 +119,7 @@ def test_worker_waits_for_the_writer_of_its_step(
     split: Split, tmp_path: Path, cluster: Cluster
 ) -> None:
     toy, writer = trained(split, tmp_path, 4), trained(split, tmp_path, 4)
-    claim = claim_of(toy, 4, "worker 2")
+    lock = lock_of(toy, 4, "worker 2")
     mark = tmp_path / "checkpoints/step-00000004/checkpoint.json"
     port = int(cluster.address_of(Task("worker", 2)).rpartition(":")[2])
     with held(port):  # The writer lives.
@@ -136,14 +134,14 @@ def test_worker_waits_for_the_writer_of_its_step(
         waiting.join(timeout=30)
         assert not waiting.is_alive()
     assert mark.stat().st_ino == written, "it wrote the step, too"
-    assert claim.exists()
+    assert lock.exists()
 
 
 def test_step_of_a_writer_that_died_is_written_by_another_worker(
     split: Split, tmp_path: Path, cluster: Cluster
 ) -> None:
     toy = trained(split, tmp_path, 4)
-    claim_of(toy, 4, "worker 2")
+    lock_of(toy, 4, "worker 2")
     save(toy, cluster)
     assert "step-00000004" in toy.checkpoints()
 
@@ -173,18 +171,18 @@ def test_chief_that_is_left_writes_first(
     assert "step-00000005" in toy.checkpoints()
 
 
-def test_claim_of_an_earlier_step_holds_no_worker_back(
+def test_lock_of_an_earlier_step_holds_no_worker_back(
     split: Split, tmp_path: Path, cluster: Cluster
 ) -> None:
     toy = trained(split, tmp_path, 4)
-    claim_of(toy, 3, "worker 2")
+    lock_of(toy, 3, "worker 2")
     port = int(cluster.address_of(Task("worker", 2)).rpartition(":")[2])
     with held(port):
         save(toy, cluster)
     assert "step-00000004" in toy.checkpoints()
 
 
-def test_full_disk_is_logged_and_leaves_no_claim(
+def test_full_disk_is_logged_and_leaves_no_lock(
     split: Split, tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     toy = trained(split, tmp_path, 4)
@@ -208,7 +206,7 @@ def test_state_between_two_steps_and_damaged_state_are_not_saved(
 
 
 def test_one_of_many_threads_creates_a_file(tmp_path: Path) -> None:
-    path = str(tmp_path / "claim")
+    path = str(tmp_path / "lock")
     created = []
     barrier = threading.Barrier(8)
 
@@ -234,7 +232,7 @@ def test_wait_for_a_slow_writer_ends(
 ) -> None:
     monkeypatch.setattr(survivors, "_WAIT_SECS", 0.5)
     toy = trained(split, tmp_path, 4)
-    claim_of(toy, 4, "worker 2")
+    lock_of(toy, 4, "worker 2")
     port = int(cluster.address_of(Task("worker", 2)).rpartition(":")[2])
     with held(port):
         save(toy, cluster)

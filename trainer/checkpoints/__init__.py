@@ -1,8 +1,9 @@
 """Checkpoints: what is saved, in the background, and how a damaged one is detected and skipped.
 
-`checkpointer.py` saves and restores: read it first. `marks.py` says whether a checkpoint is
-complete. `snapshot.py` copies the variables so that training can continue meanwhile.
-`table_files.py` writes and reads tables in pieces. `file_checks.py` has checksums and the errors of
-a full disk, `finite.py` refuses to save values that are not finite. `warm_start.py` takes the first
-weights from another run.
+`checkpointer.py` saves and restores: read it first. It is the sum of `store.py` (one checkpoint on
+disk), `tables.py`, `identity.py` (may a run continue from it?), `retention.py` (which ones are
+removed?) and `snapshot.py`, which copies the variables so that training can continue meanwhile.
+`marks.py` tells if a checkpoint is complete, with the checksums of `file_checks.py`. `finite.py`
+refuses to save values that are not finite. `survivors.py` and `takeover.py` save after a death.
+`warm_start.py` takes the first weights from another run.
 """

@@ -1,16 +1,17 @@
 """The mark of a checkpoint, `checkpoint.json`: what it holds, and whether it is complete.
 
     mark = complete_mark("model_dir/checkpoints/step-00001000")     # or DamagedError
-    mark.saved.step, mark.files, mark.needs
+    mark.saved.step, mark.files, mark.chain
 
 The mark is written last. It has the size and checksum of each file, and a checksum of itself.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import google_crc32c
 import tensorflow as tf
@@ -20,8 +21,13 @@ from data.system.object_store import UnavailableError
 from strategies.position import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.file_checks import STORAGE_ERRORS, size_damage_of
+from trainer.checkpoints.identity import Identity
+from trainer.checkpoints.retention import Chain
 from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK
+
+# The length and the checksum of each file, as `contents_of` returns them.
+Files: TypeAlias = Mapping[str, Mapping[str, int | str]]
 
 
 @dataclass(frozen=True)
@@ -44,16 +50,21 @@ class DamagedError(Exception):
 class Mark:
     """The contents of checkpoint.json; only a best-* has a `score`."""
 
+    name: str  # Of the checkpoint.
     saved: Saved
-    identity: Mapping[str, object]
-    files: Mapping[str, Mapping[str, int | str]]
+    identity: Identity
+    files: Files
     score: float
-    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # Of variables, by their kind.
-    # The checkpoints with the rows of tables that this one does not have, the oldest first, with
-    # the checksums of their marks: another one may come to the same place.
-    needs: Mapping[str, str] = field(default_factory=dict)
-    has_table_files: bool = True  # False of early versions, which kept tables among variables.
-    checksum: str = ""
+    checksum: str
+    # The checkpoints with the rows of tables that this one lacks, the oldest first. Each is named
+    # with the checksum of its mark: another checkpoint may be written under the same name.
+    needs: Chain
+    has_table_files: bool  # False of early versions, which kept tables among variables.
+
+    @property
+    def chain(self) -> Chain:
+        """The checkpoints that together hold the tables: `needs`, and this one last."""
+        return {**self.needs, self.name: self.checksum}
 
 
 def signed(mark: Mapping[str, object]) -> dict[str, object]:
@@ -99,19 +110,16 @@ def own_mark(path: str) -> Mark:
         skipped = tuple(map(int, mark["skipped"]))
         position = Position(int(mark["next_batch"]), shares, skipped)
         counts, config = dict(mark.get("counts", {})), dict(mark.get("config", {}))
-        saved = Saved(int(mark["step"]), position, counts, config)
-        score = float(mark.get("score", -math.inf))
-        names = dict(mark.get("names", {}))  # Early versions have none.
-        needs = dict(mark.get("needs", {}))
         found = Mark(
-            saved,
-            dict(mark["identity"]),
-            dict(mark["files"]),
-            score,
-            names,
-            needs,
-            has_table_files="needs" in mark,
+            name=os.path.basename(path),
+            saved=Saved(int(mark["step"]), position, counts, config),
+            # Early versions have no names.
+            identity=Identity(dict(mark["identity"]), dict(mark.get("names", {}))),
+            files=dict(mark["files"]),
+            score=float(mark.get("score", -math.inf)),
             checksum=str(mark["crc32c"]),
+            needs=dict(mark.get("needs", {})),
+            has_table_files="needs" in mark,
         )
     # KeyError: a part is missing; the others: a part has another type.
     except (ValueError, KeyError, TypeError, AttributeError) as error:

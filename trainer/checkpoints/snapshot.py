@@ -1,6 +1,6 @@
 """A copy of all variables, which another thread writes to disk while training continues.
 
-    snapshot = Snapshot(tf.train.Checkpoint(model=model, optimizer=optimizer), device="CPU:0")
+    snapshot = Snapshot(checkpoint_of(learner), device="CPU:0")
     snapshot.take()                             # copies the values; no step may be in flight
     snapshot.write("path/variables", options)   # on any thread; the files of Checkpoint.write
 
@@ -10,6 +10,29 @@ whose variables create a tf.Variable inside the tf.function that copies.
 
 import keras
 import tensorflow as tf
+
+from trainer.embeddings.dynamic import DynamicTable
+from trainer.embeddings.table import Rows, saved_variables
+from trainer.learner import Learner
+
+
+def checkpoint_of(learner: Learner) -> tf.train.Checkpoint:
+    """Returns the objects that a checkpoint saves, without tables, which have their own files."""
+    state = {
+        name: [v for v in variables if not isinstance(v, Rows)]
+        for name, variables in learner.state.items()
+    }
+    checkpoint = tf.train.Checkpoint(model=learner.model, optimizer=learner.optimizer, **state)
+    reached = {id(node) for node in tf.train.TrackableView(checkpoint).descendants()}
+    # keras.random.SeedGenerator is not a Trackable: the state of dropout would be left out.
+    checkpoint.missed = {
+        str(index): variable
+        for index, variable in enumerate(saved_variables(learner.model))
+        if not isinstance(variable, Rows | DynamicTable)
+        and id(variable) not in reached
+        and id(getattr(variable, "value", None)) not in reached
+    }
+    return checkpoint
 
 
 def tensorflow_variables(checkpoint: tf.train.Checkpoint) -> list[tf.Variable]:

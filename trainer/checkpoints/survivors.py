@@ -1,7 +1,6 @@
 """After an error, or the loss of a worker: saves the last complete step before the task ends.
 
     save_last_complete_step(executor, learner, checkpointer, cluster)     # then end
-    remove_claims(checkpointer)         # in the chief, after the restart
 
 An error of one worker leaves the others in a sum that never ends. So nothing here communicates.
 
@@ -10,10 +9,10 @@ one at most: a worker adds to the sums of a step only when it has completed the 
 the checkpoint of the furthest survivor is all that is needed, and a restart resumes from the newest
 complete checkpoint.
 
-Each step has one writer: the first worker that creates the step's claim, a file. The others wait
-until the checkpoint is complete. If its writer dies, the next worker that sees it claims the step.
-A worker that is a step further claims that step. No worker writes a step that is not later than the
-newest complete checkpoint.
+Each step has one writer: the first worker that creates the step's lock file. The others wait until
+the checkpoint is complete. If the writer dies, the next worker that sees it creates another lock
+file. A worker that is a step further writes that step. No worker writes a step that is not later
+than the newest complete checkpoint. The next start of the run removes all lock files.
 
 If the chief is left, the others let it write first: it has written all checkpoints so far.
 """
@@ -34,7 +33,7 @@ from trainer.learner import Learner
 log = logging.getLogger(__name__)
 
 _POLL_SECS = 0.2
-# How long the chief may take to claim a step, before another worker does.
+# How long the chief may take to lock a step, before another worker does.
 _CHIEF_SECS = 5.0
 # How long to wait for the checkpoint of another worker. If it is not complete then, the storage is
 # slow: a second writer would not be faster.
@@ -72,7 +71,7 @@ def _save(reached: Reached, checkpointer: Checkpointer, cluster: Cluster | None)
     checkpointer.wait()  # The chief may be writing an earlier one.
     deadline = time.monotonic() + _WAIT_SECS
     head_start = 0.0 if cluster is None or cluster.is_chief else time.monotonic() + _CHIEF_SECS
-    number = 0  # Of the claim: each writer that died has left one.
+    number = 0  # Of the lock file: each writer that died has left one.
     while time.monotonic() < deadline:
         newest = checkpointer.newest()
         if step <= (newest.step if newest else 0):
@@ -84,14 +83,15 @@ def _save(reached: Reached, checkpointer: Checkpointer, cluster: Cluster | None)
         if time.monotonic() < head_start and not _is_dead(cluster.chief, cluster):
             time.sleep(_POLL_SECS)
             continue
-        claim = f"{checkpointer.directory}/claims/step-{step:08d}.{number}"
-        if _create_claim(claim, cluster.task):
+        lock = f"{checkpointer.staging}/step-{step:08d}.{number}"
+        files.make_dirs(checkpointer.staging)
+        if files.create_new(lock, f"{cluster.task.job} {cluster.task.index}".encode()):
             try:
                 _write(reached, checkpointer)
             finally:
-                files.remove_file(claim)
+                files.remove_file(lock)
             return
-        if _is_dead(_owner(claim), cluster):
+        if _is_dead(_owner(lock), cluster):
             number += 1
         else:
             time.sleep(_POLL_SECS)
@@ -104,23 +104,10 @@ def _write(reached: Reached, checkpointer: Checkpointer) -> None:
         log.warning("Saved step %s, the last that this task completed.", f"{reached.step:,}")
 
 
-def remove_claims(checkpointer: Checkpointer) -> None:
-    """Removes the claims of writers that died. Called when no worker of an earlier start is left.
-
-    Raises one of STORAGE_ERRORS if that is not possible.
-    """
-    files.remove_tree(f"{checkpointer.directory}/claims")
-
-
-def _create_claim(path: str, task: Task) -> bool:
-    files.make_dirs(files.parent(path))
-    return files.create_new(path, f"{task.job} {task.index}".encode())
-
-
-def _owner(claim: str) -> Task | None:
-    """The task that has written `claim`; None if there is no such file any more, or not yet."""
+def _owner(lock: str) -> Task | None:
+    """Returns the task that has written the lock file; None if there is no such file now."""
     try:
-        job, index = files.read_text(claim).split()
+        job, index = files.read_text(lock).split()
     except (FileNotFoundError, ValueError):
         return None
     return Task(job, int(index))

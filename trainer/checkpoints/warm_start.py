@@ -25,7 +25,7 @@ from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectG
 from data.system.files import exists
 from data.system.scratch import plain_path
 from trainer.checkpoints.marks import DamagedError
-from trainer.checkpoints.table_files import table_directories, table_values
+from trainer.checkpoints.tables import table_directories, table_values
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import saved_variables, tables_of
 from trainer.exit_codes import first_line

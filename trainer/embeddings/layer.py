@@ -390,7 +390,7 @@ class ShardedEmbedding(keras.layers.Layer):
         return bool(self.evict_after or self.max_rows)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        """A checkpoint has tables in files of their own (trainer/checkpoints/table_files.py)."""
+        """A checkpoint has tables in files of their own (trainer/checkpoints/tables.py)."""
         if save_type == "checkpoint" and self.table is not None and not self._frozen:
             return {}
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)

@@ -17,16 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.features import (
-    Declared,
-    ExampleParse,
-    Feature,
-    Features,
-    class_names,
-    default_parse,
-    labels_used,
-    read_features,
-)
+from data.example_features import Feature, Features, class_names, read_features
+from data.features import Declared, ExampleParse, default_parse, labels_used
 from data.reader import Parse
 from data.system.errors import UsageError
 from data.system.files import DataError, exists, is_dir, join

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.features import Feature, Features
+from data.example_features import Feature, Features
 from data.numerals import INTEGERS, NUMBERS, kind_of
 from data.prepare.sources.examples import Value, example_bytes
 from data.system.files import DataError, is_dir, is_url, num_bytes_of

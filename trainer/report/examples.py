@@ -22,7 +22,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from data.features import class_names, labels_used, read_features
+from data.example_features import class_names, read_features
+from data.features import labels_used
 from data.system.errors import TrainerError
 from data.system.files import exists, join
 from trainer.config import ConfigError, data_dir

@@ -85,18 +85,24 @@ class Options(NamedTuple):
         return {**defaults._asdict(), **self.given()}
 
 
+def test_fraction(options: Options) -> float:
+    """Returns the part of the examples for the test split. Raises DataError if it is none."""
+    fraction = TEST_FRACTION if options.test_fraction is None else options.test_fraction
+    if not 0 < fraction < 1:
+        raise DataError(
+            f"--test_fraction must be above 0 and below 1. Received: {fraction}. "
+            f"--test_fraction={TEST_FRACTION}, for example."
+        )
+    return fraction
+
+
 def divided(keys: Iterable[str], options: Options, where: str) -> dict[str, bytes]:
     """Chooses the test examples; returns a mask for train and test: 1 if the split has the example.
 
     The choice depends on an example's key and the seed only, not on the other examples, so the
     test split has about `test_fraction` of the examples.
     """
-    fraction = TEST_FRACTION if options.test_fraction is None else options.test_fraction
-    if not 0 < fraction < 1:
-        raise DataError(
-            f"--test_fraction must be above 0 and below 1, Received: {fraction}. "
-            f"--test_fraction={TEST_FRACTION}, for example."
-        )
+    fraction = test_fraction(options)
     bound = int(fraction * 2**64)
     seed = str(options.seed or 0).encode()
 

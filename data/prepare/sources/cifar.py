@@ -38,7 +38,6 @@ class _Kind(NamedTuple):
     files: Mapping[str, Sequence[str]]  # Of each split.
     archive: str
     directory: str  # To which the archive unpacks.
-    python: str  # The same of the Python version, which is not read.
 
 
 KINDS = {
@@ -47,7 +46,6 @@ KINDS = {
         {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]},
         "cifar-10-binary.tar.gz",
         "cifar-10-batches-bin",
-        "cifar-10-batches-py",
     ),
     "cifar100": _Kind(
         {
@@ -57,7 +55,6 @@ KINDS = {
         {"train": ["train.bin"], "test": ["test.bin"]},
         "cifar-100-binary.tar.gz",
         "cifar-100-binary",
-        "cifar-100-python",
     ),
 }
 
@@ -96,13 +93,7 @@ def _file(where: str, name: str) -> str:
 
 
 def _find(name: str, kind: _Kind, directory: str, is_partial: bool) -> str:
-    """The directory with the files."""
-    if python := _python_version(name, kind, directory):
-        raise DataError(
-            f"{python}. Needed is the binary version, which has the same images. Download "
-            f"{_URL}{kind.archive}, and type: tar -xf {kind.archive} && "
-            f"python -m data.prepare {name} --source={kind.directory}"
-        )
+    """Returns the directory with the files."""
     if os.path.isfile(directory) and tarfile.is_tarfile(directory):
         raise DataError(
             f"--source={directory} is the archive. Unpack it, and give the directory that it "
@@ -124,21 +115,9 @@ def _find(name: str, kind: _Kind, directory: str, is_partial: bool) -> str:
     raise DataError(
         f"{directory} is not {name}: {'; '.join(missing) or 'none of its files is there'}. Unpack "
         f"{kind.archive} and give the directory ({kind.directory}) that it makes: "
-        f"python -m data.prepare {name} --source=DIR.{partial}"
+        f"python -m data.prepare {name} --source={kind.directory}. {_URL}{kind.archive} is the "
+        f"binary version, which has the images of the Python version.{partial}"
     )
-
-
-def _python_version(name: str, kind: _Kind, directory: str) -> str:
-    """What of the Python version is at `directory`; empty if nothing is, or the binary is too."""
-    if os.path.basename(directory) == kind.archive.replace("binary", "python"):
-        return f"--source={directory} is the archive of the Python version of {name}"
-    files = [*itertools.chain(*kind.files.values())]
-    places = (directory, *(os.path.join(directory, x) for x in (kind.directory, kind.python)))
-    if not any(_file(where, file) for where in places for file in files):
-        for where in places:
-            if found := [x for file in files if _file(where, x := file.removesuffix(".bin"))]:
-                return f"{where} has {', '.join(found)}: the Python version of {name}"
-    return ""
 
 
 def _split(paths: Sequence[str], load: Callable[[str], ImageSplit]) -> ImageSplit:

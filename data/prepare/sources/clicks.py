@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from data.prepare.sources import TEST_FRACTION, Options, Source, SourceSplit
+from data.prepare.sources import Options, Source, SourceSplit, test_fraction
 from data.prepare.sources.examples import Classes, example_bytes, feature_files, tensor
 from data.split_mix import finalized
 from data.system.files import DataError
@@ -52,15 +52,13 @@ def source(name: str, path: str, options: Options) -> Source:
     """
     num_train = EXAMPLES if options.num_clicks is None else options.num_clicks
     scale = SCALE if options.id_scale is None else options.id_scale
-    fraction = TEST_FRACTION if options.test_fraction is None else options.test_fraction
+    fraction = test_fraction(options)
     if num_train < 1:
         raise DataError(f"--num_clicks must be 1 or more. Received: {num_train}.")
     if not 0 < scale <= 1:
         raise DataError(
             f"--id_scale must be above 0, at most 1. Received: {scale}. Type --id_scale=0.01."
         )
-    if not 0 < fraction < 1:
-        raise DataError(f"--test_fraction must be above 0 and below 1. Received: {fraction}.")
     clicks = Clicks(options.seed or 0, scale)
     num_test = max(2, math.ceil(fraction * num_train))
     record_bytes = 8 * (NUM_DENSE + len(CARDINALITIES))

@@ -5,7 +5,7 @@
     record = example_bytes({"image": pixels.tobytes(), "label": 1})
 
 The nodes are those of tensorflow-datasets (tensorflow_datasets/core/proto/feature.proto), so that
-`tfds.builder_from_directory` reads the result, and `data.features` too.
+`tfds.builder_from_directory` reads the result, and `data.example_features` too.
 """
 
 import functools

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from data.prepare.sources import SPLIT_NAMES, TEST_FRACTION, Options, Source, SourceSplit
+from data.prepare.sources import SPLIT_NAMES, Options, Source, SourceSplit, test_fraction
 from data.prepare.sources.examples import example_bytes, feature_files, tensor
 from data.system.files import DataError
 
@@ -92,12 +92,7 @@ def _whole(files: Sequence[tuple[str, int]]) -> list[_Document]:
 
 
 def _divided(files: Sequence[tuple[str, int]], options: Options) -> dict[str, list[_Document]]:
-    fraction = TEST_FRACTION if options.test_fraction is None else options.test_fraction
-    if not 0 < fraction < 1:
-        raise DataError(
-            f"--test_fraction must be above 0 and below 1. Received: {fraction}. "
-            f"--test_fraction={TEST_FRACTION}, for example."
-        )
+    fraction = test_fraction(options)
     splits: dict[str, list[_Document]] = {"train": [], "test": []}
     for file, size in files:
         cut = size - int(size * fraction)

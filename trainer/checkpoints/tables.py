@@ -1,9 +1,9 @@
 """The tables of a checkpoint: files that are written and read in pieces.
 
-    staged = StagedTables("model_dir/checkpoints/claims", "CPU:0", on_piece)
-    staged.write(tables, step=1000, changes_only=False)     # [FixedTable or DynamicTable, ...]
+    staged = StagedTables(tables, store, "CPU:0", on_piece, complete_every=4)
+    staged.stage(1000, is_complete=False)
     staged.add_to("model_dir/checkpoints/step-00001000")    # a checkpoint gets the files
-    read_tables([base, changes], tables, step=1000)         # the complete one first
+    staged.restore(mark, "model_dir/checkpoints/step-00001000")
     values = table_values([base, changes])                  # as arrays: {"0/rows": [n, width], ...}
 
 The files `tables.index` and `tables.data-*` are those of a tf.train.Checkpoint. Tensors are named
@@ -14,6 +14,9 @@ by the number of the table:
 | `0/rows`, and a name for each optimizer slot | [n, ...], in the order of the ids |
 | `0/changed` | int64 [n]: the ids of these rows, if the file has only those that were changed |
 | `0/ids`, `0/use` | of a table of dynamic ids: all ids, and what dynamic.py says of their use |
+
+With `complete_every` above 1 a checkpoint may have only the rows that were changed since the one
+before. Its chain, which its mark names, begins with a checkpoint that has all rows.
 
 A process needs memory for one piece, and for the ids: tables may be larger than its memory.
 """
@@ -30,7 +33,9 @@ import tensorflow as tf
 from data.system import files
 from data.system.scratch import plain_path, scratch_dir
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
-from trainer.checkpoints.marks import complete_mark
+from trainer.checkpoints.marks import DamagedError, Mark, complete_mark, own_mark
+from trainer.checkpoints.retention import Chain
+from trainer.checkpoints.store import Store
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import FixedTable
 from trainer.exit_codes import first_line
@@ -49,50 +54,91 @@ _Ids: TypeAlias = npt.NDArray[np.int64]
 class StagedTables:
     """The tables of one step, as files from which the checkpoints of this step are made.
 
-    For s3:// they are in TMPDIR. A process that is killed leaves them in `directory`.
+    For s3:// the files are in TMPDIR. A process that is killed leaves them in `Store.staging`,
+    which is in the file system of the checkpoints, so that local files are not copied.
+
+    Attributes:
+        chain: The chain of the newest checkpoint; empty if the next one must have all rows.
+        needs: The checkpoints that the staged files need.
     """
 
-    def __init__(self, directory: str, io_device: str, on_piece: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        store: Store,
+        io_device: str,
+        on_piece: Callable[[], None],
+        *,
+        complete_every: int,
+    ) -> None:
         """Writes nothing yet. Will call `on_piece` often.
 
-        `directory` is in the file system of the checkpoints, so that local files are not copied;
-        `io_device` is the device whose file system it is.
+        `io_device` is the device whose file system has the checkpoints.
         """
-        self._parent = directory
+        self._tables, self._store = tables, store
         self._io_device, self._on_piece = io_device, on_piece
+        self._complete_every = complete_every
+        self.chain: Chain = {}
+        self.needs: Chain = {}
         self._names: list[str] = []
         self._stack = contextlib.ExitStack()
         self._directory = ""
         self._error: OSError | None = None
         self._changed: dict[int, _Ids] = {}  # By the number of the table, since `forget_changes`.
 
-    def write(self, tables: Sequence[Table], step: int, *, changes_only: bool) -> None:
-        """Writes all rows of `tables`, or those that were changed since `forget_changes`.
+    def stage(self, step: int, *, is_complete: bool) -> None:
+        """Writes all rows, or those that were changed since `forget_changes`.
 
-        No step may be in flight. `add_to` raises the error if a file cannot be written. Raises
-        tf.errors.UnavailableError if a parameter server was lost.
+        All rows are written if `is_complete`; if `complete_every` checkpoints are in the chain; or
+        if one of these is no longer there. No step may be in flight. `add_to` raises the error if
+        a file cannot be written. Raises tf.errors.UnavailableError if a parameter server was lost.
         """
         self.remove()
+        self.needs = {}
+        if self.chain and not is_complete and len(self.chain) < self._complete_every:
+            with contextlib.suppress(*STORAGE_ERRORS):
+                if self._store.chain_of([*self.chain][-1]) == self.chain:
+                    self.needs = self.chain
         try:
-            if files.is_s3(self._parent):
+            if files.is_s3(self._store.staging):
                 self._directory = self._stack.enter_context(scratch_dir())
             else:
-                self._directory = f"{self._parent}/{files.partial_name('tables')}"
+                self._directory = f"{self._store.staging}/{files.partial_name('tables')}"
                 self._stack.callback(files.remove_tree, self._directory)
                 files.make_dirs(self._directory)
-            self._write(tables, step, changes_only=changes_only)
+            self._write(step, changes_only=bool(self.needs))
             self._names = files.names_in(self._directory)
         except OSError as error:
             self._error = error
 
+    def restore(self, mark: Mark, directory: str) -> None:
+        """Sets the tables to those of a checkpoint with `mark`, whose files are in `directory`.
+
+        Raises DamagedError; or OSError, ValueError or tf.errors.OpError if a file cannot be read.
+        """
+        with contextlib.ExitStack() as stack:
+            directories = []
+            for need in mark.needs:
+                contents = own_mark(self._store.path(need)).files
+                of_tables = {n: c for n, c in contents.items() if n.startswith(f"{PREFIX}.")}
+                try:
+                    directories.append(stack.enter_context(self._store.files_of(need, of_tables)))
+                except DamagedError as error:
+                    raise DamagedError(f"it needs {need}, of which {error}") from error
+            self._read([*directories, directory], mark.saved.step)
+        for table in self._tables:
+            table.take_changed_ids(table.index(), mark.saved.step)
+        self.forget_changes()
+        self.chain = mark.chain if mark.name.startswith("step-") else {}
+
     def forget_changes(self) -> None:
-        """The next `write` counts changes from the last one on."""
+        """The next `stage` counts changes from the last one on."""
         self._changed.clear()
 
     def add_to(self, directory: str) -> None:
-        """Gives the files to `directory`, too.
+        """Adds the files to `directory`, as links where that is possible.
 
-        Raises OSError or tf.errors.OpError if that is not possible, or if `write` has failed.
+        Raises OSError or tf.errors.OpError if they cannot be added, or if `stage` has failed.
         """
         if self._error is not None:
             raise self._error
@@ -112,7 +158,7 @@ class StagedTables:
         with contextlib.suppress(*STORAGE_ERRORS):
             self._stack.close()
 
-    def _write(self, tables: Sequence[Table], step: int, *, changes_only: bool) -> None:
+    def _write(self, step: int, *, changes_only: bool) -> None:
         pieces: list[str] = []
 
         def save(tensors: Mapping[str, tf.Tensor], slices: Sequence[str]) -> None:
@@ -126,7 +172,7 @@ class StagedTables:
                 )
             self._on_piece()
 
-        for number, table in enumerate(tables):
+        for number, table in enumerate(self._tables):
             index = table.index()
             ids = table.ids(index)
             # Before the values are read: an update that comes later is marked again.
@@ -153,6 +199,40 @@ class StagedTables:
                 delete_old_dirs=False,
             )
 
+    def _read(self, directories: Sequence[str], step: int) -> None:
+        """Sets the values of `step`. The first directory has all rows, others have changes.
+
+        Raises OSError, ValueError or tf.errors.OpError if a file cannot be read.
+        """
+        readers = [tf.train.load_checkpoint(f"{directory}/{PREFIX}") for directory in directories]
+        for number, table in enumerate(self._tables):
+            index = _index(readers[-1], number)
+            table.set_index(index, step)
+            known = table.ids(index)
+            for directory, reader in zip(directories, readers, strict=True):
+                ids = _ids_of_rows(reader, number, known)
+                shapes, dtypes = (
+                    reader.get_variable_to_shape_map(),
+                    reader.get_variable_to_dtype_map(),
+                )
+                names = [f"{number}/{name}" for name in table.value_names]
+                for start, piece in _pieces(ids, table):
+                    with tf.device(self._io_device):
+                        values = tf.raw_ops.RestoreV2(
+                            prefix=f"{directory}/{PREFIX}",
+                            tensor_names=names,
+                            shape_and_slices=[
+                                _slice_spec(shapes[n], start, len(piece)) for n in names
+                            ],
+                            dtypes=[dtypes[name] for name in names],
+                        )
+                    if index:  # An id may have lost its row since.
+                        is_known = _is_in(piece, known)
+                        piece = piece[is_known]
+                        values = [tf.boolean_mask(value, is_known) for value in values]
+                    table.set_values(piece, dict(zip(table.value_names, values, strict=True)))
+                    self._on_piece()
+
 
 class _WriteError(OSError):
     """A file cannot be written: unlike an error of reading a table, this does not end the run."""
@@ -175,51 +255,13 @@ def table_directories(checkpoint: str) -> list[str]:
     return [*(files.join(files.parent(checkpoint), name) for name in needs), checkpoint]
 
 
-def read_tables(
-    directories: Sequence[str],
-    tables: Sequence[Table],
-    io_device: str = "CPU:0",
-    on_piece: Callable[[], None] = lambda: None,
-    *,
-    step: int,
-) -> None:
-    """Sets `tables` to the values of `step` in `directories`: one with all rows, then changes.
-
-    `io_device` is the device whose file system has them. Calls `on_piece` often. Raises OSError,
-    ValueError or tf.errors.OpError if a file cannot be read.
-    """
-    readers = [tf.train.load_checkpoint(f"{directory}/{PREFIX}") for directory in directories]
-    for number, table in enumerate(tables):
-        index = _index(readers[-1], number)
-        table.set_index(index, step)
-        known = table.ids(index)
-        for directory, reader in zip(directories, readers, strict=True):
-            ids = _ids_of_rows(reader, number, known)
-            shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-            names = [f"{number}/{name}" for name in table.value_names]
-            for start, piece in _pieces(ids, table):
-                with tf.device(io_device):
-                    values = tf.raw_ops.RestoreV2(
-                        prefix=f"{directory}/{PREFIX}",
-                        tensor_names=names,
-                        shape_and_slices=[_slice_spec(shapes[n], start, len(piece)) for n in names],
-                        dtypes=[dtypes[name] for name in names],
-                    )
-                if index:  # An id may have lost its row since.
-                    is_known = _is_in(piece, known)
-                    piece = piece[is_known]
-                    values = [tf.boolean_mask(value, is_known) for value in values]
-                table.set_values(piece, dict(zip(table.value_names, values, strict=True)))
-                on_piece()
-
-
 def table_values(
     directories: Sequence[str], *, rows_only: bool = False
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """The values that `read_tables` would set, by the names of the tensors. Needs memory for all.
+    """The values of tables, by the names of the tensors. Needs memory for all.
 
-    With `rows_only` without optimizer slots. Empty if there are no tables. Raises the errors of
-    `read_tables`.
+    With `rows_only` without optimizer slots. Empty if there are no tables. Raises OSError,
+    ValueError or tf.errors.OpError if a file cannot be read.
     """
     if not tf.io.gfile.exists(f"{directories[-1]}/{PREFIX}.index"):
         return {}

@@ -17,10 +17,11 @@ from data.system.object_store import UnavailableError
 from strategies.position import Position
 from tests.unit import test_dynamic_ids, test_embeddings
 from tests.unit.replicas import steps_on
-from trainer.checkpoints import table_files
+from trainer.checkpoints import tables
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.marks import signed
-from trainer.checkpoints.table_files import StagedTables, table_directories, table_values
+from trainer.checkpoints.store import Store
+from trainer.checkpoints.tables import StagedTables, table_directories, table_values
 from trainer.embeddings import Adagrad, RowWiseAdagrad
 from trainer.learner import Learner
 from trainer.step.options import Options
@@ -50,7 +51,7 @@ def dynamic(parts: int = 1, replica: int = 1) -> Learner:
 @pytest.fixture(params=[fixed, dynamic])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Learner]:
     monkeypatch.setattr("trainer.embeddings.dynamic._FIRST_ROWS", 2)
-    monkeypatch.setattr(table_files, "_PIECE_BYTES", 40)  # One or two rows.
+    monkeypatch.setattr(tables, "_PIECE_BYTES", 40)  # One or two rows.
     made: Callable[..., Learner] = request.param
     return made
 
@@ -296,15 +297,6 @@ def test_another_checkpoint_in_the_place_of_one_that_is_needed_is_noticed(
         checkpointer_of(make(), tmp_path / "one").restore_model("step-00000006")
 
 
-def test_two_chains_are_kept_in_case_one_is_damaged(
-    make: Callable[..., Learner], tmp_path: Path
-) -> None:
-    saved_run(make(), tmp_path, 8, keep=2)
-    names = [f"step-{step:08d}" for step in range(3, 27, 3)]
-    # The newest two need the second complete one, 15. Before it there is one more, with its chain.
-    assert checkpointer_of(make(), tmp_path).names() == names
-
-
 @pytest.mark.parametrize("fails_at", ["the check before", "the mark after"])
 def test_after_a_failure_of_the_storage_around_a_save_the_next_is_complete(
     fails_at: str,
@@ -317,7 +309,7 @@ def test_after_a_failure_of_the_storage_around_a_save_the_next_is_complete(
     checkpointer = checkpointer_of(learner, tmp_path)
     assert checkpointer.restore() is not None
     train(learner, 6, 9)
-    real = checkpointer._mark_if_complete
+    real = checkpointer._store.mark_if_complete
     # The first look is that before the tables are staged; the second comes when all is written.
     answers = [False, True] if fails_at == "the mark after" else [True]
 
@@ -326,7 +318,7 @@ def test_after_a_failure_of_the_storage_around_a_save_the_next_is_complete(
             raise UnavailableError("503")
         return real(name)
 
-    monkeypatch.setattr(checkpointer, "_mark_if_complete", look)
+    monkeypatch.setattr(checkpointer._store, "mark_if_complete", look)
     checkpointer.save(9, Position(), {})
     assert checkpointer.has_saved(9)
     assert len(needs_of(tmp_path, 9)) == (2 if fails_at == "the mark after" else 0)
@@ -378,8 +370,9 @@ def test_a_staged_file_that_is_gone_is_an_error_of_the_save(
 ) -> None:
     learner = make()
     train(learner, 0, 3)
-    staged = StagedTables(str(tmp_path / "claims"), "CPU:0", lambda: None)
-    staged.write(learner.saved_tables, 3, changes_only=False)
+    store = Store(str(tmp_path), str(tmp_path / "claims"), lambda _: None, lambda: None)
+    staged = StagedTables(learner.saved_tables, store, "CPU:0", lambda: None, complete_every=1)
+    staged.stage(3, is_complete=True)
     (directory,) = (tmp_path / "claims").iterdir()
     next(directory.glob("tables.data-*")).unlink()
     (tmp_path / "one").mkdir()
@@ -393,7 +386,7 @@ def test_directory_that_is_deleted_while_it_is_tidied_does_not_end_training(
     learner = make()
     directory = tmp_path / "checkpoints"
     checkpointer = checkpointer_of(learner, directory)
-    real = checkpointer._chain_to
+    real = checkpointer._store.chain_of
 
     def delete(name: str) -> Mapping[str, str]:
         found = real(name)
@@ -402,7 +395,7 @@ def test_directory_that_is_deleted_while_it_is_tidied_does_not_end_training(
 
     train(learner, 0, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpointer, "_chain_to", delete)
+        patch.setattr(checkpointer._store, "chain_of", delete)
         checkpointer.save(3, Position(), {})
         assert not checkpointer.has_saved(3)
     train(learner, 3, 6)

@@ -1,0 +1,260 @@
+"""The columns of a CSV file: their types, found from all their values, and what is wrong with one.
+
+column = Column("age", is_label=False, is_text=False)
+column.add("people.csv", 2, "37")               # each value
+kind = column.kind(missing_of("drop"))          # INTEGER, or a DataError names file and line
+"""
+
+import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from data.numerals import (
+    CODE,
+    DOUBLE,
+    FOREIGN,
+    GROUPED,
+    INTEGER,
+    INTEGERS,
+    LEAST_FLOAT64,
+    LONG,
+    LONGEST,
+    MOST_FLOAT64,
+    NUMBER,
+    NUMBERS,
+    TEXT,
+    kind_of,
+)
+from data.prepare.sources import DROP
+from data.prepare.sources.examples import Node, Value, strings, tensor
+from data.system.files import DataError
+
+MISSING_VALUES = ("", "na", "n/a", "nan", "null", "none", "?")
+
+_MISSING, _EMPTY = "missing", "empty"
+_PADDING = -1  # It fills up lists of integers.
+
+
+class First(NamedTuple):
+    """The first value of a kind in a column."""
+
+    path: str
+    line: int
+    value: str
+
+
+class Missing(NamedTuple):
+    """What becomes of missing values: rows are left out, or `number` of a kind replaces them."""
+
+    drops: bool
+    number: str = ""
+    kind: str = ""
+
+
+class Column:
+    """How many values of each kind a column has, and the first of each."""
+
+    def __init__(self, name: str, *, is_label: bool, is_text: bool) -> None:
+        self.name, self._is_label, self._is_text = name, is_label, is_text
+        self._first: dict[str, First] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, path: str, line: int, value: str) -> None:
+        """Adds a value, which is in `line` of file `path`."""
+        kind = kind_of(value)
+        if kind == TEXT and value.lower() in MISSING_VALUES:
+            kind = _MISSING if value else _EMPTY
+        if kind in self._counts:
+            self._counts[kind] += 1
+        else:
+            self._counts[kind] = 1
+            self._first[kind] = First(path, line, value)
+
+    def kind(self, missing: Missing) -> str:
+        """INTEGER, NUMBER, DOUBLE or TEXT. Raises DataError if the values do not fit each other."""
+        first, counts = self._first, self._counts
+        if self._is_label and _EMPTY in first and not missing.drops:
+            path, line, _ = first[_EMPTY]
+            raise DataError(
+                f"{path}, line {line}: the label {self.name} is empty. --missing={DROP} leaves out "
+                "rows without a label."
+            )
+        if self._is_text:
+            return TEXT
+        numbers = [kind for kind in NUMBERS if kind in first]
+        num_foreign = counts.get(FOREIGN, 0)
+        if numbers or num_foreign:
+            num_foreign += counts.get(GROUPED, 0)
+        if num_foreign > counts.get(TEXT, 0):
+            path, line, value = first.get(FOREIGN) or first[GROUPED]
+            raise DataError(
+                f"{path}, line {line}: column {self.name} has {value!r}: {num_foreign:,} of "
+                f"its {sum(counts.values()):,} values are numbers in another notation. Needed are "
+                "the digits 0 to 9 and a decimal point, without other separators: -1234.5 or 2e-3; "
+                f"from {LEAST_FLOAT64:.2g} to {MOST_FLOAT64:.2g}, or 0. Write them so, or, if they "
+                f"are text, add --text={self.name}."
+            )
+        if not numbers or (TEXT in first and self._is_label):
+            return TEXT
+        path, line, value = first[numbers[0]]
+        if TEXT in first:
+            wrong = first[TEXT]
+            raise DataError(
+                f"{wrong.path}, line {wrong.line}: column {self.name} has {wrong.value!r}, but "
+                f"{value!r} in line {line} of {path}. A column holds numbers or text: correct it, "
+                f"or, if it is text, add --text={self.name}."
+            )
+        if CODE in first:
+            return TEXT
+        kinds = set(numbers)
+        if num_missing := self._num_missing:
+            if not missing.drops and (not missing.kind or self._is_label):
+                wrong = first.get(_EMPTY) or first[_MISSING]
+                number = ", or --missing=0, for example, which replaces them"
+                raise DataError(
+                    f"{wrong.path}, line {wrong.line}: column {self.name} has {wrong.value!r}, but "
+                    f"{value!r} in line {line} of {path}: {num_missing:,} of its numbers are "
+                    f"missing. Add --missing={DROP}, which leaves out such rows"
+                    f"{'' if self._is_label else number}."
+                )
+            kinds |= {missing.kind} - {""}
+        if kinds.issubset(INTEGERS):
+            return INTEGER
+        if LONGEST in first:
+            return TEXT
+        return DOUBLE if kinds & {LONG, LONGEST, DOUBLE} else NUMBER
+
+    def num_missing(self, kind: str) -> int:
+        """The missing values of a column of this kind. In text, only a label's empty values are."""
+        if kind == TEXT and not (self._is_label and _EMPTY in self._first):
+            return 0
+        return self._num_missing
+
+    def note(self, kind: str) -> str:
+        """What a user should know if a column of this kind is text, but not all of it looks so."""
+        numbers = self._first.keys() & set(NUMBERS)
+        if kind != TEXT or self._is_text:
+            return ""
+        if self._is_label and TEXT in self._first and (numbers or CODE in self._first):
+            path, line, value = self._first[TEXT]
+            return (
+                f"{path}, line {line}: the label {self.name} has {value!r}, so all its values are "
+                "names, also numbers"
+            )
+        found = next((kind for kind in (CODE, LONGEST, GROUPED) if kind in self._first), TEXT)
+        if found == TEXT or TEXT in self._first:
+            return ""
+        path, line, value = self._first[found]
+        why = "a number has no separators as in" if found == GROUPED else "a number would change"
+        return f"{path}, line {line}: column {self.name} is text, because {why} {value!r}"
+
+    def fraction(self) -> First | None:
+        """The first value that is no integer."""
+        return self._first.get(NUMBER) or self._first.get(DOUBLE)
+
+    @property
+    def _num_missing(self) -> int:
+        return self._counts.get(_EMPTY, 0) + self._counts.get(_MISSING, 0)
+
+
+class Lists:
+    """What is known of a column of lists after all its values were added."""
+
+    def __init__(self, name: str, *, is_text: bool) -> None:
+        self.name, self._is_text = name, is_text
+        # For the separators "|" and None, which stands for spaces.
+        self._lengths: dict[str | None, int] = {"|": 1, None: 1}
+        self._first: dict[str | None, dict[str, First]] = {"|": {}, None: {}}
+        self._separator: str | None = None
+
+    def add(self, path: str, line: int, value: str) -> None:
+        """Adds a value of the column, which is in `line` of file `path`."""
+        if "|" in value:
+            self._separator = "|"
+        for separator, first in self._first.items():
+            items = _items(value, separator)
+            self._lengths[separator] = max(self._lengths[separator], len(items))
+            for item in items:
+                kind = kind_of(item)
+                if kind != CODE:
+                    kind = INTEGER if kind in INTEGERS else TEXT
+                first.setdefault(kind, First(path, line, item))
+                if item == str(_PADDING):
+                    first.setdefault(item, First(path, line, item))
+
+    def check(self) -> None:
+        """Raises DataError for a mix of integers and text, and for an integer that is padding."""
+        first = self._first[self._separator]
+        if INTEGER in first and TEXT in first and not self._is_text:
+            path, line, item = first[INTEGER]
+            wrong = first[TEXT]
+            raise DataError(
+                f"{wrong.path}, line {wrong.line}: column {self.name} has the item "
+                f"{wrong.value!r}, but {item!r} in line {line} of {path}. The items of a column "
+                f"are integers or text: correct it, or, if all are text, add --text={self.name}."
+            )
+        if self._has_integers and str(_PADDING) in first:
+            path, line, _ = first[str(_PADDING)]
+            raise DataError(
+                f"{path}, line {line}: column {self.name} has the item {_PADDING}, with which "
+                "shorter lists are filled up. Replace it by another integer, or, if all are text, "
+                f"add --text={self.name}."
+            )
+
+    def notes(self, path: str) -> Iterator[str]:
+        """What a user should know of the column."""
+        first = self._first[self._separator]
+        yield f"{path}: the longest list of {self.name} has {self.length:,} items"
+        if CODE in first and TEXT not in first and not self._is_text:
+            path, line, item = first[CODE]
+            yield (
+                f"{path}, line {line}: the items of {self.name} are text, because a number would "
+                f"change {item!r}"
+            )
+
+    @property
+    def length(self) -> int:
+        """The number of items of the longest list, at least 1."""
+        return self._lengths[self._separator]
+
+    @property
+    def item_bytes(self) -> int:
+        """The bytes in an example for each place of a list, without the text of the items."""
+        return 8 if self._has_integers else 2
+
+    @property
+    def node(self) -> Node:
+        """The feature that describes the column."""
+        return tensor("int64", [self.length]) if self._has_integers else strings(self.length)
+
+    @property
+    def _has_integers(self) -> bool:
+        return not self._is_text and not {TEXT, CODE} & self._first[self._separator].keys()
+
+    def convert(self, value: str) -> Value:
+        """The items of a value, filled up to the longest list."""
+        items = _items(value, self._separator)
+        missing = self.length - len(items)
+        if self._has_integers:
+            return array.array("q", [*map(int, items), *[_PADDING] * missing]).tobytes()
+        return [*map(str.encode, items), *[b""] * missing]
+
+
+def missing_of(option: str | None) -> Missing:
+    """Returns the meaning of --missing. Raises DataError if it has none."""
+    if option is None or option == DROP:
+        return Missing(option == DROP)
+    if (kind := kind_of(option)) not in NUMBERS:
+        raise DataError(
+            f"--missing must be {DROP} or a number. Received: {option!r}. Type --missing={DROP}, "
+            "which leaves out rows with missing values, or --missing=0, for example."
+        )
+    if kind not in INTEGERS and float(option).is_integer():
+        whole = str(int(float(option)))
+        if kind_of(whole) in INTEGERS:
+            option = whole  # It replaces integers, too.
+    return Missing(False, option, kind_of(option))
+
+
+def _items(value: str, separator: str | None) -> list[str]:
+    return [item.strip() for item in value.split(separator) if item.strip()]

@@ -1,0 +1,102 @@
+"""What must be equal for a run to continue, and the lines that name what is not."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.checkpoints.identity import Identity, differences, identity_of, refusal
+
+DENSE = ["0 float32[3, 4]", "1 float32[4]"]
+NAMES = ["dense/kernel", "dense/bias"]
+
+
+def identity(names: list[str] | None = None, **values: object) -> Identity:
+    """An identity whose variables have these names."""
+    return Identity(
+        {"variables": DENSE, **values}, {"variables": NAMES if names is None else names}
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "ours", "lines"),
+    [
+        (identity(), identity(), []),
+        (identity(batch_size=16), identity(batch_size=8), ["batch_size: 16 there, 8 here"]),
+        (identity(), identity(seed=0), ["seed: null there, 0 here"]),
+        (identity(data=1, new=1), identity(data=2), ["new: 1 there, null here"]),
+        # Always in one order.
+        (
+            identity(c=1, a=1, b=1),
+            identity(b=2, c=2, a=2),
+            [f"{key}: 1 there, 2 here" for key in "abc"],
+        ),
+        (
+            identity(seeds="s" * 300),
+            identity(seeds=""),
+            [f'seeds: "{"s" * 149} ... (302 characters) there, "" here'],
+        ),
+        # Names may differ, as Keras numbers layers anew.
+        (identity(["dense_1/kernel", "dense_1/bias"]), identity(), []),
+        (
+            identity(variables=["0 float32[3, 3]", "1 float32[3]"]),
+            identity(),
+            [
+                "variables: dense/kernel float32[3, 3] there, dense/kernel float32[3, 4] here",
+                "variables: dense/bias float32[3] there, dense/bias float32[4] here",
+            ],
+        ),
+        # Earlier versions recorded no names.
+        (
+            identity([], variables=["0 float32[3, 3]", "1 float32[4]"]),
+            identity(),
+            ["variables: variable 0 float32[3, 3] there, dense/kernel float32[3, 4] here"],
+        ),
+        (
+            identity(variables=DENSE[:1], names=NAMES[:1]),
+            identity(),
+            ["variables: dense/bias float32[4] only here"],
+        ),
+        (
+            identity(),
+            identity(variables=DENSE[:1], names=NAMES[:1]),
+            ["variables: dense/bias float32[4] only there"],
+        ),
+        # The optimizer's variables follow from those of the model.
+        (
+            identity(variables=["0 float32[9]"], names=["w"], **{"optimizer's variables": ["a"]}),
+            identity(variables=["0 float32[8]"], names=["w"], **{"optimizer's variables": ["b"]}),
+            ["variables: w float32[9] there, w float32[8] here"],
+        ),
+        (
+            identity(**{"optimizer's variables": ["0 int64[]"]}),
+            identity(**{"optimizer's variables": ["0 int64[]", "1 float32[4]"]}),
+            ["optimizer's variables: variable 1 float32[4] only here"],
+        ),
+    ],
+)
+def test_differences(saved: Identity, ours: Identity, lines: list[str]) -> None:
+    assert differences(saved, ours, ignored={"data"}) == lines
+
+
+def test_identity_is_as_json_holds_it_and_names_a_variable_by_its_path() -> None:
+    kernel = SimpleNamespace(dtype="float32", shape=(3, 4), path="dense/kernel", name="kernel")
+    slots = SimpleNamespace(dtype="float32", shape=(9,), name="table", slot_names=("a", "b"))
+    assert identity_of({"files": (1, 2)}, {"variables": [kernel], "tables": [slots]}) == Identity(
+        {"files": [1, 2], "variables": ["0 float32[3, 4]"], "tables": ["0 float32[9] a b"]},
+        {"variables": ["dense/kernel"], "tables": ["table"]},
+    )
+
+
+def test_refusal_names_the_checkpoint_and_says_what_to_do() -> None:
+    first, *lines, last = refusal("runs/a/step-1", ["seed: 1 there, 2 here", "b"]).splitlines()
+    assert first == "runs/a/step-1 is of another run, which this one cannot continue:"
+    assert lines == ["  seed: 1 there, 2 here", "  b"]
+    assert "--model_dir" in last
+
+
+def test_identity_and_retention_do_not_import_tensorflow() -> None:
+    imports = "import sys, trainer.checkpoints.identity, trainer.checkpoints.retention"
+    code = f"{imports}; assert not {{'tensorflow', 'keras'}} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
