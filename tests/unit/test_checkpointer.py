@@ -313,16 +313,6 @@ def test_damaged_newer_checkpoints_do_not_count_and_are_removed_by_the_next_save
     assert_restores(split, tmp_path, 8, toy.state())
 
 
-def test_unfinished_checkpoint_does_not_count_as_one_of_the_newest(
-    split: Split, tmp_path: Path
-) -> None:
-    trained(split, tmp_path, [3, 5, 7])
-    truncate(tmp_path / "checkpoints" / "step-00000005")
-    toy = resumed(split, tmp_path, 7, keep=3)
-    save_after(toy, 1)
-    assert toy.checkpoints() == ["step-00000003", "step-00000007", "step-00000008"]
-
-
 @pytest.mark.parametrize("damage", [truncate, lose_a_file, garble, mark_is_a_list])
 def test_training_is_refused_if_no_checkpoint_can_be_read(
     damage: Callable[[Path], None], split: Split, tmp_path: Path
