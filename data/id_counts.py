@@ -18,7 +18,7 @@ from data.system.files import DataError
 from data.tfrecord import damage
 from data.tfrecord import split as records
 
-FILLED_UP = -1  # Padding of short lists; for text, "".
+FILLED_UP = -1  # Padding of short lists; for text, the padding is "".
 _BATCH = 4096
 _MOST_PENDING = 1 << 20
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint16", "uint32")

@@ -31,7 +31,7 @@ from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
 from data.tfrecord.crc import Int64s
 from data.tfrecord.framing import BadRecord, Damage
-from data.tfrecord.split import Split
+from data.tfrecord.split import Shard, Split
 
 T = TypeVar("T")
 
@@ -134,8 +134,7 @@ def examine(data_dir: str, split: str) -> list[ShardReport]:
         num_expected = None
         if index is not None and path in indexed:
             num_expected = indexed[path].num_records
-            offsets = indexed[path].offsets.tolist()
-            chunks = [(i * index.chunk_examples, offset) for i, offset in enumerate(offsets)]
+            chunks = _chunks(indexed[path], index.chunk_examples)
         if announced is not None and len(announced) == len(paths):
             num_expected = announced[number]
         reports.append(_examine_shard(path, chunks, num_expected)[0])
@@ -150,22 +149,26 @@ def verify(split: Split) -> list[Damage]:
     damages = records.changed_files(split)
     changed = {damage.path for damage in damages}
     left_out = {(damage.path, damage.record) for damage in split.damages}
-    size = split.chunk_examples
     for path, group in itertools.groupby(split.shards, lambda shard: shard.path):
         if path in changed:
             continue
         shards = list(group)
-        offsets = [(shard.first_record, shard.offsets.tolist()) for shard in shards]
-        chunks = [(n + i * size, at) for n, found in offsets for i, at in enumerate(found)]
+        chunks = [chunk for shard in shards for chunk in _chunks(shard, split.chunk_examples)]
         report, starts = _examine_shard(path, chunks, None)
         damages += [d for d in report.damages if (d.path, d.record) not in left_out]
         is_as_indexed = len(starts) == shards[0].num_records and np.array_equal(
-            starts[::size], shards[0].offsets
+            starts[:: split.chunk_examples], shards[0].offsets
         )
         if not report.damages and not is_as_indexed:
             reason = "the file is complete, but its index does not fit it: remove the index"
             damages.append(Damage(path, 0, 0, reason))
     return damages
+
+
+def _chunks(shard: Shard, chunk_examples: int) -> list[tuple[int, int]]:
+    """The record number and the byte offset of each chunk."""
+    offsets = enumerate(shard.offsets.tolist())
+    return [(shard.first_record + index * chunk_examples, offset) for index, offset in offsets]
 
 
 def _examine_shard(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import features
+from data.example_features import read_features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.system.files import DataError, shown
@@ -44,7 +44,7 @@ def test_missing_values_are_counted_and_dropped_or_replaced(
     assert "missing values by column: age 1, height " in done.stderr
     if missing == "drop":
         assert "label 1; 3 of 6 rows are left out" in done.stderr
-    known = features.read_features(str(tmp_path / "out"))
+    known = read_features(str(tmp_path / "out"))
     assert known["age"].dtype == "int64"
     found = parsed(tmp_path / "out", "train", "age", "height", "label")
     assert [values.tolist() for values in found] == [age, height, labels]

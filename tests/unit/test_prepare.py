@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 from data import features
+from data.example_features import read_features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.system import files
@@ -95,7 +96,7 @@ def idx_files(tmp_path: Path) -> Path:
 
 def read_all(directory: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     opened = records.open_split(str(directory), split)
-    parse = features.default_parse(features.read_features(str(directory)))
+    parse = features.default_parse(read_features(str(directory)))
     dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
     images, labels = parse(next(iter(dataset.batch(opened.num_examples))))
     return images.numpy(), labels.numpy()
@@ -127,7 +128,7 @@ def test_idx_files_are_prepared_by_any_name(tmp_path: Path, idx_files: Path) -> 
     assert np.array_equal(np.round(images * 255).reshape(-1), np.arange(600) % 256)
     assert np.array_equal(labels, np.arange(30) % 6)
     assert read_all(out, "test")[0].shape == (7, 4, 5, 1)
-    assert features.read_features(str(out))["label"].num_classes == 6
+    assert read_features(str(out))["label"].num_classes == 6
 
 
 def test_tfds_reads_what_is_prepared(tmp_path: Path, idx_files: Path) -> None:

@@ -19,6 +19,7 @@ import scipy.io
 import tensorflow as tf
 
 from data import features
+from data.example_features import read_features
 from data.prepare.catalog import open_source
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, csv
@@ -37,7 +38,7 @@ needs_tfds = pytest.mark.skipif(
 def parsed(directory: Path, split: str, *names: str) -> list[np.ndarray]:
     """All values of some features, in the order on disk."""
     opened = records.open_split(str(directory), split)
-    known = features.read_features(str(directory))
+    known = read_features(str(directory))
     dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
     example = known.parse_example(next(iter(dataset.batch(opened.num_examples))), names)
     return [example[name].numpy() for name in names]
@@ -46,7 +47,7 @@ def parsed(directory: Path, split: str, *names: str) -> list[np.ndarray]:
 def for_training(directory: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """What a config without a `parse` of its own gets."""
     opened = records.open_split(str(directory), split)
-    parse = features.default_parse(features.read_features(str(directory)))
+    parse = features.default_parse(read_features(str(directory)))
     dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
     inputs, labels = parse(next(iter(dataset.batch(opened.num_examples))))
     return inputs.numpy(), labels.numpy()
@@ -281,7 +282,7 @@ def test_folder_of_images_of_many_kinds_says_that_sizes_vary(tmp_path: Path) -> 
         },
     )
     prepare("folder:mixed", str(tmp_path / "out"), str(source), Options(test_fraction=0.5))
-    known = features.read_features(str(tmp_path / "out"))
+    known = read_features(str(tmp_path / "out"))
     assert known["image"].shape == (None, None, 3)
     with pytest.raises(DataError, match="Resize or pad"):
         features.default_parse(known)
@@ -337,7 +338,7 @@ def test_csv_types_hold_over_the_whole_file(tmp_path: Path) -> None:
     (source / "test.csv").write_text("sepal,petal,count,species\r\n1,2,3,setosa\r\n")
     out = tmp_path / "out"
     prepare("csv:iris", str(out), str(source), Options(label="species"))
-    known = features.read_features(str(out))
+    known = read_features(str(out))
     assert {name: known[name].dtype for name in known} == {
         "sepal": "float32",
         "petal": "float32",
@@ -415,7 +416,7 @@ def test_csv_values_are_stored_as_they_are(
         assert not changed or re.search(
             f"x is text, because a number (would|has).* '{re.escape(changed)}'", found[0]
         )
-    assert features.read_features(str(out))["x"].dtype == dtype
+    assert read_features(str(out))["x"].dtype == dtype
     (read,) = parsed(out, "train", "x")
     if dtype == "string":
         assert [value.decode() for value in read] == values
@@ -625,7 +626,7 @@ def test_npz_with_splits_in_its_names_keeps_numbers_exactly(tmp_path: Path) -> N
             if name == "word":
                 expected = np.char.encode(expected).astype(object)
             assert np.array_equal(values, expected), name
-    assert features.read_features(str(tmp_path / "plain"))["y"].num_classes == 3
+    assert read_features(str(tmp_path / "plain"))["y"].num_classes == 3
 
 
 def test_npz_of_names_is_split_by_the_seed_and_trains(tmp_path: Path) -> None:
@@ -692,7 +693,7 @@ def test_cmyk_jpegs_are_three_channels_as_they_are_decoded(tmp_path: Path) -> No
     files = {f"{c}/{i}.jpg": content.getvalue() for c in "ab" for i in range(20)}
     write_folder(tmp_path / "folder", files)
     prepare("folder:f", str(tmp_path / "out"), str(tmp_path / "folder"))
-    found = features.read_features(str(tmp_path / "out"))
+    found = read_features(str(tmp_path / "out"))
     assert found["image"].shape == (4, 6, 3)
     serialized = contents(records.open_split(str(tmp_path / "out"), "train"))
     images, _ = features.default_parse(found)(tf.constant(serialized))

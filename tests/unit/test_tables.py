@@ -371,7 +371,7 @@ def test_a_staged_file_that_is_gone_is_an_error_of_the_save(
     learner = make()
     train(learner, 0, 3)
     store = Store(str(tmp_path), str(tmp_path / "claims"), lambda _: None, lambda: None)
-    staged = StagedTables(learner.saved_tables, store, "CPU:0", lambda: None, complete_every=1)
+    staged = StagedTables(learner.saved_tables, store, "CPU:0", lambda: None, 1)
     staged.stage(3, is_complete=True)
     (directory,) = (tmp_path / "claims").iterdir()
     next(directory.glob("tables.data-*")).unlink()

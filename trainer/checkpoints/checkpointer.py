@@ -97,11 +97,7 @@ class Checkpointer:
         every = 1 if is_evaluator or is_shared else complete_every
         self._tables = learner.saved_tables
         self._staged = StagedTables(
-            self._tables,
-            self._store,
-            self._device,
-            lambda: self.on_progress(),
-            complete_every=every,
+            self._tables, self._store, self._device, lambda: self.on_progress(), every
         )
         settings = {**identity, **keras_settings(), "optimizer": type(learner.optimizer).__name__}
         kinds = {

@@ -15,12 +15,9 @@ from typing import Any, NamedTuple
 
 
 class Identity(NamedTuple):
-    """JSON values that must be equal, and the names of variables, which may differ.
+    """JSON values that must be equal, and the names of variables, which only messages have."""
 
-    The value of a kind of variables is a list of descriptions. Messages have the names.
-    """
-
-    values: Mapping[str, object]
+    values: Mapping[str, object]  # That of a kind of variables is a list of descriptions.
     names: Mapping[str, Sequence[str]]  # By the kind of the variables.
 
 

@@ -21,12 +21,7 @@ import tensorflow as tf
 from data.system import files, object_store
 from data.system.object_store import UnavailableError
 from data.system.scratch import plain_path, scratch_dir
-from trainer.checkpoints.file_checks import (
-    STORAGE_ERRORS,
-    contents_of,
-    damage_of,
-    flush_to_disk,
-)
+from trainer.checkpoints.file_checks import STORAGE_ERRORS, contents_of, damage_of, flush_to_disk
 from trainer.checkpoints.marks import DamagedError, Files, Mark, complete_mark, own_mark, signed
 from trainer.checkpoints.retention import Chain
 from trainer.exit_codes import first_line

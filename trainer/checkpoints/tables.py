@@ -1,6 +1,6 @@
 """The tables of a checkpoint: files that are written and read in pieces.
 
-    staged = StagedTables(tables, store, "CPU:0", on_piece, complete_every=4)
+    staged = StagedTables(tables, store, "CPU:0", on_piece, complete_every)
     staged.stage(1000, is_complete=False)
     staged.add_to("model_dir/checkpoints/step-00001000")    # a checkpoint gets the files
     staged.restore(mark, "model_dir/checkpoints/step-00001000")
@@ -68,13 +68,9 @@ class StagedTables:
         store: Store,
         io_device: str,
         on_piece: Callable[[], None],
-        *,
         complete_every: int,
     ) -> None:
-        """Writes nothing yet. Will call `on_piece` often.
-
-        `io_device` is the device whose file system has the checkpoints.
-        """
+        """Writes nothing yet; will call `on_piece` often. `io_device` has the files of `store`."""
         self._tables, self._store = tables, store
         self._io_device, self._on_piece = io_device, on_piece
         self._complete_every = complete_every
