@@ -41,10 +41,11 @@ from pathlib import Path
 
 from data.system.files import absolute
 from strategies.cluster.tf_config import Cluster, Task
+from trainer.cpu_affinity import affinity_env
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
+from trainer.guards.parent_watch import ParentWatch
 from trainer.guards.signals import Repetitions, SignalThread, stop_signals
 from trainer.hooks.terminal import terminal_env
-from trainer.local.cpu_affinity import affinity_env
 from trainer.local.deaths import (
     Action,
     RunState,
@@ -59,7 +60,6 @@ from trainer.local.failures import FailureLog, print_failure
 from trainer.local.fork_server import ForkServer
 from trainer.local.launch_report import LaunchReport, Restart, print_summary, write_restart
 from trainer.local.network_namespace import Namespace
-from trainer.local.parent_watch import ParentWatch
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import TaskLogs, now, say
 from trainer.local.task_process import Child, TaskProcess
