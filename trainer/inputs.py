@@ -27,6 +27,7 @@ from data.features import Declared, ExampleParse, default_parse, read_features
 from data.order import Order
 from data.reader import Parse, Reader
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
+from data.system.satellites import of_satellite
 from data.tfrecord.copied_split import complete_copies, with_copies
 from data.tfrecord.damage import open_split
 from data.tfrecord.shard_names import prepare_again
@@ -255,8 +256,7 @@ def _prepare_if_missing(config: Config, *, may_download: bool = False) -> None:
     if config.dataset not in _WITHOUT_DOWNLOAD and not may_download:
         _check_spelling(config.dataset, directory)
         return
-    from data.prepare.preparing import prepare
-
+    prepare = of_satellite("data.prepare.preparing", "prepare")
     try:
         prepare(config.dataset, directory)
     except OSError as error:
@@ -268,8 +268,7 @@ def _prepare_if_missing(config: Config, *, may_download: bool = False) -> None:
 
 def _check_spelling(dataset: str, directory: str) -> None:
     """Raises DataError if the name of the missing `dataset` is probably mistyped."""
-    from data.prepare.catalog import nearest
-
+    nearest = of_satellite("data.prepare.catalog", "nearest")
     of_all = parent(directory)
     prepared: list[str] = []
     with contextlib.suppress(OSError):
