@@ -19,7 +19,7 @@ from trainer.exit_codes import EXIT_DONE
 from trainer.flags import before_start
 from trainer.flags.checks import check_sizes, read_cluster, read_recipe, serves
 from trainer.flags.model_dir import model_dir_of
-from trainer.flags.task import cluster_here, num_workers, task_spec
+from trainer.flags.spec import cluster_here, num_workers, task_spec
 from trainer.guards.parent_watch import watch_parent
 from trainer.program import python_command
 from trainer.task_spec import TaskSpec

@@ -5,12 +5,12 @@
 
 | name | contents | written by |
 | --- | --- | --- |
-| config.json | the config, the cluster, the data and the versions | task.py, before training |
+| config.json | the config, the cluster, the data and the versions | reporting.py, before training |
 | metrics.jsonl | one JSON object per report | hooks/writers.py |
 | checkpoints/ | step-* and best-*, each with a checkpoint.json | checkpoints/ |
 | tensorboard/ | train and eval | hooks/writers.py, hooks/inspect.py |
 | export/ | model.keras and saved_model | hooks/ |
-| result.json | last step, evaluation, exit code, reason | task.py: last, or after error or stall |
+| result.json | last step, evaluation, exit code, reason | reporting.py: last, or after an error |
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
 | tasks/ | one log per task of a local cluster | local/launcher.py |
 | failures.jsonl | why tasks ended, of a cluster of several hosts with --max_restarts | local/ |
@@ -19,7 +19,7 @@
 | tasks/*.time.jsonl | where the time of each task went | run_record/recorder.py |
 | compiled/ | the programs that XLA has compiled, for the next start | compiled_programs.py |
 | .lock | a lock, and the last process that had it | guards/run_lock.py |
-| placement.txt | the device of each op, if asked for; of a cluster in tasks/ | task.py |
+| placement.txt | the device of each op, if asked for; of a cluster in tasks/ | connecting.py |
 
 No TensorFlow is imported for local paths: the launcher reads these files too.
 

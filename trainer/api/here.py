@@ -30,7 +30,7 @@ from trainer.exit_codes import EXIT_RESTART
 from trainer.flags.before_start import set_train_steps
 from trainer.flags.checks import read_cluster, read_recipe
 from trainer.flags.model_dir import model_dir_of
-from trainer.flags.task import task_spec
+from trainer.flags.spec import task_spec
 from trainer.run_files import RunFiles
 
 _FOR_COMMANDS = {

@@ -4,7 +4,7 @@
     flags.STRATEGY.value
 
 `parsing.py` parses a command line, and `checks.py` turns flags and TF_CONFIG into a checked config
-and cluster. `continued.py` continues a run, `model_dir.py` names its directory. `task.py` has the
+and cluster. `continued.py` continues a run, `model_dir.py` names its directory. `spec.py` has the
 task that the flags describe, and `before_start.py` what is checked before it starts.
 
 A flag that would be ignored, because of the strategy or of the source of the cluster, is an error;

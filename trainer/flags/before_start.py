@@ -14,7 +14,7 @@ from trainer.config import Recipe, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE
 from trainer.flags.model_dir import model_dir_of
-from trainer.flags.task import num_workers
+from trainer.flags.spec import num_workers
 
 if TYPE_CHECKING:
     from trainer.preflight import Findings

@@ -28,7 +28,7 @@ from trainer.flags.before_start import READY, check_before_launch
 from trainer.flags.checks import check_isolation, check_sizes, read_shared_settings, serves
 from trainer.flags.continued import print_next
 from trainer.flags.model_dir import is_default_dir, model_dir_of
-from trainer.flags.task import cluster_here, num_workers
+from trainer.flags.spec import cluster_here, num_workers
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.parent_watch import ParentWatch
