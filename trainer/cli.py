@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from data.system.cores import pin_to_cpus
 from strategies.cluster.tf_config import Cluster
 from trainer import flags, tf_setup
 from trainer.config import ConfigError, Recipe
-from trainer.cpu_affinity import pin_to_cpus
 from trainer.exit_codes import EXIT_DONE
-from trainer.flags import before_start
+from trainer.flags import start
 from trainer.flags.checks import check_sizes, read_cluster, read_recipe, serves
 from trainer.flags.model_dir import model_dir_of
-from trainer.flags.spec import cluster_here, num_workers, task_spec
+from trainer.flags.start import cluster_here, num_workers, task_spec
 from trainer.guards.parent_watch import watch_parent
 from trainer.program import python_command
 from trainer.task_spec import TaskSpec
@@ -59,10 +59,10 @@ def main(argv: Sequence[str]) -> int | TaskSpec:
 
 
 def check_before_launch(argv: Sequence[str]) -> int:
-    """Finds mistakes before tasks are started, in a fork; see before_start.check_before_launch."""
+    """Finds mistakes before tasks are started, in a fork; see start.check_before_launch."""
     watch_parent()
     recipe, cluster = _read(argv, is_launched=False)
-    return before_start.check_before_launch(recipe, cluster or cluster_here())
+    return start.check_before_launch(recipe, cluster or cluster_here())
 
 
 def view(model_dir: str, *, is_launcher: bool) -> AbstractContextManager[None]:
@@ -96,12 +96,12 @@ def _task(recipe: Recipe, cluster: Cluster | None, *, is_launched: bool) -> int 
     is_evaluator = cluster is not None and cluster.task.job == "evaluator"
     serves_many = is_server and (flags.KEEP_SERVING.value or flags.MODEL_DIR.value is None)
     if not is_server:
-        before_start.set_train_steps(recipe)
+        start.set_train_steps(recipe)
     # If the run is finished, no chief would end its server. An evaluator may have work left.
     is_last = not (serves_many or is_evaluator)
-    if is_last and before_start.says_finished(recipe, model_dir):
+    if is_last and start.says_finished(recipe, model_dir):
         return EXIT_DONE
     if flags.CHECK.value:
-        return before_start.check(recipe, model_dir, cluster)
+        return start.check(recipe, model_dir, cluster)
     tf_setup.import_tensorflow()
     return task_spec(recipe, cluster, model_dir, is_launched=is_launched)

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the metrics; returns the exit code."""
     (model_dir,) = runs_of(argv, command="trainer.evaluate", number=1)
     prepare_tensorflow()
-    from trainer.restored import evaluate  # It imports TensorFlow.
+    from trainer.session import evaluate  # It imports TensorFlow.
 
     found = evaluate(model_dir, flags.FLAGS.checkpoint, flags.FLAGS.split, flags.FLAGS.data_dir)
     if flags.FLAGS.json:

@@ -34,7 +34,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -247,6 +247,18 @@ def read_reports(path: str, *, num_with_workers: int | None = None) -> list[Docu
         last_splits.add(report.get("split"))
         reports.append(report)
     return reports[::-1]
+
+
+def json_objects(path: str) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines, without damaged lines; none if there is no file."""
+    if not exists(path):
+        return
+    with open_file(path) as file:
+        lines = file.read().splitlines()
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                yield found
 
 
 def checkpoints_in(directory: str) -> list[str]:

@@ -18,18 +18,11 @@ from dataclasses import dataclass
 
 from strategies.base import Executor, PeerLostError, Position
 from strategies.lost_peers import loss_of
+from trainer import connecting, reporting
 from trainer.build import Parts
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
 from trainer.checkpoints.survivors import save_last_complete_step
-from trainer.connecting import (
-    answering_servers,
-    check_cluster,
-    configured_tensorflow,
-    connect,
-    serve_task,
-    use_gpus_of,
-)
 from trainer.evaluator import follow
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards import run_lock
@@ -37,14 +30,6 @@ from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.inputs import data_errors_explained, open_inputs
 from trainer.preflight import check_model_dir, disk_errors_explained, finished_result
-from trainer.reporting import (
-    config_document,
-    failure_recorded,
-    hooks_of,
-    record_end,
-    uploading,
-    write_result,
-)
 from trainer.resume import restore_newest, train_recovering
 from trainer.run_files import RunFiles, point_latest_to
 from trainer.run_record.recorder import Recorder
@@ -68,21 +53,21 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
         if spec.is_checked:  # Otherwise this task may refuse the directory.
             recorder.open()
         # 1. Check what is known without TensorFlow's runtime.
-        check_cluster(spec)
+        connecting.check_cluster(spec)
         # 2. Configure TensorFlow, before it touches a device. Evaluators and servers end here.
-        at_end.enter_context(configured_tensorflow(spec))
+        at_end.enter_context(connecting.configured_tensorflow(spec))
         if spec.cluster and spec.cluster.task.job == "evaluator":
             return follow(spec, signals, recorder)
-        num_gpus = use_gpus_of(spec)
+        num_gpus = connecting.use_gpus_of(spec)
         if spec.serves:
-            serve_task(spec, signals, recorder, num_gpus)
+            connecting.serve_task(spec, signals, recorder, num_gpus)
         # 3. Open the data, before other tasks wait for this one.
-        with answering_servers(spec, num_gpus):
+        with connecting.answering_servers(spec, num_gpus):
             inputs = open_inputs(spec.recipe, spec.num_threads, copies_all=spec.strategy == "ps")
             check_model_dir(spec.model_dir)
         # 4. Connect, before the first variable.
         try:
-            executor = connect(spec, num_gpus)
+            executor = connecting.connect(spec, num_gpus)
         except PeerLostError as error:
             log.error("%s", error)
             return EXIT_RESTART
@@ -104,10 +89,10 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
             recorder.open(makes_directory=True)
             # 7. Train.
             config = spec.recipe.config
-            hooks, console = hooks_of(spec, parts, recorder, saved)
+            hooks, console = reporting.hooks_of(spec, parts, recorder, saved)
             with (
-                failure_recorded(spec, parts, started),
-                uploading(spec, parts),
+                reporting.failure_recorded(spec, parts, started),
+                reporting.uploading(spec, parts),
                 _complete_steps_saved(spec, parts, signals),
             ):
                 step = train_recovering(
@@ -118,7 +103,7 @@ def run(spec: TaskSpec, signals: StopSignals | None = None) -> int:
                     parts.inputs.train.order,
                     config,
                 )
-            outcome.exit_code = record_end(spec, parts, hooks, console, step, started)
+            outcome.exit_code = reporting.record_end(spec, parts, hooks, console, step, started)
             # 8. Close: `_supervised` does it when this block ends, also after an error.
         return EXIT_RESTART if outcome.exit_code is None else outcome.exit_code
 
@@ -147,7 +132,7 @@ def _supervised(
         log.error("%s: ending. The last checkpoint is complete; restart to resume.", message)
         recorder.close_stalled()
         # Without the step: it is on devices that may not answer.
-        write_result(spec, {"step": None, "exit_code": EXIT_RESTART, "why": message})
+        reporting.write_result(spec, {"step": None, "exit_code": EXIT_RESTART, "why": message})
         os._exit(EXIT_RESTART)
 
     def end_without_peer(message: str) -> None:
@@ -193,9 +178,8 @@ def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
     all_reduce = executor.choose_buckets(parts.learner, recorded)
     if spec.is_chief:
         with disk_errors_explained(spec.model_dir):
-            files.write_config(
-                {**config_document(spec, parts.inputs, parts.learner), "all_reduce": all_reduce}
-            )
+            document = reporting.config_document(spec, parts.inputs, parts.learner)
+            files.write_config({**document, "all_reduce": all_reduce})
             files.remove_result()
         if spec.is_latest:
             point_latest_to(spec.model_dir)

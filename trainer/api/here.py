@@ -27,10 +27,9 @@ from trainer.api.result import Result
 from trainer.config import Config, Recipe
 from trainer.config_file import has_tensors
 from trainer.exit_codes import EXIT_RESTART
-from trainer.flags.before_start import set_train_steps
 from trainer.flags.checks import read_cluster, read_recipe
 from trainer.flags.model_dir import model_dir_of
-from trainer.flags.spec import task_spec
+from trainer.flags.start import set_train_steps, task_spec
 from trainer.run_files import RunFiles
 
 _FOR_COMMANDS = {

@@ -83,7 +83,7 @@ class Result:
         newest checkpoint. The config file builds the model, so classes that it defines are known.
         """
         prepare_tensorflow()
-        from trainer.restored import model_of_run
+        from trainer.session import model_of_run
 
         with self._known():
             return model_of_run(self.model_dir, None if checkpoint is None else str(checkpoint))
@@ -96,7 +96,7 @@ class Result:
     ) -> Mapping[str, Any]:
         """The metrics of a checkpoint (newest, best or a step), as of `trainer.evaluate`."""
         prepare_tensorflow()
-        from trainer.restored import evaluate
+        from trainer.session import evaluate
 
         with self._known():
             return evaluate(self.model_dir, str(checkpoint), split, data_dir)

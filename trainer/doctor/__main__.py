@@ -37,7 +37,7 @@ from trainer.flags.checks import (
     serves,
 )
 from trainer.flags.parsing import parse
-from trainer.flags.spec import cluster_here
+from trainer.flags.start import cluster_here
 from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
 
 # Fractions of the deadline: until when tasks may come, plans be made, and reports come. The rest is

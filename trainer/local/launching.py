@@ -15,20 +15,18 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from data.system.cores import num_cores
+from data.system.cores import cpu_groups, num_cores
 from data.system.files import is_url
 from strategies.cluster.peers import host_of
 from strategies.cluster.tf_config import Cluster, Task
 from trainer import flags
 from trainer.config import ConfigError, Recipe, data_dir
 from trainer.config_checks import check_replicas
-from trainer.cpu_affinity import cpu_groups
 from trainer.exit_codes import EXIT_RESTART, end_at_once
-from trainer.flags.before_start import READY, check_before_launch
 from trainer.flags.checks import check_isolation, check_sizes, read_shared_settings, serves
 from trainer.flags.continued import print_next
 from trainer.flags.model_dir import is_default_dir, model_dir_of
-from trainer.flags.spec import cluster_here, num_workers
+from trainer.flags.start import READY, check_before_launch, cluster_here, num_workers
 from trainer.guards import run_lock
 from trainer.guards.fingerprint import as_number, software
 from trainer.guards.parent_watch import ParentWatch
@@ -61,7 +59,7 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
     model_dir = model_dir_of(recipe)
     argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
     with contextlib.ExitStack() as stack:
-        forks = _fork_server_on_linux(model_dir, stack)
+        forks = _forks(model_dir, stack)
         _tell("checking the config, the data and the model")
         exit_code = stack.enter_context(
             _checked_and_locked(model_dir, recipe, argv, forks, cluster)
@@ -99,7 +97,7 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
     model_dir = model_dir_of(recipe)
     argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
     with contextlib.ExitStack() as stack:
-        forks = _fork_server_on_linux(model_dir, stack)
+        forks = _forks(model_dir, stack)
         if not serves(cluster):  # Otherwise the chief has the config.
             exit_code = stack.enter_context(
                 _checked_and_locked(model_dir, recipe, argv, forks, cluster)
@@ -132,10 +130,9 @@ def _options(model_dir: str, forks: ForkServer | None) -> dict[str, Any]:
     }
 
 
-def _fork_server_on_linux(model_dir: str, stack: contextlib.ExitStack) -> ForkServer | None:
-    if sys.platform != "linux":
-        return None
-    return stack.enter_context(fork_server(f"--model_dir={model_dir}"))
+def _forks(model_dir: str, stack: contextlib.ExitStack) -> ForkServer | None:
+    is_linux = sys.platform == "linux"
+    return stack.enter_context(fork_server(f"--model_dir={model_dir}")) if is_linux else None
 
 
 def _identity(recipe: Recipe) -> str:

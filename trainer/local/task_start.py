@@ -7,8 +7,8 @@ child = starter.start(cluster.for_task(task), watch, output)
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from data.system.cores import affinity_env
 from strategies.cluster.tf_config import Cluster, Task
-from trainer.cpu_affinity import affinity_env
 from trainer.guards.parent_watch import ParentWatch
 from trainer.hooks.terminal import terminal_env
 from trainer.local.fork_server import ForkServer

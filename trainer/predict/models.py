@@ -20,9 +20,9 @@ from strategies.base import Batch
 from trainer.config import ConfigError
 from trainer.exit_codes import first_line
 from trainer.inputs import declared_inputs
-from trainer.restored import model_of_run
 from trainer.run_files import CHECKPOINT_MARK, RunFiles
 from trainer.run_record.tools import require_run
+from trainer.session import model_of_run
 
 _KINDS = (
     "the directory of a run or of a checkpoint, a .keras file, or the directory of a SavedModel"

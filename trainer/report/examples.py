@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from trainer.restored import Restored
+    from trainer.session import Restored
 
 _NUM_WORST = 12
 _MOST_CLASSES = 1000
@@ -131,7 +131,7 @@ def classified(model_dir: str) -> Classified:
 
     from data.disk_reader import DiskReader
     from trainer.embeddings.table import set_values
-    from trainer.restored import restore
+    from trainer.session import restore
 
     found = restore(model_dir, "newest")
     model = found.learner.model

@@ -1,26 +1,70 @@
-"""What is checked before a task trains, with TensorFlow, as the flags say.
+"""What the flags start: a cluster on this machine, or a task; and what is checked before it starts.
 
+    cluster = read_cluster(is_launched=False) or cluster_here()
     exit_code = check_before_launch(recipe, cluster)        # READY: the tasks can be started
+    spec = task_spec(recipe, cluster, model_dir_of(recipe))
 
-TensorFlow, and what imports it, is imported in the functions: a launcher calls them in a fork, and
-its own process stays without TensorFlow.
+TensorFlow, and what imports it, is imported in the functions: a launcher checks in a fork, and its
+own process stays without TensorFlow.
 """
 
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from strategies.cluster.tf_config import Cluster
+from strategies.cluster.ports import free_ports
+from strategies.cluster.tf_config import Cluster, local_cluster
 from trainer import flags, tf_setup
 from trainer.config import Recipe, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE
-from trainer.flags.model_dir import model_dir_of
-from trainer.flags.spec import num_workers
+from trainer.flags.checks import metrics_address, num_to_aggregate, serves
+from trainer.flags.model_dir import is_default_dir, model_dir_of
+from trainer.task_spec import TaskSpec
 
 if TYPE_CHECKING:
     from trainer.preflight import Findings
 
 # Exit code of `check_before_launch` if the cluster must be launched: unlikely from a user's code.
 READY = 113
+
+
+def cluster_here(choose_ports: Callable[[int], list[int]] = free_ports) -> Cluster:
+    """The cluster on this machine, as --workers and --ps say."""
+    strategy = flags.STRATEGY.value
+    num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
+    return local_cluster(strategy, num_workers, flags.PS.value, choose_ports)
+
+
+def num_workers(cluster: Cluster | None) -> int:
+    """The number of tasks that compute gradients; 1 without a cluster."""
+    if cluster is None:
+        return 1
+    return cluster.num("worker") if cluster.num("ps") else len(cluster.trainers)
+
+
+def task_spec(
+    recipe: Recipe, cluster: Cluster | None, model_dir: str, *, is_launched: bool = False
+) -> TaskSpec:
+    """The task that the parsed flags describe: fields have the values of flags of their names."""
+    alike = (field.name for field in dataclasses.fields(TaskSpec) if field.name in flags.FLAGS)
+    values: dict[str, Any] = {name: flags.FLAGS[name].value for name in alike}
+    values |= {
+        "recipe": recipe,
+        "cluster": cluster,
+        "model_dir": model_dir,
+        "is_latest": is_default_dir(),
+        "is_verbose": flags.VERBOSE.value,
+        "is_quiet": flags.QUIET.value,
+        "flags": flags.strategy_words(),
+        "replicas_to_aggregate": num_to_aggregate(recipe, num_workers(cluster)),
+        "is_checked": is_launched,
+        "serves": cluster is not None and serves(cluster),
+        "metrics_address": metrics_address(listens=cluster is None or cluster.is_chief),
+    }
+    if flags.KEEP_SERVING.value:
+        values["chief_timeout_secs"] = None
+    return TaskSpec(**values)
 
 
 def check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
