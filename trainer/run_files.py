@@ -249,7 +249,7 @@ def read_reports(path: str, *, num_with_workers: int | None = None) -> list[Docu
     return reports[::-1]
 
 
-def json_objects(path: str) -> Iterator[dict[str, Any]]:
+def json_objects(path: str) -> Iterator[Document]:
     """The objects in a file of JSON lines, without damaged lines; none if there is no file."""
     if not exists(path):
         return

@@ -84,7 +84,7 @@ def test_satellite_can_be_deleted(satellite: str, digits: Path, tmp_path: Path) 
         input=" ".join(modules),
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_SECS,
+        timeout=2 * TIMEOUT_SECS,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads((model_dir / "result.json").read_text())

@@ -173,19 +173,25 @@ EPOCHS = flags.DEFINE_float(
 )
 # The config fields that users change most.
 SHORTCUTS = {
-    name: define(name, None, f"{text}Short for --config.{name}.")
-    for name, define, text in (
-        ("batch_size", flags.DEFINE_integer, ""),
-        ("learning_rate", flags.DEFINE_float, ""),
-        ("train_steps", flags.DEFINE_integer, "Steps of a run. "),
-        ("data_dir", flags.DEFINE_string, "Directory with TFRecord files. "),
-        (
-            "data_cache_dir",
-            flags.DEFINE_string,
-            "With --data_dir at s3://: a local directory for copies of what is read. ",
-        ),
-        ("data_cache_bytes", flags.DEFINE_integer, "The most bytes of all copies in it. "),
-    )
+    "batch_size": flags.DEFINE_integer("batch_size", None, "Short for --config.batch_size."),
+    "learning_rate": flags.DEFINE_float("learning_rate", None, "Short for --config.learning_rate."),
+    "train_steps": flags.DEFINE_integer(
+        "train_steps", None, "Steps of a run. Short for --config.train_steps."
+    ),
+    "data_dir": flags.DEFINE_string(
+        "data_dir", None, "Directory with TFRecord files. Short for --config.data_dir."
+    ),
+    "data_cache_dir": flags.DEFINE_string(
+        "data_cache_dir",
+        None,
+        "With --data_dir at s3://: a local directory for copies of what is read. Short for "
+        "--config.data_cache_dir.",
+    ),
+    "data_cache_bytes": flags.DEFINE_integer(
+        "data_cache_bytes",
+        None,
+        "The most bytes of all copies in it. Short for --config.data_cache_bytes.",
+    ),
 }
 with _scope(_CLUSTERS, LOCAL):
     WORKERS = flags.DEFINE_integer(
