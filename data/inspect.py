@@ -31,16 +31,14 @@ from absl import app, flags
 
 from data.example_features import Feature, Features, class_names, read_features
 from data.id_counts import count_ids
-from data.prepare import preparing
-from data.prepare.sources import Source, SourceSplit, joined
-from data.prepare.sources.rewrite import metadata_files, name_in
 from data.system import files
+from data.system.errors import UsageError
 from data.system.files import DataError
 from data.system.flags import parse_flags
 from data.system.pipes import ends_with_reader
 from data.system.quiet import quiet_tensorflow
+from data.system.satellites import of_satellite
 from data.tfrecord import damage
-from data.tfrecord import framing as frames
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
 
@@ -87,7 +85,7 @@ def verify(data_dir: str, splits: Sequence[str]) -> Iterator[tuple[str, bool]]:
     for name in splits:
         for shard in damage.examine(data_dir, name):
             for found in shard.damages:
-                yield f"{found}{_also_lost(found)}", True
+                yield f"{found}{damage.also_lost(found)}", True
             if not shard.damages:
                 yield f"{shard.path}: {shard.num_good:,} records, complete", False
 
@@ -121,35 +119,6 @@ def table_sizes(data_dir: str, splits: Sequence[str]) -> Iterator[str]:
         "With admit_after=2, ids that occur once get a row in the second epoch only. "
         "In lists, -1 is not counted."
     )
-
-
-def repair(data_dir: str, splits: Sequence[str], out: str) -> list[str]:
-    """Copies the readable records of `splits` to `out`; returns lines that say what is left out.
-
-    Raises:
-        DataError: `out` is not empty, or no record can be read.
-    """
-    out = files.absolute(out)
-    if files.exists(out) and (not files.is_dir(out) or files.names_in(out)):
-        raise DataError(f"--repair={out} is there already. Give a new directory: --repair=NEW_DIR")
-    reports = {name: damage.examine(data_dir, name) for name in splits}
-    lines = []
-    good = {}
-    for name, shards in reports.items():
-        num_good = sum(shard.num_good for shard in shards)
-        found = [item for shard in shards for item in shard.damages]
-        num_lost = sum(item.num_records or 0 for item in found)
-        has_unknown = any(item.num_records is None for item in found)
-        unknown = " and some that cannot be counted" if has_unknown else ""
-        lines.append(f"{name}: {num_good:,} records copied, {num_lost:,}{unknown} left out")
-        lines += [f"  {item}{_also_lost(item)}" for item in found]
-        if num_good:
-            good[name] = _good_split(shards, num_good)
-    if not good:
-        raise DataError(f"No record in {data_dir} can be read.\n" + "\n".join(lines))
-    source = Source(name_in(data_dir, next(iter(good))), good, metadata_files(data_dir))
-    preparing.write_new(out, f"the readable records of {data_dir}", lambda: source)
-    return lines
 
 
 def image_grid(data_dir: str, split_name: str) -> bytes:
@@ -266,34 +235,13 @@ def _image(features: Features, feature: Feature, record: bytes) -> "tf.Tensor":
     return tf.io.decode_image(encoded, channels=feature.shape[-1] or 3, expand_animations=False)
 
 
-def _also_lost(found: frames.Damage) -> str:
-    if found.num_records is None:
-        return "; an unknown number of records is lost"
-    return f"; {found.num_records:,} records are lost" if found.num_records > 1 else ""
-
-
-def _good_split(shards: Sequence[damage.ShardReport], num_good: int) -> SourceSplit:
-    runs = [(shard.path, run) for shard in shards for run in shard.runs]
-
-    def records_of(number: int, low: int, high: int) -> Iterator[bytes]:
-        path, run = runs[number]
-        found = frames.read_records(path, run.begin, run.end, run.first_record)
-        return damage.readable(itertools.islice(found, low, high))
-
-    return SourceSplit(
-        num_good,
-        sum(run.end - run.begin for _, run in runs),
-        joined([run.num_records for _, run in runs], records_of),
-    )
-
-
 def _main(argv: Sequence[str]) -> int:
     quiet_tensorflow()
     try:
         return _run(argv[1:])
     except BrokenPipeError:  # ends_with_reader explains it.
         raise
-    except (DataError, OSError) as error:
+    except (UsageError, OSError) as error:
         print(f"data.inspect: {error}", file=sys.stderr)
         return 2
 
@@ -323,6 +271,7 @@ def _run(arguments: Sequence[str]) -> int:
             print(line)
         return 0
     if values.repair:
+        repair = of_satellite("data.prepare.repairing", "repair")
         print("\n".join(repair(data_dir, splits, values.repair)))
         return 0
     for line in describe(data_dir, splits, values.num_examples):

@@ -9,6 +9,7 @@ trainer/exit_codes.py explains the exit codes. A user's mistake is one line, wit
 """
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import os
@@ -29,8 +30,9 @@ from data.system.pipes import (
     is_reader_gone,
     outlives_terminal,
 )
-from trainer.cli import flags
+from trainer import flags
 from trainer.exit_codes import EXIT_BUG, end_at_once
+from trainer.flags.parsing import parse
 from trainer.guards.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -39,28 +41,29 @@ if TYPE_CHECKING:
 # Takes what is left of the command line; returns the exit code, or a task to run.
 Command: TypeAlias = Callable[[Sequence[str]], "int | TaskSpec"]
 
+_PR_SET_PDEATHSIG = 1
+
 # For --help, which shows the flags of the main module.
 absl.flags.adopt_module_key_flags(flags)
 
 
 def _main(command: Command | None, argv: Sequence[str]) -> NoReturn:
     # Here, not above: `--help` and a mistyped flag do not wait for what follows.
-    from trainer.cli import commands
+    from trainer import cli
 
     try:
-        outcome = (command or commands.main)(argv)
+        outcome = (command or cli.main)(argv)
         if isinstance(outcome, int):
             exit_code = outcome
         else:
             from trainer import task
-            from trainer.cli.continued import print_next
-            from trainer.live.view import live_view
+            from trainer.flags.continued import print_next
 
             # A launcher shows its tasks, and says what comes next.
             is_shown = outcome.is_chief and not outcome.is_checked
             with contextlib.ExitStack() as stack:
-                if is_shown and commands.shows_live_view(outcome.model_dir):
-                    stack.enter_context(live_view(outcome.model_dir, is_launcher=False))
+                if is_shown:
+                    stack.enter_context(cli.view(outcome.model_dir, is_launcher=False))
                 exit_code = task.run(outcome)
             if is_shown and not outcome.is_quiet:
                 print_next(exit_code, outcome.model_dir, outcome.cluster)
@@ -101,7 +104,7 @@ def _explain(error: Exception | KeyboardInterrupt) -> int:
 
 
 def run_from_command_line(command: Command | None = None) -> NoReturn:
-    """Parses the flags, calls `command`, by default trainer.cli.commands.main, and exits.
+    """Parses the flags, calls `command`, by default trainer.cli.main, and exits.
 
     The fork server calls it in the fork of a task.
     """
@@ -112,16 +115,29 @@ def run_from_command_line(command: Command | None = None) -> NoReturn:
     for stop in stop_signals():
         signal.signal(stop, end_at_once)
     with ends_with_reader(), outlives_terminal():  # The help, for example.
-        app.run(functools.partial(_main, command), flags_parser=flags.parse)
+        app.run(functools.partial(_main, command), flags_parser=parse)
     raise AssertionError("app.run returned")
 
 
 def check_before_launch() -> NoReturn:
     """The fork server calls it in a fork, before tasks are launched."""
-    from trainer.cli import commands
+    from trainer import cli
 
-    run_from_command_line(commands.check_before_launch)
+    run_from_command_line(cli.check_before_launch)
+
+
+def _end_with_caller() -> None:
+    """Ends this process with SIGTERM when the process of `trainer.train` that started it ends.
+
+    If the kernel of a notebook is killed, the launcher ends the tasks after they have saved.
+    """
+    caller = int(os.environ.pop("TRAINER_CALLER", "0"))
+    if caller and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != caller:  # It ended before the call.
+            os._exit(1)
 
 
 if __name__ == "__main__":
+    _end_with_caller()
     run_from_command_line()

@@ -34,7 +34,7 @@ from trainer.hooks.inspect import Histograms, Profile
 from trainer.hooks.notebook import notebook_bars
 from trainer.hooks.report import Report
 from trainer.hooks.save import CopyToStandby, KeepConfig, SaveCheckpoint
-from trainer.hooks.trackers.building import build_trackers
+from trainer.hooks.tracking import build_trackers
 from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
 from trainer.inputs import Inputs, batch_at
 from trainer.learner import Learner

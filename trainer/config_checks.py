@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.config import Config, ConfigError, fields_of, flatten, num_lanes
-from trainer.hooks.trackers.names import check_trackers
+from trainer.hooks.tracker_names import check_trackers
 from trainer.step.options import must_be
 
 log = logging.getLogger(__name__)

@@ -14,39 +14,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from trainer.exit_codes import EXIT_DONE
-from trainer.run_files import Document
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
-
-
-def evaluate(
-    model_dir: str,
-    checkpoint: str = "newest",
-    split: str | None = None,
-    data_dir: str | None = None,
-) -> Document:
-    """Returns the checkpoint's name and step, the split, its examples, and the metrics.
-
-    Raises:
-        ConfigError, DataError, ModelDirError: the run has no such checkpoint, the data is missing,
-            or the config file now defines another model.
-    """
-    from strategies.metrics import means
-    from trainer.batch_checks import check_batches
-    from trainer.inputs import Inputs
-    from trainer.session import restore
-
-    restored = restore(model_dir, checkpoint, split, data_dir)
-    reader, learner, executor = restored.reader, restored.learner, restored.executor
-    check_batches(Inputs(reader, reader), learner, restored.recipe)
-    executor.start_evaluation(learner, reader)
-    metrics = executor.evaluate()
-    return {
-        "checkpoint": restored.name,
-        "step": restored.step,
-        "split": reader.split.name,
-        "examples": int(metrics["loss"][1]),
-        **means(metrics),
-    }
 
 
 def define_flags() -> None:
@@ -67,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     """Prints the metrics; returns the exit code."""
     (model_dir,) = runs_of(argv, command="trainer.evaluate", number=1)
     prepare_tensorflow()
+    from trainer.session import evaluate  # It imports TensorFlow.
+
     found = evaluate(model_dir, flags.FLAGS.checkpoint, flags.FLAGS.split, flags.FLAGS.data_dir)
     if flags.FLAGS.json:
         print(json.dumps(found))

@@ -1,6 +1,6 @@
 """The `evaluator` task: evaluates the checkpoints of a run, outside the training cluster.
 
-    exit_code = follow(spec, signals, stopwatch)
+    exit_code = follow(spec, signals, recorder)
 
 If `TF_CONFIG` names an evaluator, the tasks that train do not evaluate. The evaluator evaluates
 each new checkpoint on its own devices, and keeps the best. It ends when it has evaluated the last
@@ -18,6 +18,9 @@ import threading
 
 from data.system.files import make_dirs, remove_tree
 from data.system.stopwatch import Stopwatch
+from strategies.cluster.peers import port_of
+from strategies.cluster.ports import held
+from strategies.cluster.tf_config import Cluster
 from strategies.cluster.watching import watch_chief
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from strategies.position import Position
@@ -35,6 +38,8 @@ from trainer.hooks.writers import Lossy, TensorBoard
 from trainer.inputs import open_inputs
 from trainer.preflight import check_model_dir, finished_result
 from trainer.run_files import RunFiles, local_dir
+from trainer.run_record.recorder import Recorder
+from trainer.run_record.report_upload import uploading_reports
 from trainer.session import build_session
 from trainer.task_spec import TaskSpec
 
@@ -43,11 +48,22 @@ log = logging.getLogger(__name__)
 _POLL_SECS = 1.0
 
 
-def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
+def follow(spec: TaskSpec, signals: StopSignals, recorder: Recorder) -> int:
     """Evaluates checkpoints until the last one of the run; returns the exit code.
 
-    On `stopwatch`, waiting for the next checkpoint is "input wait".
+    On the stopwatch of `recorder`, waiting for the next checkpoint is "input wait".
     """
+    assert spec.cluster is not None, "an evaluator is a task of a cluster"
+    lines = "evaluator/metrics.jsonl"
+    with (
+        held(port_of(spec.cluster.address)),  # So that a second evaluator is refused.
+        uploading_reports(spec.model_dir, [lines, "tensorboard/eval"], resumes=lines),
+    ):
+        recorder.open()
+        return _follow(spec, spec.cluster, signals, recorder.stopwatch)
+
+
+def _follow(spec: TaskSpec, cluster: Cluster, signals: StopSignals, stopwatch: Stopwatch) -> int:
     config = spec.recipe.config
     opened = open_inputs(spec.recipe, spec.num_threads)
     run = RunFiles(spec.model_dir)
@@ -62,9 +78,8 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
             log.error("%s: ending. Restart this task when training continues.", message)
             os._exit(EXIT_RESTART)
 
-    assert spec.cluster is not None, "an evaluator is a task of a cluster"
     if spec.chief_timeout_secs is not None:
-        watch_chief(spec.cluster, spec.chief_timeout_secs, end_unless_done)
+        watch_chief(cluster, spec.chief_timeout_secs, end_unless_done)
     executor = MirroredExecutor.on(replica_devices(1, use_gpus(spec.num_gpus)))
     executor.stopwatch = stopwatch
     inputs, _, learner = build_session(spec.recipe, opened, executor.build)
@@ -91,7 +106,7 @@ def follow(spec: TaskSpec, signals: StopSignals, stopwatch: Stopwatch) -> int:
         checkpointer=checkpointer,
         position=lambda: tried.position,
     )
-    console.say(f"{spec.cluster.task}: evaluates the checkpoints of {spec.model_dir}")
+    console.say(f"{cluster.task}: evaluates the checkpoints of {spec.model_dir}")
     stopwatch.begin(None, "input wait")
     while not stop.is_set():
         # Read before the checkpoints: a complete run saved its last checkpoint before its result.

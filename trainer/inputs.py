@@ -26,6 +26,7 @@ from data.features import Declared, ExampleParse, default_parse
 from data.order import Order
 from data.reader import Parse, Reader
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
+from data.system.satellites import of_satellite
 from data.tfrecord.copied_split import complete_copies, with_copies
 from data.tfrecord.damage import open_split, verify
 from data.tfrecord.shard_names import prepare_again
@@ -236,8 +237,7 @@ def _prepare_if_missing(config: Config, *, may_download: bool = False) -> None:
         return
     if config.dataset not in _WITHOUT_DOWNLOAD and not may_download:
         return
-    from data.prepare.preparing import prepare
-
+    prepare = of_satellite("data.prepare.preparing", "prepare")
     try:
         prepare(config.dataset, directory)
     except OSError as error:
@@ -252,8 +252,7 @@ def _check_spelling(config: Config) -> None:
     directory = data_dir(config)
     if config.data_dir or exists(directory):
         return
-    from data.prepare.catalog import nearest  # Seldom needed, and with all sources.
-
+    nearest = of_satellite("data.prepare.catalog", "nearest")
     prepared: list[str] = []
     with contextlib.suppress(OSError):
         prepared = names_in(parent(directory))

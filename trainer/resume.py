@@ -1,7 +1,6 @@
 """The checkpoint that a run resumes from, the same in all tasks: at its start, and after a NaN.
 
-    saved = restore_together(executor, checkpointer, learner)
-    warn_if_begun_before(files)         # if there is none
+    saved = restore_newest("runs/a", executor, checkpointer, learner, is_chief=True)
     step = train_recovering(executor, learner, checkpointer, hooks, order, config)
 
 After a NaN, training goes back to the newest complete checkpoint, and skips all examples that were
@@ -15,19 +14,47 @@ import keras
 import tensorflow as tf
 
 from data.order import Order
+from data.system.files import exists, remove_tree
 from strategies.base import Executor
 from strategies.position import Position
 from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
+from trainer.checkpoints.takeover import save_left_step
 from trainer.config import Config
 from trainer.hooks.base import Hook
 from trainer.learner import Learner
 from trainer.loop import train
+from trainer.preflight import disk_errors_explained
 from trainer.run_files import RunFiles, progress_of
 
 log = logging.getLogger(__name__)
+
+
+def restore_newest(
+    model_dir: str,
+    executor: Executor,
+    checkpointer: Checkpointer,
+    learner: Learner,
+    *,
+    is_chief: bool,
+) -> Saved | None:
+    """Restores the newest step at the start of a run, also one that a dead chief left on servers.
+
+    Raises ModelDirError, DiskError: as restore_together; or the directory cannot be written.
+    """
+    files = RunFiles(model_dir)
+    # Without it this is another run: whoever has deleted the directory wants to begin anew.
+    if executor.recovery and exists(files.config):
+        save_left_step(executor.recovery, learner, checkpointer)
+    saved = restore_together(executor, checkpointer, learner)
+    if is_chief:
+        with disk_errors_explained(model_dir):
+            remove_tree(checkpointer.staging)
+        if not saved:
+            _warn_if_begun_before(files)
+    return saved
 
 
 def restore_together(
@@ -60,7 +87,7 @@ def restore_together(
     return saved
 
 
-def warn_if_begun_before(files: RunFiles) -> None:
+def _warn_if_begun_before(files: RunFiles) -> None:
     """Warns that training begins anew if the run has reports, which need a step, already."""
     _, reported = progress_of(files.model_dir)
     if reported:

@@ -5,12 +5,12 @@
 
 | name | contents | written by |
 | --- | --- | --- |
-| config.json | the config, the cluster, the data and the versions | task.py, before training |
+| config.json | the config, the cluster, the data and the versions | reporting.py, before training |
 | metrics.jsonl | one JSON object per report | hooks/writers.py |
 | checkpoints/ | step-* and best-*, each with a checkpoint.json | checkpoints/ |
 | tensorboard/ | train and eval | hooks/writers.py, hooks/inspect.py |
 | export/ | model.keras and saved_model | hooks/ |
-| result.json | last step, evaluation, exit code, reason | task.py: last, or after error or stall |
+| result.json | last step, evaluation, exit code, reason | reporting.py: last, or after an error |
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
 | tasks/ | one log per task of a local cluster | local/launcher.py |
 | failures.jsonl | why tasks ended, of a cluster of several hosts with --max_restarts | local/ |
@@ -19,7 +19,7 @@
 | tasks/*.time.jsonl | where the time of each task went | run_record/recorder.py |
 | compiled/ | the programs that XLA has compiled, for the next start | compiled_programs.py |
 | .lock | a lock, and the last process that had it | guards/run_lock.py |
-| placement.txt | the device of each op, if asked for; of a cluster in tasks/ | task.py |
+| placement.txt | the device of each op, if asked for; of a cluster in tasks/ | connecting.py |
 
 No TensorFlow is imported for local paths: the launcher reads these files too.
 
@@ -34,7 +34,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -247,6 +247,18 @@ def read_reports(path: str, *, num_with_workers: int | None = None) -> list[Docu
         last_splits.add(report.get("split"))
         reports.append(report)
     return reports[::-1]
+
+
+def json_objects(path: str) -> Iterator[Document]:
+    """The objects in a file of JSON lines, without damaged lines; none if there is no file."""
+    if not exists(path):
+        return
+    with open_file(path) as file:
+        lines = file.read().splitlines()
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                yield found
 
 
 def checkpoints_in(directory: str) -> list[str]:

@@ -1,23 +1,51 @@
-"""From a config and its data to a learner: to train, to evaluate, or to check.
+"""From a config and its data to a learner: to train, to check, or with the weights of a checkpoint.
 
 session = build_session(recipe, open_inputs(recipe), executor.build)
 check_batches(session.inputs, session.learner, recipe)
+parts = build_parts(spec, inputs, executor)     # the same for a task that trains
 
-restored = restore("runs/a", "best")      # the same, with the variables of a checkpoint
+restored = restore("runs/a", "best")            # with the variables of a checkpoint
+metrics = evaluate("runs/a", "best")
+model = model_of_run("runs/a")
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import keras
+import tensorflow as tf
+
 from data.reader import Reader
-from strategies.base import Batch
+from data.system import object_store
+from data.system.files import DataError, exists, is_s3
+from data.system.scratch import scratch_dir
+from strategies.base import Batch, Executor
+from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
-from trainer.build import build_checkpointer, build_learner
+from trainer import build
+from trainer.batch_checks import check_batches
+from trainer.build import Parts, build_checkpointer, build_learner, build_model
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.compilation import choose_compilation
 from trainer.config import ConfigError, Recipe, recipe_of_run
-from trainer.inputs import Inputs, build_metrics, fitted_to_model, input_specs, open_evaluation
+from trainer.config_checks import check_replicas
+from trainer.embeddings.table import set_values
+from trainer.exit_codes import first_line
+from trainer.guards import fingerprint
+from trainer.hooks.export import check_export
+from trainer.inputs import (
+    Inputs,
+    build_metrics,
+    fitted_to_model,
+    input_specs,
+    open_evaluation,
+    parse_of,
+)
 from trainer.learner import Learner
-from trainer.run_files import RunFiles, step_in
+from trainer.run_files import Document, RunFiles, step_in
+from trainer.task_spec import TaskSpec
 
 
 class Session(NamedTuple):
@@ -42,6 +70,43 @@ def build_session(
     inputs = fitted_to_model(inputs, recipe, learner.model)
     build_metrics(inputs, learner, recipe)
     return Session(inputs, specs, learner)
+
+
+def build_parts(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
+    """Builds what a task trains with, and checks that it fits the task. All tasks call it together.
+
+    Raises a UsageError for a user's mistake.
+    """
+    # Before the model is built: with other settings of Keras on this host, building may fail.
+    fingerprint.check_agreement(spec, executor)
+    if spec.is_chief and not spec.is_checked:
+        fingerprint.log_keras_settings()
+    check_replicas(spec.recipe.config, executor.replicas_per_step)
+    inputs, specs, learner = build_session(spec.recipe, inputs, executor.build)
+    build.check_for_strategy(
+        learner,
+        spec.recipe,
+        strategy=spec.strategy,
+        num_workers=executor.num_replicas,
+        read_dtype=spec.read_dtype,
+    )
+    choose_compilation(learner, spec.recipe, inputs.train, is_cluster=spec.cluster is not None)
+    if not spec.is_checked:
+        check_batches(inputs, learner, spec.recipe)
+        check_export(spec.recipe, learner.model, specs)
+    train = dataclasses.replace(inputs.train, gives_seeds=learner.needs_seeds)
+    inputs = dataclasses.replace(inputs, train=train)
+    checkpointer = build_checkpointer(
+        spec.recipe,
+        spec.model_dir,
+        inputs,
+        learner,
+        executor.io_device,
+        is_shared=spec.generation is not None,
+    )
+    build.check_standby(checkpointer, spec.recipe.path, spec.ps_standby)
+    checkpointer.on_progress = executor.on_progress
+    return Parts(spec.recipe, spec.model_dir, inputs, specs, executor, learner, checkpointer)
 
 
 class Restored(NamedTuple):
@@ -95,3 +160,83 @@ def _chosen(wanted: str, checkpointer: Checkpointer, model_dir: str) -> str:
             f"{', '.join(names) or 'none'}. Type newest, best, or a step."
         )
     return fitting[-1]
+
+
+def evaluate(
+    model_dir: str,
+    checkpoint: str = "newest",
+    split: str | None = None,
+    data_dir: str | None = None,
+) -> Document:
+    """Returns the checkpoint's name and step, the split, its examples, and the metrics.
+
+    Raises:
+        ConfigError, DataError, ModelDirError: the run has no such checkpoint, the data is missing,
+            or the config file now defines another model.
+    """
+    restored = restore(model_dir, checkpoint, split, data_dir)
+    reader, learner, executor = restored.reader, restored.learner, restored.executor
+    check_batches(Inputs(reader, reader), learner, restored.recipe)
+    executor.start_evaluation(learner, reader)
+    metrics = executor.evaluate()
+    return {
+        "checkpoint": restored.name,
+        "step": restored.step,
+        "split": reader.split.name,
+        "examples": int(metrics["loss"][1]),
+        **means(metrics),
+    }
+
+
+def model_of_run(model_dir: str, checkpoint: str | None = None) -> keras.Model:
+    """The model that the config file of a run builds, with its weights.
+
+    They are those of the export; or those of a checkpoint, if `checkpoint` names one or nothing was
+    exported. Not `keras.models.load_model`, which does not know the classes of a config file.
+    """
+    files = RunFiles(model_dir)
+    document = files.read_config()
+    recipe = recipe_of_run(document)
+    recipe.config.warm_start.path = ""
+    if checkpoint is None and exists(files.model):
+        fingerprint.check_keras_settings(document.get("process_settings", {}), model_dir)
+        specs = _input_specs(recipe, document["data_dir"])
+        model = build_model(recipe, specs, is_trained=False)
+        _load_weights(model, recipe, model_dir)
+        return model
+    restored = restore(model_dir, checkpoint or "newest")
+    model = build_model(recipe, restored.specs)
+    set_values(model, restored.learner)
+    return model
+
+
+def _input_specs(recipe: Recipe, data_dir: str) -> Batch:
+    """What `parse` gives to the model; None if that is not known here, for lack of the data."""
+    try:
+        parse = parse_of(recipe, data_dir)
+    except DataError:
+        return None
+    spec = tf.TensorSpec([None], tf.string)
+    return tf.function(parse).get_concrete_function(spec).structured_outputs[0]
+
+
+def _load_weights(model: keras.Model, recipe: Recipe, model_dir: str) -> None:
+    path = RunFiles(model_dir).model
+    try:
+        with contextlib.ExitStack() as stack:
+            local = path
+            if is_s3(path):
+                local = f"{stack.enter_context(scratch_dir())}/model.keras"
+                object_store.download(path, local)
+            model.load_weights(local)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"The weights in {path} do not fit the model that {recipe.path} builds: "
+            f"{first_line(error)} Put the config file back as it was in the run."
+        ) from error
+    except Exception as error:  # A damaged file may raise any error.
+        raise ConfigError(
+            f"{path} cannot be loaded: {type(error).__name__}: {first_line(error)}. If the file is "
+            f"damaged, remove {RunFiles(model_dir).result}, and start the training command of this "
+            "run again with the same --model_dir: it exports anew."
+        ) from error

@@ -9,7 +9,7 @@ from trainer.config import Recipe
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What one task must do. trainer/cli/flags.py explains the fields that are named like flags."""
+    """What one task must do. trainer/flags/ explains the fields that are named like flags."""
 
     strategy: str
     recipe: Recipe

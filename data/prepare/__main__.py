@@ -45,36 +45,36 @@ _SOURCE = flags.DEFINE_string("source", None, "Directory or file to read.")
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "Directory with TFRecord files, to write; datasets/NAME by default."
 )
-_LABEL = flags.DEFINE_string("label", None, "csv, npz: the column that is the label.")
-_TEST_FRACTION = flags.DEFINE_float(
+flags.DEFINE_string("label", None, "csv, npz: the column that is the label.")
+flags.DEFINE_float(
     "test_fraction",
     None,
     "Part of the examples that becomes the test split, for a source that has no test split; "
     f"{TEST_FRACTION} by default.",
 )
-_SEED = flags.DEFINE_integer("seed", None, "Seed that chooses the test examples; 0 by default.")
-_LAYOUT = flags.DEFINE_enum(
+flags.DEFINE_integer("seed", None, "Seed that chooses the test examples; 0 by default.")
+flags.DEFINE_enum(
     "layout",
     None,
     LAYOUTS,
     "How a record holds an image: `image`, or `image_raw` with sizes, as TensorFlow 1's MNIST "
     "programs wrote it; tfds by default.",
 )
-_LENGTH = flags.DEFINE_integer(
+flags.DEFINE_integer(
     "length", None, f"text: the number of bytes of a sequence; {LENGTH} by default."
 )
-_MISSING = flags.DEFINE_string(
+flags.DEFINE_string(
     "missing",
     None,
     "csv: what becomes of missing values (empty, NA, NaN, null or ?) in columns of numbers: `drop` "
     "leaves out their rows; a number replaces them. By default they are refused.",
 )
-_HEADER = flags.DEFINE_bool(
+flags.DEFINE_bool(
     "header",
     None,
     "csv: --noheader if the first line is data; the columns are then column_0, column_1, ...",
 )
-_LISTS = flags.DEFINE_string(
+flags.DEFINE_string(
     "lists",
     None,
     "csv: columns, separated by commas, whose values are lists of any length, such as 3|17|5 or "
@@ -82,21 +82,21 @@ _LISTS = flags.DEFINE_string(
     "are integers, but not -1, or all are text. An empty value is a list without items; --missing "
     "is for other columns.",
 )
-_TEXT = flags.DEFINE_string(
+flags.DEFINE_string(
     "text",
     None,
     "csv: columns, separated by commas, that are text, also where their values look like numbers. "
     "Such a label is names; the items of such a column of --lists are text.",
 )
-_ALLOW_PARTIAL = flags.DEFINE_bool(
+flags.DEFINE_bool(
     "allow_partial",
     None,
     "cifar10, cifar100: take the files that are there, if some are missing or cut off.",
 )
-_NUM_EXAMPLES = flags.DEFINE_integer(
+flags.DEFINE_integer(
     "num_clicks", None, f"clicks: the number of training examples; {EXAMPLES:,} by default."
 )
-_SCALE = flags.DEFINE_float(
+flags.DEFINE_float(
     "id_scale",
     None,
     f"clicks: the part of Criteo's numbers of ids; {SCALE} by default. 1 is 33.8 million ids.",
@@ -114,20 +114,7 @@ def _main(argv: Sequence[str]) -> int:
         return 2
     name = argv[1]
     data_dir = _DATA_DIR.value or os.path.join("datasets", bare_name(name))
-    options = Options(
-        _LABEL.value,
-        _TEST_FRACTION.value,
-        _SEED.value,
-        _LAYOUT.value,
-        _LENGTH.value,
-        _MISSING.value,
-        _HEADER.value,
-        _ALLOW_PARTIAL.value,
-        _NUM_EXAMPLES.value,
-        _SCALE.value,
-        _LISTS.value,
-        _TEXT.value,
-    )
+    options = Options(**{option: flags.FLAGS[option].value for option in Options._fields})
     try:
         prepare(name, data_dir, _SOURCE.value, options, overwrite=_OVERWRITE.value)
     except (UsageError, OSError) as error:

@@ -325,3 +325,10 @@ def _load(path: str, key: dict[str, object], data_dir: str) -> list[ShardReport]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         _log.warning("%s cannot be read (%s): verifying again.", path, error)
         return None
+
+
+def also_lost(found: Damage) -> str:
+    """Says how many records are lost with the damaged one; "" if none is."""
+    if found.num_records is None:
+        return "; an unknown number of records is lost"
+    return f"; {found.num_records:,} records are lost" if found.num_records > 1 else ""

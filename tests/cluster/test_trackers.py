@@ -15,8 +15,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 import trainer
 from tests.cluster.runs import ROOT
 from tests.cluster.test_readme import blocks
-from trainer.hooks.trackers.background import Background
-from trainer.hooks.trackers.names import reached_over_network
+from trainer.hooks.tracker_names import reached_over_network
+from trainer.hooks.tracking import Background
 
 Continued = Callable[..., trainer.Result]
 

@@ -45,7 +45,7 @@ sys.exit(report.exit_code)
 """
 TASK = """
 import os, random, signal, subprocess, sys, time
-from trainer.local.parent_watch import watch_parent
+from trainer.guards.parent_watch import watch_parent
 watch_parent()
 open(f"{os.environ['READY_DIR']}/{os.getpid()}", "w").close()
 subprocess.Popen(["sleep", "600"])

@@ -19,7 +19,7 @@ from strategies.cluster.sources.finding import SCHEDULERS, find
 from strategies.cluster.sources.hosts import from_hosts, here
 from strategies.cluster.sources.slurm import expand
 from strategies.cluster.tf_config import ClusterError, Task
-from trainer.cli import flags
+from trainer import flags
 
 ROOT = Path(__file__).parents[2]
 MULTIWORKER = Wanted("multiworker")
@@ -508,12 +508,13 @@ def test_own_names_and_addresses_are_here_and_others_are_not() -> None:
 
 PRINTED = """
 import sys
-from trainer.cli import flags
+from trainer import flags
+from trainer.flags.parsing import parse
 sys.argv = ["trainer", *sys.argv[1:]]
-flags.FLAGS(flags.parse(sys.argv))
+flags.FLAGS(parse(sys.argv))
 from trainer.tf_setup import configure_logging
 configure_logging()
-from trainer.cli.flag_checks import read_cluster
+from trainer.flags.checks import read_cluster
 from strategies.cluster.tf_config import ClusterError
 from trainer.config import ConfigError
 try:

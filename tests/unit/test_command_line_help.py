@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli.run_names import changes
 from trainer.config import Config, flatten, load_recipe
+from trainer.flags.model_dir import changes
 
 STRATEGIES = ("mirrored", "multiworker", "ps")
 ROOT = Path(__file__).parents[2]
@@ -102,8 +102,8 @@ def test_value_in_the_name_of_a_run_is_complete_or_left_out() -> None:
 
 @pytest.mark.parametrize("config", [["--config=digits"], ["--config", "digits"]])
 def test_field_may_come_before_its_config(config: list[str]) -> None:
-    program = "import sys; from trainer.cli import flags; flags.parse_words(sys.argv); "
-    program += "print(flags.CONFIG.value.batch_size, flags.STRATEGY.value)"
+    program = "import sys; from trainer.flags import CONFIG, STRATEGY, parsing; "
+    program += "parsing.parse_words(sys.argv); print(CONFIG.value.batch_size, STRATEGY.value)"
     words = ["--config.batch_size=7", "--strategy=ps", *config, "--workers=3"]
     done = subprocess.run(
         [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.local.parent_watch import ParentWatch
+from trainer.guards.parent_watch import ParentWatch
 
 ALONE = {"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}}
 # Each runs in a new process, because a process parses its flags once.
 HANDED_TO_LAUNCHER = """
-from trainer.cli import commands as command
+from trainer.local import launching
 
 class Launcher:
     exit_code = 0
@@ -24,8 +24,8 @@ class Launcher:
     def run(self):
         return self
 
-command.LocalCluster = Launcher
-command._run_check_before_launch = lambda *arguments: command._READY
+launching.LocalCluster = Launcher
+launching._run_check_before_launch = lambda *arguments: launching.READY
 """
 HANDED_TO_TASK = """
 from trainer import task
@@ -100,7 +100,7 @@ def test_help_shows_all_flags_without_slow_imports() -> None:
     assert "--config.batch_size=" in ended.stdout
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "absl.flags" in imported
-    assert not imported & {"tensorflow", "keras", "numpy", "trainer.cli.commands"}
+    assert not imported & {"tensorflow", "keras", "numpy", "trainer.cli"}
 
 
 def test_flag_value_that_looks_like_help_is_not_help() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from tests.cluster.runs import ROOT
 from tests.unit.test_cluster_sources import INDEXED_JOB, SLURM
-from trainer.cli.continued import print_next, with_settings_of_run
 from trainer.config import ConfigError, load_recipe, recipe_of_run, to_json
+from trainer.flags.continued import print_next, with_settings_of_run
 
 DIGITS = str(ROOT / "configs" / "digits.py")
 FLAGS = ["--strategy=ps", "--workers=3", "--sync_replicas"]

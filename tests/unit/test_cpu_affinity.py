@@ -6,14 +6,13 @@ import sys
 
 import pytest
 
-from data.system.cores import cores
-from trainer.local.cpu_affinity import affinity_env, cpu_groups
+from data.system.cores import affinity_env, cores, cpu_groups
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has CPU affinity")
 
 _PIN = """
 import os, threading
-from trainer.local.cpu_affinity import pin_to_cpus
+from data.system.cores import pin_to_cpus
 found, is_pinned = [], threading.Event()
 def look():
     is_pinned.wait()

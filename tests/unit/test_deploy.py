@@ -21,7 +21,7 @@ from strategies.cluster.sources.base import Found, Wanted
 from strategies.cluster.sources.finding import find
 from strategies.cluster.sources.hosts import from_hosts
 from strategies.cluster.tf_config import Cluster, parse_tf_config
-from trainer.cli import flags
+from trainer import flags
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from data.disk_reader import DiskReader
 from data.features import ExampleParse, image_raw_parse
 from data.order import Order
 from data.prepare import writing
-from data.prepare.sources.examples import Value, example_bytes
 from data.reader import Reader
+from data.tfrecord.examples import Value, example_bytes
 from data.tfrecord.fixed_layout import Column, Layout, find_layout
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

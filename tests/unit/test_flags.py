@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import flags
+from trainer import flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,15 +17,18 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, os, sys
 from data.system.errors import UsageError
-from trainer.cli import commands, flag_checks, flags
+from trainer import cli, flags
+from trainer.flags.checks import check_sizes
+from trainer.flags.parsing import parse_words
+from trainer.flags.start import cluster_here, num_workers
 def check(words, tf_config):
     if tf_config:
         os.environ["TF_CONFIG"] = tf_config
     sys.argv = ["trainer", *words]
-    flags.parse_words(sys.argv)
-    recipe, cluster = commands._read(["trainer"], is_launched=False)
-    cluster = cluster or commands._local_cluster()
-    flag_checks.check_sizes(recipe, commands._num_workers(cluster), cluster.num("ps"))
+    parse_words(sys.argv)
+    recipe, cluster = cli._read(["trainer"], is_launched=False)
+    cluster = cluster or cluster_here()
+    check_sizes(recipe, num_workers(cluster), cluster.num("ps"))
 for words, tf_config in json.load(sys.stdin):
     if (child := os.fork()) == 0:
         message = ""

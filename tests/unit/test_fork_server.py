@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from trainer.cli.commands import fork_server
-from trainer.local.launcher import TARGET
+from trainer.local.launching import fork_server
+from trainer.local.task_start import TARGET
 
 directory = Path(sys.argv[1])
 read, write = os.pipe()
@@ -201,7 +201,7 @@ def test_module_that_cannot_be_imported_is_an_error_of_the_caller() -> None:
 def test_fork_server_ends_with_its_launcher_even_during_the_import(is_stopped: bool) -> None:
     program = (
         "import sys\n"
-        "from trainer.cli.commands import fork_server\n"
+        "from trainer.local.launching import fork_server\n"
         "with fork_server('label') as server:\n"
         "    print(server._process.pid, flush=True)\n"
         "    sys.stdin.read()\n"

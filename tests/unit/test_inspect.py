@@ -12,12 +12,13 @@ import tensorflow as tf
 from data import inspect
 from data.prepare import writing
 from data.prepare.preparing import prepare
+from data.prepare.repairing import repair
 from data.prepare.sources import Options
-from data.prepare.sources.examples import Value, example_bytes
 from data.system import files
 from data.tfrecord import damage
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
+from data.tfrecord.examples import Value, example_bytes
 from tests.unit.test_damage import FAULTS, examples, shard
 from tests.unit.test_prepare import ROOT, digest
 from tests.unit.test_sources import png, write_folder
@@ -116,13 +117,13 @@ def test_good_copy_is_written_from_url_to_url(tmp_path: Path) -> None:
     content[46 * 9 + 20] ^= 1
     files.replace_file(path, bytes(content))
     files.replace_file(f"{source}/features.json", b"{}")
-    lines = inspect.repair(source, ["train"], target)
+    lines = repair(source, ["train"], target)
     assert lines[0] == "train: 5,999 records copied, 1 left out"
     copied = contents(records.open_split(target, "train"))
     assert copied == [*examples()[:2009], *examples()[2010:]]
     assert files.read_text(f"{target}/features.json") == "{}"
     with pytest.raises(files.DataError, match="is there already"):
-        inspect.repair(source, ["train"], target)
+        repair(source, ["train"], target)
 
 
 def test_grid_has_the_first_images_in_their_order(digits: Path, tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_damage_is_named_and_a_good_copy_is_written_elsewhere(
     of_damage = [line for line, tells in inspect.verify(str(source), ["train"]) if tells]
     assert any(named in line for line in of_damage)
     assert any(shard(source, number) in line for line in of_damage)
-    said = inspect.repair(str(source), ["train"], str(out))
+    said = repair(str(source), ["train"], str(out))
     assert said[0] == f"train: {6000 - len(lost):,} records copied, {len(lost):,} left out"
 
     assert digest(source) == before, "the original is left alone"
@@ -201,7 +202,7 @@ def test_what_cannot_be_counted_is_said_and_the_other_records_are_copied(tmp_pat
     writing.write_shards(examples(), str(source), "toy", "train", 3, 6000)
     (source / "train.index.npz").unlink()
     FAULTS["flipped length"][0](source)
-    said = inspect.repair(str(source), ["train"], str(tmp_path / "good"))
+    said = repair(str(source), ["train"], str(tmp_path / "good"))
     assert "4,101 records copied, 0 and some that cannot be counted left out" in said[0]
     kept = contents(records.open_split(str(tmp_path / "good"), "train"))
     assert kept == [e for i, e in enumerate(examples()) if not 101 <= i < 2000]

@@ -30,7 +30,7 @@ from trainer.local.restarts import Restarts
 PREAMBLE = """
 import json, os, signal, sys, time
 from pathlib import Path
-from trainer.local.parent_watch import watch_parent
+from trainer.guards.parent_watch import watch_parent
 watch_parent()
 config = json.loads(os.environ["TF_CONFIG"])
 job, index = config["task"]["type"], config["task"]["index"]

@@ -155,7 +155,7 @@ def test_chief_of_a_replaced_group_stops_before_it_writes(tmp_path: Path) -> Non
 PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
-from trainer.local.parent_watch import watch_parent
+from trainer.guards.parent_watch import watch_parent
 watch_parent()
 model_dir = Path(sys.argv[-1].removeprefix("--model_dir="))
 config = json.loads(os.environ["TF_CONFIG"])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.runs import ROOT
-from trainer.cli.mistakes import unknown_flag, wrong_value
 from trainer.config import Config, ConfigError
 from trainer.config_file import load_module
+from trainer.flags.mistakes import unknown_flag, wrong_value
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

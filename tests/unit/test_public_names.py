@@ -40,7 +40,7 @@ def test_types_are_announced() -> None:
 
 
 def test_arguments_become_flags_and_fields() -> None:
-    from trainer.cli import flags
+    from trainer import flags
 
     assert flags.STRATEGY.name == "strategy"  # The flags are declared.
     arguments = {

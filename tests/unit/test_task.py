@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 
 from strategies.cluster.tf_config import Cluster, parse_hosts
-from trainer import task
 from trainer.config import Recipe, load_recipe
+from trainer.connecting import configure_tensorflow
 from trainer.task_spec import TaskSpec
 
 
@@ -32,6 +32,6 @@ def test_sums_over_a_network_have_threads_besides_those_that_compute(
         monkeypatch.setattr(tf.config.threading, name, record)
     cluster: Cluster = parse_hosts({"worker": hosts}, "worker", 0, "multiworker")
     spec = TaskSpec("multiworker", recipe, cluster, "unused", num_threads=num_threads)
-    task._configure_tensorflow(spec)
+    configure_tensorflow(spec)
     assert chosen.get("inter") == num_ops
     assert chosen.get("intra") == (num_threads or None)

@@ -3,7 +3,7 @@
     with recipe_named(Config(), {"build_model": build_model}) as target:
         words = words_of({"train_steps": 200, "data": {"lanes": 8}}, flatten(Config()))
         with parsed([f"--config={target}", *words]):
-            recipe = flag_checks.read_recipe()
+            recipe = read_recipe()
 
 So the arguments have the checks of the command line, and its messages.
 """
@@ -78,7 +78,8 @@ def parsed(words: Sequence[str]) -> Iterator[None]:
 
     Raises ConfigError as the command line does.
     """
-    from trainer.cli import flags
+    from trainer import flags
+    from trainer.flags.parsing import parse_words
 
     argv, was_parsed = sys.argv, flags.FLAGS.is_parsed()
     saved = flagsaver.save_flag_values(flags.FLAGS)
@@ -87,7 +88,7 @@ def parsed(words: Sequence[str]) -> Iterator[None]:
     try:
         for flag in flags.FLAGS.flags_by_module_dict()[flags.__name__]:
             flag.unparse()
-        flags.parse_words(sys.argv)
+        parse_words(sys.argv)
         yield
     finally:
         sys.argv = argv

@@ -16,9 +16,11 @@ from typing import IO
 
 from data.system.errors import RunFailed, TrainerError, UsageError
 from data.system.files import exists
+from trainer import flags
 from trainer.api.result import Result
-from trainer.cli import commands, flag_checks, flags
 from trainer.exit_codes import EXIT_RESTART, EXIT_USAGE
+from trainer.flags.checks import read_cluster, read_recipe
+from trainer.flags.model_dir import DEFAULT_DIR, model_dir_of
 from trainer.program import python_command
 from trainer.run_files import RunFiles
 
@@ -31,14 +33,14 @@ def run_command(words: Sequence[str]) -> Result:
 
     The first Ctrl-C stops the run with its state saved; a second one ends it at once.
     """
-    recipe = flag_checks.read_recipe()
-    flag_checks.read_cluster(is_launched=False)
-    model_dir = commands.model_dir_of(recipe)
+    recipe = read_recipe()
+    read_cluster(is_launched=False)
+    model_dir = model_dir_of(recipe)
     environment = _environment()
     if flags.MODEL_DIR.value is None:
         words = [*words, f"--model_dir={model_dir}"]
-        environment[commands.DEFAULT_DIR] = model_dir
-    exit_code, message = _run([*python_command("-m", "trainer.api"), *words], environment)
+        environment[DEFAULT_DIR] = model_dir
+    exit_code, message = _run([*python_command("-m", "trainer"), *words], environment)
     result = Result(model_dir) if exists(RunFiles(model_dir).config) else None
     if exit_code == 0:
         assert result is not None

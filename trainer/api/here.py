@@ -21,13 +21,15 @@ from pathlib import Path
 from data.system.errors import RunFailed, TrainerError, UsageError
 from data.system.files import exists, is_url
 from data.system.pipes import outlives_terminal
-from trainer import tf_setup
+from trainer import flags, tf_setup
 from trainer.api.interrupts import Interrupts
 from trainer.api.result import Result
-from trainer.cli import commands, flag_checks, flags
 from trainer.config import Config, Recipe
 from trainer.config_file import has_tensors
 from trainer.exit_codes import EXIT_RESTART
+from trainer.flags.checks import read_cluster, read_recipe
+from trainer.flags.model_dir import model_dir_of
+from trainer.flags.start import set_train_steps, task_spec
 from trainer.run_files import RunFiles
 
 _FOR_COMMANDS = {
@@ -41,8 +43,8 @@ def run_here(functions: Mapping[str, object], config: Config | None) -> Result:
     """Trains as the parsed flags say; raises the errors of `trainer.train`."""
     _refuse_flags()
     _check_keras()
-    recipe = flag_checks.read_recipe()
-    flag_checks.read_cluster(is_launched=False)
+    recipe = read_recipe()
+    read_cluster(is_launched=False)
     tf_setup.set_environment()
     with _settings_kept(), outlives_terminal():
         tf_setup.import_tensorflow()
@@ -54,13 +56,13 @@ def run_here(functions: Mapping[str, object], config: Config | None) -> Result:
 def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
     from trainer import preflight, task
 
-    commands.set_train_steps(recipe)
+    set_train_steps(recipe)
     model_dir = _model_dir(recipe)
     if preflight.finished_result(model_dir, recipe.config) is not None:
         preflight.preflight(recipe, model_dir, hides_gpus=False)
         print(f"{model_dir} is finished. To train further, raise train_steps.")
         return result_in(model_dir)
-    spec = commands.task_spec(recipe, None, model_dir)
+    spec = task_spec(recipe, None, model_dir)
     spec = dataclasses.replace(spec, stall_timeout_secs=0.0)
     try:
         exit_code = task.run(spec, Interrupts())
@@ -129,7 +131,7 @@ def _check_tensorflow() -> None:
 def _model_dir(recipe: Recipe) -> str:
     """The directory of the run. A default name has the second in it, and may be taken."""
     while True:
-        model_dir = commands.model_dir_of(recipe)
+        model_dir = model_dir_of(recipe)
         if flags.MODEL_DIR.value is not None or is_url(model_dir) or not Path(model_dir).exists():
             return model_dir
         time.sleep(0.1)

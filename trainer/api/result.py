@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.system.errors import UsageError
+from data.system.satellites import of_satellite
 from trainer.config import PYTHON_CONFIG, Config
 from trainer.run_files import NO_METRICS, Document, RunFiles, local_dir
 from trainer.run_record.tools import prepare_tensorflow, require_run
@@ -81,9 +82,9 @@ class Result:
         `checkpoint` is newest, best or a step. Without it, a run that has not exported gives the
         newest checkpoint. The config file builds the model, so classes that it defines are known.
         """
-        from trainer.predict.models import model_of_run
-
         prepare_tensorflow()
+        from trainer.session import model_of_run
+
         with self._known():
             return model_of_run(self.model_dir, None if checkpoint is None else str(checkpoint))
 
@@ -94,9 +95,9 @@ class Result:
         data_dir: str | None = None,
     ) -> Mapping[str, Any]:
         """The metrics of a checkpoint (newest, best or a step), as of `trainer.evaluate`."""
-        from trainer.evaluate import evaluate
-
         prepare_tensorflow()
+        from trainer.session import evaluate
+
         with self._known():
             return evaluate(self.model_dir, str(checkpoint), split, data_dir)
 
@@ -114,9 +115,8 @@ class Result:
         `input` is a TFRecord, CSV or NPZ file, or a folder of images; by default the examples of
         `split` in the data of the run. `num_examples` 0 is all.
         """
-        from trainer.predict.predicting import predict
-
         prepare_tensorflow()
+        predict = of_satellite("trainer.predict.predicting", "predict")
         chosen = None if checkpoint is None else str(checkpoint)
         path = None if input is None else str(input)
         with self._known():

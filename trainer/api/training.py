@@ -15,10 +15,10 @@ from pathlib import Path
 
 from data.system.errors import UsageError
 from data.system.files import exists, is_url
+from trainer import flags
 from trainer.api.arguments import parsed, recipe_named, split_arguments, words_of
 from trainer.api.command import run_command
 from trainer.api.result import Result
-from trainer.cli import flags
 from trainer.config import Config, flatten, load_recipe
 from trainer.config_checks import check
 from trainer.config_file import forget_modules

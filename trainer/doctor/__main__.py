@@ -21,14 +21,23 @@ from absl import app
 
 from data.system.pipes import ends_with_reader
 from strategies.cluster.peers import check_own_address
-from strategies.cluster.tf_config import Cluster, ClusterError, local_cluster
-from trainer.cli import flag_checks, flags
+from strategies.cluster.tf_config import Cluster, ClusterError
+from trainer import flags
 from trainer.config import ConfigError
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import Finding, can_connect, findings
 from trainer.doctor.plan import Settings, machine, plan_in_child
 from trainer.doctor.table import as_json, text
 from trainer.exit_codes import EXIT_DONE, EXIT_USAGE
+from trainer.flags.checks import (
+    num_to_aggregate,
+    read_cluster,
+    read_recipe,
+    read_shared_settings,
+    serves,
+)
+from trainer.flags.parsing import parse
+from trainer.flags.start import cluster_here
 from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
 
 # Fractions of the deadline: until when tasks may come, plans be made, and reports come. The rest is
@@ -98,26 +107,26 @@ def _main(argv: Sequence[str]) -> NoReturn:
 def _examine(argv: Sequence[str]) -> NoReturn:
     if len(argv) > 1:
         raise ConfigError(f"Unexpected arguments: {' '.join(argv[1:])}. Options start with --.")
-    recipe = flag_checks.read_recipe()
-    described = flag_checks.read_cluster(is_launched=False)
+    recipe = read_recipe()
+    described = read_cluster(is_launched=False)
     set_environment()
     is_alone = described is None
-    cluster = described or _local_cluster()
+    cluster = described or cluster_here()
     model_dir = flags.MODEL_DIR.value or "runs"
-    num_to_aggregate = flag_checks.num_to_aggregate(recipe, cluster.num("worker"))
+    is_sync = num_to_aggregate(recipe, cluster.num("worker")) > 0
     settings = Settings(
         flags.STRATEGY.value,
         num_replicas=flags.REPLICAS.value,
-        num_gradient_buffers=cluster.num("worker") if num_to_aggregate else 0,
+        num_gradient_buffers=cluster.num("worker") if is_sync else 0,
         has_standby=flags.PS_STANDBY.value > 0,
-        makes_plan=is_alone or not (flag_checks.serves(cluster) or cluster.task.job == "evaluator"),
+        makes_plan=is_alone or not (serves(cluster) or cluster.task.job == "evaluator"),
     )
     doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
     plan = plan_in_child(recipe, cluster, model_dir, settings)
     timer = threading.Timer(doctor.until(1.0) - time.monotonic(), doctor.end_late)
     timer.daemon = True
     timer.start()
-    shared = flag_checks.read_shared_settings(recipe) if settings.makes_plan else {}
+    shared = read_shared_settings(recipe) if settings.makes_plan else {}
     own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
     doctor.reports = {str(cluster.task): own}
     if is_alone:
@@ -173,13 +182,7 @@ def _all_reduce(doctor: _Doctor) -> Json:
     }
 
 
-def _local_cluster() -> Cluster:
-    strategy = flags.STRATEGY.value
-    num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
-    return local_cluster(strategy, num_workers, flags.PS.value)
-
-
 if __name__ == "__main__":
     define_flags()
     with ends_with_reader():
-        app.run(_main, flags_parser=flags.parse)
+        app.run(_main, flags_parser=parse)

@@ -66,6 +66,17 @@ class TaskEnd:
     last_lines: tuple[str, ...] = field(default=(), repr=False)
     survived: bool = False  # The run continued after this failure.
 
+    @property
+    def death(self) -> str:
+        """What the launcher says of it."""
+        return f"{self.task} (process {self.pid}) died: {self.failure}"
+
+
+def mark_survived(ends: Iterable[TaskEnd]) -> None:
+    """Marks failures after which the run has continued."""
+    for end in ends:
+        end.survived = bool(end.failure)
+
 
 class RunState(NamedTuple):
     """The state of the run when a process ended."""

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
+from trainer.guards.parent_watch import ParentWatch
 from trainer.guards.signals import Repetitions, SignalThread, stop_signals
-from trainer.local.parent_watch import ParentWatch
 from trainer.local.task_logs import say
 
 _PAUSE_SECS = 1.0  # Before the next start, because a server may fail at once.

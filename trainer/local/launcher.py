@@ -4,29 +4,27 @@
     report = LocalCluster(cluster, sys.argv[1:], model_dir, restarts).run()
     sys.exit(report.exit_code)
 
-Output: the lines of the chief (of worker 0 if there is no chief task) appear on the launcher's
-standard output, so a cluster looks like a single process. The lines of every task, with one more at
-each start, are in `<model_dir>/tasks/<job>-<index>.log`; for a URL, in runs/<name>/tasks.
+The lines of the chief (of worker 0 if there is no chief task) appear on the launcher's standard
+output. Those of every task, with one more at each start, are in
+`<model_dir>/tasks/<job>-<index>.log`; for a URL, in runs/<name>/tasks.
 
 Servers are ps tasks and ps workers; trainers are the chief and multiworker workers. A task that
-died is restarted: a ps worker alone, any other with all tasks, which resume from the newest
-checkpoint. For that the launcher kills the peers at once; after an exit with 75 it first lets them
-end by themselves for 15 s. If the chief of ps or a ps is killed, the other servers stay: they have
-the variables, which the next chief saves. Workers of multiworker get SIGUSR1 in place of SIGKILL:
-each has the complete state, and saves it within `grace_secs`. deaths.py has the table; restarts.py
-ends a run without progress.
+died is restarted, as the table in deaths.py says: a ps worker alone, any other with all tasks,
+which resume from the newest checkpoint. Before that the peers are killed at once; after an exit
+with 75 they first have 15 s to end by themselves. Workers of multiworker get SIGUSR1 in place of
+SIGKILL: each has the complete state, and saves it within `grace_secs`.
 
-The run ends when the chief exits with 0, when a failure cannot be repaired by a restart, or when
-the launcher receives a signal. Every process is started in a new session: Ctrl-C in a terminal
-reaches only the launcher, which asks the tasks to save and end.
+The run ends when the chief exits with 0, when a failure cannot be repaired by a restart, when
+restarts make no progress (restarts.py), or when the launcher receives a signal. Each process is in
+a session of its own: Ctrl-C in a terminal reaches the launcher, which has the tasks save and end.
 
-With `host` the cluster has several hosts, and each has a launcher, for one task. It restarts that
-task alone. The tasks themselves see that others are gone, end, and wait for each other when they
-are started again, so launchers need not agree. What they tell each other is in failures.jsonl.
-elastic.py has the launcher of hosts that continue without a lost host.
+With `host` the cluster has several hosts, each with a launcher for one task, which it restarts
+alone. The tasks see that others are gone, end, and wait for each other at the next start, so
+launchers need not agree; failures.jsonl has what they tell each other. elastic.py continues without
+a lost host.
 
 No process is left when `run` returns: process groups are killed by their id. If the launcher itself
-is killed, a socket that it held closes, and the tasks end (parent_watch.py).
+is killed, a socket that it held closes, and the tasks end (trainer/guards/parent_watch.py).
 """
 
 import queue
@@ -38,13 +36,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from data.system.files import absolute
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 from trainer.guards.signals import Repetitions, SignalThread, stop_signals
-from trainer.hooks.terminal import terminal_env
-from trainer.local.cpu_affinity import affinity_env
 from trainer.local.deaths import (
     Action,
     RunState,
@@ -54,20 +51,20 @@ from trainer.local.deaths import (
     failure_of,
     is_chief_done,
     keeps_variables,
+    mark_survived,
 )
 from trainer.local.failures import FailureLog, print_failure
 from trainer.local.fork_server import ForkServer
 from trainer.local.launch_report import LaunchReport, Restart, print_summary, write_restart
 from trainer.local.network_namespace import Namespace
-from trainer.local.parent_watch import ParentWatch
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import TaskLogs, now, say
-from trainer.local.task_process import Child, TaskProcess
+from trainer.local.task_process import TaskProcess
+from trainer.local.task_start import TaskStarter
 from trainer.program import python_command
 from trainer.run_files import directory_of_logs
 
 FAILURES = "failures.jsonl"  # In the model directory.
-TARGET = "trainer.__main__:run_from_command_line"  # What a task runs if it is forked.
 _PEER_LOST_SECS = 15.0  # TensorFlow's coordination service reports a dead peer within 10 s.
 _SHUTDOWN_GRACE_SECS = 10.0  # From the chief's exit with 0 to SIGTERM for tasks that still run.
 _SERVERS_ALONE_SECS = 2.0  # From the failure of the last trainer to SIGTERM for servers.
@@ -79,13 +76,16 @@ _FOLLOW_SECS = 1.0  # Between two looks at what other hosts have written.
 _STATELESS_GRACE_SECS = 5.0  # From SIGTERM to SIGKILL for tasks without state to save.
 
 
+# A task that has ended, a signal to this process, or a call.
+_Event: TypeAlias = TaskProcess | signal.Signals | Callable[[], None]
+
+
 @dataclass(eq=False)
 class LocalCluster:
     """Starts, supervises and ends the tasks of one cluster, each as `command argv --model_dir=...`.
 
-    A process is executed, or forked from a process that has already imported TensorFlow. The task's
-    place in the cluster is in its `TF_CONFIG`. It inherits the launcher's working directory and
-    environment.
+    A process is executed, or forked from one that has imported TensorFlow. It inherits the working
+    directory and the environment; the task's place in the cluster is in its `TF_CONFIG`.
     """
 
     cluster: Cluster  # With the tasks' addresses inside `namespace`, if there is one.
@@ -104,17 +104,17 @@ class LocalCluster:
     def __post_init__(self) -> None:
         self._logs = TaskLogs(directory_of_logs(self.model_dir))
         tasks = (self.cluster.task,) if self.host else self.cluster.tasks()
-        self._argv = [*self.argv, f"--model_dir={absolute(str(self.model_dir))}"]
+        argv = [*self.argv, f"--model_dir={absolute(str(self.model_dir))}"]
+        self._starter = TaskStarter(
+            argv, self.command, self.cores, self.namespace, self.fork_server
+        )
         self._chief = self.cluster.chief
         self._clusters = {task: self.cluster.for_task(task) for task in tasks}
         self._failures: FailureLog | None = None
         self._exit_of_others = 0
         if self.host:
-            path = self._logs.directory.parent / FAILURES
-            self._failures = FailureLog(path, self.host)
-        self._events: queue.SimpleQueue[TaskProcess | signal.Signals | Callable[[], None]] = (
-            queue.SimpleQueue()
-        )
+            self._failures = FailureLog(self._logs.directory.parent / FAILURES, self.host)
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._running: dict[Task, TaskProcess] = {}
         self._plans = sched.scheduler(time.monotonic)
         self._num_starts: Counter[Task] = Counter()
@@ -122,8 +122,7 @@ class LocalCluster:
         self._restarted_alone: set[Task] = set()
         self._ends: list[TaskEnd] = []
         self._restarts: list[Restart] = []
-        # While all tasks, or all but servers, are being ended for a restart: its cause, and its
-        # earliest time.
+        # While tasks are being ended for a restart of all: its cause, and its earliest time.
         self._restart_of_all: tuple[TaskEnd, float] | None = None
         self._keeps_servers = False  # In that restart.
         self._is_ending = False
@@ -168,37 +167,13 @@ class LocalCluster:
             self._num_starts[task] += 1
             self._running[task] = TaskProcess(
                 task,
-                partial(self._start_process, self._clusters[task]),
+                partial(self._starter.start, self._clusters[task]),
                 self._logs.open(task),
                 self._events,
                 is_shown=task == self._chief or bool(self.host),
                 host=self.host,
                 start=self._num_starts[task],
             )
-
-    def _start_process(self, cluster: Cluster, watch: ParentWatch, output: int) -> Child:
-        affinity = affinity_env(self.cores.get(cluster.task, ()))
-        env = {**affinity, **terminal_env(), "TF_CONFIG": cluster.tf_config()}
-        namespace_fds = self.namespace.fds if self.namespace else ()
-        if self.fork_server:
-            try:
-                return self.fork_server.spawn(
-                    TARGET,
-                    f"{cluster.task.job}-{cluster.task.index}",
-                    self._argv,
-                    {**env, **watch.env},
-                    {1: output, 2: output, watch.fd: watch.fd},
-                    namespace_fds,
-                )
-            except OSError as error:
-                say(
-                    f"The fork server failed ({error}); {cluster.task} is started as a new Python "
-                    "process, which takes a few seconds more"
-                )
-        command = [*self.command, *self._argv]
-        if self.namespace:
-            command = self.namespace.command(command)
-        return watch.start(command, namespace_fds, env, output)
 
     def _on_signal(self, signum: int) -> None:
         if not self._repetitions.includes_now(signum):
@@ -235,8 +210,9 @@ class LocalCluster:
         for process in self._running.values():
             silent_secs = process.watch.silent_secs()
             if silent_secs > self.stall_timeout_secs and not process.unresponsive:
-                reason = f"unresponsive for {silent_secs:.0f} s (--stall_timeout_secs)"
-                process.unresponsive = reason
+                process.unresponsive = (
+                    f"unresponsive for {silent_secs:.0f} s (--stall_timeout_secs)"
+                )
                 process.send(signal.SIGKILL)
         self._plans.enter(self.stall_timeout_secs / _POLLS_PER_TIMEOUT, 0, self._kill_unresponsive)
 
@@ -288,7 +264,7 @@ class LocalCluster:
             case Action.NONE:
                 pass
             case Action.IGNORE:
-                _mark_survived([end])
+                mark_survived([end])
             case Action.WAIT:
                 self._plans.enter(_CHIEF_FOLLOWS_SECS, 0, self._on_loss, (end,))
             case _:
@@ -312,8 +288,8 @@ class LocalCluster:
                 return
             action = decide_loss(end, state._replace(may_restart=False))
         if action is Action.CONTINUE:
-            _mark_survived([end])
-            say(f"{_death(end)}. The other workers continue without it.")
+            mark_survived([end])
+            say(f"{end.death}. The other workers continue without it.")
         else:
             self._write_failure(end, ends_run=True)
             self._end_run()
@@ -334,7 +310,7 @@ class LocalCluster:
     def _finish(self) -> None:
         self._start_nothing_more()
         # The run did without these tasks, or they died when it did not need them any more.
-        _mark_survived(end for end in self._ends if end.exit_code != EXIT_BUG)
+        mark_survived(end for end in self._ends if end.exit_code != EXIT_BUG)
         # A task that was just restarted may wait for a chief that it has never seen.
         late = [task for task in self._restarted_alone if task in self._running]
         self._end(late, _SERVERS_ALONE_SECS, signal.SIGKILL)
@@ -357,13 +333,13 @@ class LocalCluster:
         delay_secs = self.restarts.next_delay_secs(
             self._num_short_lives[end.task], counts=self._counts(end)
         )
-        # A task that lost another one soon after its start is not the cause. (A ps worker that does
-        # so again and again is: the run makes progress without it.)
+        # A task that soon lost another one is not the cause. (A ps worker that does so again and
+        # again is: the run makes progress without it.)
         is_cause = end.exit_code != EXIT_RESTART or end.is_ps_worker
         self._num_short_lives[end.task] += is_cause and end.seconds <= _SHORT_LIFE_SECS
         if delay_secs is None:
             say(
-                f"{_death(end)}. It is not restarted: {self.restarts.max_restarts} restarts within "
+                f"{end.death}. It is not restarted: {self.restarts.max_restarts} restarts within "
                 "10 minutes (--max_restarts) have brought neither a new checkpoint nor a later "
                 "step."
             )
@@ -381,9 +357,9 @@ class LocalCluster:
         if keeps_servers and not self.host:
             what = " and ".join(dict.fromkeys([str(cause.task), str(self._chief)]))
         when = f"in {delay_secs:g} s" if delay_secs else "now"
-        say(f"{_death(cause)}. Restarting {what} {when}.")
+        say(f"{cause.death}. Restarting {what} {when}.")
         if is_alone:
-            _mark_survived([cause])
+            mark_survived([cause])
             self._restarted_alone.add(cause.task)
             self._plans.enter(delay_secs, 0, self._start_again, (cause, [cause.task]))
             return
@@ -411,7 +387,7 @@ class LocalCluster:
                 return
         cause, when = self._restart_of_all
         self._forget_plans()
-        _mark_survived(self._ends)
+        mark_survived(self._ends)
         ended = [task for task in self._clusters if task not in self._running]
         self._plans.enterabs(when, 0, self._start_again, (cause, ended))
 
@@ -459,12 +435,3 @@ class LocalCluster:
         if self._running.get(process.task) is process:
             process.end_reason = process.end_reason or overdue
             process.send(signum)
-
-
-def _mark_survived(ends: Iterable[TaskEnd]) -> None:
-    for end in ends:
-        end.survived = bool(end.failure)
-
-
-def _death(end: TaskEnd) -> str:
-    return f"{end.task} (process {end.pid}) died: {end.failure}"

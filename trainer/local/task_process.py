@@ -21,9 +21,9 @@ from typing import TypeAlias
 import psutil
 
 from strategies.cluster.tf_config import Task
+from trainer.guards.parent_watch import ParentWatch
 from trainer.hooks.terminal import progress_in
 from trainer.local.fork_server import Fork
-from trainer.local.parent_watch import ParentWatch
 from trainer.local.task_logs import TaskLog, now, say
 
 _TAIL_LINES = 40

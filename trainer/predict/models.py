@@ -4,7 +4,6 @@ loaded = open_model("runs/a", "best")
 outputs = loaded.call(inputs)
 """
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,19 +14,15 @@ import keras
 import tensorflow as tf
 
 from data.features import Declared
-from data.system import object_store
-from data.system.files import DataError, exists, is_dir, is_s3, join
-from data.system.scratch import plain_path, scratch_dir
+from data.system.files import exists, is_dir, join
+from data.system.scratch import plain_path
 from strategies.base import Batch
-from trainer.build import build_model
-from trainer.config import ConfigError, Recipe, recipe_of_run
-from trainer.embeddings.table import set_values
+from trainer.config import ConfigError
 from trainer.exit_codes import first_line
-from trainer.guards.fingerprint import check_keras_settings
-from trainer.inputs import declared_inputs, parse_of
+from trainer.inputs import declared_inputs
 from trainer.run_files import CHECKPOINT_MARK, RunFiles
 from trainer.run_record.tools import require_run
-from trainer.session import restore
+from trainer.session import model_of_run
 
 _KINDS = (
     "the directory of a run or of a checkpoint, a .keras file, or the directory of a SavedModel"
@@ -72,60 +67,6 @@ def open_model(path: str, checkpoint: str | None) -> Loaded:
     if is_dir(path):
         require_run(path)  # Says what is missing.
     raise ConfigError(f"{path} is no model. Needed is {_KINDS}.")
-
-
-def model_of_run(model_dir: str, checkpoint: str | None = None) -> keras.Model:
-    """The model that the config file of a run builds, with its weights.
-
-    They are those of the export; or those of a checkpoint, if `checkpoint` names one or nothing was
-    exported. Not `keras.models.load_model`, which does not know the classes of a config file.
-    """
-    files = RunFiles(model_dir)
-    document = files.read_config()
-    recipe = recipe_of_run(document)
-    recipe.config.warm_start.path = ""
-    if checkpoint is None and exists(files.model):
-        check_keras_settings(document.get("process_settings", {}), model_dir)
-        specs = _input_specs(recipe, document["data_dir"])
-        model = build_model(recipe, specs, is_trained=False)
-        _load_weights(model, recipe, model_dir)
-        return model
-    restored = restore(model_dir, checkpoint or "newest")
-    model = build_model(recipe, restored.specs)
-    set_values(model, restored.learner)
-    return model
-
-
-def _input_specs(recipe: Recipe, data_dir: str) -> Batch:
-    """What `parse` gives to the model; None if that is not known here, for lack of the data."""
-    try:
-        parse = parse_of(recipe, data_dir)
-    except DataError:
-        return None
-    spec = tf.TensorSpec([None], tf.string)
-    return tf.function(parse).get_concrete_function(spec).structured_outputs[0]
-
-
-def _load_weights(model: keras.Model, recipe: Recipe, model_dir: str) -> None:
-    path = RunFiles(model_dir).model
-    try:
-        with contextlib.ExitStack() as stack:
-            local = path
-            if is_s3(path):
-                local = f"{stack.enter_context(scratch_dir())}/model.keras"
-                object_store.download(path, local)
-            model.load_weights(local)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(
-            f"The weights in {path} do not fit the model that {recipe.path} builds: "
-            f"{first_line(error)} Put the config file back as it was in the run."
-        ) from error
-    except Exception as error:  # A damaged file may raise any error.
-        raise ConfigError(
-            f"{path} cannot be loaded: {type(error).__name__}: {first_line(error)}. If the file is "
-            f"damaged, remove {RunFiles(model_dir).result}, and start the training command of this "
-            "run again with the same --model_dir: it exports anew."
-        ) from error
 
 
 def _of_keras(model: keras.Model, run: str) -> Loaded:

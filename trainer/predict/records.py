@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 from data.example_features import Feature, Features
 from data.numerals import INTEGERS, NUMBERS, kind_of
-from data.prepare.sources.examples import Value, example_bytes
 from data.system.files import DataError, is_dir, is_url, num_bytes_of
 from data.tfrecord.damage import readable
+from data.tfrecord.examples import Value, example_bytes
 from data.tfrecord.framing import read_records
 
 _IMAGES = (".png", ".jpg", ".jpeg")

@@ -7,7 +7,6 @@ No TensorFlow is imported for local paths.
 """
 
 import functools
-import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,9 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.system.files import exists, join, read_text
+from data.system.files import exists, join
 from trainer.report.drawing import Points
-from trainer.run_files import NO_METRICS, RESTARTS, Document, RunFiles, clock, directory_of_logs
+from trainer.run_files import (
+    NO_METRICS,
+    RESTARTS,
+    Document,
+    RunFiles,
+    clock,
+    directory_of_logs,
+    json_objects,
+)
 from trainer.run_record.goodput import CHIEFS, TaskTime, goodput
 from trainer.run_record.summary import summary
 from trainer.run_record.tools import require_run
@@ -171,9 +178,8 @@ class RunSeries:
     def restarts(self) -> list[Document]:
         """The lines of restarts.jsonl."""
         for directory in (str(directory_of_logs(self.model_dir)), RunFiles(self.model_dir).tasks):
-            path = join(directory, RESTARTS)
-            if exists(path):
-                return list(_json_lines(read_text(path)))
+            if found := list(json_objects(join(directory, RESTARTS))):
+                return found
         return []
 
     def accounting(self) -> list[tuple[str, str]]:
@@ -231,13 +237,3 @@ class RunSeries:
     def versions(self) -> dict[str, Any]:  # Any: JSON values.
         """The versions that config.json names."""
         return dict(self.config.get("versions") or {})
-
-
-def _json_lines(text: str) -> Iterator[Document]:
-    for line in text.splitlines():
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            yield found

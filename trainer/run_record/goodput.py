@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from data.system.files import exists, is_dir, join, names_in, open_file
 from data.system.stopwatch import CAUSES, SERVING
-from trainer.run_files import RESTARTS, RunFiles, directory_of_logs
+from trainer.run_files import RESTARTS, RunFiles, directory_of_logs, json_objects
 from trainer.run_record.recorder import LINE_BYTES, SUFFIX
 
 # The task that steers a run, by its name: the first that is there.
@@ -148,18 +148,13 @@ def _processes(path: str) -> list[_Process]:
 def _deaths(path: str, tasks: Mapping[str, Sequence[_Process]]) -> defaultdict[str, list[float]]:
     """The times at which processes of each task were ended, as restarts.jsonl says."""
     found: defaultdict[str, list[float]] = defaultdict(list)
-    if not exists(path):
-        return found
     began = {process.pid: process.began for of_task in tasks.values() for process in of_task}
-    with open_file(path) as file:
-        lines = file.read().splitlines()
-    for line in lines:
+    for restart in json_objects(path):
         try:
-            restart = json.loads(line)
             death = began[restart["process"]] + restart["seconds"]
             for task in restart["started_again"]:
                 found[task.replace(" ", "-")].append(death)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError):
             continue
     return found
 

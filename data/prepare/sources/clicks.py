@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data.prepare.sources import Options, Source, SourceSplit, test_fraction
-from data.prepare.sources.examples import Classes, example_bytes, feature_files, tensor
+from data.prepare.sources.examples import Classes, feature_files, tensor
 from data.split_mix import finalized
 from data.system.files import DataError
+from data.tfrecord.examples import example_bytes
 
 FILE_NAME = "clicks.json"
 EXAMPLES = 100_000

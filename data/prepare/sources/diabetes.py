@@ -6,9 +6,10 @@ Efron, Hastie, Johnstone, Tibshirani, "Least Angle Regression" (2004). No downlo
 from collections.abc import Iterator, Mapping
 
 from data.prepare.sources import Options, Source
-from data.prepare.sources.examples import Value, scalar
+from data.prepare.sources.examples import scalar
 from data.prepare.sources.tables import Table, table_source
 from data.system.extras import import_extra
+from data.tfrecord.examples import Value
 
 
 def source(name: str, path: str, options: Options) -> Source:

@@ -1,8 +1,7 @@
-"""Features of an example: tf.train.Example bytes, and the features.json that describes them.
+"""The features.json that describes the examples of a data set, and sources of images.
 
     nodes = {"image": tensor("uint8", (28, 28, 1))}
     files = feature_files(nodes, {"label": Classes(2, ("zero", "one"))})
-    record = example_bytes({"image": pixels.tobytes(), "label": 1})
 
 The nodes are those of tensorflow-datasets (tensorflow_datasets/core/proto/feature.proto), so that
 `tfds.builder_from_directory` reads the result, and `data.example_features` too.
@@ -19,8 +18,9 @@ import numpy.typing as npt
 
 from data.prepare.sources import Options, Source, SourceSplit
 from data.system.files import DataError
+from data.tfrecord.examples import Value as Value
+from data.tfrecord.examples import example_bytes
 
-Value = bytes | int | float | Sequence[int] | Sequence[float] | Sequence[bytes]
 Node = Mapping[str, object]
 # The pixels of an image, uint8 [H, W, C], and a class for each label.
 ImageRow = tuple[bytes, Sequence[int]]
@@ -92,58 +92,6 @@ def labelled_images(
         examples = functools.partial(records, key)
         source_splits[key] = SourceSplit(split.num_examples, num_bytes, examples)
     return Source(name, source_splits, feature_files(nodes, labels))
-
-
-def example_bytes(values: Mapping[str, Value]) -> bytes:
-    """A serialized tf.train.Example; equal values give equal bytes.
-
-    A float, or a sequence with a float, is stored as float32, other numbers as int64. The fields
-    are sorted by name. TensorFlow is not imported: that takes longer than to write 100,000 small
-    examples.
-
-    Raises:
-        ValueError: an integer does not fit into 64 bits.
-    """
-    entries = [
-        _field(1, _field(1, name) + _field(2, _feature_bytes(value)))
-        for name, value in sorted((name.encode(), value) for name, value in values.items())
-    ]
-    return _field(1, b"".join(entries)) if entries else b""
-
-
-def _feature_bytes(value: Value) -> bytes:
-    """A tf.train.Feature: bytes_list, or a packed float_list or int64_list."""
-    if isinstance(value, bytes):
-        return _field(1, _field(1, value))
-    listed = [value] if isinstance(value, (int, float)) else value
-    texts = [item for item in listed if isinstance(item, bytes)]
-    if texts:
-        return _field(1, b"".join(_field(1, item) for item in texts))
-    numbers = [item for item in listed if not isinstance(item, bytes)]
-    if any(isinstance(item, float) for item in numbers):
-        with np.errstate(over="ignore"):  # A value too large for float32 becomes infinite, as in C.
-            packed = np.array(numbers, "<f4").tobytes()
-        return _field(2, _field(1, packed))
-    packed = b"".join(map(_varint, numbers))
-    return _field(3, _field(1, packed) if packed else b"")
-
-
-def _field(number: int, content: bytes) -> bytes:
-    """A length-delimited field (protobuf.dev/programming-guides/encoding)."""
-    return bytes([number << 3 | 2]) + _varint(len(content)) + content
-
-
-def _varint(value: int | float) -> bytes:
-    number = int(value)
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{number} does not fit into 64 bits")
-    number &= 2**64 - 1
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
 
 
 def feature_files(nodes: Mapping[str, Node], labels: Mapping[str, Classes]) -> dict[str, str]:

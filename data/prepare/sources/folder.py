@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 from data.prepare.sources import SPLIT_NAMES, Options, Source, SourceSplit, divided, refuse_fraction
-from data.prepare.sources.examples import Classes, example_bytes, feature_files, image
+from data.prepare.sources.examples import Classes, feature_files, image
 from data.system.files import DataError
+from data.tfrecord.examples import example_bytes
 
 _EXTENSIONS = (".png", ".jpg", ".jpeg")
 _PNG = b"\x89PNG\r\n\x1a\n"

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple, TypeVar
 
 from data.prepare.sources import SPLIT_NAMES, Options, Source, SourceSplit, divided, refuse_fraction
-from data.prepare.sources.examples import Classes, Node, Value, example_bytes, feature_files
+from data.prepare.sources.examples import Classes, Node, feature_files
 from data.system.files import DataError
+from data.tfrecord.examples import Value, example_bytes
 
 ColumnsT = TypeVar("ColumnsT", bound=Collection[str])
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from data.prepare.sources import SPLIT_NAMES, Options, Source, SourceSplit, test_fraction
-from data.prepare.sources.examples import example_bytes, feature_files, tensor
+from data.prepare.sources.examples import feature_files, tensor
 from data.system.files import DataError
+from data.tfrecord.examples import example_bytes
 
 LENGTH = 256
 FEATURE = "bytes"

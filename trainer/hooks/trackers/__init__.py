@@ -1,6 +1,5 @@
-"""Experiment trackers: writers for MLflow, for Weights & Biases, and of a user's code.
+"""Experiment trackers: writers for MLflow and for Weights & Biases, which only the chief has.
 
-`background.py` keeps a tracker that fails or hangs away from training: read it first. `names.py`
-checks the names in a config, and `building.py` makes the writers. Only the chief has trackers.
-Settings come from each tracker's own environment variables, such as MLFLOW_TRACKING_URI.
+`trainer/hooks/tracking.py` loads them by their names in the config, and calls them on a thread of
+their own. Settings come from each tracker's own environment variables, such as MLFLOW_TRACKING_URI.
 """

@@ -20,7 +20,7 @@ from strategies.cluster.ports import free_ports
 from strategies.cluster.sources import finding
 from strategies.cluster.sources.base import Found, Wanted
 from strategies.cluster.tf_config import Cluster, parse_hosts, parse_tf_config
-from trainer.cli import flags
+from trainer import flags
 from trainer.config import (
     Config,
     ConfigError,
@@ -30,7 +30,7 @@ from trainer.config import (
 )
 from trainer.config_checks import check, check_sub_batches
 from trainer.guards.fingerprint import shared_settings
-from trainer.hooks.trackers.names import reached_over_network
+from trainer.hooks.tracker_names import reached_over_network
 
 log = logging.getLogger(__name__)
 

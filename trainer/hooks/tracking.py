@@ -1,26 +1,70 @@
-"""Background: a writer that is called on another thread, and whose errors are only warnings.
+"""The trackers of a run: those that its config names, and the writers of its config file.
 
-    writer = Background(MLflow("runs/a", document, is_complete), "mlflow")
+    writers = build_trackers(recipe, "runs/a", document, is_complete=lambda: True)
 
-A tracker's server may not answer for minutes, and its client may raise any error. Neither may stop
-or slow down training. At the end of a run this waits for the last reports, but not for long.
+Each is called on another thread, and its errors are only warnings: a tracker's server may not
+answer for minutes, and its client may raise any error. Neither may stop or slow down training. At
+the end of a run the last reports are waited for, but not for long.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from typing_extensions import override
 
+from data.system.satellites import of_satellite
+from trainer.config import Recipe
+from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
+from trainer.hooks.tracker_names import names_of
 from trainer.hooks.writers import Values, Writer
+from trainer.step.options import ConfigError
 
 log = logging.getLogger(__name__)
 
 _MOST_WAITING = 10_000  # Reports; the oldest are dropped.
 _END_SECS = 30.0
+_CLASSES = {"mlflow": "MLflow", "wandb": "WandB"}  # In trainer/hooks/trackers/NAME.py.
+
+
+def build_trackers(
+    recipe: Recipe,
+    model_dir: str,
+    document: Mapping[str, Any],  # config.json: JSON values.
+    *,
+    is_complete: Callable[[], bool],
+) -> list[Writer]:
+    """The trackers of the config, and the writers of `build_writers`, each in the background.
+
+    `is_complete` is asked at the end: True if training is complete.
+
+    Raises ConfigError if build_writers fails, or does not return writers.
+    """
+    writers: list[Writer] = []
+    for name in names_of(recipe.config.trackers):
+        tracker = of_satellite(f"trainer.hooks.trackers.{name}", _CLASSES[name])
+        writers.append(Background(tracker(model_dir, document, is_complete), name))
+    return writers + [Background(w, type(w).__name__) for w in _writers_of_user(recipe, model_dir)]
+
+
+def _writers_of_user(recipe: Recipe, model_dir: str) -> list[Writer]:
+    if recipe.build_writers is None:
+        return []
+    what = f"build_writers(config, model_dir) of {recipe.path}"
+    with errors_explained(what):
+        returned = recipe.build_writers(recipe.config, model_dir)
+        writers = list(returned) if isinstance(returned, Iterable) else [returned]
+    for writer in writers:
+        if not isinstance(writer, Writer):
+            raise ConfigError(
+                f"{what} must return a list of trainer.Writer, but one is {writer!r}. Derive its "
+                "class from trainer.Writer, and define write(self, step, split, values)."
+            )
+    return writers
 
 
 class Background(Writer):

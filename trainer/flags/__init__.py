@@ -1,25 +1,22 @@
-"""The command line: every flag, declared once with its scope, and the parsing.
+"""The flags of `python -m trainer`, each declared once with its scope; how they are checked.
 
-    with _scope(_CLUSTERS, LOCAL):
-        WORKERS = flags.DEFINE_integer("workers", 2, "...")
-    FLAGS(parse(sys.argv))
+    from trainer import flags
+    flags.STRATEGY.value
 
-A flag that would be ignored, because of the strategy or of where the cluster comes from, is an
-error; trainer/cli/flag_checks.py finds it by the flag's scope. This module imports nothing slow, so
-that `--help` is fast.
+`parsing.py` parses a command line, and `checks.py` turns flags and TF_CONFIG into a checked config
+and cluster. `continued.py` continues a run, `model_dir.py` names its directory. `start.py` has the
+task that the flags describe, and what is checked before it starts.
+
+A flag that would be ignored, because of the strategy or of the source of the cluster, is an error;
+`checks.py` finds it by the flag's scope. This module imports nothing slow: `--help` is fast.
 """
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
 from ml_collections import config_flags
-
-from data.system.errors import UsageError
-from data.system.flags import check_utf8, show_help
-from trainer.exit_codes import EXIT_USAGE
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -62,11 +59,11 @@ STRATEGY = flags.DEFINE_enum(
     "mirrored: one process, all its GPUs. multiworker: many processes, gradients summed over a "
     "ring. ps: parameter servers, and workers that do not wait for each other.",
 )
-_DEFAULT_CONFIG = "configs/digits.py"
+DEFAULT_CONFIG = "configs/digits.py"
 CONFIG = config_flags.DEFINE_config_file(
     "config",
     None,  # `parse` sets it: a default would be read, with its mistakes, at import.
-    f"What to train; by default {_DEFAULT_CONFIG}. Fields: --config.FIELD=VALUE.",
+    f"What to train; by default {DEFAULT_CONFIG}. Fields: --config.FIELD=VALUE.",
     lock_config=False,
 )
 
@@ -389,8 +386,6 @@ with _scope(_PS):
         "Keras' Embedding layers are not rounded; rows of a ShardedEmbedding are.",
     )
 
-_RENAMED = {"bind_cores": "cpu_affinity"}  # Former name of a flag -> its name today.
-
 
 def strategy_words() -> list[str]:
     """The flags that chose the strategy, and its options, as words of a command line."""
@@ -401,84 +396,3 @@ def strategy_words() -> list[str]:
         if FLAGS[name].present and scope.where in (ANYWHERE, LOCAL) and name not in hosts
     ]
     return [FLAGS[name].serialize() for name in ("strategy", *names)]
-
-
-def parse(argv: Sequence[str]) -> list[str]:
-    """Parses the command line, or ends with one message and exit code 2."""
-    show_help(argv, _describe_fields)
-    try:
-        return parse_words(argv)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
-
-
-def parse_words(argv: Sequence[str]) -> list[str]:
-    """Parses the words of a command line. Raises a UsageError for the first mistake."""
-    from trainer.cli.continued import with_settings_of_run
-    from trainer.config import ConfigError, load_recipe
-
-    check_utf8(argv)
-    paths, others = _split_config(argv)
-    if len(paths) > 1:
-        raise ConfigError(f"--config is given {len(paths)} times: {', '.join(paths)}. Leave one.")
-    if not paths:
-        argv = with_settings_of_run(argv, [n for n, s in SCOPES.items() if s.where == LOCAL])
-        paths, others = _split_config(argv)
-    # The tasks of a cluster on this machine get the command line of their launcher. ml_collections
-    # reads it, too, and needs --config before its fields.
-    sys.argv[1:] = [*(f"--config={path}" for path in paths), *others]
-    path = paths[0] if paths else _DEFAULT_CONFIG
-    argv = [argv[0], f"--config={path}", *others]
-    config = load_recipe(path).config
-    try:
-        rest: list[str] = FLAGS(argv)
-        if COMPLETION.value is not None:
-            from trainer.cli.completion import completion_script
-
-            print(completion_script(COMPLETION.value, FLAGS, config))
-            sys.exit(0)
-        return rest
-    except flags.UnrecognizedFlagError as error:
-        from trainer.cli.mistakes import unknown_flag
-
-        message = unknown_flag(error.flagname, FLAGS, config)
-        if new_name := _RENAMED.get(error.flagname):
-            message = f"--{error.flagname} has a new name: write --{new_name}."
-    except (AttributeError, KeyError, flags.Error) as error:
-        message = _explain_flag_error(argv, config, error)
-    raise ConfigError(message)
-
-
-def _describe_fields() -> str:
-    from trainer.cli.config_help import describe_fields
-    from trainer.config import Config
-
-    return describe_fields(Config())
-
-
-def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The values of --config in a command line, and its other words."""
-    paths, others = [], []
-    words = iter(argv[1:])
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name in ("--config", "-config"):
-            paths.append(value if equals else next(words, ""))
-        else:
-            others.append(word)
-    return paths, others
-
-
-def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception) -> str:
-    from trainer.cli.mistakes import wrong_value
-    from trainer.config import explain_unknown_field, flatten
-
-    known = flatten(config)
-    for argument in argv:
-        override = argument.lstrip("-").partition("=")[0]
-        if override.startswith("config.") and override.removeprefix("config.") not in known:
-            return explain_unknown_field(override.removeprefix("config."), config)
-    values = {name: FLAGS[name].default for name in FLAGS if FLAGS[name].default is not None}
-    values |= {name: known[name] for name in SHORTCUTS} | {"epochs": 10.0}
-    return wrong_value(str(error), values | {f"config.{name}": v for name, v in known.items()})

@@ -1,0 +1,91 @@
+"""Without any one satellite, all other modules can be imported, and a run trains."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.runs import ROOT, TIMEOUT_SECS
+
+PACKAGES = ("configs", "data", "strategies", "trainer")
+# Imports all modules, those that define flags of their own in forks, and then runs a command line.
+IMPORTS = """
+import importlib, os, sys
+modules = sys.stdin.read().split()
+for module in [name for name in modules if name.endswith("__main__")]:
+    if (child := os.fork()) == 0:
+        importlib.import_module(module)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, module
+for module in modules:
+    if not module.endswith("__main__"):
+        importlib.import_module(module)
+"""
+COMMAND = "from trainer.__main__ import run_from_command_line\nrun_from_command_line()"
+CORE = """
+from trainer import task, tf_setup
+from trainer.config import load_recipe
+from trainer.task_spec import TaskSpec
+values = dict(word.removeprefix("--").split("=") for word in sys.argv[1:])
+recipe = load_recipe("configs/digits.py")
+recipe.config.data_dir, recipe.config.train_steps = values["data_dir"], int(values["train_steps"])
+sys.exit(task.run(TaskSpec("mirrored", recipe, None, values["model_dir"])))
+"""
+
+
+def satellites() -> list[str]:
+    """The modules that pyproject.toml places above the core, or protects from every importer."""
+    text = (ROOT / "pyproject.toml").read_text()
+    contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
+    (layers,) = (c["layers"] for c in contracts if c.get("containers") == ["trainer"])
+    above = [name.strip() for layer in layers[1:-1] for name in layer.split("|")]
+    protected = [m for c in contracts if c["type"] == "protected" for m in c["protected_modules"]]
+    return [*(f"trainer.{name}" for name in above), *protected]
+
+
+def modules_in(directory: Path) -> list[str]:
+    found = [
+        path.relative_to(directory) for p in PACKAGES for path in (directory / p).rglob("*.py")
+    ]
+    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in found}
+    return sorted(names)
+
+
+@pytest.mark.parametrize(
+    "satellite",
+    [
+        pytest.param(name, marks=pytest.mark.quick if name == "data.prepare" else ())
+        for name in satellites()
+    ],
+)
+def test_satellite_can_be_deleted(satellite: str, digits: Path, tmp_path: Path) -> None:
+    copy, model_dir = tmp_path / "copy", tmp_path / "run"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("*.pyc"))
+    all_modules = set(modules_in(copy))
+    deleted = copy.joinpath(*satellite.split("."))
+    if deleted.is_dir():
+        shutil.rmtree(deleted)
+    else:
+        deleted.with_suffix(".py").unlink()
+    modules = modules_in(copy)
+    gone = all_modules - set(modules)
+    assert gone == {name for name in all_modules if f"{name}.".startswith(f"{satellite}.")} != set()
+
+    program = IMPORTS + (CORE if satellite == "trainer.cli" else COMMAND)
+    words = (f"--data_dir={digits}", f"--model_dir={model_dir}", "--train_steps=20")
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=copy,
+        input=" ".join(modules),
+        capture_output=True,
+        text=True,
+        timeout=2 * TIMEOUT_SECS,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((model_dir / "result.json").read_text())
+    assert (result["step"], result["exit_code"]) == (20, 0)

@@ -1,0 +1,140 @@
+"""What the flags start: a cluster on this machine, or a task; and what is checked before it starts.
+
+    cluster = read_cluster(is_launched=False) or cluster_here()
+    exit_code = check_before_launch(recipe, cluster)        # READY: the tasks can be started
+    spec = task_spec(recipe, cluster, model_dir_of(recipe))
+
+TensorFlow, and what imports it, is imported in the functions: a launcher checks in a fork, and its
+own process stays without TensorFlow.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from strategies.cluster.ports import free_ports
+from strategies.cluster.tf_config import Cluster, local_cluster
+from trainer import flags, tf_setup
+from trainer.config import Recipe, to_json
+from trainer.config_checks import check_replicas
+from trainer.exit_codes import EXIT_DONE
+from trainer.flags.checks import metrics_address, num_to_aggregate, serves
+from trainer.flags.model_dir import is_default_dir, model_dir_of
+from trainer.task_spec import TaskSpec
+
+if TYPE_CHECKING:
+    from trainer.preflight import Findings
+
+# Exit code of `check_before_launch` if the cluster must be launched: unlikely from a user's code.
+READY = 113
+
+
+def cluster_here(choose_ports: Callable[[int], list[int]] = free_ports) -> Cluster:
+    """The cluster on this machine, as --workers and --ps say."""
+    strategy = flags.STRATEGY.value
+    num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
+    return local_cluster(strategy, num_workers, flags.PS.value, choose_ports)
+
+
+def num_workers(cluster: Cluster | None) -> int:
+    """The number of tasks that compute gradients; 1 without a cluster."""
+    if cluster is None:
+        return 1
+    return cluster.num("worker") if cluster.num("ps") else len(cluster.trainers)
+
+
+def task_spec(
+    recipe: Recipe, cluster: Cluster | None, model_dir: str, *, is_launched: bool = False
+) -> TaskSpec:
+    """The task that the parsed flags describe: fields have the values of flags of their names."""
+    alike = (field.name for field in dataclasses.fields(TaskSpec) if field.name in flags.FLAGS)
+    values: dict[str, Any] = {name: flags.FLAGS[name].value for name in alike}
+    values |= {
+        "recipe": recipe,
+        "cluster": cluster,
+        "model_dir": model_dir,
+        "is_latest": is_default_dir(),
+        "is_verbose": flags.VERBOSE.value,
+        "is_quiet": flags.QUIET.value,
+        "flags": flags.strategy_words(),
+        "replicas_to_aggregate": num_to_aggregate(recipe, num_workers(cluster)),
+        "is_checked": is_launched,
+        "serves": cluster is not None and serves(cluster),
+        "metrics_address": metrics_address(listens=cluster is None or cluster.is_chief),
+    }
+    if flags.KEEP_SERVING.value:
+        values["chief_timeout_secs"] = None
+    return TaskSpec(**values)
+
+
+def check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
+    """Finds all mistakes that can be found before tasks are started; returns READY, or the end."""
+    model_dir = model_dir_of(recipe)
+    set_train_steps(recipe)
+    if says_finished(recipe, model_dir):
+        return EXIT_DONE
+    if flags.CHECK.value:
+        return check(recipe, model_dir, cluster)
+    from trainer import preflight
+
+    if flags.MIN_WORKERS.present:  # Otherwise the task finds it, before it trains.
+        num_replicas = preflight.num_replicas_here(flags.NUM_GPUS.value)
+        check_replicas(recipe.config, num_workers(cluster) * num_replicas)
+    _preflight(recipe, model_dir, cluster)
+    preflight.check_model_dir(model_dir)
+    return READY
+
+
+def set_train_steps(recipe: Recipe) -> None:
+    """Sets train_steps to that of --epochs, if it is given: this needs the data."""
+    if flags.EPOCHS.value is not None:
+        tf_setup.import_tensorflow()
+        from trainer.inputs import num_steps_of
+
+        recipe.config.train_steps = num_steps_of(recipe, flags.EPOCHS.value)
+
+
+def says_finished(recipe: Recipe, model_dir: str) -> bool:
+    """Returns True, and prints the result, if the run in `model_dir` is finished."""
+    tf_setup.import_tensorflow()
+    from trainer import preflight
+
+    result = preflight.finished_result(model_dir, recipe.config)
+    if result is None:
+        return False
+    preflight.preflight(recipe, model_dir)  # The finished run may be of another config.
+    values = {name: value for name, value in result["eval"].items() if isinstance(value, float)}
+    measured = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+    print(
+        f"{model_dir} is finished: step {result['step']:,}  {measured}. To train further, raise "
+        "--train_steps; to train anew, give another --model_dir."
+    )
+    return True
+
+
+def check(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> int:
+    """Prints what would be trained, for --check; returns the exit code."""
+    workers, num_ps = num_workers(cluster), cluster.num("ps") if cluster else 0
+    if not num_ps:
+        check_replicas(recipe.config, flags.REPLICAS.value or workers)
+    found = _preflight(recipe, model_dir, cluster)
+    if flags.VERBOSE.value:
+        print(f"config {recipe.path}: {to_json(recipe.config)}")
+    print(found.describe(num_ps, workers if flags.SYNC_REPLICAS.value else 0))
+    return EXIT_DONE
+
+
+def _preflight(recipe: Recipe, model_dir: str, cluster: Cluster | None) -> "Findings":
+    from trainer.build import check_for_strategy, check_standby
+    from trainer.preflight import preflight
+
+    found = preflight(recipe, model_dir)
+    check_for_strategy(
+        found.learner,
+        recipe,
+        strategy=flags.STRATEGY.value,
+        num_workers=num_workers(cluster),
+        read_dtype=flags.READ_DTYPE.value,
+    )
+    check_standby(found.checkpointer, recipe.path, flags.PS_STANDBY.value)
+    return found

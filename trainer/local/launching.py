@@ -1,0 +1,269 @@
+"""Launchers: of a cluster on this machine, and of this host's task of a cluster of several hosts.
+
+    exit_code = launch(recipe, view)                # --strategy=ps, without TF_CONFIG
+    exit_code = supervise(recipe, cluster)          # --max_restarts or --min_workers
+
+Both first check all that can be checked in a fork: TensorFlow and its memory stay out of this
+process. They check in this process only if it cannot fork.
+"""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from data.system.cores import cpu_groups, num_cores
+from data.system.files import is_url
+from strategies.cluster.peers import host_of
+from strategies.cluster.tf_config import Cluster, Task
+from trainer import flags
+from trainer.config import ConfigError, Recipe, data_dir
+from trainer.config_checks import check_replicas
+from trainer.exit_codes import EXIT_RESTART, end_at_once
+from trainer.flags.checks import check_isolation, check_sizes, read_shared_settings, serves
+from trainer.flags.continued import print_next
+from trainer.flags.model_dir import is_default_dir, model_dir_of
+from trainer.flags.start import READY, check_before_launch, cluster_here, num_workers
+from trainer.guards import run_lock
+from trainer.guards.fingerprint import as_number, software
+from trainer.guards.parent_watch import ParentWatch
+from trainer.guards.signals import SignalThread, stop_signals
+from trainer.hooks.tracker_names import reached_over_network
+from trainer.local.elastic import ElasticCluster
+from trainer.local.fork_server import ForkServer
+from trainer.local.group_rules import Rules
+from trainer.local.launcher import LocalCluster
+from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
+from trainer.local.restarts import Restarts
+from trainer.local.task_logs import say
+from trainer.run_files import point_latest_to, progress_of
+from trainer.run_record.report_upload import uploading_reports
+
+
+def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) -> int:
+    """Starts a cluster on this machine, and runs it to its end; returns the exit code.
+
+    `view` shows the run in a directory while its context is open.
+    """
+    check_isolation(recipe)
+    strategy, cluster = flags.STRATEGY.value, cluster_here()
+    workers = cluster.num("worker")
+    check_sizes(recipe, workers, cluster.num("ps"))
+    if strategy != "ps":
+        check_replicas(recipe.config, flags.REPLICAS.value or workers)
+    num_threads = flags.NUM_THREADS.value or max(1, num_cores() // workers)
+    cores = _cores(cluster, num_threads) if strategy == "multiworker" else {}
+    model_dir = model_dir_of(recipe)
+    argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
+    with contextlib.ExitStack() as stack:
+        forks = _forks(model_dir, stack)
+        _tell("checking the config, the data and the model")
+        exit_code = stack.enter_context(
+            _checked_and_locked(model_dir, recipe, argv, forks, cluster)
+        )
+        if exit_code != READY:
+            return exit_code
+        namespace = None
+        if strategy != "mirrored":
+            argv = [*argv, f"--num_threads={num_threads}"]
+            namespace = _namespace(recipe, model_dir)
+        if cores:
+            fewest = min(map(len, cores.values()))
+            each = f"at least {fewest} cores" if fewest > 1 else "one core"
+            _tell(f"CPU affinity: each worker has {each} for itself.")
+        if namespace:
+            stack.enter_context(namespace)
+            cluster = cluster_here(namespace.free_ports)
+        options = _options(model_dir, forks)
+        launched = LocalCluster(
+            cluster, argv, model_dir, namespace=namespace, cores=cores, **options
+        )
+        if is_default_dir():
+            point_latest_to(model_dir)
+        stack.enter_context(uploading_reports(model_dir, ["tasks"]))
+        stack.enter_context(view(model_dir))
+        exit_code = launched.run().exit_code
+    if not flags.QUIET.value:
+        print_next(exit_code, model_dir)
+    return exit_code
+
+
+def supervise(recipe: Recipe, cluster: Cluster) -> int:
+    """Starts, supervises and restarts this host's task of a cluster of several hosts."""
+    check_sizes(recipe, num_workers(cluster), cluster.num("ps"))
+    model_dir = model_dir_of(recipe)
+    argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
+    with contextlib.ExitStack() as stack:
+        forks = _forks(model_dir, stack)
+        if not serves(cluster):  # Otherwise the chief has the config.
+            exit_code = stack.enter_context(
+                _checked_and_locked(model_dir, recipe, argv, forks, cluster)
+            )
+            if exit_code != READY:
+                return exit_code
+        start: Callable[..., LocalCluster] = LocalCluster
+        if flags.MIN_WORKERS.present:
+            start = partial(
+                ElasticCluster,
+                rules=Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value),
+                identity=_identity(recipe),
+                saves_regularly=recipe.config.checkpoint_every_steps > 0,
+            )
+        options = _options(model_dir, forks)
+        launched = start(cluster, argv, model_dir, host=_label_of(cluster), **options)
+        exit_code = launched.run().exit_code
+    if cluster.is_chief and not flags.QUIET.value:
+        print_next(exit_code, model_dir, cluster)
+    return exit_code
+
+
+def _options(model_dir: str, forks: ForkServer | None) -> dict[str, Any]:
+    """Arguments of LocalCluster: their types differ."""
+    return {
+        "restarts": Restarts(flags.MAX_RESTARTS.value, lambda: progress_of(model_dir)),
+        "grace_secs": flags.GRACE_SECS.value,
+        "stall_timeout_secs": flags.STALL_TIMEOUT_SECS.value,
+        "fork_server": forks,
+    }
+
+
+def _forks(model_dir: str, stack: contextlib.ExitStack) -> ForkServer | None:
+    is_linux = sys.platform == "linux"
+    return stack.enter_context(fork_server(f"--model_dir={model_dir}")) if is_linux else None
+
+
+def _identity(recipe: Recipe) -> str:
+    """A hash of the code, the config and the flags that must be equal on all hosts of a run."""
+    return str(as_number({**software(), **read_shared_settings(recipe)}))
+
+
+def _label_of(cluster: Cluster) -> str:
+    """The host of this task, with its port if the host has other tasks, too."""
+    host = host_of(cluster.address)
+    is_alone = all(host_of(cluster.address_of(t)) != host for t in cluster.other_trainers)
+    return host if is_alone else cluster.address
+
+
+def _tell(text: str) -> None:
+    if not flags.QUIET.value:
+        say(text)
+
+
+def fork_server(label: str) -> ForkServer:
+    """A process that has imported all that a task needs, but has run no TensorFlow op."""
+    steps = ("configure_logging", "set_environment", "keep_freed_memory", "import_tensorflow")
+    return ForkServer(
+        label,
+        setup=[f"trainer.tf_setup:{step}" for step in steps],
+        preload=["trainer.__main__", "trainer.cli", "trainer.preflight", "trainer.task"],
+    )
+
+
+def _run_check_before_launch(
+    recipe: Recipe, argv: Sequence[str], forks: ForkServer | None, cluster: Cluster
+) -> int:
+    if forks is None:
+        return check_before_launch(recipe, cluster)
+    with ParentWatch() as parent_watch:
+        fds = {1: 1, 2: 2, parent_watch.fd: parent_watch.fd}
+        try:
+            target = "trainer.__main__:check_before_launch"
+            child = forks.spawn(target, "preflight", argv, parent_watch.env, fds)
+        except OSError:  # Perhaps TensorFlow cannot be imported: then this process says why.
+            return check_before_launch(recipe, cluster)
+
+        received: list[int] = []
+
+        def stop(signum: int) -> None:
+            received.append(signum)
+            child.kill()
+
+        with SignalThread(stop_signals(), stop):
+            exit_code = child.wait()
+        if received:
+            end_at_once(received[0], None)
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        say(f"error: {name} ended the process that checks before the launch.")
+        return EXIT_RESTART
+    return exit_code
+
+
+@contextlib.contextmanager
+def _checked_and_locked(
+    model_dir: str,
+    recipe: Recipe,
+    argv: Sequence[str],
+    forks: ForkServer | None,
+    cluster: Cluster,
+) -> Iterator[int]:
+    """Checks before a launch, and keeps other runs from `model_dir` within the context.
+
+    The value is that of the check: READY, or an exit code.
+    """
+    exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
+    # With --min_workers the groups of hosts agree which host has the chief.
+    if exit_code != READY or not cluster.is_chief or flags.MIN_WORKERS.present:
+        yield exit_code
+        return
+    wait_secs = run_lock.longest_wait_secs(flags.GRACE_SECS.value)
+    with run_lock.locked(model_dir, wait_secs, say) as has_waited:
+        if has_waited:  # The other run may have made the last step.
+            exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
+        yield exit_code
+
+
+def _cores(cluster: Cluster, num_threads: int) -> dict[Task, list[int]]:
+    tasks = cluster.tasks()
+    if flags.CPU_AFFINITY.value == "off" or len(tasks) == 1:  # One task has all cores.
+        return {}
+    groups = cpu_groups(len(tasks))
+    fewest = min(map(len, groups))
+    if sys.platform != "linux":
+        why_not = f"{sys.platform} has no CPU affinity"
+    elif fewest == 0:
+        why_not = f"{len(tasks)} workers are more than the {num_cores()} core(s)"
+    elif num_threads > fewest:
+        why_not = (
+            f"{num_cores()} cores for {len(tasks)} workers, of --num_threads={num_threads} each"
+        )
+    else:
+        return dict(zip(tasks, groups, strict=True))
+    if flags.CPU_AFFINITY.value == "on":
+        raise ConfigError(
+            f"--cpu_affinity=on, but workers cannot have cores for themselves: {why_not}. Use "
+            "--cpu_affinity=auto, or fewer --workers or --num_threads."
+        )
+    return {}
+
+
+def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
+    wanted = flags.ISOLATE.value
+    urls = [path for path in (model_dir, data_dir(recipe.config)) if is_url(path)]
+    urls += filter(None, [reached_over_network(recipe.config.trackers)])
+    if wanted == "off":
+        why_not = "--isolate=off"
+    elif wanted == "auto" and urls:
+        why_not = f"{urls[0]} is reached over the network"
+    elif wanted == "auto" and flags.METRICS_PORT.present:
+        why_not = f"--metrics_port={flags.METRICS_PORT.value} is reached over the network"
+    else:
+        try:
+            namespace = open_namespace()
+        except IsolationError as error:
+            why_not = str(error)
+        else:
+            _tell(
+                "isolated: the tasks have a separate network namespace, unreachable from outside."
+            )
+            return namespace
+    if wanted == "on":
+        raise ConfigError(
+            f"--isolate=on, but a network namespace cannot be made: {why_not}. Use --isolate=auto, "
+            "and close this machine's ports to other hosts."
+        )
+    say(f"not isolated ({why_not}): hosts that reach these ports can run code in tasks.")
+    return None

@@ -1,0 +1,239 @@
+"""What a task reports of its run: by hooks, on the console, in config.json and in result.json.
+
+files.write_config(config_document(spec, inputs, learner))
+hooks, console = hooks_of(spec, parts, recorder, saved)
+with failure_recorded(spec, parts, started), uploading(spec, parts):
+...     # Train.
+exit_code = record_end(spec, parts, hooks, console, step, started)
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from data.system.errors import TrainerError
+from data.system.files import absolute as absolute_path
+from data.system.files import shown
+from strategies.base import DataFaultError
+from strategies.lost_peers import loss_of
+from trainer.build import Parts, chief_hooks, shared_hooks
+from trainer.checkpoints.marks import Saved
+from trainer.config import changed_fields, data_dir, to_json
+from trainer.config_file import absolute
+from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line
+from trainer.guards.fingerprint import process_settings
+from trainer.hooks.base import CatchUp, Hook
+from trainer.hooks.console import Console
+from trainer.hooks.export import export_notes
+from trainer.hooks.newest_group import StopIfReplaced
+from trainer.hooks.progress import progress_writers
+from trainer.inputs import Inputs, data_errors_explained
+from trainer.learner import Learner
+from trainer.run_files import Document, RunFiles
+from trainer.run_record.recorder import Recorder
+from trainer.run_record.report_upload import uploading_reports
+from trainer.task_spec import TaskSpec
+
+log = logging.getLogger(__name__)
+
+
+def config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Document:
+    """The contents of config.json, but for the settings of the all-reduce."""
+    config = spec.recipe.config
+    return {
+        "strategy": spec.strategy,
+        "recipe": absolute(spec.recipe.path),
+        "data_dir": absolute_path(data_dir(spec.recipe.config)),
+        "config": json.loads(to_json(config)),
+        "best_is_lowest": learner.is_better_lower(config.best_metric),
+        "wire_dtype": spec.wire_dtype,
+        "read_dtype": spec.read_dtype,
+        "flags": list(spec.flags),
+        "cluster": None if spec.cluster is None else json.loads(spec.cluster.tf_config()),
+        "train_examples": inputs.train.split.num_examples,
+        "eval_examples": inputs.evaluation.split.num_examples,
+        "records_skipped": inputs.records_skipped,
+        "versions": {
+            "python": platform.python_version(),
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+        },
+        "process_settings": process_settings(),
+    }
+
+
+def hooks_of(
+    spec: TaskSpec, parts: Parts, recorder: Recorder, saved: Saved | None
+) -> tuple[list[Hook], Console | None]:
+    """The hooks of a task that trains, and the console of the chief, which says what is trained."""
+    console = None
+    if spec.is_chief:
+        console = Console(
+            spec.recipe.config.train_steps, parts.executor.pace, is_quiet=spec.is_quiet
+        )
+        _say_beginning(spec, parts, console, saved)
+    hooks = [recorder, *_hooks(spec, parts, console)]
+    if spec.is_chief and spec.generation is not None:
+        hooks.insert(0, StopIfReplaced(spec.model_dir, spec.generation))
+    if saved:  # The former process may have ended at that step before it called them.
+        hooks.append(CatchUp(tuple(hooks)))
+    return hooks, console
+
+
+def _hooks(spec: TaskSpec, parts: Parts, console: Console | None) -> list[Hook]:
+    if console is None:
+        return shared_hooks(parts, evaluates=not spec.has_evaluator)
+    document = config_document(spec, parts.inputs, parts.learner)
+    steps = spec.recipe.config.train_steps
+    return chief_hooks(
+        parts,
+        console,
+        document,
+        progress_writers(spec.metrics_address, spec.model_dir, steps),
+        evaluates=not spec.has_evaluator,
+        standby_every_steps=spec.ps_standby,
+    )
+
+
+def _say_beginning(spec: TaskSpec, parts: Parts, console: Console, saved: Saved | None) -> None:
+    config, inputs = spec.recipe.config, parts.inputs
+    num_epochs = config.train_steps * config.batch_size / inputs.train.split.num_examples
+    if spec.is_verbose:
+        console.say(f"config {spec.recipe.path}: {to_json(config)}")
+    console.say(
+        f"{spec.strategy}: {parts.executor.num_replicas} replica(s), batch {config.batch_size:,}, "
+        f"{config.train_steps:,} steps ({num_epochs:,.1f} epochs)"
+    )
+    console.say(
+        f"{data_dir(config)}: {inputs.train.split.num_examples:,} training and "
+        f"{inputs.evaluation.split.num_examples:,} evaluation examples"
+    )
+    console.say(
+        f"{spec.recipe.path}: {parts.learner.model.count_params():,} parameters, "
+        f"{type(parts.learner.optimizer).__name__}; the whole config is in "
+        f"{shown(RunFiles(spec.model_dir).config)}"
+    )
+    if inputs.note:
+        console.say(inputs.note)
+    if spec.has_evaluator:
+        console.say("the evaluator task evaluates; this one does not")
+    if spec.is_verbose and parts.executor.placement:
+        console.say(parts.executor.placement)
+    if all_reduce := RunFiles(spec.model_dir).recorded("all_reduce"):
+        items = ", ".join(f"{name} {value:g}" for name, value in all_reduce.items())
+        console.say(f"all-reduce: {items}")
+    if saved and saved.step:
+        console.say(f"resuming from step {saved.step:,}")
+        if changed := changed_fields(saved.config, config):
+            console.say(f"changed since that step: {changed}")
+    elif parts.learner.origin:
+        console.say(parts.learner.origin)
+    notes = export_notes(parts.learner.model, spec.recipe.path) if config.export else []
+    for note in [*parts.learner.notes, *notes]:
+        console.say(f"note: {note}")
+
+
+@contextlib.contextmanager
+def uploading(spec: TaskSpec, parts: Parts) -> Iterator[None]:
+    """Uploads reports while the run writes them, if --model_dir is at s3://."""
+    if not spec.is_chief:
+        yield
+        return
+    lines = "metrics.jsonl"
+    with uploading_reports(spec.model_dir, [lines, "tensorboard"], resumes=lines) as sync:
+        parts.checkpointer.before_mark = sync
+        yield
+
+
+@contextlib.contextmanager
+def failure_recorded(spec: TaskSpec, parts: Parts, started: float) -> Iterator[None]:
+    """Writes an error to result.json, with the file and offset if the data caused it.
+
+    On leaving, also finishes a checkpoint that is being written.
+    """
+    try:
+        try:
+            yield
+        except DataFaultError as error:
+            with data_errors_explained(parts.inputs):
+                raise error.__cause__ or error from None
+    except BaseException as error:
+        is_lost = loss_of(error) is not None
+        exit_code = error.exit_code if isinstance(error, TrainerError) else EXIT_BUG
+        failed = {
+            "step": None if is_lost else int(parts.learner.step.numpy()),
+            "seconds": round(time.monotonic() - started, 3),
+            "exit_code": EXIT_RESTART if is_lost else exit_code,
+            "why": first_line(error),
+        }
+        # An error of this does not matter. A worker that fails says why: the chief only loses it.
+        files = RunFiles(spec.model_dir)
+        if not is_lost or (spec.is_chief and files.read_result() is None):
+            files.write_result(failed)
+        raise
+    finally:
+        parts.checkpointer.wait()
+
+
+def record_end(
+    spec: TaskSpec,
+    parts: Parts,
+    hooks: Sequence[Hook],
+    console: Console | None,
+    step: int,
+    started: float,
+) -> int:
+    """Writes result.json; returns the exit code, the same in all tasks that run the loop."""
+    config, executor = spec.recipe.config, parts.executor
+    stopped_early = next((hook.done for hook in hooks if hook.done), "")
+    is_complete = step >= config.train_steps or bool(stopped_early)
+    failures = [hook.failure for hook in hooks if hook.failure]
+    exit_code = max((hook.failure_exit_code for hook in hooks if hook.failure), default=EXIT_DONE)
+    if not is_complete:
+        exit_code = EXIT_RESTART
+    if spec.is_chief and not parts.checkpointer.has_saved(step):
+        failures.insert(0, f"Step {step:,} could not be saved")
+        exit_code = EXIT_RESTART
+    reason = (stopped_early or "done") if is_complete else "asked to stop"
+    result: dict[str, Any] = {"eval": {}}  # JSON values.
+    for hook in hooks:
+        result |= hook.result()
+    result |= {
+        "step": step,
+        "examples": executor.position.num_examples(parts.inputs.train.order),
+        "seconds": round(time.monotonic() - started, 3),
+        "exit_code": exit_code,
+        "why": "; ".join(failures) or reason,
+    }
+    if stopped_early:
+        result["stopped_early_by"] = dataclasses.asdict(config.early_stopping)
+    if parts.inputs.records_skipped is not None:
+        result["records_skipped"] = parts.inputs.records_skipped
+    if skips := executor.position.skipped:
+        result |= {"nan_recoveries": len(skips), "examples_skipped": sum(skips)}
+    result |= {name: dict(by_worker) for name, by_worker in executor.worker_stats().items()}
+    if failure := write_result(spec, result):
+        failures.append(failure)
+        exit_code = EXIT_RESTART
+    if console:
+        measured = "  ".join(f"{name} {value:.4f}" for name, value in result["eval"].items())
+        line = f"{result['why']}: step {step:,}  {measured}  {result['seconds']:.1f} s"
+        console.say(line, important=True)
+        console.say(shown(RunFiles(spec.model_dir).result))
+    for failure in failures:
+        log.error("%s. Restart when the cause is removed, to resume from what was saved.", failure)
+    # Only the chief writes, so only the chief can fail to; the other tasks end like the chief.
+    return executor.gathered(exit_code)[0]
+
+
+def write_result(spec: TaskSpec, result: Document) -> str:
+    """Writes result.json if this task is the chief; returns why that failed, or ""."""
+    return RunFiles(spec.model_dir).write_result(result) if spec.is_chief else ""
