@@ -355,7 +355,7 @@ def chief_hooks(
     tensorboard = TensorBoard(
         appended.tensorboard,
         hparams={**hparams_of(config), "strategy": config_document["strategy"]},
-        metrics=parts.learner.metric_names,
+        metrics=parts.learner.objective.metric_names,
     )
     lossy_tensorboard = Lossy(tensorboard, appended.tensorboard)
     hooks: list[Hook] = []

@@ -319,25 +319,25 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
             f"returns {other}. Multiply the weights in parse()."
         )
     has_default_accuracy = recipe.metrics is None and (
-        recipe.loss is not None or "loss" not in learner.functions
+        recipe.loss is not None or "loss" not in learner.objective.functions
     )
-    if has_default_accuracy or is_keras(recipe.loss) or learner.keras_metrics:
+    if has_default_accuracy or is_keras(recipe.loss) or learner.objective.keras_metrics:
         taken = tf.nest.map_structure(
             lambda spec: keras.KerasTensor((None, *spec.shape[1:]), spec.dtype.name), specs
         )
         outputs = learner.model.compute_output_spec(taken)
         if has_default_accuracy and not _are_classes(labels, outputs):
-            learner.leave_out_accuracy()
-        learner.build_metrics(labels, outputs)
+            learner.objective.leave_out_accuracy()
+        learner.objective.build_metrics(labels, outputs)
     check_best_metric(recipe.config, learner)
 
 
 def check_best_metric(config: Config, learner: Learner) -> None:
     """Raises ConfigError if no metric of `learner` has the name config.best_metric."""
-    if config.best_metric not in learner.metric_names:
+    if config.best_metric not in learner.objective.metric_names:
         raise ConfigError(
             f"config.best_metric={config.best_metric!r} is none of the metrics: "
-            f"{', '.join(learner.metric_names)}."
+            f"{', '.join(learner.objective.metric_names)}."
         )
 
 
@@ -380,20 +380,20 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
                 f"{where} does not fit the model of {recipe.path}: inputs are {shapes}, the model "
                 f"takes {taken}. {first_line(error)}"
             ) from error
-        if recipe.loss is None and "loss" in learner.functions:
+        if recipe.loss is None and "loss" in learner.objective.functions:
             _check_labels(where, labels, outputs.shape[-1])
         num_examples = tf.nest.flatten(examples)[0].shape[0]
         shapes = tf.nest.map_structure(_described, (labels, outputs))
         given = f"labels: {shapes[0]}, outputs: {shapes[1]}{shape_advice(labels, outputs)}"
-        for name, function in learner.functions.items():
+        for name, function in learner.objective.functions.items():
             called = name if name == "loss" else f"metrics[{name!r}]"
             what = f"{where}: {called}(labels, outputs) of {recipe.path}"
             with errors_explained(what, f"\n  {given}"):
                 shape = _shape_of(function, labels, outputs)
             _check_shape(what, shape, num_examples)
-        if learner.keras_metrics and num_examples > 1:
+        if learner.objective.keras_metrics and num_examples > 1:
             with errors_explained(f"{where}: the metrics of {recipe.path}", f"\n  {given}"):
-                learner.keras_metrics.require_sums(labels, outputs)
+                learner.objective.keras_metrics.require_sums(labels, outputs)
         for weight in tf.nest.flatten(weights):
             _check_weights(where, weight, num_examples)
         if has_own_code(learner.model) and type(learner).gradients is Learner.gradients:

@@ -474,7 +474,7 @@ def _config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Docume
         "recipe": absolute(spec.recipe.path),
         "data_dir": absolute_path(data_dir(spec.recipe.config)),
         "config": json.loads(to_json(config)),
-        "best_is_lowest": learner.is_better_lower(config.best_metric),
+        "best_is_lowest": learner.objective.is_better_lower(config.best_metric),
         "wire_dtype": spec.wire_dtype,
         "read_dtype": spec.read_dtype,
         "flags": list(spec.flags),
