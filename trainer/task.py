@@ -41,14 +41,7 @@ from strategies.multiworker import MultiWorkerExecutor
 from strategies.ps.asynchronous import AsynchronousExecutor
 from strategies.ps.servers import ask_chief_to_stop, serve, start_server
 from strategies.ps.sync.executor import SynchronousExecutor
-from trainer.build import (
-    Parts,
-    build_checkpointer,
-    check_for_strategy,
-    check_standby,
-    chief_hooks,
-    shared_hooks,
-)
+from trainer.build import build_checkpointer, check_for_strategy, check_standby
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
 from trainer.checkpoints.survivors import remove_claims, save_last_complete_step
@@ -71,6 +64,7 @@ from trainer.guards.fingerprint import (
 from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
 from trainer.hooks.base import CatchUp, Hook
+from trainer.hooks.building import Parts, chief_hooks, shared_hooks
 from trainer.hooks.console import Console
 from trainer.hooks.export import check_export, export_notes
 from trainer.hooks.newest_group import StopIfReplaced

@@ -19,12 +19,12 @@ from data.system import object_store
 from data.system.files import DataError, exists, is_dir, is_s3, join
 from data.system.scratch import plain_path, scratch_dir
 from strategies.base import Batch
-from trainer.build import build_model
 from trainer.config import ConfigError, Recipe, recipe_of_run
 from trainer.embeddings.table import set_values
 from trainer.exit_codes import first_line
 from trainer.guards.fingerprint import check_keras_settings
 from trainer.inputs import declared_inputs, parse_of
+from trainer.models import build_model
 from trainer.run_files import CHECKPOINT_MARK, RunFiles
 from trainer.run_record.tools import require_run
 from trainer.session import restore
