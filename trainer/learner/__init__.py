@@ -165,7 +165,7 @@ class Learner:
 
         Methods of a subclass may have ops that XLA lacks.
         """
-        return type(self) is Learner and self._differentiation.is_compiled
+        return type(self) is Learner and self._differentiation.with_xla is not None
 
     @property
     def num_totals(self) -> int:
@@ -184,17 +184,12 @@ class Learner:
     @property
     def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
         """Variables, in named lists, that belong to neither the model nor the optimizer."""
-        return self._own_state
-
-    @property
-    def _own_state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
-        slots = self._variables.table_slots
-        return {**self._update.state, **({"table_slots": slots} if slots else {})}
+        return self._update.state
 
     @property
     def forward_state(self) -> Sequence[tf.Variable]:
         """The variables that `gradients` may change: all but those of the base class's `apply`."""
-        ours = self._own_state
+        ours = self._update.state
         others = [
             v for name, variables in self.state.items() if name not in ours for v in variables
         ]
@@ -282,10 +277,6 @@ class Learner:
         """
         self.optimizer.update_step(gradient, variable, rate)
 
-    @property
-    def _evaluated(self) -> Sequence[tf.Variable]:
-        return self._update.averages or self.variables[: self.num_dense]
-
     @no_autograph
     def evaluate(self, batch: Batch) -> tf.Tensor:
         """Returns the metric totals of (inputs, labels, counts), float64 [num_totals].
@@ -298,8 +289,10 @@ class Learner:
     @property
     def evaluation_inputs(self) -> Sequence[tf.Variable]:
         """The variables that `evaluate_at` needs; empty if a subclass overrides `evaluate`."""
-        inputs = [*self._evaluated, *self._variables.not_trained]
-        return inputs if type(self).evaluate is Learner.evaluate else ()
+        if type(self).evaluate is not Learner.evaluate:
+            return ()
+        trained = self._update.averages or self.variables[: self.num_dense]
+        return [*trained, *self._variables.not_trained]
 
     @no_autograph
     def evaluate_at(self, batch: Batch, values: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -24,7 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class Differentiation:
-    """Differentiates an objective."""
+    """Differentiates an objective.
+
+    Attributes:
+        with_xla: The function that XLA compiles, if it does.
+    """
 
     def __init__(
         self,
@@ -41,24 +45,19 @@ class Differentiation:
         self._variables, self._objective, self._loss_scale = variables, objective, loss_scale
         self._forward, self._measure = forward, measure
         self._needs_seeds, self._micro_batches = needs_seeds, micro_batches
-        self._with_xla: tf.types.experimental.PolymorphicFunction | None = None
+        self.with_xla: tf.types.experimental.PolymorphicFunction | None = None
         self._may_stop_compiling = False
-
-    @property
-    def is_compiled(self) -> bool:
-        """True if XLA compiles the gradient."""
-        return self._with_xla is not None
 
     def compile_with_xla(self, *, is_optional: bool) -> None:
         """Has XLA compile the gradient; if `is_optional`, `stop_compiling` may end it."""
-        self._with_xla = tf.function(self._differentiate_at, jit_compile=True, autograph=False)
+        self.with_xla = tf.function(self._differentiate_at, jit_compile=True, autograph=False)
         self._may_stop_compiling = is_optional
 
     def stop_compiling(self, error: tf.errors.OpError) -> bool:
         """Returns True if `error` says that XLA cannot compile, and it need not: try again."""
         if not self._may_stop_compiling or not is_of_xla(error):
             return False
-        self._with_xla, self._may_stop_compiling = None, False
+        self.with_xla, self._may_stop_compiling = None, False
         log.warning(
             "XLA is not used: %s With --config.jit_compile=False it is not tried.",
             described(error),
@@ -94,9 +93,9 @@ class Differentiation:
         If there are `values`, updates them too: the next micro-batch starts from them.
         """
         scale = self._loss_scale.read() if self._loss_scale else None
-        if self._with_xla is not None:
+        if self.with_xla is not None:
             read = values or [tf.convert_to_tensor(variable) for variable in self._variables.inputs]
-            gradients, totals, updates = self._with_xla(batch, training, read, scale)
+            gradients, totals, updates = self.with_xla(batch, training, read, scale)
         elif values is not None:
             gradients, totals, updates = self._differentiate_at(batch, training, values, scale)
         else:

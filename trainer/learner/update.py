@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from data.autograph import autograph
 from strategies.base import read_now
+from trainer.embeddings.table import Rows
 from trainer.learner.variables import ModelVariables
 from trainer.step.ema import ExponentialMovingAverage
 from trainer.step.fused_updates import Update as FusedUpdate
@@ -77,11 +78,13 @@ class Update:
         self.loss_scale = LossScale(options.loss_scale) if variables.is_float16 else None
 
     @property
-    def state(self) -> Mapping[str, Sequence[tf.Variable]]:
-        """Variables, in named lists, that belong to neither the model nor the optimizer."""
+    def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
+        """As `Learner.state`."""
+        slots = self._variables.table_slots
         return {
             **({"averages": self.averages} if self._ema else {}),
             **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),
+            **({"table_slots": slots} if slots else {}),
         }
 
     def rate(self, step: tf.Tensor) -> tf.Tensor:
@@ -107,21 +110,19 @@ class Update:
             factor = None if self._rate_factor is None else self._rate_factor(step)
             fused = None if self._change_variable else fused_update(self._optimizer, step)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        changing = [self._variables.trained[index] for index in present]
         summed: Sequence[Gradient] = [gradients[index] for index in present]
         is_finite = all_finite(summed) if self.loss_scale else None
         now = _Now(step, rate, factor, fused, is_finite)
         compiles = compiles and bool(summed) and self._can_compile
         if not compiles:
-            summed = clip_gradients(
-                summed, [self._variables.trained[index] for index in present], self._options.clip
-            )
+            summed = clip_gradients(summed, changing, self._options.clip)
 
         def change_all(strategy: tf.distribute.Strategy, *changes: Gradient) -> list[tf.Tensor]:
             if compiles:  # Then there are no tables.
-                copies = [self._variables.trained[index] for index in present]
                 change = functools.partial(self._change_compiled, now, present)
-                arguments = copies, list(changes)
-                changed = [strategy.extended.update(copies[0], change, arguments, group=False)]
+                arguments = changing, list(changes)
+                changed = [strategy.extended.update(changing[0], change, arguments, group=False)]
             else:
                 changed = [
                     self._change_copies(now, strategy, index, change)
