@@ -142,7 +142,7 @@ def _check_options(config: Config) -> None:
             )
         if item.metadata.get("is_pattern"):
             try:
-                re.compile(values[name])
+                re.compile(str(values[name]))
             except re.error as error:
                 needed = f"a regular expression ({error})"
                 raise must_be(needed, name, values[name], "'kernel|bias'") from error

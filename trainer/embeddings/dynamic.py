@@ -72,12 +72,18 @@ class DynamicTable:
 
         self._last_steps_in_graph = graph(lambda: _joined(part.last_steps() for part in parts))
         self._index_in_graph = graph(lambda: _joined(part.index() for part in parts))
-        self._evict_in_graph = graph(lambda step: [part.evict(step) for part in parts], step)
+        self._evict_in_graph = graph(self._evict, step)
         finds = [part.values_of for part in parts]
         self._values_in_graph = graph(lambda ids: values_of_parts(ids, ids, finds), ids)
-        self._set_index_in_graph = graph(
-            lambda ids, use: [part.set_index(ids, use) for part in parts], ids, use
-        )
+        self._set_index_in_graph = graph(self._set_index, ids, use)
+
+    def _evict(self, step: tf.Tensor) -> None:
+        for part in self.dynamic_parts:
+            part.evict(step)
+
+    def _set_index(self, ids: tf.Tensor, use: tf.Tensor) -> None:
+        for part in self.dynamic_parts:
+            part.set_index(ids, use)
 
     @functools.cached_property
     def _set_values_in_graph(self) -> Graph:
