@@ -43,20 +43,20 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
                 f"{where} does not fit the model of {recipe.path}: inputs are {shapes}, the model "
                 f"takes {taken}. {first_line(error)}"
             ) from error
-        if recipe.loss is None and "loss" in learner.functions:
+        if recipe.loss is None and "loss" in learner.objective.functions:
             _check_labels(where, labels, outputs.shape[-1])
         num_examples = tf.nest.flatten(examples)[0].shape[0]
         shapes = tf.nest.map_structure(shape_text, (labels, outputs))
         given = f"labels: {shapes[0]}, outputs: {shapes[1]}{shape_advice(labels, outputs)}"
-        for name, function in learner.functions.items():
+        for name, function in learner.objective.functions.items():
             called = name if name == "loss" else f"metrics[{name!r}]"
             what = f"{where}: {called}(labels, outputs) of {recipe.path}"
             with errors_explained(what, f"\n  {given}"):
                 shape = _shape_of(function, labels, outputs)
             _check_shape(what, shape, num_examples)
-        if learner.keras_metrics and num_examples > 1:
+        if learner.objective.keras_metrics and num_examples > 1:
             with errors_explained(f"{where}: the metrics of {recipe.path}", f"\n  {given}"):
-                learner.keras_metrics.require_sums(labels, outputs)
+                learner.objective.keras_metrics.require_sums(labels, outputs)
         for weight in tf.nest.flatten(weights):
             _check_weights(where, weight, num_examples)
         if has_own_code(learner.model) and type(learner).gradients is Learner.gradients:

@@ -65,6 +65,7 @@ from trainer.step.options import (
     at_least,
     number,
     one_of,
+    option,
 )
 from trainer.step.options import ConfigError as ConfigError  # Users import it from here.
 
@@ -199,7 +200,9 @@ class Config:
     best_metric: str = "loss"
     histogram_every_steps: int = at_least(0, 0)
     profile_first_step: int = at_least(0, 0)
-    profile_num_steps: int = at_least(1, 10)
+    profile_num_steps: int = at_least(
+        1, 10, needs=(("profile_first_step",), "profile_first_step=100")
+    )
     trackers: str = ""
     export: bool = True
     micro_batches: int = at_least(1, 1)
@@ -207,7 +210,7 @@ class Config:
     jit_compile: bool | str = one_of("auto", True, False)
     label_smoothing: float = number(0.0, BELOW_1)
     class_weight: dict[int, float] = field(default_factory=dict)
-    freeze: str = ""
+    freeze: str = option("", is_pattern=True)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)

@@ -3,14 +3,13 @@
     check(recipe.config)                                # each field, and what fits together
     check_replicas(recipe.config, num_replicas=4)       # what depends on the cluster
 
-All raise ConfigError: what came, what is needed, what to type. `build.py` checks what needs the
-model.
+All raise ConfigError: what came, what is needed, what to type. trainer/step/options.py declares the
+checks of a field with the field, and `build.py` checks what needs the model.
 """
 
 import logging
-import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.config import Config, ConfigError, fields_of, flatten, num_lanes
@@ -18,36 +17,6 @@ from trainer.hooks.tracker_names import check_trackers
 from trainer.step.options import must_be
 
 log = logging.getLogger(__name__)
-
-# Fields that mean nothing without another one: what is needed, an example, and if it is there.
-_NEEDS: Sequence[tuple[str, str, str, Callable[[Config], object]]] = (
-    ("ema.warmup", "config.ema.decay", "ema.decay=0.999", lambda c: c.ema.decay),
-    ("ema.from_first_step", "config.ema.decay", "ema.decay=0.999", lambda c: c.ema.decay),
-    (
-        "early_stopping.min_delta",
-        "config.early_stopping.patience",
-        "early_stopping.patience=3",
-        lambda c: c.early_stopping.patience,
-    ),
-    (
-        "warm_start.exclude",
-        "config.warm_start.path",
-        "warm_start.path=runs/RUN",
-        lambda c: c.warm_start.path,
-    ),
-    (
-        "penalty.variables",
-        "config.penalty.l1 or config.penalty.l2",
-        "penalty.l2=0.0001",
-        lambda c: c.penalty.l1 or c.penalty.l2,
-    ),
-    (
-        "profile_num_steps",
-        "config.profile_first_step",
-        "profile_first_step=100",
-        lambda c: c.profile_first_step,
-    ),
-)
 
 
 def check(config: Config) -> None:
@@ -162,17 +131,18 @@ def _check_options(config: Config) -> None:
             f"config.early_stopping.patience={config.early_stopping.patience} counts evaluations, "
             "but there is none before the end. Type --config.eval_every_steps=1000, for example."
         )
-    values, defaults = flatten(config), flatten(Config())
-    for name, needed, example, has_it in _NEEDS:
-        if values[name] != defaults[name] and not has_it(config):
+    values = flatten(config)
+    for name, item, default in fields_of(Config()):
+        needed, example = item.metadata.get("needs", ((), ""))
+        if values[name] != default and needed and not any(values[other] for other in needed):
             raise ConfigError(
-                f"config.{name}={values[name]} means nothing without {needed}. Type "
+                f"config.{name}={values[name]} means nothing without "
+                f"{' or '.join(f'config.{other}' for other in needed)}. Type "
                 f"--config.{example}, for example, or leave {name} out."
             )
-    for name in ("penalty.variables", "weight_decay.exclude", "freeze", "warm_start.exclude"):
-        pattern = operator.attrgetter(name)(config)
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            needed = f"a regular expression ({error})"
-            raise must_be(needed, name, pattern, "'kernel|bias'") from error
+        if item.metadata.get("is_pattern"):
+            try:
+                re.compile(str(values[name]))
+            except re.error as error:
+                needed = f"a regular expression ({error})"
+                raise must_be(needed, name, values[name], "'kernel|bias'") from error

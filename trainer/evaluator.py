@@ -25,13 +25,14 @@ from strategies.cluster.watching import watch_chief
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from strategies.position import Position
 from trainer.batch_checks import check_batches
-from trainer.build import build_checkpointer, build_json_lines
+from trainer.build import build_checkpointer
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import Saved
 from trainer.compilation import choose_compilation
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
 from trainer.guards.signals import StopSignals
+from trainer.hooks.building import build_json_lines
 from trainer.hooks.console import Console
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.writers import Lossy, TensorBoard

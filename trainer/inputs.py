@@ -301,25 +301,25 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
             f"returns {other}. Multiply the weights in parse()."
         )
     has_default_accuracy = recipe.metrics is None and (
-        recipe.loss is not None or "loss" not in learner.functions
+        recipe.loss is not None or "loss" not in learner.objective.functions
     )
-    if has_default_accuracy or is_keras(recipe.loss) or learner.keras_metrics:
+    if has_default_accuracy or is_keras(recipe.loss) or learner.objective.keras_metrics:
         taken = tf.nest.map_structure(
             lambda spec: keras.KerasTensor((None, *spec.shape[1:]), spec.dtype.name), specs
         )
         outputs = learner.model.compute_output_spec(taken)
         if has_default_accuracy and not _are_classes(labels, outputs):
-            learner.leave_out_accuracy()
-        learner.build_metrics(labels, outputs)
+            learner.objective.leave_out_accuracy()
+        learner.objective.build_metrics(labels, outputs)
     check_best_metric(recipe.config, learner)
 
 
 def check_best_metric(config: Config, learner: Learner) -> None:
     """Raises ConfigError if no metric of `learner` has the name config.best_metric."""
-    if config.best_metric not in learner.metric_names:
+    if config.best_metric not in learner.objective.metric_names:
         raise ConfigError(
             f"config.best_metric={config.best_metric!r} is none of the metrics: "
-            f"{', '.join(learner.metric_names)}."
+            f"{', '.join(learner.objective.metric_names)}."
         )
 
 

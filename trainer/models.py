@@ -1,8 +1,6 @@
 """Models of config files: what can be trained, and building a model from the specs of its inputs.
 
-with names_from_zero():
-    model = build_model(config)
-check_model(model, "build_model(config) of my_model.py")
+model = build_model(recipe, specs)      # of the functions of a config file
 if not is_built(model):
     build_from_specs(model, specs, "my_model.py")
 """
@@ -17,12 +15,52 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from strategies.base import Batch
+from trainer.config import Recipe
 from trainer.config_file import errors_explained
 from trainer.step.model_loss import overrides
 from trainer.step.options import ConfigError
 
 
-def check_model(model: object, what: str) -> None:
+def build_model(
+    recipe: Recipe, input_specs: Batch = None, *, is_trained: bool = True
+) -> keras.Model:
+    """The model of `recipe`, built, in the precision that its config names.
+
+    Its names are the same at each call, in each process. If `is_trained`, layers that `call` uses
+    only with training=True have weights, too; otherwise it is the model as it predicts.
+
+    float32 leaves Keras' policy as it is: a file may set one.
+    """
+    what, config = f"build_model(config) of {recipe.path}", recipe.config
+    policy = keras.config.dtype_policy()
+    if config.precision != "float32":
+        keras.config.set_dtype_policy(config.precision)
+    try:
+        with names_from_zero():
+            with errors_explained(what):
+                model = recipe.build_model(config)
+            _check_model(model, what)
+            declared = declared_inputs(model)
+            if declared is None and not is_built(model):
+                if input_specs is None:
+                    raise ConfigError(f"{what} must return a built model. Give it a keras.Input.")
+                build_from_specs(model, input_specs, recipe.path)
+            # Layers of Keras use all their weights in both modes.
+            if is_trained and has_own_code(model) and not is_built(model):
+                specs = input_specs if declared is None else declared
+                build_from_specs(model, specs, recipe.path, training=True)
+    finally:
+        if config.precision != "float32":
+            keras.config.set_dtype_policy(policy)
+    if not model.trainable_variables:
+        raise ConfigError(
+            f"{what} must return a keras.Model with weights to train, but {type(model).__name__} "
+            "has none. Add a layer such as keras.layers.Dense."
+        )
+    return model
+
+
+def _check_model(model: object, what: str) -> None:
     """Raises ConfigError if `model` cannot be trained here. `what` is the function that made it."""
     if not isinstance(model, keras.Model):
         raise ConfigError(

@@ -24,13 +24,13 @@ from data.system.files import absolute as absolute_path
 from data.system.files import shown
 from strategies.base import DataFaultError
 from strategies.lost_peers import loss_of
-from trainer.build import Parts, chief_hooks, shared_hooks
 from trainer.checkpoints.marks import Saved
 from trainer.config import changed_fields, data_dir, to_json
 from trainer.config_file import absolute
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards.fingerprint import process_settings
 from trainer.hooks.base import CatchUp, Hook
+from trainer.hooks.building import Parts, chief_hooks, shared_hooks
 from trainer.hooks.console import Console
 from trainer.hooks.export import export_notes
 from trainer.hooks.newest_group import StopIfReplaced
@@ -53,7 +53,7 @@ def config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Documen
         "recipe": absolute(spec.recipe.path),
         "data_dir": absolute_path(data_dir(spec.recipe.config)),
         "config": json.loads(to_json(config)),
-        "best_is_lowest": learner.is_better_lower(config.best_metric),
+        "best_is_lowest": learner.objective.is_better_lower(config.best_metric),
         "wire_dtype": spec.wire_dtype,
         "read_dtype": spec.read_dtype,
         "flags": list(spec.flags),

@@ -26,7 +26,7 @@ from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from trainer import build
 from trainer.batch_checks import check_batches
-from trainer.build import Parts, build_checkpointer, build_learner, build_model
+from trainer.build import build_checkpointer, build_learner
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.compilation import choose_compilation
 from trainer.config import ConfigError, Recipe, recipe_of_run
@@ -34,6 +34,7 @@ from trainer.config_checks import check_replicas
 from trainer.embeddings.table import set_values
 from trainer.exit_codes import first_line
 from trainer.guards import fingerprint
+from trainer.hooks.building import Parts
 from trainer.hooks.export import check_export
 from trainer.inputs import (
     Inputs,
@@ -44,6 +45,7 @@ from trainer.inputs import (
     parse_of,
 )
 from trainer.learner import Learner
+from trainer.models import build_model
 from trainer.run_files import Document, RunFiles, step_in
 from trainer.task_spec import TaskSpec
 

@@ -20,7 +20,6 @@ from strategies.base import Executor
 from strategies.lost_peers import PeerLostError, loss_of
 from strategies.position import Position
 from trainer import connecting, reporting
-from trainer.build import Parts
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
 from trainer.checkpoints.survivors import save_last_complete_step
@@ -29,6 +28,7 @@ from trainer.exit_codes import EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards import run_lock
 from trainer.guards.signals import StopSignals
 from trainer.guards.watchdog import Watchdog
+from trainer.hooks.building import Parts
 from trainer.inputs import data_errors_explained, open_inputs
 from trainer.preflight import check_model_dir, disk_errors_explained, finished_result
 from trainer.resume import restore_newest, train_recovering

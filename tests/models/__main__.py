@@ -104,7 +104,7 @@ def export_errors(model: str, runs: Sequence[Run], data: Path, scratch: Path) ->
     for number, run in enumerate(runs):
         found = np.load(scratch / f"{number}.npz")
         outputs = {name: tf.constant(found[name]) for name in found.files}
-        values = learner._losses(labels, outputs.get("", outputs), inputs=examples)
+        values = learner.objective.losses(labels, outputs.get("", outputs), inputs=examples)
         reported = run.result["eval"]["loss"]
         errors.append(abs(float(np.mean(values)) / reported - 1))
     return errors

@@ -8,9 +8,10 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.replicas import update_of
-from trainer.build import build_learner, build_model, check_for_strategy
+from trainer.build import build_learner, check_for_strategy
 from trainer.config import Config, ConfigError, Recipe
 from trainer.learner import Learner
+from trainer.models import build_model
 from trainer.step.options import LossScaleConfig, ScheduleConfig, WeightDecayConfig
 
 

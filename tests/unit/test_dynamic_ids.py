@@ -42,7 +42,7 @@ UNIFORM = keras.initializers.RandomUniform(-0.5, 0.5)
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.embeddings.dynamic._FIRST_ROWS", 2)
+    monkeypatch.setattr("trainer.embeddings.dynamic_part._FIRST_ROWS", 2)
 
 
 def make_learner(

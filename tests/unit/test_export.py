@@ -12,10 +12,11 @@ import pytest
 import tensorflow as tf
 
 from strategies.ps.placement import dry_run
-from trainer.build import build_learner, build_model
+from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
 from trainer.exit_codes import EXIT_USAGE
 from trainer.hooks.export import Export, check_export, export_notes
+from trainer.models import build_model
 from trainer.step.options import EmaConfig
 
 # Keras warns of a layer whose own layers are made in `call`.

@@ -231,7 +231,7 @@ def test_training_and_reports_equal_those_of_fit(case: dict[str, Any], num_repli
             options=Options(class_weight=case.get("class_weight", {})),
         )
     spec_of = specs(labels, reference(data[0][0]))
-    learner.build_metrics(*spec_of)
+    learner.objective.build_metrics(*spec_of)
     step = tf.function(lambda batch: strategy.run(update_of(learner), args=(batch,)))
     bounds = [0, BATCH] if num_replicas == 1 else [0, 4, BATCH]
     totals = np.zeros([learner.num_totals])

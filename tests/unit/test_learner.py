@@ -423,15 +423,16 @@ def test_value_of_only_some_examples_is_refused_if_shapes_are_unknown(
     wrong: str, batch: tuple[np.ndarray, np.ndarray]
 ) -> None:
     learner = make_learner(replicas(1), sgd)
-    right: Any = learner._loss if wrong == "loss" else learner.functions[wrong]
+    objective: Any = learner.objective
+    right = objective._loss if wrong == "loss" else objective.functions[wrong]
 
     def of_some(labels: Any, logits: Any) -> Any:
         return tf.boolean_mask(right(labels, logits), labels > 0)
 
     if wrong == "loss":
-        learner._loss = of_some
+        objective._loss = of_some
     else:
-        learner._metrics = {wrong: of_some}
+        objective._metrics = {wrong: of_some}
     specs = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.int64))
     for signature in (specs, None):
         gradients = tf.function(
@@ -492,7 +493,7 @@ def test_examples_of_weight_zero_do_not_count_even_if_they_are_nan(
     found = learner.evaluate((padded, labels, weights)).numpy()
 
     np.testing.assert_allclose(found, exact, rtol=1e-6)
-    assert learner.metric_names == ("loss", "accuracy")
+    assert learner.objective.metric_names == ("loss", "accuracy")
     assert found[1::2].tolist() == [7, 7]
     logits = learner.model(inputs[:7]).numpy()
     assert found[2] == (logits.argmax(-1) == labels[:7]).sum()

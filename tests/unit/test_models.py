@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 from strategies.ps.placement import dry_run
-from trainer.build import build_learner, build_model
+from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
 from trainer.hooks.base import Hook
-from trainer.models import is_built
+from trainer.models import build_model, is_built
 
 SPECS = tf.TensorSpec([None, 4], tf.float32)
 NAMED = {"a": SPECS, "b": tf.TensorSpec([None, 2], tf.float32)}
@@ -99,7 +99,7 @@ def test_error_in_call_shows_the_inputs() -> None:
     ],
 )
 def test_wrong_hooks_are_refused(returned: Any, said: str) -> None:
-    from trainer.build import _hooks_of_user
+    from trainer.hooks.building import _hooks_of_user
 
     def own(config: Config, model_dir: str) -> Any:
         return returned
@@ -109,7 +109,7 @@ def test_wrong_hooks_are_refused(returned: Any, said: str) -> None:
 
 
 def test_single_hook_is_a_list_of_one() -> None:
-    from trainer.build import _hooks_of_user
+    from trainer.hooks.building import _hooks_of_user
 
     hook = Hook()
     recipe = Recipe("mine.py", Config(), unbuilt, build_hooks=lambda config, model_dir: hook)  # type: ignore[arg-type,return-value]

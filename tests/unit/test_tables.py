@@ -50,7 +50,7 @@ def dynamic(parts: int = 1, replica: int = 1) -> Learner:
 
 @pytest.fixture(params=[fixed, dynamic])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Learner]:
-    monkeypatch.setattr("trainer.embeddings.dynamic._FIRST_ROWS", 2)
+    monkeypatch.setattr("trainer.embeddings.dynamic_part._FIRST_ROWS", 2)
     monkeypatch.setattr(tables, "_PIECE_BYTES", 40)  # One or two rows.
     made: Callable[..., Learner] = request.param
     return made

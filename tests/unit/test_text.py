@@ -124,7 +124,7 @@ def test_language_model_is_causal_and_its_metrics_agree(sentences: Path) -> None
     after = learner.model(changed).numpy()
     assert np.array_equal(before[:, :100], after[:, :100])
     assert (before[:, 100:] != after[:, 100:]).any(axis=(0, 2)).all()
-    learner.build_metrics(labels, before)
+    learner.objective.build_metrics(labels, before)
     totals = learner.evaluate((tokens, labels, tf.ones([len(tokens)]))).numpy()
     values = learner.to_metrics(totals)
     found = means(values)

@@ -22,7 +22,8 @@ from typing_extensions import override
 
 from strategies.tables import has_rows, making_part, num_parts, part_rows, read_dtype
 from trainer.embeddings.counting import add_lookup
-from trainer.embeddings.dynamic import DynamicPart, DynamicTable, Values
+from trainer.embeddings.dynamic import DynamicTable, Values
+from trainer.embeddings.dynamic_part import DynamicPart
 from trainer.embeddings.optimizers import TableOptimizer, gather_rows, table_optimizer, to_config
 from trainer.embeddings.table import Rows
 from trainer.step.options import ConfigError

@@ -25,7 +25,8 @@ import tensorflow as tf
 
 from data.autograph import no_autograph
 from strategies.base import value_of
-from trainer.embeddings.dynamic import DynamicTable, copies_of, values_of_parts
+from trainer.embeddings.dynamic import DynamicTable, values_of_parts
+from trainer.embeddings.dynamic_part import copies_of
 from trainer.embeddings.optimizers import gather_rows
 from trainer.step.options import ConfigError
 

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from strategies.locks import free
 from strategies.tables import has_rows, making_part, part_rows
-from trainer.embeddings.dynamic import DynamicPart, DynamicTable
+from trainer.embeddings.dynamic import DynamicTable
+from trainer.embeddings.dynamic_part import DynamicPart
 from trainer.embeddings.layer import ShardedEmbedding
 from trainer.embeddings.optimizers import TableUpdate, gather_rows
 from trainer.embeddings.table import FixedTable, Rows

@@ -8,7 +8,7 @@
 
 The loop calls every hook after every call of the executor. `next_step` only limits the next call,
 so no interval has to divide another. Asynchronous steps may overshoot, so an action is due when a
-multiple was crossed. trainer/build.py decides which task has which hook; no hook asks for its role.
+multiple was crossed. building.py decides which task has which hook; no hook asks for its role.
 """
 
 import abc

@@ -79,7 +79,7 @@ def check_monitors(
     callbacks: Sequence[Callback], learner: Learner, path: str, *, evaluates: bool
 ) -> None:
     """Raises ConfigError if a callback of config file `path` watches a metric that is not there."""
-    names = list(learner.metric_names)
+    names = list(learner.objective.metric_names)
     if evaluates:
         names += [f"val_{name}" for name in names]
     for callback in callbacks:
@@ -225,4 +225,4 @@ class Callbacks(Hook):
         """Chooses mode="auto" as config.best_metric does: from the metric."""
         monitor = getattr(callback, "monitor", "loss").removeprefix("val_")
         if getattr(callback, "mode", "") not in ("min", "max"):
-            callback.mode = "min" if self.learner.is_better_lower(monitor) else "max"
+            callback.mode = "min" if self.learner.objective.is_better_lower(monitor) else "max"

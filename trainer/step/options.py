@@ -25,15 +25,24 @@ _AT_LEAST_1: _Bound = ("1 or more", lambda x: 1 <= x < math.inf)
 PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
-def at_least(least: int, default: int) -> int:
-    """Declares a whole number of a config with its lower bound (see trainer/config_checks.py)."""
-    return field(default=default, metadata={"at_least": least})
-
-
 # Any: a field of several types.
+def option(default: Any, **metadata: Any) -> Any:
+    """Declares a field of a config with what trainer/config_checks.py checks.
+
+    `needs` is (names of fields, one of which must be set; an example). With `is_pattern` the field
+    is a regular expression.
+    """
+    return field(default=default, metadata=metadata)
+
+
+def at_least(least: int, default: int, **metadata: Any) -> int:
+    """Declares a whole number of a config with its lower bound."""
+    return field(default=default, metadata={"at_least": least, **metadata})
+
+
 def one_of(*values: Any) -> Any:
     """Declares a field of a config with its `values`; the first is the default."""
-    return field(default=values[0], metadata={"one_of": values})
+    return option(values[0], one_of=values)
 
 
 class ConfigError(UsageError):
@@ -48,9 +57,9 @@ def must_be(needed: str, name: str, value: object, example: object) -> ConfigErr
     )
 
 
-def number(default: float, bound: _Bound) -> float:
-    """Declares a number of a config with its bound (see trainer/config_checks.py)."""
-    return field(default=default, metadata={"bound": bound})
+def number(default: float, bound: _Bound, **metadata: Any) -> float:
+    """Declares a number of a config with its bound."""
+    return field(default=default, metadata={"bound": bound, **metadata})
 
 
 @dataclass
@@ -170,7 +179,11 @@ class PenaltyConfig:
 
     l1: float = number(0.0, _AT_LEAST_0)
     l2: float = number(0.0, _AT_LEAST_0)
-    variables: str = "kernel|embeddings"
+    variables: str = option(
+        "kernel|embeddings",
+        is_pattern=True,
+        needs=(("penalty.l1", "penalty.l2"), "penalty.l2=0.0001"),
+    )
 
 
 @dataclass
@@ -187,7 +200,7 @@ class WeightDecayConfig:
     """
 
     rate: float = number(0.0, _AT_LEAST_0)
-    exclude: str = ""
+    exclude: str = option("", is_pattern=True)
 
 
 @dataclass
@@ -204,8 +217,8 @@ class EmaConfig:
     """
 
     decay: float = number(0.0, BELOW_1)
-    warmup: bool = False
-    from_first_step: bool = False
+    warmup: bool = option(False, needs=(("ema.decay",), "ema.decay=0.999"))
+    from_first_step: bool = option(False, needs=(("ema.decay",), "ema.decay=0.999"))
 
 
 @dataclass
@@ -227,12 +240,14 @@ class EarlyStoppingConfig:
 
     Attributes:
         patience: The number of evaluations in a row without improvement; 0 never stops early.
-        min_delta: An improvement is larger than this: `Learner.is_better_lower` says in
-            which direction.
+        min_delta: An improvement is larger than this, in the direction that
+            `Objective.is_better_lower` says.
     """
 
     patience: int = at_least(0, 0)
-    min_delta: float = number(0.0, _AT_LEAST_0)
+    min_delta: float = number(
+        0.0, _AT_LEAST_0, needs=(("early_stopping.patience",), "early_stopping.patience=3")
+    )
 
 
 @dataclass
@@ -249,7 +264,9 @@ class WarmStartConfig:
     """
 
     path: str = ""
-    exclude: str = ""
+    exclude: str = option(
+        "", is_pattern=True, needs=(("warm_start.path",), "warm_start.path=runs/RUN")
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,352 @@
+"""A part of a table of dynamic ids, on one server: the hash table, the rows, what changes them.
+
+    part = DynamicPart(layer, index, num_parts)     # in the strategy's scope; id mod P is `index`
+    rows = part.lookup(ids, training=True)          # on a worker; gathered on the server
+    places = part.places(rows, variables, ids, step)    # in the update; admits ids
+
+dynamic.py says what is in the hash table, and when it changes. TensorFlow's MutableDenseHashTable
+is not used: after removals an insertion may add an id twice.
+"""
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from strategies import locks
+from strategies.tables import making_part
+from trainer.embeddings.initial import initial_rows
+from trainer.embeddings.optimizers import Slots, capacity, gather_rows, handle_of
+
+if TYPE_CHECKING:
+    from trainer.embeddings.layer import ShardedEmbedding
+
+# The rows for which a new part has memory. Later it grows by half of its size.
+_FIRST_ROWS = 1024
+
+# Values of an id in the hash table, int64: its place, its sightings, its last step.
+NUM_VALUES = 3
+_UNKNOWN = (-1, 0, 0)
+
+_numbers = itertools.count()
+
+
+class Counts(NamedTuple):
+    """What a part counts, int64."""
+
+    rows: int  # Rows that are used, with gaps: the next row gets this place.
+    new: int  # Ids that got a row.
+    evicted: int  # Ids that lost their row.
+
+
+class _Index(NamedTuple):
+    """The resources of one copy of a part."""
+
+    ids: tf.Tensor  # The hash table.
+    locks: list[tf.Tensor]
+
+
+class DynamicPart:
+    """The ids of a table of which id mod P is `index`.
+
+    Attributes:
+        rows: The rows, [capacity, width]. Its static shape is that of a new part: a worker process
+            aborts when it is sent the handle of a variable with an unknown dimension. So the value
+            is only read by `gather_rows`, and its size by `capacity`.
+        counts: Counts, int64 [3].
+        marks_changes: True if the last step of each id is kept, also if no id is evicted.
+    """
+
+    def __init__(self, layer: "ShardedEmbedding", index: int, num_parts: int) -> None:
+        """Makes the variables; called in the strategy's scope."""
+        self._layer, self._index, self._num_parts = layer, index, num_parts
+        self.marks_changes = False
+        width, dtype = layer.width, tf.as_dtype(layer.variable_dtype)
+        self.slots: dict[str, tf.Variable] = {}
+        with making_part(index, (0, width)):
+            self.rows = tf.Variable(
+                lambda: tf.zeros([_FIRST_ROWS, width], dtype),
+                name=f"{layer.name}/embeddings_{index}",
+            )
+        extended = tf.distribute.get_strategy().extended
+        with extended.colocate_vars_with(self.rows), making_part(index, (len(Counts._fields),)):
+            self.counts = tf.Variable(
+                tf.zeros([len(Counts._fields)], tf.int64), trainable=False, name="counts"
+            )
+        self._indices = {
+            copy.handle.device: _index_on(copy.device) for copy in copies_of(self.rows)
+        }
+
+    @property
+    def keeps_last(self) -> bool:
+        """True if the last step of an id with a row is kept, and not that in which it got the row.
+
+        To keep it costs a write of the hash table for each id that a step uses.
+        """
+        return self._layer.evicts or self.marks_changes
+
+    def add_slots(self, initial: Slots) -> Mapping[str, tf.Variable]:
+        """Makes the optimizer slots; called in the strategy's scope. Returns them by name."""
+        extended = tf.distribute.get_strategy().extended
+        for name, (_, is_of_row) in initial.items():
+            inner = () if is_of_row else (self._layer.width,)
+            with extended.colocate_vars_with(self.rows), making_part(self._index, (0, *inner)):
+                self.slots[name] = tf.Variable(
+                    lambda inner=inner: tf.zeros([_FIRST_ROWS, *inner]),
+                    trainable=False,
+                    name=name,
+                )
+        return self.slots
+
+    def lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
+        """The rows of `ids`, int64 [n]: [n, width]. The gradient is (ids, gradients of rows).
+
+        An id without a row has zeros. But if this step will admit the id, it has its initial row.
+        """
+        handle = handle_of(self.rows)
+        with record.stop_recording():
+            rows = self._rows_of(ids, training)
+        # The gradient has ids in place of places: an id may have no place yet.
+        record.record_operation(
+            "ShardedEmbedding", [rows], [handle], lambda upstream: [tf.IndexedSlices(upstream, ids)]
+        )
+        return rows
+
+    def _rows_of(self, ids: tf.Tensor, training: bool) -> tf.Tensor:
+        layer = self._layer
+        place, sightings, _ = self._find(self._indices[handle_of(self.rows).device], ids)
+        found = gather_rows(self.rows, tf.maximum(place, 0))
+        rows = tf.where((place >= 0)[:, tf.newaxis], found, tf.zeros_like(found))
+        if not training:
+            return rows
+        is_new = (place < 0) & (sightings + 1 >= layer.admit_after)
+        new = tf.where(is_new)
+        initial = initial_rows(tf.gather_nd(ids, new), layer.width, layer.initializer, rows.dtype)
+        return tf.tensor_scatter_nd_update(rows, new, initial)
+
+    def take_lock(self, rows: tf.Variable, waited_for: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Takes the lock of updates of the copy `rows` when `waited_for` are computed."""
+        return locks.take(self._indices[rows.handle.device].locks, waited_for)
+
+    def places(
+        self,
+        rows: tf.Variable,
+        colocated: Mapping[str, tf.Variable],
+        ids: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tf.Tensor:
+        """The places of different `ids`, int64 [n], -1 without a row, after one more sighting.
+
+        Gives rows to ids that have enough sightings now. `rows` and `colocated` (slots, and
+        "counts") are copies of this part's variables; `step` is the number of steps done before.
+        """
+        layer, index = self._layer, self._indices[rows.handle.device]
+        place, sightings, last = self._find(index, ids)
+        sightings += 1
+        is_new = (place < 0) & (sightings >= layer.admit_after)
+        new = tf.where(is_new)
+        num_new = tf.shape(new, tf.int64)[0]
+        counts = colocated["counts"]
+        first = tf.raw_ops.ReadVariableOp(resource=counts.handle, dtype=tf.int64)[0]
+        new_places = first + tf.range(num_new)
+        new_ids = tf.gather_nd(ids, new)
+        initial = {"": initial_rows(new_ids, layer.width, layer.initializer, rows.dtype)}
+        for name, (value, is_of_row) in layer.optimizer.initial_slots.items():
+            inner = [] if is_of_row else [layer.width]
+            initial[name] = tf.fill([num_new, *inner], tf.constant(value))
+        written = []
+        for name, values in initial.items():
+            variable = colocated[name] if name else rows
+            with tf.control_dependencies([_grown(variable, first + num_new)]):
+                written.append(_scattered(variable, new_places, values))
+        # The ids come last: a worker that finds an id finds its row, too.
+        with _after(*written):
+            more = tf.stack([num_new, num_new, tf.zeros_like(num_new)])
+            counted = tf.raw_ops.AssignAddVariableOp(resource=counts.handle, value=more)
+        is_changed = tf.ones_like(is_new) if self.keeps_last else place < 0
+        place = tf.tensor_scatter_nd_update(place, new, new_places)
+        # An update of an asynchronous worker may come late.
+        last = tf.maximum(last, _int64(step) + 1)
+        values = tf.stack([place, sightings, last], axis=1)
+        with _after(counted):
+            inserted = tf.raw_ops.LookupTableInsertV2(
+                table_handle=index.ids,
+                keys=tf.boolean_mask(ids, is_changed),
+                values=tf.boolean_mask(values, is_changed),
+            )
+        with _after(inserted):
+            return tf.identity(place)
+
+    def index(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """All ids, int64 [m], in any order, and their use, int64 [m, 3] (`dynamic.Values`)."""
+        rows = copies_of(self.rows)[0]
+        with tf.device(rows.device):
+            ids, found = _exported(self._indices[rows.handle.device])
+            has_row = tf.cast(found[:, :1] >= 0, tf.int64)
+            last = found[:, 2:] if self.keeps_last else found[:, 2:] * (1 - has_row)
+            return ids, tf.concat([has_row, found[:, 1:2], last], axis=1)
+
+    def values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The rows and slots of `ids`, which have rows, by name."""
+        rows = copies_of(self.rows)[0]
+        with tf.device(rows.device):
+            place, _, _ = self._find(self._indices[rows.handle.device], ids)
+            return {name: gather_rows(v, place) for name, v in self.variables.items()}
+
+    def set_index(self, ids: tf.Tensor, use: tf.Tensor) -> None:
+        """Replaces all ids by those of `ids` that belong to this part; their rows are zeros."""
+        mine = tf.equal(ids % self._num_parts, self._index)
+        ids, use = tf.boolean_mask(ids, mine), tf.boolean_mask(use, mine)
+        number = tf.reduce_sum(use[:, 0])
+        size = tf.maximum(number, _FIRST_ROWS)
+        place = tf.where(use[:, 0] > 0, tf.cumsum(use[:, 0]) - 1, -1)
+        in_hash = tf.concat([place[:, tf.newaxis], use[:, 1:]], axis=1)
+        for variable in self.variables.values():
+            for copy in copies_of(variable):
+                with tf.device(copy.device):
+                    zeros = tf.zeros([size, *copy.shape[1:]], copy.dtype)
+                    tf.raw_ops.AssignVariableOp(
+                        resource=copy.handle, value=zeros, validate_shape=False
+                    )
+        for rows, counts in zip(copies_of(self.rows), copies_of(self.counts), strict=True):
+            index = self._indices[rows.handle.device]
+            with tf.device(rows.device):
+                tf.raw_ops.LookupTableRemoveV2(table_handle=index.ids, keys=_exported(index)[0])
+                tf.raw_ops.LookupTableInsertV2(
+                    table_handle=index.ids, keys=tf.identity(ids), values=tf.identity(in_hash)
+                )
+                counts.assign(tf.stack([number, 0, 0]))
+
+    def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
+        """Sets the rows and slots of those of `ids`, which have rows, that belong to this part."""
+        mine = tf.equal(ids % self._num_parts, self._index)
+        ids = tf.boolean_mask(ids, mine)
+        of_mine = {name: tf.boolean_mask(value, mine) for name, value in values.items()}
+        copies = [copies_of(variable) for variable in self.variables.values()]
+        for of_device in zip(*copies, strict=True):
+            rows = of_device[0]
+            with tf.device(rows.device):
+                place, _, _ = self._find(self._indices[rows.handle.device], ids)
+                for name, variable in zip(self.variables, of_device, strict=True):
+                    _scattered(variable, place, tf.identity(of_mine[name]))
+
+    @property
+    def variables(self) -> dict[str, tf.Variable]:
+        """The rows and the slots, by name."""
+        return {"rows": self.rows, **self.slots}
+
+    def last_steps(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """The last steps of ids with rows, int64 [k], and the numbers of these ids, int64 [k]."""
+        rows = copies_of(self.rows)[0]
+        with tf.device(rows.device):
+            _, found = _exported(self._indices[rows.handle.device])
+            steps = tf.boolean_mask(found[:, 2], found[:, 0] >= 0)
+            steps, _, numbers = tf.unique_with_counts(steps, tf.int64)
+            return steps, numbers
+
+    def evict(self, step: tf.Tensor) -> None:
+        """Removes ids that neither `step` nor a later one used. The last rows fill the gaps."""
+        variables = [copies_of(v) for v in (self.rows, self.counts, *self.slots.values())]
+        for rows, counts, *slots in zip(*variables, strict=True):
+            index = self._indices[rows.handle.device]
+            with tf.device(rows.device):
+                ids, found = _exported(index)
+                is_kept = found[:, 2] >= step
+                has_row = found[:, 0] >= 0
+                keeps_row = is_kept & has_row
+                number = tf.math.count_nonzero(keeps_row)
+                is_moved = keeps_row & (found[:, 0] >= number)
+                stays = tf.boolean_mask(found[:, 0], keeps_row & ~is_moved)
+                is_used = tf.scatter_nd(
+                    stays[:, tf.newaxis], tf.ones_like(stays), number[tf.newaxis]
+                )
+                gaps = tf.where(tf.equal(is_used, 0))[:, 0]
+                moved = tf.boolean_mask(found, is_moved)
+                written = [_scattered(v, gaps, gather_rows(v, moved[:, 0])) for v in (rows, *slots)]
+                with _after(*written):
+                    tf.raw_ops.LookupTableRemoveV2(
+                        table_handle=index.ids, keys=tf.boolean_mask(ids, ~is_kept)
+                    )
+                    tf.raw_ops.LookupTableInsertV2(
+                        table_handle=index.ids,
+                        keys=tf.boolean_mask(ids, is_moved),
+                        values=tf.concat([gaps[:, tf.newaxis], moved[:, 1:]], axis=1),
+                    )
+                    before = counts.read_value()
+                    evicted = tf.math.count_nonzero(has_row) - number
+                    counts.assign(tf.stack([number, before[1], before[2] + evicted]))
+
+    def _find(self, index: _Index, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        found = tf.raw_ops.LookupTableFindV2(
+            table_handle=index.ids, keys=ids, default_value=tf.constant(_UNKNOWN, tf.int64)
+        )
+        place, sightings, last = tf.unstack(
+            tf.ensure_shape(found, [*ids.shape, NUM_VALUES]), axis=1
+        )
+        return place, sightings, last
+
+
+def _index_on(device: str) -> _Index:
+    name = f"ids-{os.getpid()}-{time.time_ns()}-{next(_numbers)}"
+    with tf.device(device):
+        ids = tf.raw_ops.MutableHashTableOfTensorsV2(
+            key_dtype=tf.int64, value_dtype=tf.int64, value_shape=[NUM_VALUES], shared_name=name
+        )
+        return _Index(ids, locks.make_locks(name))
+
+
+def _exported(index: _Index) -> tuple[tf.Tensor, tf.Tensor]:
+    """All ids, int64 [m], and their values, int64 [m, 3]."""
+    ids, values = tf.raw_ops.LookupTableExportV2(
+        table_handle=index.ids, Tkeys=tf.int64, Tvalues=tf.int64
+    )
+    return tf.ensure_shape(ids, [None]), tf.ensure_shape(values, [None, NUM_VALUES])
+
+
+def copies_of(variable: tf.Variable) -> list[tf.Variable]:
+    """The copies of `variable` in this process."""
+    values = getattr(variable, "values", None)
+    return [variable] if values is None or callable(values) else list(values)
+
+
+def _grown(variable: tf.Variable, needed: tf.Tensor) -> tf.Tensor:
+    """Grows `variable` to `needed` rows, or by half of its size. Returns a tensor after that."""
+    size = capacity(variable)
+
+    def grow() -> tf.Tensor:
+        larger = _padded(gather_rows(variable, tf.range(size)), tf.maximum(needed, size * 3 // 2))
+        assigned = tf.raw_ops.AssignVariableOp(
+            resource=variable.handle, value=larger, validate_shape=False
+        )
+        with _after(assigned):
+            return tf.constant(True)
+
+    return tf.cond(needed > size, grow, lambda: tf.constant(False))
+
+
+def _padded(values: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    """`values`, [n, ...], with zeros up to `size` rows."""
+    missing = size - tf.shape(values, tf.int64)[0]
+    return tf.pad(values, [[0, missing], *[[0, 0]] * (len(values.shape) - 1)])
+
+
+def _scattered(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
+    return tf.raw_ops.ResourceScatterUpdate(
+        resource=variable.handle, indices=places, updates=values
+    )
+
+
+def _after(*ops: tf.Operation | None) -> contextlib.AbstractContextManager[None]:
+    """Ops that are made inside come after `ops`; those of eager code are None."""
+    after: contextlib.AbstractContextManager[None]
+    after = tf.control_dependencies([op for op in ops if op is not None])
+    return after
+
+
+def _int64(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.int64)

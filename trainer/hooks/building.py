@@ -1,0 +1,262 @@
+"""Decides which hooks a task has, and in which order they are called.
+
+    hooks = shared_hooks(parts, evaluates=True)         # of a task that writes no files
+    hooks = chief_hooks(parts, console, config_document, evaluates=True)
+
+Every task that runs the loop has a learner and a checkpointer, and restores. Only the chief saves,
+writes and exports.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import keras
+
+from data.system.files import is_s3
+from strategies.base import Batch, Executor
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.config import ConfigError, Recipe
+from trainer.config_file import errors_explained
+from trainer.hooks.base import Hook
+from trainer.hooks.callbacks import Callbacks, build_callbacks
+from trainer.hooks.console import Console
+from trainer.hooks.evaluate import EarlyStop, Evaluate
+from trainer.hooks.evict import evict_hooks
+from trainer.hooks.export import Export
+from trainer.hooks.finite import StopOnNonFinite
+from trainer.hooks.hparams import hparams_of
+from trainer.hooks.inspect import Histograms, Profile
+from trainer.hooks.notebook import notebook_bars
+from trainer.hooks.report import Report
+from trainer.hooks.save import CopyToStandby, KeepConfig, SaveCheckpoint
+from trainer.hooks.tracking import build_trackers
+from trainer.hooks.writers import JsonLines, Lossy, TensorBoard, Values, Writer
+from trainer.inputs import Inputs, batch_at
+from trainer.learner import Learner
+from trainer.models import build_model
+from trainer.run_files import Document, RunFiles, local_dir
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a task trains with."""
+
+    recipe: Recipe
+    model_dir: str
+    inputs: Inputs
+    input_specs: Batch
+    executor: Executor
+    learner: Learner
+    checkpointer: Checkpointer
+
+
+def shared_hooks(parts: Parts, *, evaluates: bool) -> list[Hook]:
+    """The hooks of a task that writes no files, in the order of their calls.
+
+    With `evaluates` False, the cluster has an evaluator task.
+    """
+    save = _save_hook(parts, None)
+    evaluation = _evaluation_hooks(parts, [], save, history=list) if evaluates else []
+    return [
+        StopOnNonFinite(parts.learner.loss_scale),
+        *evict_hooks(parts.learner.model, parts.executor),
+        *evaluation,
+        *_callback_hooks(parts, evaluation),
+        save,
+    ]
+
+
+def chief_hooks(
+    parts: Parts,
+    console: Console,
+    config_document: Document,
+    progress: Sequence[Writer] = (),
+    *,
+    evaluates: bool,
+    standby_every_steps: int = 0,
+) -> list[Hook]:
+    """The hooks of the chief: the shared hooks, and the hooks that write, in their order.
+
+    `config_document` is what config.json holds. `progress` gets all reports, too. Parameter servers
+    copy their state to each other every `standby_every_steps`; 0 is never.
+    """
+    recipe, config, files = parts.recipe, parts.recipe.config, RunFiles(parts.model_dir)
+    appended = RunFiles(local_dir(parts.model_dir))
+    lines = build_json_lines(appended.metrics, parts.inputs)
+    json_lines = Lossy(lines, appended.metrics)
+    tensorboard = TensorBoard(
+        appended.tensorboard,
+        hparams={**hparams_of(config), "strategy": config_document["strategy"]},
+        metrics=parts.learner.objective.metric_names,
+    )
+    lossy_tensorboard = Lossy(tensorboard, appended.tensorboard)
+    hooks: list[Hook] = []
+    step = parts.learner.step
+    trackers = build_trackers(
+        recipe,
+        parts.model_dir,
+        config_document,
+        is_complete=lambda: (
+            int(step.numpy()) >= config.train_steps or any(hook.done for hook in hooks)
+        ),
+    )
+    writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]
+    hooks += [
+        StopOnNonFinite(parts.learner.loss_scale),
+        *evict_hooks(parts.learner.model, parts.executor),
+        *([] if is_s3(parts.model_dir) else [_keep_config_hook(parts, config_document)]),
+        json_lines,
+        lossy_tensorboard,
+        console,
+        *notebook_bars(config.train_steps, parts.executor.pace),
+        *progress,
+        Report(
+            parts.executor,
+            parts.learner,
+            writers,
+            every_steps=config.log_every_steps,
+            last_step=config.train_steps,
+            order=parts.inputs.train.order,
+        ),
+    ]
+    save = _save_hook(parts, parts.checkpointer)
+    evaluation: list[Hook] = []
+    if evaluates:
+        evaluation = _evaluation_hooks(parts, writers, save, history=lines.read)
+    hooks += [*evaluation, *_callback_hooks(parts, evaluation)]
+    if config.histogram_every_steps:
+        histograms = Histograms(
+            parts.learner,
+            lambda: batch_at(parts.inputs.train, parts.executor.position.next_batch),
+            lambda step: tensorboard.writing("train", step),
+            every_steps=config.histogram_every_steps,
+        )
+        hooks.append(histograms)
+    if config.profile_first_step:
+        profile = Profile(
+            f"{appended.tensorboard}/train",
+            first_step=config.profile_first_step,
+            num_steps=config.profile_num_steps,
+        )
+        hooks.append(profile)
+    if recipe.build_hooks:
+        hooks += _hooks_of_user(recipe, parts.model_dir)
+    hooks.append(save)
+    if standby_every_steps:
+        hooks.append(
+            CopyToStandby(
+                every_steps=standby_every_steps, executor=parts.executor, learner=parts.learner
+            )
+        )
+    if config.export:
+        specs = parts.input_specs
+        export = Export(
+            parts.learner,
+            lambda: build_model(recipe, specs, is_trained=False),
+            files.export,
+            path=recipe.path,
+            input_specs=specs,
+            last_step=config.train_steps,
+            stopwatch=parts.executor.stopwatch,
+        )
+        for hook in hooks:
+            if isinstance(hook, (EarlyStop, Callbacks)):
+                hook.to_end.append(export)
+        hooks.append(export)
+    return [*hooks, *trackers]  # Last: their end comes after the last reports.
+
+
+def build_json_lines(path: str, inputs: Inputs) -> JsonLines:
+    """Reports at `path`. Each line has the number of skipped records, if records may be skipped."""
+    skipped = (inputs.records_skipped or {}).items()
+    return JsonLines(path, {split: {"records_skipped": count} for split, count in skipped})
+
+
+def _hooks_of_user(recipe: Recipe, model_dir: str) -> list[Hook]:
+    assert recipe.build_hooks is not None
+    what = f"build_hooks(config, model_dir) of {recipe.path}"
+    with errors_explained(what):
+        returned = recipe.build_hooks(recipe.config, model_dir)
+        hooks = list(returned) if isinstance(returned, Iterable) else [returned]
+    for hook in hooks:
+        if isinstance(hook, keras.callbacks.Callback):
+            raise ConfigError(
+                f"{what} returned {type(hook).__name__}, which is a callback of Keras. Return it "
+                "from `def build_callbacks(config)` instead; see docs/keras.md."
+            )
+        if not isinstance(hook, Hook):
+            raise ConfigError(
+                f"{what} must return a list of trainer.hooks.base.Hook. Received: {hook!r}."
+            )
+    return hooks
+
+
+def _evaluation_hooks(
+    parts: Parts,
+    writers: Sequence[Writer],
+    save: SaveCheckpoint,
+    *,
+    history: Callable[[], Sequence[Values]],
+) -> list[Hook]:
+    config = parts.recipe.config
+    every_steps = config.eval_every_steps
+    if not every_steps and parts.recipe.build_callbacks:
+        every_steps = _steps_per_epoch(parts)  # As `fit` does with validation data.
+    evaluate = Evaluate(
+        parts.executor,
+        parts.learner,
+        writers,
+        every_steps=every_steps,
+        last_step=config.train_steps,
+        best_metric=config.best_metric,
+        checkpointer=save.checkpointer,
+        position=lambda: parts.executor.position,
+        history=history,
+        save=save,
+    )
+    if not config.early_stopping.patience:
+        return [evaluate]
+    early_stop = EarlyStop(
+        parts.executor, evaluate, config.early_stopping, config.best_metric, history=history
+    )
+    return [evaluate, early_stop]
+
+
+def _callback_hooks(parts: Parts, evaluation: Sequence[Hook]) -> list[Callbacks]:
+    callbacks = build_callbacks(parts.recipe)
+    if not callbacks:
+        return []
+    hook = Callbacks(
+        parts.executor,
+        parts.learner,
+        callbacks,
+        path=parts.recipe.path,
+        steps_per_epoch=_steps_per_epoch(parts),
+        last_step=parts.recipe.config.train_steps,
+        evaluate=next((hook for hook in evaluation if isinstance(hook, Evaluate)), None),
+    )
+    return [hook]
+
+
+def _steps_per_epoch(parts: Parts) -> int:
+    order = parts.inputs.train.order
+    return -(-order.num_examples // order.batch_size)
+
+
+def _keep_config_hook(parts: Parts, document: Document) -> KeepConfig:
+    return KeepConfig(
+        RunFiles(parts.model_dir),
+        document,
+        every_steps=parts.recipe.config.checkpoint_every_steps,
+        last_step=parts.recipe.config.train_steps,
+    )
+
+
+def _save_hook(parts: Parts, checkpointer: Checkpointer | None) -> SaveCheckpoint:
+    return SaveCheckpoint(
+        parts.executor,
+        parts.learner,
+        checkpointer,
+        every_steps=parts.recipe.config.checkpoint_every_steps,
+        last_step=parts.recipe.config.train_steps,
+    )

@@ -1,0 +1,323 @@
+"""Learner: a model, its optimizer and the training step; the maths that all strategies share.
+
+    learner = executor.build(lambda: Learner(model, optimizer, loss, metrics, batch_size=100))
+    gradients, totals = learner.gradients(batch)        # on each replica, of its part of the batch
+    learner.apply(summed)                               # the gradients, summed over replicas
+
+`gradients` changes no trainable variable; only `apply` does. Between them the executor sums over
+replicas (strategies/gradients/all_reduce.py). Learner is the sum of three parts, and what a config
+file may override of them:
+
+| part | what |
+| --- | --- |
+| objective.py | the loss, the penalties and the metric totals |
+| differentiation.py | the gradient: at given values, in micro-batches, compiled by XLA |
+| update.py | clipping, weight decay, the optimizer, moving averages, the count of the step |
+
+A step descends along the gradient of
+
+    sum over the examples of the batch of loss / batch_size
+
+A replica that has n examples computes its part of this sum, and n / batch_size of the
+regularisation penalty. So the sum over replicas is the gradient of the complete batch, with the
+penalty counted once, also when the parts are uneven. This, and the order in update.py, is the same
+under every strategy.
+
+B is the number of examples of a replica's part of a batch.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from data.autograph import no_autograph
+from strategies.base import Batch
+from strategies.metrics import Metrics
+from trainer.embeddings.counting import begin_counting
+from trainer.embeddings.table import Rows
+from trainer.learner.differentiation import Differentiation
+from trainer.learner.objective import Objective
+from trainer.learner.update import Update
+from trainer.learner.variables import ModelVariables
+from trainer.step.gradients import Gradient
+from trainer.step.keras_losses import KerasLoss
+from trainer.step.keras_metrics import KerasMetrics, without_padding
+from trainer.step.losses import PerExample
+from trainer.step.model_loss import ModelLoss
+from trainer.step.optimizers import check_optimizer
+from trainer.step.options import Options
+from trainer.step.random_layers import bind, drawing
+from trainer.step.schedules import RateFactor
+
+
+class Learner:
+    """A model, an optimizer, a loss and metrics, built in a strategy's scope.
+
+    A config file may derive its own class (configs/custom_step.py) and override:
+
+    | method | for |
+    | --- | --- |
+    | `gradients` | several losses, a custom backward pass |
+    | `change_variable` | several optimizers, chosen by the index of the variable |
+    | `build_optimizers`, `state` | creating and saving the variables of further optimizers |
+    | `apply` | work before or after the change; `super().apply` counts the step |
+    | `evaluate` | metrics that are not a mean over the examples of one forward pass |
+
+    - The loss of a training step includes the model's regularisation penalties; the loss of an
+      evaluation does not.
+    - Weight regularisers are exact on any number of replicas. So are activity regularisers that are
+      sums over examples, as L1 and L2: Keras divides them by B, and the replica's part is weighted
+      by B. Other penalties of `add_loss` see one replica's examples at a time: on several replicas
+      they are an approximation.
+    - A variable's constraint is applied after each update. Under asynchronous ps, an update of
+      another worker between the read and the write of the constraint is lost.
+    - The gradient of a Keras Embedding is sent as rows (tf.IndexedSlices) and made dense on the
+      device of the variable, because Keras' optimizers do not agree on rows that occur twice. So
+      each update costs the time and memory of the whole table. Synchronous ps sends it dense.
+      The parts of a ShardedEmbedding are updated by rows, by the optimizer of their table.
+
+    Attributes:
+        tables: The layers of the model that are ShardedEmbeddings.
+        saved_tables: Their tables, with optimizer slots, as a checkpoint has them.
+        variables: The trainable variables, in the order of `gradients`.
+        num_dense: The first `num_dense` of `variables` are dense. The others are parts of tables
+            (trainer/embeddings), whose gradients are rows.
+        dense_variables: Keras' variables of the former, in the same order.
+        step: The optimizer's counter, an integer scalar; it also counts steps that float16 skips.
+        needs_seeds: True if the model has random layers, which draw from the examples' seeds.
+        objective: The loss, the penalties and the metrics.
+        notes: What the user should know about the model, the loss and the optimizer.
+        loss_scale: The scale of the loss if the model computes in float16, else None.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.Optimizer,
+        loss: PerExample | KerasLoss | ModelLoss,
+        metrics: Mapping[str, PerExample],
+        *,
+        batch_size: int,
+        keras_metrics: KerasMetrics | None = None,
+        rate_factor: RateFactor | None = None,
+        options: Options | None = None,
+        origin: str = "",
+    ) -> None:
+        """Creates the optimizer's variables. Called in the strategy's scope.
+
+        `batch_size` is that of a step, over all replicas. `rate_factor` multiplies the optimizer's
+        learning rate. `origin` is the source of the weights, in words; empty if initialised.
+        With `keras_metrics`, `objective.build_metrics` must be called before the first step.
+
+        Raises:
+            OptimizerError: the optimizer has a setting that would be ignored, or the model has
+                float16 variables.
+            ConfigError: a pattern of `options` matches no variable.
+        """
+        check_optimizer(optimizer)
+        options = options or Options()
+        self.model = model
+        self.optimizer = optimizer
+        self.step: tf.Variable = optimizer.iterations.value
+        self.origin = origin
+        self.notes: list[str] = []
+        self.batch_size = batch_size
+        self.needs_seeds = bind(model)
+        self._variables = variables = ModelVariables(model, options)
+        self.tables, self.saved_tables = variables.tables, variables.saved_tables
+        self.variables, self.dense_variables = variables.trained, variables.dense
+        self.num_dense = len(variables.dense)
+        self.objective = Objective(variables, loss, metrics, keras_metrics, options, batch_size)
+        self.build_optimizers()
+        is_overridden = type(self).change_variable is not Learner.change_variable
+        change = self.change_variable if is_overridden else None
+        self._update = Update(optimizer, variables, options, rate_factor, change)
+        self.loss_scale = self._update.loss_scale
+        self._differentiation = Differentiation(
+            variables,
+            self.objective,
+            self.loss_scale,
+            self.forward,
+            self.measure,
+            needs_seeds=self.needs_seeds,
+            micro_batches=options.micro_batches,
+        )
+        if options.jit_compile:
+            self.compile_with_xla()
+
+    def compile_with_xla(self, *, is_optional: bool = False) -> None:
+        """Has XLA compile gradients and, if no method is overridden, updates and evaluations.
+
+        Called before the first step. If `is_optional`, `stop_compiling` may end it.
+        """
+        self._differentiation.compile_with_xla(is_optional=is_optional)
+
+    def stop_compiling(self, error: tf.errors.OpError) -> bool:
+        """Returns True if `error` says that XLA cannot compile, and it need not: try again."""
+        return self._differentiation.stop_compiling(error)
+
+    @property
+    def compiles(self) -> bool:
+        """True if XLA may compile all that a replica computes in a step, not only the gradient.
+
+        Methods of a subclass may have ops that XLA lacks.
+        """
+        return type(self) is Learner and self._differentiation.with_xla is not None
+
+    @property
+    def num_totals(self) -> int:
+        """The size of the metric totals."""
+        return self.objective.num_totals
+
+    def to_metrics(self, totals: npt.NDArray[np.float64]) -> Metrics:
+        """Converts summed metric totals, float64 [num_totals], to Metrics."""
+        return self.objective.to_metrics(totals)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        return float(self._update.rate(tf.convert_to_tensor(self.step)).numpy())
+
+    @property
+    def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
+        """Variables, in named lists, that belong to neither the model nor the optimizer."""
+        return self._update.state
+
+    @property
+    def forward_state(self) -> Sequence[tf.Variable]:
+        """The variables that `gradients` may change: all but those of the base class's `apply`."""
+        ours = self._update.state
+        others = [
+            v for name, variables in self.state.items() if name not in ours for v in variables
+        ]
+        return [*self._variables.not_trained, *others]
+
+    def weights(self) -> list[npt.NDArray[np.generic]]:
+        """Returns the values that `evaluate` uses, averages if any, as `ModelVariables.values`."""
+        return self._variables.values(self._update.averages)
+
+    def build_optimizers(self) -> None:
+        """Creates the optimizer's variables. Called by `__init__`, in the strategy's scope."""
+        self.optimizer.build(self.dense_variables)
+
+    def forward(self, inputs: Batch, seeds: tf.Tensor | None = None, *, training: bool) -> Batch:
+        """Returns the model's outputs. Random layers draw from `seeds`, int32 [B, 2]."""
+        begin_counting()
+        with drawing(seeds):
+            return self.model(inputs, training=training)
+
+    @no_autograph
+    def training_losses(self, batch: Batch) -> tf.Tensor:
+        """The loss of each example of (inputs, labels), [B], as in training; assigns nothing."""
+        inputs, labels, *weights = batch
+        with self._assigning_nothing(()):
+            outputs = self.forward(inputs, training=True)
+            return self.objective.losses(
+                labels, outputs, *weights[:1], inputs=inputs, training=True
+            )
+
+    def _assigning_nothing(self, values: Sequence[tf.Tensor]) -> keras.StatelessScope:
+        # A loss of the model may add Keras' penalties, of variables with a value in the scope.
+        return self._variables.assigning_nothing(values, completes=self.objective.has_model_loss)
+
+    @no_autograph
+    def gradients(self, batch: Batch, *, training: bool = True) -> tuple[list[Gradient], tf.Tensor]:
+        """Returns this replica's part of the gradient, and the metric totals of its examples.
+
+        `batch` is (inputs, labels), each of B examples; then their weights, if `parse` returns
+        some; then their seeds, int32 [B, 2], if `needs_seeds`. There is a gradient for each of
+        `variables`, None where the loss does not depend on it. The totals are float64 [num_totals].
+
+        Raises ValueError, while tracing, if the loss or a metric is not one value per example.
+        """
+        return self.gradients_at(batch, None, training=training)
+
+    @property
+    def layer_state(self) -> Sequence[tf.Variable]:
+        """The variables that layers change in training, each replica its own copy."""
+        return self._variables.layer_state
+
+    @property
+    def gradient_inputs(self) -> Sequence[tf.Variable]:
+        """The variables that `gradients_at` needs; empty if a subclass overrides `gradients`."""
+        return () if self.overrides_gradients else self._variables.inputs
+
+    @property
+    def overrides_gradients(self) -> bool:
+        """True if a subclass overrides `gradients`, so it reads the variables itself."""
+        return type(self).gradients is not Learner.gradients
+
+    @no_autograph
+    def gradients_at(
+        self, batch: Batch, values: Sequence[tf.Tensor] | None, *, training: bool = True
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Returns `gradients(batch)` at `values`, which were read from `gradient_inputs`."""
+        return self._differentiation.gradients_at(batch, values, training=training)
+
+    @no_autograph
+    def apply(self, gradients: Sequence[Gradient]) -> tf.Tensor:
+        """Changes the variables by `gradients`, summed over replicas, and counts the step.
+
+        Returns the new count; under asynchronous ps other workers may have counted too. Called in
+        replica context. Keras' `optimizer.apply` is not used: it would sum over replicas again,
+        clip before that sum, and lose counts under ps. `update_step` is Keras' public extension
+        point for the formula alone; fused_updates.py has some of them as one op.
+        """
+        return self._update.apply(gradients, compiles=self.compiles)
+
+    def change_variable(
+        self, index: int, variable: tf.Variable, gradient: tf.Tensor, rate: tf.Tensor
+    ) -> None:
+        """Applies the optimizer to one copy of `self.variables[index]`. `gradient` is dense.
+
+        If no class overrides it, SGD and Adam use one fused op in its place (fused_updates.py).
+        """
+        self.optimizer.update_step(gradient, variable, rate)
+
+    @no_autograph
+    def evaluate(self, batch: Batch) -> tf.Tensor:
+        """Returns the metric totals of (inputs, labels, counts), float64 [num_totals].
+
+        `counts`, [B], is 1 for an example that counts, and 0 for padding. Before it come the
+        weights of the examples, if `parse` returns some.
+        """
+        return self.evaluate_at(batch, list(map(tf.convert_to_tensor, self._update.averages)))
+
+    @property
+    def evaluation_inputs(self) -> Sequence[tf.Variable]:
+        """The variables that `evaluate_at` needs; empty if a subclass overrides `evaluate`."""
+        if type(self).evaluate is not Learner.evaluate:
+            return ()
+        trained = self._update.averages or self.variables[: self.num_dense]
+        return [*trained, *self._variables.not_trained]
+
+    @no_autograph
+    def evaluate_at(self, batch: Batch, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns `evaluate(batch)` at `values`, read from the first of `evaluation_inputs`."""
+        if self.objective.has_model_loss:
+            batch = without_padding(batch)
+        inputs, labels, *others, counts = batch
+        weights = others[0] if others else None
+        with self._assigning_nothing(values):
+            outputs = self.model(inputs, training=False)
+            losses = self.objective.losses(labels, outputs, weights, inputs=inputs)
+        return self.measure(labels, outputs, losses, counts, weights=weights)
+
+    @no_autograph
+    def measure(
+        self,
+        labels: Batch,
+        outputs: Batch,
+        losses: tf.Tensor,
+        counts: tf.Tensor | None = None,
+        *,
+        weights: Batch | None = None,
+    ) -> tf.Tensor:
+        """Returns the totals of `losses`, [B], and of each metric: float64 [num_totals].
+
+        Examples of which `counts` is 0 do not count. `weights` are those of the examples.
+        """
+        return self.objective.measure(labels, outputs, losses, counts, weights)

@@ -1,0 +1,158 @@
+"""The gradient of a replica's part of a batch: at given values, in micro-batches, by XLA.
+
+    differentiation = Differentiation(variables, objective, None, forward, measure, ...)
+    gradients, totals = differentiation.gradients_at(batch, None, training=True)
+    gradients, totals = differentiation.gradients_at(batch, values, training=True)
+
+`values` were read from the variables before: parameter servers send them, and XLA takes no variable
+that the forward pass assigns.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from strategies.base import Batch
+from trainer.learner.objective import Objective
+from trainer.learner.variables import ModelVariables
+from trainer.step.gradients import Gradient, add_gradients
+from trainer.step.loss_scale import LossScale, unscaled
+from trainer.step.xla_errors import described, is_of_xla
+
+log = logging.getLogger(__name__)
+
+
+class Differentiation:
+    """Differentiates an objective.
+
+    Attributes:
+        with_xla: The function that XLA compiles, if it does.
+    """
+
+    def __init__(
+        self,
+        variables: ModelVariables,
+        objective: Objective,
+        loss_scale: LossScale | None,
+        forward: Callable[..., Batch],
+        measure: Callable[..., tf.Tensor],
+        *,
+        needs_seeds: bool,
+        micro_batches: int,
+    ) -> None:
+        """`forward` and `measure` are the methods of a learner, which a subclass may override."""
+        self._variables, self._objective, self._loss_scale = variables, objective, loss_scale
+        self._forward, self._measure = forward, measure
+        self._needs_seeds, self._micro_batches = needs_seeds, micro_batches
+        self.with_xla: tf.types.experimental.PolymorphicFunction | None = None
+        self._may_stop_compiling = False
+
+    def compile_with_xla(self, *, is_optional: bool) -> None:
+        """Has XLA compile the gradient; if `is_optional`, `stop_compiling` may end it."""
+        self.with_xla = tf.function(self._differentiate_at, jit_compile=True, autograph=False)
+        self._may_stop_compiling = is_optional
+
+    def stop_compiling(self, error: tf.errors.OpError) -> bool:
+        """Returns True if `error` says that XLA cannot compile, and it need not: try again."""
+        if not self._may_stop_compiling or not is_of_xla(error):
+            return False
+        self.with_xla, self._may_stop_compiling = None, False
+        log.warning(
+            "XLA is not used: %s With --config.jit_compile=False it is not tried.",
+            described(error),
+        )
+        return True
+
+    def gradients_at(
+        self, batch: Batch, values: Sequence[tf.Tensor] | None, *, training: bool
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Returns the gradients and totals of `batch`, as `Learner.gradients`.
+
+        At `values` of the `inputs` of the model's variables; None reads the variables.
+        """
+        values = None if values is None else list(values)
+        num_parts = self._micro_batches
+        part = batch if num_parts == 1 else _micro_batch(batch, 0, num_parts)
+        gradients, totals = self._differentiate_and_assign(part, training, values)
+        for i in range(1, num_parts):
+            part = _micro_batch(batch, i, num_parts)
+            # In sequence, so that the activations of only one micro-batch are in memory.
+            with tf.control_dependencies([g for g in gradients if g is not None]):
+                part = tf.nest.map_structure(tf.identity, part)
+            more, more_totals = self._differentiate_and_assign(part, training, values)
+            gradients = [add_gradients(a, b) for a, b in zip(gradients, more, strict=True)]
+            totals += more_totals
+        return gradients, totals
+
+    def _differentiate_and_assign(
+        self, batch: Batch, training: bool, values: list[tf.Tensor] | None
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Differentiates, and assigns what the forward pass updates: batch statistics, for example.
+
+        If there are `values`, updates them too: the next micro-batch starts from them.
+        """
+        scale = self._loss_scale.read() if self._loss_scale else None
+        if self.with_xla is not None:
+            read = values or [tf.convert_to_tensor(variable) for variable in self._variables.inputs]
+            gradients, totals, updates = self.with_xla(batch, training, read, scale)
+        elif values is not None:
+            gradients, totals, updates = self._differentiate_at(batch, training, values, scale)
+        else:
+            return self._differentiate(batch, training, self._variables.trained, scale)
+        for index, value in updates.items():
+            self._variables.inputs[int(index)].assign(value)
+            if values is not None:
+                values[int(index)] = value
+        return gradients, totals
+
+    def _differentiate_at(
+        self, batch: Batch, training: bool, values: Sequence[tf.Tensor], scale: tf.Tensor | None
+    ) -> tuple[list[Gradient], tf.Tensor, dict[str, tf.Tensor]]:
+        """Returns `_differentiate` at `values`, without side effects.
+
+        The third result is what the forward pass would assign, by the index of the variable.
+        """
+        variables = self._variables.keras_inputs
+        parts = self._variables.trained[len(self._variables.dense) :]
+        with self._variables.assigning_nothing(values) as scope:
+            before = [scope.get_current_value(variable) for variable in variables]
+            sources = [*values[: len(self._variables.dense)], *parts]
+            gradients, totals = self._differentiate(batch, training, sources, scale)
+            after = [scope.get_current_value(variable) for variable in variables]
+        pairs = enumerate(zip(before, after, strict=True))
+        return gradients, totals, {str(i): new for i, (old, new) in pairs if new is not old}
+
+    def _differentiate(
+        self,
+        batch: Batch,
+        training: bool,
+        sources: Sequence[tf.Variable | tf.Tensor],
+        scale: tf.Tensor | None,
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Returns the gradient with respect to `sources`, variables or values, and totals."""
+        inputs, labels, *others = batch
+        seeds = [others.pop()] if self._needs_seeds and others else []
+        weights = self._objective.weights_of(labels, others[0] if others else None)
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            outputs = self._forward(inputs, *seeds, training=training)
+            losses = self._objective.losses(
+                labels, outputs, weights, inputs=inputs, training=training
+            )
+            loss, losses = self._objective.with_penalties(losses)
+            scaled = loss if scale is None else loss * scale
+        gradients = tape.gradient(scaled, sources)
+        if scale is not None:
+            gradients = unscaled(gradients, scale)
+        return gradients, self._measure(labels, outputs, losses, weights=weights)
+
+
+def _micro_batch(batch: Batch, index: int, num_parts: int) -> Batch:
+    """Returns part `index` of the B examples of `batch`; the sizes differ by at most 1."""
+
+    def part_of(tensor: tf.Tensor) -> tf.Tensor:
+        size = tensor.shape[0] if tensor.shape[0] is not None else tf.shape(tensor)[0]
+        return tensor[index * size // num_parts : (index + 1) * size // num_parts]
+
+    return tf.nest.map_structure(part_of, batch)

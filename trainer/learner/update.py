@@ -1,0 +1,219 @@
+"""The change of the variables by summed gradients, and the count of the step.
+
+    update = Update(optimizer, variables, Options(), None, None)
+    count = update.apply(summed, compiles=False)        # in replica context
+    update.state                                        # averages, loss scale: for a checkpoint
+
+The order is fixed: finite check (float16); clipping; learning rate; then for each variable weight
+decay, the optimizer's update, the constraint, the moving average.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from data.autograph import autograph
+from strategies.base import read_now
+from trainer.embeddings.table import Rows
+from trainer.learner.variables import ModelVariables
+from trainer.step.ema import ExponentialMovingAverage
+from trainer.step.fused_updates import Update as FusedUpdate
+from trainer.step.fused_updates import fused_update, supports
+from trainer.step.gradients import Gradient, clip_gradients, to_dense
+from trainer.step.loss_scale import LossScale, all_finite
+from trainer.step.options import Options, matching
+from trainer.step.schedules import RateFactor
+
+# (index, variable, dense gradient, learning rate): changes the variable.
+ChangeVariable: TypeAlias = Callable[[int, tf.Variable, tf.Tensor, tf.Tensor], None]
+
+
+class _Now(NamedTuple):
+    """What the changes of all variables in one step share."""
+
+    step: tf.Tensor  # The number of steps done.
+    rate: tf.Tensor
+    factor: tf.Tensor | None  # That of the schedule, which `rate` contains.
+    fused: FusedUpdate | None  # None if `change_variable` is to be called.
+    is_finite: tf.Tensor | None
+
+
+class Update:
+    """Changes the variables of a learner.
+
+    Attributes:
+        averages: Moving averages of the variables, in their order; empty without `options.ema`.
+        loss_scale: The scale of the loss if the model computes in float16, else None.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.Optimizer,
+        variables: ModelVariables,
+        options: Options,
+        rate_factor: RateFactor | None,
+        change_variable: ChangeVariable | None,
+    ) -> None:
+        """Creates the averages and the loss scale; called after `optimizer` was built.
+
+        `change_variable` replaces the update of the optimizer.
+
+        Raises ConfigError if `options.weight_decay.exclude` matches no variable.
+        """
+        self._optimizer, self._step = optimizer, optimizer.iterations.value
+        self._variables, self._options = variables, options
+        self._change_variable, self._rate_factor = change_variable, rate_factor
+        self._is_decayed = [options.weight_decay.rate > 0] * len(variables.dense)
+        if exclude := options.weight_decay.exclude:
+            paths = [variable.path for variable in variables.dense]
+            found = matching("weight_decay.exclude", exclude, paths)
+            self._is_decayed = [not is_excluded for is_excluded in found]
+        self._ema = None
+        if options.ema.decay:
+            self._ema = ExponentialMovingAverage(variables.trained, options.ema)
+        self.averages: Sequence[tf.Variable] = self._ema.shadow_variables if self._ema else ()
+        self.loss_scale = LossScale(options.loss_scale) if variables.is_float16 else None
+
+    @property
+    def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
+        """As `Learner.state`."""
+        slots = self._variables.table_slots
+        return {
+            **({"averages": self.averages} if self._ema else {}),
+            **({"loss_scale": self.loss_scale.variables} if self.loss_scale else {}),
+            **({"table_slots": slots} if slots else {}),
+        }
+
+    def rate(self, step: tf.Tensor) -> tf.Tensor:
+        """Returns the learning rate after `step` steps."""
+        rate = self._optimizer._learning_rate
+        if isinstance(rate, keras.Variable):
+            rate = read_now(rate.value)
+        elif isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            rate = rate(step)
+        else:  # A function without arguments.
+            rate = self._optimizer.learning_rate
+        return rate if self._rate_factor is None else rate * self._rate_factor(step)
+
+    def apply(self, gradients: Sequence[Gradient], *, compiles: bool) -> tf.Tensor:
+        """Changes the variables, and counts the step, as `Learner.apply`.
+
+        `compiles` lets XLA compile the changes, where it can.
+        """
+        # On the device of the counter, so that a ps task needs no tensor of the worker.
+        with tf.device(self._step.device):
+            step = read_now(self._step)
+            rate = self.rate(step)
+            factor = None if self._rate_factor is None else self._rate_factor(step)
+            fused = None if self._change_variable else fused_update(self._optimizer, step)
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        changing = [self._variables.trained[index] for index in present]
+        summed: Sequence[Gradient] = [gradients[index] for index in present]
+        is_finite = all_finite(summed) if self.loss_scale else None
+        now = _Now(step, rate, factor, fused, is_finite)
+        compiles = compiles and bool(summed) and self._can_compile
+        if not compiles:
+            summed = clip_gradients(summed, changing, self._options.clip)
+
+        def change_all(strategy: tf.distribute.Strategy, *changes: Gradient) -> list[tf.Tensor]:
+            if compiles:  # Then there are no tables.
+                change = functools.partial(self._change_compiled, now, present)
+                arguments = changing, list(changes)
+                changed = [strategy.extended.update(changing[0], change, arguments, group=False)]
+            else:
+                changed = [
+                    self._change_copies(now, strategy, index, change)
+                    for index, change in zip(present, changes, strict=True)
+                ]
+            if self.loss_scale:
+                changed += self.loss_scale.adjust(strategy, is_finite)
+            return changed
+
+        context = tf.distribute.get_replica_context()
+        changed = context.merge_call(change_all, args=tuple(summed))
+        # Counted last: a task that reads the new count also reads the new variables.
+        with tf.control_dependencies(tf.nest.flatten(changed)), tf.device(self._step.device):
+            # keras.Variable.assign_add reads, then writes: two workers would lose counts.
+            return self._step.assign_add(1)
+
+    @property
+    def _can_compile(self) -> bool:
+        """False if the changes may have ops that XLA lacks, or if there are other processes.
+
+        A missing op would be found when the forward pass has changed its variables already. XLA may
+        compile other programs for other processors, but the variables of all workers must stay
+        equal to the last bit.
+        """
+        is_one_process = isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy)
+        is_of_keras = type(self._optimizer).__module__.startswith("keras.")
+        has_constraint = any(v.constraint is not None for v in self._variables.dense)
+        return is_one_process and is_of_keras and not has_constraint
+
+    def _change_copies(
+        self, now: _Now, strategy: tf.distribute.Strategy, index: int, gradient: Gradient
+    ) -> Sequence[tf.Tensor]:
+        """Changes all copies of a variable; returns tensors that are computed after that."""
+        place = index - len(self._variables.dense)
+        change: Callable[..., tf.Tensor] = functools.partial(self._change, now)
+        arguments: tuple[object, ...] = gradient, index
+        if place >= 0:
+            part = self._variables.table_parts[place]
+            change = functools.partial(part.change, factor=now.factor)
+            arguments = gradient, now.rate, now.step, part.colocated
+        variable = self._variables.trained[index]
+        changed: Sequence[tf.Tensor]
+        changed = strategy.extended.update(variable, change, arguments, group=False)
+        return changed
+
+    def _change_compiled(
+        self,
+        now: _Now,
+        present: Sequence[int],
+        _: tf.Variable,
+        copies: Sequence[tf.Variable],
+        changes: Sequence[Gradient],
+    ) -> list[tf.Tensor]:
+        """Changes the copies of all variables on one device, in one program of XLA."""
+
+        def change_each(changes: Sequence[Gradient]) -> list[tf.Tensor]:
+            clipped = clip_gradients(changes, copies, self._options.clip)
+            return list(map(functools.partial(self._change, now), copies, clipped, present))
+
+        return list(tf.function(change_each, jit_compile=True, autograph=False)(changes))
+
+    def _change(
+        self, now: _Now, variable: tf.Variable, gradient: Gradient, index: int
+    ) -> tf.Tensor:
+        """Changes one copy of a dense variable, if all gradients are finite; returns its value."""
+        if now.is_finite is not None:
+            return tf.cond(
+                now.is_finite,
+                lambda: self._change_finite(now, variable, gradient, index),
+                lambda: read_now(variable),
+            )
+        # Nothing changes before the gradient is there: a step whose sums fail, or whose worker
+        # dies, must leave no weight decay either.
+        with tf.control_dependencies(tf.nest.flatten(gradient, expand_composites=True)):
+            return self._change_finite(now, variable, gradient, index)
+
+    def _change_finite(
+        self, now: _Now, variable: tf.Variable, gradient: Gradient, index: int
+    ) -> tf.Tensor:
+        if self._is_decayed[index]:
+            decay = tf.cast(now.rate * self._options.weight_decay.rate, variable.dtype)
+            variable.assign_sub(decay * read_now(variable))
+        gradient = to_dense(gradient, variable)
+        if self._change_variable is not None:
+            autograph(self._change_variable)(index, variable, gradient, now.rate)
+        elif now.fused is not None and supports(variable, gradient):
+            now.fused(variable, gradient, now.rate)
+        else:
+            self._optimizer.update_step(gradient, variable, now.rate)
+        if (constraint := self._variables.dense[index].constraint) is not None:
+            variable.assign(constraint(read_now(variable)))
+        if self._ema:
+            self._ema.update(index, variable, now.step)
+        return read_now(variable)
