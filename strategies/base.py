@@ -8,7 +8,7 @@
 
 | who | does |
 | --- | --- |
-| Learner (trainer/learner.py) | the maths of one step, the same under every strategy |
+| Learner (trainer/learner/) | the maths of one step, the same under every strategy |
 | Executor | chooses the devices, processes and examples of each step; waits for all of them |
 | Reader (data/reader.py) | the examples of batch s, whichever process reads them |
 | the loop and its hooks | when to stop, report and save; they do not know the strategy |
