@@ -179,21 +179,18 @@ def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
         spec.model_dir, executor, parts.checkpointer, parts.learner, is_chief=spec.is_chief
     )
     recorded = files.recorded("all_reduce") if saved and spec.is_chief else {}
-    document = reporting.config_document(spec, parts.inputs, parts.learner)
-    if spec.is_chief:
-        with disk_errors_explained(spec.model_dir):
-            files.write_config({**document, "all_reduce": dict(recorded)})
-            files.remove_result()
-        if spec.is_latest:
-            point_latest_to(spec.model_dir)
     with data_errors_explained(parts.inputs):  # Examples to cache are parsed here.
         position = saved.position if saved else Position()
         all_reduce = executor.start(
             parts.learner, parts.inputs.train, parts.inputs.evaluation, position, recorded
         )
-    if spec.is_chief and all_reduce != recorded:
+    if spec.is_chief:
         with disk_errors_explained(spec.model_dir):
+            document = reporting.config_document(spec, parts.inputs, parts.learner)
             files.write_config({**document, "all_reduce": dict(all_reduce)})
+            files.remove_result()
+        if spec.is_latest:
+            point_latest_to(spec.model_dir)
     executor.counts_before = saved.counts if saved else {}
     if recovery:
         variables, identity = parts.checkpointer.variables, parts.checkpointer.run_identity
