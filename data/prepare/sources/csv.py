@@ -26,9 +26,10 @@ from typing import NamedTuple, TextIO, cast
 from data.numerals import DOUBLE, INTEGER, NUMBER, TEXT, kind_of
 from data.prepare.sources import DROP, Options, Source
 from data.prepare.sources.csv_columns import MISSING_VALUES, Column, Lists, Missing, missing_of
-from data.prepare.sources.examples import Classes, Value, scalar, tensor, text
+from data.prepare.sources.examples import Classes, scalar, tensor, text
 from data.prepare.sources.tables import Table, classes_of, common_columns, split_files, table_source
 from data.system.files import DataError
+from data.tfrecord.examples import Value
 
 _NODES = {
     INTEGER: scalar("int64"),

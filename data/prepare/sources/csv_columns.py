@@ -26,8 +26,9 @@ from data.numerals import (
     kind_of,
 )
 from data.prepare.sources import DROP
-from data.prepare.sources.examples import Node, Value, strings, tensor
+from data.prepare.sources.examples import Node, strings, tensor
 from data.system.files import DataError
+from data.tfrecord.examples import Value
 
 MISSING_VALUES = ("", "na", "n/a", "nan", "null", "none", "?")
 

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from data.prepare.sources import Options, Source, SourceSplit
 from data.system.files import DataError
-from data.tfrecord.examples import Value as Value
 from data.tfrecord.examples import example_bytes
 
 Node = Mapping[str, object]
