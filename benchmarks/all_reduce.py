@@ -16,6 +16,7 @@ from benchmarks.peers.common import print_result, run_tasks
 from data.system.flags import parse_flags
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import parse_hosts
+from strategies.transfer import Transfer
 
 _MB = flags.DEFINE_integer("mb", 10, "Millions of bytes summed at a time.", lower_bound=1)
 _WORKERS = flags.DEFINE_integer(
@@ -42,7 +43,7 @@ def work(job: str, index: int, answer: Any, addresses: str, mb: int) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     cluster = parse_hosts({job: addresses}, job, index, "multiworker")
-    executor = MultiWorkerExecutor.connect(cluster, "ring")
+    executor = MultiWorkerExecutor.connect(cluster, Transfer("ring"))
     strategy, compression = executor.strategy, Compression()
 
     @tf.function

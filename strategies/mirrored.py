@@ -30,6 +30,7 @@ from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas
 from strategies.metrics import Metrics
 from strategies.position import Position, refuse_open_sub_batches
+from strategies.transfer import AS_COMPUTED, Transfer
 
 # A part of the message if the next batch could not be read or parsed.
 _NEXT_BATCH = "IteratorGetNext"
@@ -86,10 +87,10 @@ def replica_devices(num_replicas: int, num_gpus: int) -> list[str]:
 class MirroredExecutor(Executor):
     """All replicas of a step in this process; in a subclass, this process's part of them."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, *, wire_dtype: str = "float32") -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, transfer: Transfer = AS_COMPUTED) -> None:
         """Uses `strategy`, a MirroredStrategy or one that runs steps in the same way."""
         super().__init__(strategy, int(strategy.num_replicas_in_sync))
-        self._compression = Compression(wire_dtype, self.num_replicas)
+        self._compression = Compression(transfer.wire_dtype, self.num_replicas)
         self._bucket_bytes = math.inf  # One all-reduce for all gradients.
         self._local_replicas = self._replicas_of_this_process()
         self._seconds = {"run": 0.0, "evaluate": 0.0}

@@ -40,6 +40,7 @@ from strategies.mirrored import DeviceError, MirroredExecutor
 from strategies.position import Reached
 from strategies.step_marks import StepMarks
 from strategies.tables import ID_BYTES
+from strategies.transfer import AS_COMPUTED, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -91,17 +92,15 @@ class MultiWorkerExecutor(MirroredExecutor):
         strategy: tf.distribute.Strategy,
         cluster: Cluster,
         processes: Processes,
-        *,
-        wire_dtype: str = "float32",
-        bucket_mb: float | None = None,
+        transfer: Transfer = AS_COMPUTED,
     ) -> None:
-        """`bucket_mb` is in MiB; if it is None, `start` chooses it."""
+        """`start` chooses the size of buckets if `transfer` has none."""
         self._cluster = cluster
         self._has_trained = threading.Event()
-        super().__init__(strategy, wire_dtype=wire_dtype)
+        super().__init__(strategy, transfer)
         self.is_chief = cluster.is_chief
         self.peers = WorkerPeers(cluster, processes, self._has_trained)
-        self._given_bucket_mb = bucket_mb
+        self._given_bucket_mb = transfer.bucket_mb
         self._marks: StepMarks | None = None
         # Seconds of this worker from its last gradient to the last sum, in all steps so far.
         self._waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
@@ -122,11 +121,8 @@ class MultiWorkerExecutor(MirroredExecutor):
     def connect(
         cls,
         cluster: Cluster,
-        communication: str,
+        transfer: Transfer = AS_COMPUTED,
         connecting: Connecting = lambda *_: contextlib.nullcontext(),
-        *,
-        wire_dtype: str = "float32",
-        bucket_mb: float | None = None,
     ) -> "MultiWorkerExecutor":
         """Joins the other workers; waits until all of them have started.
 
@@ -147,7 +143,7 @@ class MultiWorkerExecutor(MirroredExecutor):
             raise PeerLostError("A worker does not answer", error) from error
         log.info("All %d workers are there; connecting.", cluster.num("worker"))
         experimental = tf.distribute.experimental
-        implementation = experimental.CommunicationImplementation[communication.upper()]
+        implementation = experimental.CommunicationImplementation[transfer.communication.upper()]
         options = experimental.CommunicationOptions(implementation=implementation)
         try:
             with connecting(cluster, processes), interpreter_lock_released():
@@ -156,7 +152,7 @@ class MultiWorkerExecutor(MirroredExecutor):
             if not isinstance(error, _LOST) and loss_of(error) is None:
                 raise
             raise PeerLostError("The workers could not connect to each other", error) from error
-        return cls(strategy, cluster, processes, wire_dtype=wire_dtype, bucket_mb=bucket_mb)
+        return cls(strategy, cluster, processes, transfer)
 
     @override
     def _choose(self, recorded: Mapping[str, float]) -> Mapping[str, float]:

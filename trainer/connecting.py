@@ -161,7 +161,7 @@ def answering_servers(spec: TaskSpec, num_gpus: int) -> contextlib.AbstractConte
 
 def connect(spec: TaskSpec, num_gpus: int) -> Executor:
     """The executor of this task, connected to the other tasks. Raises PeerLostError."""
-    cluster, wire_dtype = spec.cluster, spec.wire_dtype
+    cluster = spec.cluster
     if cluster is None:
         return MirroredExecutor.on(replica_devices(spec.replicas, num_gpus))
 
@@ -173,14 +173,12 @@ def connect(spec: TaskSpec, num_gpus: int) -> Executor:
         return connecting(cluster, spec.stall_timeout_secs / 2, end_unconnected, processes)
 
     if spec.strategy == "multiworker":
-        return MultiWorkerExecutor.connect(
-            cluster, spec.communication, watched, wire_dtype=wire_dtype, bucket_mb=spec.bucket_mb
-        )
-    types = {"wire_dtype": wire_dtype, "read_dtype": spec.read_dtype}
+        return MultiWorkerExecutor.connect(cluster, spec.transfer, watched)
+    connected = cluster, versions(), watched
     if to_aggregate := spec.replicas_to_aggregate:
         return SynchronousExecutor.connect(
-            cluster, versions(), watched, replicas_to_aggregate=to_aggregate, **types
+            *connected, replicas_to_aggregate=to_aggregate, transfer=spec.transfer
         )
     return AsynchronousExecutor.connect(
-        cluster, versions(), watched, max_staleness=spec.max_staleness, **types
+        *connected, max_staleness=spec.max_staleness, transfer=spec.transfer
     )

@@ -90,7 +90,7 @@ def build_parts(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
         spec.recipe,
         strategy=spec.strategy,
         num_workers=executor.num_replicas,
-        read_dtype=spec.read_dtype,
+        read_dtype=spec.transfer.read_dtype,
     )
     choose_compilation(learner, spec.recipe, inputs.train, is_cluster=spec.cluster is not None)
     if not spec.is_checked:

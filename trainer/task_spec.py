@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strategies.cluster.tf_config import Cluster
+from strategies.transfer import AS_COMPUTED, Transfer
 from trainer.config import Recipe
 
 
@@ -18,10 +19,7 @@ class TaskSpec:
     is_latest: bool = False  # runs/latest will point to model_dir.
     replicas: int = 0
     num_gpus: int | None = None
-    communication: str = "auto"
-    wire_dtype: str = "float32"
-    read_dtype: str = "float32"
-    bucket_mb: float | None = None  # None: measured, or as recorded in the run that is resumed.
+    transfer: Transfer = AS_COMPUTED
     num_threads: int = 0
     log_device_placement: bool = False
     replicas_to_aggregate: int = 0  # ps: gradients per step; 0 for asynchronous steps.

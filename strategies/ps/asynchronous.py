@@ -37,6 +37,7 @@ from strategies.ps.closures import (
 )
 from strategies.ps.executor import ParameterServerExecutor
 from strategies.ps.former_tickets import DROPPED, HandedOut, counts_of, store_handed_out
+from strategies.transfer import AS_COMPUTED, Transfer
 from strategies.worker_stats import WorkerStats
 
 # Between two times that the chief stores what it has handed out.
@@ -52,13 +53,13 @@ class AsynchronousExecutor(ParameterServerExecutor):
         cluster: Cluster,
         *,
         max_staleness: int | None = None,
-        **types: str,
+        transfer: Transfer = AS_COMPUTED,
     ) -> None:
         """A gradient that is older than `max_staleness` steps when it arrives is dropped.
 
         Its batch is handed out again. None applies all gradients.
         """
-        super().__init__(strategy, cluster, **types)
+        super().__init__(strategy, cluster, transfer)
         self.replicas_per_step = 1
         self._max_staleness = max_staleness
         # Of each worker, the number of gradients of each staleness, and of DROPPED.

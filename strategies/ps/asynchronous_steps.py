@@ -164,8 +164,8 @@ class AsynchronousSteps:
 
         No other gradient is applied between that check and the application. Only servers take part
         in both, so a worker that is unresponsive blocks no other worker. A dropped gradient also
-        loses the residual of --wire_dtype that was added to it; its own residual stays. Variables
-        are read when `former` is applied: an earlier read would make gradients older.
+        loses the residual that was added to it; its own residual stays. Variables are read when
+        `former` is applied: an earlier read would make gradients older.
         """
         before = self._read_counter()
         sent, totals = self._compute(batch, before, former)

@@ -53,6 +53,7 @@ from strategies.ps.recovery import ServerRecovery
 from strategies.ps.servers import check_versions, listen_for_losses, listen_for_stop
 from strategies.ps.worker_step import compute_metrics
 from strategies.tables import ID_BYTES
+from strategies.transfer import Transfer
 from strategies.worker_stats import WorkerStats, added, with_shares
 
 log = logging.getLogger(__name__)
@@ -96,13 +97,11 @@ class ParameterServerExecutor(Executor):
         self,
         strategy: tf.distribute.ParameterServerStrategy,
         cluster: Cluster,
-        *,
-        wire_dtype: str = "float32",
-        read_dtype: str = "float32",
+        transfer: Transfer,
     ) -> None:
         """`strategy` connects to the tasks of `cluster`, and to a chief if that has none.
 
-        Workers send gradients as `wire_dtype`, and are sent the variables as `read_dtype`.
+        `transfer` has the types in which workers send gradients, and are sent the variables.
         """
         super().__init__(strategy, num_replicas=cluster.num("worker"))
         capture_outside_of_branches()
@@ -110,8 +109,8 @@ class ParameterServerExecutor(Executor):
         self.peers = ServerPeers(cluster)
         self.recovery = ServerRecovery(cluster, self._store_progress, self.reached)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        self._compression = Compression(wire_dtype)
-        self._read_dtype = read_dtype
+        self._compression = Compression(transfer.wire_dtype)
+        self._read_dtype = transfer.read_dtype
         self._has_run = False
         self._ask_after = -math.inf  # The time of `_may_send_graph`'s next question.
         # The number of gradients of each variable that its server stores.

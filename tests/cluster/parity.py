@@ -34,6 +34,7 @@ from strategies.ps import executor as ps_executor
 from strategies.ps.asynchronous import AsynchronousExecutor
 from strategies.ps.servers import start_server
 from strategies.ps.sync.executor import SynchronousExecutor
+from strategies.transfer import Transfer
 from trainer.build import build_learner
 from trainer.config import Config, Recipe
 from trainer.config_checks import check, check_replicas
@@ -344,8 +345,8 @@ def executors(name: str) -> Callable[[], Executor]:
         return lambda: MirroredExecutor(mirrored)
     if strategy_name == "multiworker":
         cluster = parse_tf_config(os.environ["TF_CONFIG"], "multiworker")
-        ring = MultiWorkerExecutor.connect(cluster, "ring").strategy
-        return lambda: MultiWorkerExecutor(ring, cluster, {}, bucket_mb=BUCKET_MB)
+        ring = MultiWorkerExecutor.connect(cluster, Transfer("ring")).strategy
+        return lambda: MultiWorkerExecutor(ring, cluster, {}, Transfer(bucket_mb=BUCKET_MB))
     cluster = local_cluster("ps", int(num_workers), 2)
     for task in cluster.trainers:
         if task.job != "chief":

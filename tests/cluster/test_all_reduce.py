@@ -29,13 +29,14 @@ from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.multiworker import MultiWorkerExecutor
 from strategies.step_marks import StepMarks
+from strategies.transfer import Transfer
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ClipConfig, Options, WeightDecayConfig
 
 index, hosts = int(sys.argv[1]), sys.argv[2]
 executor = MultiWorkerExecutor.connect(
-    parse_hosts({"worker": hosts}, "worker", index, "multiworker"), "ring"
+    parse_hosts({"worker": hosts}, "worker", index, "multiworker"), Transfer("ring")
 )
 strategy = executor.strategy
 random = np.random.default_rng(index)

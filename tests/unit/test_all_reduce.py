@@ -13,6 +13,7 @@ from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
+from strategies.transfer import Transfer
 from strategies.worker_stats import WorkerStats
 from tests.unit.replicas import replicas
 from tests.unit.test_compression import DTYPES, RELATIVE_ERROR
@@ -53,7 +54,7 @@ def test_all_reduce_sums_what_each_replica_has_sent(dtype: str) -> None:
 
 
 def test_rolled_back_training_starts_without_residuals(tmp_path: Path) -> None:
-    executor = MirroredExecutor(replicas(2), wire_dtype="bfloat16")
+    executor = MirroredExecutor(replicas(2), Transfer(wire_dtype="bfloat16"))
 
     def make() -> Learner:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(CLASSES)])

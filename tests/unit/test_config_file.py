@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from data.prepare.preparing import prepare
+from strategies.transfer import AS_COMPUTED
 from trainer.config import Config, ConfigError, Recipe, load_recipe
 from trainer.config_file import absolute, load_module
 from trainer.guards.fingerprint import shared_settings
@@ -306,7 +307,7 @@ def test_neighbour_may_describe_metrics_of_keras(tmp_path: Path) -> None:
 
 
 def hash_of_files(recipe: Recipe) -> str:
-    return shared_settings(recipe, wire_dtype="float32", bucket_mb=None)["config file"]
+    return shared_settings(recipe, AS_COMPUTED)["config file"]
 
 
 def test_tasks_compare_the_neighbours_too(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import tensorflow as tf
 from strategies.cluster.tf_config import local_cluster
 from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.multiworker import MultiWorkerExecutor
+from strategies.transfer import Transfer
 
 
 @pytest.mark.parametrize(
@@ -105,4 +106,4 @@ def test_worker_that_dies_while_all_connect_is_a_loss(
     monkeypatch.setenv("TF_CONFIG", "")  # `connect` sets it.
     cluster = local_cluster("multiworker", 2, 0, lambda number: list(range(2000, 2000 + number)))
     with pytest.raises(kind):
-        MultiWorkerExecutor.connect(cluster, "ring")
+        MultiWorkerExecutor.connect(cluster, Transfer("ring"))

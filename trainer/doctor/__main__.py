@@ -22,6 +22,7 @@ from absl import app
 from data.system.pipes import ends_with_reader
 from strategies.cluster.peers import check_own_address
 from strategies.cluster.tf_config import Cluster, ClusterError
+from strategies.transfer import Transfer
 from trainer import flags
 from trainer.config import ConfigError
 from trainer.doctor.exchange import Exchange, Json
@@ -172,7 +173,7 @@ def _all_reduce(doctor: _Doctor) -> Json:
     from strategies.multiworker import MultiWorkerExecutor
 
     use_gpus(flags.NUM_GPUS.value)
-    executor = MultiWorkerExecutor.connect(cluster, flags.COMMUNICATION.value)
+    executor = MultiWorkerExecutor.connect(cluster, Transfer(flags.COMMUNICATION.value))
     network = executor.measure_network()
     executor.close()
     return {

@@ -12,8 +12,9 @@ A flag that would be ignored, because of the strategy or of the source of the cl
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags
 from ml_collections import config_flags
@@ -385,6 +386,12 @@ with _scope(_PS):
         "at the rounded values. 16 bits halve the bytes. The servers keep float32. Tables of "
         "Keras' Embedding layers are not rounded; rows of a ShardedEmbedding are.",
     )
+
+
+def values_of(group: type) -> dict[str, Any]:
+    """Returns the values of the flags that are named like fields of the dataclass `group`."""
+    names = (field.name for field in dataclasses.fields(group))
+    return {name: FLAGS[name].value for name in names if name in FLAGS}
 
 
 def strategy_words() -> list[str]:

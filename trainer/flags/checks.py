@@ -20,6 +20,7 @@ from strategies.cluster.ports import free_ports
 from strategies.cluster.sources import finding
 from strategies.cluster.sources.base import Found, Wanted
 from strategies.cluster.tf_config import Cluster, parse_hosts, parse_tf_config
+from strategies.transfer import Transfer
 from trainer import flags
 from trainer.config import (
     Config,
@@ -53,9 +54,7 @@ def read_recipe() -> Recipe:
 
 def read_shared_settings(recipe: Recipe) -> dict[str, str]:
     """The settings that must be equal in all tasks of this run."""
-    return shared_settings(
-        recipe, wire_dtype=flags.WIRE_DTYPE.value, bucket_mb=flags.BUCKET_MB.value
-    )
+    return shared_settings(recipe, Transfer(**flags.values_of(Transfer)))
 
 
 def _check_epochs() -> None:

@@ -8,12 +8,12 @@ TensorFlow, and what imports it, is imported in the functions: a launcher checks
 own process stays without TensorFlow.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, local_cluster
+from strategies.transfer import Transfer
 from trainer import flags, tf_setup
 from trainer.config import Recipe, to_json
 from trainer.config_checks import check_replicas
@@ -47,9 +47,8 @@ def task_spec(
     recipe: Recipe, cluster: Cluster | None, model_dir: str, *, is_launched: bool = False
 ) -> TaskSpec:
     """The task that the parsed flags describe: fields have the values of flags of their names."""
-    alike = (field.name for field in dataclasses.fields(TaskSpec) if field.name in flags.FLAGS)
-    values: dict[str, Any] = {name: flags.FLAGS[name].value for name in alike}
-    values |= {
+    values = flags.values_of(TaskSpec) | {
+        "transfer": Transfer(**flags.values_of(Transfer)),
         "recipe": recipe,
         "cluster": cluster,
         "model_dir": model_dir,

@@ -2,7 +2,7 @@
 
     versions()                  # of the code that this task runs
     process_settings()          # of Keras and of the environment
-    shared_settings(recipe, wire_dtype=..., bucket_mb=...)  # what it trains, and how
+    shared_settings(recipe, transfer)   # what it trains, and how
     check_agreement(spec, executor)                         # before the model is built
 
 Tasks of different versions or configs could connect, and train a model that no user asked for.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strategies.cluster.tf_config import ClusterError
+from strategies.transfer import Transfer
 from trainer.config import ConfigError, Recipe, flatten
 from trainer.task_spec import TaskSpec
 
@@ -113,7 +114,7 @@ def check_keras_settings(recorded: Mapping[str, object], model_dir: str) -> None
             )
 
 
-def shared_settings(recipe: Recipe, *, wire_dtype: str, bucket_mb: float | None) -> dict[str, str]:
+def shared_settings(recipe: Recipe, transfer: Transfer) -> dict[str, str]:
     """The settings that must be equal in all tasks.
 
     A hash of the config file and of the files that it imports, each field of the config, and the
@@ -130,8 +131,7 @@ def shared_settings(recipe: Recipe, *, wire_dtype: str, bucket_mb: float | None)
     return {
         "config file": code.hexdigest()[:12],
         **fields,
-        "--wire_dtype": wire_dtype,
-        "--bucket_mb": str(bucket_mb),
+        **{f"--{name}": str(value) for name, value in vars(transfer).items()},
     }
 
 
@@ -146,7 +146,7 @@ def check_agreement(spec: TaskSpec, executor: "Executor") -> None:
     ours = {
         **versions(),
         **process_settings(),
-        **shared_settings(spec.recipe, wire_dtype=spec.wire_dtype, bucket_mb=spec.bucket_mb),
+        **shared_settings(spec.recipe, spec.transfer),
         # Tasks that do not evaluate would wait for the others without end.
         "the evaluator of TF_CONFIG": "an evaluator" if spec.has_evaluator else "none",
     }

@@ -40,6 +40,7 @@ from strategies.ps.sync.aggregator import Aggregator
 from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.sync.worker_loop import WorkerLoop
 from strategies.ps.sync.worker_loops import POLL_SECS, WorkerLoops
+from strategies.transfer import AS_COMPUTED, Transfer
 from strategies.worker_stats import WorkerStats
 
 # If no step is made for this time, or for four times the duration of a step, workers may be
@@ -64,10 +65,10 @@ class SynchronousExecutor(ParameterServerExecutor):
         strategy: tf.distribute.ParameterServerStrategy,
         cluster: Cluster,
         replicas_to_aggregate: int,
-        **types: str,
+        transfer: Transfer = AS_COMPUTED,
     ) -> None:
         """A step is the first `replicas_to_aggregate` gradients of as many workers or more."""
-        super().__init__(strategy, cluster, **types)
+        super().__init__(strategy, cluster, transfer)
         self.replicas_per_step = self._num_sub_batches = replicas_to_aggregate
         self._num_slots = self._num_gradient_buffers = self.num_replicas
         self._loops = WorkerLoops(lambda slot: self._buffers.end_loop(slot))
