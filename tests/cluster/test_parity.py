@@ -72,9 +72,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Found]:
     processes = {name: start(name, directory) for name in (ALONE, *SHARED)}
     try:
         for name in processes:
-            if any([process.wait() for process in processes[name]]) and was_damaged(
-                name, directory
-            ):
+            codes = [process.wait() for process in processes[name]]
+            if any(codes) and was_damaged(name, directory):
                 processes[name] = start(name, directory)
             for index, process in enumerate(processes[name]):
                 assert process.wait() == 0, (directory / f"{name}-{index}" / "log").read_text()
