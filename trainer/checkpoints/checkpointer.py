@@ -178,10 +178,13 @@ class Checkpointer:
         self._write_later(step, write)
         self._staged.forget_changes()
 
-    def save_for_restart(self, step: int, position: Position, counts: WorkerStats) -> None:
-        """As `save`, but removes no other checkpoint. Any task may call it.
+    def save_for_restart(
+        self, step: int, position: Position, counts: WorkerStats, *, is_complete: bool = True
+    ) -> None:
+        """As `save`, but removes no other checkpoint: only the chief knows which are complete.
 
-        Only the chief knows which of them are complete.
+        Any task may call it. Without `is_complete`, for the chief alone, tables may have only the
+        rows that were changed: another task does not know which checkpoints the chief has removed.
         """
 
         def write() -> None:
@@ -191,8 +194,7 @@ class Checkpointer:
             if write_one(f"step-{step:08d}", self._mark(step, position, counts=counts)):
                 self._saved_step = step
 
-        # The chief may have removed checkpoints that it would need.
-        self._write_later(step, write, is_complete=True)
+        self._write_later(step, write, is_complete=is_complete)
 
     def save_best(self, step: int, position: Position, score: float) -> None:
         """Saves as best-* if `score` is the highest so far; then removes the former best."""

@@ -58,7 +58,8 @@ class SaveCheckpoint(PeriodicHook):
             require_finite(self.learner, step)
             if checkpointer is not None:
                 stats = self.executor.worker_stats()
-                checkpointer.save_for_restart(step, self.executor.position, stats)
+                position = self.executor.position
+                checkpointer.save_for_restart(step, position, stats, is_complete=False)
                 checkpointer.wait()
                 with contextlib.suppress(OSError):  # It is not empty, or at a URL.
                     os.rmdir(checkpointer.staging)
