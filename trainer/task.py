@@ -218,8 +218,8 @@ def _complete_steps_saved(spec: TaskSpec, parts: Parts, signals: StopSignals) ->
         if is_lost:
             log.warning("%s.", first_line(error))
         ends_at_once = isinstance(error, KeyboardInterrupt) and executor.stop_requested
-        has_no_state = isinstance(error, NonFiniteLossError) or (is_lost and spec.strategy == "ps")
-        if not (ends_at_once or has_no_state):
+        is_on_servers = is_lost and executor.recovery is not None
+        if not (ends_at_once or is_on_servers or isinstance(error, NonFiniteLossError)):
             save_last_complete_step(executor, parts.learner, parts.checkpointer, spec.cluster)
         raise
     finally:

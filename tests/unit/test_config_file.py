@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorflow as tf
@@ -308,6 +309,25 @@ def test_neighbour_may_describe_metrics_of_keras(tmp_path: Path) -> None:
 
 def hash_of_files(recipe: Recipe) -> str:
     return shared_settings(recipe, AS_COMPUTED)["config file"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"communication": "ring"},
+        {"wire_dtype": "float16"},
+        {"read_dtype": "float16"},
+        {"bucket_mb": 1.0},
+    ],
+    ids=str,
+)
+def test_tasks_compare_how_tensors_are_sent(tmp_path: Path, changed: dict[str, Any]) -> None:
+    recipe = load_recipe(written(tmp_path, COMPLETE))
+    ours = shared_settings(recipe, AS_COMPUTED)
+    theirs = shared_settings(recipe, dataclasses.replace(AS_COMPUTED, **changed))
+    assert {name for name in ours if ours[name] != theirs[name]} == {
+        f"--{name}" for name in changed
+    }
 
 
 def test_tasks_compare_the_neighbours_too(tmp_path: Path) -> None:
