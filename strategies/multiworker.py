@@ -1,6 +1,6 @@
 """`--strategy=multiworker`: many processes, each with its replicas, gradients summed over a ring.
 
-    executor = MultiWorkerExecutor.connect(cluster, communication="ring")
+    executor = MultiWorkerExecutor.connect(cluster, Transfer(communication="ring"))
 
 The step is that of mirrored.py: every worker runs the same graph on its part of each batch. The
 all-reduce of the gradients synchronises the workers. On CPUs it is TensorFlow's ring, but two
