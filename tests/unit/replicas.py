@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -34,15 +35,19 @@ def update_of(learner: Learner) -> Callable[[Batch], tf.Tensor]:
     return update
 
 
+@functools.lru_cache(maxsize=4)  # A test trains the same learner again and again.
+def _compiled(learner: Learner, num: int) -> Callable[[Any], Any]:
+    return tf.function(
+        lambda batch: replicas(num).run(update_of(learner), args=(batch,)), reduce_retracing=True
+    )
+
+
 def steps_on(learner: Learner, num: int, batches: Sequence[Batch]) -> Iterator[int]:
     """Trains on one or two replicas; yields the step counter after each batch.
 
     Of two replicas the first one gets 5 examples of each batch.
     """
-    strategy = replicas(num)
-    update = tf.function(
-        lambda batch: strategy.run(update_of(learner), args=(batch,)), reduce_retracing=True
-    )
+    strategy, update = replicas(num), _compiled(learner, num)
     for batch in batches:
         size = len(tf.nest.flatten(batch)[0])
         ends = [0, 5, size] if num == 2 else [0, size]

@@ -113,8 +113,8 @@ def test_changes_are_replayed_exactly_on_any_number_of_parts(
     saved = make(before)
     expected = saved_run(saved, tmp_path, 6)
     assert [len(needs_of(tmp_path, step)) for step in expected] == [0, 1, 2, 3, 0, 1]
+    learner = make(after, replica)
     for step, values in expected.items():
-        learner = make(after, replica)
         train(learner, 0, 2, replica)  # What is there before must go.
         assert checkpointer_of(learner, tmp_path).restore_step(step)
         assert_same(values_of(learner), values)
@@ -423,7 +423,8 @@ def test_saves_in_any_order_restore_exactly(
 ) -> None:
     """Saves of steps, of the best and before a restart, and resumed processes, at random."""
     chance = random.Random(seed)
-    learner = make()
+    learners = [make(1), make(2)]
+    learner = learners[0]
     checkpointer = checkpointer_of(learner, tmp_path, keep=2)
     expected: dict[int, Values] = {}
     step, score = 0, 0.0
@@ -442,7 +443,7 @@ def test_saves_in_any_order_restore_exactly(
             if chance.random() < 0.5:
                 checkpointer.save_for_restart(step, Position(), {})
             checkpointer.wait()
-            learner = make(chance.choice([1, 2]))
+            learner = chance.choice(learners)  # What it has must go.
             checkpointer = checkpointer_of(learner, tmp_path, keep=2)
             found = checkpointer.restore()
             step = found.step if found else 0
@@ -453,7 +454,7 @@ def test_saves_in_any_order_restore_exactly(
                 checkpointer = checkpointer_of(learner, tmp_path, keep=2)
     checkpointer.wait()
     assert checkpointer.names()
+    other = make()
     for name in checkpointer.names():
-        other = make()
         found = checkpointer_of(other, tmp_path).restore_model(name)
         assert_same(values_of(other), expected[found.step])
