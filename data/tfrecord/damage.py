@@ -123,7 +123,7 @@ def readable(items: Iterable[T]) -> Iterator[T]:
 
 
 def examine(data_dir: str, split: str) -> list[ShardReport]:
-    """Reads every byte of `split`; missing, empty and truncated files are damage too."""
+    """Reads every byte of `split`; missing and truncated files are damage too."""
     paths = names.shard_paths(data_dir, split, missing_too=True)
     announced = names.shard_lengths_announced(data_dir, split)
     index = records.load_index(data_dir, split)
@@ -179,7 +179,7 @@ def _examine_shard(
     `chunks`: (record number, byte offset) of some records, from an index without damage.
     """
     size = files.num_bytes_of(path) if files.exists(path) else None
-    if not size:
+    if size is None or (size == 0 and num_expected):
         reason = "it is missing" if size is None else "it is empty"
         damage = Damage(path, 0, 0, reason, num_expected)
         return ShardReport(path, size, (), (damage,)), np.zeros(0, np.int64)
@@ -287,8 +287,8 @@ def _remove_foreign_index(data_dir: str, split: str, reports: list[ShardReport])
     if (index := records.load_index(data_dir, split)) is None:
         return
     for report, shard in zip(reports, index.shards, strict=False):
-        (run,) = report.runs
-        found = _starts(report.path, run)[:: index.chunk_examples]
+        starts = [_starts(report.path, run) for run in report.runs]  # None in an empty file.
+        found = np.concatenate([*starts, shard.offsets[:0]])[:: index.chunk_examples]
         if shard.num_bytes != report.num_bytes or not np.array_equal(found, shard.offsets):
             path = records.index_path(data_dir, split)
             _log.warning("%s does not fit %s, which is complete: removed.", path, report.path)

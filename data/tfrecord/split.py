@@ -120,7 +120,7 @@ def chunk_examples_for(num_examples: int, num_bytes: int) -> int:
 
 
 def open_split(data_dir: str, split: str) -> Split:
-    """The shards of `split` in `data_dir`, indexed.
+    """The shards of `split` in `data_dir`, indexed. Empty files are left out.
 
     A saved index is used if it fits. Otherwise the record headers are read, about a million a
     second, and the index is saved if the directory can be written to.
@@ -132,14 +132,15 @@ def open_split(data_dir: str, split: str) -> Split:
     data_dir = os.fspath(data_dir)
     paths = shard_paths(data_dir, split)
     sizes = files.sizes_of(paths)
-    if 0 in sizes:
-        raise DataError(
-            f"{paths[sizes.index(0)]} is empty (0 bytes), so it was not written to its end. "
-            f"Remove {data_dir} and prepare it again: {prepare_again(data_dir)}"
-        )
     if saved := _fitting_index(data_dir, split, paths, sizes):
         _check_lengths(data_dir, saved)
-        return saved
+        return _without_empty_shards(saved)
+    if not any(sizes):
+        raise DataError(
+            f"Split {split!r} in {data_dir} has no records: {paths[0]} is empty (0 bytes)"
+            f"{', as the others are' if len(paths) > 1 else ''}. Copy its files again, or write "
+            f"them: {prepare_again(data_dir)}"
+        )
     starts = [_record_starts(path, size) for path, size in zip(paths, sizes, strict=True)]
     indexed = index_of(split, paths, sizes, starts)
     _check_lengths(data_dir, indexed)
@@ -149,7 +150,12 @@ def open_split(data_dir: str, split: str) -> Split:
     except OSError as error:
         why = f"{error.strerror}, so every process reads all record headers again"
         _log.warning("%s was not saved (%s). Make the directory writable once.", path, why)
-    return indexed
+    return _without_empty_shards(indexed)
+
+
+def _without_empty_shards(split: Split) -> Split:
+    """Programs that write one file for each task write empty files too."""
+    return dataclasses.replace(split, shards=tuple(s for s in split.shards if s.num_records))
 
 
 def index_path(data_dir: str, split: str) -> str:

@@ -164,7 +164,7 @@ def test_without_an_index_the_count_is_that_of_dataset_info(
     damaged, lost, _ = FAULTS[fault]
     without_index(tmp_path)
     damaged(tmp_path)
-    if fault != "cut between records":
+    if fault not in ("cut between records", "emptied"):  # Both are valid without a count.
         with pytest.raises(DataError, match=r"cannot be counted.*data\.inspect .* --repair"):
             damage.open_good(str(tmp_path), "train")
     describe(tmp_path)

@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from data.prepare import writing
 from data.system import files
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
-from data.tfrecord.damage import verify
+from data.tfrecord.damage import open_good, verify
 
 
 def write(
@@ -241,13 +242,45 @@ def test_unreadable_directory_says_so(tmp_path: Path) -> None:
     assert "permission denied" in message
 
 
-def test_file_of_no_bytes_is_named(tmp_path: Path) -> None:
+def test_emptied_file_is_named(tmp_path: Path) -> None:
     write(tmp_path, EXAMPLES)
     path = tmp_path / "toy-train.tfrecord-00001-of-00002"
     path.write_bytes(b"")
     message = fail(tmp_path)
     assert str(path) in message
-    assert "0 bytes" in message
+    assert "has 0 bytes, and had" in message
+
+
+@pytest.mark.parametrize("opened", [records.open_split, open_good])
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_files_that_were_written_empty_are_valid(
+    opened: Callable[[str, str], records.Split], empty: int, tmp_path: Path
+) -> None:
+    expected = write(tmp_path, EXAMPLES, num_shards=2)
+    (tmp_path / "train.index.npz").unlink()
+    names = ["toy-train.tfrecord-00000-of-00002", "toy-train.tfrecord-00001-of-00002"]
+    names.insert(empty, "")
+    for number, name in reversed(list(enumerate(names))):
+        path = tmp_path / f"toy-train.tfrecord-0000{number}-of-00003"
+        if name:
+            (tmp_path / name).rename(path)
+        else:
+            path.touch()
+    for _ in ("reads the headers", "reads the index"):
+        split = opened(str(tmp_path), "train")
+        assert split.shard_lengths == expected.shard_lengths
+        assert contents(split) == EXAMPLES
+        assert verify(split) == []
+    os.truncate(split.shards[1].path, 0)
+    assert "has 0 bytes, and had" in fail(tmp_path)
+
+
+def test_split_of_empty_files_alone_has_no_records(tmp_path: Path) -> None:
+    (tmp_path / "train.tfrecord").touch()
+    assert "Split 'train' in" in fail(tmp_path)
+    assert "has no records" in fail(tmp_path)
+    with pytest.raises(files.DataError, match="has no records"):
+        open_good(str(tmp_path), "train")
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20, 40])
