@@ -36,6 +36,7 @@ _EXAMPLE = {
     "ps": '{"cluster": {"chief": ["host-a:2222"], "worker": ["host-b:2222", "host-c:2222"], '
     '"ps": ["host-d:2222"]}, "task": {"type": "worker", "index": 0}}',
 }
+_COMPLETE = "Kubeflow writes a complete one without `enableDynamicWorker: true` in the TFJob. "
 # Where a cluster is described, and what to type to add a job there.
 _TF_CONFIG, _COMMAND_LINE = "TF_CONFIG", "the command line"
 _ADD = {_TF_CONFIG: 'Add "{}": ["host:port"]', _COMMAND_LINE: "Add --{}_hosts=host:port"}
@@ -159,9 +160,9 @@ class Cluster:
 def parse_tf_config(text: str, strategy: str) -> Cluster:
     """The Cluster that `text`, the value of `TF_CONFIG`, describes for `--strategy=<strategy>`.
 
-    Accepts spaces around addresses and a task index in quotes. Ignores keys that other programs
-    add, such as `environment`. Under ps, a worker or ps task needs only its own address, so its map
-    may leave out other tasks.
+    Accepts spaces around addresses, a task index in quotes, and `master` for the chief. Ignores
+    keys that other programs add, such as `environment`. Under ps, a worker or ps task needs only
+    its own address, so its map may leave out other tasks.
 
     Raises:
         ClusterError: the text is not a JSON object with a cluster and a task, an address is
@@ -185,19 +186,18 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
     if not isinstance(config, dict):
         came = f"{kind_of(config)}: {text.strip()[:60]!r}"
         raise ClusterError(f"TF_CONFIG must be a JSON object, but is {came}. {form}")
-    if not isinstance(config.get("cluster"), dict) or not config["cluster"]:
-        came = kind_of(config["cluster"]) if "cluster" in config else f"only {_names(config)}"
+    if not isinstance(jobs_given := config.get("cluster"), dict) or not jobs_given:
+        came = kind_of(jobs_given) if "cluster" in config else f"only {_names(config)}"
         raise ClusterError(
             f'TF_CONFIG needs "cluster", an object of jobs and their addresses, but has {came}. '
-            f"{form}"
+            f"{_COMPLETE if 'sparseCluster' in config else ''}{form}"
         )
-    jobs = _parse_jobs(config["cluster"])
+    jobs = _parse_jobs(jobs_given)
     if not jobs:
         raise ClusterError(f"TF_CONFIG's cluster has no addresses. {form}")
-    generation = config.get("generation")
-    if not isinstance(generation, int):  # A launcher writes it.
-        generation = None
-    cluster = Cluster(jobs, _parse_task(config, jobs, form), generation)
+    generation = config.get("generation")  # A launcher writes it.
+    is_number = isinstance(generation, int)
+    cluster = Cluster(jobs, _parse_task(config, jobs, form), generation if is_number else None)
     _check_strategy(cluster, strategy, _TF_CONFIG)
     return cluster
 
@@ -222,8 +222,7 @@ def parse_hosts(
             f"Received: {job}. Type --job_name={' or --job_name='.join(jobs) or 'worker'}."
         )
     num_tasks = len(jobs[job])
-    if index is None and num_tasks == 1:
-        index = 0
+    index = 0 if index is None and num_tasks == 1 else index
     if index is None or not 0 <= index < num_tasks:
         raise ClusterError(
             f"--job_name={job} needs --task_index from 0 to {num_tasks - 1}, as --{job}_hosts "
@@ -308,11 +307,13 @@ def _object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object
 
 
 def _parse_jobs(cluster: Mapping[str, object]) -> dict[str, dict[int, str]]:
+    if "master" in cluster and "chief" not in cluster:  # The older name, in use at Vertex AI.
+        cluster = {"chief" if job == "master" else job: known for job, known in cluster.items()}
     for job in cluster:
         if job not in _JOBS:
             near = difflib.get_close_matches(job.lower(), _JOBS, n=1, cutoff=0.4)
-            guesses = [_ALSO_CALLED[job.lower()]] if job.lower() in _ALSO_CALLED else near
-            hint = f'Did you mean "{guesses[0]}"? ' if guesses else ""
+            guess = _ALSO_CALLED.get(job.lower(), next(iter(near), ""))
+            hint = f'Did you mean "{guess}"? ' if guess else ""
             raise ClusterError(f'TF_CONFIG names the job "{job}". {hint}Jobs are {_names(_JOBS)}.')
     numbered = {job: _numbered(job, listed) for job, listed in cluster.items()}
     return _parse_addresses(numbered, _TF_CONFIG)
@@ -373,7 +374,8 @@ def _parse_task(
             'TF_CONFIG needs "task", which says which task of the cluster this process is, by '
             f'"type" and "index". Received: {came}. {form}'
         )
-    job, index = task["type"], task["index"]
+    index = task["index"]
+    job = "chief" if task["type"] == "master" and "chief" in jobs else task["type"]
     if not isinstance(job, str) or job not in jobs:
         raise ClusterError(
             f"TF_CONFIG's task type is {json.dumps(job)}, but its cluster has {_counts(jobs)}. Set "

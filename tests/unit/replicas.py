@@ -37,9 +37,10 @@ def update_of(learner: Learner) -> Callable[[Batch], tf.Tensor]:
 
 @functools.lru_cache(maxsize=4)  # A test trains the same learner again and again.
 def _compiled(learner: Learner, num: int) -> Callable[[Any], Any]:
-    return tf.function(
+    compiled: Callable[[Any], Any] = tf.function(
         lambda batch: replicas(num).run(update_of(learner), args=(batch,)), reduce_retracing=True
     )
+    return compiled
 
 
 def steps_on(learner: Learner, num: int, batches: Sequence[Batch]) -> Iterator[int]:

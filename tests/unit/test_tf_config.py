@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies.cluster.peers import check_own_address
+from strategies.cluster.sources.finding import is_described
 from strategies.cluster.tf_config import (
     Cluster,
     ClusterError,
@@ -97,6 +98,26 @@ def test_map_form_may_leave_out_tasks_that_a_server_does_not_need() -> None:
 def test_keys_of_other_programs_are_ignored() -> None:
     config = json.loads(tf_config({"worker": WORKERS})) | {"environment": "cloud"}
     assert parse_tf_config(json.dumps(config), "multiworker").num("worker") == 2
+
+
+def test_master_is_the_chief() -> None:
+    text = tf_config({"master": ["a:1"], "worker": ["b:1"]}, "master")
+    assert parse_tf_config(text, "multiworker").tasks() == (Task("chief", 0), Task("worker", 0))
+    assert parse_tf_config(text, "multiworker").is_chief
+
+
+def test_empty_object_describes_no_cluster() -> None:
+    assert [is_described({"TF_CONFIG": text}) for text in ("{}", " {}\n", "", "{")] == [
+        *(False, False),
+        *(True, True),  # Mistakes, which are explained.
+    ]
+    assert not is_described({})
+
+
+def test_sparse_cluster_of_kubeflow_is_explained() -> None:
+    sparse = {"worker": {"1": "b:1"}, "ps": ["d:1"]}
+    text = json.dumps({"sparseCluster": sparse, "task": {"type": "worker", "index": 1}})
+    assert_teaches(error_of(text, "ps"), '"sparseCluster"', "enableDynamicWorker")
 
 
 def test_generation_of_an_elastic_cluster_is_kept() -> None:
@@ -201,7 +222,7 @@ def test_malformed_address_is_explained(address: object, substance: tuple[str, .
         ({"chief": {"1": "a:1"}, "worker": ["c:1"]}, ("chief 0", "index 1")),
         ({"workers": ["a:1"]}, ('"workers"', 'Did you mean "worker"?', '"evaluator"')),
         ({"Worker": ["a:1"]}, ('Did you mean "worker"?',)),
-        ({"master": ["a:1"]}, ('Did you mean "chief"?',)),
+        ({"master": ["a:1"], "chief": ["b:1"]}, ('Did you mean "chief"?',)),
         ({"xyz": ["a:1"]}, ('"xyz". Jobs are',)),
     ],
 )

@@ -19,6 +19,7 @@ from data.system.files import is_s3, is_url
 from strategies.cluster.ports import free_ports
 from strategies.cluster.sources import finding
 from strategies.cluster.sources.base import Found, Wanted
+from strategies.cluster.sources.finding import is_described
 from strategies.cluster.tf_config import Cluster, parse_hosts, parse_tf_config
 from strategies.transfer import Transfer
 from trainer import flags
@@ -182,7 +183,7 @@ def _check_elastic(cluster: Cluster | None) -> None:
 
 def _check_source() -> None:
     """Raises ConfigError if flags describe the cluster in two ways, or --cluster in none."""
-    source, is_set = flags.CLUSTER.value, "TF_CONFIG" in os.environ
+    source, is_set = flags.CLUSTER.value, is_described(os.environ)
     by_tasks = [f"{job}_hosts" for job, flag in flags.HOSTS.items() if flag.value is not None]
     if source == "tf_config" and not is_set:
         raise ConfigError(
@@ -214,7 +215,7 @@ def _cluster_of_source() -> Found | None:
     source, strategy = flags.CLUSTER.value, flags.STRATEGY.value
     by_tasks = any(flag.value is not None for flag in flags.HOSTS.values())
     is_elsewhere = source in ("local", "tf_config") or by_tasks or strategy == "mirrored"
-    if is_elsewhere or (source == "auto" and "TF_CONFIG" in os.environ):
+    if is_elsewhere or (source == "auto" and is_described(os.environ)):
         return None
     from strategies.cluster.sources import clouds, hosts
 
@@ -234,7 +235,7 @@ def _cluster_of_source() -> Found | None:
 def _described_cluster(is_launched: bool) -> Cluster | None:
     text, strategy = os.environ.get("TF_CONFIG"), flags.STRATEGY.value
     hosts = {job: flag.value for job, flag in flags.HOSTS.items() if flag.value is not None}
-    if text is None:
+    if text is None or not is_described(os.environ):
         return _cluster_of_flags(hosts, strategy)
     # A launcher has made TF_CONFIG of these flags.
     if not is_launched and (

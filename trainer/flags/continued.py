@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from data.system.files import exists, is_url, shown
-from strategies.cluster.sources.finding import found_by_auto, size_flags
+from strategies.cluster.sources.finding import found_by_auto, is_described, size_flags
 from strategies.cluster.tf_config import Cluster
 from trainer.config import PYTHON_CONFIG, ConfigError, flatten, flatten_json, load_recipe
 from trainer.config_file import split_target
@@ -48,9 +48,9 @@ def with_settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> lis
     if not exists(files.config):
         return list(argv)
     document = files.read_config()
-    is_described = "TF_CONFIG" in os.environ or any(name in given for name in _DESCRIPTIONS)
+    has_cluster = is_described(os.environ) or any(name in given for name in _DESCRIPTIONS)
     source = "hosts" if "hosts" in given else None
-    if not is_described and given.get("cluster") != "local":
+    if not has_cluster and given.get("cluster") != "local":
         source = found_by_auto(os.environ)
     kept = size_flags(source) if source else ()
     words = _config_words(document, given, model_dir)
@@ -58,7 +58,7 @@ def with_settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> lis
         saved = document.get("flags", [f"--strategy={document['strategy']}"])
         for word in saved:
             name = word.lstrip("-").partition("=")[0].removeprefix("no")
-            is_ignored = (is_described or source) and name not in kept
+            is_ignored = (has_cluster or source) and name not in kept
             if not (is_ignored and name in local_flags):
                 words.append(word)
     return [argv[0], *words, *argv[1:]]

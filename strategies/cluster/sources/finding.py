@@ -12,6 +12,11 @@ from strategies.cluster.sources.base import Found, Wanted
 from strategies.cluster.tf_config import ClusterError
 
 
+def is_described(environment: Mapping[str, str]) -> bool:
+    """Returns True if TF_CONFIG is set. Some schedulers set it to `{}` for a single process."""
+    return environment.get("TF_CONFIG", "{}").strip() != "{}"
+
+
 class _Source(NamedTuple):
     is_present: Callable[[Mapping[str, str]], bool]
     read: Callable[[Mapping[str, str], Wanted], Found]
