@@ -71,8 +71,12 @@ def plain_path(directory: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
-    """Holds a lock that ends with the process. Raises OSError if another process holds it."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    """Holds a lock that ends with the process. Raises OSError if another process holds it.
+
+    Also raises OSError for what another user may have put into TMPDIR under such a name: a link, or
+    a FIFO, which would wait for a writer.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -108,6 +108,26 @@ def test_scratch_directory_of_a_killed_process_is_removed(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.timeout(60)
+def test_what_others_put_in_place_of_a_scratch_directory_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "file").touch()
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    prefix = f"trainer-scratch-{os.getuid()}-"
+    os.mkfifo(temporary / f"{prefix}fifo")
+    (temporary / f"{prefix}link").symlink_to(others)
+    (temporary / f"{prefix}file").touch()
+    with scratch_dir() as directory:
+        assert os.listdir(directory) == []
+    assert len(os.listdir(temporary)) == 3
+    assert (others / "file").exists()
+
+
 def test_files_that_change_are_uploaded_and_failures_are_made_up_for(
     url: str, link: SlowLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
