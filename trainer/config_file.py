@@ -66,7 +66,7 @@ def absolute(target: str) -> str:
 def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     """The module of a file or of a dotted name; its file, and the neighbours that it imports.
 
-    Raises ConfigError if it does not exist, cannot be executed, or creates a tensor.
+    Raises ConfigError if it does not exist, cannot be executed, creates a tensor, or switches eager execution off.
     """
     modules_before, had_tensors = set(sys.modules), has_tensors()
     place = _shipped_file(place) or place
@@ -82,6 +82,11 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
             f"--config={place} creates a tensor when it is imported{_tensors_of(module)}: devices "
             "and other tasks must be set up before the first tensor. Create it inside the function "
             "that uses it, or write it as a NumPy array."
+        )
+    if "tensorflow" in sys.modules and not sys.modules["tensorflow"].executing_eagerly():
+        raise ConfigError(
+            f"--config={place} switches eager execution off, which Keras 3 needs. Delete "
+            "tf.compat.v1.disable_eager_execution() or tf.compat.v1.disable_v2_behavior()."
         )
     loaded = [sys.modules[name] for name in set(sys.modules) - modules_before]
     own = getattr(module, "__file__", None)

@@ -256,6 +256,20 @@ def test_tensor_at_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_recipe(path)
 
 
+@pytest.mark.parametrize("call", ["disable_eager_execution", "disable_v2_behavior"])
+def test_config_file_that_switches_eager_execution_off_is_refused(
+    call: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, COMPLETE + f"\nimport tensorflow as tf\ntf.compat.v1.{call}()\n")
+    # A process of its own: what this changes cannot be taken back.
+    command = [sys.executable, "-m", "trainer", "--strategy=mirrored", f"--config={path}"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "Delete tf.compat.v1.disable_eager_execution() or" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_tensors_are_noticed() -> None:
     from trainer.config_file import has_tensors
 
