@@ -260,7 +260,9 @@ def test_tensor_at_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_config_file_that_switches_eager_execution_off_is_refused(
     call: str, tmp_path: Path
 ) -> None:
-    path = written(tmp_path, COMPLETE + f"\nimport tensorflow as tf\ntf.compat.v1.{call}()\n")
+    path = written(
+        tmp_path, COMPLETE + f"\n    import tensorflow as tf\n    tf.compat.v1.{call}()\n"
+    )
     # A process of its own: what this changes cannot be taken back.
     command = [sys.executable, "-m", "trainer", "--strategy=mirrored", f"--config={path}"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
