@@ -96,6 +96,8 @@ def test_command_explains_values_and_flags_before_tensorflow_is_imported(tmp_pat
             "mirrored, multiworker or ps. Received: 'multi'. Did you mean --strategy=multiworker?",
         ),
         ("--log_every_steps=3", "Did you mean --config.log_every_steps?"),
+        ("--config.optimizer.learning_rate=3", "Did you mean --config.learning_rate?"),
+        ("--config.batch_size.=3", "Did you mean --config.batch_size?"),
         ("--config=digit", "Did you mean --config=digits.py?"),
     ):
         done = run("trainer", typed, cwd=tmp_path)

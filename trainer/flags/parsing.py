@@ -63,7 +63,7 @@ def parse_words(argv: Sequence[str]) -> list[str]:
         message = unknown_flag(error.flagname, FLAGS, config)
         if new_name := _RENAMED.get(error.flagname):
             message = f"--{error.flagname} has a new name: write --{new_name}."
-    except (AttributeError, KeyError, Error) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, Error) as error:
         message = _explain_flag_error(argv, config, error)
     raise ConfigError(message)
 
