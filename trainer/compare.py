@@ -140,11 +140,27 @@ def _first_checkpoint(paths: Mapping[int, Sequence[str]]) -> Difference | None:
 def variable_differences(left: str, right: str) -> list[tuple[str, float]]:
     """The variables of two checkpoints that are not equal bit for bit, in the model's order.
 
-    Raises ConfigError if the checkpoints are of different models.
+    Raises ConfigError if the checkpoints are of different models, or one of them is damaged.
     """
+    for path in (left, right):
+        _check_complete(path)
     with plain_path(left) as plain_left, plain_path(right) as plain_right:
         found = _dense_differences(left, right, (plain_left, plain_right))
     return found + _table_differences(left, right)
+
+
+def _check_complete(path: str) -> None:
+    # They load TensorFlow.
+    from trainer.checkpoints.file_checks import damage_of
+    from trainer.checkpoints.marks import DamagedError, complete_mark
+
+    try:
+        parts = complete_mark(path).files.items()
+        damage = next(filter(None, (damage_of(f"{path}/{name}", part) for name, part in parts)), "")
+    except DamagedError as error:
+        damage = str(error)
+    if damage:
+        raise ConfigError(f"{path} cannot be compared: {damage}. Copy its files again.")
 
 
 def _dense_differences(left: str, right: str, plain: Sequence[str]) -> list[tuple[str, float]]:

@@ -66,7 +66,8 @@ def absolute(target: str) -> str:
 def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     """The module of a file or of a dotted name; its file, and the neighbours that it imports.
 
-    Raises ConfigError if it does not exist, cannot be executed, creates a tensor, or switches eager execution off.
+    Raises ConfigError if it does not exist, cannot be executed, creates a tensor, or switches eager
+    execution off.
     """
     modules_before, had_tensors = set(sys.modules), has_tensors()
     place = _shipped_file(place) or place

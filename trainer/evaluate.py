@@ -22,7 +22,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "checkpoint",
         "newest",
-        "The checkpoint that is evaluated: newest, best, or a step such as 1000.",
+        "The checkpoint that is evaluated: newest, newest_complete (if the newest is damaged), "
+        "best, or a step such as 1000.",
     )
     flags.DEFINE_string("split", None, "Split to read; by default the evaluation split.")
     flags.DEFINE_string(

@@ -11,6 +11,7 @@ model = model_of_run("runs/a")
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,7 +28,8 @@ from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
 from trainer import build
 from trainer.batch_checks import check_batches
 from trainer.build import build_checkpointer, build_learner
-from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
+from trainer.checkpoints.marks import DamagedError
 from trainer.compilation import choose_compilation
 from trainer.config import ConfigError, Recipe, recipe_of_run
 from trainer.config_checks import check_replicas
@@ -46,8 +48,10 @@ from trainer.inputs import (
 )
 from trainer.learner import Learner
 from trainer.models import build_model
-from trainer.run_files import Document, RunFiles, step_in
+from trainer.run_files import Document, RunFiles, finished_checkpoints, step_in
 from trainer.task_spec import TaskSpec
+
+_log = logging.getLogger(__name__)
 
 
 class Session(NamedTuple):
@@ -126,11 +130,14 @@ class Restored(NamedTuple):
 def restore(
     model_dir: str, checkpoint: str, split: str | None = None, data_dir: str | None = None
 ) -> Restored:
-    """Restores `checkpoint` (newest, best, a step or its name) on a device of this machine.
+    """Restores `checkpoint` on a device of this machine.
+
+    It is newest, newest_complete, best, a step or a name. A damaged checkpoint is an error, but
+    newest_complete takes the one before it.
 
     Raises:
-        ConfigError, DataError, ModelDirError: the run has no such checkpoint, the data is missing,
-            or the config file now defines another model.
+        ConfigError, DataError, ModelDirError: the run has no such checkpoint, it is damaged, the
+            data is missing, or the config file now defines another model.
     """
     recipe = recipe_of_run(RunFiles(model_dir).read_config())
     recipe.config.data_dir = data_dir or recipe.config.data_dir
@@ -140,17 +147,27 @@ def restore(
     executor = MirroredExecutor.on(replica_devices(1, min(1, use_gpus(None))))
     inputs, specs, learner = build_session(recipe, Inputs(reader, reader), executor.build)
     checkpointer = build_checkpointer(recipe, model_dir, inputs, learner)
-    name = _chosen(checkpoint, checkpointer, model_dir)
-    saved = checkpointer.restore_model(name)
-    return Restored(name, saved.step, recipe, inputs.evaluation, executor, learner, specs)
+    fitting = _fitting(checkpoint, checkpointer, model_dir)
+    for name in reversed(fitting):
+        try:
+            step = checkpointer.restore_model(name).step
+        except ModelDirError as error:
+            if not isinstance(error.__cause__, DamagedError):
+                raise
+            if checkpoint != "newest_complete" or name == fitting[0]:
+                hint = " Type --checkpoint=newest_complete." if checkpoint == "newest" else ""
+                raise ModelDirError(f"{error}{hint}") from error
+            _log.warning("%s Using the one before it.", error)
+        else:
+            break
+    return Restored(name, step, recipe, inputs.evaluation, executor, learner, specs)
 
 
-def _chosen(wanted: str, checkpointer: Checkpointer, model_dir: str) -> str:
-    """The name of the checkpoint that `wanted` means."""
-    names = checkpointer.names()
-    newest = checkpointer.newest()
-    if wanted == "newest" and newest is not None:
-        fitting = [name for name in names if name == f"step-{newest.step:08d}"]
+def _fitting(wanted: str, checkpointer: Checkpointer, model_dir: str) -> list[str]:
+    """The names of the checkpoints that `wanted` may mean, the oldest first; at least one."""
+    names = finished_checkpoints(checkpointer.directory)
+    if wanted in ("newest", "newest_complete"):
+        fitting = [name for name in names if name.startswith("step-")]
     elif wanted == "best":
         fitting = [name for name in names if name.startswith("best-")]
     else:
@@ -161,7 +178,7 @@ def _chosen(wanted: str, checkpointer: Checkpointer, model_dir: str) -> str:
             f"--checkpoint={wanted}: {model_dir} has no such checkpoint. It has "
             f"{', '.join(names) or 'none'}. Type newest, best, or a step."
         )
-    return fitting[-1]
+    return fitting if wanted == "newest_complete" else fitting[-1:]
 
 
 def evaluate(

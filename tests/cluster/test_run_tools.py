@@ -70,6 +70,23 @@ def test_checkpoints_of_a_cluster_have_the_metrics_that_the_run_reported(
     assert "equal at step 0, different at step 20" in compared.stdout
     assert "dense/kernel" in compared.stdout
 
+    newest = model_dir / "checkpoints" / "step-00000040"
+    (data,) = newest.glob("variables.data*")
+    content = data.read_bytes()
+    for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
+        data.write_bytes(damaged)
+        for words in (["trainer.evaluate"], ["trainer.predict", "--checkpoint=newest"]):
+            refused = tool(*words, str(model_dir))
+            assert refused.returncode == 2, refused.stderr
+            assert f"{newest} cannot be read: {data.name} has " in refused.stderr
+            assert "Type --checkpoint=newest_complete" in refused.stderr
+        refused = tool("trainer.compare", str(model_dir), str(model_dir))
+        assert refused.returncode == 2, refused.stderr
+        assert f"{newest} cannot be compared: {data.name} has " in refused.stderr
+    found = tool("trainer.evaluate", str(model_dir), "--checkpoint=newest_complete", "--json")
+    assert json.loads(found.stdout)["step"] == 20
+    assert f"{newest} cannot be read" in found.stderr
+
 
 def test_directories_of_any_name_are_read_by_all_tools(digits: Path, tmp_path: Path) -> None:
     top = tmp_path / "a[1] {b}\\c*%20?#"

@@ -33,7 +33,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "checkpoint",
         None,
-        "The checkpoint that predicts: newest, best, or a step; by default what was exported.",
+        "The checkpoint that predicts: newest, newest_complete (if the newest is damaged), best, "
+        "or a step; by default what was exported.",
     )
     flags.DEFINE_string(
         "input", None, "A TFRecord, CSV or NPZ file, or a folder of PNG or JPEG files."
