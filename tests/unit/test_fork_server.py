@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from trainer.local.launching import fork_server
-from trainer.local.task_start import TARGET
+from trainer.local.task_process import TARGET
 
 directory = Path(sys.argv[1])
 read, write = os.pipe()

@@ -7,21 +7,22 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from strategies.cluster.ports import free_ports, held
-from strategies.cluster.tf_config import Cluster, ClusterError, Task
+from strategies.cluster.tf_config import ClusterError
 from strategies.lost_peers import PeerLostError
 from strategies.metrics import Metrics
 from trainer.hooks.newest_group import StopIfReplaced
-from trainer.local.elastic import ElasticCluster
+from trainer.local.elastic import ElasticPolicy, run_elastic
 from trainer.local.group_rules import Group, HostRecord, Rules, Snapshot
 from trainer.local.launch_report import LaunchReport
 from trainer.local.membership import Membership, Watcher
 from trainer.local.restarts import Restarts
+from trainer.local.supervisor import Supervisor
+from trainer.local.task_process import TaskStarter
 from trainer.run_files import newest_generation
 
 ADDRESSES = ("a:2222", "b:2222", "c:2222")
@@ -179,17 +180,14 @@ def run_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., L
     def run(body: str, rejoin_secs: float) -> LaunchReport:
         program = tmp_path / "program.py"
         program.write_text(PROGRAM + textwrap.dedent(body))
-        jobs = {"worker": dict(enumerate(HOSTS))}
-        launcher = partial(ElasticCluster, rules=Rules(1, rejoin_secs), saves_regularly=False)
-        return launcher(
-            Cluster(jobs, Task("worker", 1)),
-            [],
-            tmp_path,
-            Restarts(3, lambda: (0, 0)),
-            host="host-1",
-            grace_secs=5.0,
-            command=[sys.executable, str(program)],
-        ).run()
+        membership = Membership(tmp_path, HOSTS, 1)
+        policy = ElasticPolicy(membership, Rules(1, rejoin_secs), saves_regularly=False)
+        command = [sys.executable, str(program)]
+        starter = TaskStarter([f"--model_dir={tmp_path}"], command=command)
+        restarts = Restarts(3, lambda: (0, 0))
+        return run_elastic(
+            Supervisor(policy, starter, tmp_path, restarts, host="host-1", grace_secs=5.0), policy
+        )
 
     return run
 
@@ -278,7 +276,7 @@ def end_when_the_task_runs(model_dir: Path) -> None:
 def test_task_that_waits_for_others_ends_when_the_run_is_done(
     tmp_path: Path, run_host: Callable[..., LaunchReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.local.elastic._DONE_SECS", 0.1)
+    monkeypatch.setattr("trainer.local.supervisor._DONE_SECS", 0.1)
     thread = threading.Thread(target=end_when_the_task_runs, args=[tmp_path])
     thread.start()
     report = run_host("(model_dir / 'runs').touch(); time.sleep(60)", rejoin_secs=100.0)

@@ -1,4 +1,4 @@
-"""LocalCluster with small stand-in programs: real processes, signals and pipes, no TensorFlow."""
+"""The supervisor with small stand-in programs: real processes, signals and pipes, no TensorFlow."""
 
 import contextlib
 import itertools
@@ -20,10 +20,13 @@ import psutil
 import pytest
 
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
+from trainer.local.deaths import TaskEnd
 from trainer.local.launch_report import LaunchReport
-from trainer.local.launcher import LocalCluster
 from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
+from trainer.local.policy import FixedPolicy
 from trainer.local.restarts import Restarts
+from trainer.local.supervisor import Supervisor
+from trainer.local.task_process import TaskStarter
 
 # The head of every stand-in program: its task, functions to note events, and the parent watch of
 # real tasks.
@@ -106,15 +109,14 @@ def launch(
     stall_timeout_secs: float = 0.0,
 ) -> LaunchReport:
     """Runs the cluster here, and asserts that no process outlives it."""
-    report = LocalCluster(
-        cluster,
-        [],
+    argv = [f"--model_dir={model_dir}"]
+    report = Supervisor(
+        FixedPolicy(cluster.by_task()),
+        TaskStarter(argv, command=command, namespace=namespace),
         model_dir,
         restarts or no_progress(0),
-        namespace=namespace,
         grace_secs=grace_secs,
         stall_timeout_secs=stall_timeout_secs,
-        command=command,
     ).run()
     num_starts = len(cluster.tasks()) + sum(len(restart.tasks) for restart in report.restarts)
     assert len(report.tasks) == num_starts
@@ -151,8 +153,11 @@ def test_all_tasks_end_with_zero_and_so_does_the_cluster(
     """)
     cluster = local_cluster("ps", num_workers=2, num_ps=1)
 
-    report = LocalCluster(
-        cluster, ["--flag=1"], tmp_path / "run", no_progress(0), command=command
+    report = Supervisor(
+        FixedPolicy(cluster.by_task()),
+        TaskStarter(["--flag=1", f"--model_dir={tmp_path / 'run'}"], command=command),
+        tmp_path / "run",
+        no_progress(0),
     ).run()
 
     assert report.exit_code == 0
@@ -220,8 +225,8 @@ def test_bad_usage_of_one_task_stops_the_others_at_once_and_is_the_exit_code(
 def test_failure_that_ends_the_run_has_the_trainer_save_then_ends_it_and_the_servers(
     tmp_path: Path, program: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.local.launcher._PEER_LOST_SECS", 0.1)
-    monkeypatch.setattr("trainer.local.launcher._SERVERS_ALONE_SECS", 0.1)
+    monkeypatch.setattr("trainer.local.supervisor._PEER_LOST_SECS", 0.1)
+    monkeypatch.setattr("trainer.local.supervisor._SERVERS_ALONE_SECS", 0.1)
     command = program("""
         note("running")
         if job == "chief":
@@ -246,7 +251,7 @@ def test_failure_that_ends_the_run_has_the_trainer_save_then_ends_it_and_the_ser
 def test_task_still_running_after_the_chief_is_done_is_an_error(
     tmp_path: Path, program: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.local.launcher._SHUTDOWN_GRACE_SECS", 0.2)
+    monkeypatch.setattr("trainer.local.supervisor._SHUTDOWN_GRACE_SECS", 0.2)
     command = program("""
         note("running")
         if job == "chief":
@@ -414,14 +419,17 @@ def test_killed_launcher_leaves_no_orphan(
             "import sys\n"
             "from strategies.cluster.tf_config import local_cluster\n"
             "from trainer.local.network_namespace import Namespace\n"
-            "from trainer.local.launcher import LocalCluster\n"
+            "from trainer.local.policy import FixedPolicy\n"
+            "from trainer.local.supervisor import Supervisor\n"
+            "from trainer.local.task_process import TaskStarter\n"
             "directory, fds, *command = sys.argv[1:]\n"
             "namespace = Namespace(map(int, fds.split(','))) if fds else None\n"
             "cluster = local_cluster('ps', 2, 1)\n"
             "from trainer.local.restarts import Restarts\n"
             "restarts = Restarts(0, lambda: (0, 0))\n"
-            "options = {'namespace': namespace, 'command': command}\n"
-            "LocalCluster(cluster, [], directory, restarts, **options).run()\n",
+            "argv = [f'--model_dir={directory}']\n"
+            "starter = TaskStarter(argv, command=command, namespace=namespace)\n"
+            "Supervisor(FixedPolicy(cluster.by_task()), starter, directory, restarts).run()\n",
             str(tmp_path),
             ",".join(map(str, namespace.fds)) if namespace else "",
             *command,
@@ -663,7 +671,7 @@ def test_crash_loop_ends_and_names_the_task_and_its_signal(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.local.launcher._PEER_LOST_SECS", 0.1)
+    monkeypatch.setattr("trainer.local.supervisor._PEER_LOST_SECS", 0.1)
     command = program("""
         if index == 1:
             print("start", start, "fails")
@@ -687,7 +695,7 @@ def test_signal_while_a_restart_is_awaited_ends_the_run_at_once(
     tmp_path: Path, program: Callable[[str], list[str]]
 ) -> None:
     class Later(Restarts):
-        def next_delay_secs(self, num_short_lives: int, *, counts: bool = True) -> float | None:
+        def next_delay_secs(self, end: TaskEnd, *, counts: bool = True) -> float | None:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
             return 60.0
 
@@ -706,10 +714,10 @@ def on_host(index: int, model_dir: Path, command: Sequence[str], max_restarts: i
     jobs = {"worker": {0: "host-a:2222", 1: "host-b:2222"}}
     cluster = Cluster(jobs, Task("worker", index))
     host = f"host-{'ab'[index]}"
+    starter = TaskStarter([f"--model_dir={model_dir}"], command=command)
+    policy = FixedPolicy({cluster.task: cluster})
     restarts = no_progress(max_restarts)
-    return LocalCluster(
-        cluster, [], model_dir, restarts, host=host, grace_secs=5.0, command=command
-    ).run()
+    return Supervisor(policy, starter, model_dir, restarts, host=host, grace_secs=5.0).run()
 
 
 def failures(model_dir: Path) -> list[dict[str, Any]]:
@@ -754,7 +762,9 @@ def test_restarts_are_delayed_if_the_task_dies_at_once_but_not_if_it_lost_anothe
             os.kill(os.getpid(), signal.SIGKILL)
     """)
     restarts = Restarts(1, lambda: (next(steps), 0))
-    report = LocalCluster(cluster, [], tmp_path, restarts, host="host-b", command=command).run()
+    starter = TaskStarter([f"--model_dir={tmp_path}"], command=command)
+    policy = FixedPolicy({cluster.task: cluster})
+    report = Supervisor(policy, starter, tmp_path, restarts, host="host-b").run()
     assert report.exit_code == 0
     delays = re.findall(r"Restarting worker 1 (.*)\.", capsys.readouterr().err)
     assert delays == ["now"] * 4 + ["in 1 s"]
@@ -798,7 +808,7 @@ def test_error_that_a_restart_does_not_repair_ends_the_launchers_of_all_hosts(
     program: Callable[[str], list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.local.launcher._PEER_LOST_SECS", 0.5)
+    monkeypatch.setattr("trainer.local.supervisor._PEER_LOST_SECS", 0.5)
     assert on_host(1, tmp_path, program(f"sys.exit({code})"), max_restarts=3).exit_code == code
     lines = (tmp_path / "failures.jsonl").read_text()
     assert [line["ends_run"] for line in failures(tmp_path)] == [True]
