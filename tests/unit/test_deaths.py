@@ -7,7 +7,15 @@ from typing import NamedTuple
 import pytest
 
 from strategies.cluster.tf_config import Task
-from trainer.local.deaths import Action, RunState, TaskEnd, decide, decide_loss, failure_of
+from trainer.local.deaths import (
+    Action,
+    RunState,
+    TaskEnd,
+    decide,
+    decide_loss,
+    failure_of,
+    keeps_variables,
+)
 
 KILLED = -signal.SIGKILL
 
@@ -132,6 +140,21 @@ def test_ps_worker_that_the_chief_did_not_end_is_lost_after_the_wait(
     run: RunState, action: Action
 ) -> None:
     assert decide_loss(ps_worker(75), run) is action
+
+
+@pytest.mark.parametrize(
+    ("end", "has_ps", "keeps"),
+    [
+        (chief(KILLED), True, True),
+        (other(KILLED), True, True),
+        (chief(75), True, False),  # Some server may not answer.
+        (other(KILLED), False, False),  # Each worker has all variables.
+    ],
+)
+def test_servers_keep_their_variables_after_a_death_by_a_signal(
+    end: TaskEnd, has_ps: bool, keeps: bool
+) -> None:
+    assert keeps_variables(end, has_ps=has_ps) == keeps
 
 
 @pytest.mark.parametrize(

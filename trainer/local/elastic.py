@@ -141,11 +141,10 @@ class ElasticPolicy(FixedPolicy):
         if group.generation <= self._group.generation:
             return
         self._group = group
-        members: list[str] = []
-        others: list[str] = []
-        for host, address in enumerate(self.membership.addresses):
-            (members if host in group.members else others).append(address)
         if group.generation:
+            addresses = self.membership.addresses
+            members = [addresses[host] for host in sorted(group.members)]
+            others = [address for address in addresses if address not in members]
             away = f"; not {', '.join(others)}" if others else ""
             say(f"Group {group.generation} trains: {', '.join(members)}{away}.")
         if self._own not in group.members:

@@ -1,6 +1,6 @@
 """MODEL_DIR/failures.jsonl: why tasks of a cluster of several hosts ended, from all hosts.
 
-    failures = FailureLog("/shared/run", host="host-b")
+    failures = FailureLog(Path("/shared/run"), host="host-b")
     failures.write(end, ends_run=False)         # a task of this host has ended
     for failure in failures.new_of_others():    # what other hosts have written since the last call
         print_failure(failure)
@@ -44,11 +44,11 @@ class Failure:
 class FailureLog:
     """Appends to the file, and reads what others append. An error of the storage is a message."""
 
-    def __init__(self, path: Path, host: str) -> None:
+    def __init__(self, model_dir: Path, host: str) -> None:
         """What the file has now is of earlier launchers."""
-        self._path = path
+        self._path = model_dir / "failures.jsonl"
         self._host = host
-        self._read_bytes = path.stat().st_size if path.exists() else 0
+        self._read_bytes = self._path.stat().st_size if self._path.exists() else 0
 
     def write(self, end: TaskEnd, *, ends_run: bool) -> None:
         """Appends how a task of this host ended, in one operation."""

@@ -5,12 +5,6 @@
     report = Supervisor(policy, starter, model_dir, restarts).run()
     sys.exit(report.exit_code)
 
-| the supervisor asks | about |
-| --- | --- |
-| deaths.py | what to do after the end of a task |
-| restarts.py | the delay of a restart, or that there were too many |
-| policy.py | the tasks that it runs, and changes of the group of hosts (elastic.py) |
-
 The lines of the chief (of worker 0 if there is no chief task) appear on the launcher's standard
 output. The lines of every task, with one more at each start, are in
 `<model_dir>/tasks/<job>-<index>.log`; for a URL, in runs/<name>/tasks.
@@ -40,8 +34,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART
@@ -65,7 +59,6 @@ from trainer.local.task_logs import TaskLogs, now, say
 from trainer.local.task_process import TaskProcess, TaskStarter
 from trainer.run_files import directory_of_logs
 
-FAILURES = "failures.jsonl"  # In the model directory.
 _PEER_LOST_SECS = 15.0  # TensorFlow's coordination service reports a dead peer within 10 s.
 _SHUTDOWN_GRACE_SECS = 10.0  # From the chief's exit with 0 to SIGTERM for tasks that still run.
 _SERVERS_ALONE_SECS = 2.0  # From the failure of the last trainer to SIGTERM for servers.
@@ -75,9 +68,6 @@ _POLLS_PER_TIMEOUT = 10  # Heartbeats are read this many times in each stall tim
 _FOLLOW_SECS = 1.0  # Between two looks at what other hosts have written.
 _STATELESS_GRACE_SECS = 5.0  # From SIGTERM to SIGKILL for tasks without state to save.
 _DONE_SECS = 10.0  # From Step.DONE to SIGTERM for a task that waits for others.
-
-# A task that has ended, a signal to this process, or a call.
-_Event: TypeAlias = TaskProcess | signal.Signals | Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -101,8 +91,8 @@ class Supervisor:
         self._failures: FailureLog | None = None
         self._exit_of_others = 0
         if self.host:
-            self._failures = FailureLog(self._logs.directory.parent / FAILURES, self.host)
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+            self._failures = FailureLog(self._logs.directory.parent, self.host)
+        self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._running: dict[Task, TaskProcess] = {}
         self._plans = sched.scheduler(time.monotonic)
         self._num_starts: Counter[Task] = Counter()
@@ -128,7 +118,11 @@ class Supervisor:
                     self._kill_unresponsive()
                 if self._failures:
                     self._follow_failures(self._failures)
-                while not self._is_over():
+                while (
+                    self._running
+                    or self._planned_starts()
+                    or not (self._is_ending or self.policy.is_over())
+                ):
                     self._handle_next_event()
             finally:
                 for process in self._running.values():
@@ -154,10 +148,6 @@ class Supervisor:
             return Activity.RUNNING
         return Activity.DELAYING if self._planned_starts() else Activity.IDLE
 
-    def _is_over(self) -> bool:
-        is_idle = not self._running and not self._planned_starts()
-        return is_idle and (self._is_ending or self.policy.is_over())
-
     def _do(self, step: Step) -> None:
         match step:
             case Step.START:
@@ -178,7 +168,7 @@ class Supervisor:
                 self.starter,
                 self.policy.clusters[task],
                 self._logs.open(task),
-                self._events,
+                lambda process: self._events.put(partial(self._on_exit, process)),
                 is_shown=task == self._chief or bool(self.host),
                 host=self.host,
                 start=self._num_starts[task],
@@ -186,22 +176,16 @@ class Supervisor:
 
     def _on_signal(self, signum: int) -> None:
         if not self._repetitions.includes_now(signum):
-            self._events.put(signal.Signals(signum))
+            self._events.put(partial(self._on_stop, signal.Signals(signum)))
 
     def _handle_next_event(self) -> None:
         planned = self._plans.queue
         timeout_secs = max(0.0, planned[0].time - time.monotonic()) if planned else None
         try:
-            event = self._events.get(timeout=timeout_secs)
+            handle = self._events.get(timeout=timeout_secs)
         except queue.Empty:
-            self._plans.run(blocking=False)
-        else:
-            if isinstance(event, TaskProcess):
-                self._on_exit(event)
-            elif isinstance(event, signal.Signals):
-                self._on_stop(event)
-            else:
-                event()
+            handle = partial(self._plans.run, blocking=False)
+        handle()
 
     def _follow_failures(self, failures: FailureLog) -> None:
         """Shows on the chief's host why tasks of other hosts ended; ends the run if one says so."""

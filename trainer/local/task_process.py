@@ -1,14 +1,13 @@
 """One task of a local cluster as a process: its output, its log, its end.
 
 starter = TaskStarter([f"--model_dir={model_dir}"], fork_server=fork_server)
-process = TaskProcess(starter, cluster, log, events, is_shown=True, start=1)
+process = TaskProcess(starter, cluster, log, ended.put, is_shown=True, start=1)
 process.send(signal.SIGTERM)
-exit_code = events.get().reap()     # It has ended.
+exit_code = ended.get().reap()
 """
 
 import contextlib
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -94,8 +93,8 @@ class TaskStarter:
 class TaskProcess:
     """One task's process and process group, and the threads that follow its output and its end.
 
-    `events` receives this object when the process has ended. Until `reap` the process id stays
-    taken, so that a signal cannot reach another process. The methods are for the main thread.
+    Until `reap` the process id stays taken, so that a signal cannot reach another process. The
+    methods are for the main thread.
 
     Attributes:
         tail: The last lines of the output.
@@ -109,7 +108,7 @@ class TaskProcess:
         starter: TaskStarter,
         cluster: Cluster,
         log: TaskLog,
-        events: "queue.SimpleQueue[TaskProcess | signal.Signals | Callable[[], None]]",
+        on_exit: "Callable[[TaskProcess], None]",
         *,
         is_shown: bool,
         start: int,
@@ -118,7 +117,8 @@ class TaskProcess:
         """Starts the task of `cluster`, for the `start`th time.
 
         Its output is appended to `log`, and, if `is_shown`, copied to standard output, each line
-        after the name of the `host`, if it is given.
+        after the name of the `host`, if it is given. `on_exit` is called with this object on
+        another thread, when the process has ended.
 
         Raises OSError if the process could not be made.
         """
@@ -129,7 +129,7 @@ class TaskProcess:
         self.end_reason: str | None = None
         self._is_shown = is_shown
         self._prefix = f"[{host}] " if host else ""
-        self._events = events
+        self._on_exit = on_exit
         self._log = log
         self._started = time.monotonic()
         read, write = os.pipe()
@@ -178,7 +178,7 @@ class TaskProcess:
         else:  # On macOS with Python before 3.13.
             while psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE:
                 time.sleep(_POLL_SECS)
-        self._events.put(self)
+        self._on_exit(self)
 
     def _copy_output(self) -> None:
         with contextlib.closing(self._log), self._pipe:
