@@ -1,32 +1,25 @@
-"""What the launcher of an elastic host does, as tables; and two with the process of a task."""
+"""What the launcher of an elastic host does, as tables, and with the process of a task."""
 
-import json
 import signal
-import sys
-import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 
 from strategies.cluster.tf_config import ClusterError, Task
+from tests.unit.stand_ins import KILLED, lines_of, no_progress, notes, starter
 from trainer.local.deaths import TaskEnd
 from trainer.local.elastic import ElasticPolicy, run_elastic
 from trainer.local.group_rules import Group, HostRecord, Rules, Snapshot
 from trainer.local.launch_report import LaunchReport
 from trainer.local.membership import Membership
 from trainer.local.policy import Activity, Step
-from trainer.local.restarts import Restarts
 from trainer.local.supervisor import Supervisor
-from trainer.local.task_process import TaskStarter
 from trainer.run_files import newest_generation
 
 ALL = frozenset({0, 1, 2})
 HOSTS = tuple(f"host-{index}.invalid:2222" for index in range(3))  # Names without an address.
-KILLED = -signal.SIGKILL
 
 
 class Host:
@@ -65,6 +58,7 @@ class Host:
 def test_task_starts_with_the_first_group_that_is_read(tmp_path: Path) -> None:
     host = Host(tmp_path)
     assert host.start() == []
+    assert host.look(Activity.ENDING) is Step.NONE
     assert host.look() is Step.START
     assert host.start() == [("worker 1", 0, 3)]
     assert host.look(Activity.RUNNING) is Step.NONE
@@ -126,14 +120,6 @@ def test_tasks_stop_together_when_a_host_joins(tmp_path: Path) -> None:
     assert host.start() == [("worker 1", 2, 2)]
 
 
-def test_running_task_of_a_replaced_group_saves_and_ends(tmp_path: Path) -> None:
-    host = Host(tmp_path)
-    host.look()
-    host.start()
-    host.files.propose(Group(0, ALL), frozenset({0, 1}))
-    assert host.look(Activity.RUNNING) is Step.SAVE_AND_END
-
-
 def test_task_that_died_is_started_after_its_delay_unless_the_group_changes(tmp_path: Path) -> None:
     host = Host(tmp_path)
     host.look()
@@ -143,11 +129,6 @@ def test_task_that_died_is_started_after_its_delay_unless_the_group_changes(tmp_
     host.files.propose(Group(0, ALL), frozenset({0, 1}))
     assert host.look(Activity.DELAYING) is Step.START
     assert host.start() == [("worker 1", 1, 2)]
-
-
-def test_nothing_follows_from_other_hosts_while_the_run_ends(tmp_path: Path) -> None:
-    host = Host(tmp_path)
-    assert host.look(Activity.ENDING) is Step.NONE
 
 
 @pytest.mark.parametrize(
@@ -199,119 +180,95 @@ def end_of_task(code: int, *, was_overdue: bool = False) -> TaskEnd:
 
 
 @pytest.mark.parametrize(
-    ("members", "end", "counts"),
+    ("members", "exit_code", "was_overdue", "counts", "ends_all"),
     [
-        ((0, 1, 2), end_of_task(KILLED), True),
+        ((0, 1, 2), KILLED, False, True, False),
         # The task has lost another one. The launcher of that task counts.
-        ((0, 1, 2), end_of_task(75), False),
-        ((0, 1, 2), end_of_task(75, was_overdue=True), True),
+        ((0, 1, 2), 75, False, False, False),
+        ((0, 1, 2), 75, True, True, False),
         # The only task of a group has lost no other.
-        ((1,), end_of_task(75), True),
+        ((1,), 75, False, True, False),
+        # Errors that other hosts have, too.
+        ((0, 1, 2), 1, False, True, True),
+        ((0, 1, 2), 2, False, True, True),
     ],
 )
-def test_limit_of_restarts_is_for_the_cause_only(
-    members: tuple[int, ...], end: TaskEnd, counts: bool, tmp_path: Path
+def test_limit_of_restarts_is_for_the_cause_and_only_errors_everywhere_end_all_hosts(
+    members: tuple[int, ...],
+    exit_code: int,
+    was_overdue: bool,
+    counts: bool,
+    ends_all: bool,
+    tmp_path: Path,
 ) -> None:
     host = Host(tmp_path, *members)
     host.look()
     assert host.start()
+    task = Task("worker", members.index(1))
+    end = TaskEnd(task, False, False, 100, exit_code, 1.0, "failure", was_overdue)
     assert host.policy.counts(end) == counts
+    assert host.policy.ends_all_hosts(end) == ends_all
 
 
-@pytest.mark.parametrize(("code", "ends_all"), [(1, True), (2, True), (75, False), (KILLED, False)])
-def test_only_what_is_wrong_everywhere_ends_all_hosts(
-    code: int, ends_all: bool, tmp_path: Path
-) -> None:
-    assert Host(tmp_path).policy.ends_all_hosts(end_of_task(code)) == ends_all
-
-
-# A stand-in for a task: it notes its cluster, and ends as a task does.
-PROGRAM = """
-import json, os, signal, sys, time
-from pathlib import Path
-from trainer.guards.parent_watch import watch_parent
-watch_parent()
-model_dir = Path(sys.argv[-1].removeprefix("--model_dir="))
-config = json.loads(os.environ["TF_CONFIG"])
-config["ended_by"] = 0
-notes = model_dir / "starts.jsonl"
-def end(signum, frame):
-    with notes.open("a") as file:
-        file.write(json.dumps({**config, "ended_by": int(signum)}) + "\\n")
-    sys.exit(75)
+# The head of each program: the task notes in which cluster it ended, and by which signal.
+HEAD = """
+def end(signum, frame=None):
+    note(f"ended-{config['generation']}-{len(config['cluster'][job])}-{int(signum)}")
+    sys.exit(75 if signum else 0)
 signal.signal(signal.SIGTERM, end)
 signal.signal(signal.SIGUSR1, end)
 """
-RunHost: TypeAlias = Callable[[str, float], LaunchReport]
 
 
-@pytest.fixture
-def run_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunHost:
-    """Runs the launcher of host 1 of three; its task has the body after PROGRAM."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+@pytest.fixture(autouse=True)
+def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.local.membership._POLL_SECS", 0.05)
     monkeypatch.setattr("trainer.local.restarts._FIRST_DELAY_SECS", 0.01)
 
-    def run(body: str, rejoin_secs: float) -> LaunchReport:
-        program = tmp_path / "program.py"
-        program.write_text(PROGRAM + textwrap.dedent(body))
-        membership = Membership(tmp_path, HOSTS, 1)
-        policy = ElasticPolicy(membership, Rules(1, rejoin_secs), saves_regularly=False)
-        starter = TaskStarter([f"--model_dir={tmp_path}"], command=[sys.executable, str(program)])
-        restarts = Restarts(3, lambda: (0, 0))
-        return run_elastic(
-            Supervisor(policy, starter, tmp_path, restarts, host="host-1", grace_secs=5.0), policy
-        )
 
-    return run
-
-
-def starts(model_dir: Path) -> list[tuple[int, int, int, int]]:
-    """Of each task: the generation, the number of workers, its index, and the signal it got."""
-    lines = map(json.loads, (model_dir / "starts.jsonl").read_text().splitlines())
-    return [
-        (d["generation"], len(d["cluster"]["worker"]), d["task"]["index"], d["ended_by"])
-        for d in lines
-    ]
+def run_host(model_dir: Path, body: str, rejoin_secs: float = 100.0) -> LaunchReport:
+    """Runs the launcher of host 1 of three."""
+    membership = Membership(model_dir, HOSTS, 1)
+    policy = ElasticPolicy(membership, Rules(1, rejoin_secs), saves_regularly=False)
+    program = starter(model_dir, HEAD + body)
+    supervisor = Supervisor(
+        policy, program, model_dir, no_progress(3), host="host-1", grace_secs=5.0
+    )
+    return run_elastic(supervisor, policy)
 
 
 def test_file_system_without_hard_links_is_explained_before_a_task_starts(
-    tmp_path: Path, run_host: RunHost, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr("os.link", refuse)
     with pytest.raises(ClusterError, match="hard links"):
-        run_host("(model_dir / 'runs').touch()", 100.0)
-    assert not (tmp_path / "runs").exists(), "a task was started"
+        Membership(tmp_path, HOSTS, 1).propose(Group(0, ALL), ALL)
+    with pytest.raises(ClusterError, match="hard links"):
+        run_host(tmp_path, "note('runs')")
+    assert not notes(tmp_path, "runs"), "a task was started"
     assert not list((tmp_path / "membership").iterdir())
 
 
-def test_launcher_ends_its_task_and_starts_it_in_a_group_without_lost_hosts(
-    tmp_path: Path, run_host: RunHost
-) -> None:
-    body = """
-    if len(config["cluster"]["worker"]) > 1:
-        time.sleep(60)
-    with notes.open("a") as file:
-        file.write(json.dumps(config) + "\\n")
-    """
-    report = run_host(body, 4.0)
+def test_launcher_ends_its_task_and_starts_it_in_a_group_without_lost_hosts(tmp_path: Path) -> None:
+    report = run_host(tmp_path, "time.sleep(60 * (len(config['cluster'][job]) - 1)); end(0)", 4.0)
     assert report.exit_code == 0
-    usr1 = 10  # The other workers, if there were any, would save their last complete step.
-    assert starts(tmp_path) == [(0, 3, 1, usr1), (1, 1, 0, 0)]
+    # SIGUSR1: the other workers, if there were any, would save their last complete step.
+    assert set(notes(tmp_path, "ended")) == {"0-3-10-worker-1", "1-1-0-worker-0"}
+    assert [path.read_text() for path in tmp_path.glob("starts-*")] == [".", "."]
     assert not report.restarts, "a change of the group is no failure"
     assert Membership(tmp_path, HOSTS, 1).records()[1].ended == 0
 
 
 def test_task_that_waits_for_others_ends_when_the_run_is_done(
-    tmp_path: Path, run_host: RunHost, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end_when_the_task_runs() -> None:
         """Writes as the launcher of host 0, which ends with 0 when the task of host 1 runs."""
         other, beat = Membership(tmp_path, HOSTS, 0), 0
-        while not (tmp_path / "runs").exists():
+        while not notes(tmp_path, "runs"):
             other.write(HostRecord("start", beat := beat + 1, frozenset()))
             time.sleep(0.05)
         other.write(HostRecord("start", beat + 1, frozenset(), ended=0))
@@ -319,25 +276,20 @@ def test_task_that_waits_for_others_ends_when_the_run_is_done(
     monkeypatch.setattr("trainer.local.supervisor._DONE_SECS", 0.1)
     thread = threading.Thread(target=end_when_the_task_runs)
     thread.start()
-    report = run_host("(model_dir / 'runs').touch(); time.sleep(60)", 100.0)
+    report = run_host(tmp_path, "note('runs'); time.sleep(60)")
     thread.join()
     assert report.exit_code == 0
-    assert starts(tmp_path) == [(0, 3, 1, signal.SIGTERM)]
+    assert set(notes(tmp_path, "ended")) == {"0-3-15-worker-1"}
 
 
 def test_task_that_dies_too_often_but_not_one_that_loses_others_ends_the_launcher_of_its_host(
-    tmp_path: Path, run_host: RunHost
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    body = """
-    with (model_dir / "count").open("a") as count:
-        count.write(".")
-    if (model_dir / "count").stat().st_size <= 4:
-        sys.exit(75)
-    os.kill(os.getpid(), signal.SIGKILL)
-    """
-    report = run_host(body, 100.0)
+    report = run_host(tmp_path, "end(0) if start > 8 else sys.exit(75) if start < 5 else die()")
     assert [end.exit_code for end in report.tasks] == [75] * 4 + [KILLED] * 4
     assert report.exit_code == 75
-    lines = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
-    assert len(lines) == 4
-    assert not any(line["ends_run"] for line in lines)
+    assert report.first_failure is not None
+    assert not report.first_failure.survived
+    assert "3 restarts within 10 minutes (--max_restarts)" in capfd.readouterr().err
+    lines = lines_of(tmp_path / "failures.jsonl")
+    assert [line["ends_run"] for line in lines] == [False] * 4

@@ -15,36 +15,26 @@ KILLED = TaskEnd(
 
 
 @pytest.mark.parametrize(
-    ("code", "is_chief", "ends_run", "is_written"),
+    ("code", "is_chief", "ends_run", "exit_of_others"),
     [
-        (-9, False, False, True),
-        (1, False, True, True),
+        (-9, False, False, [75]),
+        (1, False, True, [75]),
+        (2, False, True, [2]),
         # A task that lost another one is not the cause, except for the chief and the last restart.
-        (75, False, False, False),
-        (75, True, False, True),
-        (75, False, True, True),
+        (75, False, False, []),
+        (75, True, False, [75]),
+        (75, False, True, [75]),
     ],
 )
 def test_other_hosts_are_told_of_causes_only(
-    code: int, is_chief: bool, ends_run: bool, is_written: bool, tmp_path: Path
+    code: int, is_chief: bool, ends_run: bool, exit_of_others: list[int], tmp_path: Path
 ) -> None:
     log, others = FailureLog(tmp_path, "host-b"), FailureLog(tmp_path, "host-a")
     log.write(replace(KILLED, exit_code=code, is_chief=is_chief), ends_run=ends_run)
-    found = [
-        (failure.host, failure.exit_code, failure.ends_run) for failure in others.new_of_others()
-    ]
-    assert found == [("host-b", code, ends_run)] * is_written
+    found = list(others.new_of_others())
+    assert [failure.exit_of_others for failure in found] == exit_of_others
+    assert all(failure.ends_run == ends_run for failure in found)
     assert not list(log.new_of_others()), "a host is not told of its own task"
-
-
-@pytest.mark.parametrize(("code", "exit_of_others"), [(2, 2), (1, 75), (-9, 75)])
-def test_only_bad_usage_is_the_exit_code_of_other_hosts(
-    code: int, exit_of_others: int, tmp_path: Path
-) -> None:
-    others = FailureLog(tmp_path, "host-a")
-    FailureLog(tmp_path, "host-b").write(replace(KILLED, exit_code=code), ends_run=True)
-    (failure,) = others.new_of_others()
-    assert failure.exit_of_others == exit_of_others
 
 
 def test_lines_of_earlier_launchers_damaged_and_incomplete_ones_are_skipped(tmp_path: Path) -> None:

@@ -52,18 +52,6 @@ def test_group_of_another_list_of_hosts_is_explained(tmp_path: Path) -> None:
         Membership(tmp_path, ADDRESSES[:2], 0).group()
 
 
-def test_file_system_without_hard_links_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(ClusterError, match="hard links"):
-        Membership(tmp_path, ADDRESSES, 0).propose(Group(0, ALL), ALL)
-    assert os.listdir(tmp_path / "membership") == []
-
-
 def test_directory_of_the_group_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
     membership = Membership(tmp_path, ADDRESSES, 0)
     membership.check_hard_links()

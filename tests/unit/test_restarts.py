@@ -32,47 +32,30 @@ def test_delays_of_a_crash_loop_grow_until_it_ends() -> None:
     assert delays == [0, 1, 2, 4, 8, 16, 30, 30, None]
 
 
+SOON = replace(DEATH, seconds=9.0)
+LOST_ANOTHER = replace(SOON, exit_code=75)  # The other task is the cause.
+PS_WORKER = replace(LOST_ANOTHER, is_ps_worker=True)
+
+
 @pytest.mark.parametrize(
-    ("code", "is_ps_worker", "delays"),
+    ("ends", "delays"),
     [
-        # The fifth of six tasks lives long; then the count starts again.
-        (-9, False, [0, 1, 2, 4, 0, 0, 1]),
-        (75, True, [0, 1, 2, 4, 0, 0, 1]),
-        # It has lost another task, which is the cause.
-        (75, False, [0, 0, 0, 0, 0, 0, 0]),
+        ([SOON] * 4 + [DEATH] + [SOON] * 2, [0, 1, 2, 4, 0, 0, 1]),
+        ([PS_WORKER] * 3, [0, 1, 2]),
+        ([SOON] * 12, [0, 1, 2, 4, 8, 16, *[30] * 6]),
+        ([*[LOST_ANOTHER] * 3, SOON, SOON, LOST_ANOTHER, SOON], [0, 0, 0, 0, 1, 2, 2]),
     ],
 )
 def test_task_that_dies_at_once_has_growing_delays_though_the_run_makes_progress(
-    code: int, is_ps_worker: bool, delays: list[float]
+    ends: list[TaskEnd], delays: list[float]
 ) -> None:
     run = Run()
     restarts = run.restarts(max_restarts=1)
     found = []
-    for seconds in (9.0, 9.0, 9.0, 9.0, 11.0, 9.0, 9.0):
+    for end in ends:
         run.progress = (0, run.progress[1] + 1)
-        end = replace(DEATH, exit_code=code, is_ps_worker=is_ps_worker, seconds=seconds)
         found.append(restarts.next_delay_secs(end))
     assert found == delays
-
-
-def test_longest_delay_of_a_task_that_dies_at_once_is_30_s() -> None:
-    run = Run()
-    restarts = run.restarts(max_restarts=1)
-    delays = []
-    for step in range(60):
-        run.progress = (0, step + 1)
-        delays.append(restarts.next_delay_secs(replace(DEATH, seconds=1.0)))
-    assert delays[-1] == max(filter(None, delays)) == 30
-
-
-def test_loss_of_another_task_keeps_the_count_of_short_lives() -> None:
-    run = Run()
-    restarts = run.restarts(max_restarts=1)
-    found = []
-    for code in (75, 75, 75, -9, -9, 75, -9):
-        run.progress = (0, run.progress[1] + 1)
-        found.append(restarts.next_delay_secs(replace(DEATH, exit_code=code, seconds=1.0)))
-    assert found == [0, 0, 0, 0, 1, 2, 2]
 
 
 def test_restart_that_does_not_count_lengthens_delays_but_has_no_limit() -> None:
