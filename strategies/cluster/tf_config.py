@@ -133,10 +133,6 @@ class Cluster:
         """The same cluster seen from another of its tasks."""
         return dataclasses.replace(self, task=task)
 
-    def by_task(self) -> dict[Task, "Cluster"]:
-        """The same cluster seen from each of its tasks."""
-        return {task: self.for_task(task) for task in self.tasks()}
-
     def with_chief(self, address: str) -> "Cluster":
         """This cluster with a chief at `address`, seen from that chief."""
         return Cluster({**self.jobs, "chief": {0: address}}, Task("chief", 0))

@@ -35,7 +35,7 @@ cluster = local_cluster(strategy, 2, 1)
 restarts = Restarts(2, lambda: (0, 0))
 with open_namespace() if isolate == "isolate" else contextlib.nullcontext() as namespace:
     starter = TaskStarter([], namespace=namespace, command=command)
-    policy = FixedPolicy(cluster.by_task())
+    policy = FixedPolicy(cluster, cluster.tasks())
     report = Supervisor(policy, starter, model_dir, restarts, grace_secs=0.2).run()
 sys.exit(report.exit_code)
 """

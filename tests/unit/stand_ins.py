@@ -98,7 +98,7 @@ def run(
 ) -> LaunchReport:
     """Runs `cluster`, each task with `body`, and asserts that no process outlives it."""
     report = Supervisor(
-        FixedPolicy(cluster.by_task()),
+        FixedPolicy(cluster, cluster.tasks()),
         starter(model_dir, body, namespace),
         model_dir,
         restarts or no_progress(max_restarts),
@@ -115,7 +115,8 @@ def run(
 def run_host(model_dir: Path, index: int, body: str, max_restarts: int) -> LaunchReport:
     """Runs worker `index` of a cluster of the hosts host-a and host-b."""
     task = Task("worker", index)
-    policy = FixedPolicy({task: Cluster({"worker": {0: "host-a:2222", 1: "host-b:2222"}}, task)})
+    cluster = Cluster({"worker": {0: "host-a:2222", 1: "host-b:2222"}}, task)
+    policy = FixedPolicy(cluster, [task])
     host, restarts = f"host-{'ab'[index]}", no_progress(max_restarts)
     program = starter(model_dir, body)
     return Supervisor(policy, program, model_dir, restarts, host=host, grace_secs=5.0).run()

@@ -25,11 +25,11 @@ HOSTS = tuple(f"host-{index}.invalid:2222" for index in range(3))  # Names witho
 class Host:
     """The policy of host 1 of three, and what it reads in snapshots, one a second."""
 
-    def __init__(self, model_dir: Path, *members: int) -> None:
+    def __init__(self, model_dir: Path, *members: int, rejoin_secs: float = 4.0) -> None:
         self.files = Membership(model_dir, HOSTS, 1)
         if members:
             self.files.propose(Group(0, ALL), frozenset(members))
-        self.policy = ElasticPolicy(self.files, Rules(1, 4.0), saves_regularly=False)
+        self.policy = ElasticPolicy(self.files, Rules(1, rejoin_secs), "", saves_regularly=False)
         self.alive = {1}
         self.identities = dict.fromkeys(ALL, "")
         self.records: dict[int, HostRecord] = {}
@@ -93,18 +93,6 @@ def test_launcher_outside_the_group_starts_no_task_and_ends_when_the_run_is_done
     assert host.look() is Step.DONE
     assert host.policy.is_over()
     assert host.look() is Step.NONE
-    assert newest_generation(tmp_path) == 1
-
-
-def test_task_ends_before_a_group_without_lost_hosts_is_proposed(tmp_path: Path) -> None:
-    host = Host(tmp_path)
-    host.look()
-    host.start()
-    steps = [host.look(Activity.RUNNING) for _ in range(6)]
-    assert steps == [Step.NONE] * 3 + [Step.SAVE_AND_END] + [Step.NONE] * 2
-    assert newest_generation(tmp_path) == 0
-    assert host.policy.on_exit(75, Activity.IDLE) is Step.START
-    assert host.start() == [("worker 0", 1, 1)]
     assert newest_generation(tmp_path) == 1
 
 
@@ -228,12 +216,9 @@ def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_host(model_dir: Path, body: str, rejoin_secs: float = 100.0) -> LaunchReport:
     """Runs the launcher of host 1 of three."""
-    membership = Membership(model_dir, HOSTS, 1)
-    policy = ElasticPolicy(membership, Rules(1, rejoin_secs), saves_regularly=False)
-    program = starter(model_dir, HEAD + body)
-    supervisor = Supervisor(
-        policy, program, model_dir, no_progress(3), host="host-1", grace_secs=5.0
-    )
+    policy = Host(model_dir, rejoin_secs=rejoin_secs).policy
+    program, restarts = starter(model_dir, HEAD + body), no_progress(3)
+    supervisor = Supervisor(policy, program, model_dir, restarts, host="b", grace_secs=5.0)
     return run_elastic(supervisor, policy)
 
 

@@ -20,6 +20,7 @@ from strategies.cluster.tf_config import Task
 from tests.unit.stand_ins import (
     KILLED,
     PS,
+    ROOT,
     SMALL_PS,
     WORKER,
     WORKERS,
@@ -31,7 +32,6 @@ from tests.unit.stand_ins import (
     stop,
     wait_for,
     when_noted,
-    write,
 )
 from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
 from trainer.local.policy import FixedPolicy
@@ -233,28 +233,20 @@ def test_second_signal_kills_at_once(tmp_path: Path) -> None:
 
 LAUNCHER = """
 import sys
-from strategies.cluster.tf_config import local_cluster
+from pathlib import Path
+from tests.unit.stand_ins import PS, run
 from trainer.local.network_namespace import Namespace
-from trainer.local.policy import FixedPolicy
-from trainer.local.restarts import Restarts
-from trainer.local.supervisor import Supervisor
-from trainer.local.task_process import TaskStarter
-directory, fds, *command = sys.argv[1:]
-namespace = Namespace(map(int, fds.split(','))) if fds else None
-policy = FixedPolicy(local_cluster('ps', 2, 1).by_task())
-starter = TaskStarter([f'--model_dir={directory}'], command=command, namespace=namespace)
-Supervisor(policy, starter, directory, Restarts(0, lambda: (0, 0))).run()
+model_dir, *fds = sys.argv[1:]
+namespace = Namespace(map(int, fds)) if fds else None
+run(Path(model_dir), PS, "ignore(signal.SIGTERM)", namespace=namespace)
 """
 
 
 @pytest.mark.parametrize("namespace", ["", "isolated"], indirect=True)
 def test_killed_launcher_leaves_no_orphan(namespace: Namespace | None, tmp_path: Path) -> None:
     fds = namespace.fds if namespace else ()
-    command = write(tmp_path, "ignore(signal.SIGTERM)")
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(tmp_path), ",".join(map(str, fds)), *command],
-        pass_fds=fds,
-    )
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path), *map(str, fds)]
+    launcher = subprocess.Popen(command, pass_fds=fds, cwd=ROOT)
     try:
         wait_for(lambda: len(notes(tmp_path, "running")) == 4)
         assert not any(map(is_gone, notes(tmp_path, "running").values()))
@@ -272,5 +264,5 @@ def test_killed_launcher_leaves_no_orphan(namespace: Namespace | None, tmp_path:
 def test_program_that_cannot_be_started_leaves_nothing(tmp_path: Path) -> None:
     starter = TaskStarter([], command=[str(tmp_path / "missing")])
     with pytest.raises(FileNotFoundError):
-        Supervisor(FixedPolicy(WORKERS.by_task()), starter, tmp_path, no_progress(0)).run()
+        Supervisor(FixedPolicy(WORKERS, WORKERS.tasks()), starter, tmp_path, no_progress(0)).run()
     assert not psutil.Process().children(recursive=True)

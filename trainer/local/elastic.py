@@ -29,22 +29,15 @@ from trainer.local.policy import Activity, FixedPolicy, Step
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_logs import say
 
-# After this number of snapshots a launcher knows which others were running before it.
-_FIRST_SNAPSHOTS = 4
-# How a task ends that was asked to end.
-_ASKED = (EXIT_RESTART, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)
+_FIRST_SNAPSHOTS = 4  # After them a launcher knows which others were running before it.
+_ASKED = (EXIT_RESTART, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)  # To end.
 
 
 class ElasticPolicy(FixedPolicy):
     """Starts, restarts and ends the task of this host as the groups change."""
 
     def __init__(
-        self,
-        membership: Membership,
-        rules: Rules,
-        *,
-        identity: str = "",
-        saves_regularly: bool = True,
+        self, membership: Membership, rules: Rules, identity: str, *, saves_regularly: bool
     ) -> None:
         """`identity` is a hash of the code and the config, which must be equal on all hosts.
 
@@ -60,7 +53,8 @@ class ElasticPolicy(FixedPolicy):
         self._generation = -1  # In which the task was started last.
         self._is_regrouping = False  # The task was asked to end because the group changes.
         self._is_done = False
-        super().__init__(self._clusters_of(range(len(membership.addresses))))
+        cluster = self._cluster_of(range(len(membership.addresses)))
+        super().__init__(cluster, [cluster.task])
 
     @override
     def to_start(self, tasks: Collection[Task]) -> Collection[Task]:
@@ -68,7 +62,8 @@ class ElasticPolicy(FixedPolicy):
         if self._own not in self._group.members:
             return ()
         self._generation = self._group.generation
-        self.clusters = self._clusters_of(sorted(self._group.members))
+        cluster = self._cluster_of(sorted(self._group.members))
+        self.clusters = {cluster.task: cluster}
         return self.clusters.keys()
 
     @override
@@ -123,7 +118,7 @@ class ElasticPolicy(FixedPolicy):
             record.identity != self.identity and record.ended is None
             for record in snapshot.records.values()
         )
-        if (self._num_snapshots < _FIRST_SNAPSHOTS and may_meet_others) or self._is_done:
+        if self._is_done or (self._num_snapshots < _FIRST_SNAPSHOTS and may_meet_others):
             return Step.NONE
         if self._sightings.is_done:
             self._is_done = True
@@ -176,11 +171,11 @@ class ElasticPolicy(FixedPolicy):
             self._read_group()
         return Step.START
 
-    def _clusters_of(self, hosts: Sequence[int]) -> dict[Task, Cluster]:
+    def _cluster_of(self, hosts: Sequence[int]) -> Cluster:
         """The cluster in which `hosts` are the workers, as the task of this host sees it."""
         workers = {rank: self.membership.addresses[host] for rank, host in enumerate(hosts)}
         task = Task("worker", hosts.index(self._own))
-        return {task: Cluster({"worker": workers}, task, self._generation)}
+        return Cluster({"worker": workers}, task, self._generation)
 
 
 def run_elastic(supervisor: Supervisor, policy: ElasticPolicy) -> LaunchReport:

@@ -76,7 +76,7 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
             stack.enter_context(namespace)
             cluster = cluster_here(namespace.free_ports)
         starter = TaskStarter(task_argv, cores=cores, namespace=namespace, fork_server=forks)
-        supervisor = _supervisor(FixedPolicy(cluster.by_task()), starter, model_dir)
+        supervisor = _supervisor(FixedPolicy(cluster, cluster.tasks()), starter, model_dir)
         if is_default_dir():
             point_latest_to(model_dir)
         stack.enter_context(uploading_reports(model_dir, ["tasks"]))
@@ -103,12 +103,13 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
             policy = ElasticPolicy(
                 Membership(directory_of_logs(model_dir).parent, addresses, cluster.task.index),
                 Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value),
-                identity=_identity(recipe),
+                # The code, the config and the flags that must be equal on all hosts of a run.
+                identity=str(as_number({**software(), **read_shared_settings(recipe)})),
                 saves_regularly=recipe.config.checkpoint_every_steps > 0,
             )
             report = run_elastic(_supervisor(policy, starter, model_dir, label), policy)
         else:
-            fixed = FixedPolicy({cluster.task: cluster})
+            fixed = FixedPolicy(cluster, [cluster.task])
             report = _supervisor(fixed, starter, model_dir, label).run()
         exit_code = report.exit_code
     if cluster.is_chief and not flags.QUIET.value:
@@ -137,11 +138,6 @@ def _supervisor(
 def _forks(model_dir: str, stack: contextlib.ExitStack) -> ForkServer | None:
     is_linux = sys.platform == "linux"
     return stack.enter_context(fork_server(f"--model_dir={model_dir}")) if is_linux else None
-
-
-def _identity(recipe: Recipe) -> str:
-    """A hash of the code, the config and the flags that must be equal on all hosts of a run."""
-    return str(as_number({**software(), **read_shared_settings(recipe)}))
 
 
 def _label_of(cluster: Cluster) -> str:
@@ -199,10 +195,7 @@ def _run_check_before_launch(
 
 @contextlib.contextmanager
 def _checked_and_locked(
-    model_dir: str,
-    recipe: Recipe,
-    forks: ForkServer | None,
-    cluster: Cluster,
+    model_dir: str, recipe: Recipe, forks: ForkServer | None, cluster: Cluster
 ) -> Iterator[int]:
     """Checks before a launch, and keeps other runs from `model_dir` within the context.
 

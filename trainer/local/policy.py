@@ -1,13 +1,14 @@
 """Which tasks a supervisor runs, and what it does when the group of hosts changes.
 
-    report = Supervisor(FixedPolicy(cluster), starter, model_dir, restarts).run()
+    policy = FixedPolicy(cluster, cluster.tasks())
+    report = Supervisor(policy, starter, model_dir, restarts).run()
 
 `FixedPolicy` is for a cluster that stays the same, `ElasticPolicy` (elastic.py) for hosts that come
 and go. The supervisor calls all methods in the main thread.
 """
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from strategies.cluster.tf_config import Cluster, Task
 from trainer.local.deaths import TaskEnd
@@ -39,8 +40,8 @@ class FixedPolicy:
         clusters: The tasks of this launcher, each with the cluster as the task sees it.
     """
 
-    def __init__(self, clusters: Mapping[Task, Cluster]) -> None:
-        self.clusters = clusters
+    def __init__(self, cluster: Cluster, tasks: Collection[Task]) -> None:
+        self.clusters = {task: cluster.for_task(task) for task in tasks}
 
     def to_start(self, tasks: Collection[Task]) -> Collection[Task]:
         """The tasks of `clusters` to start in place of `tasks`, which are due to start."""

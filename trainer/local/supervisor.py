@@ -1,19 +1,18 @@
 """Supervises the tasks of a cluster: starts one process for each, restarts and ends them.
 
-    policy = FixedPolicy(local_cluster("ps", num_workers=2, num_ps=1).by_task())
+    policy = FixedPolicy(cluster, cluster.tasks())
     starter = TaskStarter([*sys.argv[1:], f"--model_dir={model_dir}"])
     report = Supervisor(policy, starter, model_dir, restarts).run()
     sys.exit(report.exit_code)
 
-The lines of the chief (of worker 0 if there is no chief task) appear on the launcher's standard
-output. The lines of every task, with one more at each start, are in
+The chief's lines appear on the launcher's standard output, and the lines of every task in
 `<model_dir>/tasks/<job>-<index>.log`; for a URL, in runs/<name>/tasks.
 
 Servers are ps tasks and ps workers; trainers are the chief and multiworker workers. A task that
-died is restarted: a ps worker alone, any other with all tasks, which resume from the newest
-checkpoint. Before that the peers are killed at once; after an exit with 75 they first have 15 s to
-end by themselves. Workers of multiworker get SIGUSR1 in place of SIGKILL: each has the complete
-state, and saves it within `grace_secs`.
+died is restarted, as the table in deaths.py says: a ps worker alone, any other with all tasks.
+Before that the peers are killed at once; after an exit with 75 they first have 15 s to end by
+themselves. Workers of multiworker get SIGUSR1 in place of SIGKILL: each has the complete state, and
+saves it within `grace_secs`.
 
 The run ends when the chief exits with 0, when a failure cannot be repaired by a restart, when
 restarts make no progress, or when the launcher receives a signal. Each process is in a session of
@@ -88,10 +87,9 @@ class Supervisor:
         cluster = next(iter(self.policy.clusters.values()))
         self._chief = cluster.chief
         self._has_ps = cluster.num("ps") > 0
-        self._failures: FailureLog | None = None
+        run_dir = self._logs.directory.parent
+        self._failures = FailureLog(run_dir, self.host) if self.host else None
         self._exit_of_others = 0
-        if self.host:
-            self._failures = FailureLog(self._logs.directory.parent, self.host)
         self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._running: dict[Task, TaskProcess] = {}
         self._plans = sched.scheduler(time.monotonic)
@@ -227,7 +225,11 @@ class Supervisor:
         self._end_stateless(self._servers(), patience)
 
     def _on_exit(self, process: TaskProcess) -> None:
-        task, code = process.task, self._reap(process)
+        task = process.task
+        del self._running[task]
+        code = process.reap()
+        if forks := self.starter.fork_server:
+            forks.reap_orphans({other.pid for other in self._running.values()})
         step = self.policy.on_exit(code, self._activity())
         if step is not None:
             self._do(step)
@@ -267,13 +269,6 @@ class Supervisor:
             case _:
                 self._on_loss(end)
 
-    def _reap(self, process: TaskProcess) -> int:
-        del self._running[process.task]
-        code = process.reap()
-        if self.starter.fork_server:
-            self.starter.fork_server.reap_orphans({other.pid for other in self._running.values()})
-        return code
-
     def _on_loss(self, end: TaskEnd) -> None:
         state = self._state(end)
         action = decide_loss(end, state)
@@ -298,8 +293,7 @@ class Supervisor:
 
     def _write_failure(self, end: TaskEnd, *, ends_run: bool) -> None:
         if self._failures and end.failure and not self._is_ending:
-            ends_all = ends_run and self.policy.ends_all_hosts(end)
-            self._failures.write(end, ends_run=ends_all)
+            self._failures.write(end, ends_run=ends_run and self.policy.ends_all_hosts(end))
 
     def _state(self, end: TaskEnd) -> RunState:
         return RunState(

@@ -35,8 +35,7 @@ _TAIL_LINES = 40
 _POLL_SECS = 0.05
 TARGET = "trainer.__main__:run_from_command_line"  # What a task runs if it is forked.
 _Child: TypeAlias = subprocess.Popen[bytes] | Fork  # In a new session.
-# TensorFlow's runtime says these several times for each lost worker, and its Python part and the
-# launcher say it once more. The lines are in the log of the task.
+# Said several times for each lost worker, and once more by others. The task's log has the lines.
 _REPEATED = re.compile(
     r"\] Failed to register function remotely due to"
     r"|\] BaseCollectiveExecutor::StartAbort (UNAVAILABLE|ABORTED|CANCELLED)\b"
@@ -117,8 +116,7 @@ class TaskProcess:
         """Starts the task of `cluster`, for the `start`th time.
 
         Its output is appended to `log`, and, if `is_shown`, copied to standard output, each line
-        after the name of the `host`, if it is given. `on_exit` is called with this object on
-        another thread, when the process has ended.
+        after the `host`, if given. A thread calls `on_exit` when the process has ended.
 
         Raises OSError if the process could not be made.
         """
@@ -144,7 +142,8 @@ class TaskProcess:
         self.pid = self._child.pid
         self._pipe = os.fdopen(read, "rb")
         where = f" on {host}" if host else ""
-        self._log.begin(f"=== {self.task}{where}, start {start}, process {self.pid}, {now()}")
+        begin = f"=== {self.task}{where}, start {start}, process {self.pid}, {now()}\n"
+        self._log.write(begin.encode(), begins_line=True)
         self._output = threading.Thread(target=self._copy_output, daemon=True)
         self._exit = threading.Thread(target=self._await_exit, daemon=True)
         self._output.start()
