@@ -70,16 +70,11 @@ WORKERS, WORKER = local_cluster("multiworker", 2, 0), local_cluster("multiworker
 PS, SMALL_PS = local_cluster("ps", 2, 1), local_cluster("ps", 1, 1)
 
 
-def write(model_dir: Path, body: str) -> list[str]:
-    """Writes a program and returns the command that runs it."""
+def starter(model_dir: Path, body: str, namespace: Namespace | None = None) -> TaskStarter:
     path = model_dir / "program.py"
     path.write_text(PREAMBLE + textwrap.dedent(body))
-    return [sys.executable, str(path)]
-
-
-def starter(model_dir: Path, body: str, namespace: Namespace | None = None) -> TaskStarter:
-    argv = ["--flag=1", f"--model_dir={model_dir}"]
-    return TaskStarter(argv, command=write(model_dir, body), namespace=namespace)
+    argv, command = ["--flag=1", f"--model_dir={model_dir}"], [sys.executable, str(path)]
+    return TaskStarter(argv, command=command, namespace=namespace)
 
 
 def no_progress(max_restarts: int) -> Restarts:
@@ -122,8 +117,8 @@ def run_host(model_dir: Path, index: int, body: str, max_restarts: int) -> Launc
     return Supervisor(policy, program, model_dir, restarts, host=host, grace_secs=5.0).run()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECS
+def wait_for(condition: Callable[[], bool], secs: float = WAIT_SECS) -> None:
+    deadline = time.monotonic() + secs
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.01)
