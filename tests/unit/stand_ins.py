@@ -1,7 +1,4 @@
-"""Runs a supervisor whose tasks are small programs: real processes, signals and pipes.
-
-report = run(tmp_path, WORKERS, "sys.exit(index)")
-"""
+"""Runs a supervisor whose tasks are small programs: real processes, signals and pipes."""
 
 import contextlib
 import json
@@ -9,9 +6,9 @@ import os
 import signal
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,20 +151,15 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def when_noted(model_dir: Path, word: str, count: int, act: Callable[[], None]) -> Iterator[None]:
     """Calls `act` in a thread when `count` tasks have noted `word`; asserts that it was called."""
-    acted = threading.Event()
 
     def watch() -> None:
         wait_for(lambda: len(notes(model_dir, word)) >= count)
         act()
-        acted.set()
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
         yield
-    finally:
-        thread.join()
-    assert acted.is_set()
+        watching.result()
 
 
 def stop(signum: signal.Signals = signal.SIGTERM) -> None:

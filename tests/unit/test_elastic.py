@@ -71,11 +71,7 @@ def test_launcher_with_another_config_starts_no_task_that_could_meet_others(tmp_
     with pytest.raises(ClusterError, match=rf"already trains on {HOSTS[0]}, with other code"):
         host.look()
 
-
-def test_record_of_a_dead_launcher_with_another_config_delays_the_first_task(
-    tmp_path: Path,
-) -> None:
-    host = Host(tmp_path)
+    host = Host(tmp_path)  # The launcher is dead: its record delays the first task only.
     host.records[0] = HostRecord("dead", 7, frozenset(), None, "another")
     assert [host.look() for _ in range(4)] == [Step.NONE] * 3 + [Step.START]
 
@@ -272,7 +268,7 @@ def test_task_that_dies_too_often_but_not_one_that_loses_others_ends_the_launche
     report = run_host(tmp_path, "end(0) if start > 8 else sys.exit(75) if start < 5 else die()")
     assert [end.exit_code for end in report.tasks] == [75] * 4 + [KILLED] * 4
     assert report.exit_code == 75
-    assert report.first_failure is not None
+    assert report.first_failure
     assert not report.first_failure.survived
     errors = capfd.readouterr().err
     assert errors.count("Restarting worker 1 now.") == 1

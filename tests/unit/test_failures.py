@@ -37,7 +37,9 @@ def test_other_hosts_are_told_of_causes_only(
     assert not list(log.new_of_others()), "a host is not told of its own task"
 
 
-def test_lines_of_earlier_launchers_damaged_and_incomplete_ones_are_skipped(tmp_path: Path) -> None:
+def test_lines_of_earlier_launchers_damaged_and_incomplete_ones_are_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, log = tmp_path / "failures.jsonl", FailureLog(tmp_path, "host-b")
     log.write(KILLED, ends_run=False)
     line = path.read_text()
@@ -51,14 +53,6 @@ def test_lines_of_earlier_launchers_damaged_and_incomplete_ones_are_skipped(tmp_
     assert len(list(others.new_of_others())) == 1
     assert not list(others.new_of_others())
     path.write_text(line)  # It was deleted, and made anew.
-    assert len(list(others.new_of_others())) == 1
-
-
-def test_failure_is_printed_with_its_last_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    others = FailureLog(tmp_path, "host-a")
-    FailureLog(tmp_path, "host-b").write(KILLED, ends_run=False)
     print_failure(*others.new_of_others())
     assert capsys.readouterr().err.splitlines() == [
         "[worker 1 on host-b] last",

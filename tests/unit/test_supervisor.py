@@ -79,13 +79,12 @@ def test_log_has_every_byte_of_each_run_and_the_output_no_line_about_lost_worker
         print(*{lines!r}, sep="\\n", flush=True)
         sys.stdout.buffer.write(b"\\xff no line end")
     """
-    run(tmp_path, WORKER, body)
-    assert capfd.readouterr().out.splitlines()[:-1] == lines[5:]
-    run(tmp_path, WORKER, body)
+    for _ in range(2):
+        run(tmp_path, WORKER, body)
+        assert capfd.readouterr().out.splitlines()[:-1] == lines[5:]
     log = (tmp_path / "tasks" / "worker-0.log").read_bytes().splitlines()
     written = [*(line.encode() for line in lines), b"\xff no line end"]
-    for begin in (0, len(log) // 2):
-        mark, *found = log[begin : begin + len(log) // 2]
+    for mark, *found in (log[: len(log) // 2], log[len(log) // 2 :]):
         assert mark.startswith(b"=== worker 0, start 1")
         assert found == written
 
