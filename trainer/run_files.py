@@ -12,7 +12,7 @@
 | export/ | model.keras and saved_model | hooks/ |
 | result.json | last step, evaluation, exit code, reason | reporting.py: last, or after an error |
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
-| tasks/ | one log per task of a local cluster | local/launcher.py |
+| tasks/ | one log per task of a local cluster | local/supervisor.py |
 | failures.jsonl | why tasks ended, of a cluster of several hosts with --max_restarts | local/ |
 | membership/ | which hosts train together, with --min_workers | local/membership.py |
 | trackers.json | the ids of the run in trackers | hooks/trackers/ |

@@ -26,21 +26,17 @@ LAUNCHER = """
 import contextlib, sys
 from strategies.cluster.tf_config import local_cluster
 from trainer.local.network_namespace import open_namespace
-from trainer.local.launcher import LocalCluster
+from trainer.local.policy import FixedPolicy
 from trainer.local.restarts import Restarts
+from trainer.local.supervisor import Supervisor
+from trainer.local.task_process import TaskStarter
 strategy, isolate, model_dir, *command = sys.argv[1:]
 cluster = local_cluster(strategy, 2, 1)
 restarts = Restarts(2, lambda: (0, 0))
 with open_namespace() if isolate == "isolate" else contextlib.nullcontext() as namespace:
-    report = LocalCluster(
-        cluster,
-        [],
-        model_dir,
-        restarts=restarts,
-        namespace=namespace,
-        grace_secs=0.2,
-        command=command,
-    ).run()
+    starter = TaskStarter([], namespace=namespace, command=command)
+    policy = FixedPolicy(cluster, cluster.tasks())
+    report = Supervisor(policy, starter, model_dir, restarts, grace_secs=0.2).run()
 sys.exit(report.exit_code)
 """
 TASK = """

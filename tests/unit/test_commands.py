@@ -18,13 +18,13 @@ from trainer.local import launching
 class Launcher:
     exit_code = 0
 
-    def __init__(self, cluster, argv, model_dir, **options):
-        print(options["stall_timeout_secs"], options["grace_secs"], *argv)
+    def __init__(self, policy, starter, model_dir, restarts, **options):
+        print(options["stall_timeout_secs"], options["grace_secs"], *starter.argv)
 
     def run(self):
         return self
 
-launching.LocalCluster = Launcher
+launching.Supervisor = Launcher
 launching._run_check_before_launch = lambda *arguments: launching.READY
 """
 HANDED_TO_TASK = """

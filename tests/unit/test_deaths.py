@@ -7,7 +7,15 @@ from typing import NamedTuple
 import pytest
 
 from strategies.cluster.tf_config import Task
-from trainer.local.deaths import Action, RunState, TaskEnd, decide, decide_loss, failure_of
+from trainer.local.deaths import (
+    Action,
+    RunState,
+    TaskEnd,
+    decide,
+    decide_loss,
+    failure_of,
+    keeps_variables,
+)
 
 KILLED = -signal.SIGKILL
 
@@ -132,6 +140,13 @@ def test_ps_worker_that_the_chief_did_not_end_is_lost_after_the_wait(
     run: RunState, action: Action
 ) -> None:
     assert decide_loss(ps_worker(75), run) is action
+
+
+def test_servers_keep_their_variables_after_a_death_by_a_signal() -> None:
+    assert keeps_variables(chief(KILLED), has_ps=True)
+    assert keeps_variables(other(KILLED), has_ps=True)
+    assert not keeps_variables(chief(75), has_ps=True), "some server may not answer"
+    assert not keeps_variables(other(KILLED), has_ps=False), "each worker has all variables"
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
+
+from tests.unit.stand_ins import is_gone, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has subreapers")
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from trainer.local.launching import fork_server
-from trainer.local.task_start import TARGET
+from trainer.local.task_process import TARGET
 
 directory = Path(sys.argv[1])
 read, write = os.pipe()
@@ -211,22 +211,8 @@ def test_fork_server_ends_with_its_launcher_even_during_the_import(is_stopped: b
     ) as launcher:
         assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
-        deadline = time.monotonic() + 60
-        while "tensorflow" not in Path(f"/proc/{pid}/maps").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: "tensorflow" in Path(f"/proc/{pid}/maps").read_text(), 60)
         if is_stopped:
             os.kill(pid, signal.SIGSTOP)
         launcher.kill()
-    # In a container whose first process reaps no orphans, it stays a zombie.
-    deadline = time.monotonic() + 10
-    while _runs(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    wait_for(lambda: is_gone(pid))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.guards.signals import StopSignals
+from trainer.guards.signals import StopSignals, stop_signals
 
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 EACH = pytest.mark.parametrize("signum", STOPS, ids=lambda s: s.name)
@@ -22,6 +22,12 @@ def is_without_nohup() -> Iterator[None]:
     former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, former)
+
+
+def test_closed_terminal_asks_for_no_stop_under_nohup() -> None:
+    assert list(stop_signals()) == STOPS
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert list(stop_signals()) == STOPS[:2]
 
 
 @EACH

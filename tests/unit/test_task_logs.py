@@ -20,7 +20,7 @@ def test_logs_deleted_during_the_run_are_made_anew_with_one_message(
     shutil.rmtree(logs.directory)
     for log in opened:
         log.write(b"later, without line end")
-        log.begin("=== worker, start 2")
+        log.write(b"=== worker, start 2\n", begins_line=True)
         log.close()
     logs.append("restarts.jsonl", "{}")
     said = f"{logs.directory} was deleted, with earlier logs. It is made anew."

@@ -30,9 +30,9 @@ import enum
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
 
 
@@ -70,6 +70,17 @@ class TaskEnd:
     def death(self) -> str:
         """What the launcher says of it."""
         return f"{self.task} (process {self.pid}) died: {self.failure}"
+
+    def document(self) -> dict[str, Any]:
+        """Its part of a line of restarts.jsonl and of failures.jsonl."""
+        return {
+            "task": str(self.task),
+            "process": self.pid,
+            "seconds": round(self.seconds, 1),
+            "exit_code": self.exit_code,
+            "why": self.failure,
+            "last_lines": [line.rstrip() for line in self.last_lines],
+        }
 
 
 def mark_survived(ends: Iterable[TaskEnd]) -> None:
@@ -124,12 +135,12 @@ def decide_loss(end: TaskEnd, run: RunState) -> Action:
     return Action.END_RUN
 
 
-def keeps_variables(end: TaskEnd, cluster: Cluster) -> bool:
+def keeps_variables(end: TaskEnd, *, has_ps: bool) -> bool:
     """Returns True if the next chief may continue from what the other servers have.
 
     After an exit with 75 some server may not answer, so all tasks are started again.
     """
-    return cluster.num("ps") > 0 and end.exit_code < 0
+    return has_ps and end.exit_code < 0
 
 
 def failure_of(code: int, *, unresponsive: str, end_reason: str | None, is_stopped: bool) -> str:

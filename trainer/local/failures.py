@@ -1,6 +1,6 @@
 """MODEL_DIR/failures.jsonl: why tasks of a cluster of several hosts ended, from all hosts.
 
-    failures = FailureLog("/shared/run", host="host-b")
+    failures = FailureLog(Path("/shared/run"), host="host-b")
     failures.write(end, ends_run=False)         # a task of this host has ended
     for failure in failures.new_of_others():    # what other hosts have written since the last call
         print_failure(failure)
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.exit_codes import EXIT_RESTART
+from trainer.exit_codes import EXIT_RESTART, EXIT_USAGE
 from trainer.local.deaths import TaskEnd
 from trainer.local.task_logs import now, say
 
@@ -35,31 +35,26 @@ class Failure:
     ends_run: bool
     last_lines: list[str]
 
+    @property
+    def exit_of_others(self) -> int:
+        """With which the launchers of other hosts end if this failure ends the run."""
+        return EXIT_USAGE if self.exit_code == EXIT_USAGE else EXIT_RESTART
+
 
 class FailureLog:
     """Appends to the file, and reads what others append. An error of the storage is a message."""
 
-    def __init__(self, path: Path, host: str) -> None:
+    def __init__(self, model_dir: Path, host: str) -> None:
         """What the file has now is of earlier launchers."""
-        self._path = path
+        self._path = model_dir / "failures.jsonl"
         self._host = host
-        self._read_bytes = path.stat().st_size if path.exists() else 0
+        self._read_bytes = self._path.stat().st_size if self._path.exists() else 0
 
     def write(self, end: TaskEnd, *, ends_run: bool) -> None:
         """Appends how a task of this host ended, in one operation."""
         if end.exit_code == EXIT_RESTART and not (end.is_chief or ends_run):
             return
-        failure = Failure(
-            time=now(),
-            host=self._host,
-            task=str(end.task),
-            process=end.pid,
-            seconds=round(end.seconds, 1),
-            exit_code=end.exit_code,
-            why=end.failure,
-            ends_run=ends_run,
-            last_lines=[line.rstrip() for line in end.last_lines],
-        )
+        failure = Failure(time=now(), host=self._host, ends_run=ends_run, **end.document())
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:

@@ -175,14 +175,10 @@ class ForkServer:
         ours.settimeout(_IMPORT_TIMEOUT_SECS)  # The first answer comes after the import.
         ours.send(self._to_import)
         fd = theirs.fileno()
+        command = python_command("-m", "trainer.local.fork_server")
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    *python_command("-m", "trainer.local.fork_server"),
-                    str(fd),
-                    str(os.getpid()),
-                    self._label,
-                ],
+                [*command, str(fd), str(os.getpid()), self._label],
                 stdin=subprocess.DEVNULL,
                 # Unbuffered: a task's last lines before a SIGKILL matter most.
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},

@@ -25,9 +25,9 @@ _PAUSE_SECS = 1.0  # Before the next start, because a server may fail at once.
 def keep_serving(task: Task, command: Sequence[str]) -> int:
     """Runs `command`, a server of `task`, repeatedly, until a signal ends this process.
 
-    Returns 75 after a signal, or the server's exit code after bad usage or a bug, which would
-    happen again. The first signal goes to the server, which has its chief save and end. A second
-    signal, or any signal while no server runs, ends this process and its server at once.
+    Returns 75 after a signal, or the exit code after bad usage or a bug, which would happen again.
+    The first signal goes to the server, which has its chief save and end. A second signal, or any
+    while no server runs, ends this process and its server at once.
     """
     signals: list[int] = []
     server: subprocess.Popen[bytes] | None = None
@@ -37,7 +37,7 @@ def keep_serving(task: Task, command: Sequence[str]) -> int:
         if repetitions.includes_now(signum):
             return
         signals.append(signum)
-        running = server  # Read once: the main thread sets it to None when the server has ended.
+        running = server  # Read once, because the main thread changes it.
         if running is None or len(signals) > 1:
             # The server ends, too: it watches this process.
             name = signal.Signals(signum).name

@@ -75,17 +75,8 @@ class LaunchReport:
 
 def write_restart(restart: Restart, logs: TaskLogs) -> None:
     """Appends `restart` to restarts.jsonl."""
-    cause = restart.cause
-    document = {
-        "time": restart.when,
-        "started_again": [str(task) for task in restart.tasks],
-        "task": str(cause.task),
-        "process": cause.pid,
-        "seconds": round(cause.seconds, 1),
-        "exit_code": cause.exit_code,
-        "why": cause.failure,
-        "last_lines": [line.rstrip() for line in cause.last_lines],
-    }
+    again = [str(task) for task in restart.tasks]
+    document = {"time": restart.when, "started_again": again, **restart.cause.document()}
     logs.append(RESTARTS, json.dumps(document))
 
 

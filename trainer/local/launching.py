@@ -10,13 +10,11 @@ process. They check in this process only if it cannot fork.
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
 
 from data.system.cores import cpu_groups, num_cores
-from data.system.files import is_url
+from data.system.files import absolute, is_url
 from strategies.cluster.peers import host_of
 from strategies.cluster.tf_config import Cluster, Task
 from trainer import flags
@@ -32,14 +30,17 @@ from trainer.guards.fingerprint import as_number, software
 from trainer.guards.parent_watch import ParentWatch
 from trainer.guards.signals import SignalThread, stop_signals
 from trainer.hooks.tracker_names import reached_over_network
-from trainer.local.elastic import ElasticCluster
+from trainer.local.elastic import ElasticPolicy, run_elastic
 from trainer.local.fork_server import ForkServer
 from trainer.local.group_rules import Rules
-from trainer.local.launcher import LocalCluster
+from trainer.local.membership import Membership
 from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
+from trainer.local.policy import FixedPolicy
 from trainer.local.restarts import Restarts
+from trainer.local.supervisor import Supervisor
 from trainer.local.task_logs import say
-from trainer.run_files import point_latest_to, progress_of
+from trainer.local.task_process import TaskStarter
+from trainer.run_files import directory_of_logs, point_latest_to, progress_of
 from trainer.run_record.report_upload import uploading_reports
 
 
@@ -57,18 +58,15 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
     num_threads = flags.NUM_THREADS.value or max(1, num_cores() // workers)
     cores = _cores(cluster, num_threads) if strategy == "multiworker" else {}
     model_dir = model_dir_of(recipe)
-    argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
     with contextlib.ExitStack() as stack:
         forks = _forks(model_dir, stack)
         _tell("checking the config, the data and the model")
-        exit_code = stack.enter_context(
-            _checked_and_locked(model_dir, recipe, argv, forks, cluster)
-        )
+        exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
         if exit_code != READY:
             return exit_code
-        namespace = None
+        task_argv, namespace = _task_argv(model_dir), None
         if strategy != "mirrored":
-            argv = [*argv, f"--num_threads={num_threads}"]
+            task_argv.append(f"--num_threads={num_threads}")
             namespace = _namespace(recipe, model_dir)
         if cores:
             fewest = min(map(len, cores.values()))
@@ -77,15 +75,13 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
         if namespace:
             stack.enter_context(namespace)
             cluster = cluster_here(namespace.free_ports)
-        options = _options(model_dir, forks)
-        launched = LocalCluster(
-            cluster, argv, model_dir, namespace=namespace, cores=cores, **options
-        )
+        starter = TaskStarter(task_argv, cores=cores, namespace=namespace, fork_server=forks)
+        supervisor = _supervisor(FixedPolicy(cluster, cluster.tasks()), starter, model_dir)
         if is_default_dir():
             point_latest_to(model_dir)
         stack.enter_context(uploading_reports(model_dir, ["tasks"]))
         stack.enter_context(view(model_dir))
-        exit_code = launched.run().exit_code
+        exit_code = supervisor.run().exit_code
     if not flags.QUIET.value:
         print_next(exit_code, model_dir)
     return exit_code
@@ -95,49 +91,53 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
     """Starts, supervises and restarts this host's task of a cluster of several hosts."""
     check_sizes(recipe, num_workers(cluster), cluster.num("ps"))
     model_dir = model_dir_of(recipe)
-    argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
     with contextlib.ExitStack() as stack:
         forks = _forks(model_dir, stack)
         if not serves(cluster):  # Otherwise the chief has the config.
-            exit_code = stack.enter_context(
-                _checked_and_locked(model_dir, recipe, argv, forks, cluster)
-            )
+            exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
             if exit_code != READY:
                 return exit_code
-        start: Callable[..., LocalCluster] = LocalCluster
+        starter, label = TaskStarter(_task_argv(model_dir), fork_server=forks), _label_of(cluster)
         if flags.MIN_WORKERS.present:
-            start = partial(
-                ElasticCluster,
-                rules=Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value),
-                identity=_identity(recipe),
+            addresses = list(cluster.jobs["worker"].values())
+            policy = ElasticPolicy(
+                Membership(directory_of_logs(model_dir).parent, addresses, cluster.task.index),
+                Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value),
+                # The code, the config and the flags that must be equal on all hosts of a run.
+                identity=str(as_number({**software(), **read_shared_settings(recipe)})),
                 saves_regularly=recipe.config.checkpoint_every_steps > 0,
             )
-        options = _options(model_dir, forks)
-        launched = start(cluster, argv, model_dir, host=_label_of(cluster), **options)
-        exit_code = launched.run().exit_code
+            report = run_elastic(_supervisor(policy, starter, model_dir, label), policy)
+        else:
+            fixed = FixedPolicy(cluster, [cluster.task])
+            report = _supervisor(fixed, starter, model_dir, label).run()
+        exit_code = report.exit_code
     if cluster.is_chief and not flags.QUIET.value:
         print_next(exit_code, model_dir, cluster)
     return exit_code
 
 
-def _options(model_dir: str, forks: ForkServer | None) -> dict[str, Any]:
-    """Arguments of LocalCluster: their types differ."""
-    return {
-        "restarts": Restarts(flags.MAX_RESTARTS.value, lambda: progress_of(model_dir)),
-        "grace_secs": flags.GRACE_SECS.value,
-        "stall_timeout_secs": flags.STALL_TIMEOUT_SECS.value,
-        "fork_server": forks,
-    }
+def _task_argv(model_dir: str) -> list[str]:
+    return [*sys.argv[1:], f"--model_dir={absolute(model_dir)}"]
+
+
+def _supervisor(
+    policy: FixedPolicy, starter: TaskStarter, model_dir: str, host: str = ""
+) -> Supervisor:
+    return Supervisor(
+        policy,
+        starter,
+        model_dir,
+        Restarts(flags.MAX_RESTARTS.value, lambda: progress_of(model_dir)),
+        grace_secs=flags.GRACE_SECS.value,
+        stall_timeout_secs=flags.STALL_TIMEOUT_SECS.value,
+        host=host,
+    )
 
 
 def _forks(model_dir: str, stack: contextlib.ExitStack) -> ForkServer | None:
     is_linux = sys.platform == "linux"
     return stack.enter_context(fork_server(f"--model_dir={model_dir}")) if is_linux else None
-
-
-def _identity(recipe: Recipe) -> str:
-    """A hash of the code, the config and the flags that must be equal on all hosts of a run."""
-    return str(as_number({**software(), **read_shared_settings(recipe)}))
 
 
 def _label_of(cluster: Cluster) -> str:
@@ -163,7 +163,7 @@ def fork_server(label: str) -> ForkServer:
 
 
 def _run_check_before_launch(
-    recipe: Recipe, argv: Sequence[str], forks: ForkServer | None, cluster: Cluster
+    model_dir: str, recipe: Recipe, forks: ForkServer | None, cluster: Cluster
 ) -> int:
     if forks is None:
         return check_before_launch(recipe, cluster)
@@ -171,6 +171,7 @@ def _run_check_before_launch(
         fds = {1: 1, 2: 2, parent_watch.fd: parent_watch.fd}
         try:
             target = "trainer.__main__:check_before_launch"
+            argv = [*sys.argv[1:], f"--model_dir={model_dir}"]
             child = forks.spawn(target, "preflight", argv, parent_watch.env, fds)
         except OSError:  # Perhaps TensorFlow cannot be imported: then this process says why.
             return check_before_launch(recipe, cluster)
@@ -194,17 +195,13 @@ def _run_check_before_launch(
 
 @contextlib.contextmanager
 def _checked_and_locked(
-    model_dir: str,
-    recipe: Recipe,
-    argv: Sequence[str],
-    forks: ForkServer | None,
-    cluster: Cluster,
+    model_dir: str, recipe: Recipe, forks: ForkServer | None, cluster: Cluster
 ) -> Iterator[int]:
     """Checks before a launch, and keeps other runs from `model_dir` within the context.
 
     The value is that of the check: READY, or an exit code.
     """
-    exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
+    exit_code = _run_check_before_launch(model_dir, recipe, forks, cluster)
     # With --min_workers the groups of hosts agree which host has the chief.
     if exit_code != READY or not cluster.is_chief or flags.MIN_WORKERS.present:
         yield exit_code
@@ -212,7 +209,7 @@ def _checked_and_locked(
     wait_secs = run_lock.longest_wait_secs(flags.GRACE_SECS.value)
     with run_lock.locked(model_dir, wait_secs, say) as has_waited:
         if has_waited:  # The other run may have made the last step.
-            exit_code = _run_check_before_launch(recipe, argv, forks, cluster)
+            exit_code = _run_check_before_launch(model_dir, recipe, forks, cluster)
         yield exit_code
 
 

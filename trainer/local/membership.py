@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from data.system.files import partial_name
@@ -174,18 +173,13 @@ class Watcher:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._is_over.set()
         self._thread.join(timeout=_POLL_SECS)
 
     def end(self, exit_code: int) -> None:
         """Writes down that this launcher ends with `exit_code`."""
-        self.__exit__(None, None, None)
+        self.__exit__()
         # The thread may still be there, if it waits for a connection.
         with self._lock, contextlib.suppress(OSError):  # The others notice it by the silence.
             self._write(ended=exit_code)

@@ -1,21 +1,25 @@
 """Limits how often the tasks of a run are restarted.
 
     restarts = Restarts(3, lambda: progress_of(model_dir))     # trainer/run_files.py
-    delay_secs = restarts.next_delay_secs(num_short_lives=0)   # None: too often without progress
+    delay_secs = restarts.next_delay_secs(end)                 # None: too often without progress
 
 A run that makes progress is always restarted. Progress is a checkpoint, or a report, of a later
 step than all before. A run that is always killed at the same step makes none.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
+from strategies.cluster.tf_config import Task
+from trainer.exit_codes import EXIT_RESTART
+from trainer.local.deaths import TaskEnd
 from trainer.run_files import Progress
 
 _WINDOW_SECS = 600.0  # A restart without progress counts for this long.
 _FIRST_DELAY_SECS = 1.0  # The delay of the second restart. The first has none; later ones double.
 _MAX_DELAY_SECS = 30.0
+_SHORT_LIFE_SECS = 10.0  # A task that died sooner has not trained.
 
 
 class Restarts:
@@ -37,15 +41,22 @@ class Restarts:
         self._clock = clock
         self._best = progress()
         self._times: deque[tuple[float, bool]] = deque()  # And whether it counts.
+        self._num_short_lives: Counter[Task] = Counter()  # Consecutive ones.
         self.num_without_progress = 0
 
-    def next_delay_secs(self, num_short_lives: int, *, counts: bool = True) -> float | None:
-        """Counts a restart and returns its delay; returns None if the limit is reached.
+    def next_delay_secs(self, end: TaskEnd, *, counts: bool = True) -> float | None:
+        """Counts the restart after `end`, and returns its delay; None if the limit is reached.
 
-        `num_short_lives` says how many times in a row, before this, the task died soon after its
-        start. It lengthens the delay even if the run makes progress without the task. Without
-        `counts` the restart lengthens later delays, but the limit is not for it.
+        A task that repeatedly dies soon after its start is delayed even if the run makes progress
+        without it. Without `counts` the restart lengthens later delays, but the limit is not for
+        it.
         """
+        is_short = end.seconds <= _SHORT_LIFE_SECS
+        num_short_lives = self._num_short_lives[end.task] if is_short else 0
+        # A task that soon lost another one is not the cause. (A ps worker that does so again and
+        # again is: the run makes progress without it.)
+        is_cause = end.exit_code != EXIT_RESTART or end.is_ps_worker
+        self._num_short_lives[end.task] = num_short_lives + (is_short and is_cause)
         now, (saved, reported) = self._clock(), self._progress()
         if saved > self._best[0] or reported > self._best[1]:
             self._times.clear()

@@ -2,7 +2,6 @@
 
     logs = TaskLogs(Path("runs/a/tasks"))
     log = logs.open(Task("worker", 0))
-    log.begin("=== worker 0, start 1")
     log.write(b"what the task prints")
     logs.append("restarts.jsonl", "{}")
 
@@ -68,20 +67,13 @@ class TaskLog:
         self._file: BinaryIO | None = None
         self._is_complete = True
 
-    def begin(self, text: str) -> None:
-        """Writes `text` as a line of its own: a former process may have been killed in a line."""
-        self._write(text.encode() + b"\n", begins_line=True)
-
-    def write(self, content: bytes) -> None:
-        """Appends `content`."""
-        self._write(content, begins_line=False)
-
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
 
-    def _write(self, content: bytes, *, begins_line: bool) -> None:
+    def write(self, content: bytes, *, begins_line: bool = False) -> None:
+        """Appends `content`; if it `begins_line`, after the end of a line that was left open."""
         try:
             file = self._opened()
             if begins_line and file.tell():

@@ -1,13 +1,13 @@
 """One task of a local cluster as a process: its output, its log, its end.
 
-process = TaskProcess(task, start_process, log, events, is_shown=True, start=1)
+starter = TaskStarter([f"--model_dir={model_dir}"], fork_server=fork_server)
+process = TaskProcess(starter, cluster, log, ended.put, is_shown=True, start=1)
 process.send(signal.SIGTERM)
-exit_code = events.get().reap()     # It has ended.
+exit_code = ended.get().reap()
 """
 
 import contextlib
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -15,22 +15,27 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import psutil
 
-from strategies.cluster.tf_config import Task
+from data.system.cores import affinity_env
+from strategies.cluster.tf_config import Cluster, Task
 from trainer.guards.parent_watch import ParentWatch
-from trainer.hooks.terminal import progress_in
-from trainer.local.fork_server import Fork
+from trainer.hooks.terminal import progress_in, terminal_env
+from trainer.local.fork_server import Fork, ForkServer
+from trainer.local.network_namespace import Namespace
 from trainer.local.task_logs import TaskLog, now, say
+from trainer.program import python_command
 
 _TAIL_LINES = 40
 _POLL_SECS = 0.05
-Child: TypeAlias = subprocess.Popen[bytes] | Fork  # In a new session.
-# TensorFlow's runtime says these several times for each lost worker, and its Python part and the
-# launcher say it once more. The lines are in the log of the task.
+TARGET = "trainer.__main__:run_from_command_line"  # What a task runs if it is forked.
+_Child: TypeAlias = subprocess.Popen[bytes] | Fork  # In a new session.
+# Said several times for each lost worker, and once more by others. The task's log has the lines.
 _REPEATED = re.compile(
     r"\] Failed to register function remotely due to"
     r"|\] BaseCollectiveExecutor::StartAbort (UNAVAILABLE|ABORTED|CANCELLED)\b"
@@ -40,11 +45,55 @@ _REPEATED = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class TaskStarter:
+    """Starts the processes of tasks: forks that have imported TensorFlow, or executed commands.
+
+    A process inherits the working directory and the environment. The place of its task in the
+    cluster is in its `TF_CONFIG`.
+    """
+
+    argv: Sequence[str]  # Of each task, with --model_dir.
+    _: KW_ONLY
+    command: Sequence[str] = field(default_factory=partial(python_command, "-m", "trainer"))
+    cores: Mapping[Task, Collection[int]] = field(default_factory=dict)  # Their CPU affinity.
+    namespace: Namespace | None = None  # Tasks run inside it.
+    fork_server: ForkServer | None = None  # If it is None or fails, tasks execute `command`.
+
+    def start(self, cluster: Cluster, watch: ParentWatch, output: int) -> _Child:
+        """Starts the task of `cluster`; it prints to the descriptor `output`.
+
+        Raises OSError if the process could not be made.
+        """
+        affinity = affinity_env(self.cores.get(cluster.task, ()))
+        env = {**affinity, **terminal_env(), "TF_CONFIG": cluster.tf_config()}
+        namespace_fds = self.namespace.fds if self.namespace else ()
+        if self.fork_server:
+            try:
+                return self.fork_server.spawn(
+                    TARGET,
+                    f"{cluster.task.job}-{cluster.task.index}",
+                    self.argv,
+                    {**env, **watch.env},
+                    {1: output, 2: output, watch.fd: watch.fd},
+                    namespace_fds,
+                )
+            except OSError as error:
+                say(
+                    f"The fork server failed ({error}); {cluster.task} is started as a new Python "
+                    "process, which takes a few seconds more"
+                )
+        command = [*self.command, *self.argv]
+        if self.namespace:
+            command = self.namespace.command(command)
+        return watch.start(command, namespace_fds, env, output)
+
+
 class TaskProcess:
     """One task's process and process group, and the threads that follow its output and its end.
 
-    `events` receives this object when the process has ended. Until `reap` the process id stays
-    taken, so that a signal cannot reach another process. The methods are for the main thread.
+    Until `reap` the process id stays taken, so that a signal cannot reach another process. The
+    methods are for the main thread.
 
     Attributes:
         tail: The last lines of the output.
@@ -55,36 +104,35 @@ class TaskProcess:
 
     def __init__(
         self,
-        task: Task,
-        start_process: Callable[[ParentWatch, int], Child],
+        starter: TaskStarter,
+        cluster: Cluster,
         log: TaskLog,
-        events: "queue.SimpleQueue[TaskProcess | signal.Signals | Callable[[], None]]",
+        on_exit: "Callable[[TaskProcess], None]",
         *,
         is_shown: bool,
         start: int,
         host: str = "",
     ) -> None:
-        """Starts the process, for the `start`th time that the task is started.
+        """Starts the task of `cluster`, for the `start`th time.
 
-        `start_process(watch, output)` starts a process that prints to the descriptor `output`. Its
-        output is appended to `log`, and, if `is_shown`, copied to standard output, each line after
-        the name of the `host`, if it is given.
+        Its output is appended to `log`, and, if `is_shown`, copied to standard output, each line
+        after the `host`, if given. A thread calls `on_exit` when the process has ended.
 
         Raises OSError if the process could not be made.
         """
-        self.task = task
+        self.task = cluster.task
         self.watch = ParentWatch()
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self.unresponsive = ""
         self.end_reason: str | None = None
         self._is_shown = is_shown
         self._prefix = f"[{host}] " if host else ""
-        self._events = events
+        self._on_exit = on_exit
         self._log = log
         self._started = time.monotonic()
         read, write = os.pipe()
         try:
-            self._child = start_process(self.watch, write)
+            self._child = starter.start(cluster, self.watch, write)
         except OSError:
             self.watch.close()
             os.close(read)
@@ -94,7 +142,8 @@ class TaskProcess:
         self.pid = self._child.pid
         self._pipe = os.fdopen(read, "rb")
         where = f" on {host}" if host else ""
-        self._log.begin(f"=== {task}{where}, start {start}, process {self.pid}, {now()}")
+        begin = f"=== {self.task}{where}, start {start}, process {self.pid}, {now()}\n"
+        self._log.write(begin.encode(), begins_line=True)
         self._output = threading.Thread(target=self._copy_output, daemon=True)
         self._exit = threading.Thread(target=self._await_exit, daemon=True)
         self._output.start()
@@ -128,7 +177,7 @@ class TaskProcess:
         else:  # On macOS with Python before 3.13.
             while psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE:
                 time.sleep(_POLL_SECS)
-        self._events.put(self)
+        self._on_exit(self)
 
     def _copy_output(self) -> None:
         with contextlib.closing(self._log), self._pipe:

@@ -1,27 +1,26 @@
-"""A whole cluster on this machine: starts one process for each task, supervises and ends them.
+"""Supervises the tasks of a cluster: starts one process for each, restarts and ends them.
 
-    cluster = local_cluster("ps", num_workers=2, num_ps=1)
-    report = LocalCluster(cluster, sys.argv[1:], model_dir, restarts).run()
+    policy = FixedPolicy(cluster, cluster.tasks())
+    starter = TaskStarter([*sys.argv[1:], f"--model_dir={model_dir}"])
+    report = Supervisor(policy, starter, model_dir, restarts).run()
     sys.exit(report.exit_code)
 
-The lines of the chief (of worker 0 if there is no chief task) appear on the launcher's standard
-output. Those of every task, with one more at each start, are in
+The chief's lines appear on the launcher's standard output, and the lines of every task in
 `<model_dir>/tasks/<job>-<index>.log`; for a URL, in runs/<name>/tasks.
 
 Servers are ps tasks and ps workers; trainers are the chief and multiworker workers. A task that
-died is restarted, as the table in deaths.py says: a ps worker alone, any other with all tasks,
-which resume from the newest checkpoint. Before that the peers are killed at once; after an exit
-with 75 they first have 15 s to end by themselves. Workers of multiworker get SIGUSR1 in place of
-SIGKILL: each has the complete state, and saves it within `grace_secs`.
+died is restarted, as the table in deaths.py says: a ps worker alone, any other with all tasks.
+Before that the peers are killed at once; after an exit with 75 they first have 15 s to end by
+themselves. Workers of multiworker get SIGUSR1 in place of SIGKILL: each has the complete state, and
+saves it within `grace_secs`.
 
 The run ends when the chief exits with 0, when a failure cannot be repaired by a restart, when
-restarts make no progress (restarts.py), or when the launcher receives a signal. Each process is in
-a session of its own: Ctrl-C in a terminal reaches the launcher, which has the tasks save and end.
+restarts make no progress, or when the launcher receives a signal. Each process is in a session of
+its own: Ctrl-C in a terminal reaches the launcher, which has the tasks save and end.
 
 With `host` the cluster has several hosts, each with a launcher for one task, which it restarts
 alone. The tasks see that others are gone, end, and wait for each other at the next start, so
-launchers need not agree; failures.jsonl has what they tell each other. elastic.py continues without
-a lost host.
+launchers need not agree; failures.jsonl has what they tell each other.
 
 No process is left when `run` returns: process groups are killed by their id. If the launcher itself
 is killed, a socket that it held closes, and the tasks end (trainer/guards/parent_watch.py).
@@ -32,15 +31,13 @@ import sched
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
-from data.system.files import absolute
-from strategies.cluster.tf_config import Cluster, Task
-from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
+from strategies.cluster.tf_config import Task
+from trainer.exit_codes import EXIT_BUG, EXIT_RESTART
 from trainer.guards.signals import Repetitions, SignalThread, stop_signals
 from trainer.local.deaths import (
     Action,
@@ -54,71 +51,49 @@ from trainer.local.deaths import (
     mark_survived,
 )
 from trainer.local.failures import FailureLog, print_failure
-from trainer.local.fork_server import ForkServer
 from trainer.local.launch_report import LaunchReport, Restart, print_summary, write_restart
-from trainer.local.network_namespace import Namespace
+from trainer.local.policy import Activity, FixedPolicy, Step
 from trainer.local.restarts import Restarts
 from trainer.local.task_logs import TaskLogs, now, say
-from trainer.local.task_process import TaskProcess
-from trainer.local.task_start import TaskStarter
-from trainer.program import python_command
+from trainer.local.task_process import TaskProcess, TaskStarter
 from trainer.run_files import directory_of_logs
 
-FAILURES = "failures.jsonl"  # In the model directory.
 _PEER_LOST_SECS = 15.0  # TensorFlow's coordination service reports a dead peer within 10 s.
 _SHUTDOWN_GRACE_SECS = 10.0  # From the chief's exit with 0 to SIGTERM for tasks that still run.
 _SERVERS_ALONE_SECS = 2.0  # From the failure of the last trainer to SIGTERM for servers.
 _CHIEF_FOLLOWS_SECS = 1.0  # From a ps worker's 75 to the chief's, if the chief ended the worker.
-_SHORT_LIFE_SECS = 10.0  # A task that died sooner has not trained.
-LATE_SECS = 2.0  # From the time when a task should have ended by itself to SIGKILL.
+_LATE_SECS = 2.0  # From the time when a task should have ended by itself to SIGKILL.
 _POLLS_PER_TIMEOUT = 10  # Heartbeats are read this many times in each stall time-out.
 _FOLLOW_SECS = 1.0  # Between two looks at what other hosts have written.
 _STATELESS_GRACE_SECS = 5.0  # From SIGTERM to SIGKILL for tasks without state to save.
-
-
-# A task that has ended, a signal to this process, or a call.
-_Event: TypeAlias = TaskProcess | signal.Signals | Callable[[], None]
+_DONE_SECS = 10.0  # From Step.DONE to SIGTERM for a task that waits for others.
 
 
 @dataclass(eq=False)
-class LocalCluster:
-    """Starts, supervises and ends the tasks of one cluster, each as `command argv --model_dir=...`.
+class Supervisor:
+    """Starts, supervises and ends the tasks of one launcher."""
 
-    A process is executed, or forked from one that has imported TensorFlow. It inherits the working
-    directory and the environment; the task's place in the cluster is in its `TF_CONFIG`.
-    """
-
-    cluster: Cluster  # With the tasks' addresses inside `namespace`, if there is one.
-    argv: Sequence[str]  # Without the program and --model_dir.
+    policy: FixedPolicy
+    starter: TaskStarter
     model_dir: str | Path  # A path or a URL.
-    restarts: Restarts  # Limits how often tasks are restarted.
+    restarts: Restarts
     _: KW_ONLY
-    namespace: Namespace | None = None  # Tasks run inside it.
-    cores: Mapping[Task, Collection[int]] = field(default_factory=dict)  # Their CPU affinity.
     grace_secs: float = 30.0  # Trainers may save for this long when they are asked to stop.
     stall_timeout_secs: float = 0.0  # A task without a heartbeat for this long is killed; 0: never.
-    fork_server: ForkServer | None = None  # If it is None or fails, tasks execute `command`.
-    command: Sequence[str] = field(default_factory=partial(python_command, "-m", "trainer"))
-    host: str = ""  # The host of the cluster's own task, if that is the only task to start.
+    host: str = ""  # The host of the launcher's only task, if the cluster has several hosts.
 
     def __post_init__(self) -> None:
         self._logs = TaskLogs(directory_of_logs(self.model_dir))
-        tasks = (self.cluster.task,) if self.host else self.cluster.tasks()
-        argv = [*self.argv, f"--model_dir={absolute(str(self.model_dir))}"]
-        self._starter = TaskStarter(
-            argv, self.command, self.cores, self.namespace, self.fork_server
-        )
-        self._chief = self.cluster.chief
-        self._clusters = {task: self.cluster.for_task(task) for task in tasks}
-        self._failures: FailureLog | None = None
+        cluster = next(iter(self.policy.clusters.values()))
+        self._chief = cluster.chief
+        self._has_ps = cluster.num("ps") > 0
+        run_dir = self._logs.directory.parent
+        self._failures = FailureLog(run_dir, self.host) if self.host else None
         self._exit_of_others = 0
-        if self.host:
-            self._failures = FailureLog(self._logs.directory.parent / FAILURES, self.host)
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._running: dict[Task, TaskProcess] = {}
         self._plans = sched.scheduler(time.monotonic)
         self._num_starts: Counter[Task] = Counter()
-        self._num_short_lives: Counter[Task] = Counter()  # Consecutive ones.
         self._restarted_alone: set[Task] = set()
         self._ends: list[TaskEnd] = []
         self._restarts: list[Restart] = []
@@ -136,12 +111,16 @@ class LocalCluster:
         """
         with SignalThread(stop_signals(), self._on_signal):
             try:
-                self._begin()
+                self._start(self.policy.to_start(self.policy.clusters))
                 if self.stall_timeout_secs:
                     self._kill_unresponsive()
                 if self._failures:
                     self._follow_failures(self._failures)
-                while not self._is_over():
+                while (
+                    self._running
+                    or self._planned_starts()
+                    or not (self._is_ending or self.policy.is_over())
+                ):
                     self._handle_next_event()
             finally:
                 for process in self._running.values():
@@ -156,20 +135,38 @@ class LocalCluster:
         print_summary(report, self._logs)
         return report
 
-    def _begin(self) -> None:
-        self._start(self._clusters)
+    def ask(self, decide: Callable[[Activity], Step]) -> None:
+        """Has the main thread call `decide` and do the step; any thread may call this."""
+        self._events.put(lambda: self._do(decide(self._activity())))
 
-    def _is_over(self) -> bool:
-        return not self._running and not self._planned_starts()
+    def _activity(self) -> Activity:
+        if self._is_ending:
+            return Activity.ENDING
+        if self._running:
+            return Activity.RUNNING
+        return Activity.DELAYING if self._planned_starts() else Activity.IDLE
+
+    def _do(self, step: Step) -> None:
+        match step:
+            case Step.START:
+                self._forget_plans()
+                self._start(self.policy.to_start(self.policy.clusters))
+            case Step.STOP_TOGETHER | Step.SAVE_AND_END:
+                is_together = step is Step.STOP_TOGETHER
+                self._end(self._running, 0, signal.SIGTERM if is_together else signal.SIGUSR1)
+                self._end(self._running, self.grace_secs + _LATE_SECS, signal.SIGKILL)
+            case Step.DONE:
+                self._forget_plans()
+                self._end_stateless(self._running, _DONE_SECS)
 
     def _start(self, tasks: Iterable[Task]) -> None:
         for task in tasks:
             self._num_starts[task] += 1
             self._running[task] = TaskProcess(
-                task,
-                partial(self._starter.start, self._clusters[task]),
+                self.starter,
+                self.policy.clusters[task],
                 self._logs.open(task),
-                self._events,
+                lambda process: self._events.put(partial(self._on_exit, process)),
                 is_shown=task == self._chief or bool(self.host),
                 host=self.host,
                 start=self._num_starts[task],
@@ -177,32 +174,26 @@ class LocalCluster:
 
     def _on_signal(self, signum: int) -> None:
         if not self._repetitions.includes_now(signum):
-            self._events.put(signal.Signals(signum))
+            self._events.put(partial(self._on_stop, signal.Signals(signum)))
 
     def _handle_next_event(self) -> None:
         planned = self._plans.queue
         timeout_secs = max(0.0, planned[0].time - time.monotonic()) if planned else None
         try:
-            event = self._events.get(timeout=timeout_secs)
+            handle = self._events.get(timeout=timeout_secs)
         except queue.Empty:
-            self._plans.run(blocking=False)
-        else:
-            if isinstance(event, TaskProcess):
-                self._on_exit(event)
-            elif isinstance(event, signal.Signals):
-                self._on_stop(event)
-            else:
-                event()
+            handle = partial(self._plans.run, blocking=False)
+        handle()
 
     def _follow_failures(self, failures: FailureLog) -> None:
         """Shows on the chief's host why tasks of other hosts ended; ends the run if one says so."""
         for failure in failures.new_of_others():
-            if self._chief in self._clusters or failure.ends_run:
+            if self._chief in self.policy.clusters or failure.ends_run:
                 print_failure(failure)
             if failure.ends_run and not self._is_ending:
-                say(f"It is not restarted. So this host ends {self.cluster.task}, too.")
-                is_usage = failure.exit_code == EXIT_USAGE
-                self._exit_of_others = EXIT_USAGE if is_usage else EXIT_RESTART
+                (own,) = self.policy.clusters
+                say(f"It is not restarted. So this host ends {own}, too.")
+                self._exit_of_others = failure.exit_of_others
                 self._end_run()
         self._plans.enter(_FOLLOW_SECS, 0, self._follow_failures, (failures,))
 
@@ -229,16 +220,24 @@ class LocalCluster:
         overdue = f"did not save and end within {self.grace_secs:g} s after SIGTERM"
         # On a host of its own a server asks its chief to stop.
         self._end(self._running if self.host else self._trainers(), 0, signal.SIGTERM)
-        patience = self.grace_secs + LATE_SECS
+        patience = self.grace_secs + _LATE_SECS
         self._end(self._trainers(), patience, signal.SIGKILL, overdue)
         self._end_stateless(self._servers(), patience)
 
     def _on_exit(self, process: TaskProcess) -> None:
-        task, code = process.task, self._reap(process)
+        task = process.task
+        del self._running[task]
+        code = process.reap()
+        if forks := self.starter.fork_server:
+            forks.reap_orphans({other.pid for other in self._running.values()})
+        step = self.policy.on_exit(code, self._activity())
+        if step is not None:
+            self._do(step)
+            return
         end = TaskEnd(
             task,
             is_chief=task == self._chief,
-            is_ps_worker=self._clusters[task].is_server and task.job == "worker",
+            is_ps_worker=self.policy.clusters[task].is_server and task.job == "worker",
             pid=process.pid,
             exit_code=code,
             seconds=process.seconds(),
@@ -270,22 +269,20 @@ class LocalCluster:
             case _:
                 self._on_loss(end)
 
-    def _reap(self, process: TaskProcess) -> int:
-        del self._running[process.task]
-        code = process.reap()
-        if self.fork_server:
-            self.fork_server.reap_orphans({other.pid for other in self._running.values()})
-        return code
-
     def _on_loss(self, end: TaskEnd) -> None:
         state = self._state(end)
         action = decide_loss(end, state)
         if action in (Action.RESTART_TASK, Action.RESTART_ALL):
-            delay_secs = self._next_delay_secs(end)
+            delay_secs = self.restarts.next_delay_secs(end, counts=self.policy.counts(end))
             if delay_secs is not None:
                 self._write_failure(end, ends_run=False)
                 self._restart(end, delay_secs, is_alone=action is Action.RESTART_TASK)
                 return
+            say(
+                f"{end.death}. It is not restarted: {self.restarts.max_restarts} restarts within "
+                "10 minutes (--max_restarts) have brought neither a new checkpoint nor a later "
+                "step."
+            )
             action = decide_loss(end, state._replace(may_restart=False))
         if action is Action.CONTINUE:
             mark_survived([end])
@@ -296,7 +293,7 @@ class LocalCluster:
 
     def _write_failure(self, end: TaskEnd, *, ends_run: bool) -> None:
         if self._failures and end.failure and not self._is_ending:
-            self._failures.write(end, ends_run=ends_run)
+            self._failures.write(end, ends_run=ends_run and self.policy.ends_all_hosts(end))
 
     def _state(self, end: TaskEnd) -> RunState:
         return RunState(
@@ -327,32 +324,10 @@ class LocalCluster:
         # Servers run as long as a trainer may save what they hold. Without one they never end.
         self._end_stateless(self._servers(), patience if self._trainers() else _SERVERS_ALONE_SECS)
 
-    def _next_delay_secs(self, end: TaskEnd) -> float | None:
-        if end.seconds > _SHORT_LIFE_SECS:
-            self._num_short_lives[end.task] = 0
-        delay_secs = self.restarts.next_delay_secs(
-            self._num_short_lives[end.task], counts=self._counts(end)
-        )
-        # A task that soon lost another one is not the cause. (A ps worker that does so again and
-        # again is: the run makes progress without it.)
-        is_cause = end.exit_code != EXIT_RESTART or end.is_ps_worker
-        self._num_short_lives[end.task] += is_cause and end.seconds <= _SHORT_LIFE_SECS
-        if delay_secs is None:
-            say(
-                f"{end.death}. It is not restarted: {self.restarts.max_restarts} restarts within "
-                "10 minutes (--max_restarts) have brought neither a new checkpoint nor a later "
-                "step."
-            )
-        return delay_secs
-
-    def _counts(self, end: TaskEnd) -> bool:
-        """Returns True if --max_restarts limits how often a task is restarted after such an end."""
-        return True
-
     def _restart(self, cause: TaskEnd, delay_secs: float, *, is_alone: bool) -> None:
         # Not again without progress: then perhaps a server does not work.
         is_first = self.restarts.num_without_progress == 1
-        keeps_servers = not is_alone and is_first and keeps_variables(cause, self.cluster)
+        keeps_servers = not is_alone and is_first and keeps_variables(cause, has_ps=self._has_ps)
         what: object = cause.task if is_alone or self.host else "all tasks"
         if keeps_servers and not self.host:
             what = " and ".join(dict.fromkeys([str(cause.task), str(self._chief)]))
@@ -368,7 +343,7 @@ class LocalCluster:
         self._keeps_servers = keeps_servers
         # After an exit with 75 the other tasks may be about to end by themselves, with state saved.
         patience = _PEER_LOST_SECS if cause.exit_code == EXIT_RESTART else 0.0
-        if not self.cluster.num("ps"):
+        if not self._has_ps:
             # Each worker has the complete state: it saves, if it is training, and ends.
             self._end(self._running, patience, signal.SIGUSR1)
             patience += self.grace_secs
@@ -388,13 +363,14 @@ class LocalCluster:
         cause, when = self._restart_of_all
         self._forget_plans()
         mark_survived(self._ends)
-        ended = [task for task in self._clusters if task not in self._running]
+        ended = [task for task in self.policy.clusters if task not in self._running]
         self._plans.enterabs(when, 0, self._start_again, (cause, ended))
 
-    def _start_again(self, cause: TaskEnd, tasks: Iterable[Task]) -> None:
-        self._restarts.append(Restart(cause, tuple(tasks), now()))
-        write_restart(self._restarts[-1], self._logs)
-        self._start(tasks)
+    def _start_again(self, cause: TaskEnd, tasks: Collection[Task]) -> None:
+        if tasks := self.policy.to_start(tasks):
+            self._restarts.append(Restart(cause, tuple(tasks), now()))
+            write_restart(self._restarts[-1], self._logs)
+            self._start(tasks)
 
     def _forget_plans(self) -> None:
         """Drops all plans before a restart of all tasks: they were for the old processes."""
@@ -414,10 +390,10 @@ class LocalCluster:
         return [plan for plan in self._plans.queue if plan.action == self._start_again]
 
     def _servers(self) -> list[Task]:
-        return [task for task in self._running if self._clusters[task].is_server]
+        return [task for task in self._running if self.policy.clusters[task].is_server]
 
     def _trainers(self) -> list[Task]:
-        return [task for task in self._running if not self._clusters[task].is_server]
+        return [task for task in self._running if not self.policy.clusters[task].is_server]
 
     def _end_stateless(self, tasks: Iterable[Task], after_secs: float, overdue: str = "") -> None:
         """Plans the end of tasks that have nothing to save; see `_end`."""

@@ -1,0 +1,279 @@
+"""What the launcher of an elastic host does, as tables, and with the process of a task."""
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from strategies.cluster.tf_config import ClusterError, Task
+from tests.unit.stand_ins import KILLED, lines_of, no_progress, notes, starter
+from trainer.local.deaths import TaskEnd
+from trainer.local.elastic import ElasticPolicy, run_elastic
+from trainer.local.group_rules import Group, HostRecord, Rules, Snapshot
+from trainer.local.launch_report import LaunchReport
+from trainer.local.membership import Membership
+from trainer.local.policy import Activity, Step
+from trainer.local.supervisor import Supervisor
+from trainer.run_files import newest_generation
+
+ALL = frozenset({0, 1, 2})
+HOSTS = tuple(f"host-{index}.invalid:2222" for index in range(3))  # Names without an address.
+
+
+class Host:
+    """The policy of host 1 of three, and what it reads in snapshots, one a second."""
+
+    def __init__(self, model_dir: Path, *members: int, rejoin_secs: float = 4.0) -> None:
+        self.files = Membership(model_dir, HOSTS, 1)
+        if members:
+            self.files.propose(Group(0, ALL), frozenset(members))
+        self.policy = ElasticPolicy(self.files, Rules(1, rejoin_secs), "", saves_regularly=False)
+        self.alive = {1}
+        self.identities = dict.fromkeys(ALL, "")
+        self.records: dict[int, HostRecord] = {}
+        self._beat = 0
+
+    def look(self, activity: Activity = Activity.IDLE) -> Step:
+        """The step after the next snapshot."""
+        self._beat += 1
+        for host in self.alive:
+            reaches, identity = ALL - {host}, self.identities[host]
+            self.records[host] = HostRecord("start", self._beat, reaches, identity=identity)
+        return self.policy.on_snapshot(Snapshot(self._beat, dict(self.records), 0), activity)
+
+    def finish(self, host: int) -> None:
+        """The launcher of `host` ends with 0."""
+        self.alive -= {host}
+        self.records[host] = HostRecord("start", 1000, ALL - {host}, ended=0)
+
+    def start(self) -> list[tuple[str, int | None, int]]:
+        """The tasks that start now: each with the generation, and the number of workers."""
+        tasks = self.policy.to_start(self.policy.clusters)
+        clusters = [self.policy.clusters[task] for task in tasks]
+        return [(str(c.task), c.generation, c.num("worker")) for c in clusters]
+
+
+def test_task_starts_with_the_first_group_that_is_read(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    assert host.start() == []
+    assert host.look(Activity.ENDING) is Step.NONE
+    assert host.look() is Step.START
+    assert host.start() == [("worker 1", 0, 3)]
+    assert host.look(Activity.RUNNING) is Step.NONE
+
+
+def test_launcher_with_another_config_starts_no_task_that_could_meet_others(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.alive, host.identities[0] = {0, 1}, "another"
+    assert host.look() is Step.NONE
+    with pytest.raises(ClusterError, match=rf"already trains on {HOSTS[0]}, with other code"):
+        host.look()
+
+    host = Host(tmp_path)  # The launcher is dead: its record delays the first task only.
+    host.records[0] = HostRecord("dead", 7, frozenset(), None, "another")
+    assert [host.look() for _ in range(4)] == [Step.NONE] * 3 + [Step.START]
+
+
+def test_launcher_outside_the_group_starts_no_task_and_ends_when_the_run_is_done(
+    tmp_path: Path,
+) -> None:
+    host = Host(tmp_path, 0)
+    host.alive = {0, 1}
+    for _ in range(5):
+        assert host.look() in (Step.NONE, Step.START)
+        assert host.start() == []
+    assert not host.policy.is_over()
+    host.finish(0)
+    assert host.look() is Step.DONE
+    assert host.policy.is_over()
+    assert host.look() is Step.NONE
+    assert newest_generation(tmp_path) == 1
+
+
+def test_tasks_stop_together_when_a_host_joins(tmp_path: Path) -> None:
+    host = Host(tmp_path, 1)
+    host.look()
+    assert host.start() == [("worker 0", 1, 1)]
+    host.alive = {0, 1}
+    steps = [host.look(Activity.RUNNING) for _ in range(3)]
+    assert Step.STOP_TOGETHER in steps
+    assert Step.SAVE_AND_END not in steps
+    assert host.policy.on_exit(75, Activity.IDLE) is Step.START
+    assert host.start() == [("worker 1", 2, 2)]
+
+
+def test_task_that_died_is_started_after_its_delay_unless_the_group_changes(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.look()
+    host.start()
+    assert host.policy.on_exit(KILLED, Activity.IDLE) is None
+    assert host.look(Activity.DELAYING) is Step.NONE
+    host.files.propose(Group(0, ALL), frozenset({0, 1}))
+    assert host.look(Activity.DELAYING) is Step.START
+    assert host.start() == [("worker 1", 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("is_done", "is_regrouping", "exit_code", "activity", "step"),
+    [
+        # The run is complete without this task, which had no one to train with.
+        (True, False, -signal.SIGSEGV, Activity.IDLE, Step.NONE),
+        (True, False, 75, Activity.IDLE, Step.NONE),
+        (True, False, 1, Activity.IDLE, None),
+        # It was asked to end.
+        (False, True, 75, Activity.IDLE, Step.START),
+        (False, True, -signal.SIGTERM, Activity.IDLE, Step.START),
+        (False, True, -signal.SIGUSR1, Activity.IDLE, Step.START),
+        (False, True, KILLED, Activity.IDLE, Step.START),
+        (False, True, 1, Activity.IDLE, None),
+        (False, True, 75, Activity.ENDING, None),
+        # It died.
+        (False, False, KILLED, Activity.IDLE, None),
+        (False, False, 0, Activity.IDLE, None),
+    ],
+)
+def test_end_of_a_task_that_was_asked_to_end_is_no_failure(
+    is_done: bool,
+    is_regrouping: bool,
+    exit_code: int,
+    activity: Activity,
+    step: Step | None,
+    tmp_path: Path,
+) -> None:
+    host = Host(tmp_path)
+    host.alive = {0, 1}
+    for _ in range(2):
+        host.look()
+    host.start()
+    if is_regrouping:
+        host.files.propose(Group(0, ALL), frozenset({0, 1}))
+        assert host.look(Activity.RUNNING) is Step.SAVE_AND_END
+    if is_done:
+        host.finish(0)
+        assert host.look(Activity.RUNNING) is Step.DONE
+    assert host.policy.on_exit(exit_code, activity) is step
+    assert host.policy.is_over() == (is_done or exit_code == 0)
+
+
+def end_of_task(code: int, *, was_overdue: bool = False) -> TaskEnd:
+    failure = f"exit code {code}"
+    return TaskEnd(Task("worker", 1), False, False, 100, code, 1.0, failure, was_overdue)
+
+
+@pytest.mark.parametrize(
+    ("members", "exit_code", "was_overdue", "counts", "ends_all"),
+    [
+        ((0, 1, 2), KILLED, False, True, False),
+        # The task has lost another one. The launcher of that task counts.
+        ((0, 1, 2), 75, False, False, False),
+        ((0, 1, 2), 75, True, True, False),
+        # The only task of a group has lost no other.
+        ((1,), 75, False, True, False),
+        # Errors that other hosts have, too.
+        ((0, 1, 2), 1, False, True, True),
+        ((0, 1, 2), 2, False, True, True),
+    ],
+)
+def test_limit_of_restarts_is_for_the_cause_and_only_errors_everywhere_end_all_hosts(
+    members: tuple[int, ...],
+    exit_code: int,
+    was_overdue: bool,
+    counts: bool,
+    ends_all: bool,
+    tmp_path: Path,
+) -> None:
+    host = Host(tmp_path, *members)
+    host.look()
+    assert host.start()
+    task = Task("worker", members.index(1))
+    end = TaskEnd(task, False, False, 100, exit_code, 1.0, "failure", was_overdue)
+    assert host.policy.counts(end) == counts
+    assert host.policy.ends_all_hosts(end) == ends_all
+
+
+# The head of each program: the task notes in which cluster it ended, and by which signal.
+HEAD = """
+def end(signum, frame=None):
+    note(f"ended-{config['generation']}-{len(config['cluster'][job])}-{int(signum)}")
+    sys.exit(75 if signum else 0)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGUSR1, end)
+"""
+
+
+@pytest.fixture(autouse=True)
+def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.local.membership._POLL_SECS", 0.05)
+    monkeypatch.setattr("trainer.local.restarts._FIRST_DELAY_SECS", 0.01)
+
+
+def run_host(model_dir: Path, body: str, rejoin_secs: float = 100.0) -> LaunchReport:
+    """Runs the launcher of host 1 of three."""
+    policy = Host(model_dir, rejoin_secs=rejoin_secs).policy
+    program, restarts = starter(model_dir, HEAD + body), no_progress(3)
+    supervisor = Supervisor(policy, program, model_dir, restarts, host="b", grace_secs=5.0)
+    return run_elastic(supervisor, policy)
+
+
+def test_file_system_without_hard_links_is_explained_before_a_task_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    with pytest.raises(ClusterError, match="hard links"):
+        Membership(tmp_path, HOSTS, 1).propose(Group(0, ALL), ALL)
+    with pytest.raises(ClusterError, match="hard links"):
+        run_host(tmp_path, "note('runs')")
+    assert not notes(tmp_path, "runs"), "a task was started"
+    assert not list((tmp_path / "membership").iterdir())
+
+
+def test_launcher_ends_its_task_and_starts_it_in_a_group_without_lost_hosts(tmp_path: Path) -> None:
+    report = run_host(tmp_path, "time.sleep(60 * (len(config['cluster'][job]) - 1)); end(0)", 4.0)
+    assert report.exit_code == 0
+    # SIGUSR1: the other workers, if there were any, would save their last complete step.
+    assert set(notes(tmp_path, "ended")) == {"0-3-10-worker-1", "1-1-0-worker-0"}
+    assert [path.read_text() for path in tmp_path.glob("starts-*")] == [".", "."]
+    assert not report.restarts, "a change of the group is no failure"
+    assert Membership(tmp_path, HOSTS, 1).records()[1].ended == 0
+
+
+def test_task_that_waits_for_others_ends_when_the_run_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_when_the_task_runs() -> None:
+        """Writes as the launcher of host 0, which ends with 0 when the task of host 1 runs."""
+        other, beat = Membership(tmp_path, HOSTS, 0), 0
+        while not notes(tmp_path, "runs"):
+            other.write(HostRecord("start", beat := beat + 1, frozenset()))
+            time.sleep(0.05)
+        other.write(HostRecord("start", beat + 1, frozenset(), ended=0))
+
+    monkeypatch.setattr("trainer.local.supervisor._DONE_SECS", 0.1)
+    thread = threading.Thread(target=end_when_the_task_runs)
+    thread.start()
+    report = run_host(tmp_path, "note('runs'); time.sleep(60)")
+    thread.join()
+    assert report.exit_code == 0
+    assert set(notes(tmp_path, "ended")) == {"0-3-15-worker-1"}
+
+
+def test_task_that_dies_too_often_but_not_one_that_loses_others_ends_the_launcher_of_its_host(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = run_host(tmp_path, "end(0) if start > 8 else sys.exit(75) if start < 5 else die()")
+    assert [end.exit_code for end in report.tasks] == [75] * 4 + [KILLED] * 4
+    assert report.exit_code == 75
+    assert report.first_failure
+    assert not report.first_failure.survived
+    errors = capfd.readouterr().err
+    assert errors.count("Restarting worker 1 now.") == 1
+    assert "Restarting worker 1 in 0.01 s." in errors
+    assert "3 restarts within 10 minutes (--max_restarts)" in errors
+    lines = lines_of(tmp_path / "failures.jsonl")
+    found = [(line["host"], line["exit_code"], line["ends_run"]) for line in lines]
+    assert found == [("b", KILLED, False)] * 4
