@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensorflow as tf
 
 from data.prepare.preparing import prepare
 from strategies.transfer import AS_COMPUTED
@@ -254,13 +253,6 @@ def test_tensor_at_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = written(tmp_path, COMPLETE + "\n    import tensorflow as tf\n    MEAN = tf.zeros([3])\n")
     with pytest.raises(ConfigError, match=r"creates a tensor when it is imported \(MEAN\)"):
         load_recipe(path)
-
-
-def test_tensors_are_noticed() -> None:
-    from trainer.config_file import has_tensors
-
-    tf.zeros([1])
-    assert has_tensors()
 
 
 FUTURE = """

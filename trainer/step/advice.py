@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import keras
 
 from data.system.compat.keras_layers import maker_of
-from data.system.compat.keras_wrappers import uses_logits
 from trainer.step.keras_losses import KerasLoss
 from trainer.step.model_loss import ModelLoss, overrides
 
@@ -70,8 +69,8 @@ def shape_advice(labels: "Batch", outputs: "Batch") -> str:
 def _of_keras_loss(loss: object, activation: str) -> list[str]:
     if isinstance(loss, str):
         name, from_logits = loss, False
-    elif (from_logits := uses_logits(loss)) is not None:
-        name = type(loss).__name__
+    elif isinstance(loss, keras.Loss) and hasattr(loss, "from_logits"):
+        name, from_logits = type(loss).__name__, bool(loss.from_logits)
     else:
         return []
     if "crossentropy" not in name.lower():
