@@ -5,7 +5,7 @@ the message, nor for what a Trackable saves. Can be deleted when `tf.train` has 
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
@@ -18,7 +18,7 @@ def nodes_of(graph: bytes) -> Sequence[Node]:
     return list(TrackableObjectGraph.FromString(graph).nodes)
 
 
-def saves_values(node: object) -> bool:
+def saves_values(node: Any) -> bool:
     """Returns True if `node` itself has values in a checkpoint, as a lookup table has."""
     base = tf.__internal__.tracking.Trackable
     return type(node)._serialize_to_tensors is not base._serialize_to_tensors
