@@ -13,6 +13,7 @@ import sys
 
 from data.system.compat.grpc_environment import set_grpc_environment
 from data.system.compat.keras_file import refused_file
+from data.system.compat.memory_optimizer import turn_memory_optimizer_off
 from data.system.compat.program_cache import set_program_cache
 from data.system.compat.quiet import quiet_tensorflow
 from data.system.compat.scikit_learn import SCIKIT_LEARN, scikit_learn_left_out
@@ -52,14 +53,14 @@ def import_tensorflow() -> None:
     The garbage collector is off meanwhile: the objects of 3,000 modules are no garbage.
     """
     if "keras" in sys.modules or SCIKIT_LEARN in sys.modules:  # A config file may import them.
-        _turn_memory_optimizer_off()
+        turn_memory_optimizer_off()
         return
     collects = gc.isenabled()
     gc.disable()
     try:
         with scikit_learn_left_out():
             importlib.import_module("tensorflow")
-            _turn_memory_optimizer_off()
+            turn_memory_optimizer_off()
             importlib.import_module("keras")
     except (AssertionError, ValueError) as error:
         path = refused_file(error)
@@ -74,9 +75,3 @@ def import_tensorflow() -> None:
         gc.freeze()  # Later collections skip the modules, too.
         if collects:
             gc.enable()
-
-
-def _turn_memory_optimizer_off() -> None:
-    from data.system.compat.memory_optimizer import turn_memory_optimizer_off  # With TensorFlow.
-
-    turn_memory_optimizer_off()

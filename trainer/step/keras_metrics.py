@@ -21,9 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.system.compat.keras_compile import CompileMetrics, get_metric, is_better_lower
+from data.system.compat.keras_compile import (
+    CompileMetrics,
+    copy_of_wrapper,
+    get_metric,
+    is_better_lower,
+)
 from data.system.compat.keras_layers import select_mask
-from data.system.compat.keras_wrappers import copy_of_wrapper
 from strategies.base import Batch
 from trainer.exit_codes import first_line
 from trainer.step.advice import shape_advice

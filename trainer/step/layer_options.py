@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import keras
 
-from data.system.compat.keras_layers import all_layers, own_trainable_variables
+from data.system.compat.keras_layers import all_layers, own
 from trainer.step.options import ConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _TABLE: Sequence[_Row] = (
         "--strategy=mirrored, and leave the two options out.",
     ),
     _Row(
-        lambda layer: any(v.overwrite_with_gradient for v in own_trainable_variables(layer)),
+        lambda layer: any(v.overwrite_with_gradient for v in own(layer, "trainable_variables")),
         lambda use: True,
         "computes in float8. Keras assigns the scales of float8 in `optimizer.apply`, which is not "
         "called under tf.distribute: they would be trained as weights. Give the layer another "

@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from data.order import hash_words
 from data.split_mix import GAMMA, finalized
-from data.system.compat.keras_layers import all_layers, own_seed_generators
+from data.system.compat.keras_layers import all_layers, own
 
 # Shape -> random words, uint32 of this shape. A size is an int, or a tensor if it is unknown.
 Words = Callable[[Sequence[int | tf.Tensor]], tf.Tensor]
@@ -95,7 +95,7 @@ def bind(model: keras.Model) -> bool:
     """Makes the random layers of `model` use `drawing`. Returns True if there are any."""
     is_random = False
     for index, layer in enumerate(all_layers(model)):
-        for place, generator in enumerate(own_seed_generators(layer)):
+        for place, generator in enumerate(own(layer, "seed_generators")):
             is_random = True
             seed = generator.get_config()["seed"] or 0
             key = (index, int(hash_words(place, seed)[0]))

@@ -11,12 +11,19 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics, get_loss, get_metric
 
-__all__ = ["CompileMetrics", "compute_loss", "get_loss", "get_metric", "is_better_lower"]
+__all__ = ["CompileMetrics", "get_loss", "get_metric"]
 
 
 def is_better_lower(metric: keras.metrics.Metric) -> bool:
     """Returns True if Keras knows that a lower value of `metric` is better."""
     return getattr(metric, "_direction", "") == "down"
+
+
+def copy_of_wrapper(metric: keras.metrics.MeanMetricWrapper) -> keras.metrics.MeanMetricWrapper:
+    """A metric with the function of `metric`: its config has only functions that Keras knows."""
+    return keras.metrics.MeanMetricWrapper(
+        metric._fn, name=metric.name, dtype=metric.dtype, **metric._fn_kwargs
+    )
 
 
 def compute_loss(

@@ -5,7 +5,7 @@ below. Keras 3.15, `keras/src/layers/layer.py`. Can be deleted when Keras has pu
 what is here.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -16,19 +16,9 @@ def all_layers(model: keras.Layer, *, include_self: bool = True) -> list[keras.L
     return list(model._flatten_layers(include_self=include_self))
 
 
-def own_trainable_variables(layer: keras.Layer) -> Sequence[keras.Variable]:
-    """The trainable variables of `layer`, without those of layers inside."""
-    return list(layer._trainable_variables)
-
-
-def own_other_variables(layer: keras.Layer) -> Sequence[keras.Variable]:
-    """The non-trainable variables of `layer`, without those of layers inside."""
-    return list(layer._non_trainable_variables)
-
-
-def own_seed_generators(layer: keras.Layer) -> Sequence[keras.random.SeedGenerator]:
-    """The seed generators of `layer`, without those of layers inside."""
-    return list(layer._seed_generators)
+def own(layer: keras.Layer, kind: str) -> list[Any]:
+    """What `layer` has itself, without layers inside: "trainable_variables" or another `kind`."""
+    return list(getattr(layer, f"_{kind}"))
 
 
 def maker_of(tensor: keras.KerasTensor) -> keras.Operation:

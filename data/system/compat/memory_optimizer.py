@@ -7,13 +7,14 @@ where `tf.config.optimizer.set_experimental_options` does not know this option. 
 that function when it does.
 """
 
-from tensorflow.core.protobuf.config_pb2 import ConfigProto
-from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
-from tensorflow.python.eager import context
-
 
 def turn_memory_optimizer_off() -> None:
     """Must be called before anything uses TensorFlow's context."""
+    # Here, because this module is imported before TensorFlow.
+    from tensorflow.core.protobuf.config_pb2 import ConfigProto
+    from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
+    from tensorflow.python.eager import context
+
     config = ConfigProto()
     config.graph_options.rewrite_options.memory_optimization = RewriterConfig.NO_MEM_OPT
     context.context()._config = config

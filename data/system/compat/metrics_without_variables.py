@@ -20,12 +20,8 @@ from typing import Any
 @contextlib.contextmanager
 def metrics_without_variables(import_keras: Callable[[], None]) -> Iterator[None]:
     """Within it, metrics create no variables. `import_keras` is called before the first import."""
+    import_of_python = builtins.__import__
     with contextlib.ExitStack() as stack:
-        if "keras" in sys.modules:
-            stack.enter_context(_without_variables(import_keras))
-            yield
-            return
-        import_of_python = builtins.__import__
 
         def import_keras_first(name: str, *args: Any, **kwargs: Any) -> ModuleType:
             if name.partition(".")[0] in ("keras", "tensorflow"):
@@ -33,7 +29,10 @@ def metrics_without_variables(import_keras: Callable[[], None]) -> Iterator[None
                 stack.enter_context(_without_variables(import_keras))
             return import_of_python(name, *args, **kwargs)
 
-        builtins.__import__ = import_keras_first
+        if "keras" in sys.modules:
+            stack.enter_context(_without_variables(import_keras))
+        else:
+            builtins.__import__ = import_keras_first
         try:
             yield
         finally:

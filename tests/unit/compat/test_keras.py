@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from data.system.compat import keras_compile, keras_file, keras_layers, keras_optimizers
 from data.system.compat.keras_state import keras_state_kept, names_from_zero
-from data.system.compat.keras_wrappers import copy_of_wrapper
 from data.system.compat.metrics_without_variables import metrics_without_variables
 from tests.unit.compat.messages import delete
 
@@ -88,14 +87,14 @@ def own(labels: Any, outputs: Any, factor: float) -> Any:
 
 def test_metric_is_copied_with_its_function() -> None:
     metric = keras.metrics.MeanMetricWrapper(own, name="own", factor=3.0)
-    copy = copy_of_wrapper(metric)
+    copy = keras_compile.copy_of_wrapper(metric)
     copy.update_state(tf.constant([[2.0]]), tf.constant([[5.0]]))
     assert (copy.name, float(copy.result()), float(metric.result())) == ("own", 30.0, 0.0)
     try:
         keras.metrics.MeanMetricWrapper.from_config(metric.get_config())
     except Exception:  # Keras raises different errors.
         return
-    raise AssertionError(delete("keras_wrappers"))
+    raise AssertionError(delete("keras_compile"))
 
 
 def test_layers_inside_of_layers_and_what_they_own() -> None:
@@ -110,11 +109,10 @@ def test_layers_inside_of_layers_and_what_they_own() -> None:
     assert model not in keras_layers.all_layers(model, include_self=False)
     assert norm not in model.layers, delete("keras_layers")
 
-    assert keras_layers.own_trainable_variables(norm) == norm.trainable_variables
-    assert keras_layers.own_other_variables(norm) == norm.non_trainable_variables
-    assert len(keras_layers.own_seed_generators(dropout)) == 1
-    for of_layer in (keras_layers.own_trainable_variables, keras_layers.own_other_variables):
-        assert not of_layer(model), "only what is its own"
+    for kind in ("trainable_variables", "non_trainable_variables"):
+        assert keras_layers.own(norm, kind) == getattr(norm, kind)
+        assert not keras_layers.own(model, kind), "only what is its own"
+    assert len(keras_layers.own(dropout, "seed_generators")) == 1
     assert keras_layers.maker_of(model.output) is dense
 
 
