@@ -3,6 +3,7 @@
 #                ARGS='tests/unit -k name' runs a part of them
 # make test-all  all tests; ARGS='tests/faults', or ARGS='-m "not quick"' for what `make test` leaves out
 # make lint      ruff (lint and format), import-linter and mypy
+# make compat    tests/unit/compat with the newest TensorFlow and Keras, in build/compat-venv
 # make docs      the site of the documentation, build/site/index.html
 # make clean     remove what make has made; runs/ and datasets/ stay
 #
@@ -24,7 +25,12 @@ INSTALLED = $(VENV)/.installed-$(VERSION)
 
 PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all lint docs clean
+COMPAT = build/compat-venv/bin/python
+# The requirements of pyproject.toml, without their versions.
+NEWEST = -c 'import re, tomllib; file = open("pyproject.toml", "rb"); \
+    print(*(re.split("[<>=]", each)[0] for each in tomllib.load(file)["project"]["dependencies"]))'
+
+.PHONY: train test test-all lint compat docs clean
 
 train: $(INSTALLED)-train
 	$(VENV)/bin/python -m trainer --strategy=$(STRATEGY) $(ARGS)
@@ -40,6 +46,14 @@ lint: $(INSTALLED)-dev
 	$(VENV)/bin/python -m ruff format --check
 	$(VENV)/bin/lint-imports --no-logo --no-cache
 	$(VENV)/bin/python -m mypy
+
+compat:
+	$(PYTHON) -m venv --clear build/compat-venv
+	$(COMPAT) -m pip install --disable-pip-version-check --upgrade `$(COMPAT) $(NEWEST)` \
+	    hypothesis pytest pytest-timeout scikit-learn
+	$(COMPAT) -m pip install --disable-pip-version-check --no-deps --editable .
+	$(COMPAT) -m pip freeze | grep -E '^(tensorflow|keras|numpy|protobuf)=='
+	$(COMPAT) -m pytest tests/unit/compat $(ARGS)
 
 docs: $(INSTALLED)-docs
 	$(VENV)/bin/python -m mkdocs build --strict

@@ -29,7 +29,8 @@ _TOTAL_MB = 3000
 
 def work(job: str, index: int, answer: Any, addresses: str, mb: int) -> None:
     """Runs one process."""
-    from trainer.tf_setup import keep_freed_memory, set_environment
+    from data.system.compat.freed_memory import keep_freed_memory
+    from trainer.tf_setup import set_environment
 
     set_environment()
     keep_freed_memory()

@@ -38,10 +38,10 @@ from data.features import ExampleParse, default_parse
 from data.order import Order
 from data.prepare.writing import write_shards
 from data.reader import Reader
+from data.system.compat.freed_memory import keep_freed_memory
 from data.system.flags import parse_flags
 from data.tfrecord.split import Split, open_split
 from trainer.config import DataConfig
-from trainer.tf_setup import keep_freed_memory
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds to measure.")
 _MEASURE = flags.DEFINE_string(

@@ -29,10 +29,10 @@ import numpy.typing as npt
 import tensorflow as tf
 from typing_extensions import override
 
-from data.autograph import no_autograph
 from data.disk_reader import DiskReader
 from data.order import Plan
 from data.reader import Batch, Examples, Nest, Reader
+from data.system.compat.autograph import no_autograph
 from data.tfrecord.byte_ranges import aligned
 
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
-from data.autograph import no_autograph
-from data.clock import timestamp
 from data.features import ExampleParse
 from data.order import Int64s, Plan
 from data.reader import Batch, Reader
+from data.system.compat.autograph import no_autograph
+from data.system.compat.clock import timestamp
 from data.system.cores import num_cores
 from data.system.files import is_url
 from data.tfrecord.byte_ranges import Buffers, ByteRanges, DamagedError, Window, Windows

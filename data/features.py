@@ -51,13 +51,13 @@ class ExampleParse:
 
     def finish(self, raw: "Mapping[str, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
         """All steps but the first, for columns that were sliced."""
-        from data.autograph import autograph  # Imports TensorFlow.
+        from data.system.compat.autograph import autograph  # Imports TensorFlow.
 
         return self.widened(autograph(self.decode)(raw))
 
     def widened(self, examples: "tuple[tf.Tensor, tf.Tensor]") -> "tuple[tf.Tensor, tf.Tensor]":
         """The result of `decode`, widened."""
-        from data.autograph import autograph
+        from data.system.compat.autograph import autograph
 
         return autograph(self.widen)(*examples) if self.widen else examples
 

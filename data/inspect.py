@@ -32,11 +32,11 @@ from absl import app, flags
 from data.example_features import Feature, Features, class_names, read_features
 from data.id_counts import count_ids
 from data.system import files
+from data.system.compat.quiet import quiet_tensorflow
 from data.system.errors import UsageError
 from data.system.files import DataError
 from data.system.flags import parse_flags
 from data.system.pipes import ends_with_reader
-from data.system.quiet import quiet_tensorflow
 from data.system.satellites import of_satellite
 from data.tfrecord import damage
 from data.tfrecord import shard_names as names

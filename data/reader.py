@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from data.autograph import autograph, no_autograph
 from data.features import ExampleParse
 from data.order import Order, Plan
+from data.system.compat.autograph import autograph, no_autograph
 from data.system.files import DataError
 from data.tfrecord.split import Split
 

@@ -17,11 +17,11 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import override
 
-from data.autograph import no_autograph
 from data.batch_feeds import open_feed
 from data.disk_reader import DiskReader
 from data.order import replica_lanes
 from data.reader import Reader
+from data.system.compat.autograph import no_autograph
 from data.system.errors import UsageError
 from data.system.extras import install_command
 from strategies.base import Batch, Executor, Learner, Tensor

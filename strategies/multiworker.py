@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 from typing_extensions import override
 
-from data.autograph import no_autograph
-from data.clock import timestamp
+from data.system.compat.autograph import no_autograph
+from data.system.compat.clock import timestamp
+from data.system.compat.collective_abort import abort_collectives
+from data.system.compat.interpreter_lock import interpreter_lock_released
 from strategies.base import STEPS, Batch, Tensor
-from strategies.cluster.collectives import interpreter_lock_released
 from strategies.cluster.peers import SilentPeerError, UnknownHostError, identify
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
@@ -80,7 +80,7 @@ class WorkerPeers:
 
     def abandon(self, why: str) -> bool:
         """Ends all sums that wait for other workers."""
-        context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
+        abort_collectives(why)
         return True
 
 

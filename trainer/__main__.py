@@ -9,9 +9,7 @@ trainer/exit_codes.py explains the exit codes. A user's mistake is one line, wit
 """
 
 import contextlib
-import ctypes
 import functools
-import importlib.util
 import os
 import signal
 import sys
@@ -22,7 +20,9 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import absl.flags
 from absl import app
 
+from data.system.compat.generated_files import remove_generated_files
 from data.system.errors import TrainerError
+from data.system.linux import signal_when_parent_ends
 from data.system.object_store import UnavailableError
 from data.system.pipes import (
     EXIT_WITHOUT_READER,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 # Takes what is left of the command line; returns the exit code, or a task to run.
 Command: TypeAlias = Callable[[Sequence[str]], "int | TaskSpec"]
-
-_PR_SET_PDEATHSIG = 1
 
 # For --help, which shows the flags of the main module.
 absl.flags.adopt_module_key_flags(flags)
@@ -72,21 +70,9 @@ def _main(command: Command | None, argv: Sequence[str]) -> NoReturn:
     with contextlib.suppress(OSError):  # On a full disk the exit code matters more.
         sys.stdout.flush()
         sys.stderr.flush()
-    _remove_generated_files()
+    remove_generated_files()
     # Not sys.exit: TensorFlow's destructors call peers that may have ended, and can hang.
     os._exit(exit_code)
-
-
-def _remove_generated_files() -> None:
-    """Removes the modules that AutoGraph wrote, as Python does at a normal exit."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("__autograph_generated_file") and module.__file__:
-            compiled = importlib.util.cache_from_source(module.__file__)
-            for path in (module.__file__, compiled):
-                with contextlib.suppress(OSError):
-                    os.remove(path)
-            with contextlib.suppress(OSError):  # Other processes may have files there.
-                os.rmdir(os.path.dirname(compiled))
 
 
 def _explain(error: Exception | KeyboardInterrupt) -> int:
@@ -133,7 +119,7 @@ def _end_with_caller() -> None:
     """
     caller = int(os.environ.pop("TRAINER_CALLER", "0"))
     if caller and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal_when_parent_ends(signal.SIGTERM)
         if os.getppid() != caller:  # It ended before the call.
             os._exit(1)
 

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import keras
 
+from data.system.compat.keras_layers import all_layers
+from data.system.compat.keras_state import names_from_zero
 from strategies.base import Batch
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.warm_start import warm_start
@@ -19,7 +21,7 @@ from trainer.config import Config, ConfigError, Recipe, config_document, flatten
 from trainer.config_file import errors_explained
 from trainer.inputs import Inputs
 from trainer.learner import Learner
-from trainer.models import build_model, names_from_zero
+from trainer.models import build_model
 from trainer.run_files import RunFiles
 from trainer.step.advice import advice
 from trainer.step.keras_losses import KerasLoss, is_keras
@@ -235,8 +237,7 @@ def build_checkpointer(
 
 
 def _freeze(model: keras.Model, pattern: str) -> None:
-    # Not `model.layers`, which does not contain the layers inside a layer.
-    layers = [layer for layer in model._flatten_layers(include_self=False) if layer.weights]
+    layers = [layer for layer in all_layers(model, include_self=False) if layer.weights]
     found = matching("freeze", pattern, [layer.path for layer in layers])
     for layer in itertools.compress(layers, found):
         layer.trainable = False

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from data.system.compat.freed_memory import keep_freed_memory
 from data.system.cores import pin_to_cpus
 from strategies.cluster.tf_config import Cluster
 from trainer import flags, tf_setup
@@ -83,7 +84,7 @@ def _read(argv: Sequence[str], *, is_launched: bool) -> tuple[Recipe, Cluster | 
     recipe = read_recipe()
     cluster = read_cluster(is_launched=is_launched)
     tf_setup.set_environment()
-    tf_setup.keep_freed_memory()
+    keep_freed_memory()
     return recipe, cluster
 
 

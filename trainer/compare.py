@@ -220,10 +220,9 @@ def _largest_difference(left: "npt.NDArray[np.generic]", right: "npt.NDArray[np.
 
 def _readable_names(graph: bytes) -> dict[str, str]:
     """The name of the variable for each key of a checkpoint; the model's variables first."""
-    from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
+    from data.system.compat.checkpoint_graph import nodes_of  # Imports TensorFlow.
 
-    nodes = TrackableObjectGraph.FromString(graph).nodes
-    full = {a.checkpoint_key: a.full_name for node in nodes for a in node.attributes}
+    full = {a.checkpoint_key: a.full_name for node in nodes_of(graph) for a in node.attributes}
     counts = Counter(full.values())  # All averages have one name, for example.
     # The optimizer has a list of the variables that it trains.
     model = ("model/", "optimizer/_trainable_variables/")

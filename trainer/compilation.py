@@ -21,7 +21,8 @@ import tensorflow as tf
 from keras import layers
 
 from data.reader import Reader
-from trainer.compiled_programs import number_functions_by_name
+from data.system.compat.function_names import number_functions_by_name
+from data.system.compat.keras_layers import all_layers
 from trainer.step.layer_options import Use, check_layers
 from trainer.step.options import ConfigError
 
@@ -60,7 +61,7 @@ def choose_compilation(
 
 
 def _has_attention(model: keras.Model) -> bool:
-    return any(isinstance(layer, _ATTENTION) for layer in model._flatten_layers())
+    return any(isinstance(layer, _ATTENTION) for layer in all_layers(model))
 
 
 def _obstacle(learner: "Learner", recipe: "Recipe", reader: Reader, is_cluster: bool) -> str:

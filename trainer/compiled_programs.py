@@ -10,61 +10,26 @@ MODEL_DIR/compiled, compressed and with gzip's checksum, and only undamaged ones
 A program is found by the names of its functions and by its computation.
 """
 
-import collections
 import contextlib
-import functools
 import glob
 import gzip
 import hashlib
-import itertools
 import os
 import platform
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import tensorflow as tf
-from google.protobuf.empty_pb2 import Empty  # type: ignore[import-untyped]
-from google.protobuf.unknown_fields import UnknownFieldSet  # type: ignore[import-untyped]
-from tensorflow.python.eager.polymorphic_function import concrete_function
-from tensorflow.python.ops import control_flow_util_v2
 
+from data.system.compat.program_cache import PROGRAM_CACHE, as_text, has_program_cache
 from data.system.cores import num_cores
 from data.system.files import is_url, replace_file
 from trainer.guards.fingerprint import process_settings
 from trainer.run_files import RunFiles
-from trainer.tf_setup import PROGRAM_CACHE
 
 _MOST_PROGRAMS = 16
 _LOOK_EVERY_SECS = 1.0
-_FIRST_NUMBER = 1_000_000_000  # Above the numbers of functions that exist already.
-_ESCAPES = ((b"\\", b"\\\\"), (b'"', b'\\"'), (b"\n", b"\\n"), (b"\0", b"\\000"))
-
-
-@functools.cache  # Once in a process.
-def number_functions_by_name() -> None:
-    """Makes the names of functions the same in each start, after a resume too.
-
-    TensorFlow ends a name with the number of tensors and functions that the process had before;
-    this counts the functions of that name.
-    """
-    numbers: dict[str, Iterator[int]] = collections.defaultdict(
-        lambda: itertools.count(_FIRST_NUMBER)
-    )
-
-    def numbered(unique_name: Callable[..., str]) -> Callable[..., str]:
-        def name_of(*args: str) -> str:
-            name = unique_name(*args).rpartition("_")[0]
-            return f"{name}_{next(numbers[name])}"
-
-        return name_of
-
-    for module, function in (
-        (concrete_function, "_inference_name"),
-        (control_flow_util_v2, "unique_fn_name"),
-        (control_flow_util_v2, "unique_grad_fn_name"),
-    ):
-        setattr(module, function, numbered(getattr(module, function)))
 
 
 @contextlib.contextmanager
@@ -73,7 +38,7 @@ def kept_programs(model_dir: str, num_threads: int | None) -> Iterator[None]:
 
     Does nothing if `model_dir` is a URL, or if TF_XLA_FLAGS of the user names another cache.
     """
-    if is_url(model_dir) or PROGRAM_CACHE not in os.environ.get("TF_XLA_FLAGS", ""):
+    if is_url(model_dir) or not has_program_cache():
         yield
         return
     prefix = os.path.join(RunFiles(model_dir).compiled, f"{_processors(num_threads)}.")
@@ -121,28 +86,12 @@ def _keep(prefix: str, found: set[str]) -> None:
         directory = os.path.dirname(prefix)
         with contextlib.suppress(OSError):  # On a full disk, the next start compiles again.
             os.makedirs(directory, exist_ok=True)
-            program = _as_text(tf.io.gfile.GFile(path, "rb").read())
+            program = as_text(tf.io.gfile.GFile(path, "rb").read())
             replace_file(f"{prefix}{name}.gz", gzip.compress(program, 1))
             by_age = sorted(os.scandir(directory), key=lambda file: -file.stat().st_mtime)
             for file in by_age[_MOST_PROGRAMS:]:
                 os.remove(file)
         tf.io.gfile.remove(path)
-
-
-def _as_text(entry: bytes) -> bytes:
-    """An entry of TensorFlow's cache as text, without the computation, which is not compared.
-
-    TensorFlow tries to read an entry as text first, and prints an error if it is none.
-    """
-    fields = {field.field_number: field.data for field in UnknownFieldSet(Empty.FromString(entry))}
-    key = {f.field_number: f.data for f in UnknownFieldSet(Empty.FromString(fields[1]))}
-    program = fields[3]
-    for byte, escaped in _ESCAPES:
-        program = program.replace(byte, escaped)
-    return (
-        b'key { signature_fingerprint: %d cluster_fingerprint: %d device_type: "%s" prefix: "%s" '
-        b'compiled_using_pjrt: %d } executable: "%s"'
-    ) % (key[1], key[2], key[3], key[4], key.get(5, 0), program)
 
 
 def _processors(num_threads: int | None) -> str:

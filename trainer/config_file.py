@@ -8,7 +8,6 @@ A config file may import its neighbours, be part of a package, and use any other
 module. It is executed once in a process.
 """
 
-import builtins
 import contextlib
 import difflib
 import functools
@@ -25,8 +24,10 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
+from data.system.compat.first_tensor import has_tensors
+from data.system.compat.generated_files import is_generated
+from data.system.compat.metrics_without_variables import metrics_without_variables
 from data.system.errors import UsageError
 from trainer import tf_setup
 from trainer.exit_codes import first_line
@@ -72,7 +73,8 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     modules_before, had_tensors = set(sys.modules), has_tensors()
     place = _shipped_file(place) or place
     try:
-        with _metrics_without_variables():
+        # Each run makes its own metrics from those of the file (trainer/step/keras_metrics.py).
+        with metrics_without_variables(_import_keras):
             module = _import_file(place) if _is_file_name(place) else _import_name(place)
     except UsageError:
         raise
@@ -111,48 +113,10 @@ def forget_modules() -> None:
     load_module.cache_clear()
 
 
-@contextlib.contextmanager
-def _metrics_without_variables() -> Iterator[None]:
-    """Within it, objects of keras.metrics create no variables: a config file only describes them.
-
-    Each run makes its own metrics from them (trainer/step/keras_metrics.py). Keras is changed when
-    the config file, or a module that it imports, imports it first: a launcher may not need it.
-    """
-    with contextlib.ExitStack() as stack:
-        if "keras" in sys.modules:
-            stack.enter_context(_without_variables())
-            yield
-            return
-        import_of_python = builtins.__import__
-
-        def import_keras_first(name: str, *args: Any, **kwargs: Any) -> ModuleType:
-            if name.partition(".")[0] in ("keras", "tensorflow"):
-                builtins.__import__ = import_of_python
-                stack.enter_context(_without_variables())
-            return import_of_python(name, *args, **kwargs)
-
-        builtins.__import__ = import_keras_first
-        try:
-            yield
-        finally:
-            builtins.__import__ = import_of_python
-
-
-@contextlib.contextmanager
-def _without_variables() -> Iterator[None]:
-    """Imports Keras; within it, metrics of Keras create no variables."""
+def _import_keras() -> None:
     # As tasks do, and not as the file would: in less time, without TensorFlow's own messages.
     tf_setup.set_environment()
     tf_setup.import_tensorflow()
-    import keras
-
-    kind = keras.metrics.Metric
-    add_variable = kind.add_variable
-    kind.add_variable = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        kind.add_variable = add_variable
 
 
 @contextlib.contextmanager
@@ -215,7 +179,7 @@ def explained(error: BaseException) -> str:
 
 def _is_users(file: str) -> bool:
     """Returns True if `file` is neither of a library, nor of this program, nor generated."""
-    if not file.endswith(".py") or "__autograph_generated_file" in file:
+    if not file.endswith(".py") or is_generated(file):
         return False
     path = Path(file).resolve()
     # By name too: an environment may use the packages of another.
@@ -368,13 +332,6 @@ def _not_found(place: str, what: str) -> ConfigError:
         + f"Shipped: {', '.join(shipped_configs())}. They are in {_SHIPPED}; --config=digits is "
         "digits.py there."
     )
-
-
-def has_tensors() -> bool:
-    """Returns True if TensorFlow has initialised its devices, which the first tensor does."""
-    context = sys.modules.get("tensorflow.python.eager.context")
-    current = context.context_safe() if context else None
-    return current is not None and current._context_handle is not None
 
 
 def _tensors_of(module: ModuleType) -> str:

@@ -16,11 +16,11 @@ from typing import NoReturn
 
 import tensorflow as tf
 
+from data.system.compat.connections import limit_silence
 from data.system.cores import num_cores
 from data.system.files import is_s3, is_url, shown
 from data.system.stopwatch import SERVING
 from strategies.base import Executor
-from strategies.cluster.connections import limit_silence
 from strategies.cluster.peers import check_own_address, port_of
 from strategies.cluster.ports import held
 from strategies.cluster.rendezvous import Processes, connecting

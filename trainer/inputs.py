@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import keras
 import tensorflow as tf
 
-from data.autograph import autograph, no_autograph
 from data.disk_reader import DiskReader
 from data.example_features import read_features
 from data.features import Declared, ExampleParse, default_parse
 from data.order import Order
 from data.reader import Parse, Reader
+from data.system.compat.autograph import autograph, no_autograph
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
 from data.system.satellites import of_satellite
 from data.tfrecord.copied_split import complete_copies, with_copies

@@ -5,15 +5,13 @@ if not is_built(model):
     build_from_specs(model, specs, "my_model.py")
 """
 
-import collections
-import contextlib
 import warnings
-from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
 
+from data.system.compat.keras_layers import all_layers
+from data.system.compat.keras_state import names_from_zero
 from strategies.base import Batch
 from trainer.config import Recipe
 from trainer.config_file import errors_explained
@@ -87,25 +85,9 @@ _OVERRIDES = {
 }
 
 
-@contextlib.contextmanager
-def names_from_zero() -> Iterator[None]:
-    """Within it Keras numbers layers, inputs and variables as in a new process.
-
-    So a model has the same names at each build, in each process and under each strategy.
-    """
-    former = global_state.get_global_attribute("object_name_uids")
-    global_state.set_global_attribute("object_name_uids", collections.defaultdict(int))
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("object_name_uids", former)
-
-
 def has_own_code(model: keras.Model) -> bool:
     """Returns True if a class of `model` or of its layers is none of Keras'."""
-    return any(
-        type(layer).__module__.partition(".")[0] != "keras" for layer in model._flatten_layers()
-    )
+    return any(type(layer).__module__.partition(".")[0] != "keras" for layer in all_layers(model))
 
 
 def is_built(model: keras.Model) -> bool:
@@ -113,7 +95,7 @@ def is_built(model: keras.Model) -> bool:
 
     `model.built` alone says nothing about the layers of a subclassed model that defines `build`.
     """
-    return all(layer.built for layer in model._flatten_layers())
+    return all(layer.built for layer in all_layers(model))
 
 
 def declared_inputs(model: keras.Model) -> Batch:

@@ -36,10 +36,10 @@ from data.prepare.preparing import prepare
 from data.prepare.sources import LAYOUTS, TEST_FRACTION, Options
 from data.prepare.sources.clicks import EXAMPLES, SCALE
 from data.prepare.sources.text import LENGTH
+from data.system.compat.quiet import quiet_tensorflow
 from data.system.errors import UsageError
 from data.system.flags import parse_flags
 from data.system.pipes import ends_with_reader
-from data.system.quiet import quiet_tensorflow
 
 _SOURCE = flags.DEFINE_string("source", None, "Directory or file to read.")
 _DATA_DIR = flags.DEFINE_string(

@@ -2,6 +2,6 @@
 
 `files.py` has one set of functions for local paths and for URLs that TensorFlow can open.
 `cores.py` counts the CPU cores of this process. `flags.py` turns a mistyped flag into one message
-and exit code 2. `quiet.py` hides TensorFlow's start-up messages. `stopwatch.py` divides the time
-of a process into causes. Read `files.py` first.
+and exit code 2. `stopwatch.py` divides the time of a process into causes. `compat/` has what
+depends on private parts of TensorFlow and Keras. Read `files.py` first.
 """

@@ -14,8 +14,8 @@ import functools
 import numpy as np
 import tensorflow as tf
 
-from data.autograph import no_autograph
 from data.order import Int64s, Order, Plan
+from data.system.compat.autograph import no_autograph
 from data.tfrecord.byte_ranges import ByteRanges
 from data.tfrecord.framing import records_at
 from data.tfrecord.split import Split

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 from typing_extensions import override
 
-from data.autograph import autograph, no_autograph
 from data.order import Plan
 from data.reader import Batch, Examples, Nest, Reader
+from data.system.compat.autograph import autograph, no_autograph
 from data.tfrecord.pieces import Pieces
 from data.tickets.base import PackedTickets, Spec, TicketSource
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import tensorflow as tf
 from typing_extensions import override
 
-from data.autograph import no_autograph
 from data.order import Plan
 from data.reader import Batch, Reader
+from data.system.compat.autograph import no_autograph
 from data.tfrecord.pieces import PIECE_NAMES, Pieces
 from data.tickets.base import PackedTickets, Spec, TicketSource
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from data.autograph import no_autograph
+from data.system.compat.autograph import no_autograph
 from strategies.base import Tensor
 from strategies.gradients.buckets import bucket_layout
 from strategies.gradients.coalescing import num_bytes

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from data.autograph import no_autograph
+from data.system.compat.autograph import no_autograph
 from strategies.base import Tensor, read_now
 
 # A larger tensor is sent alone: copying it into a bucket costs more than a separate transfer.

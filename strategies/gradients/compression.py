@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from data.autograph import no_autograph
+from data.system.compat.autograph import no_autograph
 from strategies.base import Tensor
 
 _name_counter = itertools.count()

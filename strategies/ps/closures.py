@@ -12,7 +12,6 @@ The chief does all of this for each closure while the worker waits, so it must b
 """
 
 import concurrent.futures
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from data.system.compat.scheduled_closures import as_scheduled
 from strategies.lost_peers import PeerLostError
 
 _Result = TypeVar("_Result")
@@ -73,20 +73,9 @@ class Closure:
         if self._concrete is None:
             started = time.process_time()
             # In the scope, as the coordinator would do it.
-            with strategy.scope(), _scheduled(strategy):
+            with strategy.scope(), as_scheduled(strategy):
                 self._concrete = self._function.get_concrete_function()
             self.trace_secs = time.process_time() - started
-
-
-@contextlib.contextmanager
-def _scheduled(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """As in `ClusterCoordinator.schedule`: otherwise TensorFlow warns for each `strategy.run`."""
-    extended = strategy.extended
-    extended._being_scheduled = True
-    try:
-        yield
-    finally:
-        extended._being_scheduled = False
 
 
 def closure_size(num_steps: int, num_workers: int, secs_per_step: float | None) -> int:

@@ -16,6 +16,7 @@ import gc
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +28,16 @@ from typing_extensions import override
 
 from data.order import Plan
 from data.reader import Reader
+from data.system.compat.connections import cut_connections
+from data.system.compat.lookup_tables import capture_outside_of_branches
 from data.tickets import DiskTickets, ticket_source
 from strategies.base import STEPS, Executor, Made, Tensor
-from strategies.cluster.connections import cut_connections
 from strategies.cluster.peers import (
     SilentPeerError,
-    UnknownHostError,
     all_answer,
+    host_of,
     identify,
+    port_of,
     wait_for_servers,
 )
 from strategies.cluster.ports import free_ports
@@ -47,7 +50,6 @@ from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.metrics import Metrics
 from strategies.position import Position, Reached
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
-from strategies.ps.lookup_tables import capture_outside_of_branches
 from strategies.ps.placement import dry_run, place, placed
 from strategies.ps.recovery import ServerRecovery
 from strategies.ps.servers import check_versions, listen_for_losses, listen_for_stop
@@ -78,8 +80,9 @@ class ServerPeers:
             if task.job == "ps":
                 on_lost(f"{task} does not answer")
             # The coordinator then gives the worker's closure to another worker.
-            with contextlib.suppress(UnknownHostError):
-                cut_connections(self.cluster.address_of(task))
+            address = self.cluster.address_of(task)
+            with contextlib.suppress(socket.gaierror):
+                cut_connections(host_of(address), port_of(address))
 
         watch_peers(self.cluster, timeout_secs, on_silent)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from data.autograph import autograph, no_autograph
+from data.system.compat.autograph import autograph, no_autograph
 from strategies.base import Batch, Learner, Tensor
 from strategies.gradients.coalescing import buckets, num_bytes, read_together
 from strategies.tables import rows_read_as

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_quiet import noise_in, run
+from tests.unit.compat.test_quiet import noise_in, run
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "multiworker", "ps"])

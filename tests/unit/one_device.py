@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import tensorflow as tf
 from typing_extensions import override
 
-from data.autograph import no_autograph
 from data.disk_reader import DiskReader
 from data.reader import Reader
+from data.system.compat.autograph import no_autograph
 from strategies.base import Batch, Executor
 from strategies.metrics import Metrics
 from strategies.position import Position, refuse_open_sub_batches

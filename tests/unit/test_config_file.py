@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensorflow as tf
 
 from data.prepare.preparing import prepare
 from strategies.transfer import AS_COMPUTED
@@ -270,13 +269,6 @@ def test_config_file_that_switches_eager_execution_off_is_refused(
     assert "Delete tf.compat.v1.disable_eager_execution() or" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "runs").exists()
-
-
-def test_tensors_are_noticed() -> None:
-    from trainer.config_file import has_tensors
-
-    tf.zeros([1])
-    assert has_tensors()
 
 
 FUTURE = """

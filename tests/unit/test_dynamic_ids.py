@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
+from data.system.compat.keras_state import names_from_zero
 from strategies.metrics import add_metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
@@ -26,7 +27,6 @@ from trainer.embeddings.table import set_values
 from trainer.hooks.base import CatchUp
 from trainer.hooks.evict import evict_hooks
 from trainer.learner import Learner
-from trainer.models import names_from_zero
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ConfigError, WarmStartConfig
 

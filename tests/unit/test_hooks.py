@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context  # noqa: TID251
 
 from data.tfrecord.split import Split
 from strategies.metrics import Metrics

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.framework import kernels
+from tensorflow.python.framework import kernels  # noqa: TID251
 
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import tensorflow as tf
-from tensorflow.python.client import session
+from tensorflow.python.client import session  # noqa: TID251
 
 from data.system.cores import num_cores
 from strategies.cluster.ports import free_ports

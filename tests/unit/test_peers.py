@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from data.system.compat.connections import cut_connections
 from strategies.cluster import peers, watching
-from strategies.cluster.connections import cut_connections
 from strategies.cluster.peers import (
     UnknownHostError,
     all_answer,
@@ -276,10 +276,10 @@ def test_cut_connection_fails_at_both_ends_and_other_connections_stay(prefix: st
             opening.setblocking(False)
             opening.connect_ex(full.getsockname())
         assert filling[-1].connect_ex(full.getsockname()) == errno.EALREADY
-        assert cut_connections(f"localhost:{full.getsockname()[1]}") == 4
+        assert cut_connections("localhost", full.getsockname()[1]) == 4
         assert filling[-1].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
 
-        assert cut_connections(f"localhost:{port}") == 1
+        assert cut_connections("localhost", port) == 1
         assert client.recv(1) == accepted.recv(1) == b""
         other.sendall(b"x")
         assert other_accepted.recv(1) == b"x"

@@ -13,11 +13,11 @@ import dataclasses
 import logging
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from data.system.compat.first_tensor import has_tensors
 from data.system.errors import RunFailed, TrainerError, UsageError
 from data.system.files import exists, is_url
 from data.system.pipes import outlives_terminal
@@ -25,7 +25,6 @@ from trainer import flags, tf_setup
 from trainer.api.interrupts import Interrupts
 from trainer.api.result import Result
 from trainer.config import Config, Recipe
-from trainer.config_file import has_tensors
 from trainer.exit_codes import EXIT_RESTART
 from trainer.flags.checks import read_cluster, read_recipe
 from trainer.flags.model_dir import model_dir_of
@@ -49,7 +48,9 @@ def run_here(functions: Mapping[str, object], config: Config | None) -> Result:
     with _settings_kept(), outlives_terminal():
         tf_setup.import_tensorflow()
         _check_tensorflow()
-        with _keras_state_kept():
+        from data.system.compat.keras_state import keras_state_kept  # Imports Keras.
+
+        with keras_state_kept():
             return _run(recipe, lambda model_dir: Result(model_dir, functions, config))
 
 
@@ -163,23 +164,3 @@ def _settings_kept() -> Iterator[None]:
 def _is_no_retracing(record: logging.LogRecord) -> bool:
     """False for TensorFlow's advice after several runs, of which each traces its own graphs."""
     return "triggered tf.function retracing" not in record.getMessage()
-
-
-@contextlib.contextmanager
-def _keras_state_kept() -> Iterator[None]:
-    """Within it Keras counts its names from 0, as in a new process, with its own seeds.
-
-    So a second run has the names and the random numbers of the first.
-    """
-    from keras.src.backend.common import global_state
-
-    former = global_state.GLOBAL_STATE_TRACKER
-    ours = threading.local()
-    # What the user has set, such as the dtype policy, holds here too.
-    settings = {name: value for name, value in vars(former).items() if name != "object_name_uids"}
-    vars(ours).update(settings)
-    global_state.GLOBAL_STATE_TRACKER = ours
-    try:
-        yield
-    finally:
-        global_state.GLOBAL_STATE_TRACKER = former

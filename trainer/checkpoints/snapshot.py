@@ -11,6 +11,7 @@ whose variables create a tf.Variable inside the tf.function that copies.
 import keras
 import tensorflow as tf
 
+from data.system.compat.checkpoint_graph import saves_values
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import Rows, saved_variables
 from trainer.learner import Learner
@@ -41,13 +42,12 @@ def tensorflow_variables(checkpoint: tf.train.Checkpoint) -> list[tf.Variable]:
     Empty if a checkpoint has something else, too, such as a lookup table that changes.
     """
     found: dict[int, tf.Variable] = {}
-    base = tf.__internal__.tracking.Trackable
     for node in tf.train.TrackableView(checkpoint).descendants():
         if isinstance(node, keras.Variable | tf.Variable):
             # `value` of a tf.Variable is a method.
             own = node.value if isinstance(node, keras.Variable) else node
             found[id(own)] = own
-        elif type(node)._serialize_to_tensors is not base._serialize_to_tensors:
+        elif saves_values(node):
             return []
     return list(found.values())
 

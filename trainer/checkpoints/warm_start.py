@@ -20,8 +20,8 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
+from data.system.compat.checkpoint_graph import Node, nodes_of
 from data.system.files import exists
 from data.system.scratch import plain_path
 from trainer.checkpoints.marks import DamagedError
@@ -107,7 +107,7 @@ def _values_in(plain: str, directory: str, path: str, model: keras.Model) -> Val
     """The values of the checkpoint in `directory`, which TensorFlow reads at `plain`."""
     try:
         reader = tf.train.load_checkpoint(f"{plain}/variables")
-        nodes = TrackableObjectGraph.FromString(reader.get_tensor(_GRAPH)).nodes
+        nodes = nodes_of(reader.get_tensor(_GRAPH))
         variables = [v for v in saved_variables(model) if not isinstance(v, DynamicTable)]
         root = {child.local_name: child.node_id for child in nodes[0].children}
         keys = _keys(nodes, model, root["model"])
@@ -137,9 +137,7 @@ def _values_in(plain: str, directory: str, path: str, model: keras.Model) -> Val
         ) from error
 
 
-def _keys(
-    nodes: Sequence[TrackableObjectGraph.TrackableObject], trackable: object, node_id: int
-) -> dict[int, str]:
+def _keys(nodes: Sequence[Node], trackable: object, node_id: int) -> dict[int, str]:
     """Returns checkpoint keys by object id, of `trackable` (node `node_id`) and all below it."""
     keys: dict[int, str] = {}
     todo, seen = [(trackable, node_id)], {id(trackable)}

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.autograph import no_autograph
+from data.system.compat.autograph import no_autograph
 from strategies.base import value_of
 from trainer.embeddings.dynamic_part import NUM_VALUES, Counts, DynamicPart, copies_of
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.eager import record
 
+from data.system.compat.own_gradients import with_gradient
 from strategies import locks
 from strategies.tables import making_part
 from trainer.embeddings.initial import initial_rows
@@ -108,14 +108,13 @@ class DynamicPart:
 
         An id without a row has zeros. But if this step will admit the id, it has its initial row.
         """
-        handle = handle_of(self.rows)
-        with record.stop_recording():
-            rows = self._rows_of(ids, training)
         # The gradient has ids in place of places: an id may have no place yet.
-        record.record_operation(
-            "ShardedEmbedding", [rows], [handle], lambda upstream: [tf.IndexedSlices(upstream, ids)]
+        return with_gradient(
+            "ShardedEmbedding",
+            lambda: self._rows_of(ids, training),
+            handle_of(self.rows),
+            lambda upstream: tf.IndexedSlices(upstream, ids),
         )
-        return rows
 
     def _rows_of(self, ids: tf.Tensor, training: bool) -> tf.Tensor:
         layer = self._layer

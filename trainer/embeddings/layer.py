@@ -17,9 +17,9 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from tensorflow.python.eager import record
 from typing_extensions import override
 
+from data.system.compat.own_gradients import with_gradient
 from strategies.tables import has_rows, making_part, num_parts, part_rows, read_dtype
 from trainer.embeddings.counting import add_lookup
 from trainer.embeddings.dynamic import DynamicTable, Values
@@ -409,13 +409,13 @@ def _rounded_on(device: str, rows: tf.Tensor) -> tf.Tensor:
     dtype = tf.as_dtype(read_dtype())
     if dtype == tf.float32 or dtype.size >= rows.dtype.size:
         return rows
-    # Not tf.custom_gradient, which would send the rows as they are, too.
-    with record.stop_recording():
+
+    def sent() -> tf.Tensor:
         with tf.device(device):
             rounded = tf.cast(rows, dtype)
-        sent: tf.Tensor = tf.cast(rounded, rows.dtype)
-    record.record_operation("RoundedRows", [sent], [rows], lambda upstream: [upstream])
-    return sent
+        return tf.cast(rounded, rows.dtype)
+
+    return with_gradient("RoundedRows", sent, rows, lambda upstream: upstream)
 
 
 def _expanded(rows: tf.Tensor, place: tf.Tensor) -> tf.Tensor:

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.autograph import no_autograph
+from data.system.compat.autograph import no_autograph
+from data.system.compat.keras_layers import all_layers
 from strategies.base import value_of
 from trainer.embeddings.dynamic import DynamicTable, values_of_parts
 from trainer.embeddings.dynamic_part import copies_of
@@ -193,7 +194,7 @@ class FixedTable:
 def tables_of(model: keras.Model) -> "list[ShardedEmbedding]":
     """The layers of `model` that are split, also those inside of other layers."""
     # Not isinstance of the layer: layer.py imports this module.
-    layers = model._flatten_layers(include_self=False)
+    layers = all_layers(model, include_self=False)
     return [
         layer for layer in layers if isinstance(getattr(layer, "table", None), Rows | DynamicTable)
     ]

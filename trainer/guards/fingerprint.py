@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.system.compat.keras_file import keras_file
 from strategies.cluster.tf_config import ClusterError
 from strategies.transfer import Transfer
 from trainer.config import ConfigError, Recipe, flatten
@@ -82,13 +83,6 @@ def process_settings() -> dict[str, object]:
         "keras.config.dtype_policy": keras.config.dtype_policy().name,
         **{name: os.environ.get(name, "not set") for name in _VARIABLES},
     }
-
-
-def keras_file() -> str:
-    """The path of keras.json, which Keras reads when it is imported."""
-    from keras.src.backend import config
-
-    return str(config._config_path)
 
 
 def log_keras_settings() -> None:

@@ -12,7 +12,6 @@ can detect it.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -24,12 +23,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Self
 
+from data.system.linux import signal_when_parent_ends
 from trainer.exit_codes import EXIT_RESTART
 
 _VARIABLE = "TRAINER_PARENT_WATCH_FD"
 _BEAT_SECS = 1.0
 _READ_BYTES = 65_536
-_PR_SET_PDEATHSIG = 1
 
 
 class ParentWatch:
@@ -101,7 +100,7 @@ def watch_parent() -> bool:
     parent.settimeout(_BEAT_SECS)
     if sys.platform == "linux":
         # A stopped process reads no socket, so the kernel continues it when the parent ends.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+        signal_when_parent_ends(signal.SIGCONT)
 
     def watch() -> None:
         try:

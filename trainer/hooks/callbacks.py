@@ -17,6 +17,7 @@ import numpy as np
 from keras.callbacks import Callback
 from typing_extensions import override
 
+from data.system.compat.keras_optimizers import given_rate
 from strategies.base import Executor
 from strategies.metrics import Metrics, add_metrics, means
 from trainer.config import Recipe
@@ -198,7 +199,7 @@ class Callbacks(Hook):
 
     def _agree(self) -> None:
         """Copies the chief's stop request and learning rate to every task."""
-        rate = getattr(self.learner.optimizer, "_learning_rate", None)
+        rate = given_rate(self.learner.optimizer)
         rate = rate if isinstance(rate, keras.Variable) else None  # Or a schedule.
         ours = np.float32(0.0 if rate is None else rate.numpy())
         stops = bool(self.executor.is_chief and self.learner.model.stop_training)

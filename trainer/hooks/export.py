@@ -21,6 +21,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.system import files, object_store
+from data.system.compat.keras_layers import all_layers
 from data.system.scratch import scratch_dir
 from data.system.stopwatch import Stopwatch
 from strategies.base import Batch
@@ -145,7 +146,7 @@ def _why_not_described(model: keras.Model) -> str:
 
 def _why_not_made_again(model: keras.Model) -> str:
     """Why `load_model` cannot make `model` from its description, if it knows all classes; or ""."""
-    classes = {type(layer).__name__: type(layer) for layer in model._flatten_layers()}
+    classes = {type(layer).__name__: type(layer) for layer in all_layers(model)}
     description = json.dumps(keras.saving.serialize_keras_object(model))
     if not has_own_code(model) and '"__lambda__"' not in description:
         return ""  # It can, and a large model needs a second.

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from data.autograph import no_autograph
+from data.system.compat.autograph import no_autograph
 from strategies.base import Batch
 from strategies.metrics import Metrics
 from trainer.embeddings.counting import begin_counting

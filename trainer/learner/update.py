@@ -15,7 +15,8 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from data.autograph import autograph
+from data.system.compat.autograph import autograph
+from data.system.compat.keras_optimizers import given_rate
 from strategies.base import read_now
 from trainer.embeddings.table import Rows
 from trainer.learner.variables import ModelVariables
@@ -89,7 +90,7 @@ class Update:
 
     def rate(self, step: tf.Tensor) -> tf.Tensor:
         """Returns the learning rate after `step` steps."""
-        rate = self._optimizer._learning_rate
+        rate = given_rate(self._optimizer)
         if isinstance(rate, keras.Variable):
             rate = read_now(rate.value)
         elif isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):

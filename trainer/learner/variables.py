@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from data.system.compat.keras_layers import all_layers, own
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.table import FixedTable, Rows, saved_variables, tables_of
 from trainer.embeddings.updates import TablePart, require_table_options, saved_tables
@@ -71,9 +72,9 @@ class ModelVariables:
         """
         return [
             variable.value
-            for layer in self.model._flatten_layers()
+            for layer in all_layers(self.model)
             if layer.trainable
-            for variable in layer._non_trainable_variables
+            for variable in own(layer, "non_trainable_variables")
             if variable.aggregation == "none" and tf.as_dtype(variable.dtype).is_floating
         ]
 

@@ -19,7 +19,6 @@ passing descriptors over a socket make this Linux only. The fork server ends wit
 """
 
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -36,11 +35,10 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from data.system.linux import become_subreaper, signal_when_parent_ends
 from trainer.local.network_namespace import enter
 from trainer.program import python_command
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _MAX_BYTES = 1 << 20  # The largest message. A smaller limit of the socket raises an error.
 _MAX_FDS = 64
 _IMPORT_TIMEOUT_SECS = 300.0  # The imports may read from a slow remote disk.
@@ -99,8 +97,7 @@ class ForkServer:
         ).encode()
 
     def __enter__(self) -> Self:
-        if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1):
-            raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
+        become_subreaper()
         self._open()
         return self
 
@@ -261,7 +258,7 @@ def _become(request: _Request, fds: Sequence[int]) -> Callable[[], object]:
 def main() -> None:
     """Imports, then serves. In a fork it calls the target, and returns when the target does."""
     connection, launcher = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_when_parent_ends(signal.SIGKILL)
     if os.getppid() != launcher:  # It ended before the call above.
         os._exit(0)
     os.set_inheritable(connection.fileno(), False)

@@ -154,10 +154,15 @@ def _tell(text: str) -> None:
 
 def fork_server(label: str) -> ForkServer:
     """A process that has imported all that a task needs, but has run no TensorFlow op."""
-    steps = ("configure_logging", "set_environment", "keep_freed_memory", "import_tensorflow")
+    steps = (
+        "trainer.tf_setup:configure_logging",
+        "trainer.tf_setup:set_environment",
+        "data.system.compat.freed_memory:keep_freed_memory",
+        "trainer.tf_setup:import_tensorflow",
+    )
     return ForkServer(
         label,
-        setup=[f"trainer.tf_setup:{step}" for step in steps],
+        setup=steps,
         preload=["trainer.__main__", "trainer.cli", "trainer.preflight", "trainer.task"],
     )
 

@@ -7,8 +7,8 @@ for line in advice(model, recipe.loss, loss, recipe.path):
 from typing import TYPE_CHECKING
 
 import keras
-from keras.src.losses.losses import LossFunctionWrapper
 
+from data.system.compat.keras_layers import maker_of
 from trainer.step.keras_losses import KerasLoss
 from trainer.step.model_loss import ModelLoss, overrides
 
@@ -69,8 +69,8 @@ def shape_advice(labels: "Batch", outputs: "Batch") -> str:
 def _of_keras_loss(loss: object, activation: str) -> list[str]:
     if isinstance(loss, str):
         name, from_logits = loss, False
-    elif isinstance(loss, LossFunctionWrapper):
-        name, from_logits = type(loss).__name__, bool(loss._fn_kwargs.get("from_logits", False))
+    elif isinstance(loss, keras.Loss) and hasattr(loss, "from_logits"):
+        name, from_logits = type(loss).__name__, bool(loss.from_logits)
     else:
         return []
     if "crossentropy" not in name.lower():
@@ -93,7 +93,7 @@ def _activation(model: keras.Model) -> str:
     outputs = getattr(model, "outputs", None) or []
     if len(outputs) != 1:
         return ""
-    layer = outputs[0]._keras_history.operation
+    layer = maker_of(outputs[0])
     if isinstance(layer, keras.layers.Softmax):
         return "softmax"
     if isinstance(layer, keras.Model):

@@ -10,11 +10,13 @@ The formulas are the same, but in float32 the value of 1 - beta differs by a par
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 import keras
 import tensorflow as tf
+
+from data.system.compat.keras_optimizers import adam_slots, slot
 
 # (variable, its dense gradient of the same dtype, learning rate): changes the variable.
 Update: TypeAlias = Callable[[tf.Variable, tf.Tensor, tf.Tensor], None]
@@ -59,7 +61,7 @@ def _sgd(
         return
     tf.raw_ops.ResourceApplyKerasMomentum(
         var=variable.handle,
-        accum=_slot(optimizer, optimizer.momentums, variable),
+        accum=slot(optimizer, optimizer.momentums, variable),
         lr=rate,
         grad=gradient,
         momentum=tf.cast(optimizer.momentum, variable.dtype),
@@ -77,10 +79,11 @@ def _adam(
 ) -> None:
     """`powers` are beta_1 ** t and beta_2 ** t for step t."""
     dtype = variable.dtype
+    first, second = adam_slots(optimizer, variable)
     tf.raw_ops.ResourceApplyAdam(
         var=variable.handle,
-        m=_slot(optimizer, optimizer._momentums, variable),
-        v=_slot(optimizer, optimizer._velocities, variable),
+        m=first,
+        v=second,
         beta1_power=tf.cast(powers[0], dtype),
         beta2_power=tf.cast(powers[1], dtype),
         lr=tf.cast(rate, dtype),
@@ -90,9 +93,3 @@ def _adam(
         grad=gradient,
         use_locking=True,
     )
-
-
-def _slot(
-    optimizer: keras.Optimizer, slots: Sequence[keras.Variable], variable: tf.Variable
-) -> tf.Tensor:
-    return slots[optimizer._get_variable_index(variable)].value.handle

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.compile_utils import get_loss
 
+from data.system.compat.keras_compile import get_loss
 from strategies.base import Batch
 from trainer.step.options import ConfigError
 

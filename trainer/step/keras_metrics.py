@@ -20,8 +20,14 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from keras.src.trainers.compile_utils import CompileMetrics, get_metric
 
+from data.system.compat.keras_compile import (
+    CompileMetrics,
+    copy_of_wrapper,
+    get_metric,
+    is_better_lower,
+)
+from data.system.compat.keras_layers import select_mask
 from strategies.base import Batch
 from trainer.exit_codes import first_line
 from trainer.step.advice import shape_advice
@@ -96,7 +102,7 @@ class KerasMetrics:
         self.falling = frozenset(self._falling())
 
     def _falling(self) -> list[str]:
-        downs = [m.name for m in self._metrics.metrics if getattr(m, "_direction", "") == "down"]
+        downs = [m.name for m in self._metrics.metrics if is_better_lower(m)]
         return [name for name in self.names if any(name.endswith(down) for down in downs)]
 
     def update(
@@ -196,7 +202,7 @@ def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
     """
     kind = type(metric)
     if kind is keras.metrics.MeanMetricWrapper:  # Its config has only functions that Keras knows.
-        return kind(metric._fn, name=metric.name, dtype=metric.dtype, **metric._fn_kwargs)
+        return copy_of_wrapper(metric)
     try:
         return kind.from_config(metric.get_config())
     except Exception as error:  # A user's class may raise any error.
@@ -261,7 +267,5 @@ def without_padding(batch: Batch) -> Batch:
 
 def _kept(tensor: tf.Tensor, is_kept: tf.Tensor) -> tf.Tensor:
     kept = tf.boolean_mask(tensor, is_kept)
-    mask = keras.src.backend.get_keras_mask(tensor)
-    if mask is not None:
-        keras.src.backend.set_keras_mask(kept, tf.boolean_mask(mask, is_kept))
+    select_mask(tensor, kept, is_kept)
     return kept

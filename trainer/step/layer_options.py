@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import keras
 
+from data.system.compat.keras_layers import all_layers, own
 from trainer.step.options import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ _TABLE: Sequence[_Row] = (
         "--strategy=mirrored, and leave the two options out.",
     ),
     _Row(
-        lambda layer: any(v.overwrite_with_gradient for v in layer._trainable_variables),
+        lambda layer: any(v.overwrite_with_gradient for v in own(layer, "trainable_variables")),
         lambda use: True,
         "computes in float8. Keras assigns the scales of float8 in `optimizer.apply`, which is not "
         "called under tf.distribute: they would be trained as weights. Give the layer another "
@@ -77,7 +78,7 @@ _TABLE: Sequence[_Row] = (
 
 def check_layers(model: keras.Model, path: str, use: Use) -> None:
     """Raises ConfigError if a layer of `model`, of the config file `path`, is wrong in `use`."""
-    for layer in model._flatten_layers():
+    for layer in all_layers(model):
         for row in _TABLE:
             if row.is_wrong(use) and row.has_it(layer):
                 name = type(layer).__name__

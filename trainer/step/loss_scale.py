@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
+from data.system.compat.keras_layers import all_layers
 from strategies.base import read_now
 from trainer.step.gradients import Gradient
 from trainer.step.optimizers import OptimizerError
@@ -94,8 +95,7 @@ def computes_in_float16(model: keras.Model) -> bool:
 
     Raises OptimizerError if a trainable variable is float16.
     """
-    # Not `model.layers`: these do not include the layers of layers.
-    layers = model._flatten_layers()
+    layers = all_layers(model)
     for variable in model.trainable_variables:
         if variable.dtype == "float16":
             raise OptimizerError(

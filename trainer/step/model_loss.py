@@ -12,6 +12,7 @@ examples of a replica, divided by the batch size of all replicas, is the part of
 import keras
 import tensorflow as tf
 
+from data.system.compat.keras_compile import compute_loss
 from strategies.base import Batch
 from trainer.step.options import ConfigError
 
@@ -40,10 +41,7 @@ class ModelLoss:
 
         Raises ConfigError if `compute_loss` returns no scalar.
         """
-        # Not `compute_loss`, which takes `training` only since Keras 3.3.
-        value = self._model._compute_loss(
-            x=inputs, y=labels, y_pred=outputs, sample_weight=weights, training=training
-        )
+        value = compute_loss(self._model, inputs, labels, outputs, weights, training=training)
         if not tf.is_tensor(value) or value.shape.rank != 0:
             came = f"shape {value.shape}" if tf.is_tensor(value) else repr(value)
             raise ConfigError(

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from data.system.compat.keras_optimizers import Nadam, given_rate, is_decayed
 from data.system.errors import UsageError
 from trainer.step.options import ClipConfig, EmaConfig, LossScaleConfig, WeightDecayConfig
 
@@ -65,37 +65,6 @@ _CALLED = {
 }
 
 
-class Nadam(keras.optimizers.Nadam):
-    """Keras' Nadam, but with the product of momenta as a function of the step, not a variable.
-
-    Keras multiplies a variable once per step, outside `update_step`; asynchronous workers would
-    overwrite each other's products. The product of u_1 to u_t, where u_i = beta_1 * (1 - 0.5 *
-    0.96 ** i), is a function of t (Dozat, "Incorporating Nesterov Momentum into Adam", 2016).
-    """
-
-    @override
-    def build(self, var_list: Sequence[keras.Variable]) -> None:
-        if not self.built:
-            keras.Optimizer.build(self, var_list)
-            names = ["momentum", "velocity"]
-            self._momentums, self._velocities = self.add_optimizer_variables(var_list, names)
-
-    @override
-    def _backend_update_step(self, *arguments: object) -> None:
-        # Keras' Nadam would multiply the variable.
-        keras.Optimizer._backend_update_step(self, *arguments)
-
-    @property
-    def _u_product(self) -> tf.Tensor:
-        """The product up to the current step, a float32 scalar; `update_step` reads it."""
-        # In float32 all later factors are 1.
-        factors = 1 - 0.5 * 0.96 ** np.arange(1, 513)
-        products = tf.constant(np.concatenate([[1.0], np.cumprod(factors)]), tf.float32)
-        step = tf.cast(self.iterations.value, tf.int64) + 1
-        powers = tf.pow(tf.constant(self.beta_1, tf.float32), tf.cast(step, tf.float32))
-        return powers * tf.gather(products, tf.minimum(step, 512))
-
-
 class Adafactor(keras.optimizers.Adafactor):
     """Keras' Adafactor, but a second moment is never 0.
 
@@ -110,7 +79,7 @@ class Adafactor(keras.optimizers.Adafactor):
         super().assign(variable, tf.maximum(value, tf.cast(_SMALLEST, value.dtype)))
 
 
-# Classes of Keras with a wrong formula, and the right ones of this module.
+# Classes of Keras with a wrong formula, and the right ones.
 _CORRECTED: Mapping[type[keras.Optimizer], type[keras.Optimizer]] = {
     keras.optimizers.Nadam: Nadam,
     keras.optimizers.Adafactor: Adafactor,
@@ -161,7 +130,7 @@ def made_optimizer(made: Any, name: str, learning_rate: float) -> keras.Optimize
 def has_schedule(optimizer: keras.Optimizer) -> bool:
     """Returns True if the learning rate of `optimizer` is a schedule of Keras."""
     schedules = keras.optimizers.schedules.LearningRateSchedule
-    return isinstance(getattr(optimizer, "_learning_rate", None), schedules)
+    return isinstance(given_rate(optimizer), schedules)
 
 
 def adopt(optimizer: keras.Optimizer, variables: Sequence[keras.Variable] = ()) -> Adopted:
@@ -209,7 +178,7 @@ def _adopt_weight_decay(adopted: Adopted, variables: Sequence[keras.Variable]) -
     if not rate:
         optimizer.weight_decay = None
         return
-    kept = [variable.path for variable in variables if not optimizer._use_weight_decay(variable)]
+    kept = [variable.path for variable in variables if not is_decayed(optimizer, variable)]
     exclude = "|".join(f"^{re.escape(path)}$" for path in kept)
     optimizer.weight_decay = None
     if variables and len(kept) == len(variables):

@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from data.order import hash_words
 from data.split_mix import GAMMA, finalized
+from data.system.compat.keras_layers import all_layers, own
 
 # Shape -> random words, uint32 of this shape. A size is an int, or a tensor if it is unknown.
 Words = Callable[[Sequence[int | tf.Tensor]], tf.Tensor]
@@ -93,10 +94,8 @@ def drawing(seeds: tf.Tensor | None) -> Iterator[None]:
 def bind(model: keras.Model) -> bool:
     """Makes the random layers of `model` use `drawing`. Returns True if there are any."""
     is_random = False
-    # Not `model.layers`: these do not include the layers of layers. Keras has no public list of a
-    # layer's seed generators either.
-    for index, layer in enumerate(model._flatten_layers()):
-        for place, generator in enumerate(layer._seed_generators):
+    for index, layer in enumerate(all_layers(model)):
+        for place, generator in enumerate(own(layer, "seed_generators")):
             is_random = True
             seed = generator.get_config()["seed"] or 0
             key = (index, int(hash_words(place, seed)[0]))

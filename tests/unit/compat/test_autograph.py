@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from data.autograph import autograph, no_autograph
 from data.disk_reader import DiskReader
 from data.order import Order
 from data.reader import Reader
+from data.system.compat.autograph import autograph, no_autograph
 from tests.unit.toy import parse as toy_parse
 from tests.unit.toy import write_split
 from trainer.learner import Learner

@@ -1,4 +1,9 @@
-"""The time in graphs."""
+"""The time in graphs, which determinism forbids.
+
+`tf.timestamp` is refused when determinism is enabled (TensorFlow 2.21). No public function tells if
+it is: TF_DETERMINISTIC_OPS and tf.config.experimental.enable_op_determinism both enable it. Can be
+deleted when `tf.timestamp` is allowed.
+"""
 
 import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled
@@ -9,5 +14,4 @@ def timestamp() -> tf.Tensor:
 
     So waits that are measured with it are 0 then.
     """
-    # No public function says whether determinism was asked for (TensorFlow 2.21).
     return tf.constant(0.0, tf.float64) if is_op_determinism_enabled() else tf.timestamp()

@@ -98,7 +98,7 @@ def test_cache_of_programs_is_in_memory_unless_the_user_names_another(
 
 FAULTS = """
 import os, resource, threading
-from trainer.tf_setup import keep_freed_memory
+from data.system.compat.freed_memory import keep_freed_memory
 
 def take():
     for _ in range({times}):

@@ -3,10 +3,10 @@
     with interpreter_lock_released():
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
 
-TensorFlow 2.21 holds Python's interpreter lock in the call that waits for the other workers,
-unlike in its other calls that wait. Then no thread of this process runs: no signal is handled, and
-a worker that does not answer is not noticed. The call also replaces the handler of SIGTERM by one
-that only sets a flag of TensorFlow's.
+TensorFlow 2.21 (`tfe_wrapper.cc`) holds Python's interpreter lock in the call that waits for the
+other workers, unlike in its other calls that wait. Then no thread of this process runs: no signal
+is handled, and a worker that does not answer is not noticed. The call also replaces the handler of
+SIGTERM by one that only sets a flag of TensorFlow's. Can be deleted when threads run in that call.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from strategies.cluster.connections import limit_new_sockets, limit_silence
+from data.system.compat.connections import limit_new_sockets, limit_silence
 
 
 @pytest.fixture

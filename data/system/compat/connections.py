@@ -1,10 +1,12 @@
-"""Makes the kernel close TCP connections to silent peers, which TensorFlow has no option for.
+"""Makes the kernel close gRPC's connections to silent peers, which TensorFlow has no option for.
 
     limit_silence(150)          # once, in each task of a cluster
 
 gRPC could set TCP_USER_TIMEOUT itself. Without it the kernel repeats packets to a host that is
 silent for about 15 minutes before it gives up. Calls over such a connection hang meanwhile, some
-with Python's interpreter lock held, so that no Python thread can help.
+with Python's interpreter lock held, so that no Python thread can help. TensorFlow 2.21 does not
+tell which descriptors are gRPC's. Can be deleted when TensorFlow passes options of keepalive to
+gRPC, for servers too.
 """
 
 import contextlib
@@ -17,8 +19,6 @@ import time
 from collections.abc import Collection, Sequence
 
 import psutil
-
-from strategies.cluster.peers import UnknownHostError, host_of, port_of
 
 _POLL_SECS = 1.0
 
@@ -72,20 +72,17 @@ def _limit(descriptor: int, timeout_secs: float) -> None:
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, millisecs)
 
 
-def cut_connections(address: str) -> int:
-    """Shuts down this process's connections to `address`; returns their number.
+def cut_connections(host: str, port: int) -> int:
+    """Shuts down this process's connections to `port` of `host`; returns their number.
 
     Calls that wait for an answer over them fail with UnavailableError. gRPC's keepalive would do
     this for an unresponsive peer, but TensorFlow has no setting for it. Connections that are being
     opened are cut, too: where packets are dropped, gRPC would wait 20 s for each.
 
     Raises:
-        UnknownHostError: the name of the host cannot be resolved.
+        socket.gaierror: the name of the host cannot be resolved.
     """
-    try:
-        found = socket.getaddrinfo(host_of(address), port_of(address), type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise UnknownHostError(error.strerror) from None
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     ends = {_host_and_port(sockaddr) for *_, sockaddr in found}
     num_cut = 0
     for found_now in psutil.Process().net_connections("tcp"):

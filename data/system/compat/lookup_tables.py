@@ -6,7 +6,8 @@ ParameterServerStrategy keeps a copy of each static table on every worker. A gra
 of its worker when it is called. TensorFlow makes this capture in the graph that is being traced:
 if that is a branch of `tf.cond` or the body of a loop, no call gives it a value ("You must feed a
 value for placeholder tensor"). Here the outermost graph captures the table. Branches capture the
-result, as they capture any other tensor.
+result, as they capture any other tensor. Seen with TensorFlow 2.21, `ps_values.py`. Can be deleted
+when a worker looks up words inside of `tf.cond` without it.
 """
 
 import tensorflow as tf

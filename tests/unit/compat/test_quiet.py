@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NOISE = (
     "oneDNN custom operations",
     "Could not find cuda drivers",
@@ -37,7 +37,7 @@ def noise_in(text: str) -> list[str]:
 
 def test_noise_is_what_tensorflow_prints_if_the_user_asks_for_it() -> None:
     """Otherwise the other tests would prove nothing."""
-    program = "from data.system.quiet import quiet_tensorflow as q; q(); import tensorflow"
+    program = "from data.system.compat.quiet import quiet_tensorflow as q; q(); import tensorflow"
     assert noise_in(run("-c", program, TF_CPP_MIN_LOG_LEVEL="0"))
     assert not noise_in(run("-c", program))
     assert not noise_in(run("-c", program, TF_CPP_MIN_LOG_LEVEL="2"))
@@ -46,7 +46,7 @@ def test_noise_is_what_tensorflow_prints_if_the_user_asks_for_it() -> None:
 def test_lines_that_are_not_noise_are_kept_whoever_writes_them() -> None:
     program = """
 import os, sys
-from data.system import quiet
+from data.system.compat import quiet
 with quiet._start_up_lines_removed():
     os.write(2, b"from C++\\nI0000 oneDNN custom operations are on. ...\\nlast words")
     print("from Python", file=sys.stderr)
@@ -57,7 +57,7 @@ os.write(2, b", afterwards")
 
 def test_tensorflow_can_be_imported_by_any_module_and_again() -> None:
     program = """
-from data.system.quiet import quiet_tensorflow
+from data.system.compat.quiet import quiet_tensorflow
 quiet_tensorflow()
 quiet_tensorflow()
 import keras, tensorflow, importlib, sys

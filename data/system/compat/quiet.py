@@ -11,6 +11,7 @@
 | "All log messages before absl::InitializeLog()" | before any setting is read | a filter |
 | "failed call to cuInit", an ERROR | at the first look for devices | a filter |
 
+Seen with TensorFlow 2.21. Can be deleted when the level in the environment removes these lines.
 A higher level would also remove the last line, but with it every later error of the C++ runtime. So
 the filter covers only the import and, on a machine without a GPU, one look for devices. With
 TF_CPP_MIN_LOG_LEVEL=0 or 1 in the environment, all lines of that level are shown.

@@ -1,0 +1,33 @@
+"""The layers inside of layers, what a layer owns itself, and the layer that made a tensor.
+
+`model.layers` and `layer.variables` are the public names for the first level, and for everything
+below. Keras 3.15, `keras/src/layers/layer.py`. Can be deleted when Keras has public names for
+what is here.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def all_layers(model: keras.Layer, *, include_self: bool = True) -> list[keras.Layer]:
+    """The layers of `model`, also those inside of layers; `model` is the first."""
+    return list(model._flatten_layers(include_self=include_self))
+
+
+def own(layer: keras.Layer, kind: str) -> list[Any]:
+    """What `layer` has itself, without layers inside: "trainable_variables" or another `kind`."""
+    return list(getattr(layer, f"_{kind}"))
+
+
+def maker_of(tensor: keras.KerasTensor) -> keras.Operation:
+    """The layer or operation that makes `tensor` in a Functional model."""
+    return tensor._keras_history.operation
+
+
+def select_mask(source: tf.Tensor, selected: tf.Tensor, is_selected: tf.Tensor) -> None:
+    """Gives `selected` the part of the mask of `source`, if it has one, where `is_selected`."""
+    mask = keras.src.backend.get_keras_mask(source)
+    if mask is not None:
+        keras.src.backend.set_keras_mask(selected, tf.boolean_mask(mask, is_selected))

@@ -1,0 +1,53 @@
+"""Objects of keras.metrics that create no variables, for files that only describe metrics.
+
+    with metrics_without_variables(import_keras):
+        ...                         # imports a user's file
+
+Keras is changed when it is first imported within the context, since the importing process may not
+need it. Python 3.11 to 3.13 have no documented way to act before the first import of a module by
+any code: `builtins.__import__` is replaced until then. Keras 3.15 has no public way to make a
+metric without variables. Can be deleted when keras.metrics makes variables at the first update.
+"""
+
+import builtins
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+
+@contextlib.contextmanager
+def metrics_without_variables(import_keras: Callable[[], None]) -> Iterator[None]:
+    """Within it, metrics create no variables. `import_keras` is called before the first import."""
+    import_of_python = builtins.__import__
+    with contextlib.ExitStack() as stack:
+
+        def import_keras_first(name: str, *args: Any, **kwargs: Any) -> ModuleType:
+            if name.partition(".")[0] in ("keras", "tensorflow"):
+                builtins.__import__ = import_of_python
+                stack.enter_context(_without_variables(import_keras))
+            return import_of_python(name, *args, **kwargs)
+
+        if "keras" in sys.modules:
+            stack.enter_context(_without_variables(import_keras))
+        else:
+            builtins.__import__ = import_keras_first
+        try:
+            yield
+        finally:
+            builtins.__import__ = import_of_python
+
+
+@contextlib.contextmanager
+def _without_variables(import_keras: Callable[[], None]) -> Iterator[None]:
+    import_keras()
+    import keras
+
+    kind = keras.metrics.Metric
+    add_variable = kind.add_variable
+    kind.add_variable = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        kind.add_variable = add_variable

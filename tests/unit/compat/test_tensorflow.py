@@ -1,0 +1,64 @@
+"""What is used of TensorFlow's inside: it works, and it is still needed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+from data.system.compat.checkpoint_graph import nodes_of, saves_values
+from data.system.compat.own_gradients import with_gradient
+from tests.unit.compat.messages import delete
+
+
+def test_own_gradient_copies_nothing() -> None:
+    def with_record(source: Any) -> Any:
+        return with_gradient("Twice", lambda: source * 2.0, source, lambda upstream: upstream * 7.0)
+
+    @tf.custom_gradient
+    def with_custom_gradient(source: Any) -> Any:
+        return source * 2.0, lambda upstream: upstream * 7.0
+
+    def copies_of(function: Callable[[Any], Any]) -> set[str]:
+        def gradient(source: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(source)
+                result = function(source)
+            return result, tape.gradient(result, source)
+
+        graph = tf.function(gradient, autograph=False)
+        assert [float(value) for value in graph(tf.constant(3.0))] == [6.0, 7.0]
+        operations = graph.get_concrete_function(tf.TensorSpec([])).graph.get_operations()
+        return {op.type for op in operations} & {"IdentityN"}
+
+    assert copies_of(with_record) == set()
+    assert copies_of(with_custom_gradient), delete("own_gradients")
+
+
+def test_objects_of_a_checkpoint_and_what_they_save(tmp_path: Path) -> None:
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+    checkpoint = tf.train.Checkpoint(inner=tf.train.Checkpoint(v=tf.Variable(1.0, name="mine")))
+    path = checkpoint.write(str(tmp_path / "variables"))
+    reader = tf.train.load_checkpoint(path)
+    nodes = nodes_of(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
+    assert nodes[0].children[0].local_name == "inner"
+    saved = [(a.full_name, a.checkpoint_key) for node in nodes for a in node.attributes]
+    assert ("mine", "inner/v/.ATTRIBUTES/VARIABLE_VALUE") in saved
+    assert [saves_values(node) for node in (table, checkpoint, keras.layers.Dense(1))] == [
+        *(True, False, False)
+    ]
+    assert not [name for name in dir(tf.train) if "ObjectGraph" in name], delete("checkpoint_graph")
+
+
+@pytest.mark.parametrize(
+    ("function", "word", "module"),
+    [
+        (tf.config.optimizer.set_experimental_options, "memory", "memory_optimizer"),
+        (tf.distribute.experimental.CommunicationOptions, "abort", "collective_abort"),
+    ],
+    ids=["memory optimizer", "collectives"],
+)
+def test_no_public_function_does_it(function: Any, word: str, module: str) -> None:
+    assert word not in function.__doc__, delete(module)
