@@ -6,6 +6,7 @@ with S3Server() as server:
 """
 
 import contextlib
+import gc
 import importlib.util
 import subprocess
 import sys
@@ -86,3 +87,6 @@ def url(link: SlowLink, request: pytest.FixtureRequest) -> Iterator[str]:
     link.is_open = True
     yield f"s3://{BUCKET}/{request.node.name}"
     link.is_open = True
+    # The end of an iterator waits for its reads. Freed in the thread of the link, it would wait for
+    # this thread itself.
+    gc.collect()
