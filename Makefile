@@ -1,5 +1,5 @@
 # make train     train the default config; STRATEGY=mirrored|multiworker|ps, ARGS='--train_steps=100'
-# make test      the quick tests: all unit tests, a short run of each mode, a resume, a killed worker;
+# make test      the quick tests: most unit tests, a short run of each mode, a resume, a killed worker;
 #                ARGS='tests/unit -k name' runs a part of them
 # make test-all  all tests; ARGS='tests/faults', or ARGS='-m "not quick"' for what `make test` leaves out
 # make lint      ruff (lint and format), import-linter and mypy

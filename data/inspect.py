@@ -256,7 +256,7 @@ def _run(arguments: Sequence[str]) -> int:
         raise DataError("A directory is needed: --data_dir=DIR. --help lists the flags.")
     if len(chosen) > 1:
         raise DataError(f"Received: {' '.join(chosen)}. Leave one of them.")
-    found = names.splits_in(data_dir)
+    found = names.splits_in(data_dir, lost_too=values.verify)
     if not found:
         raise DataError(f"{data_dir} holds no TFRecord shards.")
     splits = [values.split] if values.split else found

@@ -23,9 +23,9 @@ UNIT_TESTS = Path(__file__).resolve().parent / "unit"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks all unit tests as quick. Other tests have the marker in their own file."""
+    """Marks unit tests as quick, but slow ones. Other tests have the marker in their own file."""
     for item in items:
-        if item.path.is_relative_to(UNIT_TESTS):
+        if item.path.is_relative_to(UNIT_TESTS) and not item.get_closest_marker("slow"):
             item.add_marker("quick")
 
 

@@ -12,6 +12,7 @@ from data.system import files
 from data.system.files import DataError, join
 from data.system.object_store import UnavailableError
 
+INDEX = ".index.npz"  # After the name of a split.
 _NUMBERED = re.compile(r"(\d+)-of-(\d+)")
 # The order matters: later patterns match names of earlier ones too, with another split.
 _SPLIT_OF = (
@@ -22,9 +23,17 @@ _SPLIT_OF = (
 )
 
 
-def splits_in(data_dir: str) -> list[str]:
-    """Names of the splits that have shards in `data_dir`."""
-    return sorted(_split_names(_list(data_dir)))
+def splits_in(data_dir: str, *, lost_too: bool = False) -> list[str]:
+    """Names of the splits that have shards in `data_dir`.
+
+    With `lost_too` also those of which only an index or dataset_info.json is left.
+    """
+    names = _list(data_dir)
+    splits = _split_names(names)
+    if lost_too:
+        splits |= {name.removesuffix(INDEX) for name in names if name.endswith(INDEX)}
+        splits |= {split for split, lengths in _announced(data_dir).items() if lengths}
+    return sorted(splits)
 
 
 def shard_paths(data_dir: str, split: str, *, missing_too: bool = False) -> list[str]:
@@ -40,17 +49,21 @@ def shard_paths(data_dir: str, split: str, *, missing_too: bool = False) -> list
 
 def shard_lengths_announced(data_dir: str, split: str) -> list[int] | None:
     """The records of each shard by dataset_info.json; None if it does not say."""
+    return _announced(data_dir).get(split)
+
+
+def _announced(data_dir: str) -> dict[str, list[int]]:
+    """The records of each shard of each split by dataset_info.json, which may be missing."""
     path = join(data_dir, "dataset_info.json")
     if not files.exists(path):
-        return None
+        return {}
     try:
-        info = json.loads(files.read_text(path))
-        for described in info["splits"]:
-            if described["name"] == split:
-                return [int(length) for length in described["shardLengths"]]
-    except (KeyError, TypeError, ValueError):
-        pass  # Another program's file. It is not needed for reading.
-    return None
+        return {
+            described["name"]: [int(n) for n in described.get("shardLengths", ())]
+            for described in json.loads(files.read_text(path))["splits"]
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}  # Another program's file. It is not needed for reading.
 
 
 def _shard_names(data_dir: str, split: str, missing_too: bool) -> list[str]:

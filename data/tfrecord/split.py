@@ -23,7 +23,7 @@ from data.system.files import DataError, join, num_bytes_of, open_file, replace_
 from data.tfrecord.crc import Int64s
 from data.tfrecord.framing import BadRecord, Damage, read_records, refuse_gzip, walk
 from data.tfrecord.shard_copies import ShardCopies
-from data.tfrecord.shard_names import prepare_again, shard_lengths_announced, shard_paths
+from data.tfrecord.shard_names import INDEX, prepare_again, shard_lengths_announced, shard_paths
 
 _INDEX_VERSION = 2
 
@@ -160,7 +160,7 @@ def _without_empty_shards(split: Split) -> Split:
 
 def index_path(data_dir: str, split: str) -> str:
     """The file of the index of a split."""
-    return join(data_dir, f"{split}.index.npz")
+    return join(data_dir, split + INDEX)
 
 
 def batched_records(split: Split, size: int) -> Iterator[list[bytes]]:

@@ -43,6 +43,7 @@ def images(reader: Reader, first_batch: int, num_batches: int, lanes: range) -> 
     return np.stack([inputs for inputs, _ in dataset.as_numpy_iterator()])
 
 
+@pytest.mark.slow
 def test_images_are_mirrored_and_shifted_and_labels_stay(plain: Reader, reader: Reader) -> None:
     all_lanes = range(LANES)
     before, after = images(plain, 0, 25, all_lanes), images(reader, 0, 25, all_lanes)
@@ -56,6 +57,7 @@ def test_images_are_mirrored_and_shifted_and_labels_stay(plain: Reader, reader: 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_replicas_augment_their_slices_as_one_does(reader: Reader, num_replicas: int) -> None:
     lanes = [replica_lanes(LANES, replica, num_replicas) for replica in range(num_replicas)]

@@ -61,6 +61,7 @@ class Fed:
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_batches_are_those_of_the_order_from_anywhere(

@@ -201,6 +201,7 @@ def test_callback_that_cannot_work_is_refused_with_what_to_use(
         build_callbacks(recipe)
 
 
+@pytest.mark.slow
 def test_other_tasks_take_over_the_chiefs_rate_and_stop(
     split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ NAMES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_directory_may_have_any_name(name: str, split: Split, tmp_path: Path) -> None:
     states = trained(split, tmp_path / name, [3])
@@ -129,6 +130,7 @@ def test_nothing_is_restored_from_an_empty_directory(split: Split, tmp_path: Pat
     assert toy.step == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Toy, DroppingToy])
 def test_resumed_training_continues_bit_for_bit(
     kind: type[Toy], split: Split, tmp_path: Path
@@ -250,6 +252,7 @@ DAMAGED_MARKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -280,6 +283,7 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     assert "\n" not in warning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [remove_mark, garble])
 def test_damaged_checkpoint_is_written_anew(
     damage: Callable[[Path], None], split: Split, tmp_path: Path
@@ -300,6 +304,7 @@ def test_restored_checkpoint_is_not_written_again(split: Split, tmp_path: Path) 
     assert (mark.stat().st_ino, mark.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+@pytest.mark.slow
 def test_damaged_newer_checkpoints_do_not_count_and_are_removed_by_the_next_save(
     split: Split, tmp_path: Path
 ) -> None:
@@ -313,6 +318,7 @@ def test_damaged_newer_checkpoints_do_not_count_and_are_removed_by_the_next_save
     assert_restores(split, tmp_path, 8, toy.state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [truncate, lose_a_file, garble, mark_is_a_list])
 def test_training_is_refused_if_no_checkpoint_can_be_read(
     damage: Callable[[Path], None], split: Split, tmp_path: Path

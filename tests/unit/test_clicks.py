@@ -81,6 +81,7 @@ def test_options_out_of_range_are_refused(options: Options) -> None:
         source("clicks", "", options)
 
 
+@pytest.mark.slow
 def test_config_for_the_clicks_of_criteo_fits_their_files(tmp_path: Path) -> None:
     """Files as those of Criteo_x1: numbers with decimals, ids that are whole numbers."""
     names = ["label", *(f"I{i + 1}" for i in range(13)), *(f"C{i + 1}" for i in range(26))]

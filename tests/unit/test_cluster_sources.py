@@ -562,6 +562,7 @@ def test_tf_config_takes_precedence_and_is_silent() -> None:
     assert len(json.loads(printed)["cluster"]["worker"]) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "environment", "expected"),
     [

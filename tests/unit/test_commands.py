@@ -71,6 +71,7 @@ def test_launcher_gets_the_time_after_which_a_task_is_considered_stalled(tmp_pat
     assert "--stall_timeout_secs=41" in words, "the tasks are told, too"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_launched_task_does_not_repeat_the_checks_of_the_launcher(
     is_launched: bool, tmp_path: Path

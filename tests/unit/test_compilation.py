@@ -108,6 +108,7 @@ def started(
     return executor, learner, inputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("jit_compile", "layer", "more", "compiles", "note"),
     [
@@ -150,6 +151,7 @@ def test_nothing_is_compiled_in_a_cluster_unless_it_is_asked_for(
     assert not learner.compiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "more", "op"),
     [

@@ -303,6 +303,7 @@ def test_file_may_import_its_neighbour_and_postpone_annotations(tmp_path: Path) 
     assert [Path(file).name for file in recipe.files] == ["mine.py", "neighbour_of_mine.py"]
 
 
+@pytest.mark.slow
 def test_neighbour_may_describe_metrics_of_keras(tmp_path: Path) -> None:
     written(tmp_path, "import keras\nmetrics = [keras.metrics.AUC()]", "neighbour_of_mine.py")
     path = written(tmp_path, COMPLETE + "\n    from neighbour_of_mine import metrics\n")

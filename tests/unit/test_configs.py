@@ -23,6 +23,7 @@ def test_resnet_has_the_papers_layers_and_parameters(
     assert shapes[::blocks_per_stage] == [(32, 32, 16), (16, 16, 32), (8, 8, 64)]
 
 
+@pytest.mark.slow
 def test_cifar10_images_are_cut_from_padded_ones_and_mirrored() -> None:
     recipe = load_recipe("configs/cifar10_resnet.py")
     assert recipe.augment is not None

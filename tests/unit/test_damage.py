@@ -123,6 +123,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], set[int], str]] = {
 NOT_SEEN_WHEN_OPENED = ("flipped bit", "flipped bits", "flipped length", "flipped lengths")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damaged", "lost", "named"), FAULTS.values(), ids=FAULTS)
 def test_skipped_damage_is_counted_and_all_else_is_read_once_an_epoch(
     tmp_path: Path,
@@ -157,6 +158,7 @@ def test_damage_is_fatal_by_default_before_or_at_the_first_read(
             records.open_split(str(tmp_path), "train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["cut between records", "emptied", "removed", "flipped length"])
 def test_without_an_index_the_count_is_that_of_dataset_info(
     tmp_path: Path, split: records.Split, fault: str
@@ -188,6 +190,7 @@ def test_whole_split_is_opened_as_if_nothing_were_skipped(
     assert good.num_skipped == 0
 
 
+@pytest.mark.slow
 def test_verification_is_kept_until_a_file_changes(tmp_path: Path, split: records.Split) -> None:
     assert damage.open_good(str(tmp_path), "train").num_skipped == 0
     path = shard(tmp_path, 0)
@@ -221,6 +224,7 @@ def test_index_that_is_put_back_leads_to_what_was_lost_without_it(
     assert len(numbers_read(found)) == NUM_EXAMPLES - 3
 
 
+@pytest.mark.slow
 def test_other_damage_is_another_split(tmp_path: Path, split: records.Split) -> None:
     seen = set()
     for record in (7, 8, 1999):
@@ -246,6 +250,7 @@ def other_records_in_as_many_bytes(directory: Path) -> None:
     assert os.path.getsize(shard(directory, 0)) == 2000 * RECORD_BYTES
 
 
+@pytest.mark.slow
 def test_index_that_does_not_fit_is_named(tmp_path: Path, split: records.Split) -> None:
     other_records_in_as_many_bytes(tmp_path)
     opened = records.open_split(str(tmp_path), "train")

@@ -161,6 +161,7 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "films"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "code"), PYTHON, ids=[f"{path.stem}-{i}" for i, (path, _) in enumerate(PYTHON)]
 )

@@ -120,6 +120,7 @@ def assert_equal(one: Learner, other: Learner, atol: float = 1e-6) -> None:
 ALL_LIMITS = {"admit_after": 3, "evict_after": 4, "max_rows": 6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{}, ALL_LIMITS], ids=["all ids", "admission, eviction"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rows_are_equal_with_any_number_of_parts_and_replicas(
@@ -250,6 +251,7 @@ def test_the_rows_used_last_remain_within_max_rows() -> None:
     assert values_of(learner)["ids"].tolist() == [0, 5, 6]
 
 
+@pytest.mark.slow
 def test_the_ids_of_the_last_step_stay_if_they_are_more_than_max_rows(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -281,6 +283,7 @@ def test_an_eviction_that_a_dead_process_missed_is_made_by_the_next() -> None:
         assert values_of(learner)["ids"].tolist() == expected
 
 
+@pytest.mark.slow
 def test_eviction_that_begins_with_a_resume_counts_uses_from_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -299,6 +302,7 @@ def test_eviction_that_begins_with_a_resume_counts_uses_from_there(
     assert values_of(learner)["ids"].tolist() == [0, 2, 4]
 
 
+@pytest.mark.slow
 def test_many_evictions_leave_each_id_with_its_own_row() -> None:
     drawn = np.random.default_rng(2).zipf(1.3, (60, BATCH, 3)) % 200
     batches = [(ids, ids.sum(axis=1) % CLASSES) for ids in drawn]
@@ -313,6 +317,7 @@ def test_many_evictions_leave_each_id_with_its_own_row() -> None:
     assert counts.rows == counts.new - counts.evicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [1, 2])
 def test_a_checkpoint_restores_exactly_with_another_number_of_parts(
     before: int, tmp_path: Path

@@ -111,6 +111,7 @@ def test_two_tables_have_different_rows() -> None:
     assert not np.any(rows[0] == rows[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("parts", "replica"), [(3, 1), (1, 2)])
 def test_rows_are_equal_with_any_number_of_parts_and_replicas(

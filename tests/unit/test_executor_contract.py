@@ -132,6 +132,7 @@ def assert_close(found: Weights, expected: Weights) -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [Position(), Position(20, (), (16,))], ids=["first", "later"])
 def test_steps_are_those_of_gradient_descent_from_the_position(
     start: Position, new_run: Callable[[], Run]
@@ -150,6 +151,7 @@ def test_steps_are_those_of_gradient_descent_from_the_position(
     assert_close(run.weights(), after_steps(before, run.reader, start.next_batch, 7))
 
 
+@pytest.mark.slow
 def test_workers_have_made_all_steps(new_run: Callable[[], Run]) -> None:
     run = new_run().start()
     run.executor.counts_before = counts = {"worker_steps": {"worker 0": 100}}
@@ -162,6 +164,7 @@ def test_workers_have_made_all_steps(new_run: Callable[[], Run]) -> None:
     assert counts == {"worker_steps": {"worker 0": 100}}
 
 
+@pytest.mark.slow
 def test_evaluation_counts_each_example_once_and_changes_nothing(
     new_run: Callable[[], Run],
 ) -> None:
@@ -177,6 +180,7 @@ def test_evaluation_counts_each_example_once_and_changes_nothing(
     assert run.num_examples == 3 * BATCH
 
 
+@pytest.mark.slow
 def test_resumed_run_and_a_return_to_a_checkpoint_repeat_the_steps(
     new_run: Callable[[], Run],
 ) -> None:
@@ -195,6 +199,7 @@ def test_resumed_run_and_a_return_to_a_checkpoint_repeat_the_steps(
         assert_close(each.weights(), expected)
 
 
+@pytest.mark.slow
 def test_stop_request_ends_the_run_after_a_step_at_least(new_run: Callable[[], Run]) -> None:
     run = new_run().start()
     executor = run.executor
@@ -211,6 +216,7 @@ def test_stop_request_ends_the_run_after_a_step_at_least(new_run: Callable[[], R
     assert run.executor.evaluate()["loss"][1] == NUM_EXAMPLES
 
 
+@pytest.mark.slow
 def test_variables_are_of_a_complete_step_unless_they_were_being_changed(
     new_run: Callable[[], Run],
 ) -> None:
@@ -260,6 +266,7 @@ def test_next_chief_takes_over_the_last_step(new_run: Callable[[], Run]) -> None
     assert_close(run.weights(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("one-device" not in KINDS, reason="of the strategies of one process")
 def test_new_strategy_trains_digits_to_the_weights_of_mirrored(tmp_path: Path) -> None:
     prepare("digits", str(tmp_path))

@@ -143,6 +143,7 @@ def exported(recipe: Recipe, specs: Any, directory: Path) -> Export:
     return hook
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "num_variables"),
     [
@@ -182,6 +183,7 @@ def test_weights_that_exist_in_both_modes_are_initialised_as_without_a_head() ->
         assert np.array_equal(same, variable)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "specs", "inputs", "outputs"),
     [

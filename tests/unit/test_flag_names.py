@@ -54,6 +54,7 @@ def flags_of(command: str) -> Iterator[Flag]:
             yield Flag(command, text["name"], text["type"], meaning)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", ["--help", "-h"])
 @pytest.mark.parametrize("command", ["trainer", "trainer.predict", "data.prepare", "data.inspect"])
 def test_help_is_no_mistake(command: str, spelling: str) -> None:
@@ -63,6 +64,7 @@ def test_help_is_no_mistake(command: str, spelling: str) -> None:
     assert "--" in done.stdout
 
 
+@pytest.mark.slow
 def test_flag_of_one_name_has_one_type_and_one_meaning(flags: list[Flag]) -> None:
     by_name: dict[str, list[Flag]] = {}
     for flag in flags:

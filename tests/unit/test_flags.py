@@ -202,6 +202,7 @@ def test_every_flag_with_a_scope_has_a_value_here() -> None:
     assert VALUES.keys() == flags.SCOPES.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "tf_config", "named"), ROWS)
 def test_flag_works_or_is_refused(
     words: str, tf_config: str, named: tuple[str, ...], messages: Mapping[tuple[str, str], str]

@@ -122,6 +122,7 @@ def build_model(config):
 """
 
 
+@pytest.mark.slow
 def test_tasks_are_children_with_tensorflow_imported_and_only_their_own_files_open(
     tmp_path: Path,
 ) -> None:

@@ -234,6 +234,7 @@ HABITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", HABITS.values(), ids=HABITS)
 def test_habit_trains(source: str, digits: Path, tmp_path: Path) -> None:
     executor = started(written(tmp_path, with_source(source)), digits)
@@ -241,6 +242,7 @@ def test_habit_trains(source: str, digits: Path, tmp_path: Path) -> None:
     assert np.isfinite(list(means(executor.evaluate()).values())).all()
 
 
+@pytest.mark.slow
 def test_example_of_the_documentation_trains(digits: Path, tmp_path: Path) -> None:
     text = (DOCS / "keras.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -253,6 +255,7 @@ def test_example_of_the_documentation_trains(digits: Path, tmp_path: Path) -> No
     assert last["loss"] < 0.7 * first["loss"]
 
 
+@pytest.mark.slow
 def test_class_label_that_the_config_names_is_left_out_of_a_dict_of_inputs(tmp_path: Path) -> None:
     lines = [f"{20 + i},{'ab'[i % 2]},{['low', 'high'][i % 2]}" for i in range(40)]
     (tmp_path / "people.csv").write_text("\n".join(["age,sex,income", *lines]))
@@ -301,6 +304,7 @@ TABLE = """
 IDS = "keras.layers.Flatten()(keras.layers.Embedding(400, 8)(keras.layers.Hashing(400)(id)))"
 
 
+@pytest.mark.slow
 def test_ids_of_a_column_are_those_of_the_file_or_are_refused(tmp_path: Path) -> None:
     ids = [2**24 + number for number in range(40)]
     lines = [f"{id},{number % 2},0.5" for number, id in enumerate(ids)]

@@ -138,6 +138,7 @@ def test_evaluation_counts_each_example_once_and_keeps_the_best(
     assert evaluate.latest["loss"] == losses[25]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "reported", "evaluated"), [(10, [], [10]), (10, [10], []), (12, [], []), (0, [], [])]
 )
@@ -527,6 +528,7 @@ def test_training_stops_when_evaluations_no_longer_improve_and_is_complete(
     assert (tmp_path / "export" / "model.keras").exists()
 
 
+@pytest.mark.slow
 def test_resumed_run_stops_early_where_an_uninterrupted_one_does(
     split: Split, tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ def test_no_op_of_a_step_has_to_leave_the_gpu(digits: Path, tmp_path: Path) -> N
     assert on_cpus == {"Dequantize"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augment", [AUGMENT, ""], ids=["augmented", "plain"])
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "read"])
 def test_equal_bits_wherever_batches_are_finished(

@@ -1,5 +1,6 @@
 """`python -m data.inspect`: what is in a directory, what is damaged, and a good copy of it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_directory_is_described_with_counts_files_and_first_examples(digits: Path) -> None:
     done = run(f"--data_dir={digits}", "--num_examples=2")
     assert done.returncode == 0, done.stderr
@@ -81,6 +83,7 @@ def test_records_without_features_are_described_as_they_are(tmp_path: Path) -> N
     assert "  label  0: " in said
 
 
+@pytest.mark.slow
 def test_records_that_are_no_examples_are_described_without_a_traceback(tmp_path: Path) -> None:
     texts = [b"plain text %d" % i for i in range(9)]
     writing.write_shards(texts, str(tmp_path), "toy", "train", 1, 9)
@@ -107,6 +110,7 @@ def test_label_is_counted_where_only_some_records_have_one(tmp_path: Path) -> No
     assert not [line for line in lines if line.startswith("  label")]
 
 
+@pytest.mark.slow
 def test_good_copy_is_written_from_url_to_url(tmp_path: Path) -> None:
     source, target = "ram://repair/damaged", "ram://repair/good"
     writing.write_shards(examples(), source, "toy", "train", 3, 6000)
@@ -126,6 +130,7 @@ def test_good_copy_is_written_from_url_to_url(tmp_path: Path) -> None:
         repair(source, ["train"], target)
 
 
+@pytest.mark.slow
 def test_grid_has_the_first_images_in_their_order(digits: Path, tmp_path: Path) -> None:
     done = run(f"--data_dir={digits}", f"--grid={tmp_path / 'grid.png'}")
     assert done.returncode == 0, done.stderr
@@ -158,6 +163,7 @@ def test_complete_data_verifies(digits: Path) -> None:
     assert done.stdout.count(", complete\n") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "number"), [("flipped lengths", 0), ("cut in a record", 2), ("removed", 1)]
 )
@@ -186,6 +192,7 @@ def test_damage_is_named_and_a_good_copy_is_written_elsewhere(
     assert not any(tells_of_damage for _, tells_of_damage in inspect.verify(str(out), ["train"]))
 
 
+@pytest.mark.slow
 def test_damage_ends_the_command_with_2_and_repair_with_0(tmp_path: Path) -> None:
     writing.write_shards(examples(), str(tmp_path / "a"), "toy", "train", 3, 6000)
     FAULTS["flipped bit"][0](tmp_path / "a")
@@ -197,6 +204,23 @@ def test_damage_ends_the_command_with_2_and_repair_with_0(tmp_path: Path) -> Non
     assert "train: 5,999 records copied, 1 left out" in repaired.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("known_by", ["the index", "dataset_info.json"])
+def test_split_whose_files_are_all_missing_is_damage(known_by: str, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        writing.write_shards(examples(), str(tmp_path), "toy", split, 1, 6000)
+    (shard,) = tmp_path.glob("toy-test.tfrecord*")
+    shard.unlink()
+    if known_by != "the index":
+        (tmp_path / "test.index.npz").unlink()
+        described = [{"name": "test", "shardLengths": ["6000"]}, {"name": "train"}]
+        (tmp_path / "dataset_info.json").write_text(json.dumps({"splits": described}))
+    verified = run(f"--data_dir={tmp_path}", "--verify")
+    assert verified.returncode == 2
+    assert "has no split 'test', only train" in verified.stderr
+
+
+@pytest.mark.slow
 def test_what_cannot_be_counted_is_said_and_the_other_records_are_copied(tmp_path: Path) -> None:
     source = tmp_path / "source"
     writing.write_shards(examples(), str(source), "toy", "train", 3, 6000)
@@ -208,6 +232,7 @@ def test_what_cannot_be_counted_is_said_and_the_other_records_are_copied(tmp_pat
     assert kept == [e for i, e in enumerate(examples()) if not 101 <= i < 2000]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

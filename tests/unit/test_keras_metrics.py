@@ -198,6 +198,7 @@ CASES: dict[str, dict[str, Any]] = {
 CASES["one output, weights"]["weighted_metrics"] = ["mae", "categorical_accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_training_and_reports_equal_those_of_fit(case: dict[str, Any], num_replicas: int) -> None:

@@ -63,6 +63,7 @@ def trained(learner: Learner, strategy: tf.distribute.Strategy) -> list[Any]:
     return learner.weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_setting_has_the_effect_of_keras_on_one_device_and_the_run_says_so(name: str) -> None:
     config = Config(batch_size=BATCH)

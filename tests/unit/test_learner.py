@@ -77,6 +77,7 @@ def summed_gradients(learner: Learner, strategy: Any, batch: Any) -> list[np.nda
     return [np.sum(strategy.experimental_local_results(g), axis=0) for g in gradients]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regularised", [False, True], ids=["plain", "regularised"])
 def test_gradients_of_uneven_parts_add_up_to_the_gradient_of_the_batch(
     batch: tuple[np.ndarray, np.ndarray], regularised: bool
@@ -108,6 +109,7 @@ def test_gradient_is_of_the_mean_loss_plus_the_penalty_once(
     np.testing.assert_allclose(expected, found, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [sgd, lambda: keras.optimizers.Adam(0.01), lambda: keras.optimizers.Adagrad(0.1)],
@@ -137,6 +139,7 @@ KERAS_OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(supported_optimizers()))
 def test_optimizer_apply_of_keras_ends_in_the_same_weights(
     batch: tuple[np.ndarray, np.ndarray], name: str
@@ -248,6 +251,7 @@ EMBEDDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("optimizer", EMBEDDED.values(), ids=EMBEDDED)
 def test_embedding_learns_as_from_its_dense_gradient(
@@ -314,6 +318,7 @@ def test_activity_regulariser_is_exact_on_uneven_parts(
         np.testing.assert_allclose(left, right, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [
@@ -347,6 +352,7 @@ def half_precision(policy: str, strategy: Any) -> Learner:
         keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_mixed_bfloat16_trains_like_float32_up_to_rounding(
     batch: tuple[np.ndarray, np.ndarray], num_replicas: int

@@ -100,6 +100,7 @@ CLIPS: dict[str, tuple[ClipConfig, Callable[[list[np.ndarray]], list[np.ndarray]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", CLIPS)
 def test_gradient_of_the_complete_batch_is_clipped(
@@ -169,6 +170,7 @@ def test_penalty_counts_once_for_the_variables_of_the_pattern(
     assert sum(s.numpy()[0] for s in sums) / BATCH == pytest.approx(loss + penalty, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 5, 12])
 def test_micro_batches_add_up_to_the_batch(
     batch: tuple[np.ndarray, np.ndarray], parts: int
@@ -207,6 +209,7 @@ def ancestors(op: Any) -> set[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [False, True])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_average_follows_the_weights_and_is_evaluated_and_exported(
@@ -308,6 +311,7 @@ def build_with_state() -> keras.Model:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_compiled_gradient_and_batch_statistics_are_equal_to_uncompiled(
     num_replicas: int,
@@ -417,6 +421,7 @@ def state_of(learner: Learner, strategy: Any) -> list[list[np.ndarray]]:
     return [[c.numpy() for c in strategy.experimental_local_results(v)] for v in variables]
 
 
+@pytest.mark.slow
 def test_overflow_on_one_replica_skips_the_step_on_all(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:

@@ -66,6 +66,7 @@ def run(toy: Toy, hooks: Sequence[Hook], steps: int, steps_per_call: int = 1000)
     return train(toy.executor, toy.learner, hooks, steps=steps, steps_per_call=steps_per_call)
 
 
+@pytest.mark.slow
 def test_intervals_need_not_divide_each_other(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path)
     toy.start()

@@ -173,6 +173,7 @@ def test_path_that_is_not_utf_8_is_refused(command: str, tmp_path: Path) -> None
     assert "current directory" in done.stderr
 
 
+@pytest.mark.slow
 def test_traceback_of_a_users_error_is_printed_if_asked_for(tmp_path: Path) -> None:
     words = ("trainer", "--config=digits", "--config.dataset=digts")
     plain, traced = (run(*words, *more, "--check", cwd=tmp_path) for more in ((), ("--traceback",)))

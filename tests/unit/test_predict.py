@@ -87,6 +87,7 @@ def outputs(lines: Sequence[dict[str, Any]]) -> npt.NDArray[np.float32]:
     return np.array([line["output"] for line in lines], np.float32)
 
 
+@pytest.mark.slow
 def test_every_kind_of_model_predicts_as_the_model_itself(
     run: trainer.Result, pixels: npt.NDArray[np.uint8], tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_records_and_folders_of_images_give_the_same_predictions(
     np.testing.assert_allclose(outputs(lines), wanted[order], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inputs",
     [

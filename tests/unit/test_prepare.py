@@ -268,6 +268,7 @@ def test_wrong_idx_files_are_named(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["idx"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -328,6 +329,7 @@ def test_shards_that_lack_records_are_not_rewritten(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_gzip_shards_are_rewritten_by_the_command_that_the_refusal_names(
     tmp_path: Path, idx_files: Path
 ) -> None:

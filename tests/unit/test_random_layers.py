@@ -103,6 +103,7 @@ def test_bits_of_tensorflow_and_numpy_are_equal() -> None:
     assert np.array_equal(split_mix(tf.constant(states)), _mix(states))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", BY_EXAMPLE.values(), ids=BY_EXAMPLE)
 def test_parts_of_a_batch_draw_like_the_complete_batch(
     make: Callable[[], keras.layers.Layer], inputs: np.ndarray
@@ -119,6 +120,7 @@ def test_parts_of_a_batch_draw_like_the_complete_batch(
     assert len({row.tobytes() for row in rows}) == BATCH, "each example has another mask"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", BY_EXAMPLE.values(), ids=BY_EXAMPLE)
 def test_sizes_unknown_while_tracing_do_not_change_draws(
     make: Callable[[], keras.layers.Layer], inputs: np.ndarray
@@ -211,6 +213,7 @@ def test_draws_depend_on_the_seed_of_a_layer() -> None:
     assert np.mean(with_seed == with_another) == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [lambda: OwnNoise(), lambda: keras.layers.LSTM(4, dropout=0.5, recurrent_dropout=0.5)],
@@ -287,6 +290,7 @@ def weights_after_steps(num_replicas: int, *, keras_seed: int, options: Options)
     return model.get_weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [Options(), Options(jit_compile=True), Options(micro_batches=3)],

@@ -100,6 +100,7 @@ def test_reading_may_begin_anywhere(reader: pipeline.Reader, first_batch: int) -
     assert np.array_equal(read, reader.order.records(first_batch, 20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 3, 8])
 def test_replicas_read_slices_of_the_same_batches(
     reader: pipeline.Reader, num_replicas: int
@@ -135,6 +136,7 @@ def test_number_of_threads_does_not_change_what_is_read(split: records.Split) ->
         assert np.array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [50, 10, 500, 5000])
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_evaluation_counts_each_record_once_in_batches_of_one_shape(
@@ -285,6 +287,7 @@ def test_files_of_another_file_system_are_read_too(split: records.Split) -> None
     assert sorted(map(int, labels)) == list(range(NUM_EXAMPLES))
 
 
+@pytest.mark.slow
 def test_process_that_ends_in_the_midst_of_reading_does_end(tmp_path: Path) -> None:
     # The tf.function and the iterator it takes from are a cycle, as in an executor.
     code = f"""

@@ -190,6 +190,7 @@ def test_long_run_keeps_no_more_values_by_worker_than_a_plot_shows(tmp_path: Pat
     assert [[r[n] for n in names] for r in some] == [[r[n] for n in names] for r in every]
 
 
+@pytest.mark.slow
 def test_page_of_a_long_run_is_small_and_complete_and_made_without_tensorflow(
     tmp_path: Path,
 ) -> None:
@@ -259,6 +260,7 @@ def test_run_without_reports_or_times_has_a_page(tmp_path: Path) -> None:
     assert "has no record of its time" in text
 
 
+@pytest.mark.slow
 def test_missing_config_file_is_said_in_the_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=200, every_steps=10)
     report(str(run))
@@ -292,6 +294,7 @@ def test_error_does_not_wait_for_the_model(tmp_path: Path) -> None:
     assert time.monotonic() - began < 500
 
 
+@pytest.mark.slow
 def test_process_that_runs_the_model_may_die(tmp_path: Path) -> None:
     run = write_run_of("import os\nos._exit(1)\n", tmp_path)
     report(str(run))

@@ -37,6 +37,7 @@ def found(run: trainer.Result) -> Classified:
     return classified(run.model_dir)
 
 
+@pytest.mark.slow
 def test_counts_and_worst_examples_are_those_of_the_model(
     run: trainer.Result, found: Classified
 ) -> None:
@@ -62,6 +63,7 @@ def test_counts_and_worst_examples_are_those_of_the_model(
     assert all(example.image.startswith("data:image/png;base64,") for example in found.worst)
 
 
+@pytest.mark.slow
 def test_page_shows_the_names_of_the_classes(run: trainer.Result, found: Classified) -> None:
     assert found.class_names == NAMES
     subprocess.run([sys.executable, "-m", "trainer.report", run.model_dir], check=True)

@@ -114,6 +114,7 @@ def assert_same_state(left: Toy, right: Toy) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_examples_before_a_nan_are_skipped_and_other_steps_are_unchanged(
     split: Split, tmp_path: Path
 ) -> None:
@@ -141,6 +142,7 @@ def test_examples_before_a_nan_are_skipped_and_other_steps_are_unchanged(
     assert all(math.isfinite(values["loss"]) for values in reported.values())
 
 
+@pytest.mark.slow
 def test_skips_are_saved_and_a_resumed_run_ends_bit_for_bit(split: Split, tmp_path: Path) -> None:
     uninterrupted = Run(split, tmp_path / "uninterrupted", 5, 18, last_step=24)
     assert uninterrupted.train(most_recoveries=2) == 24
@@ -154,6 +156,7 @@ def test_skips_are_saved_and_a_resumed_run_ends_bit_for_bit(split: Split, tmp_pa
     assert position.num_examples(resumed.toy.reader.order) == 24 * BATCH
 
 
+@pytest.mark.slow
 def test_number_of_recoveries_is_limited_over_all_parts_of_a_run(
     split: Split, tmp_path: Path
 ) -> None:
@@ -165,6 +168,7 @@ def test_number_of_recoveries_is_limited_over_all_parts_of_a_run(
     assert max(again.toy.checkpoints()) == "step-00000012"
 
 
+@pytest.mark.slow
 def test_recoveries_between_two_checkpoints_are_all_counted(split: Split, tmp_path: Path) -> None:
     run = Run(split, tmp_path, 5, 7, 9, last_step=9)
     with pytest.raises(NonFiniteLossError, match=r"gone back 2 time\(s\) before"):
@@ -190,6 +194,7 @@ def test_nan_before_anything_could_be_saved_ends_training(split: Split, tmp_path
         run.train(most_recoveries=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most_recoveries", [0, 1])
 def test_state_that_the_first_evaluation_finds_diverged_is_not_resumed(
     most_recoveries: int, split: Split, tmp_path: Path

@@ -141,6 +141,7 @@ def test_object_that_disappears_ends_the_reading(url: str, tmp_path: Path) -> No
         read(reader)
 
 
+@pytest.mark.slow
 def test_reading_waits_while_the_store_does_not_answer(
     url: str, link: SlowLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,6 +166,7 @@ def _open_when_warned(link: SlowLink, caplog: pytest.LogCaptureFixture) -> None:
     link.is_open = True
 
 
+@pytest.mark.slow
 def test_full_disk_is_reported_once_and_reading_continues(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,6 +181,7 @@ def test_full_disk_is_reported_once_and_reading_continues(
     assert len([r for r in caplog.records if "No space left" in r.getMessage()]) == 3
 
 
+@pytest.mark.slow
 def test_tensorflow_reads_complete_copies(url: str, tmp_path: Path) -> None:
     split = copied(upload(url, tmp_path), tmp_path)
     complete_copies(split)

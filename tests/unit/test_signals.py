@@ -72,6 +72,7 @@ def test_signal_before_on_stop_ends_at_once(signum: signal.Signals) -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("second", STOPS, ids=lambda s: s.name)
 def test_second_signal_ends_at_once_unless_the_terminal_was_closed(

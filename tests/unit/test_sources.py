@@ -165,6 +165,7 @@ def test_svhn_file_with_a_wrong_byte_is_named(tmp_path: Path, compress: bool, pl
     assert len(str(refusal.value).splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -717,6 +718,7 @@ def test_damaged_npz_is_named(tmp_path: Path) -> None:
         prepare("npz:a", str(tmp_path / "out"), str(tmp_path / "a.npz"), Options(label="y"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -847,6 +849,7 @@ for num_processes in (2, 1):
 """
 
 
+@pytest.mark.slow
 def test_result_is_the_same_bytes_whatever_the_number_of_processes(tmp_path: Path) -> None:
     source, _ = many_sources(tmp_path / "sources", 60)["svhn"]
     done = run_python(WRITES, [source, str(tmp_path / "out")])
@@ -914,6 +917,7 @@ for name, options, small, large in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_memory_does_not_grow_with_the_number_of_examples(tmp_path: Path) -> None:
     small = many_sources(tmp_path / "small", 300)

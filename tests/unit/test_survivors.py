@@ -76,6 +76,7 @@ def test_last_step_is_saved_as_a_checkpoint_from_which_a_run_continues(
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.slow
 def test_checkpoint_of_a_later_or_the_same_step_stays_as_it_is(
     split: Split, tmp_path: Path, cluster: Cluster
 ) -> None:
@@ -115,6 +116,7 @@ def test_unfinished_checkpoint_of_a_dead_chief_is_replaced(
     assert saved.step == 4
 
 
+@pytest.mark.slow
 def test_worker_waits_for_the_writer_of_its_step(
     split: Split, tmp_path: Path, cluster: Cluster
 ) -> None:
@@ -146,6 +148,7 @@ def test_step_of_a_writer_that_died_is_written_by_another_worker(
     assert "step-00000004" in toy.checkpoints()
 
 
+@pytest.mark.slow
 def test_chief_that_is_left_writes_first(
     split: Split, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

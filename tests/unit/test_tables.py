@@ -106,6 +106,7 @@ def needs_of(directory: Path, step: int) -> list[str]:
     return [os.path.basename(needed) for needed in table_directories(path)[:-1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after", "replica"), [(1, 3, 1), (3, 1, 2), (2, 2, 1)])
 def test_changes_are_replayed_exactly_on_any_number_of_parts(
     before: int, after: int, replica: int, make: Callable[..., Learner], tmp_path: Path
@@ -144,6 +145,7 @@ def test_a_checkpoint_of_changes_has_only_the_rows_that_were_changed(
         np.testing.assert_array_equal(changed, np.where(is_changed)[0])
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_continues_the_chain(
     make: Callable[..., Learner], tmp_path: Path
 ) -> None:
@@ -162,6 +164,7 @@ def test_a_run_that_resumes_continues_the_chain(
     assert_same(values_of(other), values_of(learner))
 
 
+@pytest.mark.slow
 def test_checkpoints_that_others_need_stay(make: Callable[..., Learner], tmp_path: Path) -> None:
     learner = make()
     expected = saved_run(learner, tmp_path, 3, keep=1)
@@ -185,6 +188,7 @@ def test_checkpoints_that_others_need_stay(make: Callable[..., Learner], tmp_pat
     assert checkpointer.names() == ["best-00000015", "step-00000015", "step-00000018"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_mark", [False, True], ids=["a file", "the mark"])
 def test_a_checkpoint_whose_base_is_damaged_is_skipped(
     make: Callable[..., Learner], tmp_path: Path, *, is_mark: bool
@@ -262,6 +266,7 @@ def test_a_checkpoint_without_table_files_is_refused(
         checkpointer_of(make(), tmp_path).restore()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_newest", [False, True], ids=["the base", "the newest"])
 def test_the_next_checkpoint_is_complete_when_one_that_it_needs_is_gone(
     make: Callable[..., Learner], tmp_path: Path, *, is_newest: bool
@@ -297,6 +302,7 @@ def test_another_checkpoint_in_the_place_of_one_that_is_needed_is_noticed(
         checkpointer_of(make(), tmp_path / "one").restore_model("step-00000006")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_at", ["the check before", "the mark after"])
 def test_after_a_failure_of_the_storage_around_a_save_the_next_is_complete(
     fails_at: str,
@@ -347,6 +353,7 @@ def test_an_evaluation_that_is_not_the_best_writes_no_tables(
     assert checkpointer.names() == ["best-00000003"]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_an_evaluator_need_no_others(
     make: Callable[..., Learner], tmp_path: Path
 ) -> None:
@@ -380,6 +387,7 @@ def test_a_staged_file_that_is_gone_is_an_error_of_the_save(
         staged.add_to(str(tmp_path / "one"))
 
 
+@pytest.mark.slow
 def test_directory_that_is_deleted_while_it_is_tidied_does_not_end_training(
     make: Callable[..., Learner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +425,7 @@ def test_long_writes_and_reads_are_progress(make: Callable[..., Learner], tmp_pa
     assert len(calls) - num_of_writing >= num_rows / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_saves_in_any_order_restore_exactly(
     seed: int, make: Callable[..., Learner], tmp_path: Path

@@ -136,6 +136,7 @@ def test_language_model_is_causal_and_its_metrics_agree(sentences: Path) -> None
     assert sum(v.shape[0] == 256 for v in learner.model.trainable_variables) >= 2
 
 
+@pytest.mark.slow
 def test_finetuning_takes_the_backbone_of_a_file_and_trains_the_head(tmp_path: Path) -> None:
     backbone = keras.applications.MobileNetV2(
         (96, 96, 3), 0.35, include_top=False, weights=None, pooling="avg"
