@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from trainer.checkpoints.file_checks import contents_of
+from trainer.checkpoints.marks import signed
 from trainer.compare import compare
 from trainer.config import ConfigError
 
@@ -28,7 +30,10 @@ def write_run(directory: Path, *, units: int = 3) -> None:
 def write_checkpoint(directory: Path, step: int, model: keras.Model) -> None:
     path = directory / "checkpoints" / f"step-{step:08d}"
     tf.train.Checkpoint(model=model).write(str(path / "variables"))
-    (path / "checkpoint.json").write_text("{}")
+    (path / "checkpoint.json").unlink(missing_ok=True)
+    files = {file.name: contents_of(str(file)) for file in path.iterdir()}
+    mark = {"step": step, "next_batch": 0, "open_shares": [], "skipped": [], "identity": {}}
+    (path / "checkpoint.json").write_text(json.dumps(signed({**mark, "files": files})))
 
 
 def write_reports(directory: Path, lines: list[dict[str, float | str]]) -> None:
