@@ -82,7 +82,16 @@ def describe(data_dir: str, splits: Sequence[str], num_examples: int) -> Iterato
 
 def verify(data_dir: str, splits: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """Reads every byte; yields (a line for people, True if the line reports damage)."""
+    present = names.splits_in(data_dir)
     for name in splits:
+        if name not in present:
+            index = os.path.basename(records.index_path(data_dir, name))
+            yield (
+                f"{name}: all files of this split are missing, but {index} or dataset_info.json "
+                "names them. Copy the files again",
+                True,
+            )
+            continue
         for shard in damage.examine(data_dir, name):
             for found in shard.damages:
                 yield f"{found}{damage.also_lost(found)}", True

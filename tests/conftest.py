@@ -23,7 +23,7 @@ UNIT_TESTS = Path(__file__).resolve().parent / "unit"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks unit tests as quick, but slow ones. Other tests have the marker in their own file."""
+    """Marks unit tests as quick, except slow ones. Other tests have it in their own file."""
     for item in items:
         if item.path.is_relative_to(UNIT_TESTS) and not item.get_closest_marker("slow"):
             item.add_marker("quick")

@@ -70,7 +70,7 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     Raises ConfigError if it does not exist, cannot be executed, creates a tensor, or switches eager
     execution off.
     """
-    modules_before, had_tensors = set(sys.modules), has_tensors()
+    modules_before, had_tensors, was_eager = set(sys.modules), has_tensors(), _is_eager()
     place = _shipped_file(place) or place
     try:
         # Each run makes its own metrics from those of the file (trainer/step/keras_metrics.py).
@@ -86,9 +86,10 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
             "and other tasks must be set up before the first tensor. Create it inside the function "
             "that uses it, or write it as a NumPy array."
         )
-    if "tensorflow" in sys.modules and not sys.modules["tensorflow"].executing_eagerly():
+    if not _is_eager():
+        who = f"--config={place}" if was_eager else "This process"
         raise ConfigError(
-            f"--config={place} switches eager execution off, which Keras 3 needs. Delete "
+            f"{who} switches eager execution off, which Keras 3 needs. Delete "
             "tf.compat.v1.disable_eager_execution() or tf.compat.v1.disable_v2_behavior()."
         )
     loaded = [sys.modules[name] for name in set(sys.modules) - modules_before]
@@ -99,6 +100,10 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     loaded_files = (own, *sorted(file for file in files if _is_users(file)))
     _LOADED.update(loaded_files)
     return module, loaded_files
+
+
+def _is_eager() -> bool:
+    return "tensorflow" not in sys.modules or sys.modules["tensorflow"].executing_eagerly()
 
 
 def forget_modules() -> None:

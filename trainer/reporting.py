@@ -53,7 +53,7 @@ def config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Documen
         "recipe": absolute(spec.recipe.path),
         "data_dir": absolute_path(data_dir(spec.recipe.config)),
         "config": json.loads(to_json(config)),
-        "best_is_lowest": learner.objective.is_better_lower(config.best_metric),
+        "best_is_lowest": learner.objective.is_lower_better(config.best_metric),
         **vars(spec.transfer),
         "flags": list(spec.flags),
         "cluster": None if spec.cluster is None else json.loads(spec.cluster.tf_config()),

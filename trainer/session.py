@@ -155,8 +155,9 @@ def restore(
             if not isinstance(error.__cause__, DamagedError):
                 raise
             if checkpoint != "newest_complete" or name == fitting[0]:
+                others = len(_fitting("newest_complete", checkpointer, model_dir)) > 1
                 hint = " Type --checkpoint=newest_complete." if checkpoint == "newest" else ""
-                raise ModelDirError(f"{error}{hint}") from error
+                raise ModelDirError(f"{error}{hint if others else ''}") from error
             _log.warning("%s Using the one before it.", error)
         else:
             break
@@ -176,7 +177,7 @@ def _fitting(wanted: str, checkpointer: Checkpointer, model_dir: str) -> list[st
     if not fitting:
         raise ConfigError(
             f"--checkpoint={wanted}: {model_dir} has no such checkpoint. It has "
-            f"{', '.join(names) or 'none'}. Type newest, best, or a step."
+            f"{', '.join(names) or 'none'}. Type newest, newest_complete, best, or a step."
         )
     return fitting if wanted == "newest_complete" else fitting[-1:]
 

@@ -1,8 +1,9 @@
-"""What Linux does for processes, and Python has no function for: prctl(2).
+"""prctl(2) of Linux, which Python has no function for.
 
 signal_when_parent_ends(signal.SIGTERM)
 """
 
+import contextlib
 import ctypes
 import os
 
@@ -10,12 +11,19 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def signal_when_parent_ends(signum: int) -> None:
-    """The kernel sends this process `signum` when its parent ends; not if it has ended before."""
-    _prctl(_PR_SET_PDEATHSIG, signum)
+    """The kernel sends this process `signum` when its parent ends; not if it has ended before.
+
+    Does nothing where the kernel forbids it.
+    """
+    with contextlib.suppress(OSError):
+        _prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def become_subreaper() -> None:
-    """The descendants of this process become its children when their own parents end."""
+    """The descendants of this process become its children when their own parents end.
+
+    Raises OSError where the kernel forbids it.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -300,7 +300,7 @@ def _key(data_dir: str, split: str) -> dict[str, object]:
     """Saved reports are used while these facts are unchanged."""
     paths = names.shard_paths(data_dir, split, missing_too=True)
     return {
-        "version": 1,
+        "version": 2,  # 1 counted an empty file as damaged.
         "files": [[os.path.basename(path), *files.stamp(path)] for path in paths],
         "announced": names.shard_lengths_announced(data_dir, split),
         # After a damaged length, the index leads to the next record.

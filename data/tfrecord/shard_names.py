@@ -59,8 +59,9 @@ def _announced(data_dir: str) -> dict[str, list[int]]:
         return {}
     try:
         return {
-            described["name"]: [int(n) for n in described.get("shardLengths", ())]
+            described["name"]: [int(length) for length in described["shardLengths"]]
             for described in json.loads(files.read_text(path))["splits"]
+            if described.get("shardLengths") is not None
         }
     except (AttributeError, KeyError, TypeError, ValueError):
         return {}  # Another program's file. It is not needed for reading.

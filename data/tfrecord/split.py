@@ -141,6 +141,11 @@ def open_split(data_dir: str, split: str) -> Split:
             f"{', as the others are' if len(paths) > 1 else ''}. Copy its files again, or write "
             f"them: {prepare_again(data_dir)}"
         )
+    if 0 in sizes:
+        _log.warning(
+            "%d of the %d files of split %r are empty, for example %s: they are left out.",
+            *(sizes.count(0), len(sizes), split, paths[sizes.index(0)]),
+        )
     starts = [_record_starts(path, size) for path, size in zip(paths, sizes, strict=True)]
     indexed = index_of(split, paths, sizes, starts)
     _check_lengths(data_dir, indexed)

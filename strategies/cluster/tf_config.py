@@ -307,7 +307,7 @@ def _object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object
 
 
 def _parse_jobs(cluster: Mapping[str, object]) -> dict[str, dict[int, str]]:
-    if "master" in cluster and "chief" not in cluster:  # The older name, in use at Vertex AI.
+    if "master" in cluster and "chief" not in cluster:  # The name in TensorFlow 1.
         cluster = {"chief" if job == "master" else job: known for job, known in cluster.items()}
     for job in cluster:
         if job not in _JOBS:

@@ -213,7 +213,7 @@ CASES = {
     "missing data": Case(DATA, ("{tmp}/data",)),
     "data directory without a split": Case(DATA, ("{tmp}/data", "train"), make=without_examples),
     "data directory that is a file": Case(DATA, ("{tmp}/data",), make=not_a_directory),
-    "empty shard": Case(DATA, ("{tmp}/data", "tfrecord", "empty"), make=emptied),
+    "emptied shard": Case(DATA, ("{tmp}/data", "tfrecord", "0 bytes"), make=emptied),
     "shard that was cut short": Case(DATA, ("tfrecord", "at byte", "cut short"), make=cut_short),
     "corrupt record": Case(DATA, ("test.tfrecord", "record 0 at byte 0", "CRC"), make=corrupt),
     "label that the features deny": Case(DATA, ("label", "[0, 9)"), make=one_label_less),

@@ -28,6 +28,7 @@ def notes(loss: Any, *last: keras.Layer, is_compiled: bool = False) -> list[str]
         (None, "softmax", "ends with softmax, but the default loss applies softmax too"),
         (CROSS_ENTROPY(from_logits=True), "softmax", "from_logits=True) applies it too"),
         ("sparse_categorical_crossentropy", None, "expects probabilities, but the last layer"),
+        (keras.losses.CategoricalGeneralizedCrossEntropy(), None, "expects probabilities"),
     ],
 )
 def test_activation_that_does_not_fit_the_loss_is_noted(

@@ -157,11 +157,6 @@ def test_end_of_a_task_that_was_asked_to_end_is_no_failure(
     assert host.policy.is_over() == (is_done or exit_code == 0)
 
 
-def end_of_task(code: int, *, was_overdue: bool = False) -> TaskEnd:
-    failure = f"exit code {code}"
-    return TaskEnd(Task("worker", 1), False, False, 100, code, 1.0, failure, was_overdue)
-
-
 @pytest.mark.parametrize(
     ("members", "exit_code", "was_overdue", "counts", "ends_all"),
     [

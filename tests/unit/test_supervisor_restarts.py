@@ -61,15 +61,16 @@ def test_ps_worker_that_dies_ends_or_hangs_is_restarted_alone_at_its_address(
     assert (tmp_path / "tasks" / "worker-0.log").read_text().count("=== worker 0, start") == 4
 
 
-def test_servers_stay_when_another_server_is_killed_until_that_brings_no_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("victim", "num_restarted"), [("chief 0", 1), ("ps 0", 2)])
+def test_servers_stay_when_another_task_is_killed_until_that_brings_no_progress(
+    victim: str, num_restarted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have the variables. If that brings no progress, all tasks are restarted."""
     monkeypatch.setattr("trainer.local.restarts._FIRST_DELAY_SECS", 0.1)
     cluster = local_cluster("ps", 2, 2)
     body = """
         note(f"running-{start}")
-        if (job, index) == ("ps", 0) and start < 3:
+        if f"{job} {index}" == "VICTIM" and start < 3:
             for task in ("chief-0", "worker-0", "worker-1", "ps-0", "ps-1"):
                 await_note("running-1-" + task)
             await_note(f"running-{start}-chief-0")
@@ -80,13 +81,13 @@ def test_servers_stay_when_another_server_is_killed_until_that_brings_no_progres
             note("done")
         await_note("done-chief-0")
     """
-    report = run(tmp_path, cluster, body, max_restarts=2)
+    report = run(tmp_path, cluster, body.replace("VICTIM", victim), max_restarts=2)
     all_tasks = len(cluster.tasks())
-    assert causes(report) == [("ps 0", KILLED, 2), ("ps 0", KILLED, all_tasks)]
+    assert causes(report) == [(victim, KILLED, num_restarted), (victim, KILLED, all_tasks)]
     assert report.exit_code == 0
     lines = lines_of(tmp_path / "tasks" / "restarts.jsonl")
     started_again = [set(line["started_again"]) for line in lines]
-    assert started_again == [{"chief 0", "ps 0"}, set(map(str, cluster.tasks()))]
+    assert started_again == [{"chief 0", victim}, set(map(str, cluster.tasks()))]
     assert len(notes(tmp_path, "running-3")) == 2
     assert len(notes(tmp_path, "running-2")) == all_tasks
 

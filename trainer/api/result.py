@@ -79,8 +79,9 @@ class Result:
     def load_model(self, checkpoint: str | int | None = None) -> "keras.Model":
         """The model of the run: as exported, or with the weights of a checkpoint.
 
-        `checkpoint` is newest, best or a step. Without it, a run that has not exported gives the
-        newest checkpoint. The config file builds the model, so classes that it defines are known.
+        `checkpoint` is newest, newest_complete, best or a step. Without it, a run that has not
+        exported gives the newest checkpoint. The config file builds the model, so classes that it
+        defines are known.
         """
         prepare_tensorflow()
         from trainer.session import model_of_run
@@ -94,7 +95,10 @@ class Result:
         split: str | None = None,
         data_dir: str | None = None,
     ) -> Mapping[str, Any]:
-        """The metrics of a checkpoint (newest, best or a step), as of `trainer.evaluate`."""
+        """The metrics of a checkpoint, as of `trainer.evaluate`.
+
+        `checkpoint` is newest, newest_complete, best or a step.
+        """
         prepare_tensorflow()
         from trainer.session import evaluate
 

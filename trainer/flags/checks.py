@@ -187,8 +187,8 @@ def _check_source() -> None:
     by_tasks = [f"{job}_hosts" for job, flag in flags.HOSTS.items() if flag.value is not None]
     if source == "tf_config" and not is_set:
         raise ConfigError(
-            "--cluster=tf_config needs the variable TF_CONFIG, which is not set. Set it, as "
-            "docs/clusters.md shows, or leave --cluster out."
+            "--cluster=tf_config needs the variable TF_CONFIG, which is not set, or is {}. Set it, "
+            "as docs/clusters.md shows, or leave --cluster out."
         )
     if source == "hosts" and flags.HOST_LIST.value is None:
         raise ConfigError("--cluster=hosts needs the hosts. Add --hosts=a,b,c.")

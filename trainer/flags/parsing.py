@@ -63,8 +63,13 @@ def parse_words(argv: Sequence[str]) -> list[str]:
         message = unknown_flag(error.flagname, FLAGS, config)
         if new_name := _RENAMED.get(error.flagname):
             message = f"--{error.flagname} has a new name: write --{new_name}."
-    except (AttributeError, LookupError, TypeError, ValueError, Error) as error:
+    except (AttributeError, KeyError, Error) as error:
         message = _explain_flag_error(argv, config, error)
+    except (LookupError, TypeError, ValueError) as error:
+        # ml_collections raises them for a part of a field that has no parts.
+        message = _explain_unknown(argv, config)
+        if isinstance(error, UsageError) or not message:
+            raise
     raise ConfigError(message)
 
 
@@ -88,15 +93,25 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, others
 
 
-def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception) -> str:
+def _explain_unknown(argv: Sequence[str], config: "Config") -> str:
+    """Says which field in a command line the config does not have; "" if it has all."""
     from trainer.config import explain_unknown_field, flatten
-    from trainer.flags.mistakes import wrong_value
 
     known = flatten(config)
     for argument in argv:
         override = argument.lstrip("-").partition("=")[0]
         if override.startswith("config.") and override.removeprefix("config.") not in known:
             return explain_unknown_field(override.removeprefix("config."), config)
+    return ""
+
+
+def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception) -> str:
+    from trainer.config import flatten
+    from trainer.flags.mistakes import wrong_value
+
+    if unknown := _explain_unknown(argv, config):
+        return unknown
+    known = flatten(config)
     values = {name: FLAGS[name].default for name in FLAGS if FLAGS[name].default is not None}
     values |= {name: known[name] for name in SHORTCUTS} | {"epochs": 10.0}
     return wrong_value(str(error), values | {f"config.{name}": v for name, v in known.items()})

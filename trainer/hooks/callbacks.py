@@ -226,4 +226,4 @@ class Callbacks(Hook):
         """Chooses mode="auto" as config.best_metric does: from the metric."""
         monitor = getattr(callback, "monitor", "loss").removeprefix("val_")
         if getattr(callback, "mode", "") not in ("min", "max"):
-            callback.mode = "min" if self.learner.objective.is_better_lower(monitor) else "max"
+            callback.mode = "min" if self.learner.objective.is_lower_better(monitor) else "max"

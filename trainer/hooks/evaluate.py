@@ -82,7 +82,7 @@ class Evaluate(PeriodicHook):
 
     def score(self, value: float) -> float:
         """A number that is higher the better `value` of the best metric is."""
-        return -value if self.learner.objective.is_better_lower(self.best_metric) else value
+        return -value if self.learner.objective.is_lower_better(self.best_metric) else value
 
     @override
     def result(self) -> Mapping[str, object]:

@@ -122,7 +122,7 @@ class Objective:
         results = self.keras_metrics.results if self.keras_metrics else None
         return Metrics(means, totals[2 * num_pairs :], results, lookups)
 
-    def is_better_lower(self, metric: str) -> bool:
+    def is_lower_better(self, metric: str) -> bool:
         """Returns True for losses and errors, False for accuracies, for example."""
         falling = self.keras_metrics.falling if self.keras_metrics else ()
         return metric in self._loss_names or metric in falling

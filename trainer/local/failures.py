@@ -37,7 +37,7 @@ class Failure:
 
     @property
     def exit_of_others(self) -> int:
-        """With which the launchers of other hosts end if this failure ends the run."""
+        """The exit code of the launchers of other hosts, if this failure ends the run."""
         return EXIT_USAGE if self.exit_code == EXIT_USAGE else EXIT_RESTART
 
 

@@ -111,7 +111,7 @@ class Supervisor:
         """
         with SignalThread(stop_signals(), self._on_signal):
             try:
-                self._start(self.policy.to_start(self.policy.clusters))
+                self._do(Step.START)
                 if self.stall_timeout_secs:
                     self._kill_unresponsive()
                 if self._failures:

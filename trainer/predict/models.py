@@ -47,7 +47,7 @@ class Loaded:
 
 
 def open_model(path: str, checkpoint: str | None) -> Loaded:
-    """The model at `path`; `checkpoint` (newest, best or a step) is for a run.
+    """The model at `path`; `checkpoint` (newest, newest_complete, best or a step) is for a run.
 
     Raises ConfigError if there is no model, or it cannot be loaded.
     """

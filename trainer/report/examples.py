@@ -134,7 +134,7 @@ def classified(model_dir: str) -> Classified:
     from trainer.embeddings.table import set_values
     from trainer.session import restore
 
-    found = restore(model_dir, "newest")
+    found = restore(model_dir, "newest_complete")
     model = found.learner.model
     set_values(model, found.learner)
     confusion: npt.NDArray[np.int64] | None = None

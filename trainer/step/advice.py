@@ -69,8 +69,8 @@ def shape_advice(labels: "Batch", outputs: "Batch") -> str:
 def _of_keras_loss(loss: object, activation: str) -> list[str]:
     if isinstance(loss, str):
         name, from_logits = loss, False
-    elif isinstance(loss, keras.Loss) and hasattr(loss, "from_logits"):
-        name, from_logits = type(loss).__name__, bool(loss.from_logits)
+    elif isinstance(loss, keras.Loss) and type(loss).__module__.startswith("keras."):
+        name, from_logits = type(loss).__name__, bool(getattr(loss, "from_logits", False))
     else:
         return []
     if "crossentropy" not in name.lower():

@@ -25,7 +25,7 @@ from data.system.compat.keras_compile import (
     CompileMetrics,
     copy_of_wrapper,
     get_metric,
-    is_better_lower,
+    is_lower_better,
 )
 from data.system.compat.keras_layers import select_mask
 from strategies.base import Batch
@@ -102,7 +102,7 @@ class KerasMetrics:
         self.falling = frozenset(self._falling())
 
     def _falling(self) -> list[str]:
-        downs = [m.name for m in self._metrics.metrics if is_better_lower(m)]
+        downs = [m.name for m in self._metrics.metrics if is_lower_better(m)]
         return [name for name in self.names if any(name.endswith(down) for down in downs)]
 
     def update(

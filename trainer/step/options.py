@@ -241,7 +241,7 @@ class EarlyStoppingConfig:
     Attributes:
         patience: The number of evaluations in a row without improvement; 0 never stops early.
         min_delta: An improvement is larger than this, in the direction that
-            `Objective.is_better_lower` says.
+            `Objective.is_lower_better` says.
     """
 
     patience: int = at_least(0, 0)

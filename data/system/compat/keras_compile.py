@@ -14,7 +14,7 @@ from keras.src.trainers.compile_utils import CompileMetrics, get_loss, get_metri
 __all__ = ["CompileMetrics", "get_loss", "get_metric"]
 
 
-def is_better_lower(metric: keras.metrics.Metric) -> bool:
+def is_lower_better(metric: keras.metrics.Metric) -> bool:
     """Returns True if Keras knows that a lower value of `metric` is better."""
     return getattr(metric, "_direction", "") == "down"
 

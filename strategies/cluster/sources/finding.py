@@ -13,7 +13,7 @@ from strategies.cluster.tf_config import ClusterError
 
 
 def is_described(environment: Mapping[str, str]) -> bool:
-    """Returns True if TF_CONFIG is set. Some schedulers set it to `{}` for a single process."""
+    """Returns True if TF_CONFIG is more than `{}`, which some schedulers set for one process."""
     return environment.get("TF_CONFIG", "{}").strip() != "{}"
 
 
