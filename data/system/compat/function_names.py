@@ -4,7 +4,7 @@
 
 TensorFlow 2.21 (`concrete_function.py`, `control_flow_util_v2.py`) ends a name with the number of
 tensors and functions that the process had before. XLA's cache finds a program by these names, so a
-resumed run would compile again. No longer needed when two processes that trace the same function
+resumed run would compile again. Can be deleted when two processes that trace the same function
 after different others give it the same name.
 """
 

@@ -1,4 +1,4 @@
-"""What keras.Optimizer knows, and tells only itself: its rate as given, its slots, its exclusions.
+"""Private parts of keras.Optimizer: its rate as given, its slots, its exclusions.
 
 `update_step` is public, but the fused ops and the Learner need the parts. Keras 3.15,
 `keras/src/optimizers/base_optimizer.py`. Can be deleted when Keras has public names for these.

@@ -36,7 +36,8 @@ def metrics_without_variables(import_keras: Callable[[], None]) -> Iterator[None
         try:
             yield
         finally:
-            builtins.__import__ = import_of_python
+            if builtins.__import__ is import_keras_first:  # Keras was not imported.
+                builtins.__import__ = import_of_python
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """A gradient of one's own for an operation with any inner operations.
 
 `tf.custom_gradient` passes its arguments and results through IdentityN ops, so that rows which are
-rounded on another task would also be sent as they are. TensorFlow 2.21; the recording that it is
-made of is in `tensorflow/python/eager/record.py`. Can be deleted when its graphs have no IdentityN.
+rounded on another task would also be sent as they are. The functions that record gradients are in
+TensorFlow 2.21's `tensorflow/python/eager/record.py`. Can be deleted when `tf.custom_gradient` adds
+no IdentityN.
 """
 
 from collections.abc import Callable

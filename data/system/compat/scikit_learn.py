@@ -13,7 +13,7 @@ SCIKIT_LEARN = "sklearn"
 
 @contextlib.contextmanager
 def scikit_learn_left_out() -> Iterator[None]:
-    """Within it, an import of scikit-learn fails; a later one works. It is not imported yet."""
+    """Within it, an import of scikit-learn fails. Call this before scikit-learn is imported."""
     sys.modules[SCIKIT_LEARN] = None  # type: ignore[assignment]
     try:
         yield

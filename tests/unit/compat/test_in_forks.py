@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.compat.in_forks import PROGRAMS
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its servers are Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the programs use /proc and prctl")
 
 
 @pytest.fixture(scope="module")
