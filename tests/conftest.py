@@ -1,5 +1,6 @@
 """The environment of all tests, set before any of them imports TensorFlow."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ os.environ.pop("TF_CONFIG", None)
 settings.register_profile("trainer", deadline=None)
 settings.load_profile("trainer")
 
+# The tests of one process trace many graphs, and TensorFlow warns of it in whichever is the fifth.
+logging.getLogger("tensorflow").addFilter(lambda record: "retracing" not in record.getMessage())
 
 UNIT_TESTS = Path(__file__).resolve().parent / "unit"
 

@@ -89,6 +89,7 @@ def run(
     stall_timeout_secs: float = 0.0,
 ) -> LaunchReport:
     """Runs `cluster`, each task with `body`, and asserts that no process outlives it."""
+    before = children()
     report = Supervisor(
         FixedPolicy(cluster, cluster.tasks()),
         starter(model_dir, body, namespace),
@@ -100,8 +101,13 @@ def run(
     num_starts = len(cluster.tasks()) + sum(len(restart.tasks) for restart in report.restarts)
     assert len(report.tasks) == num_starts
     assert not any(psutil.pid_exists(end.pid) for end in report.tasks)
-    assert not psutil.Process().children(recursive=True)
+    assert not children() - before
     return report
+
+
+def children() -> set[psutil.Process]:
+    """The processes below this one. Another test may have left the tracker of `multiprocessing`."""
+    return set(psutil.Process().children(recursive=True))
 
 
 def run_host(model_dir: Path, index: int, body: str, max_restarts: int) -> LaunchReport:

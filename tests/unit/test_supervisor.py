@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 from strategies.cluster.tf_config import Task
@@ -25,6 +24,7 @@ from tests.unit.stand_ins import (
     WORKER,
     WORKERS,
     by_task,
+    children,
     is_gone,
     no_progress,
     notes,
@@ -261,7 +261,8 @@ def test_killed_launcher_leaves_no_orphan(namespace: Namespace | None, tmp_path:
 
 
 def test_program_that_cannot_be_started_leaves_nothing(tmp_path: Path) -> None:
+    before = children()
     starter = TaskStarter([], command=[str(tmp_path / "missing")])
     with pytest.raises(FileNotFoundError):
         Supervisor(FixedPolicy(WORKERS, WORKERS.tasks()), starter, tmp_path, no_progress(0)).run()
-    assert not psutil.Process().children(recursive=True)
+    assert not children() - before
