@@ -5,6 +5,8 @@ stack.enter_context(configured_tensorflow(spec))    # before TensorFlow touches 
 num_gpus = use_gpus_of(spec)
 serve_task(spec, signals, recorder, num_gpus)       # ends the process; or
 executor = connect(spec, num_gpus)                  # before the first variable
+
+Strategies other than `mirrored` are imported where they begin: tasks start sooner without others.
 """
 
 import contextlib
@@ -26,10 +28,6 @@ from strategies.cluster.ports import held
 from strategies.cluster.rendezvous import Processes, connecting
 from strategies.cluster.tf_config import Cluster
 from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
-from strategies.multiworker import MultiWorkerExecutor
-from strategies.ps.asynchronous import AsynchronousExecutor
-from strategies.ps.servers import ask_chief_to_stop, serve, start_server
-from strategies.ps.sync.executor import SynchronousExecutor
 from trainer.compiled_programs import kept_programs
 from trainer.config import ConfigError, data_dir
 from trainer.exit_codes import EXIT_RESTART
@@ -115,6 +113,8 @@ def _write_placement_to_file(spec: TaskSpec) -> None:
 
 def serve_task(spec: TaskSpec, signals: StopSignals, recorder: Recorder, num_gpus: int) -> NoReturn:
     """Serves the chief until it ends this process."""
+    from strategies.ps.servers import ask_chief_to_stop, serve
+
     cluster = spec.cluster
     assert cluster is not None
     if cluster.task.job == "worker" and is_s3(data_dir(spec.recipe.config)):
@@ -155,6 +155,8 @@ def answering_servers(spec: TaskSpec, num_gpus: int) -> contextlib.AbstractConte
     if spec.cluster is not None and "ps" in spec.cluster.jobs:
         if not spec.cluster.is_server:
             return held(port_of(spec.cluster.address))
+        from strategies.ps.servers import start_server
+
         start_server(spec.cluster, spec.num_threads, num_gpus)
     return contextlib.nullcontext()
 
@@ -173,12 +175,18 @@ def connect(spec: TaskSpec, num_gpus: int) -> Executor:
         return connecting(cluster, spec.stall_timeout_secs / 2, end_unconnected, processes)
 
     if spec.strategy == "multiworker":
+        from strategies.multiworker import MultiWorkerExecutor
+
         return MultiWorkerExecutor.connect(cluster, spec.transfer, watched)
     connected = cluster, versions(), watched
     if to_aggregate := spec.replicas_to_aggregate:
+        from strategies.ps.sync.executor import SynchronousExecutor
+
         return SynchronousExecutor.connect(
             *connected, replicas_to_aggregate=to_aggregate, transfer=spec.transfer
         )
+    from strategies.ps.asynchronous import AsynchronousExecutor
+
     return AsynchronousExecutor.connect(
         *connected, max_staleness=spec.max_staleness, transfer=spec.transfer
     )

@@ -160,11 +160,10 @@ def fork_server(label: str) -> ForkServer:
         "data.system.compat.freed_memory:keep_freed_memory",
         "trainer.tf_setup:import_tensorflow",
     )
-    return ForkServer(
-        label,
-        setup=steps,
-        preload=["trainer.__main__", "trainer.cli", "trainer.preflight", "trainer.task"],
-    )
+    of_tasks = ("trainer.__main__", "trainer.cli", "trainer.preflight", "trainer.task")
+    of_strategies = ("multiworker", "ps.servers", "ps.asynchronous", "ps.sync.executor")
+    preload = [*of_tasks, *(f"strategies.{module}" for module in of_strategies)]
+    return ForkServer(label, setup=steps, preload=preload)
 
 
 def _run_check_before_launch(
