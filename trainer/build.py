@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import keras
 
@@ -38,18 +38,14 @@ from trainer.step.optimizers import (
     supported_optimizers,
 )
 from trainer.step.options import (
-    ClipConfig,
-    EmaConfig,
     LossScaleConfig,
     Options,
     ScheduleConfig,
+    StepOptions,
     WeightDecayConfig,
     matching,
 )
 from trainer.step.schedules import rate_factor
-
-# Settings that an optimizer of Keras may have, too.
-Group = TypeVar("Group", ClipConfig, WeightDecayConfig, EmaConfig, LossScaleConfig)
 
 # Options that only Learner.gradients implements.
 _IN_GRADIENTS = ("micro_batches", "penalty.l1", "penalty.l2", "jit_compile", "class_weight")
@@ -151,22 +147,19 @@ def build_learner(recipe: Recipe, input_specs: Batch = None) -> Learner:
 
 def _options(config: Config, adopted: Adopted) -> Options:
     """The options of `config`, with the settings that the user gave to the optimizer instead."""
-    clip = _merged("clip", config.clip, adopted.clip)
-    clip.check()
-    return Options(
-        clip=clip,
-        penalty=config.penalty,
-        weight_decay=_merged("weight_decay", config.weight_decay, adopted.weight_decay),
-        ema=_merged("ema", config.ema, adopted.ema),
-        loss_scale=_merged("loss_scale", config.loss_scale, adopted.loss_scale),
-        micro_batches=config.micro_batches,
+    options = Options(
         jit_compile=config.jit_compile is True,
-        class_weight=config.class_weight,
         marks_changed_rows=config.complete_checkpoint_every > 1,
     )
+    for item in dataclasses.fields(StepOptions):
+        ours, theirs = getattr(config, item.name), getattr(adopted.options, item.name)
+        is_group = dataclasses.is_dataclass(ours)
+        setattr(options, item.name, _merged(item.name, ours, theirs) if is_group else ours)
+    options.clip.check()
+    return options
 
 
-def _merged(name: str, ours: Group, of_optimizer: Group) -> Group:
+def _merged(name: str, ours: Any, of_optimizer: Any) -> Any:  # A group of fields.
     default, changes = vars(type(ours)()), {}
     for key, value in vars(of_optimizer).items():
         if value in (default[key], vars(ours)[key]):
@@ -330,7 +323,7 @@ def _optimizer(recipe: Recipe, model: keras.Model) -> Adopted:
             )
         rate = config.weight_decay.rate
         optimizer, rate = optimizer_named(config.optimizer.lower(), config.learning_rate, rate)
-        return Adopted(optimizer, weight_decay=WeightDecayConfig(rate=rate))
+        return Adopted(optimizer, StepOptions(weight_decay=WeightDecayConfig(rate=rate)))
     name = f"build_optimizer(config) of {recipe.path}"
     with errors_explained(name):
         made = recipe.build_optimizer(config)

@@ -44,7 +44,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -54,15 +54,12 @@ from trainer.config_file import errors_explained, load_module, split_target
 from trainer.step.options import (
     BELOW_1,
     PRECISIONS,
-    ClipConfig,
     EarlyStoppingConfig,
-    EmaConfig,
-    LossScaleConfig,
-    PenaltyConfig,
     ScheduleConfig,
+    StepOptions,
     WarmStartConfig,
-    WeightDecayConfig,
     at_least,
+    group,
     number,
     one_of,
     option,
@@ -125,8 +122,8 @@ class DataConfig:
 
 
 @dataclass
-class Config:
-    """What to train. Every field can be set with `--config.FIELD=VALUE`.
+class RunOptions:
+    """The fields of Config that are no options of a step.
 
     Attributes:
         dataset: A name that `python -m data.prepare` knows; the default of data_dir follows it.
@@ -159,9 +156,6 @@ class Config:
         profile_num_steps: The number of steps that it records.
         trackers: Experiment trackers that get the reports, joined by commas: mlflow, wandb.
         export: True writes export/model.keras and export/saved_model at the end.
-        micro_batches: Each replica computes its share of a batch in this many parts, one after
-            another, and sums their gradients: the same step in less memory. Layers that mix
-            examples, such as BatchNormalization, see one part at a time.
         precision: The dtype policy of layers without a policy: float32, mixed_float16 (with a
             scaled loss) or mixed_bfloat16. Variables are float32 with all three.
         jit_compile: True: XLA compiles what a replica computes: the gradient; under mirrored also
@@ -171,12 +165,9 @@ class Config:
         label_smoothing: The part of each label's probability that is spread over all classes
             (Szegedy et al., "Rethinking the Inception Architecture", 2016), in training and
             evaluation. Only for the default loss.
-        class_weight: The weight in training of each class, by its index; 1 for others. A weight
-            multiplies the loss of an example.
         freeze: Pattern of the paths of layers not to train, for example "conv"; empty trains all. A
             frozen BatchNormalization does not move its statistics either.
-        schedule, clip, penalty, weight_decay, ema, loss_scale, early_stopping, warm_start: See
-            trainer/step/options.py.
+        schedule, early_stopping, warm_start: See trainer/step/options.py.
         data: How examples are read and ordered.
     """
 
@@ -205,21 +196,22 @@ class Config:
     )
     trackers: str = ""
     export: bool = True
-    micro_batches: int = at_least(1, 1)
     precision: str = one_of(*PRECISIONS)
     jit_compile: bool | str = one_of("auto", True, False)
     label_smoothing: float = number(0.0, BELOW_1)
-    class_weight: dict[int, float] = field(default_factory=dict)
     freeze: str = option("", is_pattern=True)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    clip: ClipConfig = field(default_factory=ClipConfig)
-    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
-    weight_decay: WeightDecayConfig = field(default_factory=WeightDecayConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
-    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    schedule: ScheduleConfig = group(ScheduleConfig)
+    early_stopping: EarlyStoppingConfig = group(EarlyStoppingConfig)
+    warm_start: WarmStartConfig = group(WarmStartConfig)
+    data: DataConfig = group(DataConfig)
+
+
+@dataclass
+class Config(StepOptions, RunOptions):
+    """What to train. Every field can be set with `--config.FIELD=VALUE`.
+
+    Attributes: see RunOptions above, and StepOptions in trainer/step/options.py.
+    """
 
 
 @dataclass(frozen=True)

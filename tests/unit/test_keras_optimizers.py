@@ -155,5 +155,5 @@ def test_adafactor_stays_finite_where_neither_row_nor_column_has_a_gradient() ->
 
 def test_average_starts_with_the_weights_of_the_first_step_only_if_asked() -> None:
     keras_like = adopt(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
-    assert keras_like.ema == EmaConfig(decay=0.5, from_first_step=True)
+    assert keras_like.options.ema == EmaConfig(decay=0.5, from_first_step=True)
     assert not keras_like.optimizer.use_ema

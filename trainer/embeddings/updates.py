@@ -5,6 +5,7 @@ part.change(variable, gradient, rate, step, colocated)      # on the device of t
 saved_tables(layers, parts)                                 # what a checkpoint has of them
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ from trainer.embeddings.dynamic_part import DynamicPart
 from trainer.embeddings.layer import ShardedEmbedding
 from trainer.embeddings.optimizers import TableUpdate, gather_rows
 from trainer.embeddings.table import FixedTable, Rows
-from trainer.step.options import ClipConfig, ConfigError, EmaConfig, Options
+from trainer.step.options import ConfigError, Options
 
 # The name of the variable that has the marks of changed rows.
 _CHANGED = "changed"
@@ -151,8 +152,10 @@ def require_table_options(
     """Raises ConfigError for an option that would change, or read, a whole table in each step."""
     names = ", ".join(layer.name for layer in tables)
     refused = {
-        "config.clip": (options.clip != ClipConfig(), "clip_norm=..., an argument of the layer"),
-        "config.ema": (options.ema != EmaConfig(), "no moving average"),
+        f"config.{item.name}": (getattr(options, item.name) != getattr(Options(), item.name), use)
+        for item in dataclasses.fields(options)
+        if (use := item.metadata.get("with_tables"))
+    } | {
         "config.jit_compile": (options.jit_compile, "--config.jit_compile=False"),
         "config.precision=mixed_float16": (is_float16, "--config.precision=mixed_bfloat16"),
     }

@@ -26,11 +26,16 @@ def describe_fields(config: object) -> str:
     return "\n".join(lines)
 
 
+def _attributes(kind: type) -> str:
+    _, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")
+    return attributes
+
+
 def _fields(group: Any, prefix: str) -> Iterator[tuple[str, object, str]]:  # Any: a dataclass.
-    _, _, attributes = (inspect.getdoc(type(group)) or "").partition("Attributes:\n")
     texts = {
         name: " ".join(found["text"].split())
-        for found in _ENTRY.finditer(textwrap.dedent(attributes))
+        for kind in reversed(type(group).__mro__)
+        for found in _ENTRY.finditer(textwrap.dedent(_attributes(kind)))
         for name in found["names"].split(", ")
     }
     for item in dataclasses.fields(group):

@@ -14,7 +14,7 @@ import functools
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from data.system.compat.keras_optimizers import Nadam, given_rate, is_decayed
 from data.system.errors import UsageError
-from trainer.step.options import ClipConfig, EmaConfig, LossScaleConfig, WeightDecayConfig
+from trainer.step.options import EmaConfig, LossScaleConfig, StepOptions, WeightDecayConfig
 
 
 class OptimizerError(UsageError):
@@ -91,14 +91,12 @@ class Adopted:
     """An optimizer without the settings that `Learner` applies in its place.
 
     Attributes:
+        options: These settings; others have their defaults.
         notes: What was taken over, for the user.
     """
 
     optimizer: keras.Optimizer
-    clip: ClipConfig = field(default_factory=ClipConfig)
-    weight_decay: WeightDecayConfig = field(default_factory=WeightDecayConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    options: StepOptions = field(default_factory=StepOptions)
     notes: list[str] = field(default_factory=list)
 
 
@@ -141,23 +139,23 @@ def adopt(optimizer: keras.Optimizer, variables: Sequence[keras.Variable] = ()) 
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = adopt(optimizer.inner_optimizer, variables)
-        inner.loss_scale = LossScaleConfig(
+        inner.options.loss_scale = scale = LossScaleConfig(
             initial=float(optimizer.initial_scale), growth_steps=int(optimizer.dynamic_growth_steps)
         )
-        inner.notes.append(_note(inner.optimizer, "LossScaleOptimizer", inner.loss_scale))
+        inner.notes.append(_note(inner.optimizer, "LossScaleOptimizer", scale))
         return inner
     if (corrected := _CORRECTED.get(type(optimizer))) is not None:
         optimizer = corrected.from_config(optimizer.get_config())
     adopted = Adopted(optimizer)
     for name, clip in _CLIPS.items():
         if value := getattr(optimizer, name):
-            adopted.clip = replace(adopted.clip, **{clip: float(value)})
+            setattr(adopted.options.clip, clip, float(value))
             adopted.notes.append(_note(optimizer, f"{name}={value}", f"config.clip.{clip}={value}"))
             setattr(optimizer, name, None)
     _adopt_weight_decay(adopted, variables)
     if optimizer.use_ema and not optimizer.ema_overwrite_frequency:
-        adopted.ema = EmaConfig(decay=optimizer.ema_momentum, from_first_step=True)
-        adopted.notes.append(_note(optimizer, "use_ema=True", f"config.ema={adopted.ema}"))
+        adopted.options.ema = ema = EmaConfig(optimizer.ema_momentum, from_first_step=True)
+        adopted.notes.append(_note(optimizer, "use_ema=True", f"config.ema={ema}"))
         optimizer.use_ema = False
     if optimizer.loss_scale_factor:
         adopted.notes.append(
@@ -183,7 +181,7 @@ def _adopt_weight_decay(adopted: Adopted, variables: Sequence[keras.Variable]) -
     optimizer.weight_decay = None
     if variables and len(kept) == len(variables):
         return
-    adopted.weight_decay = WeightDecayConfig(rate=float(rate), exclude=exclude)
+    adopted.options.weight_decay = WeightDecayConfig(rate=float(rate), exclude=exclude)
     without = f", without {', '.join(kept)}" if kept else ""
     now = f"config.weight_decay.rate={rate}{without}"
     adopted.notes.append(_note(optimizer, f"weight_decay={rate}", now))

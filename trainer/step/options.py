@@ -8,9 +8,9 @@ variable, for example "conv2d/kernel", or of a layer, for example "conv2d".
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from data.system.errors import UsageError
 
@@ -21,6 +21,8 @@ _FRACTION: _Bound = ("from 0 to 1", lambda x: 0 <= x <= 1)
 BELOW_1: _Bound = ("at least 0 and below 1", lambda x: 0 <= x < 1)
 _ABOVE_0: _Bound = ("above 0", lambda x: 0 < x < math.inf)
 _AT_LEAST_1: _Bound = ("1 or more", lambda x: 1 <= x < math.inf)
+
+_Group = TypeVar("_Group")
 
 PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 
@@ -43,6 +45,14 @@ def at_least(least: int, default: int, **metadata: Any) -> int:
 def one_of(*values: Any) -> Any:
     """Declares a field of a config with its `values`; the first is the default."""
     return option(values[0], one_of=values)
+
+
+def group(kind: Callable[[], _Group], **metadata: Any) -> _Group:
+    """Declares a field that is a group of fields, with the default values of `kind`.
+
+    If a ShardedEmbedding does not support the group, `with_tables` says what to use instead.
+    """
+    return field(default_factory=kind, metadata=metadata)
 
 
 class ConfigError(UsageError):
@@ -269,20 +279,42 @@ class WarmStartConfig:
     )
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of a Learner; by default all are off."""
+@dataclass
+class StepOptions:
+    """The options of the computation of a step. Each is a field of Config, and is off by default.
 
-    clip: ClipConfig = field(default_factory=ClipConfig)
-    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
-    weight_decay: WeightDecayConfig = field(default_factory=WeightDecayConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    micro_batches: int = 1  # Parts of a replica's examples, computed one after the other.
-    jit_compile: bool = False  # XLA compiles a replica's gradient.
-    marks_changed_rows: bool = False  # Of tables, for checkpoints that have only these rows.
-    # The weights of the examples of some classes, in training.
-    class_weight: Mapping[int, float] = field(default_factory=dict)
+    A new option is declared here, and applied in one part of trainer/learner. It needs a row in
+    tests/cluster/parity.py, which compares all strategies.
+
+    Attributes:
+        micro_batches: Each replica computes its share of a batch in this many parts, one after
+            another, and sums their gradients: the same step in less memory. Layers that mix
+            examples, such as BatchNormalization, see one part at a time.
+        class_weight: The weight in training of each class, by its index; 1 for others. A weight
+            multiplies the loss of an example.
+        clip, penalty, weight_decay, ema, loss_scale: See trainer/step/options.py.
+    """
+
+    micro_batches: int = at_least(1, 1)
+    class_weight: dict[int, float] = field(default_factory=dict)
+    clip: ClipConfig = group(ClipConfig, with_tables="clip_norm=..., an argument of the layer")
+    penalty: PenaltyConfig = group(PenaltyConfig)
+    weight_decay: WeightDecayConfig = group(WeightDecayConfig)
+    ema: EmaConfig = group(EmaConfig, with_tables="no moving average")
+    loss_scale: LossScaleConfig = group(LossScaleConfig)
+
+
+@dataclass
+class Options(StepOptions):
+    """The options of a Learner.
+
+    Attributes:
+        jit_compile: XLA compiles a replica's gradient.
+        marks_changed_rows: Of tables, for checkpoints that have only these rows.
+    """
+
+    jit_compile: bool = False
+    marks_changed_rows: bool = False
 
 
 def matching(name: str, pattern: str, paths: Sequence[str]) -> list[bool]:
