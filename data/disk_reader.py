@@ -22,7 +22,7 @@ from data.features import ExampleParse
 from data.order import Int64s, Plan
 from data.reader import Batch, Reader
 from data.system.compat.autograph import no_autograph
-from data.system.compat.clock import timestamp
+from data.system.compat.determinism import parallel_calls, timestamp
 from data.system.cores import num_cores
 from data.system.files import is_url
 from data.tfrecord.byte_ranges import Buffers, ByteRanges, DamagedError, Window, Windows
@@ -258,7 +258,7 @@ class DiskReader:
 
         runs = plans.prefetch(2).map(
             lambda plan: (self._pieces.read(plan), {name: plan[name] for name in spec}),
-            num_parallel_calls=self._threads,
+            num_parallel_calls=parallel_calls(self._threads),
         )
         groups = runs.flat_map(in_groups).map(
             lambda records, rows: (tf.gather(records, rows.pop("gather")), rows)
@@ -285,12 +285,12 @@ class DiskReader:
         if self._group_batches(lanes) == 1:
             batches = groups.map(
                 lambda *group: tf.nest.map_structure(lambda t: tf.squeeze(t, 0), parse(*group)),
-                num_parallel_calls=self._threads,
+                num_parallel_calls=parallel_calls(self._threads),
             )
         else:
             # One more thread: cutting a group must not wait until the next one is parsed.
             options.threading.private_threadpool_size += 1
-            parsed = groups.map(parse, num_parallel_calls=self._threads)
+            parsed = groups.map(parse, num_parallel_calls=parallel_calls(self._threads))
             if waited is not None and not self._reader.prefetch_batches:
                 # Once for each group: a consumer waits for the first batch of a group.
                 add = functools.partial(_timed, waited)

@@ -30,6 +30,7 @@ from data.system.stopwatch import Stopwatch
 from strategies.metrics import Metrics, add_metrics
 from strategies.pace import CallSize, Pace
 from strategies.position import Position, Reached
+from strategies.step_errors import errors_explained
 from strategies.worker_stats import WorkerStats
 
 # What changes the variables in `_run`: an argument of `Executor.changing`.
@@ -44,10 +45,6 @@ Tensor: TypeAlias = tf.Tensor
 Batch: TypeAlias = Any
 
 Made = TypeVar("Made")
-
-
-class DataFaultError(RuntimeError):
-    """TensorFlow could not read, parse or use the data of a step; its cause says more."""
 
 
 class Learner(Protocol):
@@ -259,13 +256,14 @@ class Executor(abc.ABC):
         Raises:
             PeerLostError: a task without which no step is possible is lost.
             DataFaultError: the data of these steps cannot be read or used.
+            OutOfMemoryError: they need more memory than a device has.
         """
         metrics = Metrics()
         while num_steps > 0 and not self.stopping:
             size = min(num_steps, self._steps_of_call(num_steps))
             started, num_graphs = self.clock(), len(self._used_graphs)
             self.stopwatch.switch("compute" if num_graphs else "graph")
-            with _data_errors_wrapped(), self.changing(STEPS):
+            with errors_explained("--config.micro_batches=2"), self.changing(STEPS):
                 more, seconds = self._run(size)
             if len(self._used_graphs) > num_graphs:  # The call compiled a graph.
                 self.stopwatch.relabel("graph")
@@ -332,7 +330,7 @@ class Executor(abc.ABC):
             while first < end:
                 # Batches past the end are empty and count nothing.
                 num_units = min(self._evaluation_size.size, -(-(end - first) // unit))
-                with _data_errors_wrapped():
+                with errors_explained("--config.eval_batch_size=1"):
                     metrics, seconds = self._evaluate(first, num_units * unit)
                 if not self._has_evaluated:  # The first call compiled the graph.
                     self._has_evaluated = True
@@ -404,19 +402,6 @@ class Executor(abc.ABC):
 
     def close(self, exit_code: int = 0) -> None:
         """Ends the run in all tasks together; servers exit with `exit_code`."""
-
-
-@contextlib.contextmanager
-def _data_errors_wrapped() -> Iterator[None]:
-    try:
-        yield
-    except (
-        tf.errors.DataLossError,
-        tf.errors.InvalidArgumentError,
-        tf.errors.NotFoundError,
-        tf.errors.PermissionDeniedError,
-    ) as error:
-        raise DataFaultError(error.message) from error
 
 
 def value_of(tensor: Tensor | tf.Variable) -> npt.NDArray[Any]:

@@ -22,8 +22,6 @@ from data.disk_reader import DiskReader
 from data.order import replica_lanes
 from data.reader import Reader
 from data.system.compat.autograph import no_autograph
-from data.system.errors import UsageError
-from data.system.extras import install_command
 from strategies.base import Batch, Executor, Learner, Tensor
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
@@ -34,54 +32,6 @@ from strategies.transfer import AS_COMPUTED, Transfer
 
 # A part of the message if the next batch could not be read or parsed.
 _NEXT_BATCH = "IteratorGetNext"
-
-
-class DeviceError(UsageError):
-    """More devices were asked for than exist. Exit code 2."""
-
-
-def use_gpus(num_gpus: int | None) -> int:
-    """Makes `num_gpus` GPUs visible (None: all), with memory growth; returns their number.
-
-    Must be called before TensorFlow has initialised a device.
-
-    Raises:
-        DeviceError: there are fewer GPUs.
-    """
-    gpus = tf.config.list_physical_devices("GPU")
-    if num_gpus is not None:
-        if num_gpus > len(gpus):
-            raise DeviceError(
-                f"--num_gpus={num_gpus}, but TensorFlow sees {len(gpus)} GPU(s) here. "
-                f"Use fewer, or install what NVIDIA's GPUs need: {install_command('cuda')}"
-            )
-        gpus = gpus[:num_gpus]
-        tf.config.set_visible_devices(gpus, "GPU")
-    for gpu in gpus:
-        tf.config.experimental.set_memory_growth(gpu, True)
-    return len(gpus)
-
-
-def replica_devices(num_replicas: int, num_gpus: int) -> list[str]:
-    """The devices of this process's replicas; 0 replicas means one for each GPU, or one CPU.
-
-    Without GPUs the CPU is divided into logical devices, so this too must be called before
-    TensorFlow has initialised a device.
-
-    Raises:
-        DeviceError: more replicas than GPUs.
-    """
-    num_replicas = num_replicas or num_gpus or 1
-    if 0 < num_gpus < num_replicas:
-        raise DeviceError(
-            f"--replicas={num_replicas}, but there are {num_gpus} GPU(s). "
-            "Use at most one replica a GPU, or --num_gpus=0 for replicas on the CPU."
-        )
-    if num_replicas > 1 and not num_gpus:
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        logical = [tf.config.LogicalDeviceConfiguration() for _ in range(num_replicas)]
-        tf.config.set_logical_device_configuration(cpu, logical)
-    return [f"{'GPU' if num_gpus else 'CPU'}:{i}" for i in range(num_replicas)]
 
 
 class MirroredExecutor(Executor):

@@ -22,21 +22,22 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.system.compat.autograph import no_autograph
-from data.system.compat.clock import timestamp
 from data.system.compat.collective_abort import abort_collectives
+from data.system.compat.determinism import timestamp
 from data.system.compat.interpreter_lock import interpreter_lock_released
 from strategies.base import STEPS, Batch, Tensor
 from strategies.cluster.peers import SilentPeerError, UnknownHostError, identify
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.cluster.watching import watch_peers
+from strategies.gpus import DeviceError, refuse_wire_dtype
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes, present
 from strategies.gradients.compression import Compression
 from strategies.lost_peers import PeerLostError, loss_of
 from strategies.metrics import Metrics
-from strategies.mirrored import DeviceError, MirroredExecutor
+from strategies.mirrored import MirroredExecutor
 from strategies.position import Reached
 from strategies.step_marks import StepMarks
 from strategies.tables import ID_BYTES
@@ -100,7 +101,7 @@ class MultiWorkerExecutor(MirroredExecutor):
         super().__init__(strategy, transfer)
         self.is_chief = cluster.is_chief
         self.peers = WorkerPeers(cluster, processes, self._has_trained)
-        self._given_bucket_mb = transfer.bucket_mb
+        self._transfer = transfer
         self._marks: StepMarks | None = None
         # Seconds of this worker from its last gradient to the last sum, in all steps so far.
         self._waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
@@ -166,9 +167,11 @@ class MultiWorkerExecutor(MirroredExecutor):
                 "A ShardedEmbedding under multiworker needs one replica on the CPU of each worker, "
                 "because workers gather rows in their memory. Type --replicas=1 --num_gpus=0."
             )
+        if self._has_gpus:
+            refuse_wire_dtype(self._transfer)
         gradient_bytes = sum(map(num_bytes, learner.variables[: learner.num_dense]))
-        if self._given_bucket_mb is not None:
-            recorded = {"bucket_mb": self._given_bucket_mb}
+        if self._transfer.bucket_mb is not None:
+            recorded = {"bucket_mb": self._transfer.bucket_mb}
         bucket_bytes = self._bucket_bytes_of(recorded)
         if not bucket_bytes and gradient_bytes > LEAST_BYTES and self.num_replicas > 1:
             network = self.measure_network()

@@ -162,6 +162,8 @@ class RunOptions:
             the update, and complete steps if there is one replica; and the evaluation, but not
             under ps. The first start takes longer. "auto": under mirrored as True on GPUs, and on
             CPUs for models with attention, unless XLA cannot compile them; otherwise as False.
+        deterministic: The same bits in each run on the same devices: only deterministic ops of
+            TensorFlow, and no TensorFloat-32; slower on GPUs. Not for asynchronous ps.
         label_smoothing: The part of each label's probability that is spread over all classes
             (Szegedy et al., "Rethinking the Inception Architecture", 2016), in training and
             evaluation. Only for the default loss.
@@ -198,6 +200,7 @@ class RunOptions:
     export: bool = True
     precision: str = one_of(*PRECISIONS)
     jit_compile: bool | str = one_of("auto", True, False)
+    deterministic: bool = False
     label_smoothing: float = number(0.0, BELOW_1)
     freeze: str = option("", is_pattern=True)
     schedule: ScheduleConfig = group(ScheduleConfig)

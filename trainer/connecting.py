@@ -27,7 +27,8 @@ from strategies.cluster.peers import check_own_address, port_of
 from strategies.cluster.ports import held
 from strategies.cluster.rendezvous import Processes, connecting
 from strategies.cluster.tf_config import Cluster
-from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
+from strategies.gpus import choose_gpus, replica_devices, use_gpus
+from strategies.mirrored import MirroredExecutor
 from trainer.compiled_programs import kept_programs
 from trainer.config import ConfigError, data_dir
 from trainer.exit_codes import EXIT_RESTART
@@ -59,6 +60,8 @@ def check_cluster(spec: TaskSpec) -> None:
 @contextlib.contextmanager
 def configured_tensorflow(spec: TaskSpec) -> Iterator[None]:
     """Configures TensorFlow before its first op; in the context, what XLA compiles is kept."""
+    if spec.cluster:
+        choose_gpus(spec.cluster, is_ps=spec.strategy == "ps", wanted=spec.num_gpus)
     configure_tensorflow(spec)
     with contextlib.ExitStack() as stack:
         if spec.recipe.config.jit_compile is not False:
@@ -69,7 +72,7 @@ def configured_tensorflow(spec: TaskSpec) -> Iterator[None]:
 
 
 def configure_tensorflow(spec: TaskSpec) -> None:
-    """Sets the numbers of threads, and where ops are placed."""
+    """Sets the numbers of threads, the kind of ops, and where they are placed."""
     num_ops = spec.num_threads
     if spec.strategy == "multiworker" and spec.cluster and spec.cluster.num_hosts > 1:
         num_ops = max(num_ops or num_cores(), _OPS_WITH_NETWORK)
@@ -77,6 +80,9 @@ def configure_tensorflow(spec: TaskSpec) -> None:
         tf.config.threading.set_intra_op_parallelism_threads(spec.num_threads)
     if num_ops:
         tf.config.threading.set_inter_op_parallelism_threads(num_ops)
+    if spec.recipe.config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+        tf.config.experimental.enable_tensor_float_32_execution(False)
     tf.config.set_soft_device_placement(True)
     tf.debugging.set_log_device_placement(spec.log_device_placement)
 

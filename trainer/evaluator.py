@@ -22,7 +22,8 @@ from strategies.cluster.peers import port_of
 from strategies.cluster.ports import held
 from strategies.cluster.tf_config import Cluster
 from strategies.cluster.watching import watch_chief
-from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
+from strategies.gpus import replica_devices, use_gpus
+from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from trainer.batch_checks import check_batches
 from trainer.build import build_checkpointer

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from data.system import files
 from data.system.object_store import UnavailableError
-from strategies.mirrored import use_gpus
+from strategies.gpus import use_gpus
 from strategies.ps.placement import Group, dry_run, place
 from strategies.tables import part_rows
 from trainer.batch_checks import check_batches

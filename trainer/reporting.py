@@ -22,8 +22,8 @@ import tensorflow as tf
 from data.system.errors import TrainerError
 from data.system.files import absolute as absolute_path
 from data.system.files import shown
-from strategies.base import DataFaultError
 from strategies.lost_peers import loss_of
+from strategies.step_errors import DataFaultError
 from trainer.checkpoints.marks import Saved
 from trainer.config import changed_fields, data_dir, to_json
 from trainer.config_file import absolute

@@ -23,8 +23,9 @@ from data.system import object_store
 from data.system.files import DataError, exists, is_s3
 from data.system.scratch import scratch_dir
 from strategies.base import Batch, Executor
+from strategies.gpus import replica_devices, use_gpus
 from strategies.metrics import means
-from strategies.mirrored import MirroredExecutor, replica_devices, use_gpus
+from strategies.mirrored import MirroredExecutor
 from trainer import build
 from trainer.batch_checks import check_batches
 from trainer.build import build_checkpointer, build_learner

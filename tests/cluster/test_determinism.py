@@ -152,3 +152,19 @@ def test_learning_rate_of_a_resumed_run_is_that_of_its_command(
     finished = train(TOPOLOGIES[name], tmp_path, *flags, "--train_steps=40", "--learning_rate=0.5")
     rates = {report["step"]: report["learning_rate"] for report in finished.metrics("train")}
     assert rates == {20: pytest.approx(0.01), 40: pytest.approx(0.5)}
+
+
+def test_deterministic_ops_train_in_all_synchronous_modes(
+    topology: Topology, digits: Path, tmp_path: Path
+) -> None:
+    flags = (
+        "--config=tests/cluster/configs/slow.py",  # It has dropout.
+        QUICKLY,
+        f"--data_dir={digits}",
+        "--train_steps=20",
+        "--config.export=False",
+    )
+    plain = train(topology, tmp_path / "plain", *flags)
+    run = train(topology, tmp_path / "deterministic", *flags, "--deterministic")
+    assert run.config["config"]["deterministic"]
+    assert_bit_for_bit_equal(run, plain)  # On CPUs.

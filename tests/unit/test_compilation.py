@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from strategies.base import DataFaultError
 from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
+from strategies.step_errors import DataFaultError
 from tests.unit.test_config_file import digits, written
 from trainer.compilation import choose_compilation
 from trainer.config import ConfigError, load_recipe

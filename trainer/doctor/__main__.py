@@ -169,9 +169,10 @@ def _all_reduce(doctor: _Doctor) -> Json:
     if not can_connect(doctor.reports, cluster):
         return {"why_not": "not all tasks came, can reach each other, and have the same software"}
     import_tensorflow()
-    from strategies.mirrored import use_gpus
+    from strategies.gpus import choose_gpus, use_gpus
     from strategies.multiworker import MultiWorkerExecutor
 
+    choose_gpus(cluster, is_ps=False, wanted=flags.NUM_GPUS.value)
     use_gpus(flags.NUM_GPUS.value)
     executor = MultiWorkerExecutor.connect(cluster, Transfer(flags.COMMUNICATION.value))
     network = executor.measure_network()

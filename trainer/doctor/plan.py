@@ -136,6 +136,9 @@ def _make(recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings) 
     import_tensorflow()
     import tensorflow as tf
 
+    from strategies.gpus import choose_gpus
+
+    choose_gpus(cluster, is_ps=settings.strategy == "ps")
     made: Json = {"gpus": len(tf.config.list_physical_devices("GPU"))}
     if not settings.makes_plan:
         return made

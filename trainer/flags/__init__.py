@@ -179,6 +179,9 @@ SHORTCUTS = {
     "train_steps": flags.DEFINE_integer(
         "train_steps", None, "Steps of a run. Short for --config.train_steps."
     ),
+    "deterministic": flags.DEFINE_boolean(
+        "deterministic", None, "Equal bits in each run. Short for --config.deterministic."
+    ),
     "data_dir": flags.DEFINE_string(
         "data_dir", None, "Directory with TFRecord files. Short for --config.data_dir."
     ),

@@ -380,12 +380,22 @@ def _check_role_flags(cluster: Cluster) -> None:
 
 def check_sizes(recipe: Recipe, num_workers: int, num_ps: int) -> None:
     """Refuses flags that do not fit the number of workers, or of parameter servers."""
-    num_to_aggregate(recipe, num_workers)
+    num_summed = num_to_aggregate(recipe, num_workers)
+    if recipe.config.deterministic and num_ps and num_summed < num_workers:
+        raise ConfigError(
+            "--deterministic: the steps of ps depend on which workers are fast, unless each step "
+            "sums the gradients of all. Add --sync_replicas, without --replicas_to_aggregate."
+        )
     wire_dtype = flags.WIRE_DTYPE.value
     if wire_dtype != "float32" and flags.STRATEGY.value == "multiworker" and num_workers == 1:
         raise ConfigError(
             f"--wire_dtype={wire_dtype} is for gradients that are sent to other workers, but there "
             "is one worker. Leave it out, or give --workers=2."
+        )
+    if num_ps and (flags.NUM_GPUS.value or 0) > 1:
+        raise ConfigError(
+            f"--num_gpus={flags.NUM_GPUS.value}: a worker of ps computes on one GPU. Leave it out, "
+            "and start a worker for each GPU: the tasks of a host divide its GPUs."
         )
     if flags.PS_STANDBY.value and num_ps < 2:
         raise ConfigError(

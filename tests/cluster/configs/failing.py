@@ -17,6 +17,7 @@ from trainer.config import Config, DataConfig
 from trainer.hooks.base import Hook
 
 AT_STEP = 20
+ARMED = ("hang", "size")  # Faults of an evaluation.
 
 
 @dataclasses.dataclass
@@ -24,7 +25,7 @@ class FailingConfig(Config):
     """Config with a field more.
 
     Attributes:
-        fault: What fails: "hook", "memory", "interrupt", "exit", "callback" or "hang".
+        fault: What fails: "hook", "memory", "interrupt", "exit", "callback", "hang" or "size".
     """
 
     fault: str = ""
@@ -45,11 +46,14 @@ def get_config() -> FailingConfig:
 
 
 class Trap(keras.layers.Layer):
-    """An evaluation never ends when the hook of this file has made the file `armed`."""
+    """Disturbs an evaluation when the hook of this file has made the file `armed`.
 
-    def __init__(self, armed: str) -> None:
+    It never ends, or it needs a tensor of 64 TiB if the fault is "size".
+    """
+
+    def __init__(self, armed: str, fault: str) -> None:
         super().__init__()
-        self._armed = armed
+        self._armed, self._fault = armed, fault
 
     def call(self, images: Tensor, training: bool = False) -> Tensor:
         def is_armed(_: Tensor) -> Tensor:
@@ -57,6 +61,9 @@ class Trap(keras.layers.Layer):
 
         if training or not self._armed:
             return images
+        if self._fault == "size":
+            side = tf.where(is_armed(images), 1 << 22, 1)
+            return images + 0 * tf.reduce_sum(tf.fill([side, side], 1.0))
         rounds = tf.while_loop(is_armed, lambda number: [number + 1], [tf.constant(0)])
         with tf.control_dependencies(rounds):
             return tf.identity(images)
@@ -64,8 +71,9 @@ class Trap(keras.layers.Layer):
 
 def build_model(config: FailingConfig) -> keras.Model:
     """Images [B, 8, 8, 1] -> logits [B, 10]."""
-    armed = os.environ["TRAP"] if config.fault == "hang" else ""
-    inner = [Trap(armed), layers.Flatten(), layers.BatchNormalization(), layers.Dense(10)]
+    armed = os.environ["TRAP"] if config.fault in ARMED else ""
+    trap = Trap(armed, config.fault)
+    inner = [trap, layers.Flatten(), layers.BatchNormalization(), layers.Dense(10)]
     return keras.Sequential([keras.Input((8, 8, 1)), *inner])
 
 
@@ -81,7 +89,7 @@ class FailAt(Hook):
 
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:
-        if self._fault == "hang":
+        if self._fault in ARMED:
             Path(os.environ["TRAP"]).touch()
         elif step >= AT_STEP:
             errors = {

@@ -1,0 +1,137 @@
+"""The devices of a process: which GPUs are its own, and how many replicas they carry.
+
+    choose_gpus(cluster, is_ps=False)           # if several tasks share this host
+    devices = replica_devices(0, use_gpus(None))        # ["GPU:0", "GPU:1"]
+
+All must be called before TensorFlow has initialised a device.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+
+import tensorflow as tf
+
+from data.system.errors import UsageError
+from data.system.extras import install_command
+from strategies.cluster.peers import host_of
+from strategies.cluster.tf_config import Cluster
+from strategies.transfer import Transfer
+
+log = logging.getLogger(__name__)
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Set by Slurm if it has chosen the GPUs of each task.
+_CHOSEN_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
+
+
+class DeviceError(UsageError):
+    """More devices were asked for than exist. Exit code 2."""
+
+
+def choose_gpus(
+    cluster: Cluster,
+    *,
+    is_ps: bool,
+    wanted: int | None = None,
+    env: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Makes only the GPUs visible that belong to this task, if it shares its host with others.
+
+    A list in CUDA_VISIBLE_DEVICES is divided, unless it is this task's own: Slurm has chosen the
+    GPUs of each task, or the list has the `wanted` GPUs but a share of it has not. A worker of ps
+    computes on one GPU; its chief and parameter servers use none.
+    """
+    host = host_of(cluster.address)
+    tasks = [task for task in cluster.tasks() if host_of(cluster.address_of(task)) == host]
+    if is_ps:
+        tasks = [task for task in tasks if task.job in ("worker", "evaluator")]
+    if cluster.task not in tasks:
+        return
+    visible = _visible(env)
+    share = share_of(visible, tasks.index(cluster.task), len(tasks))
+    is_own = any(env.get(name) for name in _CHOSEN_BY_SLURM) or (wanted or 0) > len(share)
+    chosen = visible if is_own else share
+    if is_ps:
+        chosen = chosen[:1]
+    if chosen != visible:
+        env[_VISIBLE] = ",".join(chosen)
+        log.info("CUDA_VISIBLE_DEVICES=%s, of %s.", env[_VISIBLE], ",".join(visible))
+
+
+def refuse_wire_dtype(transfer: Transfer) -> None:
+    """Raises DeviceError if gradients between GPUs cannot be sent as `transfer` says.
+
+    TensorFlow has NCCL sum float16, float32, float64 and integers only (nccl_manager.cc, 2.21).
+    """
+    if transfer.wire_dtype == "bfloat16" and transfer.communication != "ring":
+        raise DeviceError(
+            "--wire_dtype=bfloat16 cannot be used between GPUs: TensorFlow's NCCL does not sum it. "
+            "Type --wire_dtype=float16, or leave it out."
+        )
+
+
+def share_of(gpus: list[str], place: int, num_places: int) -> list[str]:
+    """The part of `gpus` for place `place`: as many for each place, or one for several places."""
+    each = len(gpus) // num_places
+    if not each:
+        return [gpus[place % len(gpus)]] if gpus else []
+    return gpus[place * each : (place + 1) * each]
+
+
+def _visible(env: Mapping[str, str]) -> list[str]:
+    """The names of the GPUs that this process may use, as CUDA numbers them."""
+    if (listed := env.get(_VISIBLE)) is not None:
+        names = [name.strip() for name in listed.split(",")]
+        # CUDA ignores what follows an unknown name; "-1" and "" are used to hide all.
+        known = [not name or name.startswith("-") for name in names]
+        return names[: known.index(True)] if True in known else names
+    try:
+        found = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    except OSError:
+        found = []
+    return [str(index) for index in range(len(found))]
+
+
+def use_gpus(num_gpus: int | None) -> int:
+    """Makes `num_gpus` of the visible GPUs usable (None: all); returns their number.
+
+    Their memory is taken as it is needed.
+
+    Raises:
+        DeviceError: there are fewer GPUs.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if num_gpus is not None:
+        if num_gpus > len(gpus):
+            raise DeviceError(
+                f"--num_gpus={num_gpus}, but TensorFlow sees {len(gpus)} GPU(s) here. "
+                f"Use fewer, or install what NVIDIA's GPUs need: {install_command('cuda')}"
+            )
+        gpus = gpus[:num_gpus]
+        tf.config.set_visible_devices(gpus, "GPU")
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    return len(gpus)
+
+
+def replica_devices(num_replicas: int, num_gpus: int) -> list[str]:
+    """The devices of this process's replicas; 0 replicas means one for each GPU, or one CPU.
+
+    Without GPUs the CPU is divided into logical devices.
+
+    Raises:
+        DeviceError: more replicas than GPUs.
+    """
+    num_replicas = num_replicas or num_gpus or 1
+    if 0 < num_gpus < num_replicas:
+        raise DeviceError(
+            f"--replicas={num_replicas}, but there are {num_gpus} GPU(s). "
+            "Use at most one replica a GPU, or --num_gpus=0 for replicas on the CPU."
+        )
+    if num_replicas > 1 and not num_gpus:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        logical = [tf.config.LogicalDeviceConfiguration() for _ in range(num_replicas)]
+        tf.config.set_logical_device_configuration(cpu, logical)
+    return [f"{'GPU' if num_gpus else 'CPU'}:{i}" for i in range(num_replicas)]

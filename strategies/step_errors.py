@@ -1,0 +1,64 @@
+"""Errors of TensorFlow in a step or an evaluation that its data or its size has caused.
+
+with errors_explained("--config.micro_batches=2"):
+    run_in_graph(...)
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from data.system.errors import UsageError
+
+# A full disk is a ResourceExhaustedError, too.
+_MEMORY = re.compile(r"OOM when allocating|out of memory|failed to allocate", re.IGNORECASE)
+
+
+class DataFaultError(RuntimeError):
+    """TensorFlow could not read, parse or use the data of a step; its cause says more."""
+
+
+class OutOfMemoryError(UsageError):
+    """A step or an evaluation needs more memory than its device has. Exit code 2."""
+
+
+@contextlib.contextmanager
+def errors_explained(smaller: str) -> Iterator[None]:
+    """Raises DataFaultError or OutOfMemoryError in place of errors of TensorFlow.
+
+    `smaller` is the flag to type if there was not enough memory.
+    """
+    try:
+        yield
+    except (
+        tf.errors.DataLossError,
+        tf.errors.InvalidArgumentError,
+        tf.errors.NotFoundError,
+        tf.errors.PermissionDeniedError,
+    ) as error:
+        raise DataFaultError(error.message) from error
+    except tf.errors.ResourceExhaustedError as error:
+        if not _MEMORY.search(error.message):
+            raise
+        raise OutOfMemoryError(
+            f"There is not enough memory: {_cause(error.message)}{_peaks()}. Type {smaller}, for "
+            "example, or take a smaller batch, or --config.precision=mixed_bfloat16 on a GPU."
+        ) from error
+
+
+def _cause(message: str) -> str:
+    """The line of `message` about memory, without the nodes of the graph around it."""
+    line = next(line for line in message.splitlines() if _MEMORY.search(line))
+    return re.sub(r"\{\{.*?\}\}|\[Op:.*?\]( name: )?", "", line).strip(" .:")
+
+
+def _peaks() -> str:
+    """The most memory that was in use on each GPU of this process."""
+    gpus = [
+        device.name.removeprefix("/device:") for device in tf.config.list_logical_devices("GPU")
+    ]
+    peaks = [tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in gpus]
+    used = [f"{gpu} {peak / 2**30:.1f} GiB" for gpu, peak in zip(gpus, peaks, strict=True)]
+    return f" (at most in use before: {', '.join(used)})" if used else ""
