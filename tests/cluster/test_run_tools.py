@@ -70,21 +70,31 @@ def test_checkpoints_of_a_cluster_have_the_metrics_that_the_run_reported(
     assert "equal at step 0, different at step 20" in compared.stdout
     assert "dense/kernel" in compared.stdout
 
-    newest = model_dir / "checkpoints" / "step-00000040"
+
+def test_damaged_newest_checkpoint_is_refused_unless_another_is_asked_for(
+    digits: Path, tmp_path: Path
+) -> None:
+    model_dir = tmp_path / "run"
+    flags = ("--train_steps=4", "--config.checkpoint_every_steps=2", "--config.export=False")
+    train(TOPOLOGIES["mirrored-1"], model_dir, f"--data_dir={digits}", *flags)
+    newest = model_dir / "checkpoints" / "step-00000004"
     (data,) = newest.glob("variables.data*")
     content = data.read_bytes()
-    for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
+    for damaged, tools in (
+        (content[:-1], ("trainer.evaluate",)),
+        (content[:-1] + bytes([content[-1] ^ 1]), ("trainer.evaluate", "trainer.predict")),
+    ):
         data.write_bytes(damaged)
-        for words in (["trainer.evaluate"], ["trainer.predict", "--checkpoint=newest"]):
-            refused = tool(*words, str(model_dir))
+        for name in tools:
+            refused = tool(name, str(model_dir), "--checkpoint=newest")
             assert refused.returncode == 2, refused.stderr
             assert f"{newest} cannot be read: {data.name} has " in refused.stderr
             assert "Type --checkpoint=newest_complete" in refused.stderr
-        refused = tool("trainer.compare", str(model_dir), str(model_dir))
-        assert refused.returncode == 2, refused.stderr
-        assert f"{newest} cannot be compared: {data.name} has " in refused.stderr
+    refused = tool("trainer.compare", str(model_dir), str(model_dir))
+    assert refused.returncode == 2, refused.stderr
+    assert f"{newest} cannot be compared: {data.name} has " in refused.stderr
     found = tool("trainer.evaluate", str(model_dir), "--checkpoint=newest_complete", "--json")
-    assert json.loads(found.stdout)["step"] == 20
+    assert json.loads(found.stdout)["step"] == 2
     assert f"{newest} cannot be read" in found.stderr
 
 
