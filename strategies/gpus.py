@@ -9,7 +9,7 @@ All must be called before TensorFlow has initialised a device.
 import logging
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import tensorflow as tf
 
@@ -111,9 +111,35 @@ def use_gpus(num_gpus: int | None) -> int:
             )
         gpus = gpus[:num_gpus]
         tf.config.set_visible_devices(gpus, "GPU")
+    built = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
+        details = tf.config.experimental.get_device_details(gpu)
+        if note := capability_note(details.get("compute_capability"), built):
+            log.warning("%s (%s) %s", gpu.name, details.get("device_name", "unknown"), note)
     return len(gpus)
+
+
+def capability_note(found: tuple[int, int] | None, built: Sequence[str]) -> str:
+    """What the user should know of a GPU of compute capability `found`; "" if nothing.
+
+    `built` are those of TensorFlow's build: "sm_89" has kernels, "compute_90" is compiled by the
+    driver when a process starts.
+    """
+    numbers = [int(name.rpartition("_")[2]) for name in built]
+    known = sorted(divmod(number, 10) for number in numbers)
+    if not found or not known:
+        return ""
+    has = f"has compute capability {found[0]}.{found[1]}"
+    if found < known[0]:
+        least = "{}.{}".format(*known[0])
+        return f"{has}, and TensorFlow needs {least} or more. Type --num_gpus=0."
+    if found[0] > known[-1][0]:
+        return (
+            f"{has}, which is newer than TensorFlow. Its kernels are compiled at the first start, "
+            "which takes minutes. If XLA fails, type --config.jit_compile=False."
+        )
+    return ""
 
 
 def replica_devices(num_replicas: int, num_gpus: int) -> list[str]:

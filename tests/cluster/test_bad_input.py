@@ -295,6 +295,17 @@ CASES = {
         ("--download_only", "env -u TF_CONFIG python -m trainer"),
         tf_config=cluster_of(WORKERS),
     ),
+    "several GPUs for a worker of ps": Case(
+        "--strategy=ps --num_gpus=2 --data_dir={digits}", ("--num_gpus=2", "a worker for each GPU")
+    ),
+    **{
+        f"--deterministic{words}": Case(
+            f"--strategy=ps --workers=3 --batch_size=60 --data_dir={{digits}} "
+            f"--deterministic{words}",
+            ("--deterministic", "Add --sync_replicas, without --replicas_to_aggregate"),
+        )
+        for words in ("", " --sync_replicas --replicas_to_aggregate=2")
+    },
     "more GPUs than there are": Case("--num_gpus=7 --data_dir={digits}", ("--num_gpus=7",)),
 }
 

@@ -1,7 +1,8 @@
 import pytest
+import tensorflow as tf
 
 from strategies.cluster.tf_config import Cluster, Task
-from strategies.gpus import DeviceError, choose_gpus, refuse_wire_dtype
+from strategies.gpus import DeviceError, capability_note, choose_gpus, refuse_wire_dtype
 from strategies.transfer import Transfer
 
 # Two hosts, of which the first has three tasks.
@@ -66,3 +67,23 @@ def test_type_that_nccl_does_not_sum_is_refused(communication: str) -> None:
     refuse_wire_dtype(Transfer("ring", "bfloat16"))
     with pytest.raises(DeviceError, match="--wire_dtype=float16"):
         refuse_wire_dtype(Transfer(communication, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("found", "note"),
+    [
+        ((5, 2), "has compute capability 5.2, and TensorFlow needs 6.0 or more. Type --num_gpus=0"),
+        ((6, 0), ""),
+        ((8, 6), ""),
+        ((9, 0), ""),
+        ((10, 0), "--config.jit_compile=False"),
+        ((12, 0), "newer than TensorFlow"),
+        (None, ""),  # Unknown: AMD, for example.
+    ],
+)
+def test_gpu_that_this_tensorflow_does_not_know_is_named(
+    found: tuple[int, int] | None, note: str
+) -> None:
+    said = capability_note(found, tf.sysconfig.get_build_info()["cuda_compute_capabilities"])
+    assert note in said
+    assert bool(note) == bool(said)
