@@ -88,6 +88,29 @@ flags.DEFINE_string(
     "csv: columns, separated by commas, that are text, also where their values look like numbers. "
     "Such a label is names; the items of such a column of --lists are text.",
 )
+flags.DEFINE_string(
+    "integer",
+    None,
+    "csv: columns, separated by commas, whose values are integers, also if they are written 1.0 or "
+    "007. Another value is refused.",
+)
+flags.DEFINE_string(
+    "float",
+    None,
+    "csv: columns, separated by commas, whose values are numbers with a fraction, also if all are "
+    "integers. Another value is refused.",
+)
+flags.DEFINE_string(
+    "delimiter",
+    None,
+    "csv: the character between values, tab or space; by default it is found in the first lines.",
+)
+flags.DEFINE_string(
+    "encoding",
+    None,
+    "csv: how the text is encoded, such as latin-1, cp1252 or gb18030; UTF-8 by default, and what "
+    "the mark at the beginning of the file says.",
+)
 flags.DEFINE_bool(
     "allow_partial",
     None,
