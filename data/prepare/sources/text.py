@@ -60,15 +60,15 @@ def source(name: str, path: str, options: Options) -> Source:
     else:
         splits = _divided(_files(path), options)
     sizes = {split: sum(item.size for item in documents) for split, documents in splits.items()}
-    split = min(sizes, key=lambda name: sizes[name])
-    if sizes[split] <= length:
-        shorter = f", or --length={max(1, sizes[split] // 10)}" if sizes[split] > 1 else ""
-        raise DataError(
-            f"Split {split!r} of {path} has {sizes[split]:,} bytes, and a sequence needs "
-            f"{length + 1:,}. Give more text{shorter}."
-        )
+    smallest = min(sizes.values())
+    shorter = f", or --length={max(1, smallest // 10)}" if smallest > 1 else ""
     made = {}
     for split, documents in splits.items():
+        if sizes[split] <= length:
+            raise DataError(
+                f"Split {split!r} of {path} has {sizes[split]:,} bytes, and a sequence needs "
+                f"{length + 1:,}. Give more text{shorter}."
+            )
         num_sequences = (sizes[split] - 1) // length
         examples = functools.partial(_examples, documents, length)
         size = num_sequences * (length + 1 + _RECORD_BYTES)
