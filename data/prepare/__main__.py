@@ -3,7 +3,7 @@
     python -m data.prepare digits
     python -m data.prepare mnist --source=DIR            # any set of IDX files, by any name
     python -m data.prepare cifar10 --source=DIR          # cifar100 and svhn too
-    python -m data.prepare folder:NAME --source=DIR      # DIR/CLASS/IMAGE.png, or .jpg
+    python -m data.prepare folder:NAME --source=DIR      # DIR/CLASS/IMAGE.png, .jpg or TEXT.txt
     python -m data.prepare csv:NAME --source=FILE --label=COLUMN
     python -m data.prepare npz:NAME --source=FILE --label=COLUMN
     python -m data.prepare text:NAME --source=DIR        # all files below DIR
