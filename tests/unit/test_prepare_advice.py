@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from data.system.files import DataError
+from data.tfrecord.split import open_split
 from tests.unit.test_prepare import ROOT, write_idx
 
 # Runs each command in a fork, so that the imports are paid for once.
@@ -272,3 +274,16 @@ def followed(command: str, advice: str) -> str:
     same = flag.partition("=")[0] + "="
     former = [word for word in shlex.split(command) if not word.startswith(same)]
     return shlex.join([*former, flag])
+
+
+def test_split_to_evaluate_is_named(prepare: Run, tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    for name in ("train.csv", "Val.csv"):
+        (tmp_path / "d" / name).write_text("x,y\n1,2\n")
+    code, said = prepare("csv:x --source=d")
+    assert code == 0
+    assert "There is no split test. Train with --config.data.eval_split=val." in said
+    written = str(tmp_path / "datasets" / "x")
+    with pytest.raises(DataError, match=r"only train, val\. .*--config\.data\.eval_split=val\."):
+        open_split(written, "test")
+    assert open_split(written, "val").num_examples == 1
