@@ -150,6 +150,8 @@ CASES = [
     # Separators.
     Case(f"{CSV} --delimiter=;;", table("x;y", "1;2"), "'--delimiter=;'"),
     Case(f"{CSV} --delimiter=pipe", table("x|y", "1|2"), "'--delimiter=|'"),
+    Case(f"{CSV} --label=y", table("x:y", "1:0"), "--delimiter=:"),
+    Case(f"{CSV} --lists=x", table("x y", "3|17 0"), "'--delimiter= '"),
     Case(CSV, table("x, in cm\ty", "1\t2"), "--delimiter=tab"),
     # Encodings.
     Case(CSV, {"a.csv": "x,y\ncafé,1\n".encode("latin-1") * 30}, "--encoding=latin-1"),

@@ -61,6 +61,7 @@ _CONVERTERS = {
     DOUBLE: lambda value: _FLOAT64.pack(float(value)),
     TEXT: str.encode,
 }
+_integer = cast(Callable[[str], int], whole)  # All values of such columns are integers.
 _GZIP_FACTOR = 4  # Of text: the size of the content, of the size of the file.
 
 
@@ -145,7 +146,7 @@ def source(name: str, path: str, options: Options) -> Source:
                 f"{typed('text', *texts, label)}, which takes the values as names; or leave "
                 f"--label out, and train with {shlex.quote(f'--config.data.label={label}')}."
             )
-        convert = whole if kinds[label] == INTEGER else str
+        convert = _integer if kinds[label] == INTEGER else str
         classes[label], gaps = classes_of(
             map(convert, label_values),
             f"{path}: {label}",
@@ -157,9 +158,9 @@ def source(name: str, path: str, options: Options) -> Source:
         for column in names
         if column in lists or column in columns
     }
-    for column in {label, *types} & kinds.keys():
+    for column in kinds.keys() & {label or "", *types}:
         if kinds[column] == INTEGER:
-            converters[column] = cast(Callable[[str], Value], whole)  # Each value is an integer.
+            converters[column] = _integer
     tables = {}
     for split, file in files.items():
         num_bytes = os.path.getsize(file) * (_GZIP_FACTOR if file.endswith(".gz") else 1)
@@ -219,7 +220,7 @@ def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: s
         return f"{path}: {name} has no name and no values, and is left out"
     if not layout.has_header:
         return ""
-    if name != layout.columns[0]:
+    if name != layout.columns[0] or len(layout.columns) == 1:
         return f"{path}: a column has no name, and is called {name}"
     del columns[name]
     return (

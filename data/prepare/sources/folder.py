@@ -229,7 +229,8 @@ def _folders(directory: str) -> list[str]:
 
 def _listed(directory: str) -> tuple[list[str], list[str]]:
     """The names of the folders and of the files in a directory, without hidden ones."""
-    folders, names = [], []
+    folders: list[str] = []
+    names: list[str] = []
     try:
         with os.scandir(directory) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):

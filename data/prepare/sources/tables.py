@@ -110,6 +110,10 @@ def no_column(path: str, flag: str, name: str, columns: Collection[str]) -> Data
     similar = difflib.get_close_matches(name.lower(), lower, n=3)
     near = [lower[found] for found in similar or [x for x in lower if name.lower() in x][:3]]
     hint = f"Did you mean {' or '.join(typed(flag, column) for column in near)}? " if near else ""
+    for mark in "|:; " if len(columns) == 1 else "":
+        if mark in next(iter(columns)):
+            hint = f"If these are several columns, add {shlex.quote(f'--delimiter={mark}')}. "
+            break
     more = ", ..." if len(columns) > _SHOWN_COLUMNS else ""
     return DataError(
         f"{path} has no column {name!r}. {hint}--{flag} may be "
