@@ -198,7 +198,7 @@ BOXES = b"0\t0\t62\t62\n"
         (
             {"train/pos/0_9.txt": b"Good", "train/neg/0_1.txt": b"Bad", "TEST/pos/1.txt": b""},
             {"train": [("text", b"Bad", 0), ("text", b"Good", 1)], "test": [("text", b"", 1)]},
-            "classes neg, pos",
+            "--config.data.inputs=\"('text',)\"",
         ),
     ],
 )

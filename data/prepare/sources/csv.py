@@ -17,7 +17,7 @@ import functools
 import os
 import shlex
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import cast
 
 from data.numerals import DOUBLE, INTEGER, NUMBER, TEXT
@@ -139,19 +139,8 @@ def source(name: str, path: str, options: Options) -> Source:
             )
     classes: dict[str, Classes] = {}
     if label is not None:
-        if (fraction := columns[label].fraction()) and kinds[label] != TEXT:
-            raise DataError(
-                f"{fraction.path}, line {fraction.line}: {label} is the label, and has "
-                f"{fraction.value!r}; needed are integers from 0, or names. Add "
-                f"{typed('text', *texts, label)}, which takes the values as names; or leave "
-                f"--label out, and train with {shlex.quote(f'--config.data.label={label}')}."
-            )
-        convert = _integer if kinds[label] == INTEGER else str
-        classes[label], gaps = classes_of(
-            map(convert, label_values),
-            f"{path}: {label}",
-            f", or add {typed('text', *texts, label)}, which takes the values as names",
-        )
+        advice = f"add {typed('text', *texts, label)}, which takes the values as names"
+        classes[label], gaps = _classes(path, columns[label], kinds[label], label_values, advice)
         notes += gaps
     converters: dict[str, Callable[[str], Value]] = {
         column: lists[column].convert if column in lists else _CONVERTERS[kinds[column]]
@@ -174,6 +163,21 @@ def source(name: str, path: str, options: Options) -> Source:
     return table_source(name, tables, nodes, classes, options)._replace(
         notes=[*filter(None, notes)]
     )
+
+
+def _classes(
+    path: str, column: Column, kind: str, values: Collection[str], advice: str
+) -> tuple[Classes, Sequence[str]]:
+    """The classes of the label, and notes. `advice`: what to do if its values are no classes."""
+    if (fraction := column.fraction()) and kind != TEXT:
+        raise DataError(
+            f"{fraction.path}, line {fraction.line}: {column.name} is the label, and has "
+            f"{fraction.value!r}; needed are integers from 0, or names: {advice}; or leave "
+            "--label out, and train with "
+            f"{shlex.quote(f'--config.data.label={column.name}')}."
+        )
+    numbers_or_names = map(_integer, values) if kind == INTEGER else values
+    return classes_of(numbers_or_names, f"{path}: {column.name}", f", or {advice}")
 
 
 def _note(path: str, counts: Mapping[str, int], before: int, after: int, option: str | None) -> str:

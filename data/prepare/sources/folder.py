@@ -93,6 +93,9 @@ def source(name: str, path: str, options: Options) -> Source:
     notes = [f"{path}: classes {', '.join(classes[:_SHOWN])}{', ...' * (len(classes) > _SHOWN)}"]
     if left_out := num_found - sum(map(len, splits.values())):
         notes.append(f"{path}: {left_out:,} file(s) beside the images are left out")
+    if is_text:
+        inputs = """--config.data.inputs="('text',)\""""
+        notes.append(f"{path}: texts. Train with {inputs}, and keras.Input with dtype string")
     node = text() if is_text else _image_node(splits)
     if "" in splits:  # Divided last, so that a file that is not an image is reported first.
         files = splits[""]
