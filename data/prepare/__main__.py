@@ -3,7 +3,7 @@
     python -m data.prepare digits
     python -m data.prepare mnist --source=DIR            # any set of IDX files, by any name
     python -m data.prepare cifar10 --source=DIR          # cifar100 and svhn too
-    python -m data.prepare folder:NAME --source=DIR      # DIR/CLASS/IMAGE.png, or .jpg
+    python -m data.prepare folder:NAME --source=DIR      # DIR/CLASS/IMAGE.png, .jpg or TEXT.txt
     python -m data.prepare csv:NAME --source=FILE --label=COLUMN
     python -m data.prepare npz:NAME --source=FILE --label=COLUMN
     python -m data.prepare text:NAME --source=DIR        # all files below DIR
@@ -87,6 +87,29 @@ flags.DEFINE_string(
     None,
     "csv: columns, separated by commas, that are text, also where their values look like numbers. "
     "Such a label is names; the items of such a column of --lists are text.",
+)
+flags.DEFINE_string(
+    "integer",
+    None,
+    "csv: columns, separated by commas, whose values are integers, also if they are written 1.0 or "
+    "007. Another value is refused.",
+)
+flags.DEFINE_string(
+    "float",
+    None,
+    "csv: columns, separated by commas, whose values are numbers with a fraction, also if all are "
+    "integers. Another value is refused.",
+)
+flags.DEFINE_string(
+    "delimiter",
+    None,
+    "csv: the character between values, tab or space; by default it is found in the first lines.",
+)
+flags.DEFINE_string(
+    "encoding",
+    None,
+    "csv: how the text is encoded, such as latin-1, cp1252 or gb18030; UTF-8 by default, and what "
+    "the mark at the beginning of the file says.",
 )
 flags.DEFINE_bool(
     "allow_partial",

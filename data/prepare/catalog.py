@@ -70,8 +70,15 @@ def _table(source: _MakeSource, made_from: str, *patterns: str) -> _Entry:
 _KINDS = {
     "folder": _Entry(folder.source, _SPLITTING, "class folders of PNG or JPEG files"),
     "csv": _table(
-        csv.source, "a CSV file, or a directory with train.csv and test.csv", "*.csv", "*.csv.gz"
-    )._replace(options=("label", *_SPLITTING, "missing", "header", "lists", "text")),
+        csv.source,
+        "a CSV file, or a directory with train.csv and test.csv",
+        *(f"*{suffix}" for suffix in csv.SUFFIXES),
+    )._replace(
+        options=(
+            *("label", *_SPLITTING, "missing", "header", "lists", "text", "integer", "float"),
+            *("delimiter", "encoding"),
+        )
+    ),
     "npz": _table(npz.source, "an NPZ file, or a directory with train.npz and test.npz", "*.npz"),
     "text": _Entry(
         text.source, ("test_fraction", "length"), "a text file, or a directory of text files"
@@ -110,8 +117,9 @@ def check(name: str, options: Options) -> None:
     known = (_KINDS[kind] if colon else _NAMES.get(name, _IDX)).options
     for option, value in options.given().items():
         if option not in known:
+            flag = f"--{option}={value}" if value is not False else f"--no{option}"
             takes = f"takes {', '.join(f'--{x}' for x in known)}" if known else "takes no options"
-            raise DataError(f"--{option}={value} would be ignored: {name} {takes}. Leave it out.")
+            raise DataError(f"{flag} would be ignored: {name} {takes}. Leave it out.")
 
 
 def files_read(name: str) -> tuple[str, ...]:
@@ -147,4 +155,6 @@ def open_source(name: str, path: str | None, options: Options) -> Source:
             f"{name} is made from {entry.made_from}, and --source does not say where. "
             f"python -m data.prepare {name} --source=PATH"
         )
+    if path is not None and not entry.made_from and not colon:
+        raise DataError(f"--source={path} would be ignored: {name} has no files. Leave it out.")
     return entry.source(following or name, path or "", options)

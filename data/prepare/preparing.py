@@ -136,7 +136,7 @@ def write_new(
             return
         to_remove = _files_of_former(former, data_dir) if former else []
         source = make_source()
-        for note in source.notes:
+        for note in (*source.notes, *_notes_on_splits(source)):
             _say(note)
         try:
             if partial == data_dir:
@@ -232,6 +232,17 @@ def _files_of_former(name: str, data_dir: str) -> list[str]:
             f"not write: --overwrite would remove it. Move it away. {_GIVE_ANOTHER}"
         )
     return [files.join(data_dir, file) for file in names]
+
+
+def _notes_on_splits(source: Source) -> Iterator[str]:
+    """What the user of data without the usual split for evaluation types."""
+    if "test" not in source.splits:
+        split = next((name for name in source.splits if name != "train"), "train")
+        divide = ", or give --source of the training data alone, which is then divided"
+        yield (
+            f"There is no split test. Train with --config.data.eval_split={split}"
+            f"{divide if split == 'train' else ''}."
+        )
 
 
 def _write(source: Source, data_dir: str, num_processes: int) -> None:

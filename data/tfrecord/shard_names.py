@@ -116,9 +116,10 @@ def _nothing_found(data_dir: str, split: str, names: list[str]) -> str:
     if not names:
         return f"{data_dir} is empty; {needed}"
     if others := _split_names(names):
+        example = next((name for name in sorted(others) if name != "train"), "train")
         return (
-            f"{data_dir} has no split {split!r}, only {', '.join(sorted(others))}. "
-            "Name one of these splits in the config, or add the shards."
+            f"{data_dir} has no split {split!r}, only {', '.join(sorted(others))}. To evaluate on "
+            f"one of these splits: --config.data.eval_split={example}. Or add the shards."
         )
     if below := _dirs_with_shards(data_dir, names):
         return f"{data_dir} holds no TFRecord shards, but {below[0]} does: --data_dir={below[0]}"

@@ -2,16 +2,19 @@
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from data.example_features import read_features
 from data.prepare.preparing import prepare
-from data.prepare.sources import Options
+from data.prepare.sources import Options, csv, folder, idx
 from data.system.files import DataError, shown
-from tests.unit.test_prepare import run
-from tests.unit.test_sources import images_of, parsed, write_cifar10
+from tests.unit.test_prepare import run, write_idx
+from tests.unit.test_prepare_advice import PNG
+from tests.unit.test_sources import images_of, parsed, write_cifar10, write_folder
 
 
 def write_splits(directory: Path, train: str, test: str) -> Path:
@@ -94,6 +97,167 @@ def test_separator_is_that_of_the_first_line(separator: str, tmp_path: Path) -> 
     prepare("csv:x", str(tmp_path / "out"), str(source))
     a, c = parsed(tmp_path / "out", "train", "a", "c")
     assert (a.tolist(), c.tolist()) == ([1], [b"x;y,z"])
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "wanted", "note"),
+    [
+        # An index of pandas; separators at the end of lines; the first line that Excel wants.
+        (",x,y\n0,5,a\n1,6,b\n", NONE, {"x": [5, 6], "y": "ab"}, "first column has no name"),
+        (",x\n7,5\n8,6\n", Options(integer="column_0"), {"column_0": [7, 8], "x": [5, 6]}, ""),
+        ("x,,z\n5,1,6\n", NONE, {"x": [5], "column_1": [1], "z": [6]}, "is called column_1"),
+        ("x,y,\n5,1,\n6,,\n", Options(missing="0"), {"x": [5, 6], "y": [1, 0]}, "column_2 has no"),
+        ("x,y\n5,1,\n6,2,,\n", NONE, {"x": [5, 6], "y": [1, 2]}, ""),
+        (
+            "5,1,\n6,2,\n",
+            Options(header=False),
+            {"column_0": [5, 6], "column_1": [1, 2]},
+            "left out",
+        ),
+        ("sep=;\r\nx;y\r\n5;1,a\r\n", NONE, {"x": [5], "y": ["1,a"]}, ""),
+        ('"sep=|"\nx|y\n5|1\n', NONE, {"x": [5], "y": [1]}, ""),
+        # Separators.
+        ("x|y z\n5|1\n", NONE, {"x": [5], "y z": [1]}, "'|' separate"),
+        ("x|a, b|c\n5|1|2,a,b\n", NONE, {"x": [5], "a, b": [1], "c": ["2,a,b"]}, "'|' separate"),
+        ("x y\n 5   1\n6 2 \n", NONE, {"x": [5, 6], "y": [1, 2]}, "spaces separate"),
+        ("x, y z\n5, 1 2,\n", NONE, {"x": [5], "y z": ["1 2"]}, ""),
+        ("some words\na\nb c\n", NONE, {"some words": ["a", "b c"]}, ""),
+        ("2 words\na b\n", Options(delimiter=","), {"2 words": ["a b"]}, ""),
+        ("x:y\n5:1\n", Options(delimiter=":"), {"x": [5], "y": [1]}, ""),
+        ("x\ty\n5,\t1\n", Options(delimiter="tab"), {"x": ["5,"], "y": [1]}, ""),
+        ("3|17\n5|2\n", Options(header=False, lists="column_0"), {"column_0": None}, "longest"),
+        # Encodings.
+        ("x,y\n5,é\n".encode("utf-16"), NONE, {"x": [5], "y": "é"}, ""),
+        (b"\xfe\xff" + "x,y\n5,é\n".encode("utf-16-be"), NONE, {"x": [5], "y": "é"}, ""),
+        ("x,y\n5,é\n".encode("utf-32"), NONE, {"x": [5], "y": "é"}, ""),
+        ("x,y\n5,é\n".encode("latin-1"), Options(encoding="latin-1"), {"x": [5], "y": "é"}, ""),
+        ("x,y\n5,é\n".encode("utf-8-sig"), Options(encoding="utf8"), {"x": [5], "y": "é"}, ""),
+        (gzip.compress(b"x,y\n5,a\n"), NONE, {"x": [5], "y": "a"}, ""),
+        # Types.
+        ("x,y\n1.0,3\n007,4\n", Options(integer="x"), {"x": [1, 7], "y": [3, 4]}, ""),
+        ("x,y\n2e3,3\n1,4\n", Options(integer="x,y"), {"x": [2000, 1], "y": [3, 4]}, ""),
+        ("x,y\n1,3\n007,4\n", Options(float="x"), {"x": [1.0, 7.0], "y": [3, 4]}, ""),
+        ("x,y\n1,3\nA1,4\n", NONE, {"x": ["1", "A1"], "y": [3, 4]}, "2 of its 4 values are numb"),
+        ("x,y\n5,0.0\n6,1.0\n7,1\n", Options("y"), {"x": [5, 6, 7], "y": [0, 1, 1]}, "has '0.0'"),
+        ('"a,b",y\n5,1\n', Options(text='"a,b"'), {"a,b": ["5"], "y": [1]}, ""),
+    ],
+)
+def test_table_is_read_as_it_is_found(
+    content: str | bytes, options: Options, wanted: dict[str, Any], note: str, tmp_path: Path
+) -> None:
+    for name in ("Train.csv", "val.csv"):
+        encoded = content if isinstance(content, bytes) else content.encode()
+        (tmp_path / name).write_bytes(encoded)
+    found = csv.source("x", str(tmp_path), options)
+    assert list(found.splits) == ["train", "val"]
+    assert bool(found.notes) == bool(note)
+    assert note in "".join(found.notes)
+    for split in found.splits.values():
+        examples = map(tf.train.Example.FromString, split.examples(0, split.num_examples))
+        rows = [example.features.feature for example in examples]
+        assert rows[0].keys() == wanted.keys()
+        for name, values in wanted.items():
+            lists = [getattr(row[name], row[name].WhichOneof("kind")).value[0] for row in rows]
+            read = [value.decode() if isinstance(value, bytes) else value for value in lists]
+            assert values is None or read == list(values)
+            assert values is None or list(map(type, read)) == list(map(type, values))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\x03\x04", "a ZIP archive or an Excel workbook: unzip it"),
+        (b"PAR1", "a Parquet file"),
+        ("x,y\n5,é\n".encode("utf-16")[:-1], "is cut off"),
+        (b"x,y\n1,2,3\n", r"3 values, and there are 2 columns \(x, y\), separated by ','"),
+        (gzip.compress(b"x,y\n1,2\n" * 99)[:-9], "nd-of-stream"),
+    ],
+)
+def test_what_is_no_table_is_explained(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        csv.source("x", str(tmp_path / "a.csv"), NONE)
+
+
+BOXES = b"0\t0\t62\t62\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted", "note"),
+    [
+        # As in Tiny ImageNet, with annotations beside the images; as in aclImdb.
+        (
+            {
+                "Train/n01/images/a.JPEG": PNG,
+                "Train/n01/n01_boxes.txt": BOXES,
+                "Testing/n01/images/b.JPEG": PNG,
+            },
+            {"train": [("image", PNG, 0)], "test": [("image", PNG, 0)]},
+            "1 file(s) beside the images are left out",
+        ),
+        (
+            {"train/pos/0_9.txt": b"Good", "train/neg/0_1.txt": b"Bad", "TEST/pos/1.txt": b""},
+            {"train": [("text", b"Bad", 0), ("text", b"Good", 1)], "test": [("text", b"", 1)]},
+            "--config.data.inputs=\"('text',)\"",
+        ),
+    ],
+)
+def test_folder_is_read_as_it_is_found(
+    files: dict[str, bytes],
+    wanted: dict[str, list[tuple[str, bytes, int]]],
+    note: str,
+    tmp_path: Path,
+) -> None:
+    write_folder(tmp_path, files)
+    found = folder.source("x", str(tmp_path), NONE)
+    assert note in "; ".join(found.notes)
+    assert found.splits.keys() == wanted.keys()
+    for split, rows in wanted.items():
+        examples = map(tf.train.Example.FromString, found.splits[split].examples(0, len(rows)))
+        read = [
+            (key, value.bytes_list.value[0], example.features.feature["label"].int64_list.value[0])
+            for example in examples
+            for key, value in example.features.feature.items()
+            if key != "label"
+        ]
+        assert read == rows
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"train/a/x.txt": b"caf\xe9", "test/a/y.txt": b""},
+            "x.txt is not UTF-8: .* iconv -f LATIN1",
+        ),
+        ({"a/x.png": PNG, "b/y.txt": b""}, "b has no images: fill it, or remove it"),
+        ({"a/x.png": PNG, "a/y.mp4": b""}, r"y\.mp4 is not one of \.png"),
+        ({"train/a/x.png": PNG, "Train/a/x.png": PNG}, "are both split 'train'. Move one away"),
+    ],
+)
+def test_wrong_file_in_a_folder_is_named(
+    files: dict[str, bytes], message: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, files)
+    with pytest.raises(DataError, match=message):
+        prepare("folder:x", str(tmp_path / "out"), str(tmp_path))
+
+
+@pytest.mark.parametrize("other", ["", "emnist-digits-"])
+def test_idx_files_of_emnist_are_found_by_name(other: str, tmp_path: Path) -> None:
+    for prefix in filter(None, ("emnist-letters-", other)):
+        for split, count in (("train", 3), ("test", 2)):
+            count += prefix == "emnist-letters-"
+            images = np.zeros((count, 2, 2))
+            write_idx(tmp_path / f"{prefix}{split}-images-idx3-ubyte.gz", images, compress=True)
+            write_idx(tmp_path / f"{prefix}{split}-labels-idx1-ubyte.gz", np.ones(count), True)
+    found = idx.source("emnist-letters", str(tmp_path), NONE)
+    assert [split.num_examples for split in found.splits.values()] == [4, 3]
+    if other:
+        with pytest.raises(DataError, match=r"python -m data\.prepare emnist-digits --"):
+            idx.source("emnist", str(tmp_path), NONE)
+    else:
+        assert len(idx.source("any", str(tmp_path), NONE).splits) == 2
 
 
 def test_compressed_table_without_a_header_is_read(tmp_path: Path) -> None:

@@ -6,17 +6,21 @@ DataError, which says what to do.
 """
 
 import hashlib
+import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from data.system.files import DataError
 
 SPLIT_NAMES = ("train", "test", "val", "valid", "validation", "extra")
+_OTHER_NAMES = {"training": "train", "testing": "test"}
 LAYOUTS = ("tfds", "image_raw")
 TEST_FRACTION = 0.1
 DROP = "drop"
 
 T = TypeVar("T")
+Real: TypeAlias = float  # In Options, `float` is an option.
 
 
 class SourceSplit(NamedTuple):
@@ -59,11 +63,15 @@ class Options(NamedTuple):
         id_scale: The part of Criteo's numbers of ids that is generated.
         lists: Columns of a table whose values are lists, separated by commas.
         text: Columns of a table that are text, also if all values are numbers; by commas.
+        integer: Columns of a table that are integers; by commas.
+        float: Columns of a table that are numbers with a fraction; by commas.
+        delimiter: What separates the values of a table.
+        encoding: Of the text of a table.
         allow_partial: Take the files that are there, if some of a data set are missing or cut off.
     """
 
     label: str | None = None
-    test_fraction: float | None = None
+    test_fraction: Real | None = None
     seed: int | None = None
     layout: str | None = None
     length: int | None = None
@@ -71,9 +79,13 @@ class Options(NamedTuple):
     header: bool | None = None
     allow_partial: bool | None = None
     num_clicks: int | None = None
-    id_scale: float | None = None
+    id_scale: Real | None = None
     lists: str | None = None
     text: str | None = None
+    integer: str | None = None
+    float: str | None = None
+    delimiter: str | None = None
+    encoding: str | None = None
 
     def given(self) -> dict[str, object]:
         """Options that were given, by name."""
@@ -105,21 +117,60 @@ def divided(keys: Iterable[str], options: Options, where: str) -> dict[str, byte
     fraction = test_fraction(options)
     bound = int(fraction * 2**64)
     seed = str(options.seed or 0).encode()
+    least, most = 2**64, -1
 
     def is_test(key: str) -> bool:
+        nonlocal least, most
         digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, key=seed)
-        return int.from_bytes(digest.digest(), "big") < bound
+        place = int.from_bytes(digest.digest(), "big")
+        least, most = min(least, place), max(most, place)
+        return place < bound
 
     test = bytes(map(is_test, keys))
     masks = {"train": bytes(not chosen for chosen in test), "test": test}
     for split, mask in masks.items():
         if mask and not any(mask):
+            if least == most:
+                raise DataError(f"{where} has one example, and two splits need two. Give more.")
+            middles = (round((least + most) / 2**65, digits) for digits in range(1, 20))
+            example = next((x for x in middles if least < x * 2**64 <= most), TEST_FRACTION)
             raise DataError(
                 f"--test_fraction={fraction} leaves split {split!r} without examples: {where} has "
                 f"{len(test)}, each a test example with that probability. Give another "
-                f"--test_fraction, or another --seed than {options.seed or 0}."
+                f"--test_fraction, such as --test_fraction={example}, or another --seed than "
+                f"{options.seed or 0}."
             )
     return masks
+
+
+def split_paths(directory: str, *suffixes: str) -> dict[str, str]:
+    """Split -> path in `directory`. The name is that of a split in any case: train, Test, Training.
+
+    Args:
+        directory: Where to look.
+        *suffixes: Those of files, the preferred one first; none for directories.
+    """
+    found: dict[str, str] = {}
+    for suffix in suffixes or ("",):
+        of_suffix: dict[str, str] = {}
+        for name in sorted(os.listdir(directory)):
+            path = os.path.join(directory, name)
+            stem = name.lower().removesuffix(suffix)
+            split = _OTHER_NAMES.get(stem, stem)
+            is_wanted = os.path.isdir(path) != bool(suffixes)
+            if name.lower().endswith(suffix) and split in SPLIT_NAMES and is_wanted:
+                if split in of_suffix:
+                    raise DataError(
+                        f"{of_suffix[split]} and {path} are both split {split!r}. Move one away."
+                    )
+                of_suffix[split] = path
+        found = {**of_suffix, **found}
+    return {split: found[split] for split in SPLIT_NAMES if split in found}
+
+
+def typed_path(*parts: str) -> str:
+    """--source=PATH, as it is typed in a shell."""
+    return shlex.quote(f"--source={os.path.join(*parts)}")
 
 
 def refuse_fraction(options: Options, why: str) -> None:

@@ -136,9 +136,10 @@ def _batch(num_labels: int, is_partial: bool, path: str) -> ImageSplit:
         content = np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.zeros(0, np.uint8)
     num_records, num_more = divmod(len(content), record_bytes)
     if (num_more and not is_partial) or not num_records:
+        partial = " Or add --allow_partial, which takes the complete records." * bool(num_records)
         raise DataError(
             f"{path} has {len(content):,} bytes, not a multiple of the {record_bytes:,} bytes of a "
-            f"record. {_AGAIN} Or add --allow_partial, which takes the complete records."
+            f"record. {_AGAIN}{partial}"
         )
     records = content[: num_records * record_bytes].reshape(-1, record_bytes)
     planes = records[:, num_labels:].reshape(-1, 3, 32, 32)

@@ -55,7 +55,9 @@ def source(name: str, path: str, options: Options) -> Source:
     scale = SCALE if options.id_scale is None else options.id_scale
     fraction = test_fraction(options)
     if num_train < 1:
-        raise DataError(f"--num_clicks must be 1 or more. Received: {num_train}.")
+        raise DataError(
+            f"--num_clicks must be 1 or more. Received: {num_train}. Type --num_clicks=1000."
+        )
     if not 0 < scale <= 1:
         raise DataError(
             f"--id_scale must be above 0, at most 1. Received: {scale}. Type --id_scale=0.01."

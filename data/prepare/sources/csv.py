@@ -1,35 +1,51 @@
-"""CSV: a line of column names, then one line for each example; UTF-8, quotes of RFC 4180.
+"""CSV: a line of column names, then one line for each example; quotes of RFC 4180.
 
-    SOURCE.csv, or SOURCE/train.csv and SOURCE/test.csv; also with .gz
+    SOURCE.csv, or SOURCE/train.csv and SOURCE/test.csv; also .tsv, and with .gz
 
-Values are separated by commas, semicolons or tabs, whichever divide the first line into the most
-values. All lines are read to find the type of each column: integers (int64), numbers (float32; or
-float64, if float32 would change the whole part of one, or if one is below its normal range) or
-text. `data.numerals` says what a number is. A column that mixes numbers and text is
-refused, because the text is probably a mistake; in the label such values are names. `text` names
-columns that are text in any case. `missing` decides about missing values; in text an empty value is
-a value. The files are read twice, line by line.
+`csv_files` finds the encoding and the separator. All lines are read to find the type of each
+column: integers (int64), numbers (float32; or float64, if float32 would change the whole part of
+one, or if one is below its normal range) or text. `data.numerals` says what a number is. A column
+that mixes numbers and text is text; in the label such values are names. `text`, `integer` and
+`float` name columns whose type is declared. `missing` decides about missing values; in text an
+empty value is a value. The files are read twice, line by line.
 
 A column of `lists` becomes a tensor as long as its longest list. Shorter lists are filled up with
 -1, or with empty text if the items of the column are text.
 """
 
-import csv
 import functools
-import gzip
 import os
+import shlex
 import struct
-import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple, TextIO, cast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import cast
 
-from data.numerals import DOUBLE, INTEGER, NUMBER, TEXT, kind_of
+from data.numerals import DOUBLE, INTEGER, NUMBER, TEXT
 from data.prepare.sources import DROP, Options, Source
-from data.prepare.sources.csv_columns import MISSING_VALUES, Column, Lists, Missing, missing_of
+from data.prepare.sources.csv_columns import (
+    MISSING_VALUES,
+    Column,
+    Lists,
+    Missing,
+    missing_of,
+    whole,
+)
+from data.prepare.sources.csv_files import Layout, layout_of, lines
 from data.prepare.sources.examples import Classes, scalar, tensor, text
-from data.prepare.sources.tables import Table, classes_of, common_columns, split_files, table_source
+from data.prepare.sources.tables import (
+    Table,
+    classes_of,
+    columns_in,
+    common_columns,
+    no_column,
+    split_files,
+    table_source,
+    typed,
+)
 from data.system.files import DataError
 from data.tfrecord.examples import Value
+
+SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 
 _NODES = {
     INTEGER: scalar("int64"),
@@ -45,16 +61,8 @@ _CONVERTERS = {
     DOUBLE: lambda value: _FLOAT64.pack(float(value)),
     TEXT: str.encode,
 }
-_SEPARATORS = ",;\t"
+_integer = cast(Callable[[str], int], whole)  # All values of such columns are integers.
 _GZIP_FACTOR = 4  # Of text: the size of the content, of the size of the file.
-
-
-class _Format(NamedTuple):
-    """How a file is read: its separator, and the number of the first line of data."""
-
-    columns: tuple[str, ...]
-    separator: str
-    has_header: bool
 
 
 def source(name: str, path: str, options: Options) -> Source:
@@ -64,25 +72,25 @@ def source(name: str, path: str, options: Options) -> Source:
     order.
     """
     missing = missing_of(options.missing)
-    files = split_files(path, ".csv", ".csv.gz")
-    formats = {split: _format(file, options.header) for split, file in files.items()}
-    headers = {split: list(found.columns) for split, found in formats.items()}
-    names = common_columns(path, headers, options)
+    files = split_files(path, *SUFFIXES)
+    layouts = {split: layout_of(file, options) for split, file in files.items()}
+    headers = {split: list(found.columns) for split, found in layouts.items()}
+    names = common_columns(path, headers, files, options)
     label = options.label
-    texts = _named(path, "text", options.text, names)
-    lists = {
-        column: Lists(column, is_text=column in texts)
-        for column in _named(path, "lists", options.lists, names, label)
-    }
+    types, listed = _declared(path, options, names)
+    texts = [column for column, kind in types.items() if kind == TEXT]
+    lists = {column: Lists(column, is_text=column in texts, texts=texts) for column in listed}
     columns = {
-        column: Column(column, is_label=column == label, is_text=column in texts)
+        column: Column(
+            column, is_label=column == label, declared=types.get(column, ""), texts=texts
+        )
         for column in names
         if column not in lists
     }
     label_values = set()
     counts = dict.fromkeys(files, 0)
     for split, file in files.items():
-        for line, row in _lines(file, formats[split]):
+        for line, row in lines(file, layouts[split]):
             counts[split] += 1
             for column, value in row.items():
                 (columns.get(column) or lists[column]).add(file, line, value)
@@ -90,6 +98,10 @@ def source(name: str, path: str, options: Options) -> Source:
                 label_values.add(row[label])
     for found_lists in lists.values():
         found_lists.check()
+    notes = [found.note for found in layouts.values()]
+    layout = next(iter(layouts.values()))
+    unnamed = set(layout.unnamed) & columns.keys() - types.keys() - {label}
+    notes += [_without_name(path, layout, columns, column) for column in sorted(unnamed)]
     kinds = {column: found.kind(missing) for column, found in columns.items()}
     num_missing = {
         column: number
@@ -100,15 +112,15 @@ def source(name: str, path: str, options: Options) -> Source:
         split: functools.partial(
             _complete_rows,
             file,
-            formats[split],
+            layouts[split],
             {column: kinds[column] for column in num_missing if kinds[column] != TEXT},
             label if label in num_missing else None,
             missing,
         )
         for split, file in files.items()
     }
-    notes = [note for found in lists.values() for note in found.notes(path)]
-    notes += filter(None, (found.note(kinds[column]) for column, found in columns.items()))
+    notes += [note for found in lists.values() for note in found.notes(path)]
+    notes += [found.note(kinds[column]) for column, found in columns.items()]
     if num_missing:
         before = sum(counts.values())
         if missing.drops:
@@ -127,24 +139,17 @@ def source(name: str, path: str, options: Options) -> Source:
             )
     classes: dict[str, Classes] = {}
     if label is not None:
-        if (fraction := columns[label].fraction()) and kinds[label] != TEXT:
-            raise DataError(
-                f"{fraction.path}, line {fraction.line}: {label} is the label, and has "
-                f"{fraction.value!r}; needed are integers from 0, or names. Add --text={label}, "
-                "which takes the values as names; or leave --label out, and train with "
-                f"--config.data.label={label}."
-            )
-        convert = int if kinds[label] == INTEGER else str
-        classes[label], gaps = classes_of(
-            map(convert, label_values),
-            f"{path}: {label}",
-            f", or add --text={label}, which takes the values as names",
-        )
+        advice = f"add {typed('text', *texts, label)}, which takes the values as names"
+        classes[label], gaps = _classes(path, columns[label], kinds[label], label_values, advice)
         notes += gaps
-    converters = {
+    converters: dict[str, Callable[[str], Value]] = {
         column: lists[column].convert if column in lists else _CONVERTERS[kinds[column]]
         for column in names
+        if column in lists or column in columns
     }
+    for column in kinds.keys() & {label or "", *types}:
+        if kinds[column] == INTEGER:
+            converters[column] = _integer
     tables = {}
     for split, file in files.items():
         num_bytes = os.path.getsize(file) * (_GZIP_FACTOR if file.endswith(".gz") else 1)
@@ -155,7 +160,24 @@ def source(name: str, path: str, options: Options) -> Source:
         )
     nodes = {column: _NODES[kinds[column]] for column in columns}
     nodes |= {column: found.node for column, found in lists.items()}
-    return table_source(name, tables, nodes, classes, options)._replace(notes=notes)
+    return table_source(name, tables, nodes, classes, options)._replace(
+        notes=[*filter(None, notes)]
+    )
+
+
+def _classes(
+    path: str, column: Column, kind: str, values: Collection[str], advice: str
+) -> tuple[Classes, Sequence[str]]:
+    """The classes of the label, and notes. `advice`: what to do if its values are no classes."""
+    if (fraction := column.fraction()) and kind != TEXT:
+        raise DataError(
+            f"{fraction.path}, line {fraction.line}: {column.name} is the label, and has "
+            f"{fraction.value!r}; needed are integers from 0, or names: {advice}; or leave "
+            "--label out, and train with "
+            f"{shlex.quote(f'--config.data.label={column.name}')}."
+        )
+    numbers_or_names = map(_integer, values) if kind == INTEGER else values
+    return classes_of(numbers_or_names, f"{path}: {column.name}", f", or {advice}")
 
 
 def _note(path: str, counts: Mapping[str, int], before: int, after: int, option: str | None) -> str:
@@ -167,73 +189,58 @@ def _note(path: str, counts: Mapping[str, int], before: int, after: int, option:
     return f"{path}: missing values by column: {columns}; {done}"
 
 
-def _format(path: str, has_header: bool | None) -> _Format:
-    """The separator and the columns of a file, from its first line."""
-    with _open(path) as file:
-        try:
-            first = next((line for line in file if line.strip()), "")
-        except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path}: {error}.") from None
-    separator = max(_SEPARATORS, key=lambda each: len(next(csv.reader([first], delimiter=each))))
-    layout = _Format((), separator, has_header is not False)
-    columns = [column.strip() for column in next(_raw_lines(path, layout), (0, []))[1]]
-    if columns and has_header is False:
-        names = tuple(f"column_{number}" for number in range(len(columns)))
-        return layout._replace(columns=names)
-    if not columns or len(set(columns)) < len(columns) or "" in columns:
+def _declared(
+    path: str, options: Options, names: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The types of columns that the options say, and the columns of lists."""
+    types: dict[str, str] = {}
+    option_of: dict[str, str] = {}
+    for option, kind in (("text", TEXT), ("integer", INTEGER), ("float", NUMBER), ("lists", "")):
+        for column in columns_in(getattr(options, option)):
+            if column not in names:
+                raise no_column(path, option, column, names)
+            before = option_of.get(column, "")
+            if before and (before, option) != ("text", "lists"):
+                raise DataError(
+                    f"--{before} and --{option} both have column {column!r}. Leave it out of one."
+                )
+            option_of[column] = option
+            if kind:
+                types[column] = kind
+    if option_of.get(options.label or "") in ("float", "lists"):
+        option = option_of[options.label or ""]
         raise DataError(
-            f"{path} must begin with a line of column names, each once, separated by commas, "
-            f"semicolons or tabs. Received: {', '.join(map(repr, columns)) or 'nothing'}. If it "
-            "has no such line, add --noheader."
+            f"--{option} has {options.label!r}, which is the label: integers from 0, or names. "
+            f"Leave it out of --{option}; or, if it is no class, leave --label out, and train with "
+            f"{shlex.quote(f'--config.data.label={options.label}')}."
         )
-    if has_header is None and TEXT not in map(kind_of, columns):
-        raise DataError(
-            f"{path} begins with numbers, {', '.join(columns[:5])}, and not with a line of column "
-            "names. Add --noheader: the columns are then column_0, column_1, ... If these are "
-            "names, add --header."
-        )
-    return layout._replace(columns=tuple(columns))
+    return types, [column for column, option in option_of.items() if option == "lists"]
 
 
-def _lines(path: str, layout: _Format) -> Iterator[tuple[int, dict[str, str]]]:
-    columns = layout.columns
-    lines = _raw_lines(path, layout)
-    if layout.has_header:
-        next(lines)
-    for line, values in lines:
-        if len(values) != len(columns):
-            raise DataError(
-                f"{path}, line {line}: {len(values)} values, and there are {len(columns)} columns "
-                f"({', '.join(columns[:5])}{', ...' if len(columns) > 5 else ''})."
-            )
-        yield line, dict(zip(columns, map(str.strip, values), strict=True))
-
-
-def _raw_lines(path: str, layout: _Format) -> Iterator[tuple[int, list[str]]]:
-    with _open(path) as file:
-        reader = csv.reader(file, strict=True, delimiter=layout.separator)
-        try:
-            for values in filter(None, reader):
-                yield reader.line_num, values
-        # OSError: gzip's, of a file that is none.
-        except (csv.Error, UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path}, line {reader.line_num}: {error}.") from None
-
-
-def _open(path: str) -> TextIO:
-    if not path.endswith(".gz"):
-        return open(path, newline="", encoding="utf-8-sig")
-    return cast(TextIO, gzip.open(path, "rt", newline="", encoding="utf-8-sig"))
+def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: str) -> str:
+    """Removes a column without a name if it is an index or empty; returns a note."""
+    if columns[name].is_empty:
+        del columns[name]
+        return f"{path}: {name} has no name and no values, and is left out"
+    if not layout.has_header:
+        return ""
+    if name != layout.columns[0] or len(layout.columns) == 1:
+        return f"{path}: a column has no name, and is called {name}"
+    del columns[name]
+    return (
+        f"{path}: the first column has no name, as an index of pandas, and is left out; "
+        f"--text={name} or --integer={name} takes it"
+    )
 
 
 def _complete_rows(
-    path: str, layout: _Format, kinds: Mapping[str, str], label: str | None, missing: Missing
+    path: str, layout: Layout, kinds: Mapping[str, str], label: str | None, missing: Missing
 ) -> Iterator[dict[str, str]]:
     """The rows without a missing value, or with the number in place of each.
 
     `kinds`: the columns of numbers with missing values; `label`: if it has missing values.
     """
-    for _, row in _lines(path, layout):
+    for _, row in lines(path, layout):
         lacking = [column for column in kinds if row[column].lower() in MISSING_VALUES]
         if missing.drops and (lacking or (label is not None and not row[label])):
             continue
@@ -245,23 +252,4 @@ def _rows(
     rows: Callable[[], Iterator[dict[str, str]]], converters: Mapping[str, Callable[[str], Value]]
 ) -> Iterator[Mapping[str, Value]]:
     for row in rows():
-        values = zip(row.items(), converters.values(), strict=True)
-        yield {column: convert(value) for (column, value), convert in values}
-
-
-def _named(
-    path: str, flag: str, value: str | None, columns: Collection[str], label: str | None = None
-) -> list[str]:
-    """The columns in the value of a flag. Raises DataError if there is none of a name.
-
-    `label`: a column that may not be among them.
-    """
-    found = [column.strip() for column in (value or "").split(",") if column.strip()]
-    for column in found:
-        if column not in columns or column == label:
-            but = "" if label is None else ", but not the label"
-            raise DataError(
-                f"{path}: --{flag} has {column!r}. It may have these columns{but}: "
-                f"{', '.join(columns)}. Type --{flag}=COLUMN, or --{flag}=COLUMN,COLUMN."
-            )
-    return found
+        yield {column: convert(row[column]) for column, convert in converters.items()}

@@ -1,12 +1,13 @@
 """The columns of a CSV file: their types, found from all their values, and what is wrong with one.
 
-column = Column("age", is_label=False, is_text=False)
+column = Column("age", is_label=False)
 column.add("people.csv", 2, "37")               # each value
 kind = column.kind(missing_of("drop"))          # INTEGER, or a DataError names file and line
 """
 
 import array
-from collections.abc import Iterator
+import decimal
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from data.numerals import (
@@ -27,12 +28,18 @@ from data.numerals import (
 )
 from data.prepare.sources import DROP
 from data.prepare.sources.examples import Node, strings, tensor
+from data.prepare.sources.tables import typed
 from data.system.files import DataError
 from data.tfrecord.examples import Value
 
 MISSING_VALUES = ("", "na", "n/a", "nan", "null", "none", "?")
 
 _MISSING, _EMPTY = "missing", "empty"
+_WHOLE = "whole"  # An integer with a decimal point or an exponent, in a label: 1.0
+_WRONG = "wrong"  # Not of the type that an option says.
+_NUMERALS = (*NUMBERS, CODE)
+_MOST_DIGITS = 19  # Of int64.
+_OPTION_OF = {INTEGER: "integer", NUMBER: "float"}
 _PADDING = -1  # It fills up lists of integers.
 
 
@@ -55,8 +62,12 @@ class Missing(NamedTuple):
 class Column:
     """How many values of each kind a column has, and the first of each."""
 
-    def __init__(self, name: str, *, is_label: bool, is_text: bool) -> None:
-        self.name, self._is_label, self._is_text = name, is_label, is_text
+    def __init__(
+        self, name: str, *, is_label: bool, declared: str = "", texts: Sequence[str] = ()
+    ) -> None:
+        """`declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: those of --text."""
+        self.name, self._is_label, self._declared = name, is_label, declared
+        self._as_text = typed("text", *texts, name)
         self._first: dict[str, First] = {}
         self._counts: dict[str, int] = {}
 
@@ -65,6 +76,13 @@ class Column:
         kind = kind_of(value)
         if kind == TEXT and value.lower() in MISSING_VALUES:
             kind = _MISSING if value else _EMPTY
+        elif self._declared == INTEGER:
+            kind = INTEGER if kind in _NUMERALS and whole(value) is not None else _WRONG
+        elif self._declared == NUMBER:
+            kind = kind_of(repr(float(value))) if kind == CODE else kind
+            kind = kind if kind in NUMBERS else _WRONG
+        elif self._is_label and kind in (NUMBER, DOUBLE) and whole(value) is not None:
+            kind = _WHOLE
         if kind in self._counts:
             self._counts[kind] += 1
         else:
@@ -72,7 +90,7 @@ class Column:
             self._first[kind] = First(path, line, value)
 
     def kind(self, missing: Missing) -> str:
-        """INTEGER, NUMBER, DOUBLE or TEXT. Raises DataError if the values do not fit each other."""
+        """INTEGER, NUMBER, DOUBLE or TEXT. Raises DataError for a value that is not of its type."""
         first, counts = self._first, self._counts
         if self._is_label and _EMPTY in first and not missing.drops:
             path, line, _ = first[_EMPTY]
@@ -80,9 +98,17 @@ class Column:
                 f"{path}, line {line}: the label {self.name} is empty. --missing={DROP} leaves out "
                 "rows without a label."
             )
-        if self._is_text:
+        if self._declared == TEXT:
             return TEXT
-        numbers = [kind for kind in NUMBERS if kind in first]
+        if _WRONG in first:
+            path, line, value = first[_WRONG]
+            option = _OPTION_OF[self._declared]
+            raise DataError(
+                f"{path}, line {line}: column {self.name} has {value!r}, and --{option} says that "
+                f"each of its values is {'an integer' if option == 'integer' else 'a number'}. "
+                f"Correct it, or type {self._as_text} in place of --{option}={self.name}."
+            )
+        numbers = [kind for kind in (*NUMBERS, _WHOLE) if kind in first]
         num_foreign = counts.get(FOREIGN, 0)
         if numbers or num_foreign:
             num_foreign += counts.get(GROUPED, 0)
@@ -93,37 +119,39 @@ class Column:
                 f"its {sum(counts.values()):,} values are numbers in another notation. Needed are "
                 "the digits 0 to 9 and a decimal point, without other separators: -1234.5 or 2e-3; "
                 f"from {LEAST_FLOAT64:.2g} to {MOST_FLOAT64:.2g}, or 0. Write them so, or, if they "
-                f"are text, add --text={self.name}."
+                f"are text, add {self._as_text}."
             )
-        if not numbers or (TEXT in first and self._is_label):
+        if not self._declared and (not numbers or first.keys() & {TEXT, CODE}):
             return TEXT
-        path, line, value = first[numbers[0]]
-        if TEXT in first:
-            wrong = first[TEXT]
-            raise DataError(
-                f"{wrong.path}, line {wrong.line}: column {self.name} has {wrong.value!r}, but "
-                f"{value!r} in line {line} of {path}. A column holds numbers or text: correct it, "
-                f"or, if it is text, add --text={self.name}."
-            )
-        if CODE in first:
-            return TEXT
-        kinds = set(numbers)
-        if num_missing := self._num_missing:
-            if not missing.drops and (not missing.kind or self._is_label):
-                wrong = first.get(_EMPTY) or first[_MISSING]
-                number = ", or --missing=0, for example, which replaces them"
-                raise DataError(
-                    f"{wrong.path}, line {wrong.line}: column {self.name} has {wrong.value!r}, but "
-                    f"{value!r} in line {line} of {path}: {num_missing:,} of its numbers are "
-                    f"missing. Add --missing={DROP}, which leaves out such rows"
-                    f"{'' if self._is_label else number}."
-                )
+        kinds = {*numbers, self._declared} - {""}
+        if self._num_missing:
+            self._check_missing(missing)
             kinds |= {missing.kind} - {""}
-        if kinds.issubset(INTEGERS):
+        if kinds.issubset({*INTEGERS, _WHOLE}):
             return INTEGER
-        if LONGEST in first:
+        if LONGEST in first and not self._declared:
             return TEXT
         return DOUBLE if kinds & {LONG, LONGEST, DOUBLE} else NUMBER
+
+    def _check_missing(self, missing: Missing) -> None:
+        """Raises DataError if `missing` does not say what becomes of missing values."""
+        first = self._first
+        wrong = first.get(_EMPTY) or first[_MISSING]
+        where = f"{wrong.path}, line {wrong.line}: column {self.name} has {wrong.value!r}"
+        if not missing.drops and (not missing.kind or self._is_label):
+            numbers = [kind for kind in (*NUMBERS, _WHOLE) if kind in first]
+            path, line, value = first[numbers[0]] if numbers else wrong
+            but = f", but {value!r} in line {line} of {path}" if numbers else ""
+            number = ", or --missing=0, for example, which replaces them"
+            raise DataError(
+                f"{where}{but}: {self._num_missing:,} of its numbers are missing. Add "
+                f"--missing={DROP}, which leaves out such rows{'' if self._is_label else number}."
+            )
+        if self._declared == INTEGER and missing.kind and missing.kind not in INTEGERS:
+            raise DataError(
+                f"{where}, for which --missing={missing.number} is no integer. Type --missing=0, "
+                f"for example, or type --float={self.name} in place of --integer={self.name}."
+            )
 
     def num_missing(self, kind: str) -> int:
         """The missing values of a column of this kind. In text, only a label's empty values are."""
@@ -132,26 +160,45 @@ class Column:
         return self._num_missing
 
     def note(self, kind: str) -> str:
-        """What a user should know if a column of this kind is text, but not all of it looks so."""
-        numbers = self._first.keys() & set(NUMBERS)
-        if kind != TEXT or self._is_text:
+        """What a user should know if values of the column do not look as its type does."""
+        first = self._first
+        if kind == INTEGER and _WHOLE in first:
+            path, line, value = first[_WHOLE]
+            return f"{path}, line {line}: the label {self.name} has {value!r}, taken as an integer"
+        if kind != TEXT or self._declared:
             return ""
-        if self._is_label and TEXT in self._first and (numbers or CODE in self._first):
-            path, line, value = self._first[TEXT]
+        numbers = sum(self._counts.get(number, 0) for number in (*NUMBERS, CODE, _WHOLE))
+        if TEXT in first:
+            path, line, value = first[TEXT]
+            if not numbers:
+                return ""
+            if self._is_label:
+                return (
+                    f"{path}, line {line}: the label {self.name} has {value!r}, so all its values "
+                    "are names, also numbers"
+                )
+            if numbers == self._counts.get(CODE):
+                return ""
             return (
-                f"{path}, line {line}: the label {self.name} has {value!r}, so all its values are "
-                "names, also numbers"
+                f"{path}, line {line}: column {self.name} is text, because it has {value!r}; "
+                f"{numbers:,} of its {sum(self._counts.values()):,} values are numbers. If all "
+                f"should be, add {typed('float', self.name)}, and correct the others"
             )
-        found = next((kind for kind in (CODE, LONGEST, GROUPED) if kind in self._first), TEXT)
-        if found == TEXT or TEXT in self._first:
+        found = next((kind for kind in (CODE, LONGEST, GROUPED) if kind in first), "")
+        if not found:
             return ""
-        path, line, value = self._first[found]
+        path, line, value = first[found]
         why = "a number has no separators as in" if found == GROUPED else "a number would change"
         return f"{path}, line {line}: column {self.name} is text, because {why} {value!r}"
 
     def fraction(self) -> First | None:
         """The first value that is no integer."""
         return self._first.get(NUMBER) or self._first.get(DOUBLE)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the column has no value."""
+        return self._counts.keys() <= {_EMPTY}
 
     @property
     def _num_missing(self) -> int:
@@ -161,8 +208,9 @@ class Column:
 class Lists:
     """What is known of a column of lists after all its values were added."""
 
-    def __init__(self, name: str, *, is_text: bool) -> None:
+    def __init__(self, name: str, *, is_text: bool, texts: Sequence[str] = ()) -> None:
         self.name, self._is_text = name, is_text
+        self._as_text = typed("text", *texts, name)
         # For the separators "|" and None, which stands for spaces.
         self._lengths: dict[str | None, int] = {"|": 1, None: 1}
         self._first: dict[str | None, dict[str, First]] = {"|": {}, None: {}}
@@ -192,14 +240,14 @@ class Lists:
             raise DataError(
                 f"{wrong.path}, line {wrong.line}: column {self.name} has the item "
                 f"{wrong.value!r}, but {item!r} in line {line} of {path}. The items of a column "
-                f"are integers or text: correct it, or, if all are text, add --text={self.name}."
+                f"are integers or text: correct it, or, if all are text, add {self._as_text}."
             )
         if self._has_integers and str(_PADDING) in first:
             path, line, _ = first[str(_PADDING)]
             raise DataError(
                 f"{path}, line {line}: column {self.name} has the item {_PADDING}, with which "
                 "shorter lists are filled up. Replace it by another integer, or, if all are text, "
-                f"add --text={self.name}."
+                f"add {self._as_text}."
             )
 
     def notes(self, path: str) -> Iterator[str]:
@@ -255,6 +303,14 @@ def missing_of(option: str | None) -> Missing:
         if kind_of(whole) in INTEGERS:
             option = whole  # It replaces integers, too.
     return Missing(False, option, kind_of(option))
+
+
+def whole(value: str) -> int | None:
+    """The integer of a numeral: 3 of "3", "3.0", "3e0" and "03". None if int64 does not hold it."""
+    number = decimal.Decimal(value)
+    if number.adjusted() >= _MOST_DIGITS or number != number.to_integral_value():
+        return None
+    return int(number) if -(2**63) <= number < 2**63 else None
 
 
 def _items(value: str, separator: str | None) -> list[str]:

@@ -1,20 +1,23 @@
 """IDX: the format of MNIST and of data sets like it (Fashion-MNIST, KMNIST, EMNIST).
 
-Four files: {train,t10k}-{images-idx3,labels-idx1}-ubyte, plain or with .gz. Each is a big-endian
-header (two zero bytes, 8 for uint8, the number of dimensions, then each dimension's size as uint32)
-and the bytes: http://yann.lecun.com/exdb/mnist, "File formats". Labels are held in memory, one byte
-an example; images are read one by one.
+Four files: {train,t10k}-{images-idx3,labels-idx1}-ubyte, plain or with .gz. EMNIST has several such
+sets, emnist-letters-{train,test}-... and others. Each file is a big-endian header (two zero bytes,
+8 for uint8, the number of dimensions, then each dimension's size as uint32) and the bytes:
+http://yann.lecun.com/exdb/mnist, "File formats". Labels are held in memory, one byte an example;
+images are read one by one.
 """
 
 import gzip
+import itertools
 import math
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
-from data.prepare.sources import Options, Source
+from data.prepare.sources import Options, Source, typed_path
 from data.prepare.sources.examples import Classes, ImageRow, ImageSplit, labelled_images
 from data.system.files import DataError
 
@@ -24,6 +27,7 @@ DOWNLOADS = {
 }
 
 _SPLITS = {"train": "train", "test": "t10k"}
+_PREFIX = re.compile(r"((?:.+-)?)(?:train|test|t10k)-(?:images|labels)[-.]idx[13]-ubyte(?:\.gz)?")
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 FILES = ", ".join(f"{prefix}-{_IMAGES}.gz, {prefix}-{_LABELS}.gz" for prefix in _SPLITS.values())
 _BLOCK_BYTES = 1 << 20
@@ -35,8 +39,9 @@ def source(name: str, path: str, options: Options) -> Source:
     splits = {}
     shapes = {}
     num_classes = 1
+    before = _prefix(name, path)
     for split, prefix in _SPLITS.items():
-        images, labels = _find(path, f"{prefix}-{_IMAGES}"), _find(path, f"{prefix}-{_LABELS}")
+        images, labels = (_find(path, before, prefix, kind) for kind in (_IMAGES, _LABELS))
         num_images, height, width = _checked_shape(images, 3)
         (num_labels,) = _checked_shape(labels, 1)
         if num_images != num_labels:
@@ -98,12 +103,31 @@ def _open(path: str) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path)) if packed else open(path, "rb")
 
 
-def _find(directory: str, name: str) -> str:
-    dotted = name.replace("-idx", ".idx")
-    for candidate in (name, f"{name}.gz", dotted, f"{dotted}.gz"):
-        path = os.path.join(directory, candidate)
+def _prefix(name: str, directory: str) -> str:
+    """What the names of the files of `name` begin with: "", or for example "emnist-letters-"."""
+    if not os.path.isdir(directory):
+        raise DataError(f"--source={directory} is not a directory. Give the one with {FILES}.")
+    found = filter(None, map(_PREFIX.fullmatch, sorted(os.listdir(directory))))
+    prefixes = list(dict.fromkeys(match[1] for match in found))
+    if f"{name}-" in prefixes:
+        return f"{name}-"
+    if "" in prefixes or not prefixes:
+        return ""
+    if len(prefixes) > 1:
+        names = [prefix.rstrip("-") for prefix in prefixes]
+        raise DataError(
+            f"{directory} has {', '.join(names)}. NAME says which one is meant: "
+            f"python -m data.prepare {names[0]} {typed_path(directory)}"
+        )
+    return prefixes[0]
+
+
+def _find(directory: str, before: str, prefix: str, kind: str) -> str:
+    prefixes = [prefix] if prefix == "train" or not before else [prefix, "test"]
+    dotted = kind.replace("-idx", ".idx")
+    for each, form, end in itertools.product(prefixes, (kind, dotted), ("", ".gz")):
+        path = os.path.join(directory, f"{before}{each}-{form}{end}")
         if os.path.isfile(path):
             return path
-    if not os.path.isdir(directory):
-        raise DataError(f"--source={directory} is not a directory. Give the one with {name}[.gz].")
+    name = f"{before}{prefixes[-1]}-{kind}"
     raise DataError(f"{directory} has no {name} or {name}.gz. All four are needed: {FILES}")

@@ -117,7 +117,8 @@ def source(name: str, path: str, options: Options) -> Source:
     The column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted
     order. Records hold arrays of more than one dimension as bytes.
     """
-    splits = {split: _columns(file) for split, file in split_files(path, ".npz").items()}
+    files = split_files(path, ".npz")
+    splits = {split: _columns(file) for split, file in files.items()}
     if "" in splits:
         splits = _splits_by_name(splits[""]) or splits
     for split, columns in splits.items():
@@ -131,7 +132,7 @@ def source(name: str, path: str, options: Options) -> Source:
         split: {key: column.kind for key, column in columns.items()}
         for split, columns in splits.items()
     }
-    kinds = common_columns(path, kinds_by_split, options)
+    kinds = common_columns(path, kinds_by_split, files, options)
     nodes = {key: column.node() for key, column in next(iter(splits.values())).items()}
     labels: dict[str, Classes] = {}
     notes: Sequence[str] = ()

@@ -1,14 +1,27 @@
 """Tables, for CSV and NPZ: rows with named columns, one of which may be the label."""
 
+import csv
+import difflib
 import itertools
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from data.prepare.sources import SPLIT_NAMES, Options, Source, SourceSplit, divided, refuse_fraction
+from data.prepare.sources import (
+    Options,
+    Source,
+    SourceSplit,
+    divided,
+    refuse_fraction,
+    split_paths,
+    typed_path,
+)
 from data.prepare.sources.examples import Classes, Node, feature_files
 from data.system.files import DataError
 from data.tfrecord.examples import Value, example_bytes
+
+_SHOWN_COLUMNS = 30
 
 ColumnsT = TypeVar("ColumnsT", bound=Collection[str])
 
@@ -64,33 +77,65 @@ def split_files(path: str, *suffixes: str) -> dict[str, str]:
         return {"": path}
     if not os.path.isdir(path):
         raise DataError(f"There is no --source={path}.")
-    found: dict[str, str] = {}
-    for name in SPLIT_NAMES:
-        for suffix in suffixes:
-            file = os.path.join(path, name + suffix)
-            if os.path.isfile(file):
-                found.setdefault(name, file)
-    suffix = suffixes[0]
+    found = split_paths(path, *suffixes)
     if "train" not in found:
+        there = [name for name in sorted(os.listdir(path)) if name.lower().endswith(suffixes)]
+        example = there[0] if there else f"FILE{suffixes[0]}"
         raise DataError(
-            f"{path} has no train{suffix}. Needed are train{suffix} and test{suffix}, or a file: "
-            f"--source={os.path.join(path, 'FILE' + suffix)}"
+            f"{path} has no train{suffixes[0]}, but {', '.join(there[:5]) or 'none of that kind'}. "
+            f"Needed are train{suffixes[0]} and test{suffixes[0]} (or val); or a file, which is "
+            f"divided: {typed_path(path, example)}"
         )
     return found
 
 
-def common_columns(path: str, splits: Mapping[str, ColumnsT], options: Options) -> ColumnsT:
-    """The columns of every split."""
+def typed(option: str, *columns: str) -> str:
+    """The flag with these columns, as it is typed in a shell."""
+    names = (
+        '"{}"'.format(name.replace('"', '""')) if set(name) & set(',"') else name
+        for name in columns
+    )
+    return shlex.quote(f"--{option}={','.join(names)}")
+
+
+def columns_in(option: str | None) -> list[str]:
+    """The columns in the value of a flag: separated by commas, in double quotes if needed."""
+    found = next(csv.reader([option or ""], skipinitialspace=True), [])
+    return [column.strip() for column in found if column.strip()]
+
+
+def no_column(path: str, flag: str, name: str, columns: Collection[str]) -> DataError:
+    """The error for a flag that names a column which is not there."""
+    lower = {column.lower(): column for column in columns}
+    similar = difflib.get_close_matches(name.lower(), lower, n=3)
+    near = [lower[found] for found in similar or [x for x in lower if name.lower() in x][:3]]
+    hint = f"Did you mean {' or '.join(typed(flag, column) for column in near)}? " if near else ""
+    for mark in "|:; " if len(columns) == 1 else "":
+        if mark in next(iter(columns)):
+            hint = f"If these are several columns, add {shlex.quote(f'--delimiter={mark}')}. "
+            break
+    more = ", ..." if len(columns) > _SHOWN_COLUMNS else ""
+    return DataError(
+        f"{path} has no column {name!r}. {hint}--{flag} may be "
+        f"{', '.join(itertools.islice(columns, _SHOWN_COLUMNS))}{more}."
+    )
+
+
+def common_columns(
+    path: str, splits: Mapping[str, ColumnsT], files: Mapping[str, str], options: Options
+) -> ColumnsT:
+    """The columns of every split. `files`: those of the splits, for messages."""
     (first, columns), *others = splits.items()
     for split, found in others:
         if found != columns:
+            alone = typed_path(files[first]) if first in files else ""
+            alone = alone and f" Or take {first!r} alone, which is then divided: {alone}"
             raise DataError(
-                f"{path}: split {split!r} has columns {found}, but {first!r} has {columns}."
+                f"{path}: split {split!r} has columns {found}, but {first!r} has {columns}. All "
+                f"splits need the same, with the label.{alone}"
             )
     if options.label is not None and options.label not in columns:
-        raise DataError(
-            f"{path} has no column {options.label!r}. --label may be {', '.join(columns)}."
-        )
+        raise no_column(path, "label", options.label, columns)
     return columns
 
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from data.prepare.sources import SPLIT_NAMES, Options, Source, SourceSplit, test_fraction
+from data.prepare.sources import Options, Source, SourceSplit, split_paths, test_fraction
 from data.prepare.sources.examples import feature_files, tensor
 from data.system.files import DataError
 from data.tfrecord.examples import example_bytes
@@ -46,28 +46,30 @@ def source(name: str, path: str, options: Options) -> Source:
     Split by train/, test/ (and val/, ...) where there is train/; otherwise the last `test_fraction`
     of the bytes of each file are a test document.
     """
-    length = options.length or LENGTH
+    length = LENGTH if options.length is None else options.length
     if length < 1:
         raise DataError(f"--length must be at least 1. Received: {length}. --length={LENGTH}.")
-    if os.path.isdir(os.path.join(path, "train")):
+    directories = split_paths(path) if os.path.isdir(path) else {}
+    if "train" in directories:
         if options.test_fraction is not None:
             raise DataError(
                 f"--test_fraction would be ignored: {path} has train/, so its directories are the "
                 "splits. Leave it out."
             )
-        names = [name for name in SPLIT_NAMES if os.path.isdir(os.path.join(path, name))]
-        splits = {name: _whole(_files(os.path.join(path, name))) for name in names}
+        splits = {split: _whole(_files(found)) for split, found in directories.items()}
     else:
         splits = _divided(_files(path), options)
+    sizes = {split: sum(item.size for item in documents) for split, documents in splits.items()}
+    smallest = min(sizes.values())
+    shorter = f", or --length={max(1, smallest // 10)}" if smallest > 1 else ""
     made = {}
     for split, documents in splits.items():
-        num_bytes = sum(document.size for document in documents)
-        num_sequences = (num_bytes - 1) // length
-        if num_sequences < 1:
+        if sizes[split] <= length:
             raise DataError(
-                f"Split {split!r} of {path} has {num_bytes:,} bytes, and a sequence needs "
-                f"{length + 1:,}. Give more text, or --length={max(1, num_bytes // 10)}."
+                f"Split {split!r} of {path} has {sizes[split]:,} bytes, and a sequence needs "
+                f"{length + 1:,}. Give more text{shorter}."
             )
+        num_sequences = (sizes[split] - 1) // length
         examples = functools.partial(_examples, documents, length)
         size = num_sequences * (length + 1 + _RECORD_BYTES)
         made[split] = SourceSplit(num_sequences, size, examples)

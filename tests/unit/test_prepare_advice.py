@@ -1,0 +1,291 @@
+"""What each message of data.prepare says to type works when it is typed."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from data.system.files import DataError
+from data.tfrecord.split import open_split
+from tests.unit.test_prepare import ROOT, write_idx
+
+# Runs each command in a fork, so that the imports are paid for once.
+SERVER = """
+import json, os, sys
+from absl import app
+from data.prepare.__main__ import _main
+from data.system.flags import parse_flags
+
+for line in sys.stdin:
+    directory, sys.argv, output = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.chdir(directory)
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        app.run(_main, flags_parser=parse_flags("data.prepare", {"out": "data_dir"}))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+Run = Callable[[str], tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        assert process.stdin
+        process.stdin.close()
+
+
+@pytest.fixture
+def prepare(server: subprocess.Popen[str], tmp_path: Path) -> Run:
+    """A function that runs `python -m data.prepare ...`: the exit code, and what was printed."""
+
+    def run(command: str) -> tuple[int, str]:
+        output = tmp_path.parent / f"{tmp_path.name}.err"
+        argv = ["data.prepare", *shlex.split(command)]
+        assert server.stdin
+        assert server.stdout
+        print(json.dumps([str(tmp_path), argv, str(output)]), file=server.stdin, flush=True)
+        return int(server.stdout.readline()), output.read_text()
+
+    return run
+
+
+class Case(NamedTuple):
+    """`advice` is in the message of `command`.
+
+    Flags in it are added, or replace those with the same name. A command in it replaces the
+    command. `then`: the command, if the advice is a sentence or has a placeholder.
+    """
+
+    command: str
+    files: Mapping[str, str | bytes]
+    advice: str
+    then: str = ""
+    before: str = ""
+
+
+def table(header: str, *rows: str) -> dict[str, str | bytes]:
+    return {"a.csv": "\n".join([header, *rows * 30]) + "\n"}
+
+
+PNG = (
+    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\0\0\0\0"
+    b"\x3a\x7e\x9b\x55\0\0\0\0IEND\xaeB`\x82"
+)
+CLASSES = {f"d/train/{name}/{number}.png": PNG for name in "ab" for number in range(30)}
+NUMBERS = table("x,y", "1,0", "2,1")
+CSV = "csv:x --source=a.csv"
+IDX = {
+    f"d/emnist-{kind}-{split}-{content}-ubyte": b""
+    for kind in ("digits", "letters")
+    for split in ("train", "test")
+    for content in ("images-idx3", "labels-idx1")
+}
+BATCHES = {f"d/data_batch_{number}.bin": bytes(3073) for number in range(2, 6)}
+CASES = [
+    # Names of columns.
+    Case(f"{CSV} --label=Y", NUMBERS, "--label=y"),
+    *(
+        Case(f"{CSV} --{option}=Zip", table("zip,y", "1,0"), f"--{option}=zip")
+        for option in ("text", "integer", "float", "lists")
+    ),
+    Case(f"{CSV} --text=zip", table("zip code,y", "1,0"), "'--text=zip code'"),
+    # Types.
+    Case(CSV, table("x;y", "3,5;1"), "--text=x"),
+    Case(f"{CSV} --text=y", table("a b;y", "3,5;1"), "'--text=y,a b'"),
+    Case(CSV, table('"a,b";y', "3,5;1"), """'--text="a,b"'"""),
+    *(
+        Case(
+            f"{CSV} --{option}=x",
+            table("x,y", "A7,1", "7,0"),
+            f"--text=x in place of --{option}=x",
+            f"{CSV} --text=x",
+        )
+        for option in ("integer", "float")
+    ),
+    Case(f"{CSV} --integer=x", table("x,y", "1.5,0"), "--text=x in place", f"{CSV} --text=x"),
+    Case(f"{CSV} --text=x --integer=x", NUMBERS, "Leave it out of one", f"{CSV} --integer=x"),
+    Case(f"{CSV} --label=y --float=y", NUMBERS, "Leave it out of --float", f"{CSV} --label=y"),
+    Case(f"{CSV} --label=y --float=y", NUMBERS, "leave --label out", f"{CSV} --float=y"),
+    Case(f"{CSV} --lists=x", table("x,y", "3|17,0", "4|a,1"), "--text=x"),
+    Case(f"{CSV} --lists=x", table("x,y", "3|17,0", "-1,1"), "--text=x"),
+    # Missing values.
+    Case(CSV, table("x,y", "1,0", "NA,1"), "--missing=drop"),
+    Case(CSV, table("x,y", "1,0", ",1"), "--missing=0"),
+    Case(f"{CSV} --integer=x", table("x,y", ",0"), "--missing=0"),
+    Case(f"{CSV} --label=y", table("x,y", "1,0", "2,"), "--missing=drop"),
+    Case(f"{CSV} --missing=mean", table("x,y", "1,0", "NA,1"), "--missing=drop"),
+    Case(f"{CSV} --missing=mean", table("x,y", "1,0", "NA,1"), "--missing=0"),
+    Case(f"{CSV} --missing=drop", table("x,y", "1,", ",2"), "--missing=0"),
+    Case(f"{CSV} --missing=0.5 --integer=x", table("x,y", "1,0", "NA,1"), "--missing=0"),
+    Case(
+        f"{CSV} --missing=0.5 --integer=x",
+        table("x,y", "1,0", "NA,1"),
+        "--float=x in place of --integer=x",
+        f"{CSV} --missing=0.5 --float=x",
+    ),
+    # Labels.
+    Case(f"{CSV} --label=y", table("x,y", "1,0.5", "2,1"), "--text=y"),
+    Case(f"{CSV} --label=y", table("x,y", "1,0.5", "2,1"), "leave --label out", CSV),
+    Case(f"{CSV} --label=y", table("x,y", "1,-1", "2,1"), "--text=y"),
+    # The first line.
+    Case(CSV, table("1,2", "3,4"), "--noheader"),
+    Case(CSV, table("1,2", "3,4"), "--header"),
+    Case(CSV, table("a,a", "b,c"), "--noheader"),
+    # Separators.
+    Case(f"{CSV} --delimiter=;;", table("x;y", "1;2"), "'--delimiter=;'"),
+    Case(f"{CSV} --delimiter=pipe", table("x|y", "1|2"), "'--delimiter=|'"),
+    Case(f"{CSV} --label=y", table("x:y", "1:0"), "--delimiter=:"),
+    Case(f"{CSV} --lists=x", table("x y", "3|17 0"), "'--delimiter= '"),
+    Case(CSV, table("x, in cm\ty", "1\t2"), "--delimiter=tab"),
+    # Encodings.
+    Case(CSV, {"a.csv": "x,y\ncafé,1\n".encode("latin-1") * 30}, "--encoding=latin-1"),
+    Case(CSV, {"a.csv": "x,y\n“café”,1\n".encode("cp1252") * 30}, "--encoding=cp1252"),
+    Case(CSV, {"a.csv": "x,y\n数据,1\n".encode("gb18030") * 30}, "--encoding=gb18030"),
+    Case(CSV, {"a.csv": "x,y\n\x81é,1\n".encode("latin-1") * 30}, "--encoding=latin-1"),
+    Case(
+        f"{CSV} --encoding=ascii",
+        {"a.csv": "x,y\ncafé,1\n".encode("latin-1") * 30},
+        "--encoding=latin-1",
+    ),
+    Case(f"{CSV} --encoding=latn1", NUMBERS, "--encoding=latin1"),
+    Case(f"{CSV} --encoding=base64", NUMBERS, "--encoding=latin-1"),
+    Case(
+        f"{CSV} --encoding=latin-1",
+        {"a.csv": ("x,y\n" + "1,2\n" * 30).encode("utf-16")},
+        "Leave --encoding out",
+        CSV,
+    ),
+    *(
+        Case(CSV, {"a.csv": ("x,y\n" + "a,2\n" * 30).encode(name)}, f"--encoding={name}")
+        for name in ("utf-16-le", "utf-16-be")
+    ),
+    # Files and splits.
+    Case("csv:x --source=d", {"d/data.csv": NUMBERS["a.csv"]}, "--source=d/data.csv"),
+    Case(
+        "csv:x --source=d --label=y",
+        {"d/train.csv": NUMBERS["a.csv"], "d/test.csv": "x\n1\n"},
+        "--source=d/train.csv",
+    ),
+    Case(f"{CSV} --test_fraction=1.5", NUMBERS, "--test_fraction=0.1"),
+    Case(f"{CSV} --test_fraction=1e-9", NUMBERS, r"re:--test_fraction=0\.\d+(?=,)"),
+    Case(f"{CSV} --test_fraction=0.999999", NUMBERS, r"re:--test_fraction=0\.\d+(?=,)"),
+    Case(CSV, {"a.csv": "x,y\n1,2\n3,4\n"}, r"re:--test_fraction=0\.\d+(?=,)"),
+    Case(
+        "csv:x --source=d --seed=1",
+        {"d/train.csv": NUMBERS["a.csv"], "d/test.csv": NUMBERS["a.csv"]},
+        "--seed would be ignored",
+        "csv:x --source=d",
+    ),
+    Case("npz:x --source=a.npz --label=Y", {"a.npz": b""}, "--label=y"),
+    Case("npz:x --source=a.npz --label=z", {"a.npz": b""}, "--label out", "npz:x --source=a.npz"),
+    # Folders.
+    Case("folder:x --source=.", CLASSES, "--source=./d/train"),
+    Case(
+        "folder:x --source=.",
+        {path.replace("train/", ""): PNG for path in CLASSES},
+        "--source=./d",
+    ),
+    Case("folder:x --source=d", {**CLASSES, "d/val/images/1.png": PNG}, "--source=d/train"),
+    Case("folder:x --source=d", {**CLASSES, "d/test/1.png": PNG}, "--source=d/train"),
+    Case("folder:x --source=d", {**CLASSES, "d/other/c/1.png": PNG}, "--source=d/train"),
+    Case("folder:x --source=d --label=y", CLASSES, "Leave it out", "folder:x --source=d"),
+    Case("folder:x --source=d --test_fraction=0.5", CLASSES, "Leave it out", "folder:x --source=d"),
+    # Other formats.
+    Case("emnist --source=d", IDX, "python -m data.prepare emnist-digits --source=d"),
+    Case("text:x --source=a.txt --length=0", {"a.txt": "words " * 999}, "--length=256"),
+    Case("text:x --source=a.txt", {"a.txt": "words " * 20}, "--length=1"),
+    Case("text:x --source=d", {"d/train/a": "words " * 99, "d/test/a": "few words"}, "--length=1"),
+    Case("cifar10 --source=d", {**BATCHES, "d/test_batch.bin": bytes(3073)}, "--allow_partial"),
+    Case(
+        "cifar10 --source=d",
+        {**BATCHES, "d/data_batch_1.bin": bytes(3073), "d/test_batch.bin": bytes(4000)},
+        "--allow_partial",
+    ),
+    Case("clicks --num_clicks=100 --id_scale=2", {}, "--id_scale=0.01"),
+    Case("clicks --num_clicks=0", {}, "--num_clicks=1000"),
+    Case("digits --source=d", {"d/a": ""}, "Leave it out", "digits"),
+    Case("digits --nooverwrite --noheader", {}, "--noheader would be ignored", "digits"),
+    # Names, and directories to write.
+    Case("digts", {}, "Did you mean digits?", "digits"),
+    Case("csv --source=a.csv", NUMBERS, "csv:NAME", CSV),
+    Case("csv:x", NUMBERS, "--source=PATH", CSV),
+    Case("emnist-letters", IDX, "--source=DIR", "emnist-letters --source=d"),
+    Case("digits --out=d", {}, "write --data_dir", "digits --data_dir=d"),
+    *(
+        Case("digits --data_dir=d", files, "--data_dir=DIR", "digits --data_dir=e")
+        for files in (
+            {"d": "a file"},
+            {"d/thesis.txt": ""},
+            {"d/dataset_info.json": "{"},
+            {"d/dataset_info.json": '{"name": "other"}'},
+        )
+    ),
+    Case(
+        "csv:x --source=d --data_dir=d",
+        {"d/train.csv": "x,y\n1,2\n"},
+        "--data_dir=DIR",
+        "csv:x --source=d --data_dir=e",
+    ),
+    Case(f"{CSV} --seed=3", NUMBERS, "--overwrite", before=CSV),
+    Case(f"{CSV} --seed=3", NUMBERS, "no --source", "csv:x", before=CSV),
+    Case(f"{CSV} --seed=3", NUMBERS, "--data_dir=DIR", f"{CSV} --seed=3 --data_dir=e", before=CSV),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case.command}: {case.advice}" for case in CASES])
+def test_advice_works(case: Case, prepare: Run, tmp_path: Path) -> None:
+    for name, content in case.files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        if "idx" in name:
+            write_idx(path, np.zeros((5, 2, 2) if "idx3" in name else 5))
+        if path.suffix == ".npz":
+            np.savez(path, x=np.arange(60), y=np.arange(60) % 3, z=np.ones(60))
+    assert not case.before or prepare(case.before)[0] == 0
+    code, said = prepare(case.command)
+    assert (code, said.count("\n")) == (2, 1), said
+    assert case.before or not (tmp_path / "datasets").exists()
+    advice = case.advice.removeprefix("re:")
+    found = re.search(advice if advice != case.advice else re.escape(advice), said)
+    assert found, said
+    code, said = prepare(case.then or followed(case.command, found[0]))
+    assert code == 0, said
+
+
+def followed(command: str, advice: str) -> str:
+    if advice.startswith("python "):
+        return advice.removeprefix("python -m data.prepare ")
+    (flag,) = shlex.split(advice)
+    same = flag.partition("=")[0] + "="
+    former = [word for word in shlex.split(command) if not word.startswith(same)]
+    return shlex.join([*former, flag])
+
+
+def test_split_to_evaluate_is_named(prepare: Run, tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    for name in ("train.csv", "Val.csv"):
+        (tmp_path / "d" / name).write_text("x,y\n1,2\n")
+    code, said = prepare("csv:x --source=d")
+    assert code == 0
+    assert "There is no split test. Train with --config.data.eval_split=val." in said
+    written = str(tmp_path / "datasets" / "x")
+    with pytest.raises(DataError, match=r"only train, val\. .*--config\.data\.eval_split=val\."):
+        open_split(written, "test")
+    assert open_split(written, "val").num_examples == 1
