@@ -32,7 +32,7 @@ from trainer.hooks.building import Parts
 from trainer.inputs import data_errors_explained, open_inputs
 from trainer.preflight import check_model_dir, disk_errors_explained, finished_result
 from trainer.resume import restore_newest, train_recovering
-from trainer.run_files import RunFiles, point_latest_to
+from trainer.run_files import RunFiles, point_latest_to, progress_of
 from trainer.run_record.recorder import Recorder
 from trainer.session import build_parts
 from trainer.task_spec import TaskSpec
@@ -130,7 +130,7 @@ def _supervised(
         if outcome.exit_code is not None:
             log.warning("%s; training was complete and saved before.", message)
             os._exit(outcome.exit_code)
-        log.error("%s: ending. The last checkpoint is complete; restart to resume.", message)
+        log.error("%s: ending. %s", message, _what_a_restart_does(spec))
         recorder.close_stalled()
         # Without the step: it is on devices that may not answer.
         reporting.write_result(spec, {"step": None, "exit_code": EXIT_RESTART, "why": message})
@@ -156,8 +156,7 @@ def _supervised(
             # Not only PeerLostError: a hook reads variables, too.
             is_lost = loss_of(error) is not None
             if is_lost:
-                said = first_line(error)
-                log.error("%s. The last checkpoint is complete; restart to resume.", said)
+                log.error("%s. %s", first_line(error), _what_a_restart_does(spec))
             # Servers also stay for a chief that starts when another run has ended.
             if executor.recovery and not (is_lost or isinstance(error, run_lock.LockedError)):
                 executor.recovery.end_servers()
@@ -170,6 +169,13 @@ def _supervised(
         except PeerLostError as error:
             # A peer that got the last message first may have ended: nothing for a user to do.
             log.info("%s; training was complete and saved before.", error)
+
+
+def _what_a_restart_does(spec: TaskSpec) -> str:
+    saved_step, _ = progress_of(spec.model_dir)
+    if not saved_step:
+        return "No step has been saved: a restart begins at step 0."
+    return "The last checkpoint is complete; restart to resume."
 
 
 def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
