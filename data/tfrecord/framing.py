@@ -15,8 +15,8 @@ import array
 import contextlib
 import dataclasses
 import io
-import os
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -139,7 +139,7 @@ def _next_record(file: BinaryIO, start: int) -> bytes | None:
     """The record at byte `start`, or None if it is damaged."""
     file.seek(start)
     header = file.read(HEADER_BYTES)
-    if len(header) < HEADER_BYTES or first_bad_header(header, np.zeros(1, np.int64)) is not None:
+    if not _begins_record(header):
         return None
     (length,) = struct.unpack_from("<Q", header)
     content = file.read(length + FOOTER_BYTES)
@@ -162,13 +162,34 @@ def records_at(path: "tf.Tensor", offset: "tf.Tensor", buffer_bytes: int) -> "tf
     return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
 
 
-def refuse_gzip(path: str) -> None:
-    """Raises a DataError if the file is compressed."""
+def compression_of(path: str) -> str | None:
+    """How TensorFlow calls the compression of a TFRecord file: "" (none), "GZIP" or "ZLIB".
+
+    None if it is no TFRecord file. The first bytes decide, not the name.
+    """
     with open_file(path) as file:
-        if file.read(3) != b"\x1f\x8b\x08":
-            return
-    source = os.path.dirname(path) or "."
+        head = file.read(_SPARSE_SCAN_BYTES)
+    if not head or _begins_record(head):
+        return ""
+    try:
+        plain = zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(head, HEADER_BYTES)
+    except zlib.error:
+        return None
+    if plain and not _begins_record(plain):
+        return None
+    return "GZIP" if head.startswith(b"\x1f\x8b") else "ZLIB"
+
+
+def _begins_record(head: bytes) -> bool:
+    return len(head) >= HEADER_BYTES and first_bad_header(head, np.zeros(1, np.int64)) is None
+
+
+def refuse_compressed(path: str, data_dir: str) -> None:
+    """Raises a DataError if a file of `data_dir` is compressed."""
+    if not (compression := compression_of(path)):
+        return
+    source = data_dir.rstrip("/") or "."
     raise DataError(
-        f"{path} is compressed (GZIP), so it is not seekable. Rewrite the directory once: "
+        f"{path} is compressed ({compression}), so it is not seekable. Rewrite the directory once: "
         f"python -m data.prepare rewrite --source={source} --data_dir={source}-plain"
     ) from None

@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeVar
 
 from data.system.files import DataError
 
-SPLIT_NAMES = ("train", "test", "val", "valid", "validation", "extra")
 LAYOUTS = ("tfds", "image_raw")
 TEST_FRACTION = 0.1
 DROP = "drop"
@@ -60,6 +59,7 @@ class Options(NamedTuple):
         lists: Columns of a table whose values are lists, separated by commas.
         text: Columns of a table that are text, also if all values are numbers; by commas.
         allow_partial: Take the files that are there, if some of a data set are missing or cut off.
+        splits: Which TFRecord files are which split: SPLIT=PATTERN, separated by commas.
     """
 
     label: str | None = None
@@ -74,6 +74,7 @@ class Options(NamedTuple):
     id_scale: float | None = None
     lists: str | None = None
     text: str | None = None
+    splits: str | None = None
 
     def given(self) -> dict[str, object]:
         """Options that were given, by name."""

@@ -11,10 +11,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
-from data.prepare.sources import SPLIT_NAMES, Options, Source, SourceSplit, divided, refuse_fraction
+from data.prepare.sources import Options, Source, SourceSplit, divided, refuse_fraction
 from data.prepare.sources.examples import Classes, feature_files, image
 from data.system.files import DataError
 from data.tfrecord.examples import example_bytes
+from data.tfrecord.shard_names import SPLIT_NAMES
 
 _EXTENSIONS = (".png", ".jpg", ".jpeg")
 _PNG = b"\x89PNG\r\n\x1a\n"

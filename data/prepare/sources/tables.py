@@ -5,10 +5,11 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from data.prepare.sources import SPLIT_NAMES, Options, Source, SourceSplit, divided, refuse_fraction
+from data.prepare.sources import Options, Source, SourceSplit, divided, refuse_fraction
 from data.prepare.sources.examples import Classes, Node, feature_files
 from data.system.files import DataError
 from data.tfrecord.examples import Value, example_bytes
+from data.tfrecord.shard_names import SPLIT_NAMES
 
 ColumnsT = TypeVar("ColumnsT", bound=Collection[str])
 

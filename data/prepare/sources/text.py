@@ -15,10 +15,11 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from data.prepare.sources import SPLIT_NAMES, Options, Source, SourceSplit, test_fraction
+from data.prepare.sources import Options, Source, SourceSplit, test_fraction
 from data.prepare.sources.examples import feature_files, tensor
 from data.system.files import DataError
 from data.tfrecord.examples import example_bytes
+from data.tfrecord.shard_names import SPLIT_NAMES
 
 LENGTH = 256
 FEATURE = "bytes"

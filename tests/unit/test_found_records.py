@@ -1,0 +1,189 @@
+"""TFRecord files as people find them: other names, compressed, with headers that claim too much."""
+
+import gzip
+import shlex
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from data.prepare.preparing import prepare
+from data.prepare.sources import Options
+from data.system.files import DataError
+from data.tfrecord import shard_names as names
+from data.tfrecord import split as records
+from data.tfrecord.crc import framed
+from data.tfrecord.framing import compression_of, read_records
+from tests.unit.test_prepare import run
+
+RECORDS = [bytes([i]) * (i % 7) for i in range(40)]
+PLAIN = b"".join(map(framed, RECORDS))
+
+
+def raw_deflate(content: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(content) + packer.flush()
+
+
+def make(directory: Path, files: Mapping[str, bytes]) -> Path:
+    for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def contents(directory: Path | str, split: str) -> list[bytes]:
+    opened = records.open_split(str(directory), split)
+    return [
+        record
+        for shard in opened.shards
+        for record in read_records(shard.path, 0, shard.num_bytes, 0)
+    ]
+
+
+def refusal(directory: Path, split: str = "train") -> str:
+    with pytest.raises(DataError) as caught:
+        records.open_split(str(directory), split)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train.tfrec", "test.tfrec"),
+        ("train00-1024.tfrec", "test00-1024.tfrec"),
+        ("x-train.tfrecords-00000-of-00001", "x-test.tfrecords-00000-of-00001"),
+        ("train/part-r-00000", "test/part-r-00000"),
+        ("train/part-00000-c0.d1.tfrecord", "test/a.tfrec"),
+        ("train/data-00000-of-00001", "test/x.tfrecords"),
+    ],
+)
+def test_files_and_directories_of_splits_are_read_in_place(
+    train: str, test: str, tmp_path: Path
+) -> None:
+    others = dict.fromkeys(("a.json", "train/a.json", "train/_SUCCESS", "train/.part.crc"), b"{}")
+    make(tmp_path, {**others, train: PLAIN, test: PLAIN + framed(b"more")})
+    assert names.splits_in(str(tmp_path)) == ["test", "train"]
+    for _ in ("reads the headers", "reads the index"):
+        assert contents(tmp_path, "train") == RECORDS
+        assert contents(tmp_path, "test") == [*RECORDS, b"more"]
+    made = {path.name for path in tmp_path.rglob("*index*")}
+    assert made == {".train.index.npz", ".test.index.npz"}
+    assert "--config.data.eval_split=test" in refusal(tmp_path, "val")
+
+
+def test_missing_shard_in_the_directory_of_a_split_is_named(tmp_path: Path) -> None:
+    make(tmp_path, {"train/x-00000-of-00002": PLAIN})
+    assert "the first is train/x-00001-of-00002" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {f"part-r-0000{i}": RECORDS[i * 10 : i * 10 + 10] for i in range(4)},
+        {"a.tfrec": RECORDS[:30], "b.tfrec": RECORDS[30:]},
+        {"x.0.bin.tfrec": RECORDS[:9], "x.1.tfrec": RECORDS[9:20], "x.2.tfrec": RECORDS[20:]},
+        {"a": RECORDS[:9], "b": RECORDS[9:30], "c": [], "d": RECORDS[30:]},
+    ],
+)
+def test_files_without_a_split_are_rewritten_by_the_command_in_the_refusal(
+    files: dict[str, list[bytes]], tmp_path: Path
+) -> None:
+    made = {name: b"".join(map(framed, part)) for name, part in files.items()}
+    make(tmp_path / "in", {**made, "_SUCCESS": b"", "deeper/x": b""})
+    message = refusal(tmp_path / "in")
+    typed = shlex.split(message.partition("python -m data.prepare ")[2])
+    given = dict(word.removeprefix("--").split("=", 1) for word in typed[1:])
+    for _ in ("writes", "is done already"):
+        prepare("rewrite", given["data_dir"], given["source"], Options(splits=given["splits"]))
+    assert contents(given["data_dir"], "train") + contents(given["data_dir"], "test") == RECORDS
+    assert names.splits_in(given["data_dir"]) == ["test", "train"]
+    make(tmp_path / "in", {next(iter(made)): PLAIN})
+    with pytest.raises(DataError, match="is now"):
+        prepare("rewrite", given["data_dir"], given["source"], Options(splits=given["splits"]))
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ("part-*", "must be SPLIT=PATTERN.*Received: 'part-\\*'"),
+        ("my-train=part-*", "must be SPLIT=PATTERN"),
+        ("train=data-*", "'data-\\*' fits no file in"),
+        ("train=*,test=part-1", "fits no file in .* that an earlier pattern does not fit"),
+        ("train=part-*,test=*.txt", "a.txt is no TFRecord file.*--splits="),
+    ],
+)
+def test_patterns_that_cannot_be_are_refused(splits: str, message: str, tmp_path: Path) -> None:
+    make(tmp_path / "in", {"part-0": PLAIN, "part-1": PLAIN, "a.txt": b"This is some text."})
+    with pytest.raises(DataError, match=message):
+        prepare("rewrite", str(tmp_path / "out"), str(tmp_path / "in"), Options(splits=splits))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (PLAIN, ""),
+        (b"", ""),
+        (gzip.compress(PLAIN), "GZIP"),
+        (zlib.compress(PLAIN), "ZLIB"),
+        (zlib.compress(PLAIN, 0), "ZLIB"),
+        (gzip.compress(b""), "GZIP"),
+        (gzip.compress(b"a,b\n1,2\n" * 9), None),
+        (raw_deflate(PLAIN), None),
+        (b"a,b\n1,2\n", None),
+        (PLAIN[:11], None),
+        (framed(b"x" * 0x9C78), ""),  # Begins as ZLIB does.
+        (b"\x78\x9c" + PLAIN[2:], None),
+    ],
+)
+def test_compression_is_known_by_the_first_bytes(
+    content: bytes, expected: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "a").write_bytes(content)
+    assert compression_of(str(tmp_path / "a")) == expected
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
+@pytest.mark.parametrize("where", ["{}.tfrecord", "{}/part-r-00000"])
+def test_compressed_files_are_rewritten_by_the_command_in_the_refusal(
+    compress: Callable[[bytes], bytes], where: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "in"
+    make(source, {where.format(split): compress(PLAIN) for split in ("train", "test")})
+    message = refusal(source)
+    assert "is compressed (" in message
+    typed = shlex.split(message.partition("python -m data.prepare ")[2])
+    assert typed == ["rewrite", f"--source={source}", f"--data_dir={source}-plain"]
+    prepare("rewrite", f"{source}-plain", str(source))
+    for split in ("train", "test"):
+        assert contents(f"{source}-plain", split) == RECORDS
+
+
+def test_option_of_rewrite_is_no_option_of_others(tmp_path: Path) -> None:
+    done = run("digits", "--splits=train=a", "--data_dir=out", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--splits=train=a would be ignored" in done.stderr
+
+
+def test_index_without_a_dot_of_an_earlier_version_is_read_and_left(tmp_path: Path) -> None:
+    make(tmp_path, {"train.tfrecord": PLAIN})
+    first = records.open_split(str(tmp_path), "train")
+    (hidden,) = tmp_path.glob(".train.index.npz")
+    former = hidden.rename(tmp_path / "train.index.npz")
+    assert list(tmp_path.glob("train*")) == [former, tmp_path / "train.tfrecord"]
+    before = former.stat().st_mtime_ns
+    # The headers are not read again: a wrong one is not found.
+    (tmp_path / "train.tfrecord").write_bytes(b"\1" + PLAIN[1:])
+    found = records.open_split(str(tmp_path), "train")
+    assert found.fingerprint == first.fingerprint
+    assert not hidden.exists()
+    # Of other files, it is neither used nor removed.
+    (tmp_path / "train.tfrecord").rename(tmp_path / "train.tfrec")
+    make(tmp_path, {"train.tfrec": PLAIN + PLAIN})
+    for _ in ("writes a new one", "reads it"):
+        assert records.open_split(str(tmp_path), "train").num_examples == 2 * len(RECORDS)
+    assert hidden.exists()
+    assert former.stat().st_mtime_ns == before
+    assert names.splits_in(str(tmp_path), lost_too=True) == ["train"]
