@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
+import google_crc32c
 import numpy as np
 
 from data.system.files import DataError, open_file
@@ -29,7 +30,7 @@ from data.tfrecord.crc import (
     HEADER_BYTES,
     Int64s,
     first_bad_header,
-    framed,
+    stored,
 )
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def content_damage(path: str, starts: Int64s, numbers: Int64s) -> list[Damage]:
     damages = []
     with _buffered(path) as file:
         for start, number in zip(starts.tolist(), numbers.tolist(), strict=True):
-            if _next_record(file, start) is None:
+            if _next_record(file, start, keeps=False) is None:
                 damages.append(Damage(path, number, start, "the data does not fit its CRC"))
     return damages
 
@@ -135,18 +136,24 @@ def _buffered(path: str) -> Iterator[BinaryIO]:
         yield io.BufferedReader(file, _SCAN_BYTES) if isinstance(file, io.FileIO) else file
 
 
-def _next_record(file: BinaryIO, start: int) -> bytes | None:
-    """The record at byte `start`, or None if it is damaged."""
+def _next_record(file: BinaryIO, start: int, *, keeps: bool = True) -> bytes | None:
+    """The record at byte `start`, or None if it is damaged.
+
+    Without `keeps` a part of it: a long record is checked without memory for all of it.
+    """
     file.seek(start)
     header = file.read(HEADER_BYTES)
     if not _begins_record(header):
         return None
     (length,) = struct.unpack_from("<Q", header)
-    content = file.read(length + FOOTER_BYTES)
-    record = content[:length]
-    if len(content) < length + FOOTER_BYTES or framed(record)[-FOOTER_BYTES:] != content[length:]:
-        return None
-    return record
+    record, crc = b"", 0
+    while length:
+        num_bytes = length if keeps else min(length, _SCAN_BYTES)
+        record = file.read(num_bytes)
+        if len(record) < num_bytes:
+            return None
+        crc, length = google_crc32c.extend(crc, record), length - len(record)
+    return record if file.read(FOOTER_BYTES) == stored(crc) else None
 
 
 def records_at(path: "tf.Tensor", offset: "tf.Tensor", buffer_bytes: int) -> "tf.data.Dataset":

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from data.system import files
-from data.system.files import DataError, join, num_bytes_of, open_file, replace_file
-from data.tfrecord.crc import Int64s
+from data.system.files import DataError, join, num_bytes_of, open_file, parent, replace_file
+from data.tfrecord.crc import FRAME_BYTES, Int64s
 from data.tfrecord.framing import BadRecord, Damage, read_records, refuse_compressed, walk
 from data.tfrecord.shard_copies import ShardCopies
 from data.tfrecord.shard_names import (
@@ -201,10 +201,35 @@ def changed_files(split: Split) -> list[Damage]:
     return damages
 
 
-def _record_starts(path: str, size: int, data_dir: str) -> Int64s:
+def check_record_bytes(split: Split, most: int) -> None:
+    """Raises DataError if a record has more than `most` bytes.
+
+    Records are held in memory, so a wrong or hostile length in a large file would take all of it.
+    The index tells which chunks can have such a record: only their headers are read.
+    """
+    for shard in split.shards:
+        ends = np.append(shard.offsets[1:], shard.end)
+        for chunk in np.flatnonzero(ends - shard.offsets > most + FRAME_BYTES).tolist():
+            begin, end = int(shard.offsets[chunk]), int(ends[chunk])
+            first = shard.first_record + chunk * split.chunk_examples
+            starts = _record_starts(shard.path, end, parent(shard.path), begin, first)
+            lengths = np.diff(starts, append=end) - FRAME_BYTES
+            if (longest := int(lengths.max())) > most:
+                at = int(lengths.argmax())
+                raise DataError(
+                    f"{shard.path}: record {first + at} at byte {starts[at]} has {longest:,} "
+                    f"bytes, more than config.data.max_record_bytes={most}. Records are read into "
+                    "memory, each several times. If this one is as it should be, type "
+                    f"--config.data.max_record_bytes={longest}. Otherwise write the file again."
+                )
+
+
+def _record_starts(
+    path: str, end: int, data_dir: str, begin: int = 0, first_record: int = 0
+) -> Int64s:
     try:
         with open_file(path) as file:
-            return walk(file, path, 0, size, 0)
+            return walk(file, path, begin, end, first_record)
     except BadRecord as error:
         refuse_compressed(path, data_dir)
         raise DataError(

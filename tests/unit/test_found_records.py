@@ -1,11 +1,14 @@
 """TFRecord files as people find them: other names, compressed, with headers that claim too much."""
 
+import dataclasses
 import gzip
 import shlex
+import tracemalloc
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import google_crc32c
 import pytest
 
 from data.prepare.preparing import prepare
@@ -13,8 +16,9 @@ from data.prepare.sources import Options
 from data.system.files import DataError
 from data.tfrecord import shard_names as names
 from data.tfrecord import split as records
-from data.tfrecord.crc import framed
-from data.tfrecord.framing import compression_of, read_records
+from data.tfrecord.crc import framed, stored
+from data.tfrecord.damage import verify
+from data.tfrecord.framing import BadRecord, compression_of, read_records
 from tests.unit.test_prepare import run
 
 RECORDS = [bytes([i]) * (i % 7) for i in range(40)]
@@ -187,3 +191,63 @@ def test_index_without_a_dot_of_an_earlier_version_is_read_and_left(tmp_path: Pa
     assert hidden.exists()
     assert former.stat().st_mtime_ns == before
     assert names.splits_in(str(tmp_path), lost_too=True) == ["train"]
+
+
+def sparse_file(directory: Path, before: int, num_bytes: int, after: int = 0) -> None:
+    """Records, one whose header claims `num_bytes`, all of them a hole in the file, and more."""
+    length = num_bytes.to_bytes(8, "little")
+    with open(directory / "train.tfrecord", "wb") as file:
+        file.write(b"".join(map(framed, RECORDS[:before])))
+        file.write(length + stored(google_crc32c.value(length)))
+        file.seek(file.tell() + num_bytes + 4)
+        file.truncate()
+        file.write(b"".join(map(framed, RECORDS[:after])))
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (13, 0), (13, 7)])
+def test_record_that_claims_4_gb_is_refused_without_memory_for_it(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    sparse_file(tmp_path, before, 4 << 30, after)
+    tracemalloc.start()
+    try:
+        split = records.open_split(str(tmp_path), "train")
+        (shard,) = split.shards
+        many = records.shard_of(shard.path, shard.num_bytes, shard.offsets, 8)
+        for opened in (split, dataclasses.replace(split, shards=(many,), chunk_examples=8)):
+            with pytest.raises(DataError) as caught:
+                records.check_record_bytes(opened, 1 << 30)
+            message = str(caught.value)
+            assert f"train.tfrecord: record {before} at byte {shard.offsets[before]} " in message
+            typed = message.partition("--config.data.max_record_bytes=")[2].partition(".")[0]
+            records.check_record_bytes(opened, int(typed))
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_long_record_is_verified_without_memory_for_it(tmp_path: Path) -> None:
+    sparse_file(tmp_path, 5, 64 << 20, 9)
+    split = records.open_split(str(tmp_path), "train")
+    tracemalloc.start()
+    try:
+        [found] = verify(split)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert (found.record, found.reason) == (5, "the data does not fit its CRC")
+
+
+def test_header_that_claims_more_than_its_file_has_is_named(tmp_path: Path) -> None:
+    sparse_file(tmp_path, 13, 1 << 10)
+    split = records.open_split(str(tmp_path), "train")
+    offset = sum(len(record) + 16 for record in RECORDS[:13])
+    length = (4 << 30).to_bytes(8, "little")
+    with open(split.shards[0].path, "r+b") as file:
+        file.seek(offset)
+        file.write(length + stored(google_crc32c.value(length)))
+    with pytest.raises(BadRecord, match=f"record 13 at byte {offset}"):
+        list(read_records(split.shards[0].path, 0, split.shards[0].num_bytes, 0))
+    [found] = verify(split)
+    assert (found.record, found.offset) == (13, offset)
+    assert "inside this record" in found.reason
