@@ -38,7 +38,7 @@ from trainer.exit_codes import first_line
 from trainer.learner import Learner
 from trainer.step.keras_losses import is_keras
 from trainer.step.xla_errors import described, is_of_xla
-from trainer.unparsed_records import unparsed
+from trainer.unparsed_records import message_of, unparsed
 
 log = logging.getLogger(__name__)
 
@@ -304,8 +304,9 @@ def check_dense(what: str, returned: Batch) -> None:
         if isinstance(found, (tf.Tensor, tf.TensorSpec)):
             continue
         name = _PARTS[part] + "".join(f"[{key!r}]" for key in keys)
-        kind = "None" if found is None else type(found).__name__.removesuffix("Spec")
-        said = f"{what} must return dense tensors, but its {name} are a {kind}."
+        kind = type(found).__name__.removesuffix("Spec")
+        shown = "None" if found is None else f"a {kind}"
+        said = f"{what} must return dense tensors, but its {name} are {shown}."
         if kind in _MAKE_DENSE:
             said += (
                 f" Pad it: {_MAKE_DENSE[kind]} (default_value=-1 tells padding from ids). For one "
@@ -382,12 +383,13 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
         raise DataError(
             f"Records are corrupt:\n  {listed}\nWrite these files anew, or leave "
             f"such records out, which is counted: --config.data.on_corrupt={SKIP} (if that is set, "
-            "remove SPLIT.damage.json, which lists them as undamaged)."
+            "remove .SPLIT.damage.json, which lists them as undamaged)."
         ) from error
     except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError) as error:
         raise DataError(f"A file of the data cannot be read any more: {error.message}") from error
-    except tf.errors.InvalidArgumentError as error:
-        if is_of_xla(error):
+    except (tf.errors.InvalidArgumentError, UnicodeDecodeError) as error:
+        message = message_of(error)
+        if isinstance(error, tf.errors.OpError) and is_of_xla(error):
             raise ConfigError(
                 f"XLA cannot compile a function of the step: {described(error)} Type "
                 "--config.jit_compile=False, if no function of the config file is compiled."
@@ -396,15 +398,16 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
             listed = "\n  ".join(map(str, changed[:10]))
             raise DataError(
                 f"Files were changed while they were read:\n  {listed}\nPut them back as they were "
-                "and start again; or, if they are as they should be, remove SPLIT.index.npz."
+                "and start again; or, if they are as they should be, remove the index, "
+                ".SPLIT.index.npz or SPLIT.index.npz."
             ) from error
         # The first paragraphs are the trace of the graph, or its heading.
-        lines = error.message.strip().split("\n\n")[-1].splitlines()
+        lines = message.strip().split("\n\n")[-1].splitlines()
         reason = next((line.strip() for line in lines if not _HEADING.match(line)), lines[0])
         reason = re.sub(r"\{\{function_node [^}]*\}\} ?", "", reason)
         reason = re.sub(r"^Error in user-defined function .*? iterator: \S+: ", "", reason)
         reason = reason.rpartition("assertion failed: ")[2].replace("\\'", "'")
         raise DataError(
             f"The data does not suit the model or its features: {reason}"
-            f"{unparsed(error.message, inputs.readers)}"
+            f"{unparsed(message, inputs.readers)}"
         ) from error

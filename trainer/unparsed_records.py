@@ -16,11 +16,19 @@ from data.system.compat.autograph import autograph
 from data.tfrecord.framing import BadRecord, read_records
 
 _BATCH = 1024
+_NO_EXAMPLE = "Could not parse example input"
 _OF_PARSE = re.compile(
-    r"Key: .+?(?:, Index: \d+)?\.  |Feature: .+? \(data type|Could not parse example input|"
+    rf"Key: .+?(?:, Index: \d+)?\.  |Feature: .+? \(data type|{_NO_EXAMPLE}|"
     r"Error in user-defined function passed to"  # Of a dataset.
 )
 _FEATURE = re.compile(r"Key: (.+?)(?:, Index: \d+)?\.  |Feature: (.+?) \(data type")
+
+
+def message_of(error: tf.errors.OpError | UnicodeDecodeError) -> str:
+    """TensorFlow's message without the bytes of a record, which may not be text."""
+    is_text = isinstance(error, tf.errors.OpError)
+    message = error.message if is_text else error.object.decode(errors="replace")
+    return str(message).partition(", value: ")[0] if _NO_EXAMPLE in message else str(message)
 
 
 def unparsed(message: str, readers: Sequence[Reader]) -> str:
@@ -41,8 +49,8 @@ def _first_of(reader: Reader) -> str:
     def fault_of(records: Sequence[bytes]) -> str:
         try:
             parse(tf.constant(records))
-        except tf.errors.InvalidArgumentError as error:
-            return str(error.message)
+        except (tf.errors.InvalidArgumentError, UnicodeDecodeError) as error:
+            return message_of(error)
         return ""
 
     parsed = b""
@@ -75,7 +83,13 @@ def _described(fault: str, record: bytes, parsed: bytes, reader: Reader) -> str:
         return f"is the first that cannot be parsed. It has: {', '.join(sorted(features))}."
     name = found[1] or found[2]
     if name in features:
-        return f"stores feature {name!r} as {_stored(features[name])}."
+        said = f"stores feature {name!r} as {_stored(features[name])}."
+        if name in others and _values(others[name]) != _values(features[name]):
+            number, kind = _values(others[name])
+            said += f" The record before it has {number} value(s) of {kind}: write them alike."
+            if kind == _values(features[name])[1]:
+                said += f" Or read it with tf.io.RaggedFeature(tf.{kind}), and pad x.to_tensor()."
+        return said
     said = f"has no feature {name!r}. It has: {', '.join(sorted(features)) or 'none'}."
     if name in others and not isinstance(reader.parse, ExampleParse):
         number, kind = _values(others[name])
