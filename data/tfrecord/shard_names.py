@@ -15,8 +15,9 @@ from data.system.object_store import UnavailableError
 
 INDEX, DAMAGE = ".index.npz", ".damage.json"  # After the name of a split.
 SPLIT_NAMES = ("train", "test", "val", "valid", "validation", "extra")
+_SPLIT_DIRS = (*SPLIT_NAMES, "training", "testing", "eval", "evaluation", "dev")
 _NUMBERED = re.compile(r"(\d+)-of-(\d+)")
-_SUFFIX, _PACKED = r"\.tfrec(?:ords?)?", r"(?:\.gz)?"
+_SUFFIX, _PACKED = r"\.tfrec(?:ords?)?", r"(?:\.(?:gz|zlib|zz))?"
 # The order matters: later patterns match names of earlier ones too, with another split.
 _SPLIT_OF = (
     re.compile(rf"(?:.*-)?(?P<split>[^-.]+){_SUFFIX}-\d+-of-\d+{_PACKED}"),
@@ -139,7 +140,7 @@ def nothing_found(data_dir: str, split: str) -> str:
         "to write it: python -m data.prepare digits (or mnist, or tfds:NAME)"
     )
     if not names:
-        return f"{data_dir} is empty; {needed}"
+        return f"{data_dir} is empty: it holds no TFRecord shards; {needed}"
     if others := sorted(_split_names(names) or _split_dirs(data_dir, names)):
         by_use = sorted(others, key=lambda name: not name.startswith("train"))
         message = (
@@ -184,7 +185,7 @@ def _split_names(names: list[str]) -> set[str]:
 
 def _split_dirs(data_dir: str, names: list[str]) -> set[str]:
     """The directories of splits that hold shards."""
-    return {name for name in SPLIT_NAMES if name in names and _shards_below(data_dir, name)}
+    return {name for name in _SPLIT_DIRS if name in names and _shards_below(data_dir, name)}
 
 
 def _shards_below(data_dir: str, split: str) -> list[str]:

@@ -20,6 +20,7 @@ from data.tfrecord.crc import framed, stored
 from data.tfrecord.damage import verify
 from data.tfrecord.framing import BadRecord, compression_of, read_records
 from tests.unit.test_prepare import run
+from trainer.predict.records import is_records
 
 RECORDS = [bytes([i]) * (i % 7) for i in range(40)]
 PLAIN = b"".join(map(framed, RECORDS))
@@ -191,6 +192,36 @@ def test_index_without_a_dot_of_an_earlier_version_is_read_and_left(tmp_path: Pa
     assert hidden.exists()
     assert former.stat().st_mtime_ns == before
     assert names.splits_in(str(tmp_path), lost_too=True) == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("names_there", "expected"),
+    [([], ".a"), (["a"], "a"), ([".a"], ".a"), (["a", ".a"], ".a")],
+)
+@pytest.mark.parametrize("suffix", [names.INDEX, names.DAMAGE])
+def test_hidden_file_goes_before_one_of_an_earlier_version(
+    names_there: list[str], expected: str, suffix: str, tmp_path: Path
+) -> None:
+    make(tmp_path, dict.fromkeys((f"{name}{suffix}" for name in names_there), b""))
+    assert names.saved_path(str(tmp_path), "a", suffix) == str(tmp_path / f"{expected}{suffix}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("part-r-00000", PLAIN, True),
+        ("part-r-00000.gz", gzip.compress(PLAIN), True),
+        ("x.tfrec", b"", True),
+        ("x.csv", b"", False),
+        ("x.png", b"\x89PNG", False),
+        ("folder/x.png", b"\x89PNG", False),
+    ],
+)
+def test_input_of_predictions_is_known_by_its_first_bytes(
+    name: str, content: bytes, expected: bool, tmp_path: Path
+) -> None:
+    make(tmp_path, {name: content})
+    assert is_records(str(tmp_path / name.partition("/")[0])) == expected
 
 
 def sparse_file(directory: Path, before: int, num_bytes: int, after: int = 0) -> None:

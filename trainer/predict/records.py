@@ -38,10 +38,10 @@ About = dict[str, object]
 
 
 def is_records(path: str) -> bool:
-    """Returns True if `path` is a file of TFRecord, by its name or its first record."""
-    if ".tfrec" in os.path.basename(path):
-        return True
-    return exists(path) and not is_dir(path) and compression_of(path) == ""
+    """Returns True if `path` is a file of TFRecord, by its name or its first bytes."""
+    if ".tfrec" in os.path.basename(path) or path.endswith((".csv", ".npz")):
+        return ".tfrec" in os.path.basename(path)
+    return exists(path) and not is_dir(path) and compression_of(path) is not None
 
 
 def records_of(
