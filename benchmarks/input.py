@@ -326,7 +326,7 @@ def print_start(directory: Path) -> None:
     data = Data(str(directory), batch_size=100, shuffle_buffer=0)
     built, opened = [], []
     for _ in range(_ROUNDS.value):
-        (directory / "train.index.npz").unlink()
+        (directory / ".train.index.npz").unlink()
         built.append(_secs(lambda: open_split(data.directory, "train")))
         opened.append(_secs(lambda: open_split(data.directory, "train")))
 

@@ -267,7 +267,7 @@ def _run(arguments: Sequence[str]) -> int:
         raise DataError(f"Received: {' '.join(chosen)}. Leave one of them.")
     found = names.splits_in(data_dir, lost_too=values.verify)
     if not found:
-        raise DataError(f"{data_dir} holds no TFRecord shards.")
+        raise DataError(names.nothing_found(data_dir, "train"))
     splits = [values.split] if values.split else found
     if values.verify:
         is_damaged = False

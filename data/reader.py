@@ -236,7 +236,12 @@ def _specs(parse: Parse) -> Nest:
     signature = [tf.TensorSpec([None], tf.string)]
     function = tf.function(autograph(parse), input_signature=signature, autograph=False)
     outputs = function.get_concrete_function().structured_outputs
-    return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), outputs)
+    return tf.nest.map_structure(
+        lambda t: (
+            tf.TensorSpec(t.shape, t.dtype) if isinstance(t, tf.Tensor | tf.TensorSpec) else t
+        ),
+        outputs,
+    )
 
 
 def _example_bytes(specs: Nest) -> float:

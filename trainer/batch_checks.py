@@ -11,7 +11,7 @@ from data.system.files import DataError
 from trainer.config import ConfigError, Recipe
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
-from trainer.inputs import Inputs, batch_at, data_errors_explained, shape_text
+from trainer.inputs import Inputs, batch_at, check_dense, data_errors_explained, shape_text
 from trainer.learner import Learner
 from trainer.models import has_own_code
 from trainer.step.advice import shape_advice
@@ -88,6 +88,8 @@ def _check_augment(inputs: Inputs, recipe: Recipe) -> None:
         returned = tf.function(reader.augment, input_signature=specs)(*batch[:2], seeds)
     num_examples = reader.order.batch_size
     is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if is_pair:
+        check_dense(what, returned)
     shapes = [getattr(value, "shape", None) for value in tf.nest.flatten(returned)]
     if not is_pair or any(not shape or shape[0] != num_examples for shape in shapes):
         raise ConfigError(

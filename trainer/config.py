@@ -86,7 +86,7 @@ class DataConfig:
     """How the examples are read and ordered.
 
     Attributes:
-        train_split: The split trained on: files named `*-train.tfrecord-*`.
+        train_split: The split trained on: files named `*-train.tfrecord-*`, or in `train/`.
         eval_split: The split evaluated.
         shuffle: A new order every epoch, a function of (seed, epoch); if False, the order on disk.
         lanes: Parallel reading orders; must divide batch_size, and is the most replicas possible.
@@ -103,6 +103,8 @@ class DataConfig:
             the step. Cached examples are also augmented in the step, so a slow `augment` is faster
             without a cache, and prefetch_batches has no effect. Workers of ps read the whole set
             with their first ticket, and again after a restart.
+        max_record_bytes: The most bytes of a record. Files with longer ones are refused, because
+            records are held in memory.
         inputs: The features that the default `parse` gives to the model. Empty: the names of the
             model's inputs, if they are a dict; else the only image or tensor, or all numbers.
         label: The feature that is the label: a ClassLabel or a number. Empty: the only ClassLabel,
@@ -117,6 +119,7 @@ class DataConfig:
     prefetch_batches: int = at_least(0, 0)
     on_corrupt: str = one_of(FAIL, SKIP)
     cache_bytes: int = at_least(0, 0)
+    max_record_bytes: int = at_least(1, 1 << 30)
     inputs: tuple[str, ...] = ()
     label: str = ""
 

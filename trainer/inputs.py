@@ -30,7 +30,7 @@ from data.system.satellites import of_satellite
 from data.tfrecord.copied_split import complete_copies, with_copies
 from data.tfrecord.damage import open_split, verify
 from data.tfrecord.shard_names import prepare_again
-from data.tfrecord.split import Split, changed_files
+from data.tfrecord.split import Split, changed_files, check_record_bytes
 from strategies.base import Batch
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
 from trainer.config_file import errors_explained
@@ -38,6 +38,7 @@ from trainer.exit_codes import first_line
 from trainer.learner import Learner
 from trainer.step.keras_losses import is_keras
 from trainer.step.xla_errors import described, is_of_xla
+from trainer.unparsed_records import message_of, unparsed
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,13 @@ _PARSE_HINT = (
     "use tf.io.parse_example, not tf.io.parse_single_example, and tf.map_fn where an op takes one "
     "record."
 )
+
+_PARTS = ("inputs", "labels", "weights")  # Of what parse returns.
+_MAKE_DENSE = {"SparseTensor": "tf.sparse.to_dense(x)", "RaggedTensor": "x.to_tensor()"}
+_WITH_LENGTH = {
+    "SparseTensor": "tf.RaggedTensor.from_sparse(x).to_tensor(shape=[None, 20])",
+    "RaggedTensor": "x.to_tensor(shape=[None, 20])",
+}
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,7 @@ def _open_split(recipe: Recipe, name: str, *, copies_all: bool = False) -> Split
         config.data_cache_dir,
         config.data_cache_bytes,
     )
+    check_record_bytes(split, config.data.max_record_bytes)
     if split.damages:
         log.warning(
             "split %r: %s of %s records cannot be read and are left out; the first: %s",
@@ -278,7 +287,8 @@ def input_specs(inputs: Inputs, recipe: Recipe) -> Batch:
             f"{shapes}. If there are no labels, return zeros: "
             "return inputs, tf.zeros([tf.shape(serialized)[0]])."
         )
-    for part, spec in zip(("inputs", "labels", "weights"), specs, strict=False):
+    check_dense(what, specs)
+    for part, spec in zip(_PARTS, specs, strict=False):
         for each in tf.nest.flatten(spec):
             if each.shape.rank == 0:
                 raise ConfigError(
@@ -286,6 +296,23 @@ def input_specs(inputs: Inputs, recipe: Recipe) -> Batch:
                     f"{shape_text(each)}.{_PARSE_HINT}"
                 )
     return specs[0]
+
+
+def check_dense(what: str, returned: Batch) -> None:
+    """Raises ConfigError if a part of (inputs, labels, ...) is sparse, ragged or no tensor."""
+    for (part, *keys), found in keras.tree.flatten_with_path(returned):
+        if isinstance(found, (tf.Tensor, tf.TensorSpec)):
+            continue
+        name = _PARTS[part] + "".join(f"[{key!r}]" for key in keys)
+        kind = type(found).__name__.removesuffix("Spec")
+        shown = "None" if found is None else f"a {kind}"
+        said = f"{what} must return dense tensors, but its {name} are {shown}."
+        if kind in _MAKE_DENSE:
+            said += (
+                f" Pad it: {_MAKE_DENSE[kind]} (default_value=-1 tells padding from ids). For one "
+                f"length in all batches, here 20: {_WITH_LENGTH[kind]}."
+            )
+        raise ConfigError(said)
 
 
 def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
@@ -335,7 +362,7 @@ def _are_classes(labels: Batch, outputs: Batch) -> bool:
 
 def shape_text(spec: tf.TensorSpec | tf.Tensor) -> str:
     """The dtype and the shape of a tensor, for messages."""
-    return f"{spec.dtype.name}{spec.shape}"
+    return f"{spec.dtype.name}{spec.shape}" if hasattr(spec, "dtype") else type(spec).__name__
 
 
 def batch_at(reader: Reader, batch: int) -> Batch:
@@ -356,12 +383,13 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
         raise DataError(
             f"Records are corrupt:\n  {listed}\nWrite these files anew, or leave "
             f"such records out, which is counted: --config.data.on_corrupt={SKIP} (if that is set, "
-            "remove SPLIT.damage.json, which lists them as undamaged)."
+            "remove .SPLIT.damage.json, which lists them as undamaged)."
         ) from error
     except (tf.errors.NotFoundError, tf.errors.PermissionDeniedError) as error:
         raise DataError(f"A file of the data cannot be read any more: {error.message}") from error
-    except tf.errors.InvalidArgumentError as error:
-        if is_of_xla(error):
+    except (tf.errors.InvalidArgumentError, UnicodeDecodeError) as error:
+        message = message_of(error)
+        if isinstance(error, tf.errors.OpError) and is_of_xla(error):
             raise ConfigError(
                 f"XLA cannot compile a function of the step: {described(error)} Type "
                 "--config.jit_compile=False, if no function of the config file is compiled."
@@ -370,47 +398,16 @@ def data_errors_explained(inputs: Inputs) -> Iterator[None]:
             listed = "\n  ".join(map(str, changed[:10]))
             raise DataError(
                 f"Files were changed while they were read:\n  {listed}\nPut them back as they were "
-                "and start again; or, if they are as they should be, remove SPLIT.index.npz."
+                "and start again; or, if they are as they should be, remove the index, "
+                ".SPLIT.index.npz or SPLIT.index.npz."
             ) from error
         # The first paragraphs are the trace of the graph, or its heading.
-        lines = error.message.strip().split("\n\n")[-1].splitlines()
+        lines = message.strip().split("\n\n")[-1].splitlines()
         reason = next((line.strip() for line in lines if not _HEADING.match(line)), lines[0])
         reason = re.sub(r"\{\{function_node [^}]*\}\} ?", "", reason)
+        reason = re.sub(r"^Error in user-defined function .*? iterator: \S+: ", "", reason)
         reason = reason.rpartition("assertion failed: ")[2].replace("\\'", "'")
         raise DataError(
             f"The data does not suit the model or its features: {reason}"
-            f"{_feature_of(error.message, inputs.train.split)}"
+            f"{unparsed(message, inputs.readers)}"
         ) from error
-
-
-def _feature_of(message: str, split: Split) -> str:
-    """How the first record stores the feature that TensorFlow could not parse, and how to read it.
-
-    Empty if the error is about something else.
-    """
-    found = re.search(r"Key: (.+?)(?:, Index: \d+)?\.  |Feature: (.+?) \(data type", message)
-    if not found:
-        return ""
-    record = next(iter(tf.data.TFRecordDataset(split.shards[0].path))).numpy()
-    features = tf.train.Example.FromString(record).features.feature
-    name = found[1] or found[2]
-    if name not in features:
-        return (
-            f"\n  The first record has no feature {name!r}. It has: {', '.join(sorted(features))}."
-        )
-    kind = features[name].WhichOneof("kind")
-    values = getattr(features[name], kind).value if kind else []
-    dtype = {"int64_list": "int64", "float_list": "float32"}.get(kind, "string")
-    shape = "[]" if len(values) == 1 else f"[{len(values)}]"
-    advice = (
-        f"\n  The first record stores feature {name!r} as {len(values)} value(s) of {dtype}: read "
-        f"it with tf.io.FixedLenFeature({shape}, tf.{dtype})"
-    )
-    if dtype == "string":
-        num_bytes = len(values[0]) if values else 0
-        advice += (
-            f". If its {num_bytes:,} bytes are numbers, then tf.io.decode_raw(value, tf.float32), "
-            "or with another dtype of features.json. "
-            "The default parse does this for the records of data.prepare: leave `parse` out"
-        )
-    return f"{advice}."

@@ -9,7 +9,7 @@
     python -m data.prepare text:NAME --source=DIR        # all files below DIR
     python -m data.prepare tfds:cifar10
     python -m data.prepare clicks                        # generated; --num_clicks, --id_scale
-    python -m data.prepare rewrite --source=DIR --data_dir=OTHER_DIR
+    python -m data.prepare rewrite --source=DIR --data_dir=OTHER_DIR    # --splits
 
 Writes to datasets/NAME (or to --data_dir=DIR, which may be a URL): shards with their index, and
 the metadata with which `tfds.builder_from_directory` reads them too. Equal sources give equal
@@ -115,6 +115,12 @@ flags.DEFINE_bool(
     "allow_partial",
     None,
     "cifar10, cifar100: take the files that are there, if some are missing or cut off.",
+)
+flags.DEFINE_string(
+    "splits",
+    None,
+    "rewrite: which files are which split, if their names do not tell: SPLIT=PATTERN, separated by "
+    "commas, as 'train=part-*,test=more/part-*'. A file belongs to the first pattern that it fits.",
 )
 flags.DEFINE_integer(
     "num_clicks", None, f"clicks: the number of training examples; {EXAMPLES:,} by default."

@@ -29,6 +29,7 @@ from data.prepare.sources import (
     tfds,
 )
 from data.system.files import DataError
+from data.tfrecord.shard_names import SPLIT_NAMES
 
 _MakeSource: TypeAlias = Callable[[str, str, Options], Source]
 
@@ -52,9 +53,9 @@ _NAMES = {
     **dict.fromkeys(cifar.KINDS, _CIFAR),
     "rewrite": _Entry(
         rewrite.source,
-        (),
+        ("splits",),
         "a directory of shards (with --data_dir=OTHER_DIR)",
-        ("*.tfrecord*", "features.json", "dataset_info.json", "*.labels.txt"),
+        ("*.tfrec*", *SPLIT_NAMES, "features.json", "dataset_info.json", "*.labels.txt"),
     ),
     **{
         name: _IDX._replace(made_from=f"{_IDX.made_from} from {url}")
@@ -122,9 +123,12 @@ def check(name: str, options: Options) -> None:
             raise DataError(f"{flag} would be ignored: {name} {takes}. Leave it out.")
 
 
-def files_read(name: str) -> tuple[str, ...]:
+def files_read(name: str, options: Options) -> tuple[str, ...]:
     """Patterns of the names of files and directories that are read in the source of `name`."""
     kind, colon, _ = name.partition(":")
+    if options.splits:
+        patterns = [part.partition("=")[2] for part in options.splits.split(",")]
+        return tuple(pattern.partition("/")[0] for pattern in patterns)
     return (_KINDS[kind] if colon else _NAMES.get(name, _IDX)).reads
 
 

@@ -70,7 +70,7 @@ def prepare(
         raise DataError(f"--source={source} is the directory to write, too. {_GIVE_ANOTHER}")
 
     def is_prepared() -> bool:
-        if not _is_prepared(name, data_dir, source):
+        if not _is_prepared(name, data_dir, source, given):
             return False
         if not overwrite:
             _check_origin(name, data_dir, source, options)
@@ -82,7 +82,7 @@ def prepare(
 
     def make_source() -> Source:
         # Before it is read: what changes meanwhile differs from this afterwards.
-        now = origin.origin(given, source, files_read(name), data_dir)
+        now = origin.origin(given, source, files_read(name, given), data_dir)
         opened = open_source(name, source, given)
         text = json.dumps(now, indent=2) + "\n"
         return opened._replace(files={**opened.files, origin.FILE_NAME: text})
@@ -165,7 +165,7 @@ def _upload(directory: str, url: str) -> None:
         object_store.upload(os.path.join(directory, name), files.join(url, name))
 
 
-def _is_prepared(name: str, data_dir: str, source: str | None) -> bool:
+def _is_prepared(name: str, data_dir: str, source: str | None, options: Options) -> bool:
     """Returns True if `data_dir` is a complete directory of this data set, False if it is empty."""
     try:
         info = json.loads(files.read_text(files.join(data_dir, _INFO)))
@@ -187,7 +187,7 @@ def _is_prepared(name: str, data_dir: str, source: str | None) -> bool:
     if name == "rewrite":
         if source is None or not files.exists(source):
             return True  # What was rewritten may be gone.
-        wanted = rewrite.name_in(source)
+        wanted = rewrite.name_in(source, options=options)
     found = info.get("name") if isinstance(info, dict) else None
     if found != wanted:
         raise DataError(f"{data_dir} holds {found!r}, not {wanted!r}. {_GIVE_ANOTHER}")
@@ -203,7 +203,7 @@ def _check_origin(name: str, data_dir: str, source: str | None, options: Options
         return  # Of another program, or of a former version: nothing is known.
     if name == "rewrite" and (source is None or not files.exists(source)):
         return
-    now = dict(origin.origin(options, source, files_read(name), data_dir))
+    now = dict(origin.origin(options, source, files_read(name, options or Options()), data_dir))
     if options is None:
         now["options"] = then["options"]
     if source is None:

@@ -19,7 +19,7 @@ import numpy as np
 from data.system import files
 from data.system.files import DataError, join
 from data.tfrecord.crc import FRAME_BYTES, Int64s, framed
-from data.tfrecord.split import Split, index_of, index_path, write_index
+from data.tfrecord.split import Split, index_of, write_index
 
 _REPORT_RECORDS = 256
 
@@ -104,7 +104,7 @@ def write_split(
             files.remove_file(path)
     starts = [np.append(np.int64(0), shard[:-1]) for shard in ends]
     indexed = index_of(split, paths, [int(shard[-1]) for shard in ends], starts)
-    write_index(index_path(out_dir, split), indexed)
+    write_index(out_dir, indexed)
     return indexed
 
 

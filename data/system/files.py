@@ -15,6 +15,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from glob import iglob
 from types import ModuleType
 from typing import BinaryIO, TypeVar, cast
 
@@ -88,6 +89,22 @@ def names_in(directory: str) -> list[str]:
     if not is_url(directory):
         return os.listdir(directory)
     return [name.rstrip("/") for name in _gfile(lambda gfile: gfile.listdir(directory))]
+
+
+def files_in(directory: str) -> list[str]:
+    """Names of the files in a directory, without directories."""
+    if is_s3(directory):
+        return list(object_store.stamps_in(directory))
+    return [name for name in names_in(directory) if not is_dir(join(directory, name))]
+
+
+def glob(directory: str, pattern: str) -> list[str]:
+    """The paths of files in or below a directory that fit a shell's pattern, in order."""
+    if is_url(directory):
+        paths = _gfile(lambda gfile: gfile.glob(join(directory, pattern)))
+    else:
+        paths = [join(directory, name) for name in iglob(pattern, root_dir=directory)]
+    return sorted(path for path in paths if not is_dir(path))
 
 
 def num_bytes_of(path: str) -> int:

@@ -45,11 +45,12 @@ def unmasked(stored: Uint32s) -> Uint32s:
 def framed(record: bytes) -> bytes:
     """A record with its framing, as TFRecord files store it."""
     length = len(record).to_bytes(8, "little")
-    return b"".join((length, _stored(length), record, _stored(record)))
+    crcs = (stored(google_crc32c.value(part)) for part in (length, record))
+    return b"".join((length, next(crcs), record, next(crcs)))
 
 
-def _stored(message: bytes) -> bytes:
-    crc = int(google_crc32c.value(message))
+def stored(crc: int) -> bytes:
+    """A CRC as TFRecord files store it."""
     rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
     return ((rotated + int(_MASK)) & 0xFFFFFFFF).to_bytes(4, "little")
 
@@ -91,7 +92,7 @@ def are_complete(frames: Uint8s) -> bool:
 @functools.lru_cache(maxsize=64)
 def _header(data_bytes: int) -> Uint8s:
     length = data_bytes.to_bytes(8, "little")
-    return np.frombuffer(length + _stored(length), np.uint8)
+    return np.frombuffer(length + stored(google_crc32c.value(length)), np.uint8)
 
 
 def _shifted(crcs: Uint32s, num_bytes: int) -> Uint32s:

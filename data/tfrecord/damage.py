@@ -70,8 +70,8 @@ def open_split(data_dir: str, split: str, on_corrupt: str) -> Split:
 def open_good(data_dir: str, split: str) -> Split:
     """The good records of `split`; its `damages` are the other records.
 
-    The first time, every byte is read, and the result is saved as `{split}.damage.json`. It is used
-    until the size or modification time of a file or of the index changes, or dataset_info.json
+    The first time, every byte is read, and the result is saved as `.{split}.damage.json`. It is
+    used until the size or modification time of a file or of the index changes, or dataset_info.json
     has other lengths. A damaged split is walked at each opening; if that takes long, copy it:
     `python -m data.inspect --data_dir=DIR --repair=NEW_DIR`.
 
@@ -137,7 +137,10 @@ def examine(data_dir: str, split: str) -> list[ShardReport]:
             chunks = _chunks(indexed[path], index.chunk_examples)
         if announced is not None and len(announced) == len(paths):
             num_expected = announced[number]
-        reports.append(_examine_shard(path, chunks, num_expected)[0])
+        report, _ = _examine_shard(path, chunks, num_expected)
+        if report.num_bytes and not report.runs:
+            frames.refuse_compressed(path, data_dir)
+        reports.append(report)
     return reports
 
 
@@ -212,8 +215,6 @@ def _walk_over(
                 starts = frames.walk(file, path, begin, size, record)
             except BadRecord as error:
                 bad = error.damage
-                if bad.record == 0:
-                    frames.refuse_gzip(path)
                 if len(error.before):
                     walked.append((record, error.before, bad.offset))
             else:
@@ -249,9 +250,9 @@ def _runs_between(first_record: int, starts: Int64s, end: int, bad: list[int]) -
 
 
 def _saved_or_examined(data_dir: str, split: str) -> list[ShardReport]:
-    path = files.join(data_dir, f"{split}.damage.json")
     key = _key(data_dir, split)
-    if (saved := _load(path, key, data_dir)) is not None:
+    saved_in = names.saved_path(data_dir, split, names.DAMAGE)
+    if (saved := _load(saved_in, key, data_dir)) is not None:
         return saved
     _log.info("Verifying every record of split %r in %s, once.", split, data_dir)
     reports = examine(data_dir, split)
@@ -263,7 +264,7 @@ def _saved_or_examined(data_dir: str, split: str) -> list[ShardReport]:
         "index": _key(data_dir, split)["index"],
         "shards": [
             {
-                "name": os.path.basename(report.path),
+                "name": names.name_of(report.path, data_dir),
                 "num_bytes": report.num_bytes,
                 "runs": report.runs,
                 "damages": [
@@ -274,6 +275,7 @@ def _saved_or_examined(data_dir: str, split: str) -> list[ShardReport]:
             for report in reports
         ],
     }
+    path = files.join(data_dir, f".{split}{names.DAMAGE}")
     try:
         files.replace_file(path, (json.dumps(document, indent=1) + "\n").encode())
     except OSError as error:
@@ -301,7 +303,7 @@ def _key(data_dir: str, split: str) -> dict[str, object]:
     paths = names.shard_paths(data_dir, split, missing_too=True)
     return {
         "version": 2,  # 1 counted an empty file as damaged.
-        "files": [[os.path.basename(path), *files.stamp(path)] for path in paths],
+        "files": [[names.name_of(path, data_dir), *files.stamp(path)] for path in paths],
         "announced": names.shard_lengths_announced(data_dir, split),
         # After a damaged length, the index leads to the next record.
         "index": list(files.stamp(records.index_path(data_dir, split))),

@@ -15,11 +15,12 @@ import array
 import contextlib
 import dataclasses
 import io
-import os
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
+import google_crc32c
 import numpy as np
 
 from data.system.files import DataError, open_file
@@ -29,7 +30,7 @@ from data.tfrecord.crc import (
     HEADER_BYTES,
     Int64s,
     first_bad_header,
-    framed,
+    stored,
 )
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def content_damage(path: str, starts: Int64s, numbers: Int64s) -> list[Damage]:
     damages = []
     with _buffered(path) as file:
         for start, number in zip(starts.tolist(), numbers.tolist(), strict=True):
-            if _next_record(file, start) is None:
+            if _next_record(file, start, keeps=False) is None:
                 damages.append(Damage(path, number, start, "the data does not fit its CRC"))
     return damages
 
@@ -135,18 +136,24 @@ def _buffered(path: str) -> Iterator[BinaryIO]:
         yield io.BufferedReader(file, _SCAN_BYTES) if isinstance(file, io.FileIO) else file
 
 
-def _next_record(file: BinaryIO, start: int) -> bytes | None:
-    """The record at byte `start`, or None if it is damaged."""
+def _next_record(file: BinaryIO, start: int, *, keeps: bool = True) -> bytes | None:
+    """The record at byte `start`, or None if it is damaged.
+
+    Without `keeps` a part of it: a long record is checked without memory for all of it.
+    """
     file.seek(start)
     header = file.read(HEADER_BYTES)
-    if len(header) < HEADER_BYTES or first_bad_header(header, np.zeros(1, np.int64)) is not None:
+    if not _begins_record(header):
         return None
     (length,) = struct.unpack_from("<Q", header)
-    content = file.read(length + FOOTER_BYTES)
-    record = content[:length]
-    if len(content) < length + FOOTER_BYTES or framed(record)[-FOOTER_BYTES:] != content[length:]:
-        return None
-    return record
+    record, crc = b"", 0
+    while length:
+        num_bytes = length if keeps else min(length, _SCAN_BYTES)
+        record = file.read(num_bytes)
+        if len(record) < num_bytes:
+            return None
+        crc, length = google_crc32c.extend(crc, record), length - len(record)
+    return record if file.read(FOOTER_BYTES) == stored(crc) else None
 
 
 def records_at(path: "tf.Tensor", offset: "tf.Tensor", buffer_bytes: int) -> "tf.data.Dataset":
@@ -162,13 +169,34 @@ def records_at(path: "tf.Tensor", offset: "tf.Tensor", buffer_bytes: int) -> "tf
     return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
 
 
-def refuse_gzip(path: str) -> None:
-    """Raises a DataError if the file is compressed."""
+def compression_of(path: str) -> str | None:
+    """How TensorFlow calls the compression of a TFRecord file: "" (none), "GZIP" or "ZLIB".
+
+    None if it is no TFRecord file. The first bytes decide, not the name.
+    """
     with open_file(path) as file:
-        if file.read(3) != b"\x1f\x8b\x08":
-            return
-    source = os.path.dirname(path) or "."
+        head = file.read(_SPARSE_SCAN_BYTES)
+    if not head or _begins_record(head):
+        return ""
+    try:
+        plain = zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(head, HEADER_BYTES)
+    except zlib.error:
+        return None
+    if plain and not _begins_record(plain):
+        return None
+    return "GZIP" if head.startswith(b"\x1f\x8b") else "ZLIB"
+
+
+def _begins_record(head: bytes) -> bool:
+    return len(head) >= HEADER_BYTES and first_bad_header(head, np.zeros(1, np.int64)) is None
+
+
+def refuse_compressed(path: str, data_dir: str) -> None:
+    """Raises a DataError if a file of `data_dir` is compressed."""
+    if not (compression := compression_of(path)):
+        return
+    source = data_dir.rstrip("/") or "."
     raise DataError(
-        f"{path} is compressed (GZIP), so it is not seekable. Rewrite the directory once: "
+        f"{path} is compressed ({compression}), so it is not seekable. Rewrite the directory once: "
         f"python -m data.prepare rewrite --source={source} --data_dir={source}-plain"
     ) from None

@@ -1,7 +1,8 @@
 """The files of a split: found by their names, and checked to be complete.
 
 Known names: `NAME-SPLIT.tfrecord-00000-of-00003` (tensorflow-datasets), `SPLIT.tfrecord*`,
-`SPLIT-00000-of-00003*` and `SPLIT-*.tfrecord`.
+`SPLIT-00000-of-00003*` and `SPLIT-*.tfrecord`, also with `tfrec` or `tfrecords`. Without such files
+the files in the directory `SPLIT/` are the shards, as of Spark: `SPLIT/part-r-00000`.
 """
 
 import json
@@ -12,15 +13,20 @@ from data.system import files
 from data.system.files import DataError, join
 from data.system.object_store import UnavailableError
 
-INDEX = ".index.npz"  # After the name of a split.
+INDEX, DAMAGE = ".index.npz", ".damage.json"  # After the name of a split.
+SPLIT_NAMES = ("train", "test", "val", "valid", "validation", "extra")
+_SPLIT_DIRS = (*SPLIT_NAMES, "training", "testing", "eval", "evaluation", "dev")
 _NUMBERED = re.compile(r"(\d+)-of-(\d+)")
+_SUFFIX, _PACKED = r"\.tfrec(?:ords?)?", r"(?:\.(?:gz|zlib|zz))?"
 # The order matters: later patterns match names of earlier ones too, with another split.
 _SPLIT_OF = (
-    re.compile(r"(?:.*-)?(?P<split>[^-.]+)\.tfrecords?-\d+-of-\d+(?:\.gz)?"),
-    re.compile(r"(?P<split>[^.]+?)[-.]\d+-of-\d+(?:\.tfrecords?)?(?:\.gz)?"),
-    re.compile(r"(?P<split>[^.]+?)[-_.]?\d+\.tfrecords?(?:\.gz)?"),
-    re.compile(r"(?:.*-)?(?P<split>[^-.]+)\.tfrecords?(?:\.gz)?"),
+    re.compile(rf"(?:.*-)?(?P<split>[^-.]+){_SUFFIX}-\d+-of-\d+{_PACKED}"),
+    re.compile(rf"(?P<split>[^.]+?)[-.]\d+-of-\d+(?:{_SUFFIX})?{_PACKED}"),
+    re.compile(rf"(?P<split>[^.]+?)[-_.]?\d+(?:-\d+)?{_SUFFIX}{_PACKED}"),
+    re.compile(rf"(?:.*-)?(?P<split>[^-.]+){_SUFFIX}{_PACKED}"),
 )
+# A file of any name that may hold records: not features.json, _SUCCESS or a hidden file.
+_SHARD = re.compile(rf"[^._](?:[^.]*|.*{_SUFFIX}.*){_PACKED}")
 
 
 def splits_in(data_dir: str, *, lost_too: bool = False) -> list[str]:
@@ -29,9 +35,10 @@ def splits_in(data_dir: str, *, lost_too: bool = False) -> list[str]:
     With `lost_too` also those of which only an index or dataset_info.json is left.
     """
     names = _list(data_dir)
-    splits = _split_names(names)
+    splits = _split_names(names) or _split_dirs(data_dir, names)
     if lost_too:
-        splits |= {name.removesuffix(INDEX) for name in names if name.endswith(INDEX)}
+        indexes = (name for name in names if name.endswith(INDEX))
+        splits |= {name.removesuffix(INDEX).removeprefix(".") for name in indexes}
         splits |= {split for split, lengths in _announced(data_dir).items() if lengths}
     return sorted(splits)
 
@@ -50,6 +57,21 @@ def shard_paths(data_dir: str, split: str, *, missing_too: bool = False) -> list
 def shard_lengths_announced(data_dir: str, split: str) -> list[int] | None:
     """The records of each shard by dataset_info.json; None if it does not say."""
     return _announced(data_dir).get(split)
+
+
+def name_of(path: str, data_dir: str) -> str:
+    """The name of a shard in `data_dir`, with that of its split's directory if it has one."""
+    return path.removeprefix(data_dir).lstrip("/")
+
+
+def saved_path(data_dir: str, split: str, suffix: str) -> str:
+    """The file that keeps what was found about a split; `suffix` is INDEX or DAMAGE.
+
+    Its name begins with a dot, so that patterns such as `train*` find shards only. A file without
+    the dot, as it was written before, is read if it is the only one.
+    """
+    hidden, former = (join(data_dir, f"{dot}{split}{suffix}") for dot in (".", ""))
+    return former if files.exists(former) and not files.exists(hidden) else hidden
 
 
 def _announced(data_dir: str) -> dict[str, list[int]]:
@@ -71,14 +93,16 @@ def _shard_names(data_dir: str, split: str, missing_too: bool) -> list[str]:
     names = sorted(_list(data_dir))
     quoted = re.escape(split)
     for pattern in (
-        rf"(?:.*-)?{quoted}\.tfrecords?(?:-\d+-of-\d+)?(?:\.gz)?",
-        rf"{quoted}[-.]\d+-of-\d+(?:\.tfrecords?)?(?:\.gz)?",
-        rf"{quoted}[-_.]?[^.]*\.tfrecords?(?:\.gz)?",
+        rf"(?:.*-)?{quoted}{_SUFFIX}(?:-\d+-of-\d+)?{_PACKED}",
+        rf"{quoted}[-.]\d+-of-\d+(?:{_SUFFIX})?{_PACKED}",
+        rf"{quoted}[-_.]?[^.]*{_SUFFIX}{_PACKED}",
     ):
         if found := [name for name in names if re.fullmatch(pattern, name)]:
             break
     else:
-        raise DataError(_nothing_found(data_dir, split, names))
+        found = [f"{split}/{name}" for name in _shards_below(data_dir, split)]
+    if not found:
+        raise DataError(nothing_found(data_dir, split))
     numbered = [(name, match) for name in found if (match := _NUMBERED.search(name))]
     if not numbered:
         return found
@@ -108,27 +132,70 @@ def _shard_names(data_dir: str, split: str, missing_too: bool) -> list[str]:
     return [(present | missing)[i] for i in range(total)]
 
 
-def _nothing_found(data_dir: str, split: str, names: list[str]) -> str:
+def nothing_found(data_dir: str, split: str) -> str:
+    """Says what is in `data_dir` instead of `split`, and what to type."""
+    names = sorted(_list(data_dir))
     needed = (
         f"needed is {split}.tfrecord or *-{split}.tfrecord-00000-of-00001; "
         "to write it: python -m data.prepare digits (or mnist, or tfds:NAME)"
     )
     if not names:
-        return f"{data_dir} is empty; {needed}"
-    if others := _split_names(names):
-        example = next((name for name in sorted(others) if name != "train"), "train")
+        return f"{data_dir} is empty: it holds no TFRecord shards; {needed}"
+    if others := sorted(_split_names(names) or _split_dirs(data_dir, names)):
+        by_use = sorted(others, key=lambda name: not name.startswith("train"))
+        message = (
+            f"{data_dir} has no split {split!r}, only {', '.join(others)}. Add the shards, or name "
+            f"one of these: --config.data.train_split={by_use[0]}, or "
+            f"--config.data.eval_split={by_use[-1]}."
+        )
+        if set(others) & set(SPLIT_NAMES):
+            return message
         return (
-            f"{data_dir} has no split {split!r}, only {', '.join(sorted(others))}. To evaluate on "
-            f"one of these splits: --config.data.eval_split={example}. Or add the shards."
+            f"{message} Or, if these are no splits: {_how_to_split(data_dir, _any_names(data_dir))}"
         )
     if below := _dirs_with_shards(data_dir, names):
         return f"{data_dir} holds no TFRecord shards, but {below[0]} does: --data_dir={below[0]}"
+    if unnamed := _any_names(data_dir):
+        return (
+            f"{data_dir} has files whose names do not tell the split ({', '.join(unnamed[:3])}"
+            f"{', ...' * (len(unnamed) > 3)}): {_how_to_split(data_dir, unnamed)}"
+        )
     return f"{data_dir} holds no TFRecord shards ({', '.join(names[:3])}, ...); {needed}"
+
+
+def _how_to_split(data_dir: str, names: list[str]) -> str:
+    """The command that makes splits of the files `names` in `data_dir`, for messages."""
+    first, last = min(names), max(names)
+    ending = os.path.splitext(first)[1]
+    same = ending if all(name.endswith(ending) for name in names) else ""
+    prefix = os.path.commonprefix(names).removesuffix(same)  # noqa: RUF071  # Of names, not paths.
+    pattern = f"{prefix}*{same}"
+    example = f"test={last},train={pattern}" if len(names) > 1 else f"train={first},test=PATTERN"
+    return (
+        "say once which files are which split; a file belongs to the first pattern that it fits: "
+        f"python -m data.prepare rewrite --source={data_dir} --data_dir={data_dir}-splits "
+        f"--splits='{example}'"
+    )
 
 
 def _split_names(names: list[str]) -> set[str]:
     matches = ([pattern.fullmatch(name) for pattern in _SPLIT_OF] for name in names)
     return {found["split"] for of_name in matches if (found := next(filter(None, of_name), None))}
+
+
+def _split_dirs(data_dir: str, names: list[str]) -> set[str]:
+    """The directories of splits that hold shards."""
+    return {name for name in _SPLIT_DIRS if name in names and _shards_below(data_dir, name)}
+
+
+def _shards_below(data_dir: str, split: str) -> list[str]:
+    """The names of the files in `data_dir`/`split` that may hold records, in order."""
+    directory = join(data_dir, split)
+    return _any_names(directory) if split and files.is_dir(directory) else []
+
+
+def _any_names(directory: str) -> list[str]:
+    return sorted(name for name in files.files_in(directory) if _SHARD.fullmatch(name))
 
 
 def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:

@@ -4,7 +4,7 @@
     print(split.num_examples, split.fingerprint)
 
 The index has the byte offset of every `chunk_examples`-th record. It is built by reading the record
-headers alone, checked by their CRCs, and saved next to the shards as `{split}.index.npz`.
+headers alone, checked by their CRCs, and saved next to the shards as `.{split}.index.npz`.
 """
 
 import dataclasses
@@ -19,11 +19,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from data.system import files
-from data.system.files import DataError, join, num_bytes_of, open_file, replace_file
-from data.tfrecord.crc import Int64s
-from data.tfrecord.framing import BadRecord, Damage, read_records, refuse_gzip, walk
+from data.system.files import DataError, join, num_bytes_of, open_file, parent, replace_file
+from data.tfrecord.crc import FRAME_BYTES, Int64s
+from data.tfrecord.framing import BadRecord, Damage, read_records, refuse_compressed, walk
 from data.tfrecord.shard_copies import ShardCopies
-from data.tfrecord.shard_names import INDEX, prepare_again, shard_lengths_announced, shard_paths
+from data.tfrecord.shard_names import (
+    INDEX,
+    name_of,
+    prepare_again,
+    saved_path,
+    shard_lengths_announced,
+    shard_paths,
+)
 
 _INDEX_VERSION = 2
 
@@ -146,13 +153,13 @@ def open_split(data_dir: str, split: str) -> Split:
             "%d of the %d files of split %r are empty, for example %s: they are left out.",
             *(sizes.count(0), len(sizes), split, paths[sizes.index(0)]),
         )
-    starts = [_record_starts(path, size) for path, size in zip(paths, sizes, strict=True)]
+    starts = [_record_starts(path, size, data_dir) for path, size in zip(paths, sizes, strict=True)]
     indexed = index_of(split, paths, sizes, starts)
     _check_lengths(data_dir, indexed)
-    path = index_path(data_dir, split)
     try:
-        write_index(path, indexed)
+        write_index(data_dir, indexed)
     except OSError as error:
+        path = index_path(data_dir, split)
         why = f"{error.strerror}, so every process reads all record headers again"
         _log.warning("%s was not saved (%s). Make the directory writable once.", path, why)
     return _without_empty_shards(indexed)
@@ -165,7 +172,7 @@ def _without_empty_shards(split: Split) -> Split:
 
 def index_path(data_dir: str, split: str) -> str:
     """The file of the index of a split."""
-    return join(data_dir, split + INDEX)
+    return saved_path(data_dir, split, INDEX)
 
 
 def batched_records(split: Split, size: int) -> Iterator[list[bytes]]:
@@ -194,15 +201,40 @@ def changed_files(split: Split) -> list[Damage]:
     return damages
 
 
-def _record_starts(path: str, size: int) -> Int64s:
+def check_record_bytes(split: Split, most: int) -> None:
+    """Raises DataError if a record has more than `most` bytes.
+
+    Records are held in memory, so a wrong or hostile length in a large file would take all of it.
+    The index tells which chunks can have such a record: only their headers are read.
+    """
+    for shard in split.shards:
+        ends = np.append(shard.offsets[1:], shard.end)
+        for chunk in np.flatnonzero(ends - shard.offsets > most + FRAME_BYTES).tolist():
+            begin, end = int(shard.offsets[chunk]), int(ends[chunk])
+            first = shard.first_record + chunk * split.chunk_examples
+            starts = _record_starts(shard.path, end, parent(shard.path), begin, first)
+            lengths = np.diff(starts, append=end) - FRAME_BYTES
+            if (longest := int(lengths.max())) > most:
+                at = int(lengths.argmax())
+                raise DataError(
+                    f"{shard.path}: record {first + at} at byte {starts[at]} has {longest:,} "
+                    f"bytes, more than config.data.max_record_bytes={most}. Records are read into "
+                    "memory, each several times. If this one is as it should be, type "
+                    f"--config.data.max_record_bytes={longest}. Otherwise write the file again."
+                )
+
+
+def _record_starts(
+    path: str, end: int, data_dir: str, begin: int = 0, first_record: int = 0
+) -> Int64s:
     try:
         with open_file(path) as file:
-            return walk(file, path, 0, size, 0)
+            return walk(file, path, begin, end, first_record)
     except BadRecord as error:
-        refuse_gzip(path)
+        refuse_compressed(path, data_dir)
         raise DataError(
             f"{error.damage}. Copy the file again from where it came, or prepare it again: "
-            f"{prepare_again(os.path.dirname(path))}"
+            f"{prepare_again(data_dir)}"
         ) from None
 
 
@@ -231,20 +263,20 @@ def shard_of(
     return Shard(path, num_bytes, len(starts), offsets, frame_bytes, first_record, end_offset)
 
 
-def write_index(path: str, split: Split) -> None:
+def write_index(data_dir: str, split: Split) -> None:
     """Replaces the saved index atomically: a reader sees the old one or the new one, complete."""
     content = io.BytesIO()
     np.savez(
         content,
         version=np.int64(_INDEX_VERSION),
-        names=np.array([os.path.basename(shard.path) for shard in split.shards]),
+        names=np.array([name_of(shard.path, data_dir) for shard in split.shards]),
         num_bytes=np.array([shard.num_bytes for shard in split.shards], np.int64),
         num_records=np.array([shard.num_records for shard in split.shards], np.int64),
         frame_bytes=np.array([shard.frame_bytes for shard in split.shards], np.int64),
         chunk_examples=np.int64(split.chunk_examples),
         offsets=np.concatenate([shard.offsets for shard in split.shards]),
     )
-    replace_file(path, content.getvalue())
+    replace_file(join(data_dir, f".{split.name}{INDEX}"), content.getvalue())
 
 
 def load_index(data_dir: str, split: str) -> Split | None:
@@ -284,7 +316,7 @@ def _fitting_index(data_dir: str, split: str, paths: list[str], sizes: list[int]
     for shard, size in zip(saved.shards, sizes, strict=True):
         if shard.num_bytes != size:
             # This error is more precise if the file ends inside a record.
-            _record_starts(shard.path, size)
+            _record_starts(shard.path, size, data_dir)
             raise DataError(
                 f"{shard.path} has {size:,} bytes, and had {shard.num_bytes:,} when {path} was "
                 "made: it was cut short, or replaced. Copy the file again; or, if it is as it "

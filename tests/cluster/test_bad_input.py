@@ -59,7 +59,7 @@ def cut_short(tmp: Path, digits: Path) -> None:
     copy = copy_of(digits, tmp)
     shard = next(copy.glob("*train.tfrecord*"))
     shard.write_bytes(shard.read_bytes()[:-5])
-    (copy / "train.index.npz").unlink()
+    (copy / ".train.index.npz").unlink()
 
 
 def one_label_less(tmp: Path, digits: Path) -> None:

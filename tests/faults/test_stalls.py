@@ -102,4 +102,7 @@ def test_run_that_needs_an_unresponsive_task_ends_with_75(
         assert run.exit_code == 75, chief.output()
         assert f"{still} does not answer" in run.stderr
         assert still in run.result["why"]
+        is_saved = any(tmp_path.glob("checkpoints/step-*"))
+        said = "The last checkpoint is complete" if is_saved else "No step has been saved"
+        assert said in run.stderr
         tasks.wait(75)

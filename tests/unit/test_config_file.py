@@ -85,6 +85,32 @@ MISTAKES = {
         """,
         ("parse(serialized)", "must return labels", "int32()"),
     ),
+    "parse that returns a sparse tensor": Mistake(
+        """
+        def parse(serialized):
+            import tensorflow as tf
+            example = tf.io.parse_example(serialized, {"label": tf.io.VarLenFeature(tf.int64)})
+            return {"a": example["label"]}, tf.zeros([tf.shape(serialized)[0]])
+        """,
+        ("parse(serialized)", "inputs['a'] are a SparseTensor", "tf.sparse.to_dense(x)", "shape="),
+    ),
+    "parse that returns a ragged tensor": Mistake(
+        """
+        def parse(serialized):
+            import tensorflow as tf
+            example = tf.io.parse_example(serialized, {"label": tf.io.RaggedFeature(tf.int64)})
+            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), example["label"]
+        """,
+        ("parse(serialized)", "labels are a RaggedTensor", "x.to_tensor(shape=[None, 20])"),
+    ),
+    "parse without labels": Mistake(
+        """
+        def parse(serialized):
+            import tensorflow as tf
+            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), None
+        """,
+        ("parse(serialized)", "labels are None"),
+    ),
     "parse with a type that the records do not have": Mistake(
         """
         def parse(serialized):

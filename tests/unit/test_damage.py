@@ -41,7 +41,7 @@ def describe(directory: Path, lengths: tuple[int, ...] = (2000, 2000, 2000)) -> 
 
 
 def without_index(directory: Path) -> None:
-    (directory / "train.index.npz").unlink()
+    (directory / ".train.index.npz").unlink()
 
 
 def shard(directory: Path, number: int) -> str:
@@ -206,7 +206,7 @@ def test_verification_is_kept_until_a_file_changes(tmp_path: Path, split: record
     again = damage.open_good(str(tmp_path), "train")
     assert again.num_skipped == 1
     assert 0 not in numbers_read(again)
-    saved = tmp_path / "train.damage.json"
+    saved = tmp_path / ".train.damage.json"
     of_earlier_version = {**json.loads(saved.read_text()), "version": 1, "shards": []}
     for text in ("{", json.dumps(of_earlier_version)):
         saved.write_text(text)
@@ -217,11 +217,11 @@ def test_index_that_is_put_back_leads_to_what_was_lost_without_it(
     tmp_path: Path, split: records.Split
 ) -> None:
     describe(tmp_path)
-    index = (tmp_path / "train.index.npz").read_bytes()
+    index = (tmp_path / ".train.index.npz").read_bytes()
     without_index(tmp_path)
     flip(shard(tmp_path, 1), 46 * 7)  # A length: what is behind it cannot be found.
     assert damage.open_good(str(tmp_path), "train").num_skipped == 2000 - 7
-    (tmp_path / "train.index.npz").write_bytes(index)
+    (tmp_path / ".train.index.npz").write_bytes(index)
     found = damage.open_good(str(tmp_path), "train")
     assert found.num_skipped == 3, "up to the next chunk of 5"
     assert len(numbers_read(found)) == NUM_EXAMPLES - 3

@@ -93,14 +93,16 @@ def test_wrong_shape_of_a_loss_or_metric_is_refused_with_a_remedy(
         (lambda x, y, seeds: (x[:3], y), r"must return .* 8 here.*\(3, 3\), \(8,\)"),
         (lambda x, y, seeds: (x + tf.zeros([5]), y), "fails: ValueError"),
         (lambda x, y: (x, y), "fails: TypeError"),
+        (lambda x, y, seeds: (x, tf.sparse.from_dense(y)), "labels are a SparseTensor.*to_dense"),
     ],
-    ids=["no labels", "fewer", "raises", "no seeds"],
+    ids=["no labels", "fewer", "raises", "no seeds", "sparse"],
 )
 def test_wrong_augmentation_is_refused(tmp_path: Path, augment: Any, said: str) -> None:
     reader = make_reader(write_split(tmp_path))
     inputs = Inputs(dataclasses.replace(reader, augment=augment), reader)
     recipe = make_recipe()
-    with pytest.raises(ConfigError, match=r"augment\(inputs, labels, seeds\) of mine.py " + said):
+    said = r"augment\(inputs, labels, seeds\) of mine.py (must return dense tensors, .*)?" + said
+    with pytest.raises(ConfigError, match=said):
         check_batches(inputs, build_learner(recipe), recipe)
 
 

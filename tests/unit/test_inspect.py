@@ -187,7 +187,7 @@ def test_damage_is_named_and_a_good_copy_is_written_elsewhere(
     kept = [example for i, example in enumerate(examples()) if i not in lost]
     assert contents(records.open_split(str(out), "train")) == kept
     assert damage.open_good(str(out), "train").num_skipped == 0
-    assert (out / "train.index.npz").exists()
+    assert (out / ".train.index.npz").exists()
     assert (out / "label.labels.txt").read_text() == "a\nb\n"
     assert not any(tells_of_damage for _, tells_of_damage in inspect.verify(str(out), ["train"]))
 
@@ -212,7 +212,7 @@ def test_split_whose_files_are_all_missing_is_damage(known_by: str, tmp_path: Pa
     (shard,) = tmp_path.glob("toy-test.tfrecord*")
     shard.unlink()
     if known_by != "the index":
-        (tmp_path / "test.index.npz").unlink()
+        (tmp_path / ".test.index.npz").unlink()
         described = [{"name": "test", "shardLengths": ["6000"]}, {"name": "train"}]
         (tmp_path / "dataset_info.json").write_text(json.dumps({"splits": described}))
     verified = run(f"--data_dir={tmp_path}", "--verify")
@@ -225,7 +225,7 @@ def test_split_whose_files_are_all_missing_is_damage(known_by: str, tmp_path: Pa
 def test_what_cannot_be_counted_is_said_and_the_other_records_are_copied(tmp_path: Path) -> None:
     source = tmp_path / "source"
     writing.write_shards(examples(), str(source), "toy", "train", 3, 6000)
-    (source / "train.index.npz").unlink()
+    (source / ".train.index.npz").unlink()
     FAULTS["flipped length"][0](source)
     said = repair(str(source), ["train"], str(tmp_path / "good"))
     assert "4,101 records copied, 0 and some that cannot be counted left out" in said[0]

@@ -45,7 +45,7 @@ def flip(path: str, offset: int) -> None:
 
 
 def rebuilt(directory: Path, split: str = "train") -> records.Split:
-    (directory / f"{split}.index.npz").unlink(missing_ok=True)
+    (directory / f".{split}.index.npz").unlink(missing_ok=True)
     return records.open_split(str(directory), split)
 
 
@@ -104,7 +104,7 @@ def test_kept_index_is_used_and_one_that_does_not_fit_is_built_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, EXAMPLES)
-    index = tmp_path / "train.index.npz"
+    index = tmp_path / ".train.index.npz"
     before = index.stat().st_mtime_ns
     records.open_split(str(tmp_path), "train")
     assert index.stat().st_mtime_ns == before, "a saved index that fits is left alone"
@@ -135,7 +135,7 @@ def test_directory_that_cannot_be_written_to_is_indexed_in_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = write(tmp_path, EXAMPLES)
-    (tmp_path / "train.index.npz").unlink()
+    (tmp_path / ".train.index.npz").unlink()
     if os.geteuid() == 0:
         # Root may write anywhere, so the refusal must come from the call itself.
         def refuse(source: str, target: str) -> None:
@@ -257,7 +257,7 @@ def test_files_that_were_written_empty_are_valid(
     opened: Callable[[str, str], records.Split], empty: int, tmp_path: Path
 ) -> None:
     expected = write(tmp_path, EXAMPLES, num_shards=2)
-    (tmp_path / "train.index.npz").unlink()
+    (tmp_path / ".train.index.npz").unlink()
     names = ["toy-train.tfrecord-00000-of-00002", "toy-train.tfrecord-00001-of-00002"]
     names.insert(empty, "")
     for number, name in reversed(list(enumerate(names))):
@@ -342,7 +342,7 @@ def test_flipped_bit_in_a_length_is_found_and_what_follows_is_still_checked(
 
 
 def fail_after_index_is_lost(directory: Path) -> str:
-    (directory / "train.index.npz").unlink()
+    (directory / ".train.index.npz").unlink()
     return fail(directory)
 
 

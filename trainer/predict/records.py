@@ -26,10 +26,10 @@ import numpy.typing as npt
 
 from data.example_features import Feature, Features
 from data.numerals import INTEGERS, NUMBERS, kind_of
-from data.system.files import DataError, is_dir, is_url, num_bytes_of
+from data.system.files import DataError, exists, is_dir, is_url, num_bytes_of, parent
 from data.tfrecord.damage import readable
 from data.tfrecord.examples import Value, example_bytes
-from data.tfrecord.framing import read_records
+from data.tfrecord.framing import compression_of, read_records, refuse_compressed
 
 _IMAGES = (".png", ".jpg", ".jpeg")
 _KINDS = "a TFRecord, CSV or NPZ file, or a folder of PNG or JPEG files"
@@ -38,8 +38,10 @@ About = dict[str, object]
 
 
 def is_records(path: str) -> bool:
-    """Returns True if `path` is a file of TFRecord, by its name."""
-    return ".tfrecord" in os.path.basename(path)
+    """Returns True if `path` is a file of TFRecord, by its name or its first bytes."""
+    if ".tfrec" in os.path.basename(path) or path.endswith((".csv", ".npz")):
+        return ".tfrec" in os.path.basename(path)
+    return exists(path) and not is_dir(path) and compression_of(path) is not None
 
 
 def records_of(
@@ -51,6 +53,7 @@ def records_of(
     Raises DataError for a file that cannot be read, or lacks a feature.
     """
     if is_records(path):
+        refuse_compressed(path, parent(path))
         for record in readable(read_records(path, 0, num_bytes_of(path), 0)):
             yield {}, record
         return

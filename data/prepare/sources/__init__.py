@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from data.system.files import DataError
+from data.tfrecord.shard_names import SPLIT_NAMES
 
-SPLIT_NAMES = ("train", "test", "val", "valid", "validation", "extra")
 _OTHER_NAMES = {"training": "train", "testing": "test"}
 LAYOUTS = ("tfds", "image_raw")
 TEST_FRACTION = 0.1
@@ -68,6 +68,7 @@ class Options(NamedTuple):
         delimiter: What separates the values of a table.
         encoding: Of the text of a table.
         allow_partial: Take the files that are there, if some of a data set are missing or cut off.
+        splits: Which TFRecord files are which split: SPLIT=PATTERN, separated by commas.
     """
 
     label: str | None = None
@@ -86,6 +87,7 @@ class Options(NamedTuple):
     float: str | None = None
     delimiter: str | None = None
     encoding: str | None = None
+    splits: str | None = None
 
     def given(self) -> dict[str, object]:
         """Options that were given, by name."""

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
 from data.prepare.sources import (
-    SPLIT_NAMES,
     Options,
     Source,
     SourceSplit,
@@ -27,6 +26,7 @@ from data.prepare.sources import (
 from data.prepare.sources.examples import Classes, Node, feature_files, image, text
 from data.system.files import DataError
 from data.tfrecord.examples import example_bytes
+from data.tfrecord.shard_names import SPLIT_NAMES
 
 _EXTENSIONS = (".png", ".jpg", ".jpeg")
 _TEXT = ".txt"

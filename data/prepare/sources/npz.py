@@ -16,11 +16,12 @@ from typing import IO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.prepare.sources import SPLIT_NAMES, Options, Source
+from data.prepare.sources import Options, Source
 from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
 from data.prepare.sources.tables import Table, classes_of, common_columns, split_files, table_source
 from data.system.files import DataError
 from data.tfrecord.examples import Value
+from data.tfrecord.shard_names import SPLIT_NAMES
 
 _SPLITS = "|".join(SPLIT_NAMES)
 _COLUMN_OF_SPLIT = re.compile(rf"(?P<column>.+)_(?P<split>{_SPLITS})")
