@@ -21,3 +21,11 @@ def test_sentence_that_is_broken_into_lines_is_complete() -> None:
     whole = "Object Two was created by passing values in `__init__()`. Please mend it."
     assert first_line(ValueError(text)) == whole
     assert first_line(ValueError("No room\nHint: make some")) == "No room"
+
+
+def test_first_line_of_an_error_of_a_graph_is_its_reason() -> None:
+    text = (
+        "Graph execution error:\n\nDetected at node Assert defined at (most recent call last):\n"
+        '  File "/a.py", line 11, in f\n\nassertion failed: [bad n] [2]\n\t [[{{node Assert}}]]'
+    )
+    assert first_line(ValueError(text)) == "assertion failed: [bad n] [2]"
