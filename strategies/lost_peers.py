@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from data.system.errors import reason_lines
+
 _SERVER = "A parameter server was lost"
 
 # DeadlineExceededError is that of a message.
@@ -51,10 +53,8 @@ class PeerLostError(RuntimeError):
 
     def __init__(self, what: str, cause: Exception) -> None:
         """`what` says what happened; the first informative line of `cause` is appended to it."""
-        headings = ("Graph execution error", "root error(s) found")
-        lines = [line.strip() for line in str(cause).splitlines()]
-        reasons = (line for line in lines if line and not any(h in line for h in headings))
-        super().__init__(f"{what}: {next(reasons, type(cause).__name__)[:200]}")
+        reason = next(iter(reason_lines(cause)), type(cause).__name__)
+        super().__init__(f"{what}: {reason[:200].rstrip('.:')}")
 
 
 def loss_of(error: BaseException, what: str = _SERVER) -> str | None:

@@ -29,7 +29,7 @@ from strategies.base import STEPS, Batch, Tensor
 from strategies.cluster.peers import SilentPeerError, UnknownHostError, identify
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
-from strategies.cluster.watching import watch_peers
+from strategies.cluster.watching import silence_of, watch_peers
 from strategies.gpus import DeviceError, refuse_wire_dtype
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
@@ -77,7 +77,7 @@ class WorkerPeers:
         TensorFlow's heartbeat is missed, only its next process does.
         """
         watch_restarts(self.cluster, self.processes, on_lost, self.has_trained)
-        watch_peers(self.cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"))
+        watch_peers(self.cluster, timeout_secs, lambda t: on_lost(silence_of(self.cluster, [t])))
 
     def abandon(self, why: str) -> bool:
         """Ends all sums that wait for other workers."""
@@ -317,10 +317,9 @@ class MultiWorkerExecutor(MirroredExecutor):
         try:
             yield
         except _LOST as error:
-            absent = [str(task) for task in self._cluster.other_trainers if self._is_absent(task)]
-            what = (
-                f"{' and '.join(absent)} does not answer: lost" if absent else "A worker was lost"
-            )
+            absent = [task for task in self._cluster.other_trainers if self._is_absent(task)]
+            silence = silence_of(self._cluster, absent) if absent else ""
+            what = f"{silence}: lost" if absent else "A worker was lost"
             raise PeerLostError(f"{what} {when}", error) from error
 
     def _is_absent(self, task: Task) -> bool:

@@ -22,7 +22,7 @@ from absl import app
 
 from data.system.compat.generated_files import remove_generated_files
 from data.system.errors import TrainerError
-from data.system.linux import signal_when_parent_ends
+from data.system.linux import limit_reached, signal_when_parent_ends
 from data.system.object_store import UnavailableError
 from data.system.pipes import (
     EXIT_WITHOUT_READER,
@@ -79,6 +79,7 @@ def _explain(error: Exception | KeyboardInterrupt) -> int:
     """Prints one message for an error that a user can cause, a traceback for a bug."""
     if isinstance(error, BrokenPipeError) and is_reader_gone():
         return EXIT_WITHOUT_READER
+    error = limit_reached(error) or error
     if not isinstance(error, TrainerError):
         traceback.print_exception(error)
         return EXIT_BUG

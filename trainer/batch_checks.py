@@ -1,13 +1,18 @@
 """Puts the first batches through a learner, so that mistakes are found before training.
 
-check_batches(inputs, learner, recipe)
+check_batches(inputs, learner, recipe, executor.strategy)
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
+from data.system.compat.autograph import autograph
+from data.system.compat.keras_optimizers import given_rate
 from data.system.files import DataError
+from strategies.base import Batch
 from trainer.config import ConfigError, Recipe
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
@@ -18,8 +23,16 @@ from trainer.step.advice import shape_advice
 from trainer.step.losses import PerExample
 
 
-def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
+def check_batches(
+    inputs: Inputs,
+    learner: Learner,
+    recipe: Recipe,
+    strategy: tf.distribute.Strategy | None = None,
+) -> None:
     """Puts the first batch of each split through `learner`'s model, loss and metrics.
+
+    Traces a step and an evaluation under `strategy`, by default the current one, if they call
+    methods of a user's class.
 
     Raises:
         DataError: it cannot be read or parsed, labels are out of range, or shapes do not fit.
@@ -70,6 +83,81 @@ def check_batches(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
                     "A layer that is used outside of `call`, for example in compute_loss, needs "
                     "its weights before: call its `build(shape)` in build_model."
                 )
+        specs = tf.nest.map_structure(tf.type_spec_from_value, (examples, labels, *weights))
+        check = _MethodCheck(where, learner, recipe, strategy or tf.distribute.get_strategy())
+        if reader is inputs.train and _step_calls_users(learner):
+            check.step(specs, num_examples)
+        if reader is inputs.evaluation and type(learner) is not Learner:
+            check.evaluation(specs, num_examples)
+
+
+def _step_calls_users(learner: Learner) -> bool:
+    """Returns True if a step calls a user's class or function, besides the model and the loss."""
+    functions = [f for v in learner.dense_variables for f in (v.constraint, v.regularizer)]
+    parts = (learner.optimizer, given_rate(learner.optimizer), *functions)
+    modules = (getattr(part, "__module__", "keras") for part in parts)  # Of numbers, none.
+    is_users = any(module.partition(".")[0] != "keras" for module in modules)
+    return is_users or type(learner) is not Learner
+
+
+@dataclasses.dataclass
+class _MethodCheck:
+    """Traces, without running, what a step and an evaluation call on a replica."""
+
+    where: str
+    learner: Learner
+    recipe: Recipe
+    strategy: tf.distribute.Strategy
+
+    def step(self, specs: tuple[Batch, ...], num_examples: int) -> None:
+        """Raises ConfigError if a step of a batch of `specs`, (inputs, labels, ...), would fail."""
+        learner, what = self.learner, self._named("gradients(batch)")
+        if learner.needs_seeds:
+            specs = (*specs, tf.TensorSpec([num_examples, 2], tf.int32))
+        returned = self._traced(what, learner.gradients, specs)
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise ConfigError(f"{what} must return (gradients, totals). Received: {returned!r}.")
+        gradients, totals = returned
+        if not isinstance(gradients, (list, tuple)) or len(gradients) != len(learner.variables):
+            received = f"{len(gradients)}" if isinstance(gradients, (list, tuple)) else gradients
+            raise ConfigError(
+                f"{what} must return a list with a gradient, or None, for each of the "
+                f"{len(learner.variables)} `variables`. Received: {received}."
+            )
+        self._check_totals(what, totals)
+        given = [None if g is None else tf.type_spec_from_value(g) for g in gradients]
+        self._traced(self._named("apply(gradients)"), learner.apply, given)
+
+    def evaluation(self, specs: tuple[Batch, ...], num_examples: int) -> None:
+        """Raises ConfigError if the evaluation of a batch of `specs` would fail."""
+        what = self._named("evaluate(batch)")
+        counts = tf.TensorSpec([num_examples], tf.float32)
+        self._check_totals(what, self._traced(what, self.learner.evaluate, (*specs, counts)))
+
+    def _named(self, method: str) -> str:
+        return f"{self.where}: {method} of {type(self.learner).__name__} of {self.recipe.path}"
+
+    def _traced(self, what: str, method: Callable[[Any], Any], specs: Any) -> Any:
+        returned: list[Any] = []
+
+        def in_replica(argument: Any) -> None:
+            returned.append(autograph(method)(argument))
+
+        def in_all_replicas(argument: Any) -> None:
+            self.strategy.run(in_replica, args=(argument,))
+
+        with errors_explained(what), self.strategy.scope():
+            tf.function(in_all_replicas, autograph=False).get_concrete_function(specs)
+        return returned[0]
+
+    def _check_totals(self, what: str, totals: object) -> None:
+        needed = tf.TensorSpec([self.learner.num_totals], tf.float64)
+        if not (tf.is_tensor(totals) and needed.is_compatible_with(totals)):
+            spec = f"{totals.dtype.name}{totals.shape}" if tf.is_tensor(totals) else repr(totals)
+            raise ConfigError(
+                f"{what} must return the totals of `measure`: float64({needed.shape[0]},), a total "
+                f"and a count for the loss and each metric. Received: {spec}."
+            )
 
 
 def _check_augment(inputs: Inputs, recipe: Recipe) -> None:

@@ -179,6 +179,8 @@ def _check_learner(learner: object, recipe: Recipe) -> None:
             f"build_learner() of {recipe.path} must return a trainer.learner.Learner, but returned "
             f"{type(learner).__name__}. Derive a class from it; see configs/custom_step.py."
         )
+    with errors_explained(f"The property `state` of the Learner of {recipe.path}"):
+        dict(learner.state)
     if type(learner).gradients is Learner.gradients:
         return
     values, defaults = flatten(recipe.config), flatten(Config())

@@ -86,7 +86,7 @@ def _follow(spec: TaskSpec, cluster: Cluster, signals: StopSignals, stopwatch: S
     executor.stopwatch = stopwatch
     inputs, _, learner = build_session(spec.recipe, opened, executor.build)
     choose_compilation(learner, spec.recipe, inputs.train, is_cluster=False)
-    check_batches(inputs, learner, spec.recipe)
+    check_batches(inputs, learner, spec.recipe, executor.strategy)
     executor.start_evaluation(learner, inputs.evaluation)
     checkpointer = build_checkpointer(
         spec.recipe, spec.model_dir, inputs, learner, is_evaluator=True

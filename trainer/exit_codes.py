@@ -2,9 +2,10 @@
 
 import contextlib
 import os
-import re
 import signal
 import sys
+
+from data.system.errors import reason_lines
 
 EXIT_DONE = 0
 EXIT_BUG = 1  # Or training diverged.
@@ -13,19 +14,14 @@ EXIT_USAGE = 2  # Bad usage, config or data: a restart would end in the same way
 # checkpoint is complete, restart to resume.
 EXIT_RESTART = 75
 
-# Colours, and what TensorFlow adds about the op that failed.
-_NOISE = re.compile("\x1b\\[[0-9;]*m|\\{\\{function_node [^}]*\\}\\} ?| \\[Op:\\w+\\].*")
-
 
 def first_line(error: BaseException) -> str:
     """The first line of what `error` says, or its type if it says nothing.
 
-    Skips the first line of Keras' errors: it names a layer, and the reason follows in bold. A
-    sentence that is broken into lines is returned as one line.
+    A sentence that is broken into lines is returned as one line.
     """
-    lines = [line.strip() for line in _NOISE.sub("", str(error)).splitlines()]
-    told = [line for line in lines if line and not line.startswith("Exception encountered when")]
-    first, *others = told or lines or [""]
+    told = reason_lines(error)
+    first, *others = told or [""]
     for line in others:
         is_sentence = first[:1].isupper() and not first.endswith((".", ":", ";", "!", "?"))
         if not (is_sentence and line[:1].islower()):

@@ -1,7 +1,7 @@
 """From a config and its data to a learner: to train, to check, or with the weights of a checkpoint.
 
 session = build_session(recipe, open_inputs(recipe), executor.build)
-check_batches(session.inputs, session.learner, recipe)
+check_batches(session.inputs, session.learner, recipe, executor.strategy)
 parts = build_parts(spec, inputs, executor)     # the same for a task that trains
 
 restored = restore("runs/a", "best")            # with the variables of a checkpoint
@@ -99,7 +99,9 @@ def build_parts(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     )
     choose_compilation(learner, spec.recipe, inputs.train, is_cluster=spec.cluster is not None)
     if not spec.is_checked:
-        check_batches(inputs, learner, spec.recipe)
+        # ParameterServerStrategy warns of a step that is traced outside of its coordinator.
+        strategy = None if spec.strategy == "ps" else executor.strategy
+        check_batches(inputs, learner, spec.recipe, strategy)
         check_export(spec.recipe, learner.model, specs)
     train = dataclasses.replace(inputs.train, gives_seeds=learner.needs_seeds)
     inputs = dataclasses.replace(inputs, train=train)
@@ -197,7 +199,7 @@ def evaluate(
     """
     restored = restore(model_dir, checkpoint, split, data_dir)
     reader, learner, executor = restored.reader, restored.learner, restored.executor
-    check_batches(Inputs(reader, reader), learner, restored.recipe)
+    check_batches(Inputs(reader, reader), learner, restored.recipe, executor.strategy)
     executor.start_evaluation(learner, reader)
     metrics = executor.evaluate()
     return {

@@ -18,15 +18,17 @@ from data.system.compat.program_cache import set_program_cache
 from data.system.compat.quiet import quiet_tensorflow
 from data.system.compat.scikit_learn import SCIKIT_LEARN, scikit_learn_left_out
 from data.system.errors import UsageError
+from data.system.linux import check_threads
 from data.system.scratch import check_temp_dir
 
 
 def set_environment() -> None:
     """Sets what TensorFlow and Keras read when they are imported.
 
-    Raises UsageError if there is no directory for temporary files.
+    Raises UsageError if there is no directory for temporary files, or too few threads.
     """
     check_temp_dir()
+    check_threads()
     quiet_tensorflow()
     os.environ["KERAS_BACKEND"] = "tensorflow"
     os.environ.pop("TF_USE_LEGACY_KERAS", None)  # Otherwise tf.keras would be Keras 2.

@@ -12,7 +12,18 @@ Each package derives its own errors from these two. `python -m trainer` prints t
 with the code; `trainer.train` raises the error. Any other exception is a bug.
 """
 
+import re
 from typing import Any
+
+# What TensorFlow and Keras put around the reason: colours, the failed op, the call that made it
+# with the lines of its traceback, and headings. Keras' heading names a layer.
+_NOISE = re.compile(
+    r"\x1b\[[0-9;]*m|\{\{function_node [^}]*\}\} ?| \[Op:\w+\].*"
+    r"|^Detected at node .*\n(?:[ \t].*\n|\n|<stack traces unavailable>\n?)*"
+    r"|^(?:Graph execution error:|Node: '.*'|From /job:\S*:|\d+ root error\(s\) found\.|"
+    r"Exception encountered when .*)$",
+    re.MULTILINE,
+)
 
 
 class TrainerError(Exception):
@@ -36,3 +47,9 @@ class UsageError(TrainerError, ValueError):
 
 class RunFailed(TrainerError):
     """A run that ended before its last step; `exit_code` is 75 if it can be continued."""
+
+
+def reason_lines(error: BaseException) -> list[str]:
+    """The lines of what `error` says, without what TensorFlow and Keras put around the reason."""
+    lines = (line.strip() for line in _NOISE.sub("", str(error)).splitlines())
+    return [line for line in lines if line]

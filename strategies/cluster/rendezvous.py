@@ -35,7 +35,7 @@ from strategies.cluster.peers import (
 )
 from strategies.cluster.ports import held
 from strategies.cluster.tf_config import Cluster, Task
-from strategies.cluster.watching import watch_peers
+from strategies.cluster.watching import silence_of, watch_peers
 
 # The ids of the processes of other tasks.
 Processes: TypeAlias = Mapping[Task, str]
@@ -163,7 +163,7 @@ def connecting(
         if processes:
             watch_restarts(cluster, processes, on_lost, is_over)
         if timeout_secs:
-            watch_peers(cluster, timeout_secs, lambda t: on_lost(f"{t} does not answer"), is_over)
+            watch_peers(cluster, timeout_secs, lambda t: on_lost(silence_of(cluster, [t])), is_over)
             stack.enter_context(_limited(8 * timeout_secs, on_lost))
         yield
 

@@ -7,9 +7,6 @@
 Every mistake a user can make here is found before TensorFlow is imported. After most of them
 TensorFlow would wait without limit for a task that does not exist.
 
-    TF_CONFIG='{"cluster": {"worker": ["a:2222", "b:2222"]},
-                "task": {"type": "worker", "index": 0}}'
-
 A job is a list of addresses, or the map that Kubernetes operators write for elastic clusters:
 `{"worker": {"3": "b:2222"}}`. TensorFlow 1 programs took the same addresses from flags:
 `--ps_hosts=a:2222 --worker_hosts=b:2222,c:2222 --job_name=worker --task_index=0`.
@@ -36,6 +33,10 @@ _EXAMPLE = {
     "ps": '{"cluster": {"chief": ["host-a:2222"], "worker": ["host-b:2222", "host-c:2222"], '
     '"ps": ["host-d:2222"]}, "task": {"type": "worker", "index": 0}}',
 }
+_UNLISTED = (
+    "The chief does not know of this evaluator, and evaluates itself: start none (on Vertex AI, "
+    'without workerPoolSpecs[3]). Or add "evaluator": ["host:port"] to the cluster of every task.'
+)
 _COMPLETE = "Kubeflow writes a complete one without `enableDynamicWorker: true` in the TFJob. "
 # Where a cluster is described, and what to type to add a job there.
 _TF_CONFIG, _COMMAND_LINE = "TF_CONFIG", "the command line"
@@ -161,13 +162,11 @@ def parse_tf_config(text: str, strategy: str) -> Cluster:
     """The Cluster that `text`, the value of `TF_CONFIG`, describes for `--strategy=<strategy>`.
 
     Accepts spaces around addresses, a task index in quotes, and `master` for the chief. Ignores
-    keys that other programs add, such as `environment`. Under ps, a worker or ps task needs only
-    its own address, so its map may leave out other tasks.
+    keys that other programs add. Under ps, a worker or ps needs only its own address.
 
     Raises:
-        ClusterError: the text is not a JSON object with a cluster and a task, an address is
-            malformed or given twice, this task is not in the cluster, or the strategy does not
-            accept these jobs.
+        ClusterError: the text is no such JSON object, an address is malformed or given twice, this
+            task is not in the cluster, or the strategy does not accept these jobs.
     """
     form = f"Example: {_EXAMPLE[strategy]}"
     if not text.strip():
@@ -377,9 +376,10 @@ def _parse_task(
     index = task["index"]
     job = "chief" if task["type"] == "master" and "chief" in jobs else task["type"]
     if not isinstance(job, str) or job not in jobs:
+        change = f"Set the type to {' or '.join(map(json.dumps, jobs))}"
         raise ClusterError(
-            f"TF_CONFIG's task type is {json.dumps(job)}, but its cluster has {_counts(jobs)}. Set "
-            f"the type to {' or '.join(map(json.dumps, jobs))}, or add this task's address."
+            f"TF_CONFIG's task type is {json.dumps(job)}, but its cluster has {_counts(jobs)}. "
+            + (_UNLISTED if job == "evaluator" else f"{change}, or add this task's address.")
         )
     if isinstance(index, str) and is_index(index):
         index = int(index)

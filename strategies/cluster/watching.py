@@ -8,9 +8,15 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from strategies.cluster.peers import UnknownHostError, accepts_connections, identify
+from strategies.cluster.peers import (
+    UnknownHostError,
+    accepts_connections,
+    host_of,
+    identify,
+    is_reachable,
+)
 from strategies.cluster.tf_config import Cluster, Task
 
 log = logging.getLogger(__name__)
@@ -19,6 +25,8 @@ log = logging.getLogger(__name__)
 _WATCH_SECS = 10.0
 # How often in succession a worker must see that it alone does not reach a ps.
 _PROOFS = 4
+# Tasks of other hosts that are asked before this host counts as cut off: each takes a second.
+_ASKED = 4
 
 
 def watch_chief(cluster: Cluster, timeout_secs: float, on_gone: Callable[[str], None]) -> None:
@@ -98,6 +106,22 @@ def watch_peers(
 
     for task in cluster.other_trainers:
         threading.Thread(target=watch, args=[task], name=f"watch {task}", daemon=True).start()
+
+
+def silence_of(cluster: Cluster, silent: Sequence[Task]) -> str:
+    """Says that the tasks `silent` do not answer; or that no other host does, if that is so.
+
+    Then this host is more likely cut off from the network than all others.
+    """
+    own, *hosts = (host_of(cluster.address_of(t)) for t in (cluster.task, *cluster.other_trainers))
+    others = {host: t for host, t in zip(hosts, cluster.other_trainers, strict=True) if host != own}
+    asked = list(others.values())[:_ASKED]
+    if len(asked) > 1 and not any(is_reachable(cluster.address_of(task)) for task in asked):
+        return (
+            f"no other host answers: {own} is probably cut off from the network, and the other "
+            "tasks may be well"
+        )
+    return f"{' and '.join(map(str, silent))} {'do' if len(silent) > 1 else 'does'} not answer"
 
 
 def watch_servers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Task], None]) -> None:

@@ -43,7 +43,7 @@ from strategies.cluster.peers import (
 from strategies.cluster.ports import free_ports
 from strategies.cluster.rendezvous import Connecting
 from strategies.cluster.tf_config import Cluster, Task
-from strategies.cluster.watching import watch_peers
+from strategies.cluster.watching import silence_of, watch_peers
 from strategies.gradients.coalescing import read_together
 from strategies.gradients.compression import Compression
 from strategies.lost_peers import PeerLostError, losses_explained
@@ -78,7 +78,7 @@ class ServerPeers:
 
         def on_silent(task: Task) -> None:
             if task.job == "ps":
-                on_lost(f"{task} does not answer")
+                on_lost(silence_of(self.cluster, [task]))
             # The coordinator then gives the worker's closure to another worker.
             address = self.cluster.address_of(task)
             with contextlib.suppress(socket.gaierror):

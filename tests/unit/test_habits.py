@@ -70,6 +70,97 @@ MISTAKES = {
         """,
         ("makes new variables, which would not be trained: ", "`build(shape)` in build_model"),
     ),
+    "measure that returns a total too many": Mistake(
+        """
+        from trainer.learner import Learner
+        class Own(Learner):
+            def measure(self, *args, **kwargs):
+                import tensorflow as tf
+                totals = super().measure(*args, **kwargs)
+                return tf.concat([totals, totals[:1]], axis=0)
+        def build_learner(config, **parts):
+            return Own(**parts)
+        """,
+        ("gradients(batch) of Own of", "float64(4,), a total and a count", "Received: float64(5,)"),
+    ),
+    "measure with an argument too many": Mistake(
+        """
+        from trainer.learner import Learner
+        class Own(Learner):
+            def measure(self, labels, outputs, losses, counts=None, *, weights=None):
+                return super().measure(labels, outputs, losses, counts, weights)
+        def build_learner(config, **parts):
+            return Own(**parts)
+        """,
+        ("Learner.measure() takes from 4 to 5 positional", "in measure: return super()"),
+    ),
+    "measure that fails in an evaluation only": Mistake(
+        """
+        from trainer.learner import Learner
+        class Own(Learner):
+            def measure(self, labels, outputs, losses, counts=None, *, weights=None):
+                losses = losses if counts is None else losses @ outputs
+                return super().measure(labels, outputs, losses, counts, weights=weights)
+        def build_learner(config, **parts):
+            return Own(**parts)
+        """,
+        ("evaluate(batch) of Own of", "in measure: losses = losses if"),
+    ),
+    "gradients of some variables only": Mistake(
+        """
+        from trainer.learner import Learner
+        class Own(Learner):
+            def gradients(self, batch, *, training=True):
+                gradients, totals = super().gradients(batch, training=training)
+                return gradients[:1], totals
+        def build_learner(config, **parts):
+            return Own(**parts)
+        """,
+        ("gradients(batch) of Own of", "each of the 2 `variables`. Received: 1."),
+    ),
+    "change_variable of another shape": Mistake(
+        """
+        from trainer.learner import Learner
+        class Own(Learner):
+            def change_variable(self, index, variable, gradient, rate):
+                variable.assign_sub(rate * gradient[:1])
+        def build_learner(config, **parts):
+            return Own(**parts)
+        """,
+        ("apply(gradients) of Own of", "in change_variable: variable.assign_sub("),
+    ),
+    "state of what is not there": Mistake(
+        """
+        from trainer.learner import Learner
+        class Own(Learner):
+            @property
+            def state(self):
+                return {"other": self.other.variables}
+        def build_learner(config, **parts):
+            return Own(**parts)
+        """,
+        ("The property `state` of the Learner of", "in state: return {"),
+    ),
+    "optimizer of a user that fails in a step": Mistake(
+        """
+        def build_optimizer(config):
+            import keras
+            class Own(keras.optimizers.Optimizer):
+                def update_step(self, gradient, variable, learning_rate):
+                    variable.assign_sub(gradient @ gradient)
+            return Own(0.1)
+        """,
+        ("apply(gradients) of Learner of", "in update_step: variable.assign_sub("),
+    ),
+    "regularizer that fails": Mistake(
+        """
+        def build_model(config):
+            import keras
+            head = keras.layers.Dense(10, kernel_regularizer=lambda w: w @ w)
+            return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), head])
+        """,
+        ("gradients(batch) of Learner of", "in <lambda>: head = keras.layers.Dense("),
+    ),
     "callback that watches a metric that is not there": Mistake(
         """
         def build_callbacks(config):

@@ -33,6 +33,18 @@ from strategies.transfer import Transfer
             r"A message to another task was damaged: \(0\) Unable to parse request",
         ),
         (
+            tf.errors.UnavailableError(
+                None,
+                None,
+                "Graph execution error:\n\nDetected at node CollectiveReduceV2 defined at (most "
+                "recent call last):\n<stack traces unavailable>\nDetected at node Other defined "
+                'at (most recent call last):\n  File "/a.py", line 3, in run\n\n  File "/b.py", '
+                "line 4, in sum\n\n2 root error(s) found.\n  (0) UNAVAILABLE: aborted by: a peer."
+                "\n\t [[{{node Other}}]]",
+            ),
+            r"A parameter server was lost: \(0\) UNAVAILABLE: aborted by: a peer$",
+        ),
+        (
             tf.errors.InvalidArgumentError(
                 None,
                 None,

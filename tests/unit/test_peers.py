@@ -26,7 +26,7 @@ from strategies.cluster.peers import (
 )
 from strategies.cluster.ports import bind, free_ports, held
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
-from strategies.cluster.watching import watch_chief, watch_peers, watch_servers
+from strategies.cluster.watching import silence_of, watch_chief, watch_peers, watch_servers
 from strategies.ps.servers import start_server
 
 # A host name that never resolves: RFC 2606 reserves the domain.
@@ -331,3 +331,24 @@ def test_worker_leaves_only_because_of_a_ps_that_stays_silent(
         time.sleep(0.01)
     assert network.num_chief_answers == 1
     assert named.empty()
+
+
+# Hosts that a host without a network does not find.
+AWAY, AWAY_TOO = f"{UNKNOWN}:2222", f"other-{UNKNOWN}:2222"
+
+
+@pytest.mark.parametrize(
+    ("others", "silent", "said"),
+    [
+        ([AWAY, "localhost:9"], [1], "worker 1 does not answer"),
+        ([AWAY, AWAY_TOO, "localhost:9"], [1, 2], "worker 1 and worker 2 do not answer"),
+        ([AWAY], [1], "worker 1 does not answer"),
+        ([AWAY, AWAY_TOO], [1], "no other host answers: 127.0.0.1 is probably cut off"),
+    ],
+)
+def test_silence_of_all_other_hosts_is_that_of_the_own_host(
+    others: list[str], silent: list[int], said: str
+) -> None:
+    workers = dict(enumerate(["127.0.0.1:9", *others]))
+    cluster = Cluster({"worker": workers}, Task("worker", 0))
+    assert silence_of(cluster, [Task("worker", index) for index in silent]).startswith(said)

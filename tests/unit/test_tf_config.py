@@ -209,6 +209,17 @@ def test_malformed_address_is_explained(address: object, substance: tuple[str, .
     assert_teaches(error_of(tf_config({"worker": [address]})), *substance)
 
 
+def test_evaluator_that_only_its_own_task_knows_is_explained() -> None:
+    text = json.dumps(
+        {
+            "cluster": {"chief": ["a:1"], "worker": ["b:1"]},
+            "task": {"type": "evaluator", "index": 0},
+        }
+    )
+    said = ("chief (1), worker (1)", "evaluates itself: start none", "workerPoolSpecs[3]")
+    assert_teaches(error_of(text), *said, '"evaluator": ["host:port"]')
+
+
 @pytest.mark.parametrize(
     ("cluster", "substance"),
     [
