@@ -25,7 +25,7 @@ from data.system.files import shown
 from strategies.base import DataFaultError
 from strategies.lost_peers import loss_of
 from trainer.checkpoints.marks import Saved
-from trainer.config import changed_fields, data_dir, to_json
+from trainer.config import changed_fields, data_dir, overridden_fields, to_json
 from trainer.config_file import absolute
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards.fingerprint import process_settings
@@ -53,6 +53,7 @@ def config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Documen
         "recipe": absolute(spec.recipe.path),
         "data_dir": absolute_path(data_dir(spec.recipe.config)),
         "config": json.loads(to_json(config)),
+        "changed": overridden_fields(spec.recipe),
         "best_is_lowest": learner.objective.is_lower_better(config.best_metric),
         **vars(spec.transfer),
         "flags": list(spec.flags),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config, flatten, load_recipe
+from trainer.config import Config, flatten, load_recipe, overridden_fields
 from trainer.flags.model_dir import changes
 
 STRATEGIES = ("mirrored", "multiworker", "ps")
@@ -83,8 +83,9 @@ def test_name_of_a_run_says_what_was_changed() -> None:
         log_every_steps=3,
         optimizer="sgd",
     )
-    words = changes(load_recipe("digits", changed))
-    assert words == ["batch_size=128", "optimizer=sgd", "learning_rate=1e-05"]
+    recipe = load_recipe("digits", changed)
+    assert changes(recipe) == ["batch_size=128", "optimizer=sgd", "learning_rate=1e-05"]
+    assert {"data_dir", "log_every_steps", "optimizer"} < set(overridden_fields(recipe))
 
 
 def test_value_in_the_name_of_a_run_is_complete_or_left_out() -> None:
