@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from trainer.config import Config, flatten, load_recipe, overridden_fields
+from trainer.flags import DEFINED
+from trainer.flags.config_help import MOST_USED
 from trainer.flags.model_dir import changes
 
 STRATEGIES = ("mirrored", "multiworker", "ps")
@@ -29,9 +31,20 @@ def script() -> str:
     return trainer("--completion=bash")
 
 
-def test_help_describes_each_field_of_the_config() -> None:
-    described = re.findall(r"^  --config\.([\w.]+)=.*\n    \S", trainer("--help"), re.MULTILINE)
+def test_full_help_describes_each_field_of_the_config() -> None:
+    described = re.findall(r"^  --config\.([\w.]+)=.*\n    \S", trainer("--helpfull"), re.MULTILINE)
     assert described == list(flatten(Config()))
+
+
+def test_short_help_has_each_flag_once_in_groups_the_most_used_first() -> None:
+    text = trainer("--help")
+    names = re.findall(r"^  --(?!config\.|helpfull)(\w+)=?", text, re.MULTILINE)
+    assert names[:8] == list(MOST_USED)
+    assert sorted(names) == sorted(DEFINED)
+    groups = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    assert groups == ["used most", "start", "run", "cluster", "parameter servers", "config"]
+    assert text.index("\nparameter servers:") < text.index("--sync_replicas")
+    assert len(text.splitlines()) < 140
 
 
 def complete(script: str, line: str) -> list[str]:

@@ -96,7 +96,7 @@ def test_help_shows_all_flags_without_slow_imports() -> None:
         timeout=100,
         cwd=Path(__file__).parents[2],
     )
-    assert "--strategy:" in ended.stdout
+    assert "--strategy=" in ended.stdout
     assert "--stall_timeout_secs:" in ended.stdout
     assert "--config.batch_size=" in ended.stdout
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}

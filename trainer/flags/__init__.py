@@ -386,6 +386,7 @@ with _scope(_PS):
         "at the rounded values. 16 bits halve the bytes. The servers keep float32. Tables of "
         "Keras' Embedding layers are not rounded; rows of a ShardedEmbedding are.",
     )
+DEFINED = frozenset(flag.name for flag in FLAGS.get_flags_for_module(__name__))
 
 
 def values_of(group: type) -> dict[str, Any]:
