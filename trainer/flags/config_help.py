@@ -27,20 +27,8 @@ MOST_USED = (
     "train_steps",
     "workers",
 )
-_START = frozenset(
-    [
-        "check",
-        "completion",
-        "data_cache_bytes",
-        "data_cache_dir",
-        "download_only",
-        "epochs",
-        "plain",
-        "quiet",
-        "traceback",
-        "verbose",
-    ]
-)
+_START = {"check", "completion", "data_cache_bytes", "data_cache_dir", "download_only", "epochs"}
+_START |= {"plain", "quiet", "traceback", "verbose"}
 _CONFIG = """\
 config:
   --config.FIELD=VALUE sets any field, for example --config.clip.global_norm=1.
