@@ -61,6 +61,7 @@ def config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Documen
         "train_examples": inputs.train.split.num_examples,
         "eval_examples": inputs.evaluation.split.num_examples,
         "records_skipped": inputs.records_skipped,
+        "host": platform.node(),
         "versions": {
             "python": platform.python_version(),
             "tensorflow": tf.__version__,

@@ -27,6 +27,7 @@ _NUM_TICKS = 5
 # The largest value is that many times the least: the axis is logarithmic.
 _LOG_FROM = 50.0
 _BAND_FROM = 1000  # Points.
+_DOTS_UP_TO = 40  # Points that are drawn as dots, too.
 _STRIP_WIDTH = 1000
 _STRIP_PARTS = 500
 
@@ -34,7 +35,7 @@ Points: TypeAlias = npt.NDArray[np.float64]  # Rows of (x, y).
 
 
 class Curve(NamedTuple):
-    """Points in the order of x, and CSS classes: a colour s0 to s7, and train or eval."""
+    """Points in the order of x, and CSS classes: a line s0 to s23, and train or eval."""
 
     points: Points
     style: str
@@ -89,6 +90,9 @@ def plot(
             parts.append(_path(f"{style} band", np.concatenate(list(map(_extremes, columns)))))
             placed = np.array([(column[0, 0], column[:, 1].mean()) for column in columns])
         parts.append(_path(style, placed))
+        if len(placed) <= _DOTS_UP_TO:
+            dots = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in placed.tolist())
+            parts.append(f'<path class="{style} dots" d="{dots}"/>')
     parts.append("</svg>")
     return "".join(parts)
 
@@ -151,8 +155,7 @@ def _strip(parts: Sequence[str]) -> str:
 
 def _path(style: str, points: Points) -> str:
     places = [f"{x:.1f} {y:.1f}" for x, y in points.tolist()]
-    # With round ends a very short line is a dot.
-    return f'<path class="{style}" d="M{"L".join(places)}{"h.1" if len(places) == 1 else ""}"/>'
+    return f'<path class="{style}" d="M{"L".join(places)}"/>'
 
 
 def _extremes(column: Points) -> Points:
