@@ -128,8 +128,7 @@ def _plots(runs: Sequence[RunSeries]) -> list[_Plot]:
 
 def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> _Plot:
     title = f"{name} over {'time' if is_time else 'steps'}"
-    may_be_log = "loss" in name or "rate" in name
-    return _Plot(title, plot(title, curves, is_time=is_time, may_be_log=may_be_log))
+    return _Plot(title, plot(title, curves, is_time=is_time))
 
 
 def _run_page(run: RunSeries, pending: Pending) -> _RunPage:
