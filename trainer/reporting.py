@@ -225,9 +225,9 @@ def record_end(
         failures.append(failure)
         exit_code = EXIT_RESTART
     if console:
-        measured = "  ".join(f"{name} {value:.4f}" for name, value in result["eval"].items())
-        line = f"{result['why']}: step {step:,}  {measured}  {result['seconds']:.1f} s"
-        console.say(line, important=True)
+        measured = [f"{name} {value:.4f}" for name, value in result["eval"].items()]
+        words = [f"{result['why']}: step {step:,}", *measured, f"{result['seconds']:.1f} s"]
+        console.say("  ".join(words), important=True)
         console.say(shown(RunFiles(spec.model_dir).result))
     for failure in failures:
         log.error("%s. Restart when the cause is removed, to resume from what was saved.", failure)
