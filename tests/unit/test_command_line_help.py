@@ -78,6 +78,42 @@ def test_bash_completes_flags_values_and_fields(script: str, line: str, offered:
     assert complete(script, line) == offered
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_other_lines_of_python_are_completed_as_before(script: str) -> None:
+    former = "_former() { COMPREPLY=(former); }\ncomplete -F _former python\n"
+    assert complete(former + script, "python other.py --strat") == ["former"]
+    assert complete(former + script, "python -m trainer --sync") == ["--sync_replicas"]
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("python -m trainer --strategy=m", ["--strategy=mirrored", "--strategy=multiworker"]),
+        ("tf-distribution-trainer --sync", ["--sync_replicas"]),
+        ("python other.py --strat", []),
+    ],
+)
+def test_fish_completes_flags_and_values(line: str, offered: list[str], tmp_path: Path) -> None:
+    program = f"{trainer('--completion=fish')}\ncomplete -C '{line}'"
+    command = ["fish", "--no-config", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)  # No files.
+    assert [each.split("\t")[0] for each in done.stdout.splitlines()] == offered, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
+def test_zsh_runs_the_script_and_keeps_its_completion_of_python(script: str) -> None:
+    program = f"""
+        autoload -Uz compinit && compinit -u -D && autoload -Uz bashcompinit && bashcompinit
+        {script}
+        COMP_LINE='python -m trainer --sync' COMP_POINT=24
+        _tf_distribution_trainer python
+        print $COMPREPLY $_tf_distribution_trainer_former
+    """
+    done = subprocess.run(["zsh", "-f", "-c", program], capture_output=True, text=True)
+    assert done.stdout == "--sync_replicas _python\n", done.stderr
+
+
 def test_zsh_gets_the_same_script(script: str) -> None:
     first, _, rest = trainer("--completion=zsh").partition("\n")
     assert "bashcompinit" in first

@@ -105,7 +105,7 @@ TRACEBACK = flags.DEFINE_boolean(
 COMPLETION = flags.DEFINE_enum(
     "completion",
     None,
-    ("bash", "zsh"),
+    ("bash", "zsh", "fish"),
     "Print a script that completes flags, their values and config fields in this shell, and end: "
     "source <(python -m trainer --completion=bash)",
 )
