@@ -101,19 +101,6 @@ def test_fish_completes_flags_and_values(line: str, offered: list[str], tmp_path
     assert [each.split("\t")[0] for each in done.stdout.splitlines()] == offered, done.stderr
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
-def test_zsh_runs_the_script_and_keeps_its_completion_of_python(script: str) -> None:
-    program = f"""
-        autoload -Uz compinit && compinit -u -D && autoload -Uz bashcompinit && bashcompinit
-        {script}
-        COMP_LINE='python -m trainer --sync' COMP_POINT=24
-        _tf_distribution_trainer python
-        print $COMPREPLY $_tf_distribution_trainer_former
-    """
-    done = subprocess.run(["zsh", "-f", "-c", program], capture_output=True, text=True)
-    assert done.stdout == "--sync_replicas _python\n", done.stderr
-
-
 def test_zsh_gets_the_same_script(script: str) -> None:
     first, _, rest = trainer("--completion=zsh").partition("\n")
     assert "bashcompinit" in first
