@@ -352,6 +352,7 @@ def test_command_that_reads_runs_ends_well(
     copy = tmp_path / "copy"
     shutil.copytree(finished_run, copy)
     directories = {"runs": finished_run.parent, "runs/RUN": finished_run, "runs/OTHER": copy}
+    directories["runs/latest"] = finished_run
     done = run(command, ROOT, **{name: str(path) for name, path in directories.items()})
     assert done.returncode == 0, done.stderr
     assert done.stdout
