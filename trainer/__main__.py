@@ -1,4 +1,4 @@
-"""`python -m trainer`: parses the flags, runs what they ask for, and exits with its exit code.
+"""`python -m trainer` trains what a config file describes: here, or as a task of a cluster.
 
     python -m trainer --strategy=mirrored
     python -m trainer --strategy=multiworker --workers=2 --config=configs/mnist_replica.py

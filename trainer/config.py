@@ -269,6 +269,12 @@ def load_recipe(path: str, config: Config | None = None) -> Recipe:
     return Recipe(path, config, **functions, files=files)
 
 
+def overridden_fields(recipe: Recipe) -> list[str]:
+    """The fields that differ from those of the config file: the command line has changed them."""
+    defaults = flatten(load_recipe(recipe.path).config)
+    return [k for k, value in flatten(recipe.config).items() if value != defaults.get(k)]
+
+
 def recipe_of_run(document: Mapping[str, Any]) -> Recipe:  # Any: JSON values.
     """The recipe that a run was started with. `document` is the contents of its config.json.
 

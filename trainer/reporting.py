@@ -25,7 +25,7 @@ from data.system.files import shown
 from strategies.lost_peers import loss_of
 from strategies.step_errors import DataFaultError
 from trainer.checkpoints.marks import Saved
-from trainer.config import changed_fields, data_dir, to_json
+from trainer.config import changed_fields, data_dir, overridden_fields, to_json
 from trainer.config_file import absolute
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, first_line
 from trainer.guards.fingerprint import process_settings
@@ -53,6 +53,7 @@ def config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Documen
         "recipe": absolute(spec.recipe.path),
         "data_dir": absolute_path(data_dir(spec.recipe.config)),
         "config": json.loads(to_json(config)),
+        "changed": overridden_fields(spec.recipe),
         "best_is_lowest": learner.objective.is_lower_better(config.best_metric),
         **vars(spec.transfer),
         "flags": list(spec.flags),
@@ -60,6 +61,7 @@ def config_document(spec: TaskSpec, inputs: Inputs, learner: Learner) -> Documen
         "train_examples": inputs.train.split.num_examples,
         "eval_examples": inputs.evaluation.split.num_examples,
         "records_skipped": inputs.records_skipped,
+        "host": platform.node(),
         "versions": {
             "python": platform.python_version(),
             "tensorflow": tf.__version__,
@@ -223,9 +225,9 @@ def record_end(
         failures.append(failure)
         exit_code = EXIT_RESTART
     if console:
-        measured = "  ".join(f"{name} {value:.4f}" for name, value in result["eval"].items())
-        line = f"{result['why']}: step {step:,}  {measured}  {result['seconds']:.1f} s"
-        console.say(line, important=True)
+        measured = [f"{name} {value:.4f}" for name, value in result["eval"].items()]
+        words = [f"{result['why']}: step {step:,}", *measured, f"{result['seconds']:.1f} s"]
+        console.say("  ".join(words), important=True)
         console.say(shown(RunFiles(spec.model_dir).result))
     for failure in failures:
         log.error("%s. Restart when the cause is removed, to resume from what was saved.", failure)

@@ -77,8 +77,14 @@ _TAIL_BYTES = 65_536  # Reports are short: the last part of metrics.jsonl has th
 # The newest step with a checkpoint, and the newest reported step.
 Progress: TypeAlias = tuple[int, int]
 Document: TypeAlias = Mapping[str, Any]  # A JSON object. Its values have no common type.
+_LOG_FROM = 50.0  # The largest value is that many times the least: a curve is logarithmic.
 
 log = logging.getLogger(__name__)
+
+
+def is_logarithmic(name: str, least: float, most: float) -> bool:
+    """Returns True if a curve of this name, from `least` to `most`, is shown logarithmically."""
+    return ("loss" in name or "rate" in name) and least > 0 and most > _LOG_FROM * least
 
 
 class RunFileError(UsageError):

@@ -1,22 +1,23 @@
 """`python -m trainer.runs [DIR]`: lists the runs under a directory, by default under runs/.
 
     python -m trainer.runs runs --sort=accuracy --reverse
+    python -m trainer.runs runs --fields=loss,learning_rate
     python -m trainer.runs runs --json
 
-For each run: its last step, the best value of its `best_metric`, its training time, how it ended,
-and the fields of the config in which the listed runs differ. The exit code is that of the run's
-last process; "-" if it has not ended by itself.
+One line for each run: the best value of its `best_metric`, or the value that the list is sorted by,
+its last step, its training time, how it ended, and the fields that differ from its config file.
+The exit code is that of the run's last process; "-"
+if it has not ended by itself.
 """
 
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any  # JSON values.
 
-import rich.box
-import rich.console
-import rich.table
 from absl import flags
 
 from trainer.config import ConfigError
@@ -24,6 +25,9 @@ from trainer.exit_codes import EXIT_DONE
 from trainer.run_files import Document, RunFileError, clock
 from trainer.run_record.summary import differences, summary
 from trainer.run_record.tools import run_tool
+
+_TITLES = {"seconds": "time", "exit_code": "exit", "differs": "changed"}
+_LEAST_DIFFERS = 12  # Characters of the last column.
 
 
 def runs_under(directory: str) -> list[Document]:
@@ -43,19 +47,20 @@ def runs_under(directory: str) -> list[Document]:
     return found
 
 
+def value_of(run: Document, name: str) -> Any:
+    """A value of `runs_under`, a metric or a field of the config; None if the run has none."""
+    if name == run["best_metric"]:
+        return run["best"]
+    name = "run" if name == "name" else name
+    return next((at[name] for at in (run, run["eval"], run["config"]) if name in at), None)
+
+
 def ordered(runs: Sequence[Document], key: str, *, reverse: bool) -> list[Document]:
     """`runs` sorted by `key`; a run that lacks the value comes last.
 
     Raises ConfigError if no run has it.
     """
-    name = "run" if key == "name" else key
-
-    def value_of(run: Document) -> Any:  # Any: a JSON value.
-        if name == run["best_metric"]:
-            return run["best"]
-        return next((at[name] for at in (run, run["eval"], run["config"]) if name in at), None)
-
-    values = [value_of(run) for run in runs]
+    values = [value_of(run, key) for run in runs]
     if all(value is None for value in values):
         raise ConfigError(f"--sort={key}: no run has it. Type --sort=loss, for example.")
     with_value = [i for i, value in enumerate(values) if value is not None]
@@ -63,6 +68,92 @@ def ordered(runs: Sequence[Document], key: str, *, reverse: bool) -> list[Docume
     with_value.sort(key=lambda i: (isinstance(values[i], str), values[i]), reverse=reverse)
     without = [i for i, value in enumerate(values) if value is None]
     return [runs[i] for i in [*with_value, *without]]
+
+
+def default_fields(runs: Sequence[Document], key: str) -> list[str]:
+    """The columns of a list that is sorted by `key`."""
+    is_metric = any(key == run["best_metric"] or key in run["eval"] for run in runs)
+    fields = ["run", key if is_metric else "best", "step", "seconds", "exit_code"]
+    if key not in ("name", "started", *fields):
+        fields.insert(1, key)
+    if len({run["strategy"] for run in runs}) > 1 and "strategy" not in fields:
+        fields.append("strategy")
+    return [*fields, "differs"]
+
+
+def table(runs: Sequence[Document], fields: Sequence[str], width: int | None) -> list[str]:
+    """A title, a rule and a line for each run, each at most `width` long if there is a width.
+
+    Columns for which there is no room are left out, the last ones first; a last line names them.
+    """
+    columns = [_column(runs, name, fields) for name in fields]
+    sizes = [max(map(len, column)) for column in columns]
+    left_out: list[str] = []
+    while width is not None and len(columns) > 1 and sum(sizes) + 2 * len(sizes) - 2 > width:
+        room = width - sum(sizes[:-1]) - 2 * len(sizes) + 2
+        if fields[len(columns) - 1] == "differs" and room >= _LEAST_DIFFERS:
+            columns[-1] = [c if len(c) <= room else c[: room - 1] + "…" for c in columns[-1]]
+            sizes[-1] = room
+        else:
+            left_out.insert(0, fields[len(columns) - 1])
+            columns.pop()
+            sizes.pop()
+    columns = [
+        [
+            f"{c:{size}}" if name in ("run", "strategy", "differs") else f"{c:>{size}}"
+            for c in column
+        ]
+        for column, size, name in zip(columns, sizes, fields, strict=False)
+    ]
+    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    lines.insert(1, "─" * max(map(len, lines)))
+    if left_out:
+        names = ",".join(left_out)
+        lines.append(f"Left out for the width: {names}. --fields chooses columns.")
+    return lines
+
+
+def _column(runs: Sequence[Document], name: str, fields: Sequence[str]) -> list[str]:
+    if name == "differs":
+        cells = [_differs(run, runs, fields) for run in runs]
+    else:
+        cells = [_cell(run, name) for run in runs]
+    title = _TITLES.get(name, name)
+    metrics = {run["best_metric"] for run in runs}
+    if name == "best" and len(metrics) == 1:
+        title = f"best {metrics.pop()}"
+    elif name == "best":
+        pairs = zip(runs, cells, strict=True)
+        cells = [cell if cell == "-" else f"{run['best_metric']} {cell}" for run, cell in pairs]
+    return [title, *cells]
+
+
+def _cell(run: Document, name: str) -> str:
+    value = value_of(run, name)
+    if value is None:
+        return "-"
+    if name == "step":
+        return f"{value:,}/{run['train_steps']:,}"
+    if name == "seconds":
+        return clock(value)
+    if name == "started":
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(value))
+    is_metric = isinstance(value, float) and name not in run["config"]
+    return f"{value:.4f}" if is_metric else str(value)
+
+
+def _differs(run: Document, runs: Sequence[Document], fields: Sequence[str]) -> str:
+    """The fields of `run` that the command line has changed, and their values.
+
+    Of a run that has no record of it: in which it differs from other runs of its config file. What
+    other columns show is left out: `fields`, and what is a part of the run's name.
+    """
+    names = run["changed"]
+    if names is None:
+        names = differences([other for other in runs if other["recipe"] == run["recipe"]])
+    shown = {*fields, "data_dir", *(["train_steps"] if "step" in fields else [])}
+    words = [f"{name}={run['config'].get(name)}" for name in names if name not in shown]
+    return " ".join(word for word in words if f"-{word}-" not in run["run"])
 
 
 def define_flags() -> None:
@@ -75,6 +166,12 @@ def define_flags() -> None:
         "metric such as loss, or a field of the config such as learning_rate.",
     )
     flags.DEFINE_boolean("reverse", False, "Sort from the largest to the smallest.")
+    flags.DEFINE_list(
+        "fields",
+        None,
+        "The columns after the name of the run: best, differs, or what --sort takes. By default "
+        "what fits the width of the terminal.",
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,29 +194,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_table(runs: Sequence[Document], directory: str) -> None:
-    different = differences(runs)
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("run", overflow="fold")
-    table.add_column("strategy")
-    for title in ("step", "best", "time", "exit"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("differs in", overflow="fold")
-    for index, run in enumerate(runs):
-        best = "-" if run["best"] is None else f"{run['best_metric']} {run['best']:.4f}"
-        table.add_row(
-            os.path.relpath(run["run"], directory),
-            run["strategy"],
-            f"{run['step']:,}/{run['train_steps']:,}",
-            best,
-            clock(run["seconds"]),
-            "-" if run["exit_code"] is None else str(run["exit_code"]),
-            " ".join(f"{name}={values[index]}" for name, values in different.items()),
-        )
+    given = flags.FLAGS.fields
+    for name in given or ():
+        if name not in ("best", "differs") and all(value_of(run, name) is None for run in runs):
+            raise ConfigError(f"--fields={name}: no run has it. Type --fields=loss, for example.")
+    fields = ["run", *given] if given else default_fields(runs, flags.FLAGS.sort)
     # In a pipe lines are not cut: the program that reads them has no width.
-    console = rich.console.Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 10_000
-    console.print(table)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    named = [{**run, "run": os.path.relpath(run["run"], directory)} for run in runs]
+    print("\n".join(table(named, fields, width)))
 
 
 if __name__ == "__main__":

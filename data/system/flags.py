@@ -13,10 +13,13 @@ from data.system.errors import UsageError
 _HELP = ("help", "h", "?", "helpshort", "helpfull", "helpxml")
 
 
-def show_help(argv: Sequence[str], more: Callable[[], str] = str) -> None:
+def show_help(
+    argv: Sequence[str], more: Callable[[], str] = str, short: Callable[[], str] | None = None
+) -> None:
     """Prints the help and `more()`, or the version, and exits with 0 if `argv` asks for it.
 
-    absl itself would exit with 1 after the help.
+    If there is a `short` help, only --helpfull and --helpxml print the complete one. absl itself
+    would exit with 1 after the help.
     """
     for argument in argv[1:]:
         name = argument.lstrip("-")
@@ -26,6 +29,9 @@ def show_help(argv: Sequence[str], more: Callable[[], str] = str) -> None:
             print(describe_version())
             sys.exit(0)
         if argument.startswith("-") and name in _HELP:
+            if short is not None and name not in ("helpfull", "helpxml"):
+                print(short())
+                sys.exit(0)
             with contextlib.suppress(SystemExit):
                 flags.FLAGS([argv[0], "--help" if name == "h" else argument])
             if name != "helpxml" and (text := more()):

@@ -229,6 +229,21 @@ def test_model_of_the_readme_trains(checkout: Path) -> None:
     assert done.result["step"] == 20
 
 
+def test_own_model_of_the_first_three_minutes_reaches_its_accuracy(
+    checkout_with_digits: Path,
+) -> None:
+    path = ROOT / "docs" / "three_minutes.md"
+    (model,) = blocks(path, "python")
+    (checkout_with_digits / "my_model.py").write_text(model)
+    (accuracy,) = re.findall(r"reaches an accuracy of (0\.\d+)", path.read_text())
+    model_dir = checkout_with_digits / "run"
+    argv = ("--config=my_model.py", "--config.export=false", f"--model_dir={model_dir}")
+    with Process(argv, model_dir, cwd=checkout_with_digits) as process:
+        done = process.wait()
+        assert done.exit_code == 0, process.output()
+    assert done.result["eval"]["accuracy"] >= float(accuracy)
+
+
 @pytest.mark.parametrize("command", OWN, ids=ids(OWN))
 def test_example_of_your_own_trains(command: tuple[str, ...], checkout_with_digits: Path) -> None:
     (name,) = (word.partition("=")[2] for word in command if word.startswith("--config="))
@@ -337,6 +352,7 @@ def test_command_that_reads_runs_ends_well(
     copy = tmp_path / "copy"
     shutil.copytree(finished_run, copy)
     directories = {"runs": finished_run.parent, "runs/RUN": finished_run, "runs/OTHER": copy}
+    directories["runs/latest"] = finished_run
     done = run(command, ROOT, **{name: str(path) for name, path in directories.items()})
     assert done.returncode == 0, done.stderr
     assert done.stdout

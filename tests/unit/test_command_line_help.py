@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config, flatten, load_recipe
+from trainer.config import Config, flatten, load_recipe, overridden_fields
+from trainer.flags import DEFINED
+from trainer.flags.config_help import MOST_USED
 from trainer.flags.model_dir import changes
 
 STRATEGIES = ("mirrored", "multiworker", "ps")
@@ -29,9 +31,20 @@ def script() -> str:
     return trainer("--completion=bash")
 
 
-def test_help_describes_each_field_of_the_config() -> None:
-    described = re.findall(r"^  --config\.([\w.]+)=.*\n    \S", trainer("--help"), re.MULTILINE)
+def test_full_help_describes_each_field_of_the_config() -> None:
+    described = re.findall(r"^  --config\.([\w.]+)=.*\n    \S", trainer("--helpfull"), re.MULTILINE)
     assert described == list(flatten(Config()))
+
+
+def test_short_help_has_each_flag_once_in_groups_the_most_used_first() -> None:
+    text = trainer("--help")
+    names = re.findall(r"^  --(?!config\.|helpfull)(\w+)=?", text, re.MULTILINE)
+    assert names[:8] == list(MOST_USED)
+    assert sorted(names) == sorted(DEFINED)
+    groups = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    assert groups == ["used most", "start", "run", "cluster", "parameter servers", "config"]
+    assert text.index("\nparameter servers:") < text.index("--sync_replicas")
+    assert len(text.splitlines()) < 140
 
 
 def complete(script: str, line: str) -> list[str]:
@@ -65,6 +78,29 @@ def test_bash_completes_flags_values_and_fields(script: str, line: str, offered:
     assert complete(script, line) == offered
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_other_lines_of_python_are_completed_as_before(script: str) -> None:
+    former = "_former() { COMPREPLY=(former); }\ncomplete -F _former python\n"
+    assert complete(former + script, "python other.py --strat") == ["former"]
+    assert complete(former + script, "python -m trainer --sync") == ["--sync_replicas"]
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("python -m trainer --strategy=m", ["--strategy=mirrored", "--strategy=multiworker"]),
+        ("tf-distribution-trainer --sync", ["--sync_replicas"]),
+        ("python other.py --strat", []),
+    ],
+)
+def test_fish_completes_flags_and_values(line: str, offered: list[str], tmp_path: Path) -> None:
+    program = f"{trainer('--completion=fish')}\ncomplete -C '{line}'"
+    command = ["fish", "--no-config", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)  # No files.
+    assert [each.split("\t")[0] for each in done.stdout.splitlines()] == offered, done.stderr
+
+
 def test_zsh_gets_the_same_script(script: str) -> None:
     first, _, rest = trainer("--completion=zsh").partition("\n")
     assert "bashcompinit" in first
@@ -83,8 +119,9 @@ def test_name_of_a_run_says_what_was_changed() -> None:
         log_every_steps=3,
         optimizer="sgd",
     )
-    words = changes(load_recipe("digits", changed))
-    assert words == ["batch_size=128", "optimizer=sgd", "learning_rate=1e-05"]
+    recipe = load_recipe("digits", changed)
+    assert changes(recipe) == ["batch_size=128", "optimizer=sgd", "learning_rate=1e-05"]
+    assert {"data_dir", "log_every_steps", "optimizer"} < set(overridden_fields(recipe))
 
 
 def test_value_in_the_name_of_a_run_is_complete_or_left_out() -> None:

@@ -106,7 +106,11 @@ def test_recipe_of_a_run_has_the_config_of_the_run(tmp_path: Path) -> None:
     ("exit_code", "line"),
     [
         (75, "continue: python -m trainer --model_dir='{}'\n"),
-        (0, "next: python -m trainer.evaluate '{0}'   or: tensorboard --logdir='{0}'\n"),
+        (
+            0,
+            "next: python -m trainer.evaluate '{0}'   or: python -m trainer.report '{0}'   "
+            "or: tensorboard --logdir='{0}'\n",
+        ),
         (1, ""),
         (2, ""),
     ],

@@ -91,7 +91,7 @@ def flags_of_this_repository() -> set[str]:
 PACKAGES = ("trainer", "strategies", "data", "benchmarks", "tests")
 KNOWN_FLAGS = {
     *flags_of_this_repository(),
-    *("config", "help", "FLAG"),
+    *("config", "help", "helpfull", "FLAG"),
     *("train_dir", "log_dir", "checkpoint_dir", "max_steps"),  # Of TensorFlow 1 programs.
     "nproc_per_node",  # Of torchrun.
     "distribution",  # Of srun.
@@ -240,9 +240,17 @@ def test_images_are_those_of_the_script() -> None:
 def test_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """`make docs` runs the same command. It follows links and anchors in both languages."""
     pytest.importorskip("mkdocs", reason="needs the docs extra")
+    (ROOT / "docs" / "images" / "__pycache__").mkdir(exist_ok=True)
+    (ROOT / "docs" / "images" / "__pycache__" / "test_docs.pyc").touch()
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
     build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site")))
-    for name in ("index.html", "start.html", "zh/start.html", "zh/how_it_works.html"):
-        assert (tmp_path / "site" / name).is_file()
+    site = tmp_path / "site"
+    for name in ("contents.html", "start.html", "zh/start.html", "zh/how_it_works.html"):
+        assert (site / name).is_file()
+    assert '<h1 id="three-minutes">' in (site / "index.html").read_text()
+    assert '<h1 id="三分钟">' in (site / "zh/index.html").read_text()
+    assert '<span class="kn">import</span>' in (site / "notebook.html").read_text()
+    assert '[data-bs-theme="dark"] .codehilite .kn' in (site / "css/code.css").read_text()
+    assert not [*site.rglob("*.py*")]

@@ -1,6 +1,7 @@
 """What the doctor concludes from the reports of the tasks, and what it measures."""
 
 import contextlib
+import multiprocessing
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ from strategies.cluster.tf_config import Cluster, Task
 from strategies.ps.placement import Group, place
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import Finding, can_connect, findings
-from trainer.doctor.plan import _loads_with_standby, free_memory_bytes
+from trainer.doctor.plan import PendingPlan, _loads_with_standby, free_memory_bytes
 from trainer.doctor.table import text
 
 ADDRESSES = {"worker 0": "a:2222", "worker 1": "b:2222", "worker 2": "c:2222"}
@@ -184,6 +185,34 @@ def test_what_a_task_found_about_itself_is_passed_on() -> None:
         "error: worker 1 (b:2222): port 2222 is in use.",
         "warning: worker 2 (c:2222): it had no time to build the model. Type --deadline_secs=120.",
     ]
+
+
+def test_nothing_is_right_if_no_task_has_a_plan_or_a_report_is_missing() -> None:
+    reports = healthy()
+    for report in reports.values():
+        report["plan"] = {"is_late": True}
+    assert {(f.level, f.task) for f in found_in(reports)} == {("error", name) for name in ADDRESSES}
+    reports = healthy()
+    del reports["worker 2"]
+    assert only(reports).text.startswith("it came, but its report did not.")
+
+
+@pytest.mark.parametrize("secs", [None, 0.0])
+def test_plan_has_the_time_that_it_needs_unless_there_is_a_limit(secs: float | None) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    may_send = context.Event()
+
+    def make() -> None:
+        may_send.wait()
+        theirs.send({"gpus": 0})
+
+    process = context.Process(target=make, daemon=True)
+    process.start()
+    threading.Timer(0.5, may_send.set).start()
+    plan = PendingPlan(process, ours).wait(secs)
+    process.join()
+    assert plan == ({"gpus": 0} if secs is None else {"is_late": True})
 
 
 def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:

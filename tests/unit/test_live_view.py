@@ -228,6 +228,28 @@ def test_sparkline_has_means_of_the_whole_run() -> None:
     assert sparkline([1.0], 8) == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "heights"),
+    [
+        ("loss", [100.0, 10.0, 1.0], (7, 4, 0)),
+        ("loss", [4.0, 2.0, 1.0], (7, 2, 0)),
+        ("loss", [100.0, 10.0, 0.0], (7, 1, 0)),
+        ("accuracy", [100.0, 10.0, 1.0], (7, 1, 0)),
+    ],
+)
+def test_sparkline_is_logarithmic_where_the_page_of_a_run_is(
+    name: str, values: list[float], heights: tuple[int, ...]
+) -> None:
+    assert sparkline(values, 8, name=name) == "".join(BLOCKS[height] for height in heights)
+
+
+def test_message_about_compiling_goes_away_when_training_begins(run: Path) -> None:
+    status = Status(str(run), os.getpid(), run / "tasks")
+    for line in ("batch 64", COMPILING, progress_line(1)):
+        status.read_line(line)
+    assert list(status.messages) == ["batch 64"]
+
+
 # A run without TensorFlow: it prints and writes as a task does, and waits for the file `go`.
 PROGRAM = """
 import json, os, signal, sys, time

@@ -32,6 +32,8 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         ("lanes", "--config.data.lanes"),
         ("worker", "--workers"),
         ("log_every_step", "--config.log_every_steps"),
+        ("lr", "--learning_rate"),
+        ("fp16", "--config.precision"),
     ],
 )
 def test_flag_or_field_that_was_meant_is_named(name: str, meant: str) -> None:
@@ -96,6 +98,7 @@ def test_command_explains_values_and_flags_before_tensorflow_is_imported(tmp_pat
             "mirrored, multiworker or ps. Received: 'multi'. Did you mean --strategy=multiworker?",
         ),
         ("--log_every_steps=3", "Did you mean --config.log_every_steps?"),
+        ("--lr=3", "There is no flag --lr. Did you mean --learning_rate?"),
         ("--config.optimizer.learning_rate=3", "Did you mean --config.learning_rate?"),
         ("--config.batch_size.=3", "Did you mean --config.batch_size?"),
         ("--config=digit", "Did you mean --config=digits.py?"),

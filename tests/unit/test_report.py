@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 
@@ -22,6 +23,7 @@ from data.system.stopwatch import SERVING
 from tests.cluster.runs import ROOT
 from tests.unit.test_goodput import BEGAN, steps, write_process
 from trainer import run_files
+from trainer.report import page as report_page
 from trainer.report.drawing import Curve, bars, plot, strip
 from trainer.report.examples import classifying
 from trainer.report.page import render
@@ -31,6 +33,7 @@ from trainer.run_record.goodput import Piece
 
 WORKERS = [f"worker {index}" for index in range(6)]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BEGAN_THERE = time.localtime(BEGAN)
 VOID = {"meta", "link", "br", "img", "rect"}
 
 
@@ -84,6 +87,7 @@ def write_run(directory: Path, *, num_steps: int, every_steps: int, rate: float 
         "train_examples": 1000,
         "eval_examples": 100,
         "versions": {"tensorflow": "2.21.0"},
+        "host": "host-a",
     }
     (directory / "config.json").write_text(json.dumps(document))
     lines = []
@@ -214,6 +218,9 @@ def test_page_of_a_long_run_is_small_and_complete_and_made_without_tensorflow(
     assert "100,000 of 100,000" in cells
     assert "each example 1,000 times" in cells
     assert "100, each once" in cells
+    assert {"host-a", "tensorflow 2.21.0", time.strftime("%Y-%m-%d %H:%M", BEGAN_THERE)} <= set(
+        cells
+    )
     assert "0 (done)" in cells
     assert "Not shown: --no_examples was given" in text
     for title in ("loss over steps", "loss over time", "accuracy over time", "mean staleness"):
@@ -244,6 +251,8 @@ def test_several_runs_share_their_plots_and_differ_in_a_table(tmp_path: Path) ->
     assert page.cells.count("learning_rate") == 1
     assert {"0.1", "0.7"} <= set(page.cells)
     assert "train_steps" not in page.cells
+    assert text.count("Goodput is the share of compute.") == 1
+    assert text.count("Not shown: ") == 1
     loss = text.partition("loss over steps</figcaption>")[2].partition("</svg>")[0]
     assert re.findall(r'class="(s\d \w+)"', loss) == ["s0 train", "s0 eval", "s1 train", "s1 eval"]
 
@@ -330,6 +339,17 @@ def test_plot_keeps_the_least_and_the_largest_value_of_each_pixel() -> None:
     assert len(ys) == 2, "9.0 is still there, and NaN is not"
     assert plot("nothing", [Curve(np.empty([0, 2]), "s0 train")], is_time=True) == ""
     ElementTree.fromstring(plot("one", [Curve(np.array([[3.0, 0.0]]), "s0 eval")], is_time=True))
+
+
+def test_few_points_are_dots_and_equal_curves_have_different_lines() -> None:
+    one, many = np.array([[3.0, 0.5]]), np.stack([np.arange(99.0), np.ones(99)], axis=1)
+    assert re.search(r'class="s0 eval dots" d="M[\d. ]+h.01"', plot("one", [Curve(one, "s0 eval")]))
+    assert "dots" not in plot("many", [Curve(many, "s0 eval")])
+    source = (ROOT / "trainer/report/page.html").read_text()
+    style = jinja2.Template(source.partition("<style>")[2].partition("{% for name")[0])
+    text = style.render(num_lines=report_page._NUM_LINES, num_colours=report_page._NUM_COLOURS)
+    lines = re.findall(r"^\.plot \.s\d+ \{ (.*) \}$", text, re.MULTILINE)
+    assert len(lines) == len(set(lines)) == report_page._NUM_LINES
 
 
 def test_strips_show_the_cause_with_the_most_time() -> None:

@@ -12,7 +12,7 @@ from tests.cluster.runs import ROOT
 from trainer import load_run
 from trainer.config import ConfigError
 from trainer.run_record.summary import differences
-from trainer.runs import ordered, runs_under
+from trainer.runs import default_fields, ordered, runs_under, table
 
 
 def write_run(
@@ -27,6 +27,8 @@ def write_run(
         "data": {"eval_split": "test"},
     }
     document = {"strategy": "mirrored", "recipe": "a.py", "data_dir": "data", "config": config}
+    if learning_rate != 0.1:
+        document["changed"] = ["learning_rate", "train_steps"]
     (directory / "config.json").write_text(json.dumps(document))
     lines: list[dict[str, Any]] = []
     for index, loss in enumerate(losses):
@@ -99,6 +101,36 @@ def test_runs_are_sorted_and_runs_without_the_value_come_last(directory: Path) -
         ordered(runs, "losss", reverse=False)
 
 
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_each_run_is_one_line_that_fits_the_width(directory: Path, width: int) -> None:
+    """Runs of 12 config files, which differ from each other in every field."""
+    runs = [{**run, "run": Path(run["run"]).name} for run in runs_under(str(directory))]
+    for number in range(12):
+        config = {f"field_{number}_{i}": i for i in range(50)} | {"learning_rate": 0.5}
+        name = f"digits-mirrored-learning_rate=0.5-{number}"
+        more = {"changed": ["learning_rate"], "recipe": f"{number}.py"}
+        runs.append({**runs[0], **more, "run": name, "config": config})
+    for sort in ("started", "loss", "learning_rate"):
+        lines = table(runs, default_fields(runs, sort), width)
+        assert len(lines) == len(runs) + 2 + lines[-1].startswith("Left out for the width: ")
+        assert max(map(len, lines[:-1])) <= width
+        assert not any("field_" in line for line in lines)
+
+
+def test_metric_of_the_order_and_what_the_command_line_changed_are_shown(directory: Path) -> None:
+    runs = [{**run, "run": Path(run["run"]).name} for run in runs_under(str(directory))]
+    title, _, *lines = table(runs, default_fields(runs, "started"), None)
+    assert title.split() == ["run", "best", "loss", "step", "time", "exit", "changed"]
+    assert [line.split()[5:] for line in lines] == [
+        ["learning_rate=0.1"],
+        ["learning_rate=0.1"],
+        ["learning_rate=0.2"],
+    ]
+    title, *_ = table(runs, default_fields(runs, "learning_rate"), None)
+    assert title.split()[:2] == ["run", "learning_rate"]
+    assert table(runs, ["run", "strategy", "loss"], None)[2].split() == ["a", "mirrored", "0.5000"]
+
+
 def test_list_is_printed_as_table_and_as_json_without_tensorflow(directory: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "trainer.runs", str(directory)]
     table, as_json = (
@@ -110,7 +142,8 @@ def test_list_is_printed_as_table_and_as_json_without_tensorflow(directory: Path
     lines = table.stdout.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["deep/b", "a", "c"]
     assert "40/40" in lines[3]
-    assert "loss 0.5000" in lines[3]
+    assert "  loss  " in lines[0]
+    assert "  0.5000  " in lines[3]
     assert "learning_rate=0.1" in lines[3]
     assert {run["strategy"] for run in json.loads(as_json.stdout)} == {"mirrored"}
     assert "tensorflow" not in {

@@ -168,12 +168,19 @@ def namespace(request: pytest.FixtureRequest) -> Iterator[Namespace | None]:
     indirect=["namespace"],
 )
 def test_signal_makes_every_worker_save_and_end(
-    signum: signal.Signals, namespace: Namespace | None, tmp_path: Path
+    signum: signal.Signals,
+    namespace: Namespace | None,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     # These tests may run under nohup, which ignores SIGHUP.
     former = signal.signal(signum, signal.default_int_handler)
     body = """
-        signal.signal(signal.SIGTERM, save_and_end)
+        def on_signal(*arguments):
+            print("WARNING SIGTERM: this task saves and ends after the steps in flight", flush=True)
+            save_and_end(*arguments)
+
+        signal.signal(signal.SIGTERM, on_signal)
         note("running")
         time.sleep(60)
     """
@@ -186,6 +193,10 @@ def test_signal_makes_every_worker_save_and_end(
     assert set(notes(tmp_path, "saved")) == {"worker-0", "worker-1"}
     assert by_task(report) == {"worker 0": 75, "worker 1": 75}
     assert report.exit_code == 75
+    output, errors = capfd.readouterr()
+    assert errors.count(f"{signum.name}: the tasks are asked to save and end") == 1
+    assert "this task saves and ends" not in output, "the launcher has said so"
+    assert "this task saves and ends" in (tmp_path / "tasks" / "worker-0.log").read_text()
 
 
 def test_signal_under_ps_asks_only_the_chief_which_ends_the_servers(tmp_path: Path) -> None:

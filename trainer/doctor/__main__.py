@@ -6,7 +6,7 @@
 It takes the flags of the trainer, and trains nothing. As --check, it writes only data that must be
 prepared or indexed anyway. If all tasks of a cluster run
 it at the same time, it also measures the network between them. Exit codes: 0 nothing is wrong, 2
-something is. It ends by itself within --deadline_secs.
+something is, or could not be examined. With several tasks it ends within --deadline_secs.
 """
 
 import os
@@ -53,7 +53,8 @@ def define_flags() -> None:
     absl.flags.DEFINE_float(
         "deadline_secs",
         30.0,
-        "After this time the command ends. Other tasks must come within 0.4 of it.",
+        "After this time the command ends. Other tasks must come within 0.4 of it. By default "
+        "there is no limit where there are no other tasks to wait for.",
         lower_bound=5.0,
     )
     absl.flags.DEFINE_boolean("json", False, "Print JSON.")
@@ -124,15 +125,18 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     )
     doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
     plan = plan_in_child(recipe, cluster, model_dir, settings)
-    timer = threading.Timer(doctor.until(1.0) - time.monotonic(), doctor.end_late)
-    timer.daemon = True
-    timer.start()
+    has_limit = not is_alone or flags.FLAGS["deadline_secs"].present
+    if has_limit:
+        timer = threading.Timer(doctor.until(1.0) - time.monotonic(), doctor.end_late)
+        timer.daemon = True
+        timer.start()
     shared = read_shared_settings(recipe) if settings.makes_plan else {}
     own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
     doctor.reports = {str(cluster.task): own}
     if is_alone:
         doctor.doing = "building the model"
-        own["plan"] = plan.wait(doctor.until(_REPORTS) - time.monotonic())
+        limit = doctor.until(_REPORTS) - time.monotonic() if has_limit else None
+        own["plan"] = plan.wait(limit)
         for task in cluster.tasks():
             here = {"task": str(task), "address": cluster.address_of(task)}
             doctor.reports[str(task)] = {**own, **here, "plan": own["plan"]}

@@ -103,6 +103,11 @@ def _absent(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
             if state["state"] != "met" and not {seer, name} & misplaced:
                 text = _STATES[state["state"]].format(detail=state.get("detail", "no answer to us"))
                 absent[name][text].append(seer)
+    met = {name for report in reports.values() for name in report["meetings"]}
+    for name in sorted(met - reports.keys() - absent.keys()):
+        yield _error(
+            cluster, name, "it came, but its report did not. Give --deadline_secs more time"
+        )
     for name, texts in absent.items():
         text = max(texts, key=lambda text: len(texts[text]))
         seers = sorted(seer for known in texts.values() for seer in known)
@@ -216,7 +221,8 @@ def _clocks(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
 
 
 def _own(reports: Mapping[str, Json], cluster: Cluster, deadline_secs: float) -> Iterator[Finding]:
-    """What a task has found about itself."""
+    """What a task has found about itself. Without any plan of the run nothing was examined."""
+    has_plan = bool(memory_needed(reports))
     for name, report in reports.items():
         for fault in report["faults"]:
             yield _error(cluster, name, fault.rstrip("."))
@@ -225,7 +231,7 @@ def _own(reports: Mapping[str, Json], cluster: Cluster, deadline_secs: float) ->
             yield _error(cluster, name, error.rstrip("."))
         if plan.get("is_late"):
             text = f"it had no time to build the model. Type --deadline_secs={4 * deadline_secs:g}"
-            yield _warning(cluster, name, text)
+            yield (_warning if has_plan else _error)(cluster, name, text)
         free, needed = report["free_disk_bytes"], plan.get("disk_bytes", 0)
         if free is not None and free < needed and name == str(cluster.chief):
             yield _error(

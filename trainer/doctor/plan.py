@@ -56,10 +56,14 @@ class PendingPlan:
         self._process = process
         self._pipe = pipe
 
-    def wait(self, secs: float) -> Json:
-        """The plan; with `error` if it has failed, or `is_late` if it is not there in `secs`."""
+    def wait(self, secs: float | None) -> Json:
+        """The plan; with `error` if it has failed, or `is_late` if it is not there in `secs`.
+
+        None has no limit.
+        """
+        limit = None if secs is None else max(0.0, secs)
         try:
-            plan: Json = self._pipe.recv() if self._pipe.poll(max(0.0, secs)) else {"is_late": True}
+            plan: Json = self._pipe.recv() if self._pipe.poll(limit) else {"is_late": True}
         except EOFError:
             self._process.join()
             plan = {"error": f"the process that made the plan ended: {self._process.exitcode}"}

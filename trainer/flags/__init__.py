@@ -105,7 +105,7 @@ TRACEBACK = flags.DEFINE_boolean(
 COMPLETION = flags.DEFINE_enum(
     "completion",
     None,
-    ("bash", "zsh"),
+    ("bash", "zsh", "fish"),
     "Print a script that completes flags, their values and config fields in this shell, and end: "
     "source <(python -m trainer --completion=bash)",
 )
@@ -389,6 +389,7 @@ with _scope(_PS):
         "at the rounded values. 16 bits halve the bytes. The servers keep float32. Tables of "
         "Keras' Embedding layers are not rounded; rows of a ShardedEmbedding are.",
     )
+DEFINED = frozenset(flag.name for flag in FLAGS.get_flags_for_module(__name__))
 
 
 def values_of(group: type) -> dict[str, Any]:

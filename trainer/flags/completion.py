@@ -3,7 +3,8 @@
     print(completion_script("bash", FLAGS, config))
 
 `source <(python -m trainer --completion=bash)` completes `python -m trainer` and the command
-`tf-distribution-trainer`. zsh runs the same script, by its emulation of bash's completion.
+`tf-distribution-trainer`. zsh runs the same script, by its emulation of bash's completion. Other
+command lines of python are completed as before.
 """
 
 from absl import flags
@@ -11,7 +12,6 @@ from absl import flags
 from trainer.config import Config, flatten
 from trainer.config_file import shipped_configs
 
-SHELLS = ("bash", "zsh")
 _PROGRAM = "tf-distribution-trainer"
 # Flags of absl itself, which nobody types.
 _MODULES = ("absl.",)
@@ -20,9 +20,13 @@ _FILES = ("config", "model_dir", "data_dir", "data_cache_dir")
 _SCRIPT = """\
 # bash completion for this program. For each shell: source <(python -m trainer --completion=bash)
 _tf_distribution_trainer() {
-    local current=${COMP_LINE:0:COMP_POINT}
+    local current=${COMP_LINE:0:$COMP_POINT}
     current=${current##*[[:space:]]}
     if [[ $1 != %(program)s && ${COMP_LINE} != *" -m trainer "* ]]; then
+        if [[ $_tf_distribution_trainer_former == *" -F "* ]]; then
+            local former=${_tf_distribution_trainer_former##* -F }
+            "${former%%%% *}" "$@"
+        fi
         return
     fi
     local words="%(words)s"
@@ -39,13 +43,34 @@ _tf_distribution_trainer() {
         compopt -o nospace 2> /dev/null
     fi
 }
-complete -o default -o nosort -F _tf_distribution_trainer %(program)s python python3
+complete -o default -o nosort -F _tf_distribution_trainer %(program)s
+if [[ -n ${ZSH_VERSION-} ]]; then
+    _tf_distribution_trainer_former=${_comps[python]:-_default}
+    _tf_distribution_trainer_python() {
+        if [[ "${words[*]}" == *" -m trainer "* ]]; then
+            _bash_complete -o default -F _tf_distribution_trainer
+        else
+            $_tf_distribution_trainer_former "$@"
+        fi
+    }
+    compdef _tf_distribution_trainer_python python python3
+else
+    { complete -p python || _comp_load python || _completion_loader python; } &> /dev/null
+    _tf_distribution_trainer_former=$(complete -p python 2> /dev/null)
+    complete -o default -o nosort -F _tf_distribution_trainer python python3
+fi
 """
 _ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
+_FISH = """\
+# fish completion for this program. For each shell: python -m trainer --completion=fish | source
+set -l words %(words)s
+complete -c %(program)s -a "$words"
+complete -c python -c python3 -n 'string match -q -- "* -m trainer *" (commandline -cp)' -a "$words"
+"""
 
 
 def completion_script(shell: str, values: flags.FlagValues, config: Config) -> str:
-    """The script for `shell`, one of SHELLS."""
+    """The script for `shell`: bash, zsh or fish."""
     words = []
     for name in sorted(values):
         module = values.find_module_defining_flag(name, "")
@@ -53,7 +78,7 @@ def completion_script(shell: str, values: flags.FlagValues, config: Config) -> s
             words += _words_of(values[name])
     words += [f"--config.{field}=" for field in flatten(config)]
     words += [f"--config={name}" for name in shipped_configs()]
-    script = _SCRIPT % {
+    script = (_FISH if shell == "fish" else _SCRIPT) % {
         "program": _PROGRAM,
         "words": " ".join([*words, "--help", "--version"]),
         "files": "|".join(f"--{name}=*" for name in _FILES),

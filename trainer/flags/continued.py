@@ -94,7 +94,12 @@ def print_next(exit_code: int, model_dir: str, cluster: Cluster | None = None) -
         return  # Nothing was trained.
     run = shlex.quote(shown(model_dir))
     if exit_code == EXIT_DONE:
-        line = f"next: python -m trainer.evaluate {run}   or: tensorboard --logdir={run}"
+        commands = (
+            "python -m trainer.evaluate ",
+            "python -m trainer.report ",
+            "tensorboard --logdir=",
+        )
+        line = "next: " + "   or: ".join(command + run for command in commands)
     elif exit_code != EXIT_RESTART:
         return
     elif cluster is not None:

@@ -21,10 +21,27 @@ _BOUNDS = re.compile(
 )
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
+# What other programs name a flag or a field of the config.
+_SYNONYMS = {
+    "lr": "learning_rate",
+    "bs": "batch_size",
+    "steps": "train_steps",
+    "max_steps": "train_steps",
+    "num_epochs": "epochs",
+    "gpus": "num_gpus",
+    "logdir": "model_dir",
+    "output_dir": "model_dir",
+    "resume": "model_dir",
+    "amp": "config.precision",
+    "fp16": "config.precision",
+    "wd": "config.weight_decay.rate",
+}
 
 
 def unknown_flag(name: str, known: Iterable[str], config: Config) -> str:
     """The message for a flag that does not exist; names the nearest flag or config field."""
+    if synonym := _SYNONYMS.get(name):
+        return f"There is no flag --{name}. Did you mean --{synonym}?"
     fields = list(flatten(config))
     # A field, or the last part of its name: --log_every_steps, --lanes.
     found = [field for field in fields if name in (field, field.rpartition(".")[2])]

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from trainer import flags
-from trainer.config import Recipe, flatten, load_recipe
+from trainer.config import Recipe, flatten, overridden_fields
 
 # The variable with the default --model_dir that `trainer.train` chose for a cluster.
 DEFAULT_DIR = "TRAINER_DEFAULT_DIR"
@@ -45,11 +45,11 @@ def changes(recipe: Recipe) -> list[str]:
 
     A value that is too long is left out: a part of it would be another value.
     """
-    defaults = flatten(load_recipe(recipe.path).config)
-    words = []
-    for field, value in flatten(recipe.config).items():
-        if value == defaults.get(field) or _OMITTED.fullmatch(field):
+    words, values = [], flatten(recipe.config)
+    for field in overridden_fields(recipe):
+        if _OMITTED.fullmatch(field):
             continue
+        value = values[field]
         text = f"{value:.12g}" if isinstance(value, float) else str(value)
         word = f"{field}={_UNSAFE.sub('_', text).strip('_')}"
         words.append(word if len(os.fsencode(word)) <= _MAX_BYTES else field)

@@ -13,7 +13,7 @@ from absl.flags import Error, UnrecognizedFlagError
 from data.system.errors import UsageError
 from data.system.flags import check_utf8, show_help
 from trainer.exit_codes import EXIT_USAGE
-from trainer.flags import COMPLETION, DEFAULT_CONFIG, FLAGS, LOCAL, SCOPES, SHORTCUTS
+from trainer.flags import COMPLETION, DEFAULT_CONFIG, DEFINED, FLAGS, LOCAL, SCOPES, SHORTCUTS
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -23,7 +23,7 @@ _RENAMED = {"bind_cores": "cpu_affinity"}  # Former name of a flag -> its name t
 
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses the command line, or ends with one message and exit code 2."""
-    show_help(argv, _describe_fields)
+    show_help(argv, _describe_fields, short=_describe_flags)
     try:
         return parse_words(argv)
     except UsageError as error:
@@ -60,7 +60,7 @@ def parse_words(argv: Sequence[str]) -> list[str]:
     except UnrecognizedFlagError as error:
         from trainer.flags.mistakes import unknown_flag
 
-        message = unknown_flag(error.flagname, FLAGS, config)
+        message = unknown_flag(error.flagname, DEFINED, config)
         if new_name := _RENAMED.get(error.flagname):
             message = f"--{error.flagname} has a new name: write --{new_name}."
     except (AttributeError, KeyError, Error) as error:
@@ -71,6 +71,12 @@ def parse_words(argv: Sequence[str]) -> list[str]:
         if isinstance(error, UsageError) or not message:
             raise
     raise ConfigError(message)
+
+
+def _describe_flags() -> str:
+    from trainer.flags.config_help import describe_flags
+
+    return describe_flags(sys.modules["__main__"].__doc__ or "")
 
 
 def _describe_fields() -> str:

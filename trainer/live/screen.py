@@ -17,7 +17,7 @@ from rich.text import Text
 
 from data.system.files import shown
 from trainer.live.status import DEAD, RESTARTING, TRAINING, Status, TaskStatus, is_warning
-from trainer.run_files import clock
+from trainer.run_files import clock, is_logarithmic
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _BAR, _ASCII_BAR = "━", "="
@@ -53,10 +53,11 @@ def lines_of(status: Status, width: int, height: int, *, is_ascii: bool = False)
     return lines[:height]
 
 
-def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
+def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS, *, name: str = "") -> str:
     """The values, the last on the right, as characters of eight heights; means if there are more.
 
-    NaN and infinities are left out.
+    NaN and infinities are left out. The heights are logarithmic where the page of a run is, which
+    depends on the `name` of the metric.
     """
     finite = [value for value in values if math.isfinite(value)]
     count = min(width, len(finite))
@@ -64,6 +65,8 @@ def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
         return ""
     ends = [index * len(finite) // count for index in range(count + 1)]
     means = [sum(finite[first:end]) / (end - first) for first, end in itertools.pairwise(ends)]
+    if is_logarithmic(name, min(finite), max(finite)):
+        means = list(map(math.log, means))
     least, most = min(means), max(means)
     scale = (len(blocks) - 1) / ((most - least) or 1)
     return "".join(blocks[round((mean - least) * scale)] for mean in means)
@@ -145,7 +148,7 @@ def _metric(
     room = min(_MAX_CURVE, width - len(line) - 2)
     if room >= _MIN_CURVE:
         blocks = ASCII_BLOCKS if is_ascii else BLOCKS
-        line.append(f"  {sparkline(train or evaluated, room, blocks)}", "blue")
+        line.append(f"  {sparkline(train or evaluated, room, blocks, name=name)}", "blue")
     return line
 
 

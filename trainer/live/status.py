@@ -174,10 +174,12 @@ class Status:
             self.step, self._phase = step, TRAINING
         elif line.strip() == COMPILING:
             self._read_starts()  # A start before this line must not be seen after it.
-            self._phase = COMPILES
+            self._phase, line = COMPILES, COMPILING
         elif found := _RESTARTING.search(line.rstrip()):
             is_all = found["task"] == _ALL
             self._restarting |= set(self._tasks) if is_all else {found["task"]}
+        if self._phase == TRAINING and COMPILING in self.messages:
+            self.messages.remove(COMPILING)
         if step is None and line.strip() and not split_of_report(line):
             self.messages.append(line)
             if is_warning(line):

@@ -43,6 +43,7 @@ _REPEATED = re.compile(
     r"|^:UNKNOWN:Error received from peer "
     r"|^This could happen if the remote target has been disconnected from the client"
 )
+_ASKED = "this task saves and ends"  # After a signal. The launcher that has sent it says so itself.
 
 
 @dataclass(frozen=True)
@@ -187,5 +188,6 @@ class TaskProcess:
                     self.tail.append(text)
                     # An error here must not end this loop: a task blocks when its pipe is full.
                     self._log.write(line)
-                if self._is_shown and not _REPEATED.search(text):
+                is_repeated = self.end_reason is not None and _ASKED in text
+                if self._is_shown and not is_repeated and not _REPEATED.search(text):
                     say(self._prefix + text, sys.stdout, end="")

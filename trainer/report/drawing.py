@@ -18,15 +18,14 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.run_files import clock
+from trainer.run_files import clock, is_logarithmic
 from trainer.run_record.goodput import Piece
 
 _WIDTH, _HEIGHT = 400, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 8, 24  # The margins around the axes.
 _NUM_TICKS = 5
-# The largest value is that many times the least: the axis is logarithmic.
-_LOG_FROM = 50.0
 _BAND_FROM = 1000  # Points.
+_DOTS_UP_TO = 40  # Points that are drawn as dots, too.
 _STRIP_WIDTH = 1000
 _STRIP_PARTS = 500
 
@@ -34,26 +33,21 @@ Points: TypeAlias = npt.NDArray[np.float64]  # Rows of (x, y).
 
 
 class Curve(NamedTuple):
-    """Points in the order of x, and CSS classes: a colour s0 to s7, and train or eval."""
+    """Points in the order of x, and CSS classes: a line s0 to s23, and train or eval."""
 
     points: Points
     style: str
 
 
-def plot(
-    title: str, curves: Sequence[Curve], *, is_time: bool = False, may_be_log: bool = False
-) -> str:
-    """The curves in one pair of axes; x is a time in seconds, or a step. Empty without points.
-
-    If it `may_be_log`, the y axis is logarithmic for values of several orders of magnitude.
-    """
+def plot(title: str, curves: Sequence[Curve], *, is_time: bool = False) -> str:
+    """The curves in one pair of axes; x is a time in seconds, or a step. Empty without points."""
     finite = [Curve(points[np.isfinite(points[:, 1])], style) for points, style in curves]
     shown = [curve for curve in finite if len(curve.points)]
     if not shown:
         return ""
     xs = np.concatenate([points[[0, -1], 0] for points, _ in shown])
     ys = np.concatenate([points[:, 1] for points, _ in shown])
-    is_log = may_be_log and ys.min() > 0 and ys.max() > _LOG_FROM * ys.min()
+    is_log = is_logarithmic(title, float(ys.min()), float(ys.max()))
     scale: Callable[[npt.ArrayLike], Points] = np.log10 if is_log else np.asarray
     x_low, x_high = _widened(min(0.0, float(xs.min())), float(xs.max()))
     y_low, y_high = _widened(float(scale(ys.min())), float(scale(ys.max())))
@@ -89,6 +83,9 @@ def plot(
             parts.append(_path(f"{style} band", np.concatenate(list(map(_extremes, columns)))))
             placed = np.array([(column[0, 0], column[:, 1].mean()) for column in columns])
         parts.append(_path(style, placed))
+        if len(placed) <= _DOTS_UP_TO:
+            dots = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in placed.tolist())
+            parts.append(f'<path class="{style} dots" d="{dots}"/>')
     parts.append("</svg>")
     return "".join(parts)
 
@@ -151,8 +148,7 @@ def _strip(parts: Sequence[str]) -> str:
 
 def _path(style: str, points: Points) -> str:
     places = [f"{x:.1f} {y:.1f}" for x, y in points.tolist()]
-    # With round ends a very short line is a dot.
-    return f'<path class="{style}" d="M{"L".join(places)}{"h.1" if len(places) == 1 else ""}"/>'
+    return f'<path class="{style}" d="M{"L".join(places)}"/>'
 
 
 def _extremes(column: Points) -> Points:

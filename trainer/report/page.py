@@ -21,10 +21,23 @@ from trainer.run_files import clock
 from trainer.run_record.goodput import TaskTime
 from trainer.run_record.summary import differences
 
-_NUM_COLOURS = 8
+# A line has one of 8 colours and one of 3 patterns, so equal curves on top of each other are seen.
+_NUM_COLOURS, _NUM_LINES = 8, 24
 _MOST_CLASSES = 20  # In a confusion matrix: the classes with the most mistakes.
 _MOST_RESTARTS = 50
 _MOST_EVALUATIONS = 100  # More of them would hide the causes below their lines.
+_MEANINGS = {
+    "start": "before training",
+    "graph": "tracing, compiling, first steps",
+    "input wait": "waiting for data",
+    "compute": "steps",
+    "sum wait": "waiting for other workers",
+    "evaluate": "evaluation",
+    "checkpoint": "saving, export",
+    "lost steps": "done again, or lost",
+    "dead": "no process",
+    "stalled": "no progress",
+}
 
 
 class _Plot(NamedTuple):
@@ -81,7 +94,9 @@ def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Pending]) -> str
         plots=_plots(runs),
         pages=[_run_page(run, classifiers[run.model_dir]) for run in runs],
         most_evaluations=_MOST_EVALUATIONS,
-        causes=[(cause, cause_class(cause)) for cause in CAUSES],
+        causes=[(cause, cause_class(cause), _MEANINGS[cause]) for cause in CAUSES],
+        num_colours=_NUM_COLOURS,
+        num_lines=_NUM_LINES,
         differences=differences(documents) if len(runs) > 1 else {},
         versions=[(name, [found.get(name, "-") for found in versions]) for name in names],
         safe=Markup,
@@ -94,7 +109,7 @@ def _plots(runs: Sequence[RunSeries]) -> list[_Plot]:
     for name in sorted(names, key=lambda name: name != "loss"):
         for is_time in (False, True):
             curves = [
-                Curve(run.curve(split, name, over_time=is_time), f"s{i % _NUM_COLOURS} {split}")
+                Curve(run.curve(split, name, over_time=is_time), f"s{i % _NUM_LINES} {split}")
                 for i, run in enumerate(runs)
                 for split in ("train", "eval")
             ]
@@ -104,7 +119,7 @@ def _plots(runs: Sequence[RunSeries]) -> list[_Plot]:
         ("examples_per_sec", "examples/s (steps alone)", True),
     ):
         curves = [
-            Curve(run.curve("train", name, over_time=is_time), f"s{i % _NUM_COLOURS} train only")
+            Curve(run.curve("train", name, over_time=is_time), f"s{i % _NUM_LINES} train only")
             for i, run in enumerate(runs)
         ]
         plots.append(_titled(title, curves, is_time=is_time))
@@ -113,8 +128,7 @@ def _plots(runs: Sequence[RunSeries]) -> list[_Plot]:
 
 def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> _Plot:
     title = f"{name} over {'time' if is_time else 'steps'}"
-    may_be_log = "loss" in name or "rate" in name
-    return _Plot(title, plot(title, curves, is_time=is_time, may_be_log=may_be_log))
+    return _Plot(title, plot(title, curves, is_time=is_time))
 
 
 def _run_page(run: RunSeries, pending: Pending) -> _RunPage:
@@ -164,7 +178,7 @@ def _worker_plots(run: RunSeries) -> list[_Plot]:
         ("mean staleness", run.staleness_curve),
     ):
         curves = [
-            Curve(curve(worker), f"s{i % _NUM_COLOURS} train only")
+            Curve(curve(worker), f"s{i % _NUM_LINES} train only")
             for i, worker in enumerate(run.workers)
         ]
         plots.append(_titled(title, curves))

@@ -9,6 +9,7 @@ No TensorFlow is imported for local paths.
 import functools
 import os
 from collections.abc import Iterator, Sequence
+from time import localtime, strftime
 from typing import Any
 
 import numpy as np
@@ -192,8 +193,8 @@ class RunSeries:
         if size:
             rows.append(("training examples", f"{size:,}"))
             passes, more = divmod(examples, size)
-            each = f"each example {passes:,} times"
-            if more:
+            each = f"each example {passes:,} times" if passes else f"{more:,} of them once"
+            if more and passes:
                 each += f", and {more:,} of them once more"
             rows.append(("in the order of the run", each))
         step, batch = self.summary["step"], self.summary["config"].get("batch_size")
@@ -226,12 +227,15 @@ class RunSeries:
         best = "-" if found["best"] is None else f"{found['best_metric']} {found['best']:.4f}"
         took = clock(self.ended - self.began) if self.tasks else clock(found["seconds"])
         ended = "-" if found["exit_code"] is None else f"{found['exit_code']} ({found['why']})"
+        began = self.began or found["started"]
         return {
             "strategy": str(found["strategy"]),
             "step": f"{found['step']:,} of {found['train_steps']:,}",
             "best": best,
             "time": took,
             "exit code": ended,
+            "began": strftime("%Y-%m-%d %H:%M", localtime(began)) if began else "-",
+            "host": str(self.config.get("host") or "-"),
         }
 
     def versions(self) -> dict[str, Any]:  # Any: JSON values.

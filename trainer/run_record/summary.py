@@ -38,6 +38,7 @@ def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Docume
         step = max((report["step"] for report in reports), default=0)
     return {
         "run": model_dir,
+        "recipe": document["recipe"],
         "strategy": document["strategy"],
         "step": step,
         "train_steps": config["train_steps"],
@@ -49,6 +50,7 @@ def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Docume
         "why": result.get("why"),
         "started": os.path.getmtime(files.config) if os.path.exists(files.config) else None,
         "config": config,
+        "changed": document.get("changed"),  # Runs of early versions lack it.
     }
 
 
