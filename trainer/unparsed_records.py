@@ -26,9 +26,11 @@ _FEATURE = re.compile(r"Key: (.+?)(?:, Index: \d+)?\.  |Feature: (.+?) \(data ty
 
 def message_of(error: tf.errors.OpError | UnicodeDecodeError) -> str:
     """TensorFlow's message without the bytes of a record, which may not be text."""
-    is_text = isinstance(error, tf.errors.OpError)
-    message = error.message if is_text else error.object.decode(errors="replace")
-    return str(message).partition(", value: ")[0] if _NO_EXAMPLE in message else str(message)
+    if isinstance(error, UnicodeDecodeError):
+        message = error.object.decode(errors="replace")
+    else:
+        message = str(error.message)
+    return message.partition(", value: ")[0] if _NO_EXAMPLE in message else message
 
 
 def unparsed(message: str, readers: Sequence[Reader]) -> str:
