@@ -150,7 +150,7 @@ class _MethodCheck:
             tf.function(in_all_replicas, autograph=False).get_concrete_function(specs)
         return returned[0]
 
-    def _check_totals(self, what: str, totals: object) -> None:
+    def _check_totals(self, what: str, totals: Any) -> None:
         needed = tf.TensorSpec([self.learner.num_totals], tf.float64)
         if not (tf.is_tensor(totals) and needed.is_compatible_with(totals)):
             spec = f"{totals.dtype.name}{totals.shape}" if tf.is_tensor(totals) else repr(totals)
