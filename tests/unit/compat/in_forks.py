@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe  # noqa: TID251
 
-from data.system.compat import clock, generated_files
+from data.system.compat import determinism, generated_files
 from data.system.compat.collective_abort import abort_collectives
 from data.system.compat.first_tensor import has_tensors
 from data.system.compat.function_names import number_functions_by_name
@@ -131,14 +131,14 @@ def waiting_collective_is_ended() -> None:
 
 def time_is_0_in_deterministic_graphs() -> None:
     started = time.time() - 1
-    assert tf.function(clock.timestamp)() > started
+    assert tf.function(determinism.timestamp)() > started
     tf.config.experimental.enable_op_determinism()
-    assert tf.function(clock.timestamp)() == 0
+    assert tf.function(determinism.timestamp)() == 0
     try:
         tf.function(lambda: tf.timestamp())()
     except tf.errors.FailedPreconditionError:
         return
-    raise AssertionError(delete("clock"))
+    raise AssertionError(delete("determinism"))
 
 
 def generated_files_are_removed() -> None:
