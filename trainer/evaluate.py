@@ -15,6 +15,7 @@ from absl import flags
 
 from trainer.exit_codes import EXIT_DONE
 from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
+from trainer.run_record.trust import check_trust, define_trust
 
 
 def define_flags() -> None:
@@ -30,11 +31,13 @@ def define_flags() -> None:
         "data_dir", None, "Directory with TFRecord files; by default that of the run."
     )
     flags.DEFINE_boolean("json", False, "Print JSON.")
+    define_trust()
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the metrics; returns the exit code."""
     (model_dir,) = runs_of(argv, command="trainer.evaluate", number=1)
+    check_trust(model_dir)
     prepare_tensorflow()
     from trainer.session import evaluate  # It imports TensorFlow.
 

@@ -19,10 +19,12 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from data.system.files import DataError
+from data.system.files import DataError, exists
 from trainer.config import ConfigError
 from trainer.exit_codes import EXIT_DONE
+from trainer.run_files import RunFiles
 from trainer.run_record.tools import prepare_tensorflow, run_tool
+from trainer.run_record.trust import check_trust, define_trust
 
 _SHOWN = 10
 
@@ -52,6 +54,7 @@ def define_flags() -> None:
         f"Examples to show, from the first; 0 for all. By default all of --input, else {_SHOWN}.",
         lower_bound=0,
     )
+    define_trust()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
     num_examples = given.num_examples
     if num_examples is None:
         num_examples = 0 if given.input else _SHOWN
+    if exists(RunFiles(models[0]).config):
+        check_trust(models[0])
     prepare_tensorflow()
     from trainer.predict.predicting import predict
 

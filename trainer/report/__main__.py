@@ -19,11 +19,14 @@ from trainer.report.examples import Pending, classifying
 from trainer.report.page import render
 from trainer.report.series import RunSeries
 from trainer.run_record.tools import require_run, run_tool
+from trainer.run_record.trust import define_trust, doubt
 
 _NAME = "report.html"
 
 
-def write_report(model_dirs: Sequence[str], output: str, *, with_examples: bool) -> str:
+def write_report(
+    model_dirs: Sequence[str], output: str, *, with_examples: bool, is_trusted: bool
+) -> str:
     """Writes the page of runs; returns its path. Without `output` it is in the first run.
 
     Raises ConfigError if one of them is no run or `output` cannot be written, RunFileError if a
@@ -34,7 +37,11 @@ def write_report(model_dirs: Sequence[str], output: str, *, with_examples: bool)
     with contextlib.ExitStack() as stack:
         # TensorFlow is imported, and the models run, while this process reads and draws the rest.
         find = stack.enter_context(classifying()) if with_examples else _not_asked_for
-        classifiers = {model_dir: find(model_dir) for model_dir in model_dirs}
+        asks = with_examples and not is_trusted
+        classifiers = {
+            model_dir: _said(reason) if asks and (reason := doubt(model_dir)) else find(model_dir)
+            for model_dir in model_dirs
+        }
         text = render([RunSeries(model_dir) for model_dir in model_dirs], classifiers)
     path = output or join(model_dirs[0], _NAME)
     try:
@@ -48,7 +55,11 @@ def write_report(model_dirs: Sequence[str], output: str, *, with_examples: bool)
 
 
 def _not_asked_for(model_dir: str) -> Pending:
-    return lambda: "--no_examples was given"
+    return _said("--no_examples was given")
+
+
+def _said(reason: str) -> Pending:
+    return lambda: reason
 
 
 def define_flags() -> None:
@@ -61,6 +72,7 @@ def define_flags() -> None:
         False,
         "Do not run the model: leave out the confusion matrix and the worst examples.",
     )
+    define_trust()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,7 +83,10 @@ def main(argv: Sequence[str]) -> int:
             "python -m trainer.report runs/latest"
         )
     given = flags.FLAGS
-    print(write_report(argv[1:], given.output, with_examples=not given.no_examples))
+    path = write_report(
+        argv[1:], given.output, with_examples=not given.no_examples, is_trusted=given.trust
+    )
+    print(path)
     return EXIT_DONE
 
 

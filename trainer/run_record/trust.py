@@ -1,0 +1,64 @@
+"""Whose config file a command would execute.
+
+check_trust(model_dir)          # or ConfigError: "/shared/a/config.py belongs to another user"
+
+A command that needs the model of a run executes the config file that its config.json names. Another
+user who can write one of the two, or replace it, could run code as this user.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from absl import flags
+
+from data.system.files import is_url
+from trainer.config_file import split_target
+from trainer.run_files import RunFiles
+from trainer.step.options import ConfigError
+
+_PROGRAM = Path(__file__).resolve().parents[2]
+
+
+def define_trust() -> None:
+    """Declares the flag --trust."""
+    flags.DEFINE_boolean(
+        "trust", False, "Execute a run's config file also if another user could have written it."
+    )
+
+
+def check_trust(model_dir: str) -> None:
+    """Raises ConfigError if `doubt` has a reason, and --trust is not given."""
+    if not flags.FLAGS.trust and (reason := doubt(model_dir)):
+        raise ConfigError(reason)
+
+
+def doubt(model_dir: str) -> str:
+    """Why not to execute the config file of the run in `model_dir`, and what to type; or "".
+
+    Both files are checked, each with its directory and the one above; a bucket has permissions of
+    its own. A config file of this program is as safe as the program.
+    """
+    if is_url(model_dir):
+        return ""
+    files = RunFiles(model_dir)
+    place, _ = split_target(str(files.read_config()["recipe"]))
+    executed = Path(files.config).resolve(), Path(place).resolve()
+    for path in executed if os.path.isfile(place) else executed[:1]:
+        if _PROGRAM in path.parents:
+            continue
+        for each in (path, path.parent, path.parent.parent):
+            if writer := _other_writer(each):
+                return (
+                    f"The config file of {model_dir}, {place}, would be executed as your user, but "
+                    f"{each} {writer}. Read the file, and type --trust if you trust it."
+                )
+    return ""
+
+
+def _other_writer(path: Path) -> str:
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        return f"belongs to another user (uid {found.st_uid})"
+    is_shared = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    return "can be written by every user" if is_shared else ""
