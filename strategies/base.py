@@ -46,6 +46,10 @@ Batch: TypeAlias = Any
 
 Made = TypeVar("Made")
 
+# What to do if there was not enough memory.
+_SMALLER_STEP = "Raise --config.micro_batches (the same step in less memory) or lower --batch_size"
+_SMALLER_EVALUATION = "Lower --config.eval_batch_size, which is --batch_size by default"
+
 
 class Learner(Protocol):
     """The part of a learner that an Executor uses. Metric totals are float64 [num_totals]."""
@@ -263,7 +267,7 @@ class Executor(abc.ABC):
             size = min(num_steps, self._steps_of_call(num_steps))
             started, num_graphs = self.clock(), len(self._used_graphs)
             self.stopwatch.switch("compute" if num_graphs else "graph")
-            with errors_explained("--config.micro_batches=2"), self.changing(STEPS):
+            with errors_explained(_SMALLER_STEP), self.changing(STEPS):
                 more, seconds = self._run(size)
             if len(self._used_graphs) > num_graphs:  # The call compiled a graph.
                 self.stopwatch.relabel("graph")
@@ -330,7 +334,7 @@ class Executor(abc.ABC):
             while first < end:
                 # Batches past the end are empty and count nothing.
                 num_units = min(self._evaluation_size.size, -(-(end - first) // unit))
-                with errors_explained("--config.eval_batch_size=1"):
+                with errors_explained(_SMALLER_EVALUATION):
                     metrics, seconds = self._evaluate(first, num_units * unit)
                 if not self._has_evaluated:  # The first call compiled the graph.
                     self._has_evaluated = True

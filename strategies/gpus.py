@@ -9,6 +9,7 @@ All must be called before TensorFlow has initialised a device.
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 
 import tensorflow as tf
@@ -22,8 +23,6 @@ from strategies.transfer import Transfer
 log = logging.getLogger(__name__)
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Set by Slurm if it has chosen the GPUs of each task.
-_CHOSEN_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 
 
 class DeviceError(UsageError):
@@ -34,30 +33,47 @@ def choose_gpus(
     cluster: Cluster,
     *,
     is_ps: bool,
-    wanted: int | None = None,
+    is_launched: bool = False,
     env: MutableMapping[str, str] = os.environ,
 ) -> None:
     """Makes only the GPUs visible that belong to this task, if it shares its host with others.
 
-    A list in CUDA_VISIBLE_DEVICES is divided, unless it is this task's own: Slurm has chosen the
-    GPUs of each task, or the list has the `wanted` GPUs but a share of it has not. A worker of ps
-    computes on one GPU; its chief and parameter servers use none.
+    All workers get the same number, which TensorFlow needs: that of a host with the most workers.
+    A worker of ps computes on one GPU; its chief and parameter servers use none. An evaluator uses
+    the last GPU. A list in CUDA_VISIBLE_DEVICES is this task's own, unless other tasks have the
+    same: those of a local cluster (`is_launched`), or of Slurm if it has not chosen for each task.
     """
-    host = host_of(cluster.address)
-    tasks = [task for task in cluster.tasks() if host_of(cluster.address_of(task)) == host]
-    if is_ps:
-        tasks = [task for task in tasks if task.job in ("worker", "evaluator")]
-    if cluster.task not in tasks:
-        return
     visible = _visible(env)
-    share = share_of(visible, tasks.index(cluster.task), len(tasks))
-    is_own = any(env.get(name) for name in _CHOSEN_BY_SLURM) or (wanted or 0) > len(share)
-    chosen = visible if is_own else share
+    is_local = is_launched and cluster.num_hosts == 1
+    is_of_slurm = "SLURM_PROCID" in env and not _has_slurm_chosen(env)
+    chosen = visible
+    if cluster.task.job == "evaluator":
+        chosen = visible[-1:]
+    elif _VISIBLE not in env or is_local or is_of_slurm:
+        hosts = {
+            task: host_of(cluster.address_of(task))
+            for task in cluster.trainers
+            if not is_ps or task.job == "worker"
+        }
+        if cluster.task not in hosts:
+            return
+        neighbours = [task for task, host in hosts.items() if host == hosts[cluster.task]]
+        (_, most), *_ = Counter(hosts.values()).most_common(1)
+        chosen = share_of(visible, neighbours.index(cluster.task), most)
     if is_ps:
         chosen = chosen[:1]
     if chosen != visible:
         env[_VISIBLE] = ",".join(chosen)
         log.info("CUDA_VISIBLE_DEVICES=%s, of %s.", env[_VISIBLE], ",".join(visible))
+
+
+def _has_slurm_chosen(env: Mapping[str, str]) -> bool:
+    """Returns True if Slurm gives each task GPUs of its own."""
+    return (
+        "SLURM_GPUS_PER_TASK" in env
+        or "gpu" in env.get("SLURM_TRES_PER_TASK", "")
+        or env.get("SLURM_GPU_BIND", "none") != "none"
+    )
 
 
 def refuse_wire_dtype(transfer: Transfer) -> None:
@@ -126,8 +142,8 @@ def capability_note(found: tuple[int, int] | None, built: Sequence[str]) -> str:
     `built` are those of TensorFlow's build: "sm_89" has kernels, "compute_90" is compiled by the
     driver when a process starts.
     """
-    numbers = [int(name.rpartition("_")[2]) for name in built]
-    known = sorted(divmod(number, 10) for number in numbers)
+    numbers = [re.fullmatch(r"(?:sm|compute)_(\d+)(\d)[a-z]?", name) for name in built]
+    known = sorted((int(number[1]), int(number[2])) for number in numbers if number)
     if not found or not known:
         return ""
     has = f"has compute capability {found[0]}.{found[1]}"

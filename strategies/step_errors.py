@@ -1,6 +1,6 @@
 """Errors of TensorFlow in a step or an evaluation that its data or its size has caused.
 
-with errors_explained("--config.micro_batches=2"):
+with errors_explained("Lower --batch_size"):
     run_in_graph(...)
 """
 
@@ -28,7 +28,7 @@ class OutOfMemoryError(UsageError):
 def errors_explained(smaller: str) -> Iterator[None]:
     """Raises DataFaultError or OutOfMemoryError in place of errors of TensorFlow.
 
-    `smaller` is the flag to type if there was not enough memory.
+    `smaller` says what to do if there was not enough memory.
     """
     try:
         yield
@@ -43,8 +43,8 @@ def errors_explained(smaller: str) -> Iterator[None]:
         if not _MEMORY.search(error.message):
             raise
         raise OutOfMemoryError(
-            f"There is not enough memory: {_cause(error.message)}{_peaks()}. Type {smaller}, for "
-            "example, or take a smaller batch, or --config.precision=mixed_bfloat16 on a GPU."
+            f"There is not enough memory: {_cause(error.message)}{_peaks()}. {smaller}. On a GPU, "
+            "--config.precision=mixed_bfloat16 needs half of it for activations."
         ) from error
 
 
@@ -56,9 +56,9 @@ def _cause(message: str) -> str:
 
 def _peaks() -> str:
     """The most memory that was in use on each GPU of this process."""
-    gpus = [
-        device.name.removeprefix("/device:") for device in tf.config.list_logical_devices("GPU")
-    ]
-    peaks = [tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in gpus]
-    used = [f"{gpu} {peak / 2**30:.1f} GiB" for gpu, peak in zip(gpus, peaks, strict=True)]
+    used = []
+    for device in tf.config.list_logical_devices("GPU"):
+        with contextlib.suppress(ValueError):  # Of a worker, which the chief of ps sees, too.
+            peak = tf.config.experimental.get_memory_info(device.name)["peak"]
+            used.append(f"{device.name.rpartition('device:')[2]} {peak / 2**30:.1f} GiB")
     return f" (at most in use before: {', '.join(used)})" if used else ""

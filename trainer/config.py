@@ -166,7 +166,8 @@ class RunOptions:
             under ps. The first start takes longer. "auto": under mirrored as True on GPUs, and on
             CPUs for models with attention, unless XLA cannot compile them; otherwise as False.
         deterministic: The same bits in each run on the same devices: only deterministic ops of
-            TensorFlow, and no TensorFloat-32; slower on GPUs. Not for asynchronous ps.
+            TensorFlow, and no TensorFloat-32; slower on GPUs, and records are parsed on one thread.
+            Not for asynchronous ps.
         label_smoothing: The part of each label's probability that is spread over all classes
             (Szegedy et al., "Rethinking the Inception Architecture", 2016), in training and
             evaluation. Only for the default loss.
@@ -239,6 +240,8 @@ class Recipe:
     build_callbacks: Callable[[Config], Iterable["keras.callbacks.Callback"]] | None = None
     build_writers: Callable[[Config, str], Iterable["Writer"]] | None = None
     files: tuple[str, ...] = ()  # The config file, and the neighbours that it imports.
+    # The fields as `get_config` of the file made them; none of a Config object of a program.
+    defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 def load_recipe(path: str, config: Config | None = None) -> Recipe:
@@ -253,9 +256,10 @@ def load_recipe(path: str, config: Config | None = None) -> Recipe:
     for name in (get_config, "build_model"):
         if not callable(getattr(module, name, None)):
             raise ConfigError(f"--config={path} defines no {name}(). See configs/digits.py.")
-    if config is None:
-        with errors_explained(f"{get_config}() of {place}"):
-            config = getattr(module, get_config)()
+    with errors_explained(f"{get_config}() of {place}"):
+        made = getattr(module, get_config)()
+    defaults = flatten(made) if isinstance(made, Config) else {}
+    config = made if config is None else config
     if not isinstance(config, Config):
         raise ConfigError(
             f"{get_config}() of {place} returned {type(config).__name__}, but must return a "
@@ -263,16 +267,16 @@ def load_recipe(path: str, config: Config | None = None) -> Recipe:
         )
     with errors_explained(f"The annotations of {type(config).__name__} in {place}"):
         _resolve_annotations(config)
-    names = (item.name for item in dataclasses.fields(Recipe)[2:-1])
+    names = (item.name for item in dataclasses.fields(Recipe)[2:-2])
     # Any: functions of a user's module, which has no types.
     functions: dict[str, Any] = {name: getattr(module, name, None) for name in names}
-    return Recipe(path, config, **functions, files=files)
+    return Recipe(path, config, **functions, files=files, defaults=defaults)
 
 
 def overridden_fields(recipe: Recipe) -> list[str]:
     """The fields that differ from those of the config file: the command line has changed them."""
-    defaults = flatten(load_recipe(recipe.path).config)
-    return [k for k, value in flatten(recipe.config).items() if value != defaults.get(k)]
+    values, defaults = flatten(recipe.config), recipe.defaults
+    return [name for name in defaults if values.get(name) != defaults[name]]
 
 
 def recipe_of_run(document: Mapping[str, Any]) -> Recipe:  # Any: JSON values.

@@ -115,7 +115,11 @@ def table(runs: Sequence[Document], fields: Sequence[str], width: int | None) ->
 
 def _column(runs: Sequence[Document], name: str, fields: Sequence[str]) -> list[str]:
     if name == "differs":
-        cells = [_differs(run, runs, fields) for run in runs]
+        of_recipe = {
+            recipe: differences([run for run in runs if run["recipe"] == recipe])
+            for recipe in {run["recipe"] for run in runs if run["changed"] is None}
+        }
+        cells = [_differs(run, of_recipe.get(run["recipe"], []), fields) for run in runs]
     else:
         cells = [_cell(run, name) for run in runs]
     title = _TITLES.get(name, name)
@@ -142,15 +146,13 @@ def _cell(run: Document, name: str) -> str:
     return f"{value:.4f}" if is_metric else str(value)
 
 
-def _differs(run: Document, runs: Sequence[Document], fields: Sequence[str]) -> str:
+def _differs(run: Document, of_recipe: Sequence[str], fields: Sequence[str]) -> str:
     """The fields of `run` that the command line has changed, and their values.
 
-    Of a run that has no record of it: in which it differs from other runs of its config file. What
-    other columns show is left out: `fields`, and what is a part of the run's name.
+    Of a run that has no record of it: `of_recipe`, in which the runs of its config file differ.
+    What other columns show is left out: `fields`, and what is a part of the run's name.
     """
-    names = run["changed"]
-    if names is None:
-        names = differences([other for other in runs if other["recipe"] == run["recipe"]])
+    names = of_recipe if run["changed"] is None else run["changed"]
     shown = {*fields, "data_dir", *(["train_steps"] if "step" in fields else [])}
     words = [f"{name}={run['config'].get(name)}" for name in names if name not in shown]
     return " ".join(word for word in words if f"-{word}-" not in run["run"])

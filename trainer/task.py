@@ -130,7 +130,8 @@ def _supervised(
         if outcome.exit_code is not None:
             log.warning("%s; training was complete and saved before.", message)
             os._exit(outcome.exit_code)
-        log.error("%s: ending. %s", message, _what_a_restart_does(spec))
+        log.error("%s: ending.", message)
+        log.error("%s", _what_a_restart_does(spec))
         recorder.close_stalled()
         # Without the step: it is on devices that may not answer.
         reporting.write_result(spec, {"step": None, "exit_code": EXIT_RESTART, "why": message})
@@ -156,7 +157,8 @@ def _supervised(
             # Not only PeerLostError: a hook reads variables, too.
             is_lost = loss_of(error) is not None
             if is_lost:
-                log.error("%s. %s", first_line(error), _what_a_restart_does(spec))
+                log.error("%s.", first_line(error))
+                log.error("%s", _what_a_restart_does(spec))
             # Servers also stay for a chief that starts when another run has ended.
             if executor.recovery and not (is_lost or isinstance(error, run_lock.LockedError)):
                 executor.recovery.end_servers()
@@ -172,6 +174,9 @@ def _supervised(
 
 
 def _what_a_restart_does(spec: TaskSpec) -> str:
+    """Only the chief writes checkpoints, and so knows of each; a file system may not answer."""
+    if not spec.is_chief:
+        return "Restart to resume."
     saved_step, _ = progress_of(spec.model_dir)
     if not saved_step:
         return "No step has been saved: a restart begins at step 0."

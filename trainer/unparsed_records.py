@@ -5,6 +5,7 @@ line = unparsed(error.message, inputs.readers)
 
 import itertools
 import re
+import time
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -16,6 +17,7 @@ from data.system.compat.autograph import autograph
 from data.tfrecord.framing import BadRecord, read_records
 
 _BATCH = 1024
+_SECS = 20.0  # Much less than --stall_timeout_secs, after which a task is considered dead.
 _NO_EXAMPLE = "Could not parse example input"
 _OF_PARSE = re.compile(
     rf"Key: .+?(?:, Index: \d+)?\.  |Feature: .+? \(data type|{_NO_EXAMPLE}|"
@@ -37,14 +39,15 @@ def unparsed(message: str, readers: Sequence[Reader]) -> str:
     """Names the first record that cannot be parsed, its features, and how to read the wrong one.
 
     `message` is TensorFlow's. Empty if the error is about something else. Records are parsed in the
-    order of the files until one fails.
+    order of the files until one fails, for _SECS at most.
     """
     if not _OF_PARSE.search(message):
         return ""
-    return next(filter(None, map(_first_of, readers)), "")
+    deadline = time.monotonic() + _SECS
+    return next(filter(None, (_first_of(reader, deadline) for reader in readers)), "")
 
 
-def _first_of(reader: Reader) -> str:
+def _first_of(reader: Reader, deadline: float) -> str:
     signature = [tf.TensorSpec([None], tf.string)]
     parse = tf.function(autograph(reader.parse), input_signature=signature, autograph=False)
 
@@ -62,6 +65,8 @@ def _first_of(reader: Reader) -> str:
             records = read_records(shard.path, begin, shard.end, shard.first_record)
             numbered = enumerate(records, shard.first_record)
             while batch := list(itertools.islice(numbered, _BATCH)):
+                if time.monotonic() > deadline:
+                    return ""
                 if fault_of([record for _, record in batch]):
                     for number, record in batch:
                         if fault := fault_of([record]):

@@ -29,7 +29,7 @@ from data.prepare.sources import (
     tfds,
 )
 from data.system.files import DataError
-from data.tfrecord.shard_names import SPLIT_NAMES
+from data.tfrecord.shard_names import SPLIT_DIRS
 
 _MakeSource: TypeAlias = Callable[[str, str, Options], Source]
 
@@ -55,7 +55,7 @@ _NAMES = {
         rewrite.source,
         ("splits",),
         "a directory of shards (with --data_dir=OTHER_DIR)",
-        ("*.tfrec*", *SPLIT_NAMES, "features.json", "dataset_info.json", "*.labels.txt"),
+        ("*.tfrec*", *SPLIT_DIRS, "features.json", "dataset_info.json", "*.labels.txt"),
     ),
     **{
         name: _IDX._replace(made_from=f"{_IDX.made_from} from {url}")

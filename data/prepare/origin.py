@@ -34,7 +34,7 @@ def origin(
     elif source is not None:
         for name in sorted(files.names_in(source)):
             path = files.join(source, name)
-            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            if any(fnmatch.fnmatch(name.lower(), pattern.lower()) for pattern in patterns):
                 stamps = list(_stamps(path, data_dir))
                 if stamps:
                     num_bytes, times = map(list, zip(*stamps, strict=True))

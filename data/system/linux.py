@@ -35,8 +35,10 @@ def check_threads() -> None:
 
 def limit_reached(error: BaseException) -> UsageError | None:
     """What to do if `error` says that no more processes or threads may be started, else None."""
-    is_fork = isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN
-    if not is_fork and "can't start new thread" not in str(error):
+    # A write to a full pipe has another text.
+    is_fork = isinstance(error, BlockingIOError) and error.strerror == os.strerror(errno.EAGAIN)
+    is_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    if not is_fork and not is_thread:
         return None
     return UsageError(
         "No more processes or threads may be started here. Raise the limit: `ulimit -u 4096`, "

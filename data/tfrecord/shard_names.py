@@ -8,6 +8,7 @@ the files in the directory `SPLIT/` are the shards, as of Spark: `SPLIT/part-r-0
 import json
 import os
 import re
+from shlex import quote
 
 from data.system import files
 from data.system.files import DataError, join
@@ -15,7 +16,7 @@ from data.system.object_store import UnavailableError
 
 INDEX, DAMAGE = ".index.npz", ".damage.json"  # After the name of a split.
 SPLIT_NAMES = ("train", "test", "val", "valid", "validation", "extra")
-_SPLIT_DIRS = (*SPLIT_NAMES, "training", "testing", "eval", "evaluation", "dev")
+SPLIT_DIRS = (*SPLIT_NAMES, "training", "testing", "eval", "evaluation", "dev")
 _NUMBERED = re.compile(r"(\d+)-of-(\d+)")
 _SUFFIX, _PACKED = r"\.tfrec(?:ords?)?", r"(?:\.(?:gz|zlib|zz))?"
 # The order matters: later patterns match names of earlier ones too, with another split.
@@ -103,6 +104,8 @@ def _shard_names(data_dir: str, split: str, missing_too: bool) -> list[str]:
         found = [f"{split}/{name}" for name in _shards_below(data_dir, split)]
     if not found:
         raise DataError(nothing_found(data_dir, split))
+    if len(found) == 1 and files.is_dir(path := join(data_dir, found[0])):
+        raise DataError(f"{path} is a directory. To train on its files: --data_dir={quote(path)}")
     numbered = [(name, match) for name in found if (match := _NUMBERED.search(name))]
     if not numbered:
         return found
@@ -148,11 +151,10 @@ def nothing_found(data_dir: str, split: str) -> str:
             f"one of these: --config.data.train_split={by_use[0]}, or "
             f"--config.data.eval_split={by_use[-1]}."
         )
-        if set(others) & set(SPLIT_NAMES):
+        unnamed = _any_names(data_dir)
+        if set(others) & set(SPLIT_NAMES) or not unnamed:
             return message
-        return (
-            f"{message} Or, if these are no splits: {_how_to_split(data_dir, _any_names(data_dir))}"
-        )
+        return f"{message} Or, if these are no splits: {_how_to_split(data_dir, unnamed)}"
     if below := _dirs_with_shards(data_dir, names):
         return f"{data_dir} holds no TFRecord shards, but {below[0]} does: --data_dir={below[0]}"
     if unnamed := _any_names(data_dir):
@@ -173,8 +175,8 @@ def _how_to_split(data_dir: str, names: list[str]) -> str:
     example = f"test={last},train={pattern}" if len(names) > 1 else f"train={first},test=PATTERN"
     return (
         "say once which files are which split; a file belongs to the first pattern that it fits: "
-        f"python -m data.prepare rewrite --source={data_dir} --data_dir={data_dir}-splits "
-        f"--splits='{example}'"
+        f"python -m data.prepare rewrite --source={quote(data_dir)} "
+        f"--data_dir={quote(f'{data_dir}-splits')} --splits={quote(example)}"
     )
 
 
@@ -185,7 +187,7 @@ def _split_names(names: list[str]) -> set[str]:
 
 def _split_dirs(data_dir: str, names: list[str]) -> set[str]:
     """The directories of splits that hold shards."""
-    return {name for name in _SPLIT_DIRS if name in names and _shards_below(data_dir, name)}
+    return {name for name in SPLIT_DIRS if name in names and _shards_below(data_dir, name)}
 
 
 def _shards_below(data_dir: str, split: str) -> list[str]:

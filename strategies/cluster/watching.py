@@ -118,8 +118,8 @@ def silence_of(cluster: Cluster, silent: Sequence[Task]) -> str:
     asked = list(others.values())[:_ASKED]
     if len(asked) > 1 and not any(is_reachable(cluster.address_of(task)) for task in asked):
         return (
-            f"no other host answers: {own} is probably cut off from the network, and the other "
-            "tasks may be well"
+            f"no other host answers: {own} is probably cut off from the network, or all others "
+            "have ended"
         )
     return f"{' and '.join(map(str, silent))} {'do' if len(silent) > 1 else 'does'} not answer"
 

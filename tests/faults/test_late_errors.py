@@ -13,7 +13,7 @@ from tests.cluster.runs import TOPOLOGIES, Run, Topology, largest_difference, st
 
 CONFIG = "--config=tests/cluster/configs/failing.py"
 STEPS, EPOCH = 60, 30
-SAID = {"exit": "", "size": "not enough memory"}
+SAID = {"exit": "", "size": "Lower --config.eval_batch_size"}
 SYNC = Topology("ps-sync-2+1", "ps", ("--workers=2", "--ps=1", "--sync_replicas"))
 MIRRORED, MIRRORED_2, WORKERS, PS = (
     TOPOLOGIES[name] for name in ("mirrored-1", "mirrored-2", "multiworker-2", "ps-2+1")

@@ -42,6 +42,7 @@ def test_first_line_of_an_error_of_a_graph_is_its_reason() -> None:
         (RuntimeError("can't start new thread"), True),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), True),
         (BlockingIOError(errno.EINPROGRESS, "connecting"), False),
+        (BlockingIOError(errno.EAGAIN, "write could not complete without blocking", 0), False),
         (RuntimeError("another"), False),
     ],
 )

@@ -5,59 +5,56 @@ from strategies.cluster.tf_config import Cluster, Task
 from strategies.gpus import DeviceError, capability_note, choose_gpus, refuse_wire_dtype
 from strategies.transfer import Transfer
 
-# Two hosts, of which the first has three tasks.
+# Host a has two workers, host b one.
 MULTIWORKER = {"worker": {0: "a:1", 1: "a:2", 2: "b:1"}, "evaluator": {0: "a:3"}}
+LOCAL = {"worker": {0: "localhost:1", 1: "localhost:2", 2: "localhost:3"}}
 PS = {"chief": {0: "a:1"}, "worker": {0: "a:2", 1: "a:3", 2: "b:1"}, "ps": {0: "a:4"}}
+OF_SLURM = {"SLURM_PROCID": "1"}
 
 
 @pytest.mark.parametrize(
-    ("jobs", "task", "env", "wanted", "chosen"),
+    ("jobs", "task", "listed", "others", "chosen"),
     [
-        # As many for each task of the host; the rest stays free.
-        (MULTIWORKER, "worker-0", {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}, None, "0,1"),
-        (MULTIWORKER, "worker-1", {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}, None, "2,3"),
-        (MULTIWORKER, "evaluator-0", {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}, None, "4,5"),
-        (MULTIWORKER, "worker-2", {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None, "0,1,2,3"),
-        # A list of names, as MIG has them, and what CUDA ignores.
+        # Slurm has given all tasks of a host the same list: as many for each worker of all hosts.
+        (MULTIWORKER, "worker-0", "0,1,2,3,4", OF_SLURM, "0,1"),
+        (MULTIWORKER, "worker-1", "0,1,2,3,4", OF_SLURM, "2,3"),
+        (MULTIWORKER, "worker-2", "0,1,2,3,4", OF_SLURM, "0,1"),
+        (MULTIWORKER, "worker-1", "2,3", {**OF_SLURM, "SLURM_TRES_PER_TASK": "cpu=8"}, "3"),
+        (MULTIWORKER, "worker-1", "2,3", {**OF_SLURM, "SLURM_GPU_BIND": "none"}, "3"),
+        # Slurm has chosen for each task.
+        (MULTIWORKER, "worker-1", "2,3", {**OF_SLURM, "SLURM_GPUS_PER_TASK": "2"}, "2,3"),
         (
             MULTIWORKER,
             "worker-1",
-            {"CUDA_VISIBLE_DEVICES": "MIG-x, MIG-y,MIG-z,-1,4"},
-            None,
-            "MIG-y",
-        ),
-        # More tasks than GPUs: they share.
-        (MULTIWORKER, "worker-1", {"CUDA_VISIBLE_DEVICES": "5"}, None, "5"),
-        (MULTIWORKER, "evaluator-0", {"CUDA_VISIBLE_DEVICES": "0,1"}, None, "0"),
-        (MULTIWORKER, "worker-0", {"CUDA_VISIBLE_DEVICES": "-1"}, None, "-1"),
-        (MULTIWORKER, "worker-0", {"CUDA_VISIBLE_DEVICES": ""}, None, ""),
-        # A list of this task's own.
-        (MULTIWORKER, "worker-1", {"CUDA_VISIBLE_DEVICES": "2,3"}, 2, "2,3"),
-        (
-            MULTIWORKER,
-            "worker-1",
-            {"CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_PER_TASK": "2"},
-            None,
+            "2,3",
+            {**OF_SLURM, "SLURM_TRES_PER_TASK": "cpu=8,gres/gpu:2"},
             "2,3",
         ),
+        (MULTIWORKER, "worker-1", "2,3", {**OF_SLURM, "SLURM_GPU_BIND": "closest"}, "2,3"),
+        # A user's list for this task.
+        (MULTIWORKER, "worker-1", "2,3", {}, "2,3"),
+        (MULTIWORKER, "evaluator-0", "0,1,2", {}, "2"),
+        # A local cluster; names as MIG has them, and what CUDA ignores; fewer GPUs than tasks.
+        (LOCAL, "worker-1", "MIG-x, MIG-y,MIG-z,-1,4", {}, "MIG-y"),
+        (LOCAL, "worker-2", "0,1", {}, "0"),
+        (LOCAL, "worker-1", "5", {}, "5"),
+        (LOCAL, "worker-0", "-1", {}, "-1"),
+        (LOCAL, "worker-0", "", {}, ""),
         # One for each worker of ps; the others take none.
-        (PS, "worker-0", {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None, "0"),
-        (PS, "worker-1", {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None, "2"),
-        (PS, "worker-2", {"CUDA_VISIBLE_DEVICES": "0,1"}, None, "0"),
-        (PS, "chief-0", {"CUDA_VISIBLE_DEVICES": "0,1"}, None, "0,1"),
+        (PS, "worker-0", "0,1,2,3", OF_SLURM, "0"),
+        (PS, "worker-1", "0,1,2,3", OF_SLURM, "2"),
+        (PS, "worker-1", "2,3", {}, "2"),
+        (PS, "chief-0", "0,1", OF_SLURM, "0,1"),
     ],
 )
 def test_tasks_of_a_host_divide_its_gpus(
-    jobs: dict[str, dict[int, str]],
-    task: str,
-    env: dict[str, str],
-    wanted: int | None,
-    chosen: str,
+    jobs: dict[str, dict[int, str]], task: str, listed: str, others: dict[str, str], chosen: str
 ) -> None:
     job, index = task.split("-")
-    cluster, found = Cluster(jobs, Task(job, int(index))), dict(env)
-    choose_gpus(cluster, is_ps="ps" in jobs, wanted=wanted, env=found)
-    assert found == env | {"CUDA_VISIBLE_DEVICES": chosen}
+    env = {**others, "CUDA_VISIBLE_DEVICES": listed}
+    cluster = Cluster(jobs, Task(job, int(index)))
+    choose_gpus(cluster, is_ps="ps" in jobs, is_launched=jobs is LOCAL, env=env)
+    assert env == {**others, "CUDA_VISIBLE_DEVICES": chosen}
 
 
 @pytest.mark.parametrize("communication", ["auto", "nccl"])
@@ -84,6 +81,7 @@ def test_type_that_nccl_does_not_sum_is_refused(communication: str) -> None:
 def test_gpu_that_this_tensorflow_does_not_know_is_named(
     found: tuple[int, int] | None, note: str
 ) -> None:
-    said = capability_note(found, tf.sysconfig.get_build_info()["cuda_compute_capabilities"])
+    built = tf.sysconfig.get_build_info()["cuda_compute_capabilities"]
+    said = capability_note(found, [*built, "sm_90a", "unknown"])
     assert note in said
     assert bool(note) == bool(said)

@@ -22,7 +22,7 @@ from data.system.errors import UsageError
 from trainer.config import PYTHON_CONFIG, Config, Recipe
 
 # The functions that a config file may define.
-FUNCTIONS = tuple(field.name for field in dataclasses.fields(Recipe)[2:-1])
+FUNCTIONS = tuple(field.name for field in dataclasses.fields(Recipe)[2:-2])
 _INSTEAD = {
     "config": "give the config as the first argument: trainer.train('configs/digits.py')",
     "check": "it checks and ends; type it in a terminal: python -m trainer --check",

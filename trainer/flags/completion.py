@@ -45,7 +45,9 @@ _tf_distribution_trainer() {
 }
 complete -o default -o nosort -F _tf_distribution_trainer %(program)s
 if [[ -n ${ZSH_VERSION-} ]]; then
-    _tf_distribution_trainer_former=${_comps[python]:-_default}
+    if [[ ${_comps[python]} != _tf_distribution_trainer* ]]; then
+        _tf_distribution_trainer_former=${_comps[python]:-_default}
+    fi
     _tf_distribution_trainer_python() {
         if [[ "${words[*]}" == *" -m trainer "* ]]; then
             _bash_complete -o default -F _tf_distribution_trainer
@@ -56,7 +58,9 @@ if [[ -n ${ZSH_VERSION-} ]]; then
     compdef _tf_distribution_trainer_python python python3
 else
     { complete -p python || _comp_load python || _completion_loader python; } &> /dev/null
-    _tf_distribution_trainer_former=$(complete -p python 2> /dev/null)
+    if [[ $(complete -p python 2> /dev/null) != *_tf_distribution_trainer* ]]; then
+        _tf_distribution_trainer_former=$(complete -p python 2> /dev/null)
+    fi
     complete -o default -o nosort -F _tf_distribution_trainer python python3
 fi
 """

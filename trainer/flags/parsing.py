@@ -13,7 +13,7 @@ from absl.flags import Error, UnrecognizedFlagError
 from data.system.errors import UsageError
 from data.system.flags import check_utf8, show_help
 from trainer.exit_codes import EXIT_USAGE
-from trainer.flags import COMPLETION, DEFAULT_CONFIG, DEFINED, FLAGS, LOCAL, SCOPES, SHORTCUTS
+from trainer.flags import COMPLETION, DEFAULT_CONFIG, FLAGS, LOCAL, SCOPES, SHORTCUTS
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -60,7 +60,8 @@ def parse_words(argv: Sequence[str]) -> list[str]:
     except UnrecognizedFlagError as error:
         from trainer.flags.mistakes import unknown_flag
 
-        message = unknown_flag(error.flagname, DEFINED, config)
+        known = [n for n in FLAGS if not FLAGS.find_module_defining_flag(n, "").startswith("absl.")]
+        message = unknown_flag(error.flagname, known, config)
         if new_name := _RENAMED.get(error.flagname):
             message = f"--{error.flagname} has a new name: write --{new_name}."
     except (AttributeError, KeyError, Error) as error:

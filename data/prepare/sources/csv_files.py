@@ -200,7 +200,7 @@ def _known_encoding(given: str) -> str:
     try:
         "".encode(given)  # Fails for a codec that is not of text, such as base64.
         return codecs.lookup(given).name
-    except LookupError:
+    except (LookupError, UnicodeError):
         near = difflib.get_close_matches(given.lower(), encodings.aliases.aliases, n=1)
         hint = f" Did you mean --encoding={near[0]}?" if near else ""
         raise DataError(
