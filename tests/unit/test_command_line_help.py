@@ -82,6 +82,8 @@ def test_bash_completes_flags_values_and_fields(script: str, line: str, offered:
 def test_other_lines_of_python_are_completed_as_before(script: str) -> None:
     former = "_former() { COMPREPLY=(former); }\ncomplete -F _former python\n"
     assert complete(former + script, "python other.py --strat") == ["former"]
+    twice = f"FUNCNEST=100\n{former}{script}\n{script}"  # As if a shell reads its .bashrc again.
+    assert complete(twice, "python other.py --strat") == ["former"]
     assert complete(former + script, "python -m trainer --sync") == ["--sync_replicas"]
 
 

@@ -103,7 +103,13 @@ def test_separator_is_that_of_the_first_line(separator: str, tmp_path: Path) -> 
     ("content", "options", "wanted", "note"),
     [
         # An index of pandas; separators at the end of lines; the first line that Excel wants.
-        (",x,y\n0,5,a\n1,6,b\n", NONE, {"x": [5, 6], "y": "ab"}, "first column has no name"),
+        (
+            ",x,y\n0,5,a\n1,6,b\n",
+            NONE,
+            {"x": [5, 6], "y": "ab"},
+            "first column has no name",
+        ),
+        (",x\na,5\nb,6\n", NONE, {"column_0": "ab", "x": [5, 6]}, "has no name, and is called"),
         (",x\n7,5\n8,6\n", Options(integer="column_0"), {"column_0": [7, 8], "x": [5, 6]}, ""),
         ("x,,z\n5,1,6\n", NONE, {"x": [5], "column_1": [1], "z": [6]}, "is called column_1"),
         ("x,y,\n5,1,\n6,,\n", Options(missing="0"), {"x": [5, 6], "y": [1, 0]}, "column_2 has no"),

@@ -224,7 +224,8 @@ def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: s
         return f"{path}: {name} has no name and no values, and is left out"
     if not layout.has_header:
         return ""
-    if name != layout.columns[0] or len(layout.columns) == 1:
+    is_first = name == layout.columns[0] and len(layout.columns) > 1
+    if not (is_first and columns[name].has_only_integers):
         return f"{path}: a column has no name, and is called {name}"
     del columns[name]
     return (

@@ -201,6 +201,11 @@ class Column:
         return self._counts.keys() <= {_EMPTY}
 
     @property
+    def has_only_integers(self) -> bool:
+        """True if all values are whole numbers."""
+        return self._counts.keys() == {INTEGER}
+
+    @property
     def _num_missing(self) -> int:
         return self._counts.get(_EMPTY, 0) + self._counts.get(_MISSING, 0)
 
