@@ -116,10 +116,10 @@ def table(runs: Sequence[Document], fields: Sequence[str], width: int | None) ->
 def _column(runs: Sequence[Document], name: str, fields: Sequence[str]) -> list[str]:
     if name == "differs":
         of_recipe = {
-            recipe: differences([run for run in runs if run["recipe"] == recipe])
+            recipe: list(differences([run for run in runs if run["recipe"] == recipe]))
             for recipe in {run["recipe"] for run in runs if run["changed"] is None}
         }
-        cells = [_differs(run, of_recipe.get(run["recipe"], []), fields) for run in runs]
+        cells = [_differs(run, of_recipe.get(run["recipe"], ()), fields) for run in runs]
     else:
         cells = [_cell(run, name) for run in runs]
     title = _TITLES.get(name, name)
