@@ -41,7 +41,13 @@ _POLL_SECS = 0.2
 # Between the end of a task and its restart.
 _BY_HAND_SECS = 5.0
 # What tasks say of another task that is silent.
-_SILENCES = ("has not answered for", "does not answer", "accepts no connection", "waiting for ")
+_SILENCES = (
+    "has not answered for",
+    "does not answer",
+    "no other host answers",
+    "accepts no connection",
+    "waiting for ",
+)
 
 
 @dataclasses.dataclass(frozen=True)
