@@ -1,6 +1,6 @@
 """The devices of a process: which GPUs are its own, and how many replicas they carry.
 
-    choose_gpus(cluster, is_ps=False)           # if several tasks share this host
+    choose_gpus(cluster)                        # if several tasks share this host
     devices = replica_devices(0, use_gpus(None))        # ["GPU:0", "GPU:1"]
 
 All must be called before TensorFlow has initialised a device.
@@ -30,11 +30,7 @@ class DeviceError(UsageError):
 
 
 def choose_gpus(
-    cluster: Cluster,
-    *,
-    is_ps: bool,
-    is_launched: bool = False,
-    env: MutableMapping[str, str] = os.environ,
+    cluster: Cluster, *, is_launched: bool = False, env: MutableMapping[str, str] = os.environ
 ) -> None:
     """Makes only the GPUs visible that belong to this task, if it shares its host with others.
 
@@ -43,6 +39,9 @@ def choose_gpus(
     the last GPU. A list in CUDA_VISIBLE_DEVICES is this task's own, unless other tasks have the
     same: those of a local cluster (`is_launched`), or of Slurm if it has not chosen for each task.
     """
+    is_ps = "ps" in cluster.jobs
+    if is_ps and cluster.task.job not in ("worker", "evaluator"):
+        return
     visible = _visible(env)
     is_local = is_launched and cluster.num_hosts == 1
     is_of_slurm = "SLURM_PROCID" in env and not _has_slurm_chosen(env)
@@ -55,8 +54,6 @@ def choose_gpus(
             for task in cluster.trainers
             if not is_ps or task.job == "worker"
         }
-        if cluster.task not in hosts:
-            return
         neighbours = [task for task, host in hosts.items() if host == hosts[cluster.task]]
         (_, most), *_ = Counter(hosts.values()).most_common(1)
         chosen = share_of(visible, neighbours.index(cluster.task), most)

@@ -61,7 +61,7 @@ def check_cluster(spec: TaskSpec) -> None:
 def configured_tensorflow(spec: TaskSpec) -> Iterator[None]:
     """Configures TensorFlow before its first op; in the context, what XLA compiles is kept."""
     if spec.cluster:
-        choose_gpus(spec.cluster, is_ps=spec.strategy == "ps", is_launched=spec.is_checked)
+        choose_gpus(spec.cluster, is_launched=spec.is_checked)
     configure_tensorflow(spec)
     with contextlib.ExitStack() as stack:
         if spec.recipe.config.jit_compile is not False:

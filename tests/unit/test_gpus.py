@@ -45,6 +45,7 @@ OF_SLURM = {"SLURM_PROCID": "1"}
         (PS, "worker-1", "0,1,2,3", OF_SLURM, "2"),
         (PS, "worker-1", "2,3", {}, "2"),
         (PS, "chief-0", "0,1", OF_SLURM, "0,1"),
+        (PS, "chief-0", "0,1", {}, "0,1"),
     ],
 )
 def test_tasks_of_a_host_divide_its_gpus(
@@ -53,7 +54,7 @@ def test_tasks_of_a_host_divide_its_gpus(
     job, index = task.split("-")
     env = {**others, "CUDA_VISIBLE_DEVICES": listed}
     cluster = Cluster(jobs, Task(job, int(index)))
-    choose_gpus(cluster, is_ps="ps" in jobs, is_launched=jobs is LOCAL, env=env)
+    choose_gpus(cluster, is_launched=jobs is LOCAL, env=env)
     assert env == {**others, "CUDA_VISIBLE_DEVICES": chosen}
 
 

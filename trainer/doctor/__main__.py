@@ -176,7 +176,7 @@ def _all_reduce(doctor: _Doctor) -> Json:
     from strategies.gpus import choose_gpus, use_gpus
     from strategies.multiworker import MultiWorkerExecutor
 
-    choose_gpus(cluster, is_ps=False)
+    choose_gpus(cluster)
     use_gpus(flags.NUM_GPUS.value)
     executor = MultiWorkerExecutor.connect(cluster, Transfer(flags.COMMUNICATION.value))
     network = executor.measure_network()

@@ -142,7 +142,7 @@ def _make(recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings) 
 
     from strategies.gpus import choose_gpus
 
-    choose_gpus(cluster, is_ps=settings.strategy == "ps")
+    choose_gpus(cluster)
     made: Json = {"gpus": len(tf.config.list_physical_devices("GPU"))}
     if not settings.makes_plan:
         return made
