@@ -110,11 +110,15 @@ def children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def run_host(model_dir: Path, index: int, body: str, max_restarts: int) -> LaunchReport:
-    """Runs worker `index` of a cluster of the hosts host-a and host-b."""
+def run_host(
+    model_dir: Path, index: int, body: str, max_restarts: int, *, chief_on: str = ""
+) -> LaunchReport:
+    """Runs worker `index` of the hosts host-a and host-b; of ps, if a host has the chief."""
     task = Task("worker", index)
-    cluster = Cluster({"worker": {0: "host-a:2222", 1: "host-b:2222"}}, task)
-    policy = FixedPolicy(cluster, [task])
+    jobs = {"worker": {0: "host-a:2222", 1: "host-b:2222"}}
+    if chief_on:
+        jobs |= {"chief": {0: f"{chief_on}:2222"}, "ps": {0: f"{chief_on}:2223"}}
+    policy = FixedPolicy(Cluster(jobs, task), [task])
     host, restarts = f"host-{'ab'[index]}", no_progress(max_restarts)
     program = starter(model_dir, body)
     return Supervisor(policy, program, model_dir, restarts, host=host, grace_secs=5.0).run()

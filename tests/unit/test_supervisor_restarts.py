@@ -217,6 +217,16 @@ def test_signal_while_a_restart_is_awaited_ends_the_run_at_once(tmp_path: Path) 
     assert report.exit_code == 75
 
 
+def test_worker_of_ps_that_lost_a_task_is_restarted_by_the_launcher_of_its_host(
+    tmp_path: Path,
+) -> None:
+    """The launcher has no other task, and waits a second to see whether the chief ends too."""
+    body = "sys.exit(75 if start == 1 else 0)"
+    report = run_host(tmp_path, 1, body, max_restarts=3, chief_on="host-c")
+    assert causes(report) == [("worker 1", 75, 1)]
+    assert report.exit_code == 0
+
+
 def test_error_that_a_restart_does_not_repair_ends_the_launchers_of_all_hosts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

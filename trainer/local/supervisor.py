@@ -118,7 +118,7 @@ class Supervisor:
                     self._follow_failures(self._failures)
                 while (
                     self._running
-                    or self._planned_starts()
+                    or self._planned(self._start_again, self._on_loss)
                     or not (self._is_ending or self.policy.is_over())
                 ):
                     self._handle_next_event()
@@ -144,7 +144,7 @@ class Supervisor:
             return Activity.ENDING
         if self._running:
             return Activity.RUNNING
-        return Activity.DELAYING if self._planned_starts() else Activity.IDLE
+        return Activity.DELAYING if self._planned(self._start_again) else Activity.IDLE
 
     def _do(self, step: Step) -> None:
         match step:
@@ -382,12 +382,12 @@ class Supervisor:
 
     def _start_nothing_more(self) -> None:
         self._is_ending = True
-        for plan in self._planned_starts():
+        for plan in self._planned(self._start_again):
             self._plans.cancel(plan)
         self._restart_of_all = None
 
-    def _planned_starts(self) -> list[sched.Event]:
-        return [plan for plan in self._plans.queue if plan.action == self._start_again]
+    def _planned(self, *actions: Callable[..., None]) -> list[sched.Event]:
+        return [plan for plan in self._plans.queue if plan.action in actions]
 
     def _servers(self) -> list[Task]:
         return [task for task in self._running if self.policy.clusters[task].is_server]
