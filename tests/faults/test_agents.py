@@ -149,6 +149,57 @@ def test_hosts_restart_after_a_worker_and_after_a_launcher_dies_and_lose_no_step
     assert f"[{three_hosts[1].address}] " in runs[1].stdout + runs[1].stderr
 
 
+def test_launchers_of_a_ps_cluster_restart_tasks_that_end_with_75(
+    three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
+) -> None:
+    """After a signal to the worker all tasks save and end; after its ps died the chief does."""
+    tasks = [Task("chief", 0), Task("ps", 0), Task("worker", 0)]
+    jobs = {
+        task.job: {0: f"{host.address}:2222"}
+        for task, host in zip(tasks, three_hosts, strict=True)
+    }
+    argv = (
+        "--strategy=ps",
+        "--sync_replicas",
+        "--max_restarts=3",
+        "--config=tests/cluster/configs/slow.py",
+        f"--model_dir={tmp_path}",
+        f"--data_dir={digits}",
+        "--num_threads=1",
+        "--config.checkpoint_every_steps=20",
+    )
+    with contextlib.ExitStack() as stack:
+        launchers = {
+            task: stack.enter_context(
+                Process(
+                    argv,
+                    tmp_path,
+                    env={"TF_CONFIG": Cluster(jobs, task).tf_config()},
+                    under=host.command,
+                )
+            )
+            for task, host in zip(tasks, three_hosts, strict=True)
+        }
+        chief = launchers[Task("chief", 0)]
+        chief.wait_for_step(40)
+        chief.task("worker 0").terminate()
+        chief.wait_until(lambda: num_resumes(tmp_path) == 1, "restart")
+        chief.wait_for_step(read_metrics(tmp_path)[-1]["step"] + 40)
+        chief.task("ps 0").kill()
+        runs = {task: launcher.wait_alone() for task, launcher in launchers.items()}
+        for task, run in runs.items():
+            assert run.exit_code == 0, f"{task}: {launchers[task].output()}"
+    assert_nothing_left(tmp_path)
+    assert num_resumes(tmp_path) == 2
+    assert re.search("start 2", (tmp_path / "tasks/worker-0.log").read_text())
+    causes = {(f["task"], f["exit_code"]) for f in failures(tmp_path)}
+    assert {("ps 0", -9), ("chief 0", 75)} <= causes
+
+
+def num_resumes(model_dir: Path) -> int:
+    return (model_dir / "tasks/chief-0.log").read_text().count("resuming from step")
+
+
 def is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
