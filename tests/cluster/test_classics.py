@@ -1,4 +1,7 @@
-"""The classic programs of configs/, in a short form, under every strategy."""
+"""The classic programs of configs/, in a short form, under mirrored and another strategy.
+
+test_parity.py has all options under all strategies.
+"""
 
 import dataclasses
 import struct
@@ -66,12 +69,13 @@ def write_mnist(directory: Path) -> None:
 class Classic:
     """A config, and a function that writes its data in the published format (None: digits).
 
-    `same_weights`: all synchronous topologies end in the same weights.
+    `same_weights`: `topologies` end in the weights of mirrored.
     """
 
     name: str
     write: Callable[[Path], None] | None
     num_parameters: int
+    topologies: tuple[str, ...]
     layout: str | None = None
     same_weights: bool = True
 
@@ -85,10 +89,10 @@ class Classic:
 
 
 CLASSICS = [
-    Classic("svhn_cnn", write_svhn, 520_906),
-    Classic("cifar10_resnet", write_cifar10, 271_098, same_weights=False),
-    Classic("mnist_towers", write_mnist, 397_510, layout="image_raw"),
-    Classic("custom_step", None, 43_585),
+    Classic("svhn_cnn", write_svhn, 520_906, ("multiworker-2",)),
+    Classic("cifar10_resnet", write_cifar10, 271_098, ("ps-sync-3+1",), same_weights=False),
+    Classic("mnist_towers", write_mnist, 397_510, ("ps-2+1",), "image_raw", same_weights=False),
+    Classic("custom_step", None, 43_585, ("multiworker-2", "ps-sync-3+1")),
 ]
 
 
@@ -122,7 +126,9 @@ def mirrored(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
     return train(TOPOLOGIES["mirrored-2"], tmp_path_factory.mktemp("mirrored") / "run", *flags)
 
 
-def test_classic_config_trains(classic: Classic, mirrored: Run) -> None:
+def test_classic_config_trains(
+    classic: Classic, flags: tuple[str, ...], mirrored: Run, tmp_path: Path
+) -> None:
     assert mirrored.result["step"] == STEPS
     assert mirrored.metrics("eval")[-1]["examples"] == classic.num_test
     exported = keras.models.load_model(mirrored.model_dir / "export" / "model.keras")
@@ -133,20 +139,15 @@ def test_classic_config_trains(classic: Classic, mirrored: Run) -> None:
     for before, after in zip(initial, exported.trainable_variables, strict=True):
         assert np.abs(after.numpy() - before.numpy()).max() > 1e-5, before.path
 
-
-@pytest.mark.parametrize("name", ["multiworker-2", "ps-sync-3+1", "ps-2+1"])
-def test_classic_config_trains_in_the_same_way_under_other_strategies(
-    name: str, classic: Classic, flags: tuple[str, ...], mirrored: Run, tmp_path: Path
-) -> None:
-    run = train(TOPOLOGIES[name], tmp_path / "run", *flags, "--config.export=False")
-    assert run.result["step"] == STEPS
-    assert run.metrics("eval")[-1]["examples"] == classic.num_test
-    weights, expected = run.weights(), mirrored.weights()
-    assert weights.keys() == expected.keys()
-    if name != "ps-2+1" and classic.same_weights:
-        assert largest_difference(weights, expected) < 1e-5
-    else:
+    for name in classic.topologies:
+        run = train(TOPOLOGIES[name], tmp_path / name, *flags, "--config.export=False")
+        assert run.result["step"] == STEPS
+        assert run.metrics("eval")[-1]["examples"] == classic.num_test
+        weights, expected = run.weights(), mirrored.weights()
+        assert weights.keys() == expected.keys()
         assert all(np.isfinite(value).all() for value in weights.values())
+        if classic.same_weights:
+            assert largest_difference(weights, expected) < 1e-5
 
 
 def test_towers_learn_mnist_and_write_histograms_and_checkpoints(

@@ -9,7 +9,9 @@ import pytest
 from tests.cluster.runs import TOPOLOGIES, Topology, train
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=str)
+@pytest.mark.parametrize(
+    "topology", [each for name, each in TOPOLOGIES.items() if name != "mirrored-1"], ids=str
+)
 def test_diverging_run_names_the_steps_and_keeps_no_checkpoint_with_nan(
     topology: Topology, digits: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ SECONDS = 20.0
 
 
 @pytest.mark.parametrize("topology", ONE_OF_EACH_STRATEGY, ids=str)
-def test_interrupted_training_is_saved_and_finished_by_the_same_command(
+def test_interrupted_training_is_saved(
     topology: Topology, digits: Path, tmp_path: Path
 ) -> None:
     flags = (SLOW, f"--data_dir={digits}")
@@ -25,6 +25,8 @@ def test_interrupted_training_is_saved_and_finished_by_the_same_command(
     assert 20 <= step < 300
     assert run.checkpoints() == [f"step-{step:08d}"]
     assert "Traceback" not in run.stderr
+    if topology.strategy != "ps":
+        return  # test_determinism finishes runs of synchronous strategies.
 
     finished = train(topology, tmp_path, *flags)
 

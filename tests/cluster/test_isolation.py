@@ -38,7 +38,7 @@ def namespace_of(process: psutil.Process) -> Namespace:
     return Namespace([os.open(f"/proc/{process.pid}/ns/{kind}", os.O_RDONLY) for kind in kinds])
 
 
-@pytest.mark.parametrize("isolate", ["on", "auto", "off"])
+@pytest.mark.parametrize("isolate", ["auto", "off"])
 def test_servers_answer_only_inside_the_namespace(
     isolate: str, can_isolate: None, digits: Path, tmp_path: Path
 ) -> None:

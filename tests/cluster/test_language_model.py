@@ -38,18 +38,18 @@ def test_language_model_resumes_bit_for_bit_and_two_workers_agree_with_one(
         "--learning_rate=0.01",
         "--config.export=False",
     )
-    two = TOPOLOGIES["multiworker-2"]
-    whole = train(two, tmp_path / "whole", *flags, "--train_steps=30")
-    alone = train(TOPOLOGIES["mirrored-1"], tmp_path / "alone", *flags, "--train_steps=30")
+    one = TOPOLOGIES["mirrored-1"]
+    whole = train(one, tmp_path / "whole", *flags, "--train_steps=30")
+    shared = train(TOPOLOGIES["multiworker-2"], tmp_path / "shared", *flags, "--train_steps=30")
     # 19 steps of 16 sequences: inside the first document, in the second epoch.
-    train(two, tmp_path / "parts", *flags, "--train_steps=19")
-    parts = train(two, tmp_path / "parts", *flags, "--train_steps=30")
+    train(one, tmp_path / "parts", *flags, "--train_steps=19")
+    parts = train(one, tmp_path / "parts", *flags, "--train_steps=30")
 
     before, after = whole.variables(), parts.variables()
     assert before.keys() == after.keys()
     assert [name for name in before if not np.array_equal(before[name], after[name])] == []
     assert largest_difference(whole.weights(), parts.weights("step-00000019")) > 1e-3
-    figures = [run.result["eval"] for run in (whole, alone)]
+    figures = [run.result["eval"] for run in (whole, shared)]
     assert figures[0]["bits_per_byte"] == pytest.approx(figures[1]["bits_per_byte"], abs=0.01)
     assert figures[0]["perplexity"] == pytest.approx(np.exp(figures[0]["loss"]), rel=1e-6)
     assert figures[0]["bits_per_byte"] < 5  # Of random bytes: 8.

@@ -60,8 +60,9 @@ def run(topology: Topology, run_of: Callable[[Topology], Run]) -> Run:
     return run_of(topology)
 
 
-def test_no_temporary_file_is_left(run: Run) -> None:
+def test_no_temporary_file_and_without_xla_no_program_is_left(run: Run) -> None:
     assert list((run.model_dir.parent / "temporary").iterdir()) == []
+    assert not (run.model_dir / "compiled").exists()
 
 
 def test_default_config_reaches_its_accuracy(run: Run) -> None:
