@@ -12,9 +12,7 @@ SECONDS = 20.0
 
 
 @pytest.mark.parametrize("topology", ONE_OF_EACH_STRATEGY, ids=str)
-def test_interrupted_training_is_saved(
-    topology: Topology, digits: Path, tmp_path: Path
-) -> None:
+def test_interrupted_training_is_saved(topology: Topology, digits: Path, tmp_path: Path) -> None:
     flags = (SLOW, f"--data_dir={digits}")
     with start(topology, tmp_path, *flags) as process:
         process.wait_for_step(20)
