@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import absl.flags
 from absl import app
 
-from data.system.compat.generated_files import remove_generated_files
 from data.system.errors import TrainerError
 from data.system.linux import limit_reached, signal_when_parent_ends
 from data.system.object_store import UnavailableError
@@ -70,7 +69,6 @@ def _main(command: Command | None, argv: Sequence[str]) -> NoReturn:
     with contextlib.suppress(OSError):  # On a full disk the exit code matters more.
         sys.stdout.flush()
         sys.stderr.flush()
-    remove_generated_files()
     # Not sys.exit: TensorFlow's destructors call peers that may have ended, and can hang.
     os._exit(exit_code)
 

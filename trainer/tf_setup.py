@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 
+from data.system.compat.generated_files import keep_generated_in_memory
 from data.system.compat.grpc_environment import set_grpc_environment
 from data.system.compat.keras_file import refused_file
 from data.system.compat.memory_optimizer import turn_memory_optimizer_off
@@ -55,14 +56,14 @@ def import_tensorflow() -> None:
     The garbage collector is off meanwhile: the objects of 3,000 modules are no garbage.
     """
     if "keras" in sys.modules or SCIKIT_LEARN in sys.modules:  # A config file may import them.
-        turn_memory_optimizer_off()
+        _change_tensorflow()
         return
     collects = gc.isenabled()
     gc.disable()
     try:
         with scikit_learn_left_out():
             importlib.import_module("tensorflow")
-            turn_memory_optimizer_off()
+            _change_tensorflow()
             importlib.import_module("keras")
     except (AssertionError, ValueError) as error:
         path = refused_file(error)
@@ -77,3 +78,8 @@ def import_tensorflow() -> None:
         gc.freeze()  # Later collections skip the modules, too.
         if collects:
             gc.enable()
+
+
+def _change_tensorflow() -> None:
+    turn_memory_optimizer_off()
+    keep_generated_in_memory()

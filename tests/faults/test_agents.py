@@ -155,8 +155,7 @@ def test_launchers_of_a_ps_cluster_restart_tasks_that_end_with_75(
     """After a signal to the worker all tasks save and end; after its ps died the chief does."""
     tasks = [Task("chief", 0), Task("ps", 0), Task("worker", 0)]
     jobs = {
-        task.job: {0: f"{host.address}:2222"}
-        for task, host in zip(tasks, three_hosts, strict=True)
+        task.job: {0: f"{host.address}:2222"} for task, host in zip(tasks, three_hosts, strict=True)
     }
     argv = (
         "--strategy=ps",

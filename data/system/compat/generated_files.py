@@ -1,30 +1,40 @@
-"""The files in which AutoGraph writes the functions that it has rewritten.
+"""Keeps the functions that AutoGraph rewrites in memory, not in files.
 
-A process that ends with `os._exit` must remove them itself, and a line of them is no line of a
-user. Seen with TensorFlow 2.21, `tensorflow/python/autograph/pyct/loader.py`. Can be deleted when
+AutoGraph writes each function to a file in TMPDIR, and removes it only when Python itself ends the
+process: a killed process leaves its files. Seen with TensorFlow 2.21,
+`tensorflow/python/autograph/pyct/loader.py`. Can be deleted, except for `is_generated`, when
 AutoGraph writes no files.
 """
 
-import contextlib
-import importlib.util
-import os
+import itertools
+import linecache
 import sys
+from types import ModuleType
 
 _NAME = "__autograph_generated_file"
+_NUMBERS = itertools.count()
 
 
 def is_generated(file: str) -> bool:
-    """Returns True if AutoGraph wrote `file`."""
+    """Returns True if AutoGraph has made the code of `file`."""
     return _NAME in file
 
 
-def remove_generated_files() -> None:
-    """Removes the modules that AutoGraph wrote, as Python does at a normal exit."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith(_NAME) and module.__file__:
-            compiled = importlib.util.cache_from_source(module.__file__)
-            for path in (module.__file__, compiled):
-                with contextlib.suppress(OSError):
-                    os.remove(path)
-            with contextlib.suppress(OSError):  # Other processes may have files there.
-                os.rmdir(os.path.dirname(compiled))
+def keep_generated_in_memory() -> None:
+    """Replaces AutoGraph's loader. Tracebacks show the lines as they do with files."""
+    # Here, because this module is imported before TensorFlow.
+    from tensorflow.python.autograph.pyct import loader
+
+    loader.load_source = _load_source
+
+
+def _load_source(source: str, delete_on_exit: bool) -> tuple[ModuleType, str]:
+    name = f"{_NAME}{next(_NUMBERS)}"
+    file = f"{name}.py"
+    module = ModuleType(name)
+    module.__file__ = file
+    # Without a time of change it stays, although there is no such file.
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), module.__dict__)
+    sys.modules[name] = module
+    return module, file

@@ -6,16 +6,19 @@ python -m tests.unit.compat.in_forks        # prints {function: [failed, its out
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe  # noqa: TID251
 
@@ -141,20 +144,27 @@ def time_is_0_in_deterministic_graphs() -> None:
     raise AssertionError(delete("determinism"))
 
 
-def generated_files_are_removed() -> None:
-    @tf.function
+def generated_functions_are_kept_in_memory() -> None:
     def branch(number: Any) -> Any:
         if number > 0:
             number = number * 2
-        return number
+        return number * (tf.constant([1, 2]) + tf.constant([1, 2, 3]))
 
-    branch(tf.constant(1))
-    modules = [module for name, module in sys.modules.items() if generated_files.is_generated(name)]
-    files = [module.__file__ for module in modules if module.__file__]
-    assert files, delete("generated_files")
-    assert all(map(os.path.exists, files))
-    generated_files.remove_generated_files()
-    assert not any(map(os.path.exists, files))
+    def cause_an_error() -> None:
+        line = re.escape("return number * (tf.constant([1, 2])")  # Of the user, not of AutoGraph.
+        with pytest.raises(ValueError, match=line):
+            tf.function(branch)(tf.constant(1))
+
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:
+        cause_an_error()
+        written = os.listdir(tempfile.tempdir)
+        assert any("__autograph_generated_file" in name for name in written), delete(
+            "generated_files"
+        )
+        generated_files.keep_generated_in_memory()
+        cause_an_error()
+        assert os.listdir(tempfile.tempdir) == written
+    assert any(map(generated_files.is_generated, sys.modules))
 
 
 def connect_to_nobody(is_released: bool) -> None:
@@ -260,7 +270,7 @@ PROGRAMS: tuple[Callable[[], None], ...] = (
     first_tensor_is_noticed,
     waiting_collective_is_ended,
     time_is_0_in_deterministic_graphs,
-    generated_files_are_removed,
+    generated_functions_are_kept_in_memory,
     python_runs_while_workers_connect,
     worker_looks_up_words_in_a_branch,
     tracing_outside_of_schedule_warns,
