@@ -160,6 +160,14 @@ FOR_ANY_OPTIMIZER = {f"schedule: {kind}" for kind in SCHEDULES if kind != "cosin
 FOR_ANY_OPTIMIZER |= {f"plain: table, {name}" for name in TABLE_OPTIMIZERS}
 FOR_ANY_OPTIMIZER |= {"label_smoothing", "freeze", "dropout", "dropout: compiled in parts"}
 FOR_BOTH_OPTIMIZERS = {"plain", "all of these", "mixed_float16"}
+# Each option changes the weights of one device (test_parity.py), so several devices may train
+# these together: a difference in one of them would show.
+TOGETHER = {
+    "together: clip by value": ("clip.value", "penalty", "ema", "schedule: polynomial"),
+    "together: clip by norm": ("clip.norm", "weight_decay", "label_smoothing", "schedule: step"),
+    "together: in parts": ("clip.global_norm", "micro_batches", "schedule: exponential"),
+    "together: compiled": ("jit_compile", "freeze", "schedule: linear scaling"),
+}
 # Executors of several devices, without the number of their workers.
 SHARED_KINDS = ("mirrored-2", "multiworker", "ps-sync", "ps-async")
 EMA = EmaConfig(decay=0.9, warmup=True)
@@ -226,6 +234,11 @@ CASES = {
         is_bounded=True,
     ),
 }
+CASES |= {
+    name: Case({field: value for each in names for field, value in CASES[each].changes.items()})
+    for name, names in TOGETHER.items()
+}
+ALONE = {name for names in TOGETHER.values() for name in names}
 
 
 def with_momentum(config: Config) -> keras.Optimizer:
@@ -250,8 +263,9 @@ def optimizers_of(name: str, executor: str) -> tuple[str, ...]:
 def recipes(executor: str = "") -> Iterator[tuple[str, Recipe, bool]]:
     """All that `executor` trains: (name, recipe, the data has an overflowing example)."""
     is_bounded = executor.startswith(BOUNDED)
+    kinds = [kind for kind in SHARED_KINDS if executor.startswith(kind)]
     for name, case in CASES.items():
-        if is_bounded and not case.is_bounded:
+        if (is_bounded and not case.is_bounded) or (kinds and name in ALONE):
             continue
         for optimizer in optimizers_of(name, executor):
             rate = OPTIMIZERS[optimizer]
@@ -264,8 +278,11 @@ def recipes(executor: str = "") -> Iterator[tuple[str, Recipe, bool]]:
             )
     if is_bounded:
         return
-    for optimizer in sorted(supported_optimizers().keys() - {"adam", "sgd"}):
-        yield f"optimizer/{optimizer}", _recipe(Config(optimizer=optimizer), None), False
+    others = sorted(supported_optimizers().keys() - {"adam", "sgd"})
+    for number, optimizer in enumerate(others):
+        # The update is that of Keras everywhere: each is trained on several devices in one way.
+        if kinds in ([], [SHARED_KINDS[number % len(SHARED_KINDS)]]):
+            yield f"optimizer/{optimizer}", _recipe(Config(optimizer=optimizer), None), False
 
 
 def _recipe(config: Config, build_optimizer: Any, model: Any = build_model) -> Recipe:

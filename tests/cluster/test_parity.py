@@ -119,14 +119,19 @@ def test_option_ends_in_the_weights_of_one_device(
 
 def test_each_option_is_trained_under_each_strategy_and_with_each_optimizer() -> None:
     trained = {(*name.rsplit("/", 1), executor) for name, executor in TRAINED}
-    for case in parity.CASES:
+    together = {option: name for name, names in parity.TOGETHER.items() for option in names}
+    for option in parity.CASES:
+        case = together.get(option, option)
         executors = {e for c, _, e in trained if c == case}
         assert executors >= {*SHARED[:-1], "multiworker-2, worker 1"}
         optimizers = {optimizer for c, optimizer, _ in trained if c == case}
         assert len(optimizers) == (1 if case in parity.FOR_ANY_OPTIMIZER else 2), case
+    assert {optimizer for c, optimizer, _ in trained if c == "optimizer"} >= {"lamb", "rmsprop"}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("plain")])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if not name.startswith(("plain", "together"))]
+)
 def test_option_changes_what_is_learnt(name: str, trained: Mapping[str, Found]) -> None:
     case, _, optimizer = name.partition("/")
     like = parity.CASES[case].like if case in parity.CASES else "plain"
@@ -172,6 +177,6 @@ def test_every_option_that_is_trained_here_is_in_the_table_of_the_documentation(
     }
     in_table = {option for row in rows for option in re.findall("`([a-z][a-z0-9_.]*)`", row)}
     trained = {name.partition("/")[0].partition(":")[0] for name in NAMES}
-    assert trained - {"plain", "all of these", "dropout"} <= in_table
+    assert trained - {"plain", "all of these", "together", "dropout"} <= in_table
     for part in ("dropout", "embeddings"):
         assert any(row.startswith(f"| {part} ") for row in rows)
