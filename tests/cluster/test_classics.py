@@ -18,6 +18,8 @@ from data.prepare.sources import Options
 from tests.cluster.runs import TOPOLOGIES, Run, histograms, largest_difference, train
 from trainer.config import load_recipe
 
+pytestmark = pytest.mark.nightly
+
 NUM_TRAIN, NUM_TEST = 120, 30
 STEPS = 6
 BATCH = 12

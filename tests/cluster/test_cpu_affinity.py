@@ -11,6 +11,8 @@ import pytest
 from data.system.cores import cores
 from tests.cluster.runs import TOPOLOGIES, assert_one_error, start, train
 
+pytestmark = pytest.mark.nightly
+
 SLOW = "--config=tests/cluster/configs/slow.py"
 
 

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.runs import ROOT
+
+pytestmark = pytest.mark.nightly
 
 COMMAND = (sys.executable, "-m", "benchmarks.gpu")
 

@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from tests.cluster.runs import CONFIGS, ROOT, TOPOLOGIES, Topology, train
 
+pytestmark = pytest.mark.nightly
+
 CONFIG = CONFIGS / "keras_metrics.py"
 MIRRORED_3 = Topology("mirrored-3", "mirrored", ("--replicas=3", "--num_threads=1"))
 

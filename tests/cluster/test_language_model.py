@@ -8,6 +8,8 @@ import pytest
 from data.prepare.preparing import prepare
 from tests.cluster.runs import TOPOLOGIES, largest_difference, train
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:

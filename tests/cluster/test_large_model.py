@@ -6,6 +6,8 @@ import pytest
 
 from tests.cluster.runs import TOPOLOGIES, Run, largest_difference, train
 
+pytestmark = pytest.mark.nightly
+
 LARGE = "--config=tests/cluster/configs/large.py"
 
 

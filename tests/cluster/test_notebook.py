@@ -9,6 +9,8 @@ import pytest
 
 from tests.cluster.runs import ROOT
 
+pytestmark = pytest.mark.nightly
+
 NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
 
 

@@ -192,15 +192,18 @@ def test_make_command_exists(command: tuple[str, ...]) -> None:
     assert "python -m" in done.stdout
 
 
-@pytest.mark.parametrize("command", LONG, ids=ids(LONG))
-def test_flags_of_a_long_command_exist(command: tuple[str, ...]) -> None:
-    done = run(command, ROOT, "--help" if command[2].startswith("tests.") else "--helpfull")
-    # The help is also printed for a command with a flag that does not exist.
-    names = {word[2:].partition("=")[0] for word in command if word.startswith("--")}
+@pytest.mark.nightly
+@pytest.mark.parametrize("module", TOO_LONG)
+def test_flags_of_long_commands_exist(module: str) -> None:
+    words = [word for command in LONG if command[2] == module for word in command]
+    names = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
+    help_flag = "--help" if module.startswith("tests.") else "--helpfull"
+    done = run(("python", "-m", module, help_flag), ROOT)
     known = set(re.findall(r"^\s+--(?:\[no\])?(\w+)", done.stdout, re.MULTILINE))
     assert names <= known
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("argv", [c[3:] for c in TRAININGS], ids=ids(TRAININGS))
 def test_training_command_trains_on_a_machine_that_has_no_data(
     argv: tuple[str, ...], checkout: Path
@@ -244,6 +247,7 @@ def test_own_model_of_the_first_three_minutes_reaches_its_accuracy(
     assert done.result["eval"]["accuracy"] >= float(accuracy)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", OWN, ids=ids(OWN))
 def test_example_of_your_own_trains(command: tuple[str, ...], checkout_with_digits: Path) -> None:
     (name,) = (word.partition("=")[2] for word in command if word.startswith("--config="))
@@ -268,6 +272,7 @@ def test_example_of_your_own_trains(command: tuple[str, ...], checkout_with_digi
         assert [line.split(",")[0] for line in lines] == ["10", "20"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", CHECKS, ids=ids(CHECKS))
 def test_check_starts_nothing_and_prints_where_variables_would_be(
     command: tuple[str, ...], checkout: Path
@@ -310,6 +315,7 @@ def test_clicks_of_the_documentation_are_generated(checkout: Path) -> None:
     assert (checkout / "datasets" / "clicks" / "clicks.json").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", INSPECT, ids=ids(INSPECT))
 def test_inspect_command_ends_well(command: tuple[str, ...], checkout_with_digits: Path) -> None:
     if "--ids" in command:
@@ -322,6 +328,7 @@ def test_inspect_command_ends_well(command: tuple[str, ...], checkout_with_digit
         assert name in ("--verify", "--ids") or (checkout_with_digits / path).exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", DOCTOR, ids=ids(DOCTOR))
 def test_doctor_finds_nothing_wrong(command: tuple[str, ...], checkout_with_digits: Path) -> None:
     done = run(command, checkout_with_digits, "--deadline_secs=90")
@@ -338,6 +345,7 @@ def finished_run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return model_dir
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", PREDICT, ids=ids(PREDICT))
 def test_exported_model_predicts(command: tuple[str, ...], finished_run: Path) -> None:
     done = run(command, ROOT, **{"runs/RUN": str(finished_run)})
@@ -345,6 +353,7 @@ def test_exported_model_predicts(command: tuple[str, ...], finished_run: Path) -
     assert len(done.stdout.splitlines()) >= 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", READING, ids=ids(READING))
 def test_command_that_reads_runs_ends_well(
     command: tuple[str, ...], finished_run: Path, tmp_path: Path

@@ -10,6 +10,8 @@ import pytest
 
 from tests.cluster.runs import ROOT, TOPOLOGIES, Process, train
 
+pytestmark = pytest.mark.nightly
+
 
 def tool(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.slow_link import SlowLink
 from data.system import files, object_store
 from tests.cluster.runs import (
@@ -23,7 +25,7 @@ from tests.cluster.runs import (
 from tests.s3 import link, needs_s3, url
 
 __all__ = ["link", "url"]  # Fixtures.
-pytestmark = needs_s3
+pytestmark = [needs_s3, pytest.mark.nightly]
 
 # A checkpoint of the digits' network, 0.5 MB, takes seconds.
 _SLOW_BYTES_PER_SEC = 200e3

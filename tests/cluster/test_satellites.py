@@ -58,7 +58,9 @@ def modules_in(directory: Path) -> list[str]:
 @pytest.mark.parametrize(
     "satellite",
     [
-        pytest.param(name, marks=pytest.mark.quick if name == "data.prepare" else ())
+        pytest.param(
+            name, marks=pytest.mark.quick if name == "data.prepare" else pytest.mark.nightly
+        )
         for name in satellites()
     ],
 )

@@ -41,10 +41,9 @@ def host_flags(num_workers: int) -> tuple[str, str]:
     return f"--ps_hosts={ps}", f"--worker_hosts={', '.join(workers)}"
 
 
-# Each is once the first, and once the last.
 @pytest.mark.parametrize(
     "order",
-    [(PS, WORKER_0, WORKER_1), (WORKER_0, WORKER_1, PS), (WORKER_1, PS, WORKER_0)],
+    [(PS, WORKER_0, WORKER_1), (WORKER_1, WORKER_0, PS)],
     ids=lambda order: ", ".join(map(str, order)),
 )
 def test_three_terminals_in_any_order(order: Sequence[Task], digits: Path, tmp_path: Path) -> None:

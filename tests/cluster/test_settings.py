@@ -96,8 +96,7 @@ def test_settings_with_which_nothing_trains_are_explained(
     assert not (model_dir / "config.json").exists()
 
 
-@pytest.mark.parametrize("topology", ["mirrored-1", "multiworker-2"])
-def test_runs_with_deterministic_ops_train(topology: str, digits: Path, tmp_path: Path) -> None:
+def test_run_with_deterministic_ops_trains(digits: Path, tmp_path: Path) -> None:
     flags = (f"--data_dir={digits}", "--train_steps=5")
-    ended = run(topology, tmp_path / "run", {"TF_DETERMINISTIC_OPS": "1"}, *flags)
+    ended = run("mirrored-1", tmp_path / "run", {"TF_DETERMINISTIC_OPS": "1"}, *flags)
     assert ended.exit_code == 0, ended.stderr

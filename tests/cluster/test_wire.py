@@ -1,5 +1,7 @@
 """`--wire_dtype`, `--read_dtype`: messages of 16 bits train like 32 bits, up to rounding."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from strategies.cluster.tf_config import local_cluster
 from tests.cluster.runs import (
     TOPOLOGIES,
+    Run,
     assert_one_error,
     by_hand,
     largest_difference,
@@ -19,6 +22,7 @@ FLAGS = (
     "--learning_rate=0.1",
     "--train_steps=40",
 )
+ONLY_TABLES = "--config=tests/cluster/configs/only_tables.py"
 
 
 def test_synchronous_gradients_of_16_bits_end_near_the_weights_of_one_device(
@@ -62,6 +66,18 @@ def test_tasks_with_different_wire_dtypes_are_refused(digits: Path, tmp_path: Pa
     assert_one_error(runs["worker 1"], "differ in --wire_dtype (float16 here)")
 
 
+@pytest.fixture(scope="module")
+def exact_of(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Returns the run of a topology without dense variables and without rounding."""
+
+    @functools.cache
+    def trained(name: str, *flags: str) -> Run:
+        directory = tmp_path_factory.mktemp(f"exact-{name}")
+        return train(TOPOLOGIES[name], directory, ONLY_TABLES, f"--data_dir={digits}", *flags)
+
+    return trained
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "value_bytes"),
     [
@@ -73,13 +89,16 @@ def test_tasks_with_different_wire_dtypes_are_refused(digits: Path, tmp_path: Pa
     ],
 )
 def test_rows_of_a_model_without_dense_variables_are_rounded(
-    name: str, flags: tuple[str, ...], value_bytes: int, digits: Path, tmp_path: Path
+    name: str,
+    flags: tuple[str, ...],
+    value_bytes: int,
+    exact_of: Callable[..., Run],
+    digits: Path,
+    tmp_path: Path,
 ) -> None:
     """Without rounding the weights would differ by less than 1e-6: test_parity.py has more."""
-    given = ("--config=tests/cluster/configs/only_tables.py", f"--data_dir={digits}")
-    alone = train(TOPOLOGIES["mirrored-1"], tmp_path / "alone", *given)
-    run = train(TOPOLOGIES[name], tmp_path / "run", *given, *flags)
-    exact = train(TOPOLOGIES[name], tmp_path / "exact", *given, *flags[1:])
+    alone, exact = exact_of("mirrored-1"), exact_of(name, *flags[1:])
+    run = train(TOPOLOGIES[name], tmp_path, ONLY_TABLES, f"--data_dir={digits}", *flags)
     assert largest_difference(alone.variables(), exact.variables()) < 1e-6
     assert 1e-5 < largest_difference(alone.variables(), run.variables()) < 2e-2
     # A batch of 40 examples has 8 ids each. Under ps an id travels twice.

@@ -9,6 +9,8 @@ from tests.models.__main__ import MAX_EXPORT_ERROR, MODELS, MODES, compare, expo
 from tests.models.examples import write_examples
 from trainer.config import load_recipe
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.quick
 def test_each_model_has_a_config() -> None:

@@ -13,6 +13,8 @@ from data.system.stopwatch import CAUSES
 from tests.cluster.runs import ROOT, TOPOLOGIES, start
 from trainer.run_record.goodput import goodput
 
+pytestmark = pytest.mark.nightly
+
 
 def started_at(pid: int) -> float:
     """When a process was made. Not psutil's time, which is up to a second early."""
