@@ -26,7 +26,7 @@ from data.system.compat.collective_abort import abort_collectives
 from data.system.compat.determinism import timestamp
 from data.system.compat.interpreter_lock import interpreter_lock_released
 from strategies.base import STEPS, Batch, Tensor
-from strategies.cluster.peers import SilentPeerError, UnknownHostError, identify
+from strategies.cluster.peers import AbsentPeerError, UnknownHostError, identify
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.cluster.watching import silence_of, watch_peers
@@ -132,16 +132,16 @@ class MultiWorkerExecutor(MirroredExecutor):
         TensorFlow connects them.
 
         Raises:
-            ClusterError: another program serves at a worker's address, or a host name cannot be
-                resolved.
-            PeerLostError: a worker started and died again meanwhile.
+            ClusterError: another program serves at a worker's address.
+            PeerLostError: a worker started and died again meanwhile, or the name of its host stays
+                unknown for a minute.
         """
         # The resolver reads the environment; evaluators do not belong to the training cluster.
         os.environ["TF_CONFIG"] = cluster.training_tf_config()
         try:
             processes = wait_for_peers(cluster)
-        except SilentPeerError as error:
-            raise PeerLostError("A worker does not answer", error) from error
+        except AbsentPeerError as error:
+            raise PeerLostError("A worker cannot be reached", error) from error
         log.info("All %d workers are there; connecting.", cluster.num("worker"))
         experimental = tf.distribute.experimental
         implementation = experimental.CommunicationImplementation[transfer.communication.upper()]

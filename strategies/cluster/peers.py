@@ -14,6 +14,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import math
 import os
 import re
 import socket
@@ -30,13 +31,14 @@ log = logging.getLogger(__name__)
 
 _POLL_SECS = 0.2
 _REPORT_SECS = 10.0
-# How long a host name may be unknown: some schedulers create names as tasks start.
+# How long a host name may be unknown, where no scheduler creates names as tasks start.
 _UNKNOWN_HOST_SECS = 60.0
 # How long another program may answer at the address of a task, before that is an error.
 _STRANGER_SECS = 10.0
 # How long an address may accept connections without an answer, as a server on a busy machine does.
 _SILENT_SECS = 60.0
 _ANSWER_SECS = 2.0
+_SCHEDULED = frozenset({"KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID"})
 _NUM_PARALLEL = 16  # Tasks that are looked for at the same time.
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
@@ -49,8 +51,8 @@ class UnknownHostError(OSError):
     """The name of a host cannot be resolved at the moment."""
 
 
-class SilentPeerError(RuntimeError):
-    """A process at the address of a task accepts connections and does not answer."""
+class AbsentPeerError(RuntimeError):
+    """A task has not been at its address for too long; it may be there after a restart."""
 
 
 def check_own_address(cluster: Cluster) -> None:
@@ -121,9 +123,12 @@ def wait_for_servers(cluster: Cluster) -> None:
     Meanwhile the chief's own port accepts connections, for `watch_chief` in the servers.
 
     Raises:
-        ClusterError: another program or another task serves at an address, or a host name is
-            unknown for a minute.
-        SilentPeerError: a process at an address accepts connections and does not answer.
+        ClusterError: another program or another task serves at an address.
+        AbsentPeerError: a process at an address accepts connections and does not answer, or a host
+            name is unknown for a minute.
+
+    Kubernetes and Slurm may start a task later, and give its address to others before: then neither
+    an unknown name nor another task or program there is an error.
     """
     servers = [task for task in cluster.trainers if task.job in ("worker", "ps")]
     is_identified = Identification(cluster, identify)
@@ -160,14 +165,16 @@ class Identification:
     def __init__(self, cluster: Cluster, identify_at: Callable[[str], Identity]) -> None:
         self._cluster = cluster
         self._identify_at = identify_at
+        self._is_patient = _is_scheduled()
         self._strange_since: dict[Task, float] = {}
 
     def __call__(self, task: Task) -> bool:
         """Returns True if `task` is at its address.
 
         Raises:
-            ClusterError: another program or another task has been there for 10 s.
-            SilentPeerError: a process there has not answered for a minute.
+            ClusterError: another program or another task has been there for 10 s, and no
+                scheduler may give the address to another one.
+            AbsentPeerError: a process there has not answered for a minute.
         """
         address = self._cluster.address_of(task)
         expected = f"{task} should serve at {address}, but"
@@ -176,17 +183,22 @@ class Identification:
             return True
         if isinstance(answer, Task) and self._cluster.generation is not None:
             return False  # Of another generation: its launcher will end it.
-        if isinstance(answer, Task):
-            raise ClusterError(
-                f"{expected} {answer} of another cluster answers there. Start {task} with the same "
-                "addresses as this task, or correct the address."
-            )
         if answer is None:
             self._strange_since.pop(task, None)
             return False
         strange_secs = _secs_since(self._strange_since, task)
+        if self._is_patient and answer != "silent":
+            if strange_secs == 0:
+                who = "another program" if answer == "stranger" else f"{answer} of another cluster"
+                log.warning("%s %s answers there. Waiting for %s.", expected, who, task)
+            return False
+        if isinstance(answer, Task) and strange_secs > _STRANGER_SECS:
+            raise ClusterError(
+                f"{expected} {answer} of another cluster answers there. Start {task} with the same "
+                "addresses as this task, or correct the address."
+            )
         if answer == "silent" and strange_secs > _SILENT_SECS:
-            raise SilentPeerError(
+            raise AbsentPeerError(
                 f"{expected} the process there accepts connections and has not answered for "
                 f"{_SILENT_SECS:.0f} s. It is stopped, or it is not a TensorFlow server. Continue "
                 "or restart that task, or correct the address."
@@ -276,21 +288,21 @@ def wait_until_all_are_there(
     `is_there` is called on several threads. Reports every 10 s who is missing.
 
     Raises:
-        ClusterError: the name of a host has been unknown for a minute.
+        AbsentPeerError: the name of a host has been unknown for a minute, and no scheduler may
+            create it.
     """
+    limit_secs = math.inf if _is_scheduled() else _UNKNOWN_HOST_SECS
     unknown_since: dict[Task, float] = {}
 
     def look(task: Task) -> bool:
         try:
             found = is_there(task)
         except UnknownHostError as error:
-            is_late = _secs_since(unknown_since, task) > _UNKNOWN_HOST_SECS
+            is_late = _secs_since(unknown_since, task) > limit_secs
             if is_late and cluster.generation is None:  # Else the others continue without it.
-                raise ClusterError(
-                    f"The host of {task} ({cluster.address_of(task)}) is unknown here: "
-                    f"its name could not be resolved for {_UNKNOWN_HOST_SECS:g} s ({error}). "
-                    "Correct the name; or, if a scheduler creates names as tasks start, start "
-                    "this task again later."
+                raise AbsentPeerError(
+                    f"The host of {task} ({cluster.address_of(task)}) is unknown here: its name "
+                    f"could not be resolved for {limit_secs:g} s ({error}). Correct the name"
                 ) from None
             return False
         unknown_since.pop(task, None)
@@ -310,6 +322,11 @@ def wait_until_all_are_there(
                 listed = (f"{t} ({cluster.address_of(t)}{notes.get(t, '')})" for t in missing)
                 log.info("waiting for %s", ", ".join(listed))
             time.sleep(_POLL_SECS)
+
+
+def _is_scheduled() -> bool:
+    """Returns True if a scheduler starts the tasks, and starts them again elsewhere."""
+    return not _SCHEDULED.isdisjoint(os.environ)
 
 
 def _secs_since(times: dict[Task, float], task: Task) -> float:

@@ -33,7 +33,7 @@ from data.system.compat.lookup_tables import capture_outside_of_branches
 from data.tickets import DiskTickets, ticket_source
 from strategies.base import STEPS, Executor, Made, Tensor
 from strategies.cluster.peers import (
-    SilentPeerError,
+    AbsentPeerError,
     all_answer,
     host_of,
     identify,
@@ -137,14 +137,14 @@ class ParameterServerExecutor(Executor):
         tasks while TensorFlow connects to them.
 
         Raises:
-            ClusterError: a task has another name or runs other versions than it should, or the name
-                of a host stays unknown for a minute.
-            PeerLostError: a task started and went away again, or serves another chief.
+            ClusterError: a task has another name or runs other versions than it should.
+            PeerLostError: a task started and went away again, or serves another chief, or the name
+                of its host stays unknown for a minute.
         """
         try:
             wait_for_servers(cluster)
-        except SilentPeerError as error:
-            raise PeerLostError("A task does not answer", error) from error
+        except AbsentPeerError as error:
+            raise PeerLostError("A task cannot be reached", error) from error
         coordinator = cluster
         if cluster.task.job != "chief":
             host = cluster.address.rpartition(":")[0]

@@ -14,6 +14,7 @@ import pytest
 from data.system.compat.connections import cut_connections
 from strategies.cluster import peers, watching
 from strategies.cluster.peers import (
+    AbsentPeerError,
     UnknownHostError,
     all_answer,
     check_own_address,
@@ -87,7 +88,10 @@ def test_chief_finds_its_servers(servers: Cluster) -> None:
     wait_for_servers(servers)
 
 
-def test_server_of_another_cluster_is_refused(servers: Cluster) -> None:
+def test_server_of_another_cluster_is_refused(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.cluster.peers._STRANGER_SECS", 0.5)
     swapped = ps_cluster(servers.jobs["ps"][0], servers.jobs["worker"][0])
     with pytest.raises(ClusterError, match=r"worker 0 should serve .* but ps 0 of another cluster"):
         wait_for_servers(swapped)
@@ -108,9 +112,34 @@ def test_unknown_host_is_waited_for_and_then_refused(
     monkeypatch.setattr(peers, "_UNKNOWN_HOST_SECS", 0.5)
     started = time.monotonic()
     cluster = ps_cluster(f"{UNKNOWN}:1", servers.jobs["ps"][0])
-    with pytest.raises(ClusterError, match=f"worker 0 \\({UNKNOWN}:1\\) is unknown"):
+    with pytest.raises(AbsentPeerError, match=f"worker 0 \\({UNKNOWN}:1\\) is unknown"):
         wait_for_servers(cluster)
     assert time.monotonic() - started > 0.5
+
+
+@pytest.mark.parametrize("scheduler", ["KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID"])
+def test_scheduler_may_create_names_late_and_give_addresses_to_others_before(
+    scheduler: str,
+    servers: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(scheduler, "10.0.0.1")
+    monkeypatch.setattr(peers, "_UNKNOWN_HOST_SECS", 0.1)
+    monkeypatch.setattr(peers, "_STRANGER_SECS", 0.1)
+    with stranger() as address:
+        # Of worker 0: unknown, then of another program, of another cluster's task, and its own.
+        places = iter([UNKNOWN + ":1"] * 3 + [address] * 3 + [servers.jobs["ps"][0]] * 3)
+        late = ps_cluster(servers.jobs["worker"][0], servers.jobs["ps"][0])
+        own = servers.address_of(Task("worker", 0))
+
+        def identify_later(address: str) -> peers.Identity:
+            return identify(next(places, own) if address == own else address)
+
+        is_there = peers.Identification(late, identify_later)
+        wait_until_all_are_there(late, [Task("worker", 0)], is_there)
+    assert next(places, None) is None
+    assert "another program answers there. Waiting for worker 0" in caplog.text
 
 
 def test_time_of_an_unknown_host_begins_anew_once_it_was_known(
