@@ -21,6 +21,8 @@ from tests.chaos.on_hosts import HostsRun
 from tests.cluster.runs import TOPOLOGIES, Topology, train
 from tests.faults.disks import mounted
 
+pytestmark = pytest.mark.nightly
+
 EVERY_STEPS = 40
 PLANS = {
     TOPOLOGIES["mirrored-2"]: ["kill worker 0", "kill launcher"],
