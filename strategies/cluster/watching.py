@@ -3,6 +3,7 @@
 watch_peers(cluster, 150, on_silent)            # returns immediately
 """
 
+import concurrent.futures
 import contextlib
 import logging
 import math
@@ -115,8 +116,10 @@ def silence_of(cluster: Cluster, silent: Sequence[Task]) -> str:
     """
     own, *hosts = (host_of(cluster.address_of(t)) for t in (cluster.task, *cluster.other_trainers))
     others = {host: t for host, t in zip(hosts, cluster.other_trainers, strict=True) if host != own}
-    asked = list(others.values())[:_ASKED]
-    if len(asked) > 1 and not any(is_reachable(cluster.address_of(task)) for task in asked):
+    asked = [cluster.address_of(task) for task in others.values()][:_ASKED]
+    with concurrent.futures.ThreadPoolExecutor(_ASKED) as pool:  # Each may take a second.
+        is_alone = len(asked) > 1 and not any(pool.map(is_reachable, asked))
+    if is_alone:
         return (
             f"no other host answers: {own} is probably cut off from the network, or all others "
             "have ended"
