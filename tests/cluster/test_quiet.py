@@ -7,7 +7,9 @@ import pytest
 from tests.unit.compat.test_quiet import noise_in, run
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "multiworker", "ps"])
+@pytest.mark.parametrize(
+    "strategy", ["mirrored", pytest.param("multiworker", marks=pytest.mark.nightly), "ps"]
+)
 def test_training_and_its_commands_are_quiet(strategy: str, tmp_path: Path) -> None:
     data_dir, model_dir = tmp_path / "digits", tmp_path / "run"
     flags = (f"--strategy={strategy}", f"--data_dir={data_dir}", f"--model_dir={model_dir}")

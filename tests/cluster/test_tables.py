@@ -45,7 +45,7 @@ def assert_equal(run: Run, expected: Run) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (FOUR_AND_THREE, TOPOLOGIES["mirrored-2"]),
+        pytest.param(FOUR_AND_THREE, TOPOLOGIES["mirrored-2"], marks=pytest.mark.nightly),
         (TOPOLOGIES["multiworker-2"], ONE_AND_TWO),
     ],
     ids=str,

@@ -45,6 +45,7 @@ def test_1_then_4_then_2_then_3_workers_train_to_the_same_weights(
     assert difference_from(undisturbed, model_dir) < 1e-5
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_host_that_was_frozen_while_another_took_over_does_no_harm(
     flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
@@ -72,6 +73,7 @@ def test_host_that_was_frozen_while_another_took_over_does_no_harm(
     assert difference_from(undisturbed, model_dir) < 1e-5
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_host_that_returns_with_another_config_is_refused_and_the_run_continues(
     flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
