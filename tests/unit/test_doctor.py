@@ -151,6 +151,19 @@ def test_slow_link_is_named_by_its_sender_receiver_or_pair() -> None:
     assert "it receives 10.0 MB/s from worker 2 (c:2222)" in finding.text
 
 
+def test_rates_between_tasks_of_one_host_depend_on_its_load_and_are_no_finding() -> None:
+    addresses = {"worker 0": "a:2222", "worker 1": "a:2223", "worker 2": "c:2222"}
+    reports = healthy()
+    for name, report in reports.items():
+        report |= {"address": addresses[name], "addresses": addresses}
+    reports["worker 0"]["meetings"]["worker 1"]["mb_per_sec"] = 10.0
+    cluster = Cluster({"worker": dict(enumerate(addresses.values()))}, Task("worker", 0))
+    assert findings(reports, cluster, deadline_secs=30.0) == []
+    reports["worker 0"]["meetings"]["worker 2"]["mb_per_sec"] = 10.0
+    (finding,) = findings(reports, cluster, deadline_secs=30.0)
+    assert finding.task == "worker 0"
+
+
 def test_clock_memory_disk_gpus_and_ports() -> None:
     clock = healthy()
     for name in ("worker 0", "worker 2"):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from strategies.cluster.peers import host_of
 from strategies.cluster.tf_config import Cluster
 from trainer.doctor.exchange import Json
 
@@ -166,12 +167,16 @@ def _versions(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding
 
 
 def _rates(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
-    """Tasks, or pairs of tasks, whose links are slow."""
+    """Tasks, or pairs of tasks, whose links are slow. Tasks of one host have no link."""
+
+    def host(name: str) -> str:
+        return host_of(_address(cluster, name))
+
     rates = {
         (sender, receiver): state["mb_per_sec"]
         for receiver, report in reports.items()
         for sender, state in report["meetings"].items()
-        if "mb_per_sec" in state
+        if "mb_per_sec" in state and host(sender) != host(receiver)
     }
     if len(rates) < 2:
         return
