@@ -88,7 +88,7 @@ def indexed_job(path: Path) -> Iterator[Started]:
     service, job = kind(path, "Service"), kind(path, "Job")
     name = job["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
     subdomain = job["spec"]["template"]["spec"]["subdomain"]
     assert subdomain == service["metadata"]["name"]
     return pods_of_job(job["spec"], name, {}, subdomain)
@@ -295,19 +295,32 @@ def test_pods_are_unprivileged_have_time_to_save_and_share_the_volume() -> None:
     assert len(pods) == 9
     for _, pod in pods:
         assert pod["terminationGracePeriodSeconds"] > flags.FLAGS["grace_secs"].default
-        assert pod["securityContext"]["runAsNonRoot"]
-        assert pod["securityContext"]["runAsUser"] == UID
+        # What a namespace with the standard "restricted" asks for.
+        assert pod["automountServiceAccountToken"] is False
+        allowed = pod["securityContext"]
+        assert allowed["runAsNonRoot"]
+        assert allowed["runAsUser"] == UID
+        assert allowed["seccompProfile"] == {"type": "RuntimeDefault"}
+        # Otherwise each start changes the owner of every file of the volume.
+        assert allowed["fsGroupChangePolicy"] == "OnRootMismatch"
         (container,) = pod["containers"]
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["image"].rpartition(":")[2] not in ("", "latest")
-        (claimed,) = pod["volumes"]
+        claimed, shared = pod["volumes"]
+        mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert mounted == {claimed["name"]: "/data", shared["name"]: "/dev/shm"}
+        assert shared["emptyDir"]["medium"] == "Memory"
         assert claimed["persistentVolumeClaim"]["claimName"] == volume["metadata"]["name"]
 
 
 def test_only_pods_of_the_cluster_reach_it() -> None:
     policy = kind(KUBERNETES / "network-policy.yaml", "NetworkPolicy")["spec"]
     ours = policy["podSelector"]["matchLabels"]
-    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": ours}}]}]
+    tasks, prometheus = policy["ingress"]
+    assert tasks == {"from": [{"podSelector": {"matchLabels": ours}}]}
+    assert [port["port"] for port in prometheus["ports"]] == [9100]
+    assert all("namespaceSelector" in each for each in prometheus["from"])
     assert {"Ingress", "Egress"} == set(policy["policyTypes"])
     text = "".join(path.read_text() for path in KUBERNETES.glob("*.yaml"))
     assert text.count("labels: {app: trainer}") == len(list(pod_specs()))
@@ -328,7 +341,10 @@ def test_jobs_restart_by_exit_code() -> None:
     found = list(jobs())
     assert len(found) == 5
     for job in found:
-        fails, restarts, evicted = job["podFailurePolicy"]["rules"]
+        # The first rule that fits counts.
+        evicted, fails, restarts = job["podFailurePolicy"]["rules"]
+        # Kubernetes up to 1.31 and Kubeflow Trainer 2.0 and 2.1 refuse a condition without status.
+        assert evicted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
         assert fails["action"] == "FailJob"
         assert fails["onExitCodes"]["values"] == [EXIT_BUG, EXIT_USAGE]
         assert restarts["action"] == evicted["action"] == "Ignore"
