@@ -98,7 +98,7 @@ def _hooks(spec: TaskSpec, parts: Parts, console: Console | None) -> list[Hook]:
         parts,
         console,
         document,
-        progress_writers(spec.metrics_address, spec.model_dir, steps),
+        progress_writers(spec.metrics_listener, spec.model_dir, steps),
         evaluates=not spec.has_evaluator,
         standby_every_steps=spec.ps_standby,
     )

@@ -1,5 +1,6 @@
 """TaskSpec: what one task must do, checked; from the command line to the code that does it."""
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class TaskSpec:
     flags: Sequence[str] = ()  # The flags that choose the strategy, for `--model_dir=RUN` alone.
     grace_secs: float = 30.0
     stall_timeout_secs: float = 300.0
-    metrics_address: tuple[str, int] | None = None  # Where the chief serves a page of metrics.
+    metrics_listener: socket.socket | None = None  # Of the chief, for readers of its metrics.
 
     @property
     def has_evaluator(self) -> bool:

@@ -3,14 +3,17 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 
 from strategies.cluster.peers import identify
+from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Task
 from tests.cluster.runs import TOPOLOGIES, Process, assert_one_error, start
 from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
@@ -36,6 +39,21 @@ def namespace_of(process: psutil.Process) -> Namespace:
         != os.stat(f"/proc/self/ns/{kind}").st_ino
     ]
     return Namespace([os.open(f"/proc/{process.pid}/ns/{kind}", os.O_RDONLY) for kind in kinds])
+
+
+def test_metrics_of_an_isolated_chief_are_read_from_outside(
+    can_isolate: None, digits: Path, tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    flags = (SLOW, f"--data_dir={digits}", "--isolate=on", f"--metrics_port={port}")
+    with start(TOPOLOGIES["multiworker-2"], tmp_path, *flags) as process:
+        process.wait_for_step(20)
+        url = f"http://127.0.0.1:{port}/metrics"
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            page = answer.read().decode()
+        process.send(signal.SIGTERM)
+        assert process.wait().exit_code == 75
+    assert 'trainer_loss{split="train"}' in page
 
 
 @pytest.mark.parametrize("isolate", ["auto", "off"])

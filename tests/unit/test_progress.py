@@ -4,6 +4,7 @@ import datetime
 import http.server
 import ipaddress
 import json
+import socket
 import ssl
 import threading
 import urllib.error
@@ -32,28 +33,36 @@ TRAIN = {
 }
 
 
-def get(page: MetricsPage, path: str = "/metrics") -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{page.port}{path}", timeout=60) as answer:
+def get(listener: socket.socket, path: str = "/metrics") -> str:
+    port = listener.getsockname()[1]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         return str(answer.read().decode())
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[MetricsPage]:
-    made = MetricsPage("127.0.0.1", 0, str(tmp_path), last_step=1000)
+def listener() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+@pytest.fixture
+def page(listener: socket.socket, tmp_path: Path) -> Iterator[MetricsPage]:
+    made = MetricsPage(listener, str(tmp_path), last_step=1000)
     yield made
     made.end(1000)
 
 
-def test_page_has_the_step_and_the_newest_values(page: MetricsPage, tmp_path: Path) -> None:
+def test_page_has_the_step_and_the_newest_values(
+    page: MetricsPage, listener: socket.socket, tmp_path: Path
+) -> None:
     page.begin(0)
-    assert "trainer_step 0\n" in get(page)
+    assert "trainer_step 0\n" in get(listener)
     page.write(100, "train", TRAIN)
     page.write(100, "eval", {"loss": 0.75, "best": float("nan")})
     page(110, Metrics())
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "restarts.jsonl").write_text("{}\n{}\n")
-    assert get(page).splitlines() == [
+    assert get(listener).splitlines() == [
         "# TYPE trainer_best gauge",
         'trainer_best{split="eval"} NaN',
         "# TYPE trainer_examples gauge",
@@ -77,9 +86,9 @@ def test_page_has_the_step_and_the_newest_values(page: MetricsPage, tmp_path: Pa
     ]
 
 
-def test_other_paths_are_not_found(page: MetricsPage) -> None:
+def test_other_paths_are_not_found(page: MetricsPage, listener: socket.socket) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404") as caught:
-        get(page, "/")
+        get(listener, "/")
     with caught.value as error:
         assert b"/metrics" in error.read()
 

@@ -36,6 +36,8 @@ from trainer.hooks.tracker_names import reached_over_network
 
 log = logging.getLogger(__name__)
 
+METRICS_FD = "TRAINER_METRICS_FD"  # Names the descriptor of a socket that a launcher has made.
+
 
 def read_recipe() -> Recipe:
     """The recipe that --config names, with the fields that flags set, checked."""
@@ -72,13 +74,7 @@ def _check_epochs() -> None:
 
 
 def check_isolation(recipe: Recipe) -> None:
-    """Refuses `--isolate=on` if tasks need the network to read, to write or to be observed."""
-    metrics_address(listens=False)
-    if flags.ISOLATE.value == "on" and flags.METRICS_PORT.present:
-        raise ConfigError(
-            f"--isolate=on separates the tasks from the network, but --metrics_port="
-            f"{flags.METRICS_PORT.value} is reached over the network. Use --isolate=auto."
-        )
+    """Refuses `--isolate=on` if tasks need the network to read or to write."""
     urls = [*_at_s3(recipe.config), reached_over_network(recipe.config.trackers)]
     if flags.ISOLATE.value == "on" and (urls := list(filter(None, urls))):
         raise ConfigError(
@@ -87,25 +83,28 @@ def check_isolation(recipe: Recipe) -> None:
         )
 
 
-def metrics_address(*, listens: bool) -> tuple[str, int] | None:
-    """The address of the page of metrics; None without --metrics_port.
+def metrics_listener(*, is_chief: bool) -> socket.socket | None:
+    """A socket that listens for readers of the chief's metrics; None without --metrics_port.
 
-    If this task `listens`, raises ConfigError if it cannot.
+    A launcher listens before it starts the chief, whose network may be another one, and gives it
+    the socket by the variable METRICS_FD.
+
+    Raises ConfigError if nothing can listen at that address.
     """
     host, port = flags.METRICS_HOST.value, flags.METRICS_PORT.value
     if port is None and flags.METRICS_HOST.present:
         raise ConfigError("--metrics_host needs --metrics_port, without which nothing is served.")
-    if port is None:
+    if port is None or not is_chief:
         return None
+    if inherited := os.environ.pop(METRICS_FD, None):
+        return socket.socket(fileno=int(inherited))
     try:
-        if listens:
-            socket.create_server((host, port)).close()
+        return socket.create_server((host, port))
     except OSError as error:
         raise ConfigError(
             f"--metrics_port={port} cannot be listened at on {host}: {error.strerror}. Give "
             "another --metrics_port, or an address of this machine as --metrics_host."
         ) from None
-    return host, port
 
 
 def _at_s3(config: Config) -> list[str]:

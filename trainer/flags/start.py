@@ -18,7 +18,7 @@ from trainer import flags, tf_setup
 from trainer.config import Recipe, to_json
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_DONE
-from trainer.flags.checks import metrics_address, num_to_aggregate, serves
+from trainer.flags.checks import metrics_listener, num_to_aggregate, serves
 from trainer.flags.model_dir import is_default_dir, model_dir_of
 from trainer.task_spec import TaskSpec
 
@@ -59,7 +59,7 @@ def task_spec(
         "replicas_to_aggregate": num_to_aggregate(recipe, num_workers(cluster)),
         "is_checked": is_launched,
         "serves": cluster is not None and serves(cluster),
-        "metrics_address": metrics_address(listens=cluster is None or cluster.is_chief),
+        "metrics_listener": metrics_listener(is_chief=cluster is None or cluster.is_chief),
     }
     if flags.KEEP_SERVING.value:
         values["chief_timeout_secs"] = None

@@ -1,6 +1,6 @@
 """Reports for schedulers: a page of metrics for Prometheus, and the progress of Kubeflow's job.
 
-    writers = progress_writers(("127.0.0.1", 9100), model_dir, last_step=1000)
+    writers = progress_writers(socket.create_server(("", 9100)), model_dir, last_step=1000)
 
 Both are few lines over the standard library: the page is plain text, so prometheus_client is not
 needed. Neither ever ends a run.
@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import socket
 import ssl
 import threading
 import time
@@ -36,12 +37,12 @@ _NOT_SENT = ("seconds", "examples")  # The status has the progress in percent.
 
 
 def progress_writers(
-    address: tuple[str, int] | None, model_dir: str, last_step: int
+    listener: socket.socket | None, model_dir: str, last_step: int
 ) -> list[Writer]:
-    """The page at `address`, if one is given; reports to Kubeflow, if its variables are set."""
+    """The page at `listener`, if it is given; reports to Kubeflow, if its variables are set."""
     writers: list[Writer] = []
-    if address:
-        writers.append(MetricsPage(*address, model_dir, last_step))
+    if listener:
+        writers.append(MetricsPage(listener, model_dir, last_step))
     if os.environ.get(_URL):
         writers.append(KubeflowStatus(os.environ, last_step))
     return writers
@@ -58,7 +59,7 @@ def num_restarts(model_dir: str, environment: Mapping[str, str]) -> int:
 class MetricsPage(Writer):
     """Serves the newest values at http://HOST:PORT/metrics, in Prometheus' text format."""
 
-    def __init__(self, host: str, port: int, model_dir: str, last_step: int) -> None:
+    def __init__(self, listener: socket.socket, model_dir: str, last_step: int) -> None:
         self._model_dir = model_dir
         self._lock = threading.Lock()
         # Name, with its labels -> value.
@@ -79,16 +80,13 @@ class MetricsPage(Writer):
             def log_message(self, format: str, *arguments: object) -> None:
                 pass  # Requests are no news.
 
-        # The command line has checked that it can listen.
-        self._server = http.server.ThreadingHTTPServer((host, port), Handler)
+        address = listener.getsockname()
+        self._server = http.server.ThreadingHTTPServer(address, Handler, bind_and_activate=False)
+        self._server.socket.close()
+        self._server.socket = listener
         threading.Thread(
             target=self._server.serve_forever, name="metrics page", daemon=True
         ).start()
-
-    @property
-    def port(self) -> int:
-        """The port at which the page is."""
-        return int(self._server.server_address[1])
 
     def text(self) -> str:
         """The page: a line for each value, after the type of its name."""

@@ -21,7 +21,13 @@ from trainer import flags
 from trainer.config import ConfigError, Recipe, data_dir
 from trainer.config_checks import check_replicas
 from trainer.exit_codes import EXIT_RESTART, end_at_once
-from trainer.flags.checks import check_isolation, check_sizes, read_shared_settings, serves
+from trainer.flags.checks import (
+    check_isolation,
+    check_sizes,
+    metrics_listener,
+    read_shared_settings,
+    serves,
+)
 from trainer.flags.continued import print_next
 from trainer.flags.model_dir import is_default_dir, model_dir_of
 from trainer.flags.start import READY, check_before_launch, cluster_here, num_workers
@@ -59,6 +65,8 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
     cores = _cores(cluster, num_threads) if strategy == "multiworker" else {}
     model_dir = model_dir_of(recipe)
     with contextlib.ExitStack() as stack:
+        if listener := metrics_listener(is_chief=True):
+            stack.enter_context(listener)
         forks = _forks(model_dir, stack)
         _tell("checking the config, the data and the model")
         exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
@@ -75,7 +83,9 @@ def launch(recipe: Recipe, view: Callable[[str], AbstractContextManager[None]]) 
         if namespace:
             stack.enter_context(namespace)
             cluster = cluster_here(namespace.free_ports)
-        starter = TaskStarter(task_argv, cores=cores, namespace=namespace, fork_server=forks)
+        starter = TaskStarter(
+            task_argv, cores=cores, namespace=namespace, fork_server=forks, listener=listener
+        )
         supervisor = _supervisor(FixedPolicy(cluster, cluster.tasks()), starter, model_dir)
         if is_default_dir():
             point_latest_to(model_dir)
@@ -249,8 +259,6 @@ def _namespace(recipe: Recipe, model_dir: str) -> Namespace | None:
         why_not = "--isolate=off"
     elif wanted == "auto" and urls:
         why_not = f"{urls[0]} is reached over the network"
-    elif wanted == "auto" and flags.METRICS_PORT.present:
-        why_not = f"--metrics_port={flags.METRICS_PORT.value} is reached over the network"
     else:
         try:
             namespace = open_namespace()

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ import psutil
 
 from data.system.cores import affinity_env
 from strategies.cluster.tf_config import Cluster, Task
+from trainer.flags.checks import METRICS_FD
 from trainer.guards.parent_watch import ParentWatch
 from trainer.hooks.terminal import progress_in, terminal_env
 from trainer.local.fork_server import Fork, ForkServer
@@ -60,6 +62,7 @@ class TaskStarter:
     cores: Mapping[Task, Collection[int]] = field(default_factory=dict)  # Their CPU affinity.
     namespace: Namespace | None = None  # Tasks run inside it.
     fork_server: ForkServer | None = None  # If it is None or fails, tasks execute `command`.
+    listener: socket.socket | None = None  # The chief serves its metrics there.
 
     def start(self, cluster: Cluster, watch: ParentWatch, output: int) -> _Child:
         """Starts the task of `cluster`; it prints to the descriptor `output`.
@@ -69,6 +72,9 @@ class TaskStarter:
         affinity = affinity_env(self.cores.get(cluster.task, ()))
         env = {**affinity, **terminal_env(), "TF_CONFIG": cluster.tf_config()}
         namespace_fds = self.namespace.fds if self.namespace else ()
+        served = [self.listener.fileno()] if self.listener and cluster.is_chief else []
+        if served:
+            env[METRICS_FD] = str(*served)
         if self.fork_server:
             try:
                 return self.fork_server.spawn(
@@ -76,7 +82,7 @@ class TaskStarter:
                     f"{cluster.task.job}-{cluster.task.index}",
                     self.argv,
                     {**env, **watch.env},
-                    {1: output, 2: output, watch.fd: watch.fd},
+                    {1: output, 2: output, **{fd: fd for fd in (watch.fd, *served)}},
                     namespace_fds,
                 )
             except OSError as error:
@@ -87,7 +93,7 @@ class TaskStarter:
         command = [*self.command, *self.argv]
         if self.namespace:
             command = self.namespace.command(command)
-        return watch.start(command, namespace_fds, env, output)
+        return watch.start(command, [*namespace_fds, *served], env, output)
 
 
 class TaskProcess:
