@@ -4,12 +4,10 @@
     cluster = parse_hosts({"ps": "a:2222", "worker": "b:2222, c:2222"}, "worker", 0, "ps")
     os.environ["TF_CONFIG"] = cluster.training_tf_config()
 
-Every mistake a user can make here is found before TensorFlow is imported. After most of them
-TensorFlow would wait without limit for a task that does not exist.
+Mistakes are found before TensorFlow is imported, which would wait for tasks that do not exist.
 
 A job is a list of addresses, or the map that Kubernetes operators write for elastic clusters:
-`{"worker": {"3": "b:2222"}}`. TensorFlow 1 programs took the same addresses from flags:
-`--ps_hosts=a:2222 --worker_hosts=b:2222,c:2222 --job_name=worker --task_index=0`.
+`{"worker": {"3": "b:2222"}}`. Flags as in TensorFlow 1 (`--ps_hosts`) have the same addresses.
 """
 
 import dataclasses
@@ -161,8 +159,8 @@ class Cluster:
 def parse_tf_config(text: str, strategy: str) -> Cluster:
     """The Cluster that `text`, the value of `TF_CONFIG`, describes for `--strategy=<strategy>`.
 
-    Accepts spaces around addresses, a task index in quotes, and `master` for the chief. Ignores
-    keys that other programs add. Under ps, a worker or ps needs only its own address.
+    Accepts spaces around addresses, an index in quotes, none for a job of one task, and `master`
+    for the chief. Ignores unknown keys. Under ps, a worker or ps needs only its own address.
 
     Raises:
         ClusterError: the text is no such JSON object, an address is malformed or given twice, this
@@ -367,6 +365,8 @@ def _parse_task(
     config: Mapping[str, object], jobs: Mapping[str, Mapping[int, str]], form: str
 ) -> Task:
     task = config.get("task")
+    if isinstance(task, dict) and len(jobs.get(str(task.get("type")), ())) == 1:
+        task = {"index": 0, **task}
     if not isinstance(task, dict) or not {"type", "index"} <= task.keys():
         came = "none" if task is None else json.dumps(task)
         raise ClusterError(

@@ -52,7 +52,7 @@ def test_what_is_typed_takes_precedence(tmp_path: Path, monkeypatch: pytest.Monk
         assert "--config.train_steps=70" not in continued(given, typed)
     assert "--workers=3" not in continued("--strategy=mirrored", given)
     assert continued(given, f"--config={DIGITS}") == [given, f"--config={DIGITS}"]
-    monkeypatch.setenv("TF_CONFIG", '{"cluster": {}}')
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}}')
     words = continued(given)
     assert "--sync_replicas" in words
     assert "--workers=3" not in words, "it is for a cluster on this machine"

@@ -80,6 +80,28 @@ def test_one_task_is_enough_for_mirrored() -> None:
     assert cluster.is_chief
 
 
+def test_index_of_the_only_task_of_a_job_may_be_missing() -> None:
+    text = json.dumps({"cluster": {"chief": ["a:1"], "worker": WORKERS}, "task": {"type": "chief"}})
+    assert parse_tf_config(text, "multiworker").task == Task("chief", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        (None, False),
+        ("{}", False),
+        (' {"cluster": {}} ', False),
+        ('{"cluster": {}, "task": {"type": "worker", "index": 0}}', False),
+        ('{"cluster": {"worker": ["a:1"]}}', True),
+        ('{"task": {"type": "worker"}}', True),
+        ("", True),
+        ("[]", True),
+    ],
+)
+def test_empty_cluster_is_that_of_one_process(text: str | None, is_one: bool) -> None:
+    assert is_described({} if text is None else {"TF_CONFIG": text}) is is_one
+
+
 def test_map_form_spaces_and_quoted_index_are_understood() -> None:
     cluster = parse_tf_config(
         tf_config({"worker": {"1": " B : 2222 ", "0": "a:2222"}}, index="1"), "multiworker"
@@ -160,7 +182,7 @@ def test_cluster_cannot_be_changed() -> None:
         ('{"cluster": {"worker": []}}', ("no addresses", '"worker": [')),
         ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', ('"worker" twice',)),
         ('{"cluster": {"worker": ["a:1"]}}', ('needs "task"', "none", '"index": 0')),
-        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}', ('needs "task"',)),
+        ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}', ('needs "task"',)),
     ],
 )
 def test_malformed_tf_config_is_explained(text: str, substance: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ found = find("auto", os.environ, Wanted("multiworker"))
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -13,8 +14,12 @@ from strategies.cluster.tf_config import ClusterError
 
 
 def is_described(environment: Mapping[str, str]) -> bool:
-    """Returns True if TF_CONFIG is more than `{}`, which some schedulers set for one process."""
-    return environment.get("TF_CONFIG", "{}").strip() != "{}"
+    """Returns True if TF_CONFIG has a cluster; an empty one is TensorFlow's for one process."""
+    try:
+        config = json.loads(environment.get("TF_CONFIG", "{}"))
+    except json.JSONDecodeError:
+        return True  # Whoever parses it says what is wrong.
+    return not isinstance(config, dict) or (bool(config) and config.get("cluster") != {})
 
 
 class _Source(NamedTuple):
