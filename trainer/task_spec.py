@@ -32,7 +32,7 @@ class TaskSpec:
     is_verbose: bool = False
     is_quiet: bool = False
     flags: Sequence[str] = ()  # The flags that choose the strategy, for `--model_dir=RUN` alone.
-    grace_secs: float = 30.0
+    grace_secs: float = 25.0
     stall_timeout_secs: float = 300.0
     metrics_listener: socket.socket | None = None  # Of the chief, for readers of its metrics.
 

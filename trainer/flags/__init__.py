@@ -124,9 +124,10 @@ DOWNLOAD_ONLY = flags.DEFINE_boolean(
 )
 GRACE_SECS = flags.DEFINE_float(
     "grace_secs",
-    30.0,
+    25.0,
     "A task that is asked to stop (SIGTERM, Ctrl-C) saves the state of the run and stops it. After "
-    "this time it ends at once, and the run resumes from an earlier checkpoint.",
+    "this time it ends at once, and the run resumes from an earlier checkpoint. By default it fits "
+    "into the 30 s after which Slurm (KillWait) and Kubernetes kill a task.",
     lower_bound=0.0,
 )
 STALL_TIMEOUT_SECS = flags.DEFINE_float(

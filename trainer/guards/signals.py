@@ -2,7 +2,7 @@
 
     with StopSignals() as signals:
         executor = connect()                    # A signal here ends the process: no state to save.
-        signals.on_stop(executor.request_stop, grace_secs=30)   # A signal after this calls it.
+        signals.on_stop(executor.request_stop, grace_secs=25)   # A signal after this calls it.
         signals.on_peer_lost(lambda: peers.abandon("lost"))     # SIGUSR1 calls it.
 
 SIGHUP says that the terminal was closed or the connection of ssh was lost. It never counts as the

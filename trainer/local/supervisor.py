@@ -78,7 +78,7 @@ class Supervisor:
     model_dir: str | Path  # A path or a URL.
     restarts: Restarts
     _: KW_ONLY
-    grace_secs: float = 30.0  # Trainers may save for this long when they are asked to stop.
+    grace_secs: float = 25.0  # Trainers may save for this long when they are asked to stop.
     stall_timeout_secs: float = 0.0  # A task without a heartbeat for this long is killed; 0: never.
     host: str = ""  # The host of the launcher's only task, if the cluster has several hosts.
 
