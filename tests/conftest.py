@@ -14,6 +14,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 # If this shell belongs to a cluster, the tests must not join that cluster.
 os.environ.pop("TF_CONFIG", None)
+# A pod of Kubernetes is more patient than the tests.
+os.environ.pop("KUBERNETES_SERVICE_HOST", None)
 
 # The time of one hypothesis example depends on the load of the machine, not on the code.
 settings.register_profile("trainer", deadline=None)

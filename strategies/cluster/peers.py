@@ -14,7 +14,6 @@ import contextlib
 import errno
 import ipaddress
 import logging
-import math
 import os
 import re
 import socket
@@ -31,14 +30,13 @@ log = logging.getLogger(__name__)
 
 _POLL_SECS = 0.2
 _REPORT_SECS = 10.0
-# How long a host name may be unknown, where no scheduler creates names as tasks start.
-_UNKNOWN_HOST_SECS = 60.0
-# How long another program may answer at the address of a task, before that is an error.
-_STRANGER_SECS = 10.0
+# How long a host name may be unknown; and how long another program or task may answer at the
+# address of a task, before that is an error. In a pod of Kubernetes both may last longer.
+_UNKNOWN_HOST_SECS, _STRANGER_SECS = 60.0, 10.0
+_LATE_POD_SECS = 1800.0
 # How long an address may accept connections without an answer, as a server on a busy machine does.
 _SILENT_SECS = 60.0
 _ANSWER_SECS = 2.0
-_SCHEDULED = frozenset({"KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID"})
 _NUM_PARALLEL = 16  # Tasks that are looked for at the same time.
 
 _GET_STATUS = "/tensorflow.WorkerService/GetStatus"
@@ -83,7 +81,7 @@ def check_own_address(cluster: Cluster) -> None:
             "run), or give this task another port, in the configuration of every task."
         )
     with contextlib.suppress(UnknownHostError):  # Some schedulers create names as tasks start.
-        if not _leads_here(address):
+        if not _leads_here(address, _tolerated_secs(cluster, address, _STRANGER_SECS)):
             raise ClusterError(
                 f"{task} should serve at {address}, but connections to that address do not come to "
                 "this process. Give this task an address of this machine (`hostname -I` shows "
@@ -91,11 +89,11 @@ def check_own_address(cluster: Cluster) -> None:
             )
 
 
-def _leads_here(address: str) -> bool:
+def _leads_here(address: str, limit_secs: float) -> bool:
     """Returns True if a connection to `address` reaches this process, which may take a while."""
     mark = os.urandom(16)
     with held(port_of(address), mark):
-        deadline = time.monotonic() + _STRANGER_SECS
+        deadline = time.monotonic() + limit_secs
         while greeting_at(address) != mark:
             if time.monotonic() > deadline:
                 return False
@@ -125,10 +123,7 @@ def wait_for_servers(cluster: Cluster) -> None:
     Raises:
         ClusterError: another program or another task serves at an address.
         AbsentPeerError: a process at an address accepts connections and does not answer, or a host
-            name is unknown for a minute.
-
-    Kubernetes and Slurm may start a task later, and give its address to others before: then neither
-    an unknown name nor another task or program there is an error.
+            name is unknown for a minute. In a pod of Kubernetes see `_tolerated_secs`.
     """
     servers = [task for task in cluster.trainers if task.job in ("worker", "ps")]
     is_identified = Identification(cluster, identify)
@@ -165,50 +160,53 @@ class Identification:
     def __init__(self, cluster: Cluster, identify_at: Callable[[str], Identity]) -> None:
         self._cluster = cluster
         self._identify_at = identify_at
-        self._is_patient = _is_scheduled()
-        self._strange_since: dict[Task, float] = {}
+        # What is at the address of a task in its place, and since when.
+        self._strange: dict[Task, tuple[Identity, float]] = {}
 
     def __call__(self, task: Task) -> bool:
         """Returns True if `task` is at its address.
 
         Raises:
-            ClusterError: another program or another task has been there for 10 s, and no
-                scheduler may give the address to another one.
-            AbsentPeerError: a process there has not answered for a minute.
+            ClusterError: another program or another task has been there for 10 s.
+            AbsentPeerError: a process there has not answered for a minute; in a pod of Kubernetes,
+                another program or task has been there for half an hour.
         """
         address = self._cluster.address_of(task)
-        expected = f"{task} should serve at {address}, but"
         answer = self._identify_at(address)
-        if answer == task:
-            return True
+        if answer is None or answer == task:
+            self._strange.pop(task, None)
+            return answer == task
         if isinstance(answer, Task) and self._cluster.generation is not None:
             return False  # Of another generation: its launcher will end it.
-        if answer is None:
-            self._strange_since.pop(task, None)
-            return False
-        strange_secs = _secs_since(self._strange_since, task)
-        if self._is_patient and answer != "silent":
-            if strange_secs == 0:
-                who = "another program" if answer == "stranger" else f"{answer} of another cluster"
+        limit_secs = _tolerated_secs(self._cluster, address, _STRANGER_SECS)
+        is_tolerated = limit_secs > _STRANGER_SECS
+        expected = f"{task} should serve at {address}, but"
+        who = f"{answer} of another cluster" if isinstance(answer, Task) else "another program"
+        kind, since = self._strange.get(task, (None, 0.0))
+        if kind != answer:
+            since = time.monotonic()
+            self._strange[task] = answer, since
+            if is_tolerated and answer != "silent":
                 log.warning("%s %s answers there. Waiting for %s.", expected, who, task)
-            return False
-        if isinstance(answer, Task) and strange_secs > _STRANGER_SECS:
-            raise ClusterError(
-                f"{expected} {answer} of another cluster answers there. Start {task} with the same "
-                "addresses as this task, or correct the address."
-            )
-        if answer == "silent" and strange_secs > _SILENT_SECS:
+        secs = time.monotonic() - since
+        if answer == "silent" and secs > _SILENT_SECS:
             raise AbsentPeerError(
                 f"{expected} the process there accepts connections and has not answered for "
-                f"{_SILENT_SECS:.0f} s. It is stopped, or it is not a TensorFlow server. Continue "
-                "or restart that task, or correct the address."
+                f"{_SILENT_SECS:.0f} s. Continue or restart that task, or correct the address"
             )
-        if answer == "stranger" and strange_secs > _STRANGER_SECS:
+        if answer == "silent" or secs <= limit_secs:
+            return False
+        if is_tolerated:
+            raise AbsentPeerError(f"{expected} {who} has been there for {limit_secs:.0f} s")
+        if isinstance(answer, Task):
             raise ClusterError(
-                f"{expected} the process there is not a TensorFlow server. Correct the address, or "
-                "end the process that uses the port and start the task."
+                f"{expected} {who} answers there. Start {task} with the same addresses as this "
+                "task, or correct the address."
             )
-        return False
+        raise ClusterError(
+            f"{expected} the process there is not a TensorFlow server. Correct the address, or "
+            "end the process that uses the port and start the task."
+        )
 
 
 def port_of(address: str) -> int:
@@ -288,21 +286,22 @@ def wait_until_all_are_there(
     `is_there` is called on several threads. Reports every 10 s who is missing.
 
     Raises:
-        AbsentPeerError: the name of a host has been unknown for a minute, and no scheduler may
-            create it.
+        AbsentPeerError: the name of a host has been unknown for a minute, in a pod of Kubernetes
+            for half an hour.
     """
-    limit_secs = math.inf if _is_scheduled() else _UNKNOWN_HOST_SECS
     unknown_since: dict[Task, float] = {}
 
     def look(task: Task) -> bool:
         try:
             found = is_there(task)
         except UnknownHostError as error:
+            address = cluster.address_of(task)
+            limit_secs = _tolerated_secs(cluster, address, _UNKNOWN_HOST_SECS)
             is_late = _secs_since(unknown_since, task) > limit_secs
             if is_late and cluster.generation is None:  # Else the others continue without it.
                 raise AbsentPeerError(
-                    f"The host of {task} ({cluster.address_of(task)}) is unknown here: its name "
-                    f"could not be resolved for {limit_secs:g} s ({error}). Correct the name"
+                    f"the host of {task} ({address}) is unknown for {limit_secs:g} s. Correct its "
+                    f"name, or start this task again when it is known ({error})"
                 ) from None
             return False
         unknown_since.pop(task, None)
@@ -324,9 +323,15 @@ def wait_until_all_are_there(
             time.sleep(_POLL_SECS)
 
 
-def _is_scheduled() -> bool:
-    """Returns True if a scheduler starts the tasks, and starts them again elsewhere."""
-    return not _SCHEDULED.isdisjoint(os.environ)
+def _tolerated_secs(cluster: Cluster, address: str, usual_secs: float) -> float:
+    """How long an address may be unknown, or be that of something else than its task.
+
+    Kubernetes creates a name when its pod starts, and may give the address of a pod that has ended
+    to another one. The launchers of an elastic cluster decide for themselves.
+    """
+    is_pod = "KUBERNETES_SERVICE_HOST" in os.environ and cluster.generation is None
+    is_local = host_of(address) in ("localhost", "127.0.0.1", "::1")
+    return _LATE_POD_SECS if is_pod and not is_local else usual_secs
 
 
 def _secs_since(times: dict[Task, float], task: Task) -> float:

@@ -365,8 +365,10 @@ def _parse_task(
     config: Mapping[str, object], jobs: Mapping[str, Mapping[int, str]], form: str
 ) -> Task:
     task = config.get("task")
-    if isinstance(task, dict) and len(jobs.get(str(task.get("type")), ())) == 1:
-        task = {"index": 0, **task}
+    name = task.get("type") if isinstance(task, dict) else None
+    job = "chief" if name == "master" and "chief" in jobs else name
+    if isinstance(task, dict) and len(known := jobs.get(str(job), {})) == 1:
+        task = {"index": next(iter(known)), **task}
     if not isinstance(task, dict) or not {"type", "index"} <= task.keys():
         came = "none" if task is None else json.dumps(task)
         raise ClusterError(
@@ -374,7 +376,6 @@ def _parse_task(
             f'"type" and "index". Received: {came}. {form}'
         )
     index = task["index"]
-    job = "chief" if task["type"] == "master" and "chief" in jobs else task["type"]
     if not isinstance(job, str) or job not in jobs:
         change = f"Set the type to {' or '.join(map(json.dumps, jobs))}"
         raise ClusterError(
@@ -388,7 +389,6 @@ def _parse_task(
             f"TF_CONFIG's task index must be an integer from 0, but is {kind_of(index)}: "
             f'{json.dumps(index)}. Write "task": {{"type": "{job}", "index": 0}}.'
         )
-    known = jobs[job]
     if index not in known:
         is_range = _is_complete(known) and len(known) > 1
         which = f"0 to {len(known) - 1}" if is_range else ", ".join(map(str, known))

@@ -175,9 +175,8 @@ def test_unknown_host_ends_the_run_with_75_after_a_minute(digits: Path, tmp_path
     jobs = {"worker": "unknown.invalid:1", "ps": f"localhost:{free_ports(1)[0]}"}
     run = run_chief(jobs, digits, tmp_path, under=(sys.executable, "-c", IMPATIENT))
     assert run.exit_code == 75, run.stderr
-    assert "worker 0 (unknown.invalid:1) is unknown here" in run.stderr
-    assert "for 1 s" in run.stderr
-    assert "Correct the name" in run.stderr
+    assert "the host of worker 0 (unknown.invalid:1) is unknown for 1 s" in run.stderr
+    assert "Correct its name, or start this task again" in run.stderr
     assert not (tmp_path / "config.json").exists()
 
 

@@ -113,7 +113,7 @@ def children() -> set[psutil.Process]:
 def run_host(
     model_dir: Path, index: int, body: str, max_restarts: int, *, chief_on: str = ""
 ) -> LaunchReport:
-    """Runs worker `index` of the hosts host-a and host-b; of ps, if a host has the chief."""
+    """Runs worker `index` of the hosts host-a and host-b, under ps if a host has the chief."""
     task = Task("worker", index)
     jobs = {"worker": {0: "host-a:2222", 1: "host-b:2222"}}
     if chief_on:

@@ -314,13 +314,16 @@ def test_pods_are_unprivileged_have_time_to_save_and_share_the_volume() -> None:
         assert claimed["persistentVolumeClaim"]["claimName"] == volume["metadata"]["name"]
 
 
-def test_only_pods_of_the_cluster_reach_it() -> None:
+def test_only_pods_of_the_cluster_and_prometheus_reach_it() -> None:
     policy = kind(KUBERNETES / "network-policy.yaml", "NetworkPolicy")["spec"]
     ours = policy["podSelector"]["matchLabels"]
     tasks, prometheus = policy["ingress"]
     assert tasks == {"from": [{"podSelector": {"matchLabels": ours}}]}
-    assert [port["port"] for port in prometheus["ports"]] == [9100]
-    assert all("namespaceSelector" in each for each in prometheus["from"])
+    monitoring = {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    assert prometheus["from"] == [{"namespaceSelector": monitoring}]
+    assert prometheus["ports"] == [{"protocol": "TCP", "port": 9100}]
+    assert policy["egress"][0] == {"to": tasks["from"]}
+    assert {port["port"] for port in policy["egress"][1]["ports"]} == {53, 443, 9000, 10443}
     assert {"Ingress", "Egress"} == set(policy["policyTypes"])
     text = "".join(path.read_text() for path in KUBERNETES.glob("*.yaml"))
     assert text.count("labels: {app: trainer}") == len(list(pod_specs()))

@@ -117,29 +117,38 @@ def test_unknown_host_is_waited_for_and_then_refused(
     assert time.monotonic() - started > 0.5
 
 
-@pytest.mark.parametrize("scheduler", ["KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID"])
-def test_scheduler_may_create_names_late_and_give_addresses_to_others_before(
-    scheduler: str,
-    servers: Cluster,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_pod_may_be_late_and_its_address_be_of_others_before(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(scheduler, "10.0.0.1")
-    monkeypatch.setattr(peers, "_UNKNOWN_HOST_SECS", 0.1)
-    monkeypatch.setattr(peers, "_STRANGER_SECS", 0.1)
-    with stranger() as address:
-        # Of worker 0: unknown, then of another program, of another cluster's task, and its own.
-        places = iter([UNKNOWN + ":1"] * 3 + [address] * 3 + [servers.jobs["ps"][0]] * 3)
-        late = ps_cluster(servers.jobs["worker"][0], servers.jobs["ps"][0])
-        own = servers.address_of(Task("worker", 0))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    for name in ("_UNKNOWN_HOST_SECS", "_STRANGER_SECS"):
+        monkeypatch.setattr(peers, name, 0.1)
+    # The silence does not last from the first strange answer on.
+    monkeypatch.setattr(peers, "_SILENT_SECS", 0.5)
+    own = f"127.0.0.2:{port_of(servers.jobs['worker'][0])}"  # Not a local name.
+    late = ps_cluster(own, servers.jobs["ps"][0])
+    found: Iterator[peers.Identity] = iter(
+        [*["stranger"] * 4, "silent", Task("ps", 0), Task("ps", 0), None, "silent"]  # type: ignore[list-item]
+    )
+    num_unknown = 0
 
-        def identify_later(address: str) -> peers.Identity:
-            return identify(next(places, own) if address == own else address)
+    def identify_later(address: str) -> peers.Identity:
+        nonlocal num_unknown
+        if num_unknown < 4:
+            num_unknown += 1
+            raise UnknownHostError("not yet")
+        return next(found, Task("worker", 0))
 
-        is_there = peers.Identification(late, identify_later)
-        wait_until_all_are_there(late, [Task("worker", 0)], is_there)
-    assert next(places, None) is None
+    is_there = peers.Identification(late, identify_later)
+    wait_until_all_are_there(late, [Task("worker", 0)], is_there)
+    assert next(found, None) is None
     assert "another program answers there. Waiting for worker 0" in caplog.text
+    assert "ps 0 of another cluster answers there. Waiting for worker 0" in caplog.text
+
+    monkeypatch.setattr(peers, "_LATE_POD_SECS", 0.5)
+    is_there = peers.Identification(late, lambda _: "stranger")
+    with pytest.raises(AbsentPeerError, match=r"worker 0 .* another program has been there"):
+        wait_until_all_are_there(late, [Task("worker", 0)], is_there)
 
 
 def test_time_of_an_unknown_host_begins_anew_once_it_was_known(

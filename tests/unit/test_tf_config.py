@@ -82,7 +82,11 @@ def test_one_task_is_enough_for_mirrored() -> None:
 
 def test_index_of_the_only_task_of_a_job_may_be_missing() -> None:
     text = json.dumps({"cluster": {"chief": ["a:1"], "worker": WORKERS}, "task": {"type": "chief"}})
-    assert parse_tf_config(text, "multiworker").task == Task("chief", 0)
+    for each in (text, text.replace('"type": "chief"', '"type": "master"')):
+        assert parse_tf_config(each, "multiworker").task == Task("chief", 0)
+    jobs = {"chief": ["c:1"], "worker": {"3": "a:1"}, "ps": ["d:1"]}
+    text = json.dumps({"cluster": jobs, "task": {"type": "worker"}})
+    assert parse_tf_config(text, "ps").task == Task("worker", 3)
 
 
 @pytest.mark.parametrize(
