@@ -160,13 +160,13 @@ FOR_ANY_OPTIMIZER = {f"schedule: {kind}" for kind in SCHEDULES if kind != "cosin
 FOR_ANY_OPTIMIZER |= {f"plain: table, {name}" for name in TABLE_OPTIMIZERS}
 FOR_ANY_OPTIMIZER |= {"label_smoothing", "freeze", "dropout", "dropout: compiled in parts"}
 FOR_BOTH_OPTIMIZERS = {"plain", "all of these", "mixed_float16"}
-# Each option changes the weights of one device (test_parity.py), so several devices may train
-# these together: a difference in one of them would show.
+# Several devices train these together. Options that scale a gradient, or add to it, are not with
+# one that clips, which could hide a wrong factor.
 TOGETHER = {
-    "together: clip by value": ("clip.value", "penalty", "ema", "schedule: polynomial"),
-    "together: clip by norm": ("clip.norm", "weight_decay", "label_smoothing", "schedule: step"),
-    "together: in parts": ("clip.global_norm", "micro_batches", "schedule: exponential"),
-    "together: compiled": ("jit_compile", "freeze", "schedule: linear scaling"),
+    "together: in parts": ("micro_batches", "penalty", "ema", "schedule: polynomial"),
+    "together: clip by value": ("clip.value", "freeze", "schedule: exponential"),
+    "together: clip by norm": ("clip.norm", "weight_decay", "schedule: step"),
+    "together: compiled": ("jit_compile", "label_smoothing", "schedule: linear scaling"),
 }
 # Executors of several devices, without the number of their workers.
 SHARED_KINDS = ("mirrored-2", "multiworker", "ps-sync", "ps-async")
@@ -238,7 +238,7 @@ CASES |= {
     name: Case({field: value for each in names for field, value in CASES[each].changes.items()})
     for name, names in TOGETHER.items()
 }
-ALONE = {name for names in TOGETHER.values() for name in names}
+ONLY_TOGETHER = {name for names in TOGETHER.values() for name in names}
 
 
 def with_momentum(config: Config) -> keras.Optimizer:
@@ -265,7 +265,7 @@ def recipes(executor: str = "") -> Iterator[tuple[str, Recipe, bool]]:
     is_bounded = executor.startswith(BOUNDED)
     kinds = [kind for kind in SHARED_KINDS if executor.startswith(kind)]
     for name, case in CASES.items():
-        if (is_bounded and not case.is_bounded) or (kinds and name in ALONE):
+        if (is_bounded and not case.is_bounded) or (kinds and name in ONLY_TOGETHER):
             continue
         for optimizer in optimizers_of(name, executor):
             rate = OPTIMIZERS[optimizer]

@@ -1,6 +1,6 @@
 """The classic programs of configs/, in a short form, under mirrored and another strategy.
 
-test_parity.py has all options under all strategies.
+test_parity.py has the options of a step under all strategies.
 """
 
 import dataclasses

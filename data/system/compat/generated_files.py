@@ -8,7 +8,9 @@ AutoGraph writes no files.
 
 import itertools
 import linecache
+import os
 import sys
+import tempfile
 from types import ModuleType
 
 _NAME = "__autograph_generated_file"
@@ -29,12 +31,13 @@ def keep_generated_in_memory() -> None:
 
 
 def _load_source(source: str, delete_on_exit: bool) -> tuple[ModuleType, str]:
-    name = f"{_NAME}{next(_NUMBERS)}"
-    file = f"{name}.py"
+    name = f"{_NAME}{os.getpid()}_{next(_NUMBERS)}"
+    # Absolute, as debuggers need it.
+    file = os.path.join(tempfile.gettempdir(), f"{name}.py")
     module = ModuleType(name)
     module.__file__ = file
     # Without a time of change it stays, although there is no such file.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec"), module.__dict__)
+    exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
     sys.modules[name] = module
     return module, file

@@ -5,6 +5,7 @@ python -m tests.unit.compat.in_forks        # prints {function: [failed, its out
 
 import contextlib
 import json
+import linecache
 import os
 import re
 import select
@@ -145,26 +146,30 @@ def time_is_0_in_deterministic_graphs() -> None:
 
 
 def generated_functions_are_kept_in_memory() -> None:
-    def branch(number: Any) -> Any:
+    def before(number: Any) -> Any:
         if number > 0:
             number = number * 2
+        return number
+
+    def after(number: Any) -> Any:
+        if number > 0:
+            number = number * 3
         return number * (tf.constant([1, 2]) + tf.constant([1, 2, 3]))
 
-    def cause_an_error() -> None:
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:
+        tf.function(before)(tf.constant(1))
+        written = os.listdir(tempfile.tempdir)
+        assert any(map(generated_files.is_generated, written)), delete("generated_files")
+        earlier = set(sys.modules)
+        generated_files.keep_generated_in_memory()
         line = re.escape("return number * (tf.constant([1, 2])")  # Of the user, not of AutoGraph.
         with pytest.raises(ValueError, match=line):
-            tf.function(branch)(tf.constant(1))
-
-    with tempfile.TemporaryDirectory() as tempfile.tempdir:
-        cause_an_error()
-        written = os.listdir(tempfile.tempdir)
-        assert any("__autograph_generated_file" in name for name in written), delete(
-            "generated_files"
-        )
-        generated_files.keep_generated_in_memory()
-        cause_an_error()
+            tf.function(after)(tf.constant(1))
         assert os.listdir(tempfile.tempdir) == written
-    assert any(map(generated_files.is_generated, sys.modules))
+    made = [m for name, m in sys.modules.items() if name not in earlier]
+    (file,) = [str(m.__file__) for m in made if generated_files.is_generated(m.__name__)]
+    assert os.path.isabs(file)
+    assert any("tf__after" in text for text in linecache.getlines(file))
 
 
 def connect_to_nobody(is_released: bool) -> None:
