@@ -398,19 +398,31 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert str(path) not in done.stderr, done.stderr
 
 
+# `srun` runs one task, whose program is the `python` here.
 SCHEDULER = {
-    "srun": '#!/bin/sh\necho "srun $*" >> "$CALLS"\nexit "$SRUN_CODE"\n',
+    "srun": '#!/bin/sh\nshift 2\nSLURM_STEP_ID=0 exec "$@"\n',
+    "python": '#!/bin/sh\necho "python $*" >> "$CALLS"\n'
+    "[ $CODE = 137 ] && kill -9 $$\nexit $CODE\n",
+    "scancel": '#!/bin/sh\necho "scancel $*" >> "$CALLS"\n',
     "scontrol": '#!/bin/sh\necho "scontrol $*" >> "$CALLS"\n',
 }
+END_OTHERS, REQUEUE = "scancel --signal=TERM 77.0", "scontrol requeue 77"
 
 
 @pytest.mark.parametrize("name", ["multiworker", "ps"])
 @pytest.mark.parametrize(
-    ("code", "restarts", "requeues"),
-    [(0, 0, False), (2, 0, False), (75, 0, True), (137, 3, True), (75, 20, False)],
+    ("code", "restarts", "calls"),
+    [
+        (0, 0, []),
+        (1, 0, [END_OTHERS]),
+        (2, 0, [END_OTHERS]),
+        (75, 0, [REQUEUE]),
+        (137, 3, [REQUEUE]),
+        (75, 20, []),
+    ],
 )
-def test_slurm_script_requeues_a_run_that_can_resume(
-    name: str, code: int, restarts: int, requeues: bool, tmp_path: Path
+def test_slurm_script_requeues_a_run_that_can_resume_and_ends_all_tasks_after_a_mistake(
+    name: str, code: int, restarts: int, calls: list[str], tmp_path: Path
 ) -> None:
     for command, script in SCHEDULER.items():
         (tmp_path / command).write_text(script)
@@ -418,14 +430,14 @@ def test_slurm_script_requeues_a_run_that_can_resume(
     environment = {
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "CALLS": str(tmp_path / "calls"),
-        "SRUN_CODE": str(code),
+        "CODE": str(code),
         "SLURM_JOB_ID": "77",
         "SLURM_RESTART_COUNT": str(restarts),
     }
     path = DEPLOY / "slurm" / f"{name}.sbatch"
     command_line = ["bash", str(path), "--train_steps=7"]
     assert subprocess.run(command_line, env=environment, timeout=100).returncode == code
-    srun, *others = (tmp_path / "calls").read_text().splitlines()
-    assert f"--strategy={name}" in srun
-    assert srun.endswith("--model_dir=/shared/runs/77 --data_dir=/shared/digits --train_steps=7")
-    assert others == ["scontrol requeue 77"] * requeues
+    trainer, *others = (tmp_path / "calls").read_text().splitlines()
+    assert f"--strategy={name}" in trainer
+    assert trainer.endswith("--model_dir=/shared/runs/77 --data_dir=/shared/digits --train_steps=7")
+    assert others == calls
