@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import os
 import socket
 import threading
 import time
@@ -16,7 +17,12 @@ from strategies.cluster.tf_config import Cluster, Task
 from strategies.ps.placement import Group, place
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import Finding, can_connect, findings
-from trainer.doctor.plan import PendingPlan, _loads_with_standby, free_memory_bytes
+from trainer.doctor.plan import (
+    PendingPlan,
+    _loads_with_standby,
+    free_memory_bytes,
+    place_faults,
+)
 from trainer.doctor.table import text
 
 ADDRESSES = {"worker 0": "a:2222", "worker 1": "b:2222", "worker 2": "c:2222"}
@@ -228,13 +234,53 @@ def test_plan_has_the_time_that_it_needs_unless_there_is_a_limit(secs: float | N
     assert plan == ({"gpus": 0} if secs is None else {"is_late": True})
 
 
-def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
-    assert free_memory_bytes(tmp_path) > 1000
-    (tmp_path / "memory.max").write_text("3000\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert free_memory_bytes(tmp_path) == 2000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory_bytes(tmp_path) > 1 << 20
+def test_directory_that_cannot_be_written_to_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path, int]] = []
+
+    def refuse(path: Path, mode: int) -> bool:  # Root may write everywhere.
+        asked.append((path, mode))
+        return False
+
+    assert place_faults(str(tmp_path / "a/b")) == []
+    assert place_faults("s3://bucket/run") == []
+    monkeypatch.setattr("os.access", refuse)
+    (fault,) = place_faults(str(tmp_path / "a/b"))
+    assert f"cannot write to {tmp_path}," in fault
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "group", "names"),
+    [
+        ("0::/\n", "", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/a/b\n", "a/b", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/a/b/c\n", "a", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "7:cpu:/x\n4:memory:/a/b\n0::/\n",
+            "memory/a",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+    ids=["version 2, container", "version 2", "version 2, a group above", "version 1"],
+)
+def test_memory_is_that_of_the_group_that_limits_it(
+    own: str, group: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    listed = tmp_path / "own"
+    assert free_memory_bytes(tmp_path, listed) > 1 << 20, "no groups"
+    listed.write_text(own)
+    place = tmp_path / group
+    place.mkdir(parents=True, exist_ok=True)
+    limit, used, cached = names
+    (place / limit).write_text("3000\n")
+    (place / used).write_text("1000\n")
+    (place / "memory.stat").write_text(f"anon 500\n{cached} 200\n")
+    assert free_memory_bytes(tmp_path, listed) == 2200
+    (place / limit).write_text("max\n")
+    assert free_memory_bytes(tmp_path, listed) > 1 << 20
 
 
 @contextlib.contextmanager

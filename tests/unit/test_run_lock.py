@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trainer.doctor.plan import place_faults
 from trainer.guards.run_lock import LockedError, locked
 
 HOLD = """
@@ -148,3 +149,14 @@ def test_where_nothing_can_be_locked_it_is_said(tmp_path: Path) -> None:
     with locked(str(tmp_path), 0.0, said.append) as has_waited:
         assert not has_waited
     assert said == [f"{tmp_path} is not locked against a second run: Is a directory"]
+
+
+def test_doctor_names_the_run_that_trains_in_the_directory(
+    other: "subprocess.Popen[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.doctor.plan._LOCK_SECS", 0.1)
+    (fault,) = place_faults(str(tmp_path))
+    assert f"in use: process {other.pid} of host" in fault
+    other.kill()
+    other.wait()
+    assert place_faults(str(tmp_path)) == []

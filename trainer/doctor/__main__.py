@@ -27,7 +27,7 @@ from trainer import flags
 from trainer.config import ConfigError
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import Finding, can_connect, findings
-from trainer.doctor.plan import Settings, machine, plan_in_child
+from trainer.doctor.plan import Settings, machine, place_faults, plan_in_child
 from trainer.doctor.table import as_json, text
 from trainer.exit_codes import EXIT_DONE, EXIT_USAGE
 from trainer.flags.checks import (
@@ -132,6 +132,8 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         timer.start()
     shared = read_shared_settings(recipe) if settings.makes_plan else {}
     own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
+    if settings.makes_plan:
+        own["faults"] += place_faults(model_dir)
     doctor.reports = {str(cluster.task): own}
     if is_alone:
         doctor.doing = "building the model"

@@ -8,12 +8,14 @@ stays free for the network, and may still connect to TensorFlow's cluster, which
 without ops.
 """
 
+import contextlib
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,12 +30,19 @@ from strategies.cluster.tf_config import Cluster
 from trainer.config import Recipe
 from trainer.doctor.exchange import Json
 from trainer.guards.fingerprint import as_number, software
+from trainer.guards.run_lock import RUN_LOCK, LockedError, locked
 
 if TYPE_CHECKING:
     from strategies.ps.placement import Placement
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_LOCK_SECS = 2.0
+# The limit of a group, what it uses, and of that what files have been read into; version 2, and 1.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 # Batches that are in memory at a time: the one of the step, and those that are prepared.
 _BATCHES = 3
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # That gRPC would use.
@@ -108,22 +117,61 @@ def machine(cluster: Cluster, model_dir: str, settings: Mapping[str, str]) -> Js
         "free_disk_bytes": None,
     }
     if not is_url(model_dir):
-        existing = Path(os.path.abspath(model_dir))
-        while not existing.exists():
-            existing = existing.parent
-        report["free_disk_bytes"] = shutil.disk_usage(existing).free
+        report["free_disk_bytes"] = shutil.disk_usage(_existing(model_dir)).free
     return report
 
 
-def free_memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """The memory that this process may still take: of the machine, or of its container."""
+def place_faults(model_dir: str) -> list[str]:
+    """Why a run could not be saved in `model_dir`."""
+    if is_url(model_dir):
+        return []
+    existing = _existing(model_dir)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [
+            f"this user cannot write to {existing}, where the run would be saved. Change its owner "
+            "or its mode, or give another --model_dir"
+        ]
+    if (existing / RUN_LOCK).exists():
+        try:
+            # Doctors of other hosts have it for a moment.
+            with locked(model_dir, _LOCK_SECS, lambda _: None):
+                pass
+        except LockedError as error:
+            return [str(error)]
+    return []
+
+
+def _existing(model_dir: str) -> Path:
+    """The directory, or the nearest one above it that there is."""
+    existing = Path(os.path.abspath(model_dir))
+    while not existing.exists():
+        existing = existing.parent
+    return existing
+
+
+def free_memory_bytes(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """The memory that this process may still take: of the machine, or of a group that limits it."""
     free = int(psutil.virtual_memory().available)
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # No limit, or another version of cgroups.
-        return free
-    return max(0, min(free, limit - used))
+    for group in _memory_groups(cgroups, own):
+        for limit, used, cached in _MEMORY_FILES:
+            with contextlib.suppress(OSError, ValueError):  # No limit, or the other version.
+                rest = int((group / limit).read_text()) - int((group / used).read_text())
+                # The kernel takes back what files have been read into.
+                stat = (group / "memory.stat").read_text()
+                found = re.search(rf"^{cached} (\d+)$", stat, re.MULTILINE)
+                free = min(free, rest + int(found[1] if found else 0))
+    return max(0, free)
+
+
+def _memory_groups(cgroups: Path, own: Path) -> Iterator[Path]:
+    """The control groups of memory, versions 1 and 2, of this process, and all above them."""
+    lines = own.read_text().splitlines() if own.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers == "" or "memory" in controllers.split(","):
+            top = cgroups / "memory" if controllers else cgroups
+            group = top / path.lstrip("/")
+            yield group
+            yield from (above for above in group.parents if above.is_relative_to(top))
 
 
 def _outgoing_ports() -> list[int]:

@@ -22,7 +22,7 @@ from data.system.errors import RunFailed
 from data.system.files import is_url
 from trainer.exit_codes import EXIT_RESTART
 
-_NAME = ".lock"
+RUN_LOCK = ".lock"
 _SETTLING_SECS = 30.0
 _MOST_CHARACTERS = 1000  # Of the name of the holder.
 
@@ -54,7 +54,7 @@ def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
         yield False
         return
     has_waited, is_new = False, not os.path.exists(model_dir)
-    path = os.path.join(model_dir, _NAME)
+    path = os.path.join(model_dir, RUN_LOCK)
     deadline = time.monotonic() + wait_secs
 
     def on_wait() -> None:
@@ -87,6 +87,6 @@ def locked(model_dir: str, wait_secs: float, say: Say) -> Iterator[bool]:
         finally:
             # It may be deleted by now, or another process may have just opened its lock there.
             with contextlib.suppress(OSError):
-                if is_new and os.listdir(model_dir) == [_NAME]:
+                if is_new and os.listdir(model_dir) == [RUN_LOCK]:
                     os.remove(path)
                     os.rmdir(model_dir)
