@@ -10,8 +10,9 @@ from tests.unit.compat.test_quiet import noise_in, run
 @pytest.mark.parametrize(
     "strategy", ["mirrored", pytest.param("multiworker", marks=pytest.mark.nightly), "ps"]
 )
-def test_training_and_its_commands_are_quiet(strategy: str, tmp_path: Path) -> None:
-    data_dir, model_dir = tmp_path / "digits", tmp_path / "run"
+def test_training_and_its_commands_are_quiet(strategy: str, digits: Path, tmp_path: Path) -> None:
+    data_dir = tmp_path / "digits" if strategy == "mirrored" else digits
+    model_dir = tmp_path / "run"
     flags = (f"--strategy={strategy}", f"--data_dir={data_dir}", f"--model_dir={model_dir}")
     # With all graphs of asynchronous ps.
     training = ("trainer", *flags, "--train_steps=100", "--num_threads=1")
