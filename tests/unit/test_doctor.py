@@ -245,6 +245,9 @@ def test_directory_that_cannot_be_written_to_is_named(
 
     assert place_faults(str(tmp_path / "a/b")) == []
     assert place_faults("s3://bucket/run") == []
+    (tmp_path / ".lock").touch()  # Of a run above.
+    assert place_faults(str(tmp_path / "a/b")) == []
+    assert not (tmp_path / "a").exists()
     monkeypatch.setattr("os.access", refuse)
     (fault,) = place_faults(str(tmp_path / "a/b"))
     assert f"cannot write to {tmp_path}," in fault

@@ -127,9 +127,10 @@ def test_pod_may_be_late_and_its_address_be_of_others_before(
     monkeypatch.setattr(peers, "_SILENT_SECS", 0.5)
     own = f"127.0.0.2:{port_of(servers.jobs['worker'][0])}"  # Not a local name.
     late = ps_cluster(own, servers.jobs["ps"][0])
-    found: Iterator[peers.Identity] = iter(
-        [*["stranger"] * 4, "silent", Task("ps", 0), Task("ps", 0), None, "silent"]  # type: ignore[list-item]
-    )
+    other = Task("ps", 0)
+    answers: list[peers.Identity] = ["stranger", "stranger", "stranger", "stranger", "silent"]
+    answers += [other, other, None, "silent"]
+    found = iter(answers)
     num_unknown = 0
 
     def identify_later(address: str) -> peers.Identity:

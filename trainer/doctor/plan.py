@@ -131,7 +131,7 @@ def place_faults(model_dir: str) -> list[str]:
             f"this user cannot write to {existing}, where the run would be saved. Change its owner "
             "or its mode, or give another --model_dir"
         ]
-    if (existing / RUN_LOCK).exists():
+    if Path(model_dir, RUN_LOCK).exists():
         try:
             # Doctors of other hosts have it for a moment.
             with locked(model_dir, _LOCK_SECS, lambda _: None):

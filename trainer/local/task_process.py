@@ -74,7 +74,7 @@ class TaskStarter:
         namespace_fds = self.namespace.fds if self.namespace else ()
         served = [self.listener.fileno()] if self.listener and cluster.is_chief else []
         if served:
-            env[METRICS_FD] = str(*served)
+            env[METRICS_FD] = str(served[0])
         if self.fork_server:
             try:
                 return self.fork_server.spawn(
