@@ -14,7 +14,7 @@ MIRRORED = TOPOLOGIES["mirrored-1"]
 CLUSTER = Topology("ps-sync-2+1", "ps", ("--workers=2", "--ps=1", "--sync_replicas"))
 # The processes inside see no other process, as in a container.
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-WAITS = "waiting up to 60 s for its end"
+WAITS = "waiting up to 55 s for its end"
 
 
 def reason_without_containers() -> str:
