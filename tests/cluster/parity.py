@@ -157,7 +157,8 @@ SCHEDULES = {
 # Options that do not depend on the optimizer are tried with one. A schedule is a factor of the
 # rate; `cosine` tries a schedule, and warm-up, with both optimizers.
 FOR_ANY_OPTIMIZER = {f"schedule: {kind}" for kind in SCHEDULES if kind != "cosine"}
-FOR_ANY_OPTIMIZER |= {f"plain: table, {name}" for name in TABLE_OPTIMIZERS}
+TABLES = [f"plain: table, {name}" for name in TABLE_OPTIMIZERS]
+FOR_ANY_OPTIMIZER |= set(TABLES)
 FOR_ANY_OPTIMIZER |= {"label_smoothing", "freeze", "dropout", "dropout: compiled in parts"}
 FOR_BOTH_OPTIMIZERS = {"plain", "all of these", "mixed_float16"}
 # Several devices train these together. Options that scale a gradient, or add to it, are not with
@@ -251,7 +252,7 @@ def optimizers_of(name: str, executor: str) -> tuple[str, ...]:
     On several devices an option is trained with one optimizer, and with the other one under the
     next strategy: all pairs of option, strategy and optimizer are tested, but not all triples.
     """
-    if name in FOR_ANY_OPTIMIZER:
+    if name in FOR_ANY_OPTIMIZER | ONLY_TOGETHER:
         return ("momentum",)
     kinds = [kind for kind in SHARED_KINDS if executor.startswith(kind)]
     if not kinds or name in FOR_BOTH_OPTIMIZERS:
@@ -267,6 +268,8 @@ def recipes(executor: str = "") -> Iterator[tuple[str, Recipe, bool]]:
     for name, case in CASES.items():
         if (is_bounded and not case.is_bounded) or (kinds and name in ONLY_TOGETHER):
             continue
+        if kinds and name in TABLES[1:] and kinds[0] != _only_kind(TABLES.index(name)):
+            continue
         for optimizer in optimizers_of(name, executor):
             rate = OPTIMIZERS[optimizer]
             config = Config(learning_rate=rate, **case.changes)
@@ -280,9 +283,13 @@ def recipes(executor: str = "") -> Iterator[tuple[str, Recipe, bool]]:
         return
     others = sorted(supported_optimizers().keys() - {"adam", "sgd"})
     for number, optimizer in enumerate(others):
-        # The update is that of Keras everywhere: each is trained on several devices in one way.
-        if kinds in ([], [SHARED_KINDS[number % len(SHARED_KINDS)]]):
+        if kinds in ([], [_only_kind(number)]):
             yield f"optimizer/{optimizer}", _recipe(Config(optimizer=optimizer), None), False
+
+
+def _only_kind(number: int) -> str:
+    """The kind that trains optimizer `number` on several devices: all update alike."""
+    return SHARED_KINDS[number % len(SHARED_KINDS)]
 
 
 def _recipe(config: Config, build_optimizer: Any, model: Any = build_model) -> Recipe:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +26,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import psutil
+import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -90,6 +91,12 @@ TOPOLOGIES = {
 }
 SYNCHRONOUS = [topology for name, topology in TOPOLOGIES.items() if name != "ps-2+1"]
 ONE_OF_EACH_STRATEGY = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-2+1")]
+
+
+def topologies(*names: str, nightly: Sequence[str] = ()) -> list[Any]:
+    """Parameters of a test: topologies by name, of which the nightly tests try all."""
+    others = [pytest.param(TOPOLOGIES[name], marks=pytest.mark.nightly) for name in nightly]
+    return [*(TOPOLOGIES[name] for name in names), *others]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from tests.cluster.runs import (
     Topology,
     largest_difference,
     start,
+    topologies,
     train,
 )
 
@@ -73,7 +74,11 @@ def test_augmented_examples_are_the_same_on_any_topology(digits: Path, tmp_path:
         assert largest_difference(alone.weights(), run.weights()) < 1e-5
 
 
-@pytest.fixture(scope="module", params=RESUMED, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=topologies("multiworker-2", nightly=("mirrored-2", "ps-sync-3+1")),
+    ids=str,
+)
 def topology(request: pytest.FixtureRequest) -> Topology:
     topology: Topology = request.param
     return topology
@@ -147,6 +152,7 @@ def test_learning_rate_of_a_resumed_run_is_that_of_its_command(
     assert rates == {20: pytest.approx(0.01), 40: pytest.approx(0.5)}
 
 
+@pytest.mark.nightly
 def test_deterministic_ops_train_in_all_synchronous_modes(digits: Path, tmp_path: Path) -> None:
     flags = (
         "--config=tests/cluster/configs/slow.py",  # It has dropout.

@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, Topology, train
+from tests.cluster.runs import Topology, topologies, train
 
 
 @pytest.mark.parametrize(
-    "topology", [each for name, each in TOPOLOGIES.items() if name != "mirrored-1"], ids=str
+    "topology",
+    topologies("multiworker-2", "ps-sync-3+1", nightly=("mirrored-2", "ps-2+1")),
+    ids=str,
 )
 def test_diverging_run_names_the_steps_and_keeps_no_checkpoint_with_nan(
     topology: Topology, digits: Path, tmp_path: Path

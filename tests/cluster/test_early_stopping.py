@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, Topology, largest_difference, train
+from tests.cluster.runs import TOPOLOGIES, Topology, largest_difference, topologies, train
 
-NAMES = ("mirrored-2", "multiworker-2", "ps-sync-3+1", "ps-2+1")
 CONFIG = "--config=tests/cluster/configs/linear.py"
 # The rate is so small that no evaluation improves: the first evaluation is the best.
 IDLE = ("--config.optimizer=sgd", "--learning_rate=1e-12")
@@ -15,7 +14,11 @@ FLAGS = (CONFIG, *IDLE, *PATIENCE, "--config.eval_every_steps=10")
 WARM_FLAGS = (CONFIG, *IDLE, "--train_steps=5", "--config.seed=1")
 
 
-@pytest.mark.parametrize("topology", [TOPOLOGIES[name] for name in NAMES], ids=str)
+@pytest.mark.parametrize(
+    "topology",
+    topologies("multiworker-2", "ps-2+1", nightly=("mirrored-2", "ps-sync-3+1")),
+    ids=str,
+)
 def test_run_stops_early_on_all_tasks(topology: Topology, digits: Path, tmp_path: Path) -> None:
     stopped = train(topology, tmp_path, *FLAGS, f"--data_dir={digits}", "--config.export=True")
 
@@ -28,6 +31,7 @@ def test_run_stops_early_on_all_tasks(topology: Topology, digits: Path, tmp_path
     assert (stopped.model_dir / "export" / "model.keras").exists()
 
 
+@pytest.mark.nightly
 def test_stopped_run_is_finished_and_another_begins_with_its_weights(
     digits: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,13 @@ from tests.cluster.runs import ROOT
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "executor", ["multiworker-2", "ps-sync-2", "ps-async-1", f"{parity.BOUNDED}-1"]
+    "executor",
+    [
+        "multiworker-2",
+        "ps-sync-2",
+        "ps-async-1",
+        pytest.param(f"{parity.BOUNDED}-1", marks=pytest.mark.nightly),
+    ],
 )
 def test_strategy_keeps_the_contract(executor: str) -> None:
     clusters = [""]

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import ONE_OF_EACH_STRATEGY, Topology, start, train
+from tests.cluster.runs import Topology, start, topologies, train
 
 SLOW = "--config=tests/cluster/configs/slow.py"
 SECONDS = 20.0
 
 
-@pytest.mark.parametrize("topology", ONE_OF_EACH_STRATEGY, ids=str)
+@pytest.mark.parametrize(
+    "topology", topologies("mirrored-2", "ps-2+1", nightly=("multiworker-2",)), ids=str
+)
 def test_interrupted_training_is_saved(topology: Topology, digits: Path, tmp_path: Path) -> None:
     flags = (SLOW, f"--data_dir={digits}")
     with start(topology, tmp_path, *flags) as process:
@@ -35,7 +37,9 @@ def test_interrupted_training_is_saved(topology: Topology, digits: Path, tmp_pat
     assert step in reports
 
 
-@pytest.mark.parametrize("topology", ONE_OF_EACH_STRATEGY, ids=str)
+@pytest.mark.parametrize(
+    "topology", topologies("mirrored-2", "multiworker-2", nightly=("ps-2+1",)), ids=str
+)
 @pytest.mark.parametrize("moment", ["the import of TensorFlow", "the start of tasks"])
 def test_interrupt_before_training_ends_all_processes(
     topology: Topology, moment: str, digits: Path, tmp_path: Path

@@ -56,7 +56,7 @@ def test_metrics_of_an_isolated_chief_are_read_from_outside(
     assert 'trainer_loss{split="train"}' in page
 
 
-@pytest.mark.parametrize("isolate", ["auto", "off"])
+@pytest.mark.parametrize("isolate", ["auto", pytest.param("off", marks=pytest.mark.nightly)])
 def test_servers_answer_only_inside_the_namespace(
     isolate: str, can_isolate: None, digits: Path, tmp_path: Path
 ) -> None:

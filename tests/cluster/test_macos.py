@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import ONE_OF_EACH_STRATEGY, Topology, start
+from tests.cluster.runs import Topology, start, topologies
 
 MACOS = Path(__file__).resolve().parent / "macos"
 LINEAR = ("--config=tests/cluster/configs/linear.py", "--train_steps=20")
 TIMEOUT_SECS = 250.0  # Each task imports TensorFlow.
 
 
-@pytest.mark.parametrize("topology", ONE_OF_EACH_STRATEGY, ids=str)
+@pytest.mark.parametrize(
+    "topology", topologies("mirrored-2", "multiworker-2", nightly=("ps-2+1",)), ids=str
+)
 def test_trains_without_what_only_linux_has(
     topology: Topology, digits: Path, tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ def test_wrong_python_is_refused_before_anything_is_made(
     assert not (project / ".venv").exists()
 
 
+@pytest.mark.nightly
 def test_environment_is_made_anew_after_a_failure_and_kept_after_success(project: Path) -> None:
     venv = project / ".venv"
     failed = make(project, OURS, needed="no-such-package")
@@ -114,6 +115,7 @@ def test_environment_is_made_anew_after_a_failure_and_kept_after_success(project
     assert "pip install" not in make(project, OURS).stdout
 
 
+@pytest.mark.nightly
 def test_environment_of_another_python_is_made_anew(project: Path) -> None:
     venv = project / ".venv"
     (venv / "bin").mkdir(parents=True)

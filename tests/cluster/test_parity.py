@@ -124,7 +124,10 @@ def test_each_option_is_trained_under_each_strategy_and_each_optimizer_under_one
     for option in parity.CASES:
         case = together.get(option, option)
         executors = {e for c, _, e in trained if c == case}
-        assert executors >= {*SHARED[:-1], "multiworker-2, worker 1"}
+        if option in parity.TABLES[1:]:
+            assert len(executors - {"multiworker-2, worker 1"}) == 1, option
+        else:
+            assert executors >= {*SHARED[:-1], "multiworker-2, worker 1"}
         optimizers = {optimizer for c, optimizer, _ in trained if c == case}
         assert len(optimizers) == (1 if case in parity.FOR_ANY_OPTIMIZER else 2), case
     optimizers = {optimizer for c, optimizer, _ in trained if c in ("plain", "optimizer")}

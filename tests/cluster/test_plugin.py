@@ -8,11 +8,11 @@ import pytest
 import tensorflow as tf
 
 from tests.cluster.runs import (
-    ONE_OF_EACH_STRATEGY,
     TOPOLOGIES,
     Process,
     Topology,
     histograms,
+    topologies,
     train,
 )
 
@@ -103,7 +103,9 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("topology", ONE_OF_EACH_STRATEGY, ids=str)
+@pytest.mark.parametrize(
+    "topology", topologies("mirrored-2", "ps-2+1", nightly=("multiworker-2",)), ids=str
+)
 def test_users_own_file_and_records_train(
     topology: Topology, records: Path, tmp_path: Path
 ) -> None:
@@ -126,7 +128,9 @@ def test_users_own_file_and_records_train(
     assert steps[-1] == run.result["step"]
 
 
-@pytest.mark.parametrize("name", ["multiworker-2", "ps-2+1"])
+@pytest.mark.parametrize(
+    "name", ["multiworker-2", pytest.param("ps-2+1", marks=pytest.mark.nightly)]
+)
 def test_packages_of_a_user_with_the_names_of_ours_train_on_a_cluster(
     name: str, records: Path, tmp_path: Path
 ) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, Topology, start
+from tests.cluster.runs import Topology, start, topologies
 
 LINEAR = ("--config=tests/cluster/configs/linear.py", "--train_steps=20")
-CLUSTERS = [topology for topology in TOPOLOGIES.values() if topology.strategy != "mirrored"]
 
 
 class RefusingProxy(socketserver.ThreadingTCPServer):
@@ -29,7 +28,9 @@ class RefusingProxy(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), Refuse)
 
 
-@pytest.mark.parametrize("topology", CLUSTERS, ids=str)
+@pytest.mark.parametrize(
+    "topology", topologies("multiworker-2", "ps-sync-3+1", nightly=("ps-2+1",)), ids=str
+)
 def test_tasks_connect_to_each_other_without_the_proxy(
     topology: Topology, digits: Path, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.order import Order
-from tests.cluster.runs import TOPOLOGIES, Run, Topology, largest_difference, train
+from tests.cluster.runs import TOPOLOGIES, Run, Topology, largest_difference, topologies, train
 from trainer.config import load_recipe
 from trainer.inputs import open_inputs
 
@@ -19,7 +19,7 @@ BACKED_UP = Topology(
     ("--workers=3", "--ps=1", "--sync_replicas", "--replicas_to_aggregate=2", "--num_threads=1"),
 )
 TOPOLOGIES_TRIED = [
-    *(TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-2+1")),
+    *topologies("mirrored-2", nightly=("multiworker-2", "ps-2+1")),
     BACKED_UP,
 ]
 STEPS = 14

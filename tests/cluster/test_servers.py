@@ -189,6 +189,7 @@ def test_ps_that_is_no_ps_is_refused(digits: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "config.json").exists()
 
 
+@pytest.mark.nightly
 def test_second_chief_of_the_same_servers_is_told_to_wait(digits: Path, tmp_path: Path) -> None:
     cluster = local_cluster("ps", 1, 1)
     slow = ("--config=tests/cluster/configs/slow.py", "--num_threads=1", f"--data_dir={digits}")
@@ -260,6 +261,7 @@ def test_evaluator_follows_the_checkpoints_and_evaluates_the_last(
     assert f"best-{best['step']:08d}" in runs["chief 0"].checkpoints()
 
 
+@pytest.mark.nightly
 def test_evaluator_says_that_the_last_checkpoint_cannot_be_read(
     digits: Path, tmp_path: Path
 ) -> None:

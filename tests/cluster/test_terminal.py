@@ -129,7 +129,11 @@ def test_live_view_shows_one_process_and_quiet_prints_the_last_line_alone(
 
 @pytest.mark.parametrize(
     ("strategy", "view"),
-    [("mirrored", ["--plain"]), ("mirrored", []), ("multiworker", ["--plain"])],
+    [
+        ("mirrored", ["--plain"]),
+        pytest.param("mirrored", [], marks=pytest.mark.nightly),
+        pytest.param("multiworker", ["--plain"], marks=pytest.mark.nightly),
+    ],
     ids=["mirrored", "mirrored with the live view", "multiworker, started by hand"],
 )
 def test_run_whose_terminal_is_closed_is_saved(

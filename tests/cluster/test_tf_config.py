@@ -30,7 +30,7 @@ def run_by_hand(
         return tasks.wait()
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_workers_wait_for_each_other(first: int, digits: Path, tmp_path: Path) -> None:
     cluster = local_cluster("multiworker", 2, 0)
     order = [Task("worker", first), Task("worker", 1 - first)]

@@ -82,10 +82,14 @@ def exact_of(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     ("name", "flags", "value_bytes"),
     [
         ("multiworker-2", ("--wire_dtype=float16",), 2),
-        ("ps-sync-3+1", ("--wire_dtype=bfloat16",), 4 + 2),
+        pytest.param("ps-sync-3+1", ("--wire_dtype=bfloat16",), 4 + 2, marks=pytest.mark.nightly),
         ("ps-sync-3+1", ("--read_dtype=bfloat16", "--ps=2"), 2 + 4),
-        ("ps-2+1", ("--wire_dtype=bfloat16", "--workers=1"), 4 + 2),
-        ("ps-2+1", ("--read_dtype=bfloat16", "--workers=1"), 2 + 4),
+        pytest.param(
+            "ps-2+1", ("--wire_dtype=bfloat16", "--workers=1"), 4 + 2, marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            "ps-2+1", ("--read_dtype=bfloat16", "--workers=1"), 2 + 4, marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_rows_of_a_model_without_dense_variables_are_rounded(

@@ -103,6 +103,7 @@ def failures(model_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (model_dir / "failures.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_hosts_restart_after_a_worker_and_after_a_launcher_dies_and_lose_no_step(
     three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path, undisturbed: Run

@@ -335,7 +335,9 @@ def test_run_killed_in_the_middle_of_a_write_resumes_from_the_checkpoint_before(
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["multiworker-2", "ps-sync-3+1"])
+@pytest.mark.parametrize(
+    "name", ["multiworker-2", pytest.param("ps-sync-3+1", marks=pytest.mark.nightly)]
+)
 def test_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     name: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -357,6 +359,7 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     assert json.loads((newest / "checkpoint.json").read_text())["step"] == 60
 
 
+@pytest.mark.nightly
 def test_evaluator_on_a_full_disk_asks_to_be_started_again(digits: Path, tmp_path: Path) -> None:
     flags = ("--config=tests/cluster/configs/linear.py", f"--data_dir={digits}")
     model_dir = tmp_path / "run"

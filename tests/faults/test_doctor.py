@@ -47,6 +47,7 @@ def end(process: "subprocess.Popen[str]", exit_code: int) -> str:
     return out
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
 def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path) -> None:
     """Worker 0 runs other code, 1 has another port, 2 cannot be reached, 3 has a slow link."""

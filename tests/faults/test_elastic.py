@@ -98,6 +98,7 @@ def test_host_that_returns_with_another_config_is_refused_and_the_run_continues(
     assert difference_from(undisturbed, model_dir) < 1e-5
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
 @pytest.mark.timeout(300)
 def test_hosts_continue_without_a_host_that_is_cut_off_and_take_it_in_again(

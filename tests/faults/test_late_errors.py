@@ -79,9 +79,9 @@ def assert_continues(
 @pytest.mark.parametrize(
     ("topology", "split", "change", "message"),
     [
-        (MIRRORED_2, "test", mislabel, "label"),
-        (SYNC, "test", mislabel, "label"),
         (WORKERS, "train", damage, "corrupt"),
+        pytest.param(MIRRORED_2, "test", mislabel, "label", marks=pytest.mark.nightly),
+        pytest.param(SYNC, "test", mislabel, "label", marks=pytest.mark.nightly),
         pytest.param(WORKERS, "test", mislabel, "label", marks=pytest.mark.nightly),
         pytest.param(PS, "test", mislabel, "label", marks=pytest.mark.nightly),
         pytest.param(MIRRORED, "train", damage, "corrupt", marks=pytest.mark.nightly),
@@ -122,10 +122,10 @@ def test_bad_data_costs_no_step_and_the_same_command_continues_when_it_is_mended
 @pytest.mark.parametrize(
     ("topology", "fault", "exit_code"),
     [
-        (MIRRORED, "callback", 2),
         (MIRRORED, "hang", -signal.SIGKILL),
         (WORKERS, "hook", 1),
         (PS, "size", 2),
+        pytest.param(MIRRORED, "callback", 2, marks=pytest.mark.nightly),
         pytest.param(MIRRORED, "memory", 1, marks=pytest.mark.nightly),
         pytest.param(MIRRORED, "interrupt", 1, marks=pytest.mark.nightly),
         pytest.param(MIRRORED, "exit", 3, marks=pytest.mark.nightly),

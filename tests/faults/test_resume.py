@@ -19,10 +19,11 @@ from tests.cluster.runs import (
     Topology,
     largest_difference,
     start,
+    topologies,
     train,
 )
 
-KILLED = [TOPOLOGIES[name] for name in ("mirrored-2", "multiworker-2", "ps-sync-3+1")]
+KILLED = topologies("ps-sync-3+1", nightly=("mirrored-2", "multiworker-2"))
 KILLS = int(os.environ.get("TRAINER_KILLS", "1"))
 NUMBERED = "--config=tests/cluster/configs/straggler.py"
 

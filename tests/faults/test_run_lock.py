@@ -1,8 +1,10 @@
 """Two runs for one MODEL_DIR: the second one waits for the first, and continues it."""
 
+import contextlib
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,11 @@ def reason_without_containers() -> str:
     return subprocess.run([*CONTAINER, "true"], capture_output=True, text=True).stderr
 
 
-def start_second(first: Process, argv: tuple[str, ...], under: tuple[str, ...] = ()) -> Process:
-    """Starts the second run when the first one trains; returns when it waits.
+@contextlib.contextmanager
+def start_second(
+    first: Process, argv: tuple[str, ...], under: tuple[str, ...] = ()
+) -> Iterator[Process]:
+    """Starts the second run when the first one trains; gives it when it waits.
 
     The first one is frozen meanwhile, so that it does not end before.
     """
@@ -32,11 +37,11 @@ def start_second(first: Process, argv: tuple[str, ...], under: tuple[str, ...] =
     family = first.family()
     for process in family:
         process.suspend()
-    second = Process(argv, first.model_dir, under=under)
-    second.wait_until(lambda: WAITS in second.output(), "message that it waits")
-    for process in family:
-        process.resume()
-    return second
+    with Process(argv, first.model_dir, under=under) as second:
+        second.wait_until(lambda: WAITS in second.output(), "message that it waits")
+        for process in family:
+            process.resume()
+        yield second
 
 
 @pytest.mark.timeout(240)
@@ -52,7 +57,7 @@ def start_second(first: Process, argv: tuple[str, ...], under: tuple[str, ...] =
             ),
         ),
         (CLUSTER, (), signal.SIGTERM),
-        (CLUSTER, (), signal.SIGKILL),
+        pytest.param(CLUSTER, (), signal.SIGKILL, marks=pytest.mark.nightly),
     ],
     ids=["process-killed", "launcher-stopped", "launcher-killed"],
 )

@@ -50,7 +50,7 @@ BOUNDED = (
     "mode",
     [
         (SLOW, "--config.train_steps=1000", "--sync_replicas", "--replicas_to_aggregate=1"),
-        BOUNDED,
+        pytest.param(BOUNDED, marks=pytest.mark.nightly),
     ],
     ids=["sync", "async"],
 )
