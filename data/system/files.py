@@ -79,7 +79,12 @@ def is_dir(path: str) -> bool:
     """Returns True if there is such a directory."""
     if is_s3(path):
         return object_store.is_dir(path)
-    return _gfile(lambda gfile: gfile.isdir(path)) if is_url(path) else os.path.isdir(path)
+    if not is_url(path):
+        return os.path.isdir(path)
+    try:  # Not gfile.isdir, to which a store that does not answer has no directories.
+        return _gfile(lambda gfile: bool(gfile.stat(path).is_directory))
+    except FileNotFoundError:
+        return False
 
 
 def names_in(directory: str) -> list[str]:
@@ -88,7 +93,11 @@ def names_in(directory: str) -> list[str]:
         return object_store.names_in(directory)
     if not is_url(directory):
         return os.listdir(directory)
-    return [name.rstrip("/") for name in _gfile(lambda gfile: gfile.listdir(directory))]
+    try:
+        return [name.rstrip("/") for name in _gfile(lambda gfile: gfile.listdir(directory))]
+    except FileNotFoundError:
+        is_dir(directory)  # Raises UnavailableError, where gfile finds nothing.
+        raise
 
 
 def files_in(directory: str) -> list[str]:
@@ -260,7 +269,14 @@ def _gfile(call: Callable[[ModuleType], T]) -> T:
         raise FileNotFoundError(0, error.message) from None
     except tf.errors.PermissionDeniedError as error:
         raise PermissionError(0, error.message) from None
+    except tf.errors.UnimplementedError as error:
+        raise DataError(f"{error.message}. Give a path of a file, s3://..., or gs://...") from None
     except tf.errors.ResourceExhaustedError as error:
         raise OSError(errno.ENOSPC, error.message) from None
     except tf.errors.OpError as error:
+        # The file system of gs:// gives this for all errors of the network.
+        is_of_network = error.message.startswith("Error executing an HTTP request")
+        if is_of_network or isinstance(error, tf.errors.UnavailableError):
+            message = " ".join(error.message.split())
+            raise object_store.UnavailableError(errno.EIO, message) from None
         raise OSError(0, error.message) from None

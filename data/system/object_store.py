@@ -51,6 +51,10 @@ class UnavailableError(RunFailed, ConnectionError):
 
     exit_code = 75
 
+    def __str__(self) -> str:
+        said = ": ".join(str(part) for part in (self.filename, self.strerror) if part)
+        return said or super().__str__()
+
 
 class MissingObstoreError(OSError):
     """obstore is not installed. The message says what to type."""

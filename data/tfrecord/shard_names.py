@@ -229,7 +229,7 @@ def _list(data_dir: str) -> list[str]:
             f"--data_dir={files.parent(data_dir) or '.'}"
         ) from None
     except PermissionError as error:
-        if files.is_s3(data_dir):
+        if files.is_url(data_dir):
             raise DataError(f"{data_dir} cannot be listed: {error.strerror}") from None
         raise DataError(
             f"{data_dir} cannot be read by this user (permission denied): chmod -R a+rX {data_dir}"

@@ -24,6 +24,35 @@ def tool(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_config_file_that_others_can_write_is_executed_only_if_trusted(
+    digits: Path, tmp_path: Path
+) -> None:
+    executed = tmp_path / "executed"
+    config = tmp_path / "mine.py"
+    shipped = (ROOT / "configs" / "digits.py").read_text()
+    config.write_text(f"{shipped}\nopen({str(executed)!r}, 'w').close()\n")
+    run = str(tmp_path / "run")
+    flags = (f"--config={config}", f"--data_dir={digits}", "--train_steps=10")
+    train(TOPOLOGIES["mirrored-1"], Path(run), *flags)
+    config.chmod(0o666)
+    page = tmp_path / "report.html"
+    for words, refused in (
+        (("trainer.evaluate", run), 2),
+        (("trainer.predict", f"--model_dir={run}", "--num_examples=1"), 2),
+        (("trainer.report", run, f"--output={page}"), 0),  # Without what the model would say.
+    ):
+        executed.unlink(missing_ok=True)
+        done = tool(*words)
+        said = page.read_text() if words[0] == "trainer.report" else done.stderr
+        assert done.returncode == refused, done.stderr
+        assert f"{config} can be written by every user" in said
+        assert not executed.exists()
+        done = tool(*words, "--trust")
+        assert done.returncode == 0, done.stderr
+        assert executed.exists()
+    assert "can be written by every user" not in page.read_text()
+
+
 def test_checkpoints_of_a_cluster_have_the_metrics_that_the_run_reported(
     digits: Path, tmp_path: Path
 ) -> None:

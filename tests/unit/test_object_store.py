@@ -3,6 +3,8 @@
 import errno
 import logging
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -85,6 +87,32 @@ def test_store_that_does_not_answer_is_unavailable_and_works_later(
     link.is_open = True
     files.replace_file(f"{url}/file", b"later")
     assert files.read_text(f"{url}/file") == "later"
+
+
+@pytest.mark.slow
+def test_store_of_tensorflow_that_does_not_answer_is_unavailable() -> None:
+    code = """
+from data.system import files
+from data.system.object_store import UnavailableError
+for call in (files.exists, files.is_dir, files.names_in, files.read_text):
+    try:
+        print(call("gs://bucket/directory"))
+    except UnavailableError as error:
+        print("unavailable:", error)
+"""
+    # TensorFlow tries again for minutes after most errors of a network, but not after this one.
+    env = {**os.environ, "https_proxy": "http://no-host.invalid:9", "NO_GCE_CHECK": "true"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4, done
+    for line in lines:
+        assert re.match("unavailable: Error executing an HTTP request: .+ resolve proxy", line)
+
+
+@pytest.mark.slow
+def test_url_without_a_file_system_is_a_mistake() -> None:
+    with pytest.raises(files.DataError, match=r"scheme 'abc' not implemented .* s3://"):
+        files.exists("abc://host/file")
 
 
 def test_missing_package_is_explained(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
