@@ -42,6 +42,10 @@ class Host:
         command = ["tc", "-n", self.name, "qdisc", "replace", "dev", "eth0", *shape]
         subprocess.run(command, check=True, capture_output=True)
 
+    def limit_packets(self, num_bytes: int) -> None:
+        """Larger packets to this host are dropped on the way; no end of the link knows it."""
+        _ip("link", "set", self.link, "mtu", str(num_bytes))
+
     @contextlib.contextmanager
     def link_down(self) -> Iterator[None]:
         """Takes the link down while the context lasts."""

@@ -7,14 +7,17 @@ After a NaN, training goes back to the newest complete checkpoint, and skips all
 consumed since, as PaLM did at loss spikes (Chowdhery et al., 2022, section 5.1).
 """
 
+import contextlib
 import logging
+import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
 import keras
 import tensorflow as tf
 
 from data.order import Order
-from data.system.files import exists, remove_tree
+from data.system.files import exists, is_url, remove_tree
 from strategies.base import Executor
 from strategies.position import Position
 from strategies.worker_stats import WorkerStats
@@ -42,9 +45,11 @@ def restore_newest(
 ) -> Saved | None:
     """Restores the newest step at the start of a run, also one that a dead chief left on servers.
 
-    Raises ModelDirError, DiskError: as restore_together; or the directory cannot be written.
+    Raises ModelDirError, DiskError: as restore_together; or the directory cannot be written, or is
+    not the same for all tasks.
     """
     files = RunFiles(model_dir)
+    _check_is_shared(model_dir, executor, is_chief=is_chief)
     # Without it this is another run: whoever has deleted the directory wants to begin anew.
     if executor.recovery and exists(files.config):
         save_left_step(executor.recovery, learner, checkpointer)
@@ -55,6 +60,28 @@ def restore_newest(
         if not saved:
             _warn_if_begun_before(files)
     return saved
+
+
+def _check_is_shared(model_dir: str, executor: Executor, *, is_chief: bool) -> None:
+    """Raises ModelDirError if a task does not see what the chief writes in `model_dir`."""
+    numbers = executor.gathered(secrets.randbits(52) if is_chief else 0)
+    if len(numbers) == 1 or is_url(model_dir):
+        return
+    mark = Path(model_dir, f".shared-{max(numbers):x}")
+    if is_chief:
+        with contextlib.suppress(OSError):  # On a full disk nothing is compared.
+            mark.touch()
+    executor.gathered(0)  # A barrier: the file is there before any task looks for it.
+    seen = executor.gathered(int(mark.exists()))
+    if is_chief:
+        mark.unlink(missing_ok=True)
+    if seen[0] and not all(seen):
+        blind = [replica for replica, sees in enumerate(seen) if not sees]
+        raise ModelDirError(
+            f"--model_dir={model_dir} is not one directory: what the chief writes there is not "
+            f"there in the tasks of replica(s) {', '.join(map(str, blind))}. Give a directory of a "
+            "file system that all hosts share, or s3://BUCKET/DIRECTORY."
+        )
 
 
 def restore_together(

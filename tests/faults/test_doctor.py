@@ -98,6 +98,36 @@ def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path
     assert "why_not" in printed[0]["all_reduce"]
 
 
+@pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
+def test_link_that_drops_large_packets_and_directory_that_is_not_shared_are_named(
+    digits: Path, tmp_path: Path
+) -> None:
+    with hosts(3) as places, contextlib.ExitStack() as stack:
+        places[2].limit_packets(900)
+        processes = []
+        for index, host in enumerate(places):
+            directory = tmp_path / ("own" if index == 1 else "shared")
+            directory.mkdir(exist_ok=True)
+            argv = (
+                "--strategy=multiworker",
+                f"--hosts={','.join(f'{host.address}:2222' for host in places)}",
+                f"--model_dir={directory / 'run'}",
+                f"--data_dir={digits}",
+                "--num_threads=1",
+                "--deadline_secs=150",
+                "--json",
+            )
+            processes.append(start(stack, *argv, under=host.command))
+        (printed, *_) = [json.loads(end(process, 2)) for process in processes]
+        assert not list(tmp_path.glob("*/*")), "the file of the doctor was removed"
+    found = {(finding["task"], finding["text"][:60]) for finding in printed["findings"]}
+    assert len(found) == 2, found
+    ((first, other), (second, dropped)) = sorted(found)
+    assert (first, second) == ("worker 1", "worker 2")
+    assert other.startswith(f"{tmp_path}/own is not"[:60])
+    assert "short messages arrive, and one of 32,768" in dropped
+
+
 def test_healthy_tasks_measure_an_all_reduce_and_an_absent_task_is_named(
     digits: Path, tmp_path: Path
 ) -> None:

@@ -359,7 +359,9 @@ def test_jobs_restart_by_exit_code() -> None:
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
 def test_image_is_pinned_copies_what_exists_and_is_not_of_root(name: str) -> None:
-    lines = (DEPLOY / name).read_text().splitlines()
+    text = (DEPLOY / name).read_text()
+    assert f"install --directory --owner={UID} --group={UID} /data" in text
+    lines = text.splitlines()
     words = [line.split() for line in lines if line and not line.startswith(("#", " "))]
     by_name: dict[str, list[list[str]]] = {}
     for instruction, *arguments in words:
@@ -396,6 +398,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", str(path)], capture_output=True, text=True, timeout=100
     )
     assert str(path) not in done.stderr, done.stderr
+    security = ("security", "--offline=true", "--threshold=30", str(path))  # 3.0 of 10.
+    done = subprocess.run(["systemd-analyze", *security], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 # `srun` runs one task, whose program is the `python` here.

@@ -21,7 +21,9 @@ from trainer.doctor.plan import (
     PendingPlan,
     _loads_with_standby,
     free_memory_bytes,
+    mark_in,
     place_faults,
+    shared_fault,
 )
 from trainer.doctor.table import text
 
@@ -170,12 +172,43 @@ def test_rates_between_tasks_of_one_host_depend_on_its_load_and_are_no_finding()
     assert finding.task == "worker 0"
 
 
-def test_clock_memory_disk_gpus_and_ports() -> None:
+@pytest.mark.parametrize("odd", ADDRESSES)
+def test_only_the_clock_that_differs_from_most_is_named(odd: str) -> None:
     clock = healthy()
-    for name in ("worker 0", "worker 2"):
-        clock[name]["meetings"]["worker 1"]["clock_secs"] = -61.0
+    for name, report in clock.items():
+        for other, state in report["meetings"].items():
+            state["clock_secs"] = 90.0 * ((other == odd) - (name == odd)) + 0.001
+    finding = only(clock)
+    assert finding.task == odd
+    assert "differs by +90.0 s" in finding.text
+
+
+def test_of_two_clocks_that_of_the_chief_is_taken_as_right() -> None:
+    clock = healthy()
+    del clock["worker 2"]
+    for report in clock.values():
+        del report["meetings"]["worker 2"]
+    clock["worker 0"]["meetings"]["worker 1"]["clock_secs"] = -61.0
     clock["worker 1"]["meetings"]["worker 0"]["clock_secs"] = 61.0
-    assert "worker 1" in {finding.task for finding in found_in(clock)}
+    named = {finding.task: finding.text for finding in found_in(clock) if "clock" in finding.text}
+    assert list(named) == ["worker 1"]
+    assert "differs by -61.0 s from that of worker 0" in named["worker 1"]
+
+
+def test_directory_of_another_host_is_named(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    mark = mark_in(str(tmp_path / "here" / "run"))
+    assert mark
+    assert mark.parent == tmp_path / "here"
+    assert shared_fault(str(tmp_path / "here" / "run"), str(mark)) == ""
+    (tmp_path / "there").mkdir()
+    said = shared_fault(str(tmp_path / "there" / "run"), str(mark))
+    assert f"{tmp_path / 'there'} is not the directory {tmp_path / 'here'} of the chief" in said
+    assert shared_fault(str(tmp_path / "there"), "") == "", "the chief could write nothing"
+    assert mark_in("s3://bucket/run") is None
+
+
+def test_memory_disk_gpus_and_ports() -> None:
     memory = healthy()
     for name in ("worker 1", "worker 2"):
         memory[name]["machine"] = "b"

@@ -4,7 +4,7 @@
     srun python -m trainer.doctor --strategy=multiworker --model_dir=/shared/run
 
 It takes the flags of the trainer, and trains nothing. As --check, it writes only data that must be
-prepared or indexed anyway. If all tasks of a cluster run
+prepared or indexed anyway, and an empty file that it removes. If all tasks of a cluster run
 it at the same time, it also measures the network between them. Exit codes: 0 nothing is wrong, 2
 something is, or could not be examined. With several tasks it ends within --deadline_secs.
 """
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import absl.flags
@@ -27,7 +28,14 @@ from trainer import flags
 from trainer.config import ConfigError
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import Finding, can_connect, findings
-from trainer.doctor.plan import Settings, machine, place_faults, plan_in_child
+from trainer.doctor.plan import (
+    Settings,
+    machine,
+    mark_in,
+    place_faults,
+    plan_in_child,
+    shared_fault,
+)
 from trainer.doctor.table import as_json, text
 from trainer.exit_codes import EXIT_DONE, EXIT_USAGE
 from trainer.flags.checks import (
@@ -71,6 +79,7 @@ class _Doctor:
         self._deadline_secs = deadline_secs
         self._began = time.monotonic()
         self._lock = threading.Lock()
+        self.mark: Path | None = None  # The file of this task in --model_dir.
 
     def until(self, fraction: float) -> float:
         """The time (time.monotonic) of a fraction of the deadline."""
@@ -91,6 +100,8 @@ class _Doctor:
             found = findings(self.reports, self.cluster, deadline_secs=self._deadline_secs)
             found = [*more, *found]
             show = as_json if flags.FLAGS["json"].value else text
+            if self.mark:
+                self.mark.unlink(missing_ok=True)
             print(show(self.reports, self.cluster, found, self.all_reduce), flush=True)
             is_wrong = any(finding.level == "error" for finding in found)
             # Not sys.exit: TensorFlow's destructors call peers that may have ended.
@@ -150,8 +161,14 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     except ClusterError as error:  # The other tasks cannot be met: this one cannot listen.
         own["faults"].append(str(error))
         doctor.end()
-    with Exchange(cluster) as exchange:
+    if cluster.task == cluster.chief and not own["faults"]:
+        doctor.mark = mark_in(model_dir)
+    with Exchange(cluster, str(doctor.mark or "")) as exchange:
         exchange.meet(doctor.until(_MEET))
+        if not serves(cluster) and (
+            fault := shared_fault(model_dir, exchange.mark_of(cluster.chief))
+        ):
+            own["faults"].append(fault)
         doctor.doing = "measuring the network"
         own["meetings"] = exchange.measure(doctor.until(_PLAN))
         own["plan"] = plan.wait(doctor.until(_PLAN) - time.monotonic())

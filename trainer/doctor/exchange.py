@@ -33,6 +33,7 @@ _POLL_SECS = 0.3
 _CONNECT_SECS = 2.0
 _ANSWER_SECS = 5.0
 _NUM_PINGS, _ROUNDS = 10, 3
+_LARGE_BYTES = 32 << 10  # More than a packet of any link.
 _MAX_LINE_BYTES = 4 << 20
 # The first bytes of a bulk transfer are not measured: they may pass a rate limit as a burst, and
 # TCP begins slowly. It ends _BULK_SECS later: in a much shorter time a busy receiver would only
@@ -46,8 +47,10 @@ _CHUNK = bytes(1 << 18)
 class Exchange:
     """This task's listener, and its connections to all other tasks of the cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, mark: str = "") -> None:
+        """`mark` is the path of a file that the other tasks look for, or empty."""
         self._cluster = cluster
+        self._mark = mark
         self._others = [task for task in cluster.tasks() if task != cluster.task]
         self._states: dict[Task, Json] = {task: {"state": "unknown"} for task in self._others}
         self._reports: dict[str, Json] = {}
@@ -81,6 +84,10 @@ class Exchange:
     def _have_all_come(self) -> bool:
         return all(state["state"] == "met" for state in self._states.values())
 
+    def mark_of(self, task: Task) -> str:
+        """The path of the file that `task` has written for the others; empty if not known."""
+        return str(self._states.get(task, {}).get("mark", ""))
+
     def measure(self, until: float) -> dict[str, Json]:
         """How each other task was found, by its name: the state, and for a met task the measures.
 
@@ -95,6 +102,8 @@ class Exchange:
                 if time.monotonic() < until and self._states[task]["state"] == "met":
                     try:
                         state = _best(self._states[task], self._measured(task))
+                    except _SmallOnlyError as error:
+                        state = {"state": "small only", "detail": f"{error}"}
                     except (OSError, ValueError) as error:
                         state = {"state": "lost", "detail": str(error)}
                     with self._changed:
@@ -112,8 +121,10 @@ class Exchange:
     def wait_for_reports(self, until: float) -> dict[str, Json]:
         """The reports by task: of all tasks that came, or those that are there at `until`."""
         with self._changed:
-            met = {str(task) for task, state in self._states.items() if state["state"] == "met"}
-            names = (met | self._visitors) & {str(task) for task in self._others}
+            states = {str(task): state["state"] for task, state in self._states.items()}
+            met = {name for name, state in states.items() if state == "met"}
+            came = {name for name in self._visitors if states.get(name) != "small only"}
+            names = (met | came) & states.keys()
             self._changed.wait_for(
                 lambda: names <= self._reports.keys(), max(0.0, until - time.monotonic())
             )
@@ -160,7 +171,7 @@ class Exchange:
             return {"state": "silent" if is_far else "stranger", "detail": str(error.strerror)}
         if answer.get("task") != str(task):
             return {"state": "stranger", "detail": f"it is {answer.get('task')}"}
-        return {"state": "met"}
+        return {"state": "met", "mark": str(answer.get("mark", ""))}
 
     def _measured(self, task: Task) -> Json:
         round_trips, offsets = [], []
@@ -171,6 +182,10 @@ class Exchange:
                 round_trips.append(time.monotonic() - began)
                 offsets.append(there - (sent + time.time()) / 2)
             clock_secs = offsets[round_trips.index(min(round_trips))]
+            try:
+                connection.ask({"do": "ping", "echo": "-" * _LARGE_BYTES})
+            except TimeoutError:
+                raise _SmallOnlyError(f"{_LARGE_BYTES:,}") from None
             bytes_per_sec = connection.receive_bulk()
         return {
             "latency_ms": round(1e3 * statistics.median(round_trips), 3),
@@ -199,7 +214,12 @@ class Exchange:
                         self._visitors.add(str(request["from"]))
                 if request["do"] == "report":
                     self._keep(request["report"])
-                connection.write({"task": str(self._cluster.task), "time": time.time()})
+                answer = {"task": str(self._cluster.task), "time": time.time(), "mark": self._mark}
+                connection.write({**answer, "echo": request.get("echo", "")})
+
+
+class _SmallOnlyError(Exception):
+    """Short messages arrive, and a long one does not."""
 
 
 def _best(state: Json, measured: Json) -> Json:

@@ -31,6 +31,9 @@ _STATES = {
     "DNS: `getent hosts` and the name",
     "stranger": "another program serves there ({detail}). End it (`ss -tlnp` shows it), or give "
     "the task another port, in the configuration of every task",
+    "small only": "short messages arrive, and one of {detail} bytes does not: a link on the way "
+    "drops large packets without a word (MTU). Find the largest that arrives, `ping -M do -s 1472` "
+    "and its address, and give the interface 28 bytes more: `ip link set dev DEVICE mtu SIZE`",
     "lost": "it answered, and then its connection broke ({detail}). Look at its output",
     "unknown": "there was no time to reach it. Give --deadline_secs more time",
 }
@@ -209,18 +212,25 @@ def _rates(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
 
 
 def _clocks(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
-    offsets: dict[str, list[float]] = defaultdict(list)
-    for report in reports.values():
-        for name, state in report["meetings"].items():
+    """Tasks whose clock differs from that of the task with which most agree."""
+    ahead: dict[str, dict[str, float]] = defaultdict(dict)  # How far b is ahead of a: [a][b].
+    for name, report in reports.items():
+        for other, state in report["meetings"].items():
             if "clock_secs" in state:
-                offsets[name].append(state["clock_secs"])
-    for name, seen in sorted(offsets.items()):
-        offset = statistics.median(seen)
-        if abs(offset) > _CLOCK_SECS and len(seen) * 2 > len(reports) - 1:
+                ahead[name][other] = state["clock_secs"]
+                ahead[other].setdefault(name, -state["clock_secs"])
+
+    def num_equal(name: str) -> int:
+        return sum(abs(secs) <= _CLOCK_SECS for secs in ahead[name].values())
+
+    chief = str(cluster.chief)
+    right = max(ahead, key=lambda name: (num_equal(name), name == chief), default=chief)
+    for name, secs in sorted(ahead[right].items()):
+        if abs(secs) > _CLOCK_SECS:
             yield _error(
                 cluster,
                 name,
-                f"its clock differs by {offset:+,.1f} s from the others: times in logs mislead, "
+                f"its clock differs by {secs:+,.1f} s from that of {right}: times in logs mislead, "
                 "and object storage refuses requests. Type there: timedatectl set-ntp true",
             )
 

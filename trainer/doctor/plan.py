@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import platform
 import re
+import secrets
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,6 +140,29 @@ def place_faults(model_dir: str) -> list[str]:
         except LockedError as error:
             return [str(error)]
     return []
+
+
+def mark_in(model_dir: str) -> Path | None:
+    """Makes an empty file for `shared_fault`, and returns it; None for a URL."""
+    if is_url(model_dir):
+        return None
+    mark = _existing(model_dir) / f".doctor-{secrets.token_hex(8)}"
+    with contextlib.suppress(OSError):  # On a full disk nothing is compared.
+        mark.touch()
+        return mark
+    return None
+
+
+def shared_fault(model_dir: str, mark: str) -> str:
+    """Says that this `model_dir` is not that of the task that has made `mark`; or empty."""
+    existing = _existing(model_dir)
+    if not mark or (existing / Path(mark).name).exists():
+        return ""
+    return (
+        f"{existing} is not the directory {Path(mark).parent} of the chief: a file that the chief "
+        "has written is not there. Give a --model_dir of a file system that all hosts share, or "
+        "s3://BUCKET/DIRECTORY"
+    )
 
 
 def _existing(model_dir: str) -> Path:

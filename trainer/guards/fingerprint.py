@@ -111,8 +111,8 @@ def check_keras_settings(recorded: Mapping[str, object], model_dir: str) -> None
 def shared_settings(recipe: Recipe, transfer: Transfer) -> dict[str, str]:
     """The settings that must be equal in all tasks.
 
-    A hash of the config file and of the files that it imports, each field of the config, and the
-    flags that decide what tasks send.
+    A hash of the config file and of the files that it imports, whatever their names, each field of
+    the config, and the flags that decide what tasks send.
     """
     fields = {
         f"--config.{name}": json.dumps(value)
@@ -121,7 +121,7 @@ def shared_settings(recipe: Recipe, transfer: Transfer) -> dict[str, str]:
     }
     code = hashlib.sha256()
     for path in map(Path, recipe.files):
-        code.update(f"{path.name}\n".encode() + path.read_bytes())
+        code.update(f"{path.stat().st_size}\n".encode() + path.read_bytes())
     return {
         "config file": code.hexdigest()[:12],
         **fields,
