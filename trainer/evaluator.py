@@ -37,7 +37,7 @@ from trainer.hooks.building import build_json_lines
 from trainer.hooks.console import Console
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.writers import Lossy, TensorBoard
-from trainer.inputs import open_inputs
+from trainer.inputs import data_errors_explained, open_inputs
 from trainer.preflight import check_model_dir, finished_result
 from trainer.run_files import RunFiles, local_dir
 from trainer.run_record.recorder import Recorder
@@ -120,7 +120,8 @@ def _follow(spec: TaskSpec, cluster: Cluster, signals: StopSignals, stopwatch: S
             if checkpointer.restore_step(tried.step):
                 # A repeated evaluation replaces the report of a former evaluator.
                 json_lines.begin(tried.step - 1)
-                evaluate.act(tried.step)
+                with data_errors_explained(inputs):
+                    evaluate.act(tried.step)
                 evaluated = tried.step
         elif result is None:
             stop.wait(_POLL_SECS)

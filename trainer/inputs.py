@@ -32,6 +32,7 @@ from data.tfrecord.damage import open_split, verify
 from data.tfrecord.shard_names import prepare_again
 from data.tfrecord.split import Split, changed_files, check_record_bytes
 from strategies.base import Batch
+from strategies.step_errors import DataFaultError
 from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
@@ -372,11 +373,21 @@ def batch_at(reader: Reader, batch: int) -> Batch:
 
 
 @contextlib.contextmanager
+def _causes_raised() -> Iterator[None]:
+    """Raises TensorFlow's error in place of the DataFaultError of an executor."""
+    try:
+        yield
+    except DataFaultError as error:
+        raise error.__cause__ or error from None
+
+
+@contextlib.contextmanager
 def data_errors_explained(inputs: Inputs) -> Iterator[None]:
     """Turns TensorFlow's errors about records into DataErrors that name file and offset."""
     splits = [reader.split for reader in inputs.readers]
     try:
-        yield
+        with _causes_raised():
+            yield
     except tf.errors.DataLossError as error:
         damages = [damage for split in splits for damage in verify(split)]
         listed = "\n  ".join(str(damage) for damage in damages[:10]) or first_line(error)

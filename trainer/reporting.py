@@ -165,7 +165,7 @@ def failure_recorded(spec: TaskSpec, parts: Parts, started: float) -> Iterator[N
             yield
         except DataFaultError as error:
             with data_errors_explained(parts.inputs):
-                raise error.__cause__ or error from None
+                raise error
     except BaseException as error:
         is_lost = loss_of(error) is not None
         exit_code = error.exit_code if isinstance(error, TrainerError) else EXIT_BUG

@@ -172,7 +172,13 @@ class RunFiles:
         """The reports in metrics.jsonl so far, as `read_reports` returns them."""
         if not exists(self.metrics):
             return []
-        return read_reports(self.metrics, num_with_workers=num_with_workers)
+        try:
+            return read_reports(self.metrics, num_with_workers=num_with_workers)
+        except (IsADirectoryError, PermissionError) as error:
+            raise RunFileError(
+                f"{self.metrics} cannot be read: {error.strerror}. If it is a directory, move it "
+                "away: the run writes the file anew."
+            ) from None
 
     def remove_result(self) -> None:
         """Removes result.json: the result of a former run says nothing about this one."""

@@ -42,6 +42,7 @@ from trainer.hooks.export import check_export
 from trainer.inputs import (
     Inputs,
     build_metrics,
+    data_errors_explained,
     fitted_to_model,
     input_specs,
     open_evaluation,
@@ -199,9 +200,11 @@ def evaluate(
     """
     restored = restore(model_dir, checkpoint, split, data_dir)
     reader, learner, executor = restored.reader, restored.learner, restored.executor
-    check_batches(Inputs(reader, reader), learner, restored.recipe, executor.strategy)
-    executor.start_evaluation(learner, reader)
-    metrics = executor.evaluate()
+    inputs = Inputs(reader, reader)
+    check_batches(inputs, learner, restored.recipe, executor.strategy)
+    with data_errors_explained(inputs):
+        executor.start_evaluation(learner, reader)
+        metrics = executor.evaluate()
     return {
         "checkpoint": restored.name,
         "step": restored.step,

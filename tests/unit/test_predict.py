@@ -1,6 +1,7 @@
 """Predictions for files equal what the model itself returns, whatever the model is loaded from."""
 
 import csv
+import gzip
 import json
 import shutil
 from collections.abc import Sequence
@@ -178,6 +179,30 @@ def test_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
         rows = list(csv.DictReader(out))
     assert [float(row["output_1"]) for row in rows] == [line["output"][1] for line in lines]
     assert json.loads(json.dumps(lines)) == lines
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.csv", "word, number\n b , 7\n"),
+        ("x.csv", "word;number\nb;7\n"),
+        ("x.tsv", "word\tnumber\nb\t007\n"),
+        ("x.csv.gz", "word,number\nb,7\n"),
+    ],
+)
+def test_table_is_read_as_data_prepare_reads_it(name: str, content: str, tmp_path: Path) -> None:
+    features = Features(
+        [
+            Feature("word", "text", "string", (), None, "none", "Text"),
+            Feature("number", "tensor", "int64", (), None, "none", "Tensor"),
+        ],
+        "",
+    )
+    encoded = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(encoded) if name.endswith(".gz") else encoded)
+    ((_, record),) = records_of(str(tmp_path / name), features, ["word", "number"], ())
+    found = features.parse_example(tf.constant([record]))
+    assert (found["word"].numpy().tolist(), found["number"].numpy().tolist()) == ([b"b"], [7])
 
 
 @pytest.mark.parametrize(

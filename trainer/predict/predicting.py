@@ -29,7 +29,7 @@ from trainer.config import recipe_of_run
 from trainer.exit_codes import first_line
 from trainer.inputs import parse_of
 from trainer.predict.models import Loaded, open_model
-from trainer.predict.records import About, csv_columns, is_records, read_npz, records_of
+from trainer.predict.records import TABLES, About, csv_columns, is_records, read_npz, records_of
 from trainer.run_files import RunFiles
 
 _BATCH = 256
@@ -210,7 +210,7 @@ def _features_of_file(path: str, loaded: Loaded) -> Features:
             for encoding in ("bytes" if array.ndim > 1 or array.dtype == np.float64 else "none",)
             if name != _LABEL
         ]
-    elif path.endswith(".csv"):
+    elif path.endswith(TABLES):
         found = [
             Feature(name, "tensor", dtype, (), None, encoding, "Scalar")
             for name in csv_columns(path)

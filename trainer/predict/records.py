@@ -14,7 +14,6 @@
 A label may be missing: then it is 0 in the record, and the prediction has no label.
 """
 
-import csv
 import os
 import zipfile
 import zlib
@@ -27,19 +26,22 @@ import numpy.typing as npt
 from data.example_features import Feature, Features
 from data.numerals import INTEGERS, NUMBERS, kind_of
 from data.system.files import DataError, exists, is_dir, is_url, num_bytes_of, parent
+from data.system.satellites import of_satellite
 from data.tfrecord.damage import readable
 from data.tfrecord.examples import Value, example_bytes
 from data.tfrecord.framing import compression_of, read_records, refuse_compressed
 
+TABLES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 _IMAGES = (".png", ".jpg", ".jpeg")
 _KINDS = "a TFRecord, CSV or NPZ file, or a folder of PNG or JPEG files"
+_CSV_FILES = "data.prepare.sources.csv_files"
 Array = npt.NDArray[Any]  # Of any type: what a user's file holds.
 About = dict[str, object]
 
 
 def is_records(path: str) -> bool:
     """Returns True if `path` is a file of TFRecord, by its name or its first bytes."""
-    if ".tfrec" in os.path.basename(path) or path.endswith((".csv", ".npz")):
+    if ".tfrec" in os.path.basename(path) or path.endswith((*TABLES, ".npz")):
         return ".tfrec" in os.path.basename(path)
     return exists(path) and not is_dir(path) and compression_of(path) is not None
 
@@ -86,7 +88,7 @@ def rows_of(
     """The values of each example by name."""
     if is_dir(path) and not is_url(path):
         yield from _images(path, features, needed)
-    elif path.endswith(".csv"):
+    elif path.endswith(TABLES):
         yield from _csv_rows(path)
     elif path.endswith(".npz"):
         arrays = read_npz(path)
@@ -115,8 +117,7 @@ def read_npz(path: str) -> dict[str, Array]:
 
 def csv_columns(path: str) -> list[str]:
     """The names in the first line of a CSV file."""
-    with _opened(path) as file:
-        return next(csv.reader(file), [])
+    return list(_layout(path).columns)
 
 
 def image_files(folder: str) -> list[str]:
@@ -147,19 +148,22 @@ def _images(
 
 
 def _csv_rows(path: str) -> Iterator[tuple[About, Mapping[str, str]]]:
-    with _opened(path) as file:
-        reader = csv.DictReader(file)
-        for row in reader:
-            if None in row or None in row.values():
-                raise DataError(f"{path}, line {reader.line_num}: not as many values as columns.")
-            yield {}, row
+    """The rows of a CSV file, as `data.prepare csv` reads them."""
+    lines = of_satellite(_CSV_FILES, "lines")
+    for _, row in lines(path, _layout(path)):
+        yield {}, row
 
 
-def _opened(path: str) -> Any:  # A text file.
+def _layout(path: str) -> Any:  # data.prepare.sources.csv_files.Layout
+    options = of_satellite("data.prepare.sources", "Options")(header=True)
     try:
-        return open(path, newline="", encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"--input={path} cannot be read: {error.strerror}") from None
+        return of_satellite(_CSV_FILES, "layout_of")(path, options)
+    except DataError as error:
+        if "--" not in str(error):
+            raise
+        raise DataError(
+            f"{error} trainer.predict has no such option: save the file as UTF-8, with commas."
+        ) from None
 
 
 def _encoded(feature: Feature, value: Any, path: str) -> Value:
@@ -176,8 +180,11 @@ def _encoded(feature: Feature, value: Any, path: str) -> Value:
         raise DataError(f"{where} is a {feature.type_name}, which cannot be made of a file.")
     if is_scalar and isinstance(value, str):
         is_float = feature.dtype.startswith(("float", "bfloat"))
-        is_nan = is_float and value.strip().lower() == "nan"
-        if not is_nan and kind_of(value.strip()) not in (NUMBERS if is_float else INTEGERS):
+        numbers = NUMBERS if is_float else INTEGERS
+        is_nan = is_float and value.lower() == "nan"
+        # Such as 007, in a column that was declared to be integers.
+        is_padded = not is_float and value.isascii() and value.isdecimal()
+        if not is_nan and not is_padded and kind_of(value) not in numbers:
             raise DataError(f"{where} must be of type {feature.dtype}. Received: {value!r}.")
         value = float(value) if is_float else int(value)
     array = _decoded(value, feature) if isinstance(value, bytes) else np.asarray(value)

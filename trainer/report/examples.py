@@ -127,16 +127,23 @@ def classified(model_dir: str) -> Classified:
         ConfigError, DataError, ModelDirError: the model is no classifier with one output, the data
             or the checkpoint is missing, or the config file now defines another model.
     """
+    from trainer.embeddings.table import set_values
+    from trainer.inputs import Inputs, data_errors_explained
+    from trainer.session import restore
+
+    found = restore(model_dir, "newest_complete")
+    set_values(found.learner.model, found.learner)
+    with data_errors_explained(Inputs(found.reader, found.reader)):
+        return _classified(found)
+
+
+def _classified(found: "Restored") -> Classified:
     import numpy as np
     import tensorflow as tf
 
     from data.disk_reader import DiskReader
-    from trainer.embeddings.table import set_values
-    from trainer.session import restore
 
-    found = restore(model_dir, "newest_complete")
     model = found.learner.model
-    set_values(model, found.learner)
     confusion: npt.NDArray[np.int64] | None = None
     worst: list[tuple[float, Example]] = []
     order = found.reader.order
