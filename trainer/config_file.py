@@ -86,12 +86,7 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
             "and other tasks must be set up before the first tensor. Create it inside the function "
             "that uses it, or write it as a NumPy array."
         )
-    if not _is_eager():
-        who = f"--config={place}" if was_eager else "This process"
-        raise ConfigError(
-            f"{who} switches eager execution off, which Keras 3 needs. Delete "
-            "tf.compat.v1.disable_eager_execution() or tf.compat.v1.disable_v2_behavior()."
-        )
+    check_eager(f"--config={place}" if was_eager else "This process")
     loaded = [sys.modules[name] for name in set(sys.modules) - modules_before]
     own = getattr(module, "__file__", None)
     if own is None:  # Made of a Config object.
@@ -100,6 +95,15 @@ def load_module(place: str) -> tuple[ModuleType, tuple[str, ...]]:
     loaded_files = (own, *sorted(file for file in files if _is_users(file)))
     _LOADED.update(loaded_files)
     return module, loaded_files
+
+
+def check_eager(who: str) -> None:
+    """Raises ConfigError if eager execution is off; `who` has done it."""
+    if not _is_eager():
+        raise ConfigError(
+            f"{who} switches eager execution off, which Keras 3 needs. Delete "
+            "tf.compat.v1.disable_eager_execution() or tf.compat.v1.disable_v2_behavior()."
+        )
 
 
 def _is_eager() -> bool:

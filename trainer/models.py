@@ -14,7 +14,7 @@ from data.system.compat.keras_layers import all_layers
 from data.system.compat.keras_state import names_from_zero
 from strategies.base import Batch
 from trainer.config import Recipe
-from trainer.config_file import errors_explained
+from trainer.config_file import check_eager, errors_explained
 from trainer.step.model_loss import overrides
 from trainer.step.options import ConfigError
 
@@ -37,6 +37,7 @@ def build_model(
         with names_from_zero():
             with errors_explained(what):
                 model = recipe.build_model(config)
+                check_eager(what)
             _check_model(model, what)
             declared = declared_inputs(model)
             if declared is None and not is_built(model):

@@ -26,6 +26,10 @@ _SPLIT_OF = (
     re.compile(rf"(?P<split>[^.]+?)[-_.]?\d+(?:-\d+)?{_SUFFIX}{_PACKED}"),
     re.compile(rf"(?:.*-)?(?P<split>[^-.]+){_SUFFIX}{_PACKED}"),
 )
+_WORD_OF_TRAINING = re.compile(r"(?i)(?<![a-z])train(?:ing)?(?![a-z])")
+_WORD_OF_TESTS = re.compile(
+    r"(?i)(?<![a-z])(?:test(?:ing)?|val(?:id(?:ation)?)?|eval(?:uation)?|dev)(?![a-z])"
+)
 # A file of any name that may hold records: not features.json, _SUCCESS or a hidden file.
 _SHARD = re.compile(rf"[^._](?:[^.]*|.*{_SUFFIX}.*){_PACKED}")
 
@@ -63,6 +67,18 @@ def shard_lengths_announced(data_dir: str, split: str) -> list[int] | None:
 def name_of(path: str, data_dir: str) -> str:
     """The name of a shard in `data_dir`, with that of its split's directory if it has one."""
     return path.removeprefix(data_dir).lstrip("/")
+
+
+def word_of_training(name: str) -> str:
+    """The word in `name` that says that a file or a directory is for training; or ""."""
+    found = _WORD_OF_TRAINING.search(name)
+    return found[0] if found else ""
+
+
+def word_of_tests(name: str) -> str:
+    """The word in `name` that says that a file or a directory is for evaluation; or ""."""
+    found = _WORD_OF_TESTS.search(name)
+    return found[0] if found else ""
 
 
 def saved_path(data_dir: str, split: str, suffix: str) -> str:
@@ -145,11 +161,13 @@ def nothing_found(data_dir: str, split: str) -> str:
     if not names:
         return f"{data_dir} is empty: it holds no TFRecord shards; {needed}"
     if others := sorted(_split_names(names) or _split_dirs(data_dir, names)):
-        by_use = sorted(others, key=lambda name: not name.startswith("train"))
+        to_train = next(filter(word_of_training, others), others[0])
+        rest = [name for name in others if name != to_train] or others
+        to_evaluate = next(filter(word_of_tests, rest), rest[-1])
         message = (
             f"{data_dir} has no split {split!r}, only {', '.join(others)}. Add the shards, or name "
-            f"one of these: --config.data.train_split={by_use[0]}, or "
-            f"--config.data.eval_split={by_use[-1]}."
+            f"one of these: --config.data.train_split={to_train}, or "
+            f"--config.data.eval_split={to_evaluate}."
         )
         unnamed = _any_names(data_dir)
         if set(others) & set(SPLIT_NAMES) or not unnamed:
@@ -173,6 +191,14 @@ def _how_to_split(data_dir: str, names: list[str]) -> str:
     prefix = os.path.commonprefix(names).removesuffix(same)  # noqa: RUF071  # Of names, not paths.
     pattern = f"{prefix}*{same}"
     example = f"test={last},train={pattern}" if len(names) > 1 else f"train={first},test=PATTERN"
+    for split, other, word_in in (
+        ("train", "test", word_of_training),
+        ("test", "train", word_of_tests),
+    ):
+        words = [word_in(name) for name in names]
+        if "" in words and len(found := {word for word in words if word}) == 1:
+            example = f"{split}=*{found.pop()}*,{other}=*"
+            break
     return (
         "say once which files are which split; a file belongs to the first pattern that it fits: "
         f"python -m data.prepare rewrite --source={quote(data_dir)} "
@@ -207,7 +233,8 @@ def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:
     for top in (os.path.join(data_dir, name) for name in names):
         for root, dirs, inside in os.walk(top):
             if _split_names(inside):
-                found.append(root)
+                is_split = os.path.basename(root).lower() in SPLIT_DIRS
+                found.append(os.path.dirname(root) if is_split else root)
             if root != top:
                 dirs.clear()
     return sorted(found)
@@ -239,8 +266,14 @@ def _list(data_dir: str) -> list[str]:
 
 
 def prepare_again(data_dir: str) -> str:
-    """The command that writes the data of `data_dir`, for messages."""
+    """The command that writes the data of `data_dir`, for messages.
+
+    It needs another directory if files of another program are there.
+    """
+    is_foreign = not files.exists(join(data_dir, "dataset_info.json")) and (
+        files.is_dir(data_dir) and bool(files.names_in(data_dir))
+    )
     return (
-        f"python -m data.prepare NAME --data_dir={data_dir or '.'} "
+        f"python -m data.prepare NAME --data_dir={'OTHER_DIR' if is_foreign else data_dir or '.'} "
         "(NAME: digits, mnist, tfds:NAME, ...)"
     )

@@ -282,12 +282,17 @@ def test_tensor_at_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("call", ["disable_eager_execution", "disable_v2_behavior"])
+@pytest.mark.parametrize("place", ["at its top", "in build_model"])
 def test_config_file_that_switches_eager_execution_off_is_refused(
-    call: str, tmp_path: Path
+    place: str, call: str, tmp_path: Path
 ) -> None:
-    path = written(
-        tmp_path, COMPLETE + f"\n    import tensorflow as tf\n    tf.compat.v1.{call}()\n"
-    )
+    off = f"import tensorflow as tf\n    tf.compat.v1.{call}()\n"
+    content = f"{COMPLETE}\n    {off}"
+    if place == "in build_model":
+        content = "from configs.digits import build_model as shipped, get_config\n"
+        content += f"def build_model(config):\n    model = shipped(config)\n    {off}"
+        content += "    return model\n"
+    path = written(tmp_path, content)
     # A process of its own: what this changes cannot be taken back.
     command = [sys.executable, "-m", "trainer", "--strategy=mirrored", f"--config={path}"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

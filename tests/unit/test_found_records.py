@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import re
 import shlex
 import tracemalloc
 import zlib
@@ -107,6 +108,40 @@ def test_files_without_a_split_are_rewritten_by_the_command_in_the_refusal(
     make(tmp_path / "in", {next(iter(made)): PLAIN})
     with pytest.raises(DataError, match="is now"):
         prepare("rewrite", given["data_dir"], given["source"], Options(splits=given["splits"]))
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("mnist.train.tfrecord", "mnist.test.tfrecord"),
+        ("my_training_data-000", "my_eval_data-000"),
+        ("x-training-a", "x-holdout-a"),
+        ("x-a", "x-VALID-a"),
+    ],
+)
+def test_command_in_the_refusal_takes_the_words_in_the_names(
+    train: str, test: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "in", {train: PLAIN, test: framed(b"test")})
+    message = refusal(tmp_path / "in")
+    typed = shlex.split(message.partition("python -m data.prepare ")[2])
+    given = dict(word.removeprefix("--").split("=", 1) for word in typed[1:])
+    prepare("rewrite", given["data_dir"], given["source"], Options(splits=given["splits"]))
+    assert contents(given["data_dir"], "train") == RECORDS
+    assert contents(given["data_dir"], "test") == [b"test"]
+    for option, name in (("train_split", train), ("eval_split", test)):
+        if found := re.search(rf"--config.data.{option}=([^,.]+)", message):
+            assert name.startswith(found[1])
+
+
+def test_directory_above_those_of_the_splits_is_named(tmp_path: Path) -> None:
+    make(tmp_path, {"2020/train/a.tfrecord": PLAIN, "2020/test/a.tfrecord": PLAIN})
+    assert f"--data_dir={tmp_path}/2020" in refusal(tmp_path).split()
+
+
+def test_data_are_not_written_where_other_files_are(tmp_path: Path) -> None:
+    make(tmp_path, {"train.tfrecord-00001-of-00002": PLAIN})
+    assert "python -m data.prepare NAME --data_dir=OTHER_DIR" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import keras
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from trainer.config import Config
@@ -38,9 +39,21 @@ def float8() -> keras.Layer:
     return layers.Dense(2, dtype=policy, name="here")
 
 
+class Counter(layers.Layer):
+    """Counts examples."""
+
+    def build(self, shape: object) -> None:
+        self.count = self.add_weight(name="count", trainable=False, aggregation="sum")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs
+
+
 @pytest.mark.parametrize(
     ("make", "use", "said"),
     [
+        (lambda: Counter(name="here"), MIRRORED, "aggregation='sum'"),
+        (lambda: layers.Dropout(0.5), MIRRORED, ""),
         (norm, MIRRORED, ""),
         (norm, MULTIWORKER, ""),
         (norm, ONE_WORKER_OF_PS, ""),

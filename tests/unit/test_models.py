@@ -90,9 +90,15 @@ def test_error_in_call_shows_the_inputs() -> None:
         build_model(recipe, NAMED)
 
 
+class WithoutMetrics(Hook):
+    def __call__(self, step: int) -> None:  # type: ignore[override]
+        pass
+
+
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
+        (WithoutMetrics(), r"too many positional.*Needed is __call__\(self, step: int, metrics"),
         ([keras.callbacks.History()], "History, which is a callback of Keras.*build_callbacks"),
         (["save"], "must return a list of trainer.hooks.base.Hook. Received: 'save'"),
         (None, "must return a list of trainer.hooks.base.Hook. Received: None"),
@@ -104,7 +110,7 @@ def test_wrong_hooks_are_refused(returned: Any, said: str) -> None:
     def own(config: Config, model_dir: str) -> Any:
         return returned
 
-    with pytest.raises(ConfigError, match=f"build_hooks.*{said}"):
+    with pytest.raises(ConfigError, match=f"mine.py.*{said}"):
         _hooks_of_user(Recipe("mine.py", Config(), unbuilt, build_hooks=own), "runs/a")
 
 

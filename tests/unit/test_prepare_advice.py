@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -242,6 +242,19 @@ CASES = [
         "--data_dir=DIR",
         "csv:x --source=d --data_dir=e",
     ),
+    Case(
+        f"{CSV} --missing=0.5",
+        table("x,y", "1152921504606846979,1", ",1"),
+        "--missing=0",
+        f"{CSV} --missing=0",
+    ),
+    Case(f"{CSV} --missing=0", table("5,,3b83,1", "4,5,aa,", "7,,bb,2"), "--noheader"),
+    Case(
+        "csv:x --source=d",
+        {f"d/part-{number}.csv": "x,y\n" + "1,2\n" * 60 for number in range(2)},
+        "one of these files alone: --source=d/part-0.csv",
+        "csv:x --source=d/part-0.csv",
+    ),
     Case(f"{CSV} --seed=3", NUMBERS, "--overwrite", before=CSV),
     Case(f"{CSV} --seed=3", NUMBERS, "no --source", "csv:x", before=CSV),
     Case(f"{CSV} --seed=3", NUMBERS, "--data_dir=DIR", f"{CSV} --seed=3 --data_dir=e", before=CSV),
@@ -276,6 +289,28 @@ def followed(command: str, advice: str) -> str:
     same = flag.partition("=")[0] + "="
     former = [word for word in shlex.split(command) if not word.startswith(same)]
     return shlex.join([*former, flag])
+
+
+@pytest.mark.parametrize(
+    ("command", "files"),
+    [
+        ("csv:x", ("adult_train.csv", "adult_test.csv")),
+        (
+            "folder:x",
+            [f"{split}_set/{name}/1.png" for split in ("training", "test") for name in "ab"],
+        ),
+    ],
+)
+def test_files_of_splits_are_to_be_renamed(
+    command: str, files: Sequence[str], prepare: Run, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_bytes(b"x,y\n1,2\n")
+    code, said = prepare(f"{command} --source=d")
+    assert code == 2
+    assert "rename" in said
+    assert "--source" not in said
 
 
 def test_split_to_evaluate_is_named(prepare: Run, tmp_path: Path) -> None:

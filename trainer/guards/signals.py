@@ -6,7 +6,8 @@
         signals.on_peer_lost(lambda: peers.abandon("lost"))     # SIGUSR1 calls it.
 
 SIGHUP says that the terminal was closed or the connection of ssh was lost. It never counts as the
-second signal: it may follow a Ctrl-C, and the shell may send it again.
+second signal: it may follow a Ctrl-C, and the shell may send it again. Nor does SIGXCPU, which the
+kernel sends each second after a limit of CPU time.
 
 Python runs signal handlers between bytecodes of the main thread. So none runs while TensorFlow
 waits there for a peer. Nor does one run while the main thread waits for a lock or a process, if the
@@ -36,7 +37,8 @@ _REPETITION_SECS = 0.5
 def stop_signals() -> tuple[signal.Signals, ...]:
     """The signals that ask for a stop. Without SIGHUP if it is ignored, as under `nohup`."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return (signal.SIGTERM, signal.SIGINT, *(() if is_ignored else (signal.SIGHUP,)))
+    hangup = () if is_ignored else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU, *hangup)
 
 
 class Repetitions:
@@ -51,7 +53,7 @@ class Repetitions:
         if self._first is None:
             self._first = now
             return False
-        return signum == signal.SIGHUP or now - self._first < _REPETITION_SECS
+        return signum in (signal.SIGHUP, signal.SIGXCPU) or now - self._first < _REPETITION_SECS
 
 
 class SignalThread:

@@ -7,6 +7,7 @@ Every task that runs the loop has a learner and a checkpointer, and restores. On
 writes and exports.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -188,7 +189,20 @@ def _hooks_of_user(recipe: Recipe, model_dir: str) -> list[Hook]:
             raise ConfigError(
                 f"{what} must return a list of trainer.hooks.base.Hook. Received: {hook!r}."
             )
+        for method, arguments in (("__call__", 2), ("next_step", 1), ("begin", 1), ("end", 1)):
+            _check_takes(
+                f"{type(hook).__name__}.{method} of {recipe.path}", hook, method, arguments
+            )
     return hooks
+
+
+def _check_takes(what: str, hook: Hook, method: str, number: int) -> None:
+    """Raises ConfigError if `method` of `hook` does not take `number` arguments."""
+    try:
+        inspect.signature(getattr(hook, method)).bind(*[None] * number)
+    except TypeError as error:
+        needed = inspect.signature(getattr(Hook, method))
+        raise ConfigError(f"{what}: {error}. Needed is {method}{needed}.") from None
 
 
 def _evaluation_hooks(

@@ -67,6 +67,13 @@ _TABLE: Sequence[_Row] = (
         "--strategy=mirrored, and leave the two options out.",
     ),
     _Row(
+        lambda layer: any(v.aggregation == "sum" for v in own(layer, "non_trainable_variables")),
+        lambda use: True,
+        "has a variable with aggregation='sum'. States of layers are averaged over replicas, so "
+        "that its value would depend on their number. Leave aggregation out, and count in "
+        "`metrics`.",
+    ),
+    _Row(
         lambda layer: any(v.overwrite_with_gradient for v in own(layer, "trainable_variables")),
         lambda use: True,
         "computes in float8. Keras assigns the scales of float8 in `optimizer.apply`, which is not "

@@ -79,7 +79,9 @@ class Column:
         elif self._declared == INTEGER:
             kind = INTEGER if kind in _NUMERALS and whole(value) is not None else _WRONG
         elif self._declared == NUMBER:
-            kind = kind_of(repr(float(value))) if kind == CODE else kind
+            if kind == CODE:
+                is_long = abs(float(value)) > 2**24  # Float32 may change its whole part.
+                kind = DOUBLE if is_long else kind_of(repr(float(value)))
             kind = kind if kind in NUMBERS else _WRONG
         elif self._is_label and kind in (NUMBER, DOUBLE) and whole(value) is not None:
             kind = _WHOLE
@@ -130,6 +132,13 @@ class Column:
         if kinds.issubset({*INTEGERS, _WHOLE}):
             return INTEGER
         if LONGEST in first and not self._declared:
+            if {*numbers} <= {*INTEGERS, _WHOLE}:  # Only the given number is no integer.
+                path, line, value = first[LONGEST]
+                raise DataError(
+                    f"{path}, line {line}: column {self.name} has {value!r}, which no float holds, "
+                    f"and --missing={missing.number} is no integer. Type --missing=0, for example, "
+                    f"or {typed('float', self.name)}, which rounds it, or {self._as_text}."
+                )
             return TEXT
         return DOUBLE if kinds & {LONG, LONGEST, DOUBLE} else NUMBER
 

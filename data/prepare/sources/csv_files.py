@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple, TextIO, cast
 
-from data.numerals import TEXT, kind_of
+from data.numerals import NUMBERS, TEXT, kind_of
 from data.prepare.sources import Options
 from data.system.files import DataError
 
@@ -107,7 +107,7 @@ def _with_columns(path: str, layout: Layout, found: Sequence[str], *, is_sure: b
         # The last one has no values if each line ends with the separator.
         return layout._replace(columns=tuple(numbered), unnamed=(numbered[-1],))
     named = [name for name in found if name]
-    if not is_sure and TEXT not in map(kind_of, named):
+    if not is_sure and not _are_names(named, len(found)):
         raise DataError(
             f"{path} begins with numbers, {', '.join(found[:5])}, and not with a line of column "
             "names. Add --noheader: the columns are then column_0, column_1, ... If these are "
@@ -122,6 +122,18 @@ def _with_columns(path: str, layout: Layout, found: Sequence[str], *, is_sure: b
         )
     unnamed = [column for column, name in zip(columns, found, strict=True) if not name]
     return layout._replace(columns=tuple(columns), unnamed=tuple(unnamed))
+
+
+def _are_names(named: Sequence[str], num_columns: int) -> bool:
+    """True if `named`, the values of the first line without empty ones, may be names of columns.
+
+    Numbers may be among them in rising order, as of pixels or years. Two empty ones are values.
+    """
+    numbers = [float(name) for name in named if kind_of(name) in NUMBERS]
+    is_rising = numbers == sorted(set(numbers))
+    return TEXT in map(kind_of, named) and not (
+        numbers and (not is_rising or len(named) < num_columns - 1)
+    )
 
 
 def lines(path: str, layout: Layout) -> Iterator[tuple[int, dict[str, str]]]:

@@ -26,7 +26,7 @@ from data.prepare.sources import (
 from data.prepare.sources.examples import Classes, Node, feature_files, image, text
 from data.system.files import DataError
 from data.tfrecord.examples import example_bytes
-from data.tfrecord.shard_names import SPLIT_NAMES
+from data.tfrecord.shard_names import SPLIT_NAMES, word_of_training
 
 _EXTENSIONS = (".png", ".jpg", ".jpeg")
 _TEXT = ".txt"
@@ -91,6 +91,15 @@ def source(name: str, path: str, options: Options) -> Source:
     num_found = sum(map(len, found.values()))
     splits, is_text = _wanted(found)
     notes = [f"{path}: classes {', '.join(classes[:_SHOWN])}{', ...' * (len(classes) > _SHOWN)}"]
+    if len(classes) == 1:
+        notes.append(
+            f"{path}: there is one class, so nothing to tell apart. Files of labels are not read: "
+            "sort the files into a folder for each class"
+        )
+    for split, files in splits.items():
+        there = {item.class_number for item in files}
+        if alone := [name for number, name in enumerate(classes) if number not in there]:
+            notes.append(f"{path}: split {split!r} has no example of class {', '.join(alone)}")
     if left_out := num_found - sum(map(len, splits.values())):
         notes.append(f"{path}: {left_out:,} file(s) beside the images are left out")
     if is_text:
@@ -211,6 +220,11 @@ def _files(directory: str, classes: Sequence[str], train_dir: str) -> list[_File
             folder = os.path.join(folder, folders[0])
             folders, names = _listed(folder)
             paths += [os.path.join(folder, name) for name in names]
+        if folders and any(map(word_of_training, classes)):
+            raise DataError(
+                f"{directory} has {', '.join(classes[:3])}, which hold folders. If these are "
+                "splits, rename them: train and test."
+            )
         if folders:
             raise DataError(
                 f"{folder} has folders ({', '.join(folders[:3])}), and a class folder holds "

@@ -20,6 +20,7 @@ from data.prepare.sources import (
 from data.prepare.sources.examples import Classes, Node, feature_files
 from data.system.files import DataError
 from data.tfrecord.examples import Value, example_bytes
+from data.tfrecord.shard_names import word_of_tests, word_of_training
 
 _SHOWN_COLUMNS = 30
 
@@ -80,12 +81,19 @@ def split_files(path: str, *suffixes: str) -> dict[str, str]:
     found = split_paths(path, *suffixes)
     if "train" not in found:
         there = [name for name in sorted(os.listdir(path)) if name.lower().endswith(suffixes)]
-        example = there[0] if there else f"FILE{suffixes[0]}"
-        raise DataError(
+        needed = (
             f"{path} has no train{suffixes[0]}, but {', '.join(there[:5]) or 'none of that kind'}. "
-            f"Needed are train{suffixes[0]} and test{suffixes[0]} (or val); or a file, which is "
-            f"divided: {typed_path(path, example)}"
+            f"Needed are train{suffixes[0]} and test{suffixes[0]} (or val)"
         )
+        if any(map(word_of_training, there)) and any(map(word_of_tests, there)):
+            raise DataError(f"{needed}: rename the files.")
+        if len(there) > 1:
+            raise DataError(
+                f"{needed}; or one file with all rows, which is divided; or one of these files "
+                f"alone: {typed_path(path, there[0])}"
+            )
+        example = there[0] if there else f"FILE{suffixes[0]}"
+        raise DataError(f"{needed}; or a file, which is divided: {typed_path(path, example)}")
     return found
 
 
