@@ -43,8 +43,9 @@ class Host:
         subprocess.run(command, check=True, capture_output=True)
 
     def limit_packets(self, num_bytes: int) -> None:
-        """Larger packets to this host are dropped on the way; no end of the link knows it."""
-        _ip("link", "set", self.link, "mtu", str(num_bytes))
+        """Drops larger packets to this host; neither end of the link notices it."""
+        length = ("--match", "length", "--length", f"{num_bytes + 1}:65535")
+        _iptables(self, "--append", "INPUT", *length, "--jump", "DROP")
 
     @contextlib.contextmanager
     def link_down(self) -> Iterator[None]:

@@ -184,7 +184,7 @@ class Exchange:
             clock_secs = offsets[round_trips.index(min(round_trips))]
             try:
                 connection.ask({"do": "ping", "echo": "-" * _LARGE_BYTES})
-            except TimeoutError:
+            except OSError:  # No answer; or the other side has waited for the message in vain.
                 raise _SmallOnlyError(f"{_LARGE_BYTES:,}") from None
             bytes_per_sec = connection.receive_bulk()
         return {
