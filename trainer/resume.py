@@ -73,8 +73,8 @@ def _check_is_shared(model_dir: str, executor: Executor, *, is_chief: bool) -> N
             mark.touch()
     executor.gathered(0)  # A barrier: the file is there before any task looks for it.
     seen = executor.gathered(int(mark.exists()))
-    if is_chief:
-        mark.unlink(missing_ok=True)
+    if is_chief and seen[0]:
+        mark.unlink()
     if seen[0] and not all(seen):
         blind = [replica for replica, sees in enumerate(seen) if not sees]
         raise ModelDirError(

@@ -74,8 +74,12 @@ def test_corrupt_record_is_named_before_the_first_step_if_records_are_cached(
 
 
 def predict(*flags: str) -> subprocess.CompletedProcess[str]:
+    return tool("predict", *flags)
+
+
+def tool(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "trainer.predict", *flags],
+        [sys.executable, "-m", f"trainer.{name}", *words],
         capture_output=True,
         cwd=ROOT,
         text=True,
@@ -154,4 +158,40 @@ def test_prediction_on_a_corrupt_record_ends_with_2_and_the_command_that_names_t
     assert done.returncode == 2
     assert "error: Records are corrupt" in done.stderr
     assert "python -m data.inspect --data_dir=DIR --verify" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_tools_name_a_corrupt_record_of_the_split_that_they_evaluate(
+    exported: Run, digits: Path, tmp_path: Path
+) -> None:
+    data, model_dir = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(digits, data)
+    (shard,) = data.glob("*-test.tfrecord*")
+    content = bytearray(shard.read_bytes())
+    content[-20] ^= 1  # Not in the first batch.
+    shard.write_bytes(content)
+    shutil.copytree(exported.model_dir, model_dir)
+    config = model_dir / "config.json"
+    config.write_text(config.read_text().replace(str(digits), str(data)))
+    done = tool("evaluate", str(model_dir))
+    assert done.returncode == 2
+    assert f"error: Records are corrupt:\n  {shard}: record 359" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = tool("report", str(model_dir))
+    assert done.returncode == 0, done.stderr
+    assert "Records are corrupt" in (model_dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["report", "runs", "compare"])
+def test_directory_in_place_of_the_reports_is_named(
+    name: str, exported: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(exported.model_dir, tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.unlink()
+    metrics.mkdir()
+    words = {"runs": [tmp_path], "compare": [exported.model_dir, tmp_path / "run"]}
+    done = tool(name, *map(str, words.get(name, [tmp_path / "run"])))
+    assert done.returncode == (0 if name == "runs" else 2)  # The other runs are listed.
+    assert f"{metrics} cannot be read: Is a directory" in done.stderr
     assert "Traceback" not in done.stderr

@@ -351,6 +351,13 @@ def hash_of_files(recipe: Recipe) -> str:
     return shared_settings(recipe, AS_COMPUTED)["config file"]
 
 
+def test_equal_config_files_at_two_paths_are_the_same_to_other_tasks(tmp_path: Path) -> None:
+    names = ("a.py", "deeper/b.py")
+    one, same = (load_recipe(written(tmp_path, COMPLETE, name)) for name in names)
+    other = load_recipe(written(tmp_path, f"{COMPLETE}\n    # Other.", "c.py"))
+    assert hash_of_files(one) == hash_of_files(same) != hash_of_files(other)
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -423,6 +423,11 @@ def test_csv_values_are_stored_as_they_are(
         assert np.array_equal(np.signbit(read), np.signbit(np.array(stored)))
 
 
+def test_long_integers_that_are_declared_as_numbers_are_stored_as_float64(tmp_path: Path) -> None:
+    out, _ = prepared_csv(tmp_path, [str(2**63 + 2048), "007"], float="x")
+    assert parsed(out, "train", "x")[0].tolist() == [2**63 + 2048, 7]
+
+
 @pytest.mark.parametrize(
     ("values", "missing", "stored"),
     [

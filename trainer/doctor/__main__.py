@@ -85,6 +85,11 @@ class _Doctor:
         """The time (time.monotonic) of a fraction of the deadline."""
         return self._began + fraction * self._deadline_secs
 
+    def remove_mark(self) -> None:
+        """Removes the file of this task in --model_dir."""
+        if self.mark:
+            self.mark.unlink(missing_ok=True)
+
     def end_late(self) -> None:
         """Ends the process at the deadline, with what is known."""
         task = str(self.cluster.task)
@@ -100,8 +105,7 @@ class _Doctor:
             found = findings(self.reports, self.cluster, deadline_secs=self._deadline_secs)
             found = [*more, *found]
             show = as_json if flags.FLAGS["json"].value else text
-            if self.mark:
-                self.mark.unlink(missing_ok=True)
+            self.remove_mark()
             print(show(self.reports, self.cluster, found, self.all_reduce), flush=True)
             is_wrong = any(finding.level == "error" for finding in found)
             # Not sys.exit: TensorFlow's destructors call peers that may have ended.
@@ -175,6 +179,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         doctor.doing = "exchanging reports"
         exchange.send(own)
         doctor.reports = exchange.wait_for_reports(doctor.until(_REPORTS))
+    doctor.remove_mark()
     if flags.STRATEGY.value == "multiworker" and cluster.task in cluster.trainers:
         doctor.doing = "in TensorFlow's all-reduce"
         doctor.all_reduce = _all_reduce(doctor)
