@@ -22,7 +22,7 @@ from data import features
 from data.example_features import read_features
 from data.prepare.catalog import open_source
 from data.prepare.preparing import prepare
-from data.prepare.sources import Options, csv
+from data.prepare.sources import Options, csv, folder
 from data.system.files import DataError
 from data.tfrecord import split as records
 from tests.unit.test_prepare import ROOT, digest, run, write_idx
@@ -270,6 +270,19 @@ def test_folder_without_splits_is_split_by_a_seed_whatever_else_is_there(tmp_pat
     assert 100 < len(tests(source, test_fraction=0.5)) < 200
     left = {tf.io.decode_png(v).numpy().tobytes() for k, v in images.items() if "7" not in k}
     assert tests(fewer) == default & left, "each image is chosen for itself"
+
+
+def test_class_that_a_split_lacks_and_a_single_class_are_said(tmp_path: Path) -> None:
+    names = ("train/neg/1.png", "train/unsup/1.png", "test/neg/1.png")
+    source = write_folder(tmp_path / "two", {name: png(2, 2) for name in names})
+    notes = folder.source("x", str(source), Options()).notes
+    assert f"{source}: split 'test' has no example of class unsup" in notes
+    assert not [note for note in notes if "'train' has no" in note or "one class" in note]
+    single = write_folder(
+        tmp_path / "one", {f"images/{number}.png": png(2, 2) for number in range(40)}
+    )
+    notes = folder.source("x", str(single), Options(test_fraction=0.5)).notes
+    assert [note for note in notes if "there is one class" in note]
 
 
 def test_folder_of_images_of_many_kinds_says_that_sizes_vary(tmp_path: Path) -> None:
