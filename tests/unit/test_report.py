@@ -341,6 +341,14 @@ def test_plot_keeps_the_least_and_the_largest_value_of_each_pixel() -> None:
     ElementTree.fromstring(plot("one", [Curve(np.array([[3.0, 0.0]]), "s0 eval")], is_time=True))
 
 
+def test_label_of_a_time_at_the_right_edge_is_not_cut_off() -> None:
+    hours = np.array([[0, 1.0], [120 * 3600, 2.0]])
+    text = plot("one", [Curve(hours, "s0 eval")], is_time=True)
+    [x] = re.findall(r'class="x" x="([\d.]+)" y="\d+">120:00:00<', text)
+    half = (7 * 0.64 + 2 * 0.34) * 11 / 2  # Widths of DejaVu Sans, a wide font; the size is 11.
+    assert float(x) + half <= int(re.findall(r'viewBox="0 0 (\d+)', text)[0])
+
+
 def test_few_points_are_dots_and_equal_curves_have_different_lines() -> None:
     one, many = np.array([[3.0, 0.5]]), np.stack([np.arange(99.0), np.ones(99)], axis=1)
     assert re.search(r'class="s0 eval dots" d="M[\d. ]+h.01"', plot("one", [Curve(one, "s0 eval")]))

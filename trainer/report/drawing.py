@@ -22,7 +22,8 @@ from trainer.run_files import clock, is_logarithmic
 from trainer.run_record.goodput import Piece
 
 _WIDTH, _HEIGHT = 400, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 8, 24  # The margins around the axes.
+# The margins around the axes. Half of the label "100:00:00" fits into the right one.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 30, 8, 24
 _NUM_TICKS = 5
 _BAND_FROM = 1000  # Points.
 _DOTS_UP_TO = 40  # Points that are drawn as dots, too.
