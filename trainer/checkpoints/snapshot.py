@@ -66,7 +66,8 @@ class Snapshot:
         # Now, not in the first `take`: under ps all tasks must answer meanwhile.
         self.take.get_concrete_function()
 
-    @tf.function  # In one graph, so that parameter servers are read in parallel.
+    # In one graph, so that parameter servers are read in parallel.
+    @tf.function(autograph=False)
     def take(self) -> None:
         """Copies the current values. Waits for devices and for parameter servers.
 
