@@ -51,6 +51,31 @@ _SMALLER_STEP = "Raise --config.micro_batches (the same step in less memory) or 
 _SMALLER_EVALUATION = "Lower --config.eval_batch_size, which is --batch_size by default"
 
 
+class LocalSteps(Protocol):
+    """The average of replicas that train alone between two sums."""
+
+    @property
+    def variables(self) -> Sequence[tf.Variable]:
+        """What replicas change alone, each its own copy."""
+
+    @property
+    def momenta(self) -> Sequence[tf.Variable]:
+        """What `average` changes besides `variables`."""
+
+    @property
+    def counters(self) -> Sequence[tf.Variable]:
+        """Other variables that a step changes, by the same on all replicas."""
+
+    def steps_to_average(self, step: int, num_steps: int) -> int:
+        """Returns the number of steps from `step` to the first average after `num_steps` steps."""
+
+    def own(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns what a replica applies in a local step, from its part of a batch's gradient."""
+
+    def average(self, before: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> None:
+        """Makes all copies of `variables` equal, with the summed changes since `before`."""
+
+
 class Learner(Protocol):
     """The part of a learner that an Executor uses. Metric totals are float64 [num_totals]."""
 
@@ -112,6 +137,10 @@ class Learner(Protocol):
 
     def evaluate_at(self, batch: Batch, values: Sequence[tf.Tensor]) -> tf.Tensor:
         """`evaluate`, computed at `values` of `evaluation_inputs` that were read before."""
+
+    @property
+    def local_steps(self) -> "LocalSteps | None":
+        """None if the gradients of each step are summed over replicas."""
 
 
 class Peers(Protocol):

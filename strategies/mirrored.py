@@ -5,7 +5,8 @@
 The inner loop runs in one graph: n steps per call, without Python between them. The training step
 is the function `step`: gradients, all-reduce, apply. It reads this process's part of the batch once
 and cuts it into one slice per replica, so a batch has the same examples for any number of replicas.
-On GPUs, the next batch is gathered from memory and copied while a step computes.
+On GPUs, the next batch is gathered from memory and copied while a step computes. With
+`config.local_steps` each replica applies its own gradients, and a call ends with their average.
 """
 
 import dataclasses
@@ -22,13 +23,15 @@ from data.disk_reader import DiskReader
 from data.order import replica_lanes
 from data.reader import Reader
 from data.system.compat.autograph import no_autograph
-from strategies.base import Batch, Executor, Learner, Tensor
+from strategies.base import STEPS, Batch, Executor, Learner, Tensor, read_now
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas
 from strategies.metrics import Metrics
-from strategies.position import Position, refuse_open_sub_batches
+from strategies.position import Position, Reached, refuse_open_sub_batches
+from strategies.step_marks import StepMarks
 from strategies.transfer import AS_COMPUTED, Transfer
+from strategies.worker_stats import WorkerStats
 
 # A part of the message if the next batch could not be read or parsed.
 _NEXT_BATCH = "IteratorGetNext"
@@ -43,6 +46,7 @@ class MirroredExecutor(Executor):
         self._compression = Compression(transfer.wire_dtype, self.num_replicas)
         self._bucket_bytes = math.inf  # One all-reduce for all gradients.
         self._local_replicas = self._replicas_of_this_process()
+        self._marks: StepMarks | None = None
         self._seconds = {"run": 0.0, "evaluate": 0.0}
         self._next_batch: Batch = ()  # On the devices of the replicas, if they are read ahead.
 
@@ -60,10 +64,16 @@ class MirroredExecutor(Executor):
 
     def _prepare_run(self) -> None:
         learner, offsets = self._learner, self._replica_offsets(self._source)
+        local = learner.local_steps
+        self._marks = self._new_marks()
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
-            gradients, metrics = self._gradients(batch)
-            learner.apply(self._begun(self._all_reduced(gradients)))
+            if local:
+                gradients, metrics = learner.gradients(batch)
+                learner.apply(local.own(gradients))
+            else:
+                gradients, metrics = self._gradients(batch)
+                learner.apply(self._begun(self._all_reduced(gradients)))
             return totals + metrics
 
         run_step = self._in_all_replicas(step, compiles=self._compiles_complete_steps)
@@ -82,12 +92,16 @@ class MirroredExecutor(Executor):
             taken: Any, following: Batch, num_steps: tf.Tensor, status: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, Batch]:
             totals = self.strategy.run(self._zero_totals)
+            if local:
+                totals = self._after_complete_step(totals)
             for index in tf.range(num_steps):
                 read = self._slice_for_replicas(self._feed.batch(taken, index), offsets)
                 batch, following = (following, read) if reads_ahead else (read, ())
                 # Not compiled by XLA, which lacks ops, and draws other random numbers.
                 batch = self.strategy.run(self._feed.finished, args=(batch,))
-                totals = run_step(totals, self._after_complete_step(batch))
+                totals = run_step(totals, batch if local else self._after_complete_step(batch))
+            if local:
+                self.strategy.run(self._average)
             totals = self._after_complete_step(totals)
             return *self._sum_over_replicas(totals, status), following
 
@@ -96,7 +110,7 @@ class MirroredExecutor(Executor):
     @property
     def _compiles_complete_steps(self) -> bool:
         """True if XLA may compile a step as a whole: no other replica takes part in it."""
-        return self.num_replicas == 1
+        return self.num_replicas == 1 or self._learner.local_steps is not None
 
     def _in_all_replicas(
         self, step: Callable[[tf.Tensor, Batch], tf.Tensor], *, compiles: bool
@@ -119,13 +133,24 @@ class MirroredExecutor(Executor):
         with averaged_over_replicas(self._learner.layer_state):
             return self._learner.gradients(batch)
 
+    def _new_marks(self) -> StepMarks | None:
+        """The marks of complete steps; None if a failure finds no step that has begun."""
+        local = self._learner.local_steps
+        if local is None:
+            return None
+        changing = [*local.variables, *local.momenta, *local.counters]
+        return StepMarks(self.strategy, self._learner.step, changing)
+
     @no_autograph
     def _after_complete_step(self, tensors: Batch) -> Batch:
         """Called in the graph where all changes of a step are made, and none of the next step.
 
         Returns `tensors`, on which the next step depends.
         """
-        return tensors
+        if self._marks is None:
+            return tensors
+        with tf.control_dependencies([self._marks.complete()]):
+            return tf.nest.map_structure(tf.identity, tensors)
 
     @no_autograph
     def _begun(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -133,11 +158,35 @@ class MirroredExecutor(Executor):
 
         Returns `gradients`.
         """
-        return gradients
+        return gradients if self._marks is None else self._marks.begun(gradients)
+
+    @no_autograph
+    def _average(self) -> None:
+        """Called in the graph, in replica context, after local steps: makes all replicas equal."""
+        local, marks = self._learner.local_steps, self._marks
+        assert local is not None
+        assert marks is not None
+        before = marks.kept(local.variables)
+        pairs = zip(local.variables, before, strict=True)
+        changes = [read_now(variable) - old for variable, old in pairs]
+        local.average(before, self._begun(self._all_reduced(changes)))
 
     @no_autograph
     def _all_reduced(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         return all_reduced(gradients, self._compression, self._bucket_bytes)
+
+    @override
+    def run(self, num_steps: int) -> Metrics:
+        """With local steps, runs a few more, up to the next average."""
+        if local := self._learner.local_steps:
+            num_steps = local.steps_to_average(int(self._learner.step.numpy()), num_steps)
+        return super().run(num_steps)
+
+    @override
+    def _steps_of_call(self, num_steps: int) -> int:
+        if local := self._learner.local_steps:
+            return local.steps_to_average(int(self._learner.step.numpy()), 1)
+        return super()._steps_of_call(num_steps)
 
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
@@ -156,7 +205,7 @@ class MirroredExecutor(Executor):
                 return self._run(num_steps)
             # An iteration of the loop in the graph begins, with this op, when all ops of the one
             # before have ended; and no variable changes without the batch.
-            if _NEXT_BATCH in error.message:
+            if _NEXT_BATCH in error.message and self._learner.local_steps is None:
                 self._changing = ""
             raise
         finished = self._finished("run", totals, summed_status, started)
@@ -190,6 +239,19 @@ class MirroredExecutor(Executor):
         Only from memory: a batch on disk may be damaged, and perhaps no step needs it.
         """
         return self._has_gpus and self._feed.is_in_memory
+
+    @override
+    def return_to_complete_step(self) -> Reached | None:
+        marks = self._marks if self._changing == STEPS else None
+        if marks is not None and marks.return_to_complete() is not None:
+            self._changing = ""
+        return super().return_to_complete_step()
+
+    @override
+    def roll_back(self, restore: Callable[[], tuple[Position, WorkerStats]]) -> None:
+        super().roll_back(restore)
+        if self._learner.local_steps:
+            self._prepare_run()  # The kept values were of the abandoned steps.
 
     @override
     def _drop_residuals(self) -> None:

@@ -25,7 +25,7 @@ from data.system.compat.autograph import no_autograph
 from data.system.compat.collective_abort import abort_collectives
 from data.system.compat.determinism import timestamp
 from data.system.compat.interpreter_lock import interpreter_lock_released
-from strategies.base import STEPS, Batch, Tensor
+from strategies.base import Tensor
 from strategies.cluster.peers import AbsentPeerError, UnknownHostError, identify
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
@@ -38,7 +38,6 @@ from strategies.gradients.compression import Compression
 from strategies.lost_peers import PeerLostError, loss_of
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
-from strategies.position import Reached
 from strategies.step_marks import StepMarks
 from strategies.tables import ID_BYTES
 from strategies.transfer import AS_COMPUTED, Transfer
@@ -102,7 +101,6 @@ class MultiWorkerExecutor(MirroredExecutor):
         self.is_chief = cluster.is_chief
         self.peers = WorkerPeers(cluster, processes, self._has_trained)
         self._transfer = transfer
-        self._marks: StepMarks | None = None
         # Seconds of this worker from its last gradient to the last sum, in all steps so far.
         self._waited = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         self._waited_before = 0.0
@@ -216,35 +214,15 @@ class MultiWorkerExecutor(MirroredExecutor):
         return (self._cluster.num("worker") - 1) * (ID_BYTES + sent)
 
     @override
-    def _prepare_run(self) -> None:
-        self._marks = StepMarks(self.strategy, self._learner.step, self._learner.forward_state)
-        super()._prepare_run()
+    def _new_marks(self) -> StepMarks:
+        learner = self._learner
+        return super()._new_marks() or StepMarks(self.strategy, learner.step, learner.forward_state)
 
     @property
     @override
     def _compiles_complete_steps(self) -> bool:
         """Sums, and marks of complete steps, are ops between the compiled gradient and the rest."""
-        return False
-
-    @override
-    @no_autograph
-    def _after_complete_step(self, tensors: Batch) -> Batch:
-        assert self._marks is not None
-        with tf.control_dependencies([self._marks.complete()]):
-            return tf.nest.map_structure(tf.identity, tensors)
-
-    @override
-    @no_autograph
-    def _begun(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        assert self._marks is not None
-        return self._marks.begun(gradients)
-
-    @override
-    def return_to_complete_step(self) -> Reached | None:
-        marks = self._marks if self._changing == STEPS else None
-        if marks is not None and marks.return_to_complete() is not None:
-            self._changing = ""
-        return super().return_to_complete_step()
+        return self._learner.local_steps is not None
 
     @override
     def run(self, num_steps: int) -> Metrics:

@@ -31,7 +31,7 @@ from strategies.base import Tensor, read_now
 
 
 class StepMarks:
-    """Two counters, and the kept values of the variables that the forward pass changes."""
+    """If changes have begun, the last complete step, and the values of variables after it."""
 
     def __init__(
         self,
@@ -39,12 +39,15 @@ class StepMarks:
         step: tf.Variable,
         forward_state: Sequence[tf.Variable],
     ) -> None:
-        """`step` counts complete steps. The gradients' computation may change `forward_state`."""
+        """`step` counts complete steps. The gradients' computation may change `forward_state`.
+
+        With local steps, `forward_state` is all that a step changes, and so has `step`, too.
+        """
         self._strategy = strategy
         self._step = self._copies(step)[0]
         first = int(self._step.numpy())
         with tf.device("CPU:0"):
-            self._begun = tf.Variable(first, dtype=tf.int64, trainable=False, name="begun")
+            self._is_changing = tf.Variable(False, trainable=False, name="is_changing")
             self._complete = tf.Variable(first, dtype=tf.int64, trainable=False, name="complete")
         self._kept: list[tuple[tf.Variable, list[tf.Variable]]] = []
         for variable in forward_state:
@@ -59,9 +62,13 @@ class StepMarks:
 
         Returns the op that the next step must wait for.
         """
-        kept = [value.assign(copies[0].read_value()).op for value, copies in self._kept]
+        # Also of a variable that the changes leave as it is, only after the sums have arrived.
+        with tf.control_dependencies([read_now(self._is_changing)]):
+            kept = [value.assign(copies[0].read_value()).op for value, copies in self._kept]
         with tf.control_dependencies(kept):
-            return self._complete.assign(tf.cast(read_now(self._step), tf.int64)).op
+            complete = self._complete.assign(tf.cast(read_now(self._step), tf.int64)).op
+        with tf.control_dependencies([complete]):
+            return self._is_changing.assign(False).op
 
     @no_autograph
     def begun(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -76,13 +83,13 @@ class StepMarks:
                 )
             ]
             with tf.control_dependencies(parts):
-                number = tf.cast(read_now(self._step), tf.int64) + 1
-            with tf.control_dependencies([self._begun.assign(number).op]):
-                return tf.identity(number)
+                begun = self._is_changing.assign(True).op
+            with tf.control_dependencies([begun]):
+                return tf.constant(0)
 
         present = tuple(gradient for gradient in gradients if gradient is not None)
-        number = tf.distribute.get_replica_context().merge_call(mark, args=present)
-        with tf.control_dependencies([number]):
+        token = tf.distribute.get_replica_context().merge_call(mark, args=present)
+        with tf.control_dependencies([token]):
             return [
                 None
                 if gradient is None
@@ -90,20 +97,23 @@ class StepMarks:
                 for gradient in gradients
             ]
 
+    def kept(self, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+        """The kept values of `variables`, which are the first of the forward state."""
+        pairs = zip(self._kept, variables, strict=False)
+        return [read_now(kept) for (kept, _), _ in pairs]
+
     def return_to_complete(self) -> int | None:
         """The step of the variables, after the kept values are back; None if they are of none.
 
         No graph may run meanwhile.
         """
-        begun, complete, step = (
-            int(counter.numpy()) for counter in (self._begun, self._complete, self._step)
-        )
-        if not begun == complete == step:
+        if self._is_changing.numpy():
             return None
         for kept, copies in self._kept:
             for copy in copies:
                 copy.assign(kept.read_value())
-        return step
+        step = int(self._step.numpy())
+        return step if step == int(self._complete.numpy()) else None
 
     def _copies(self, variable: tf.Variable) -> list[tf.Variable]:
         """The copies of `variable` in this process."""

@@ -68,6 +68,23 @@ def check_for_strategy(
             "which does not compute in float16. Type --config.precision=mixed_float16, or leave it "
             "out."
         )
+    if every := config.local_steps.every:
+        if strategy == "ps":
+            raise ConfigError(
+                f"config.local_steps.every={every} needs workers that keep their own weights, but "
+                "under --strategy=ps all use those of the servers. Type --strategy=multiworker, or "
+                "leave it out."
+            )
+        if learner.loss_scale:
+            raise ConfigError(
+                f"config.local_steps.every={every}: the model of {recipe.path} computes in "
+                "float16, where workers that train alone would have different scales of the loss. "
+                "Type --config.precision=mixed_bfloat16."
+            )
+        learner.notes.append(
+            f"each replica trains alone for {every} steps (config.local_steps); reports, "
+            f"evaluations, checkpoints and the end are at multiples of {every}"
+        )
     if config.complete_checkpoint_every > 1 and not learner.tables:
         raise ConfigError(
             f"config.complete_checkpoint_every={config.complete_checkpoint_every}: the model of "

@@ -10,13 +10,14 @@ from keras import layers
 
 from trainer.config import Config
 from trainer.step.layer_options import Use, check_layers
-from trainer.step.options import ConfigError
+from trainer.step.options import ConfigError, LocalStepsConfig
 
 MIRRORED = Use("mirrored", 1, Config())
 MULTIWORKER = Use("multiworker", 2, Config())
 PS = Use("ps", 2, Config())
 ONE_WORKER_OF_PS = Use("ps", 1, Config())
 XLA = Use("mirrored", 1, Config(jit_compile=True))
+ALONE = Use("multiworker", 2, Config(local_steps=LocalStepsConfig(every=10)))
 PARTS = Use("mirrored", 1, Config(micro_batches=2))
 
 
@@ -60,6 +61,7 @@ class Counter(layers.Layer):
         (norm, PS, "synchronized=True.*--strategy=multiworker"),
         (lambda: norm(trainable=False), PS, ""),
         (norm, XLA, "synchronized=True.*jit_compile"),
+        (norm, ALONE, "synchronized=True.*local_steps"),
         (layers.BatchNormalization, PS, ""),
         (spectral, MIRRORED, ""),
         (spectral, MULTIWORKER, ""),

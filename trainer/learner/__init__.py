@@ -5,7 +5,7 @@
     learner.apply(summed)                               # the gradients, summed over replicas
 
 `gradients` changes no trainable variable; only `apply` does. Between them the executor sums over
-replicas (strategies/gradients/all_reduce.py). Learner is the sum of three parts, and what a config
+replicas (strategies/gradients/all_reduce.py). Learner is the sum of four parts, and what a config
 file may override of them:
 
 | part | what |
@@ -13,6 +13,7 @@ file may override of them:
 | objective.py | the loss, the penalties and the metric totals |
 | differentiation.py | the gradient: at given values, in micro-batches, compiled by XLA |
 | update.py | clipping, weight decay, the optimizer, moving averages, the count of the step |
+| local_steps.py | the average over replicas that train alone between two sums |
 
 A step descends along the gradient of
 
@@ -34,11 +35,13 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from data.system.compat.autograph import no_autograph
+from data.system.compat.keras_optimizers import given_rate
 from strategies.base import Batch
 from strategies.metrics import Metrics
 from trainer.embeddings.counting import begin_counting
 from trainer.embeddings.table import Rows
 from trainer.learner.differentiation import Differentiation
+from trainer.learner.local_steps import LocalSteps
 from trainer.learner.objective import Objective
 from trainer.learner.update import Update
 from trainer.learner.variables import ModelVariables
@@ -91,6 +94,7 @@ class Learner:
         objective: The loss, the penalties and the metrics.
         notes: What the user should know about the model, the loss and the optimizer.
         loss_scale: The scale of the loss if the model computes in float16, else None.
+        local_steps: None if the gradients of each step are summed over replicas.
     """
 
     def __init__(
@@ -136,6 +140,9 @@ class Learner:
         change = self.change_variable if is_overridden else None
         self._update = Update(optimizer, variables, options, rate_factor, change)
         self.loss_scale = self._update.loss_scale
+        self.local_steps: LocalSteps | None = None
+        if options.local_steps.every:
+            self.local_steps = LocalSteps(options.local_steps, self.variables, self._changing())
         self._differentiation = Differentiation(
             variables,
             self.objective,
@@ -184,7 +191,15 @@ class Learner:
     @property
     def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
         """Variables, in named lists, that belong to neither the model nor the optimizer."""
-        return self._update.state
+        momenta = {"outer_momentum": self.local_steps.momenta} if self.local_steps else {}
+        return {**self._update.state, **momenta}
+
+    def _changing(self) -> list[tf.Variable]:
+        """What a step changes besides `variables`. The learning rate is changed by hooks alone."""
+        rate, state = given_rate(self.optimizer), self.state.values()
+        slots = [v.value for v in self.optimizer.variables if v is not rate]
+        counters = [v for v in self._variables.not_trained if not v.dtype.is_floating]
+        return [*slots, *self.layer_state, *counters, *(v for each in state for v in each)]
 
     @property
     def forward_state(self) -> Sequence[tf.Variable]:

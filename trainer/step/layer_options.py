@@ -50,6 +50,12 @@ _TABLE: Sequence[_Row] = (
         "compiles each replica alone. Leave one of them out.",
     ),
     _Row(
+        lambda layer: getattr(layer, "synchronized", False),
+        lambda use: use.config.local_steps.every > 0,
+        "is synchronized=True: it communicates in each step, but with config.local_steps replicas "
+        "train alone. Leave one of them out.",
+    ),
+    _Row(
         lambda layer: isinstance(layer, keras.layers.RNN) and layer.stateful,
         lambda use: True,
         "is stateful=True, but the examples of a batch do not continue those of the batch before, "

@@ -245,6 +245,28 @@ class LossScaleConfig:
 
 
 @dataclass
+class LocalStepsConfig:
+    """Replicas train alone for `every` steps, then average; for slow networks.
+
+    See trainer/learner/local_steps.py for the formula (Douillard et al., "DiLoCo: Distributed
+    Low-Communication Training of Language Models", 2023).
+
+    Attributes:
+        every: The number of steps from one average to the next; 0 sums the gradients of each step.
+        outer_learning_rate: The factor of the mean change of the weights.
+        outer_momentum: That of Nesterov's momentum of the mean change.
+    """
+
+    every: int = at_least(0, 0)
+    outer_learning_rate: float = number(
+        0.7, _ABOVE_0, needs=(("local_steps.every",), "local_steps.every=100")
+    )
+    outer_momentum: float = number(
+        0.9, BELOW_1, needs=(("local_steps.every",), "local_steps.every=100")
+    )
+
+
+@dataclass
 class EarlyStoppingConfig:
     """Training is complete when evaluations of `config.best_metric` no longer improve.
 
@@ -292,7 +314,7 @@ class StepOptions:
             examples, such as BatchNormalization, see one part at a time.
         class_weight: The weight in training of each class, by its index; 1 for others. A weight
             multiplies the loss of an example.
-        clip, penalty, weight_decay, ema, loss_scale: See trainer/step/options.py.
+        clip, penalty, weight_decay, ema, loss_scale, local_steps: See trainer/step/options.py.
     """
 
     micro_batches: int = at_least(1, 1)
@@ -302,6 +324,9 @@ class StepOptions:
     weight_decay: WeightDecayConfig = group(WeightDecayConfig)
     ema: EmaConfig = group(EmaConfig, with_tables="no moving average")
     loss_scale: LossScaleConfig = group(LossScaleConfig)
+    local_steps: LocalStepsConfig = group(
+        LocalStepsConfig, with_tables="--config.local_steps.every=0"
+    )
 
 
 @dataclass

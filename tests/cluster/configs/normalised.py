@@ -31,14 +31,16 @@ def build_model(config: Config) -> "keras.Model":
     import keras
     from keras import layers
 
+    in_each_step = config.local_steps.every == 0
+
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
             layers.Flatten(),
             layers.Dense(512, activation="relu"),
-            layers.BatchNormalization(momentum=0.9, synchronized=True),
+            layers.BatchNormalization(momentum=0.9, synchronized=in_each_step),
             layers.Dense(512, activation="relu"),
-            layers.BatchNormalization(momentum=0.9, synchronized=True),
+            layers.BatchNormalization(momentum=0.9, synchronized=in_each_step),
             layers.Dropout(0.25),
             layers.Dense(200, activation="relu"),
             layers.Dense(10),

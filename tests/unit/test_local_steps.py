@@ -1,0 +1,242 @@
+"""config.local_steps: replicas train alone, then all of them change by the outer step."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorflow as tf
+
+from strategies.base import read_now
+from strategies.mirrored import MirroredExecutor
+from strategies.position import Position, Reached
+from strategies.step_errors import DataFaultError
+from strategies.worker_stats import WorkerStats
+from tests.unit.replicas import replicas
+from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
+from trainer.build import build_learner, check_for_strategy
+from trainer.config import Config, ConfigError, Recipe
+from trainer.config_checks import check
+from trainer.embeddings import ShardedEmbedding
+from trainer.inputs import batch_at
+from trainer.learner import Learner
+from trainer.step.losses import sparse_categorical_crossentropy
+from trainer.step.options import LocalStepsConfig, Options
+
+EVERY = 3
+RATE = 0.1
+OUTER = LocalStepsConfig(EVERY, outer_learning_rate=0.7, outer_momentum=0.9)
+
+Weights = list[npt.NDArray[Any]]
+
+
+def build_model() -> keras.Model:
+    """A model whose gradient is a short formula."""
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(CLASSES)])
+
+
+def build_normalised_model(config: Config | None = None) -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Dense(4),
+            layers.Dropout(0.5),
+            layers.BatchNormalization(),
+            layers.Dense(CLASSES),
+        ]
+    )
+
+
+class Training:
+    """An executor of one or two replicas on logical CPUs, and its learner."""
+
+    def __init__(
+        self,
+        directory: Path,
+        options: LocalStepsConfig,
+        *,
+        num: int = 2,
+        optimizer: Callable[[], keras.Optimizer] = lambda: keras.optimizers.SGD(RATE),
+        model: Callable[[], keras.Model] = build_model,
+        last_step: int = 1000,
+    ) -> None:
+        """The loss fails after `last_step`."""
+        self.reader = make_reader(write_split(directory))
+        self.executor = MirroredExecutor(replicas(num))
+
+        def make() -> Learner:
+            keras.utils.set_random_seed(0)
+            made, chosen = optimizer(), Options(local_steps=options)
+            return Learner(model(), made, loss, {}, batch_size=BATCH, options=chosen)
+
+        def loss(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+            num_steps = read_now(self.learner.step)
+            with tf.control_dependencies(
+                [tf.debugging.assert_less(num_steps, np.int64(last_step), "the last step")]
+            ):
+                return sparse_categorical_crossentropy(labels, outputs)
+
+        self.learner = self.executor.build(make)
+        train = dataclasses.replace(self.reader, gives_seeds=self.learner.needs_seeds)
+        self.executor.start(self.learner, train, self.reader, Position())
+
+    def copies(self) -> list[Weights]:
+        """All variables of the model and of the optimizer, of each replica."""
+        model, optimizer = self.learner.model, self.learner.optimizer
+        variables = [v.value for v in (*model.variables, *optimizer.variables)]
+        local = self.executor.strategy.experimental_local_results
+        parts = [[np.asarray(copy.numpy()) for copy in local(v)] for v in variables]
+        return [list(each) for each in zip(*parts, strict=True)]
+
+    def weights(self) -> Weights:
+        """The trained weights of the first replica."""
+        return [np.asarray(v.numpy()) for v in self.learner.model.trainable_variables]
+
+
+def trained_alone(weights: Weights, inputs: npt.NDArray[Any], labels: npt.NDArray[Any]) -> Weights:
+    """One step of SGD on the mean cross entropy of softmax(inputs @ kernel + bias)."""
+    kernel, bias = weights
+    shares = np.exp(inputs @ kernel + bias)
+    shares /= shares.sum(axis=1, keepdims=True)
+    error = (shares - np.eye(CLASSES)[labels]) / len(labels)
+    return [kernel - RATE * inputs.T @ error, bias - RATE * error.sum(axis=0)]
+
+
+def test_outer_step_is_nesterov_momentum_of_the_mean_change(tmp_path: Path) -> None:
+    training = Training(tmp_path / "data", OUTER)
+    weights = training.weights()
+    momenta = [np.zeros_like(weight) for weight in weights]
+    for first in (0, EVERY):
+        of_replicas = [weights, weights]
+        for step in range(first, first + EVERY):
+            batch = [tensor.numpy() for tensor in batch_at(training.reader, step)]
+            halves = [[part[:4] for part in batch], [part[4:] for part in batch]]
+            of_replicas = [
+                trained_alone(own, *half) for own, half in zip(of_replicas, halves, strict=True)
+            ]
+        for index, before in enumerate(weights):
+            mean = (of_replicas[0][index] + of_replicas[1][index]) / 2 - before
+            momenta[index] = 0.9 * momenta[index] + mean
+            weights[index] = before + 0.7 * (mean + 0.9 * momenta[index])
+    training.executor.run(2 * EVERY)
+    for found, expected in zip(training.weights(), weights, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    kept = training.learner.local_steps
+    assert kept is not None
+    for momentum, expected in zip(kept.momenta, momenta, strict=True):
+        found = np.asarray(momentum.numpy())
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_mean_after_each_step_of_sgd_is_the_step_of_the_batch(tmp_path: Path) -> None:
+    each = LocalStepsConfig(1, outer_learning_rate=1.0, outer_momentum=0.0)
+    local, summed = Training(tmp_path / "a", each), Training(tmp_path / "b", LocalStepsConfig())
+    for training in (local, summed):
+        training.executor.run(7)
+    for found, expected in zip(local.weights(), summed.weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_all_that_a_step_changes_is_equal_on_all_replicas_after_a_call(tmp_path: Path) -> None:
+    adam = functools.partial(keras.optimizers.Adam, 0.05)
+    training = Training(tmp_path / "a", OUTER, optimizer=adam, model=build_normalised_model)
+    before = training.copies()
+    training.executor.run(EVERY)
+    first, second = training.copies()
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+    changed = [not np.array_equal(old, new) for old, new in zip(before[0], first, strict=True)]
+    learner = training.learner
+    names = [v.name for v in (*learner.model.variables, *learner.optimizer.variables)]
+    unchanged = [name for name, has in zip(names, changed, strict=True) if not has]
+    assert unchanged == ["seed_generator_state", "learning_rate"]
+
+
+@pytest.mark.parametrize("asked", [1, EVERY, EVERY + 1])
+def test_a_call_ends_with_an_average(asked: int, tmp_path: Path) -> None:
+    training = Training(tmp_path / "a", OUTER)
+    training.executor.run(asked)
+    assert int(training.learner.step.numpy()) == -(-asked // EVERY) * EVERY
+
+
+def test_after_an_error_between_two_averages_the_state_is_that_of_the_first(tmp_path: Path) -> None:
+    training = Training(tmp_path / "a", OUTER, last_step=2 * EVERY + 1)
+    executor, step = training.executor, training.learner.step
+    executor.run(2 * EVERY)
+    before = training.copies()[0]
+    with pytest.raises(DataFaultError, match="the last step"):
+        executor.run(EVERY)
+    assert int(step.numpy()) == 2 * EVERY + 1
+    first, second = training.copies()
+    assert not np.array_equal(first[0], second[0])
+    assert executor.return_to_complete_step() == Reached(2 * EVERY, Position(2 * EVERY), {})
+    for copies in training.copies():
+        for old, new in zip(before, copies, strict=True):
+            np.testing.assert_array_equal(old, new)
+
+
+def test_after_a_roll_back_rounds_begin_with_the_restored_state(tmp_path: Path) -> None:
+    training, again = Training(tmp_path / "a", OUTER), Training(tmp_path / "b", OUTER)
+    training.executor.run(EVERY)
+    again.executor.run(EVERY)
+    reached, saved = again.executor.reached(), again.copies()[0]
+    again.executor.run(EVERY)
+
+    def restore() -> tuple[Position, WorkerStats]:
+        model, optimizer = again.learner.model, again.learner.optimizer
+        for variable, value in zip((*model.variables, *optimizer.variables), saved, strict=True):
+            variable.value.assign(value)
+        for own, other in zip(
+            again.learner.state["outer_momentum"],
+            training.learner.state["outer_momentum"],
+            strict=True,
+        ):
+            own.assign(other)
+        return reached.position, {}
+
+    again.executor.roll_back(restore)
+    training.executor.run(EVERY)
+    again.executor.run(EVERY)
+    for found, expected in zip(again.copies()[1], training.copies()[0], strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "strategy", "message"),
+    [
+        ({}, "ps", "Type --strategy=multiworker"),
+        ({"precision": "mixed_float16"}, "mirrored", "--config.precision=mixed_bfloat16"),
+    ],
+)
+def test_what_cannot_train_alone_is_refused(
+    changes: Mapping[str, Any], strategy: str, message: str
+) -> None:
+    config = Config(local_steps=OUTER, batch_size=BATCH, **changes)
+    recipe = Recipe("file.py", config, build_normalised_model)
+    with pytest.raises(ConfigError, match=r"config\.local_steps\.every=3.*" + message):
+        check_for_strategy(
+            build_learner(recipe), recipe, strategy=strategy, num_workers=2, read_dtype="float32"
+        )
+
+
+def test_a_table_is_refused() -> None:
+    def build_model_with_table(config: Config) -> keras.Model:
+        inputs = keras.Input((2,), dtype="int64")
+        found = keras.layers.Flatten()(ShardedEmbedding(9, 4)(inputs))
+        return keras.Model(inputs, keras.layers.Dense(CLASSES)(found))
+
+    recipe = Recipe("file.py", Config(local_steps=OUTER), build_model_with_table)
+    with pytest.raises(ConfigError, match=r"Use --config\.local_steps\.every=0"):
+        build_learner(recipe)
+
+
+def test_a_momentum_without_local_steps_is_refused() -> None:
+    config = Config(local_steps=LocalStepsConfig(outer_momentum=0.5))
+    with pytest.raises(ConfigError, match=r"means nothing without config\.local_steps\.every"):
+        check(config)
