@@ -110,7 +110,8 @@ class MirroredExecutor(Executor):
     @property
     def _compiles_complete_steps(self) -> bool:
         """True if XLA may compile a step as a whole: no other replica takes part in it."""
-        return self.num_replicas == 1 or self._learner.local_steps is not None
+        is_alone = self.num_replicas == 1 or self._learner.local_steps is not None
+        return is_alone and len(self._local_replicas) == 1
 
     def _in_all_replicas(
         self, step: Callable[[tf.Tensor, Batch], tf.Tensor], *, compiles: bool

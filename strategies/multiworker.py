@@ -222,7 +222,7 @@ class MultiWorkerExecutor(MirroredExecutor):
     @override
     def _compiles_complete_steps(self) -> bool:
         """Sums, and marks of complete steps, are ops between the compiled gradient and the rest."""
-        return self._learner.local_steps is not None
+        return self._learner.local_steps is not None and super()._compiles_complete_steps
 
     @override
     def run(self, num_steps: int) -> Metrics:

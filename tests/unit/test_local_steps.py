@@ -65,6 +65,7 @@ class Training:
         optimizer: Callable[[], keras.Optimizer] = lambda: keras.optimizers.SGD(RATE),
         model: Callable[[], keras.Model] = build_model,
         last_step: int = 1000,
+        jit_compile: bool = False,
     ) -> None:
         """The loss fails after `last_step`."""
         self.reader = make_reader(write_split(directory))
@@ -72,7 +73,7 @@ class Training:
 
         def make() -> Learner:
             keras.utils.set_random_seed(0)
-            made, chosen = optimizer(), Options(local_steps=options)
+            made, chosen = optimizer(), Options(local_steps=options, jit_compile=jit_compile)
             return Learner(model(), made, loss, {}, batch_size=BATCH, options=chosen)
 
         def loss(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
@@ -140,6 +141,15 @@ def test_mean_after_each_step_of_sgd_is_the_step_of_the_batch(tmp_path: Path) ->
     for training in (local, summed):
         training.executor.run(7)
     for found, expected in zip(local.weights(), summed.weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_compiled_by_xla_local_steps_are_the_same(tmp_path: Path) -> None:
+    plain = Training(tmp_path / "a", OUTER)
+    compiled = Training(tmp_path / "b", OUTER, jit_compile=True)
+    for training in (plain, compiled):
+        training.executor.run(2 * EVERY)
+    for found, expected in zip(compiled.weights(), plain.weights(), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
