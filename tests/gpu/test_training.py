@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, Process, Run, assert_one_error, start, train
+from tests.cluster.runs import TOPOLOGIES, Run, largest_difference, start, train
 
 ONE = TOPOLOGIES["mirrored-1"]
 IN_MEMORY = "--config.data.cache_bytes=1000000000"
@@ -124,13 +124,21 @@ def test_batches_go_to_the_gpu_as_bytes(
     assert ("Dequantize", "CPU") not in in_loop, "bytes would come back to the CPU for this op"
 
 
-def test_more_replicas_than_gpus_are_refused(
-    gpu: dict[str, str], digits: Path, tmp_path: Path
-) -> None:
-    words = ("--replicas=2", f"--data_dir={digits}", f"--model_dir={tmp_path / 'run'}")
-    with Process(words, tmp_path / "run", env=gpu) as process:
-        assert_one_error(process.wait(), "--replicas=2", "1 GPU(s)", "--num_gpus=0")
-    assert not (tmp_path / "run" / "config.json").exists()
+def test_two_logical_gpus_train_as_one(gpu: dict[str, str], digits: Path, tmp_path: Path) -> None:
+    one, two = (
+        train(
+            TOPOLOGIES[name],
+            tmp_path / name,
+            *flags(digits),
+            "--deterministic",
+            "--config.jit_compile=False",
+            env=gpu,
+        )
+        for name in ("mirrored-1", "mirrored-2")
+    )
+    assert "--replicas=2 on 1 GPU(s)" in two.stderr
+    assert largest_difference(one.weights(), two.weights()) < 1e-5
+    assert losses(one) == pytest.approx(losses(two), rel=1e-5)
 
 
 def test_only_workers_take_memory_of_the_gpu_and_not_all_of_it(
