@@ -9,6 +9,8 @@ All must be called before TensorFlow has initialised a device.
 import logging
 import os
 import re
+import shlex
+import subprocess
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 
@@ -23,6 +25,7 @@ from strategies.transfer import Transfer
 log = logging.getLogger(__name__)
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LEAST_MIB = 512  # cuDNN and cuBLAS need some hundred for themselves.
 
 
 class DeviceError(UsageError):
@@ -126,7 +129,8 @@ def use_gpus(num_gpus: int | None) -> int:
         tf.config.set_visible_devices(gpus, "GPU")
     built = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])
     for gpu in gpus:
-        tf.config.experimental.set_memory_growth(gpu, True)
+        if not tf.config.get_logical_device_configuration(gpu):
+            tf.config.experimental.set_memory_growth(gpu, True)
         details = tf.config.experimental.get_device_details(gpu)
         if note := capability_note(details.get("compute_capability"), built):
             log.warning("%s (%s) %s", gpu.name, details.get("device_name", "unknown"), note)
@@ -158,19 +162,71 @@ def capability_note(found: tuple[int, int] | None, built: Sequence[str]) -> str:
 def replica_devices(num_replicas: int, num_gpus: int) -> list[str]:
     """The devices of this process's replicas; 0 replicas means one for each GPU, or one CPU.
 
-    Without GPUs the CPU is divided into logical devices.
+    With more replicas than GPUs, each GPU is divided into logical GPUs; without GPUs, the CPU is.
 
     Raises:
-        DeviceError: more replicas than GPUs.
+        DeviceError: the free memory of the GPUs is unknown, or too small for the replicas.
     """
     num_replicas = num_replicas or num_gpus or 1
     if 0 < num_gpus < num_replicas:
-        raise DeviceError(
-            f"--replicas={num_replicas}, but there are {num_gpus} GPU(s). "
-            "Use at most one replica a GPU, or --num_gpus=0 for replicas on the CPU."
-        )
-    if num_replicas > 1 and not num_gpus:
+        _divide_gpus(num_replicas)
+    elif num_replicas > 1 and not num_gpus:
         cpu = tf.config.list_physical_devices("CPU")[0]
         logical = [tf.config.LogicalDeviceConfiguration() for _ in range(num_replicas)]
         tf.config.set_logical_device_configuration(cpu, logical)
     return [f"{'GPU' if num_gpus else 'CPU'}:{i}" for i in range(num_replicas)]
+
+
+def _divide_gpus(num_replicas: int) -> None:
+    gpus = tf.config.get_visible_devices("GPU")
+    if any(map(tf.config.get_logical_device_configuration, gpus)):
+        return  # An earlier run in this process has divided them.
+    limits = memory_limits(_free_mib(_visible(os.environ)[: len(gpus)]), num_replicas)
+    for gpu, of_gpu in zip(gpus, limits, strict=True):
+        logical = [tf.config.LogicalDeviceConfiguration(memory_limit=mib) for mib in of_gpu]
+        tf.config.set_logical_device_configuration(gpu, logical)
+    log.warning(
+        "--replicas=%d on %d GPU(s): replicas share a GPU, with %d MiB of memory or more for each. "
+        "This tests the program with several replicas. It does not test NCCL, which cannot run "
+        "inside one GPU, and it is not faster.",
+        num_replicas,
+        len(gpus),
+        min(map(min, limits)),
+    )
+
+
+def memory_limits(free_mib: Sequence[int], num_replicas: int) -> list[list[int]]:
+    """For each GPU, the memory limits of its logical GPUs in MiB; the replicas are divided evenly.
+
+    `free_mib` is the free memory of each GPU. A tenth of it is left for CUDA and its libraries.
+
+    Raises:
+        DeviceError: a logical GPU would have less than _LEAST_MIB.
+    """
+    each, remaining = divmod(num_replicas, len(free_mib))
+    numbers = [each + (index < remaining) for index in range(len(free_mib))]
+    limits = [
+        [int(0.9 * free) // number] * number for free, number in zip(free_mib, numbers, strict=True)
+    ]
+    if (least := min(map(min, limits))) < _LEAST_MIB:
+        raise DeviceError(
+            f"--replicas={num_replicas} on {len(free_mib)} GPU(s) leaves {least} MiB of memory for "
+            f"a replica, which needs {_LEAST_MIB} MiB or more. Use fewer replicas, end other "
+            "programs on the GPU (nvidia-smi shows them), or type --num_gpus=0."
+        )
+    return limits
+
+
+def _free_mib(names: Sequence[str]) -> list[int]:
+    """The free memory of the GPUs with these names. TensorFlow tells it too late."""
+    query = ("--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    command = ["nvidia-smi", f"--id={','.join(names)}", *query]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        return [int(line) for _, line in zip(names, done.stdout.splitlines(), strict=True)]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise DeviceError(
+            f"More --replicas than GPUs need the free memory of each GPU, but "
+            f"{shlex.join(command)} does not print it ({error}). Use at most one replica a GPU, or "
+            "--num_gpus=0 for replicas on the CPU."
+        ) from error

@@ -130,14 +130,15 @@ class MultiWorkerExecutor(MirroredExecutor):
         TensorFlow connects them.
 
         Raises:
-            ClusterError: another program serves at a worker's address.
+            ClusterError: another program serves at a worker's address, or workers use different
+                numbers of GPUs.
             PeerLostError: a worker started and died again meanwhile, or the name of its host stays
                 unknown for a minute.
         """
         # The resolver reads the environment; evaluators do not belong to the training cluster.
         os.environ["TF_CONFIG"] = cluster.training_tf_config()
         try:
-            processes = wait_for_peers(cluster)
+            processes = wait_for_peers(cluster, len(tf.config.get_visible_devices("GPU")))
         except AbsentPeerError as error:
             raise PeerLostError("A worker cannot be reached", error) from error
         log.info("All %d workers are there; connecting.", cluster.num("worker"))

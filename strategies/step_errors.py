@@ -31,7 +31,8 @@ def errors_explained(smaller: str) -> Iterator[None]:
     `smaller` says what to do if there was not enough memory.
     """
     try:
-        yield
+        with memory_explained(smaller):
+            yield
     except (
         tf.errors.DataLossError,
         tf.errors.InvalidArgumentError,
@@ -39,6 +40,13 @@ def errors_explained(smaller: str) -> Iterator[None]:
         tf.errors.PermissionDeniedError,
     ) as error:
         raise DataFaultError(error.message) from error
+
+
+@contextlib.contextmanager
+def memory_explained(smaller: str) -> Iterator[None]:
+    """Raises OutOfMemoryError in place of TensorFlow's error; `smaller` says what to do."""
+    try:
+        yield
     except tf.errors.ResourceExhaustedError as error:
         if not _MEMORY.search(error.message):
             raise
@@ -51,7 +59,7 @@ def errors_explained(smaller: str) -> Iterator[None]:
 def _cause(message: str) -> str:
     """The line of `message` about memory, without the nodes of the graph around it."""
     line = next(line for line in message.splitlines() if _MEMORY.search(line))
-    return re.sub(r"\{\{.*?\}\}|\[Op:.*?\]( name: )?", "", line).strip(" .:")
+    return re.sub(r"\{\{.*?\}\}|\[Op:.*?\]( name: )?|\x1b\[\d+m", "", line).strip(" .:")
 
 
 def _peaks() -> str:

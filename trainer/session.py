@@ -26,6 +26,7 @@ from strategies.base import Batch, Executor
 from strategies.gpus import replica_devices, use_gpus
 from strategies.metrics import means
 from strategies.mirrored import MirroredExecutor
+from strategies.step_errors import memory_explained
 from trainer import build
 from trainer.batch_checks import check_batches
 from trainer.build import build_checkpointer, build_learner
@@ -102,7 +103,8 @@ def build_parts(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
     if not spec.is_checked:
         # ParameterServerStrategy warns of a step that is traced outside of its coordinator.
         strategy = None if spec.strategy == "ps" else executor.strategy
-        check_batches(inputs, learner, spec.recipe, strategy)
+        with memory_explained("Lower --batch_size: the first batch is checked as a whole"):
+            check_batches(inputs, learner, spec.recipe, strategy)
         check_export(spec.recipe, learner.model, specs)
     train = dataclasses.replace(inputs.train, gives_seeds=learner.needs_seeds)
     inputs = dataclasses.replace(inputs, train=train)

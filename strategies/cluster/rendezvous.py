@@ -21,6 +21,7 @@ import hashlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -34,7 +35,7 @@ from strategies.cluster.peers import (
     wait_until_all_are_there,
 )
 from strategies.cluster.ports import held
-from strategies.cluster.tf_config import Cluster, Task
+from strategies.cluster.tf_config import Cluster, ClusterError, Task
 from strategies.cluster.watching import silence_of, watch_peers
 
 # The ids of the processes of other tasks.
@@ -44,10 +45,12 @@ Processes: TypeAlias = Mapping[Task, str]
 Connecting: TypeAlias = Callable[[Cluster, Processes], contextlib.AbstractContextManager[None]]
 
 _GREETING = re.compile(
-    r"tf-distribution-trainer (\w+) (\d+) process (\w+)(?: generation (\d+))?(?: met (\w+))?\n"
+    r"tf-distribution-trainer (\w+) (\d+) process (\w+)(?: generation (\d+))?(?: met (\w+))?"
+    r"(?: gpus (\d+))?\n"
 )
 _ID_BYTES = 8
 _WATCH_SECS = 1.0
+_LINGER_SECS = 3.0
 
 
 class Greeting(NamedTuple):
@@ -57,6 +60,7 @@ class Greeting(NamedTuple):
     process: str
     generation: int | None = None  # Of an elastic cluster.
     met: str | None = None  # A digest of all processes, once this one has seen each of them.
+    num_gpus: int = 0  # That this process uses.
 
     def encoded(self) -> bytes:
         """The bytes that `decoded` takes."""
@@ -65,6 +69,8 @@ class Greeting(NamedTuple):
             text += f" generation {self.generation}"
         if self.met is not None:
             text += f" met {self.met}"
+        if self.num_gpus:
+            text += f" gpus {self.num_gpus}"
         return f"{text}\n".encode()
 
     @classmethod
@@ -73,9 +79,13 @@ class Greeting(NamedTuple):
         found = _GREETING.fullmatch(sent.decode(errors="replace"))
         if found is None:
             return None
-        job, index, process, generation, met = found.groups()
+        job, index, process, generation, met, num_gpus = found.groups()
         return cls(
-            Task(job, int(index)), process, None if generation is None else int(generation), met
+            Task(job, int(index)),
+            process,
+            None if generation is None else int(generation),
+            met,
+            int(num_gpus or 0),
         )
 
 
@@ -85,30 +95,33 @@ def digest_of(processes: Processes) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[: 2 * _ID_BYTES]
 
 
-def wait_for_peers(cluster: Cluster) -> Processes:
+def wait_for_peers(cluster: Cluster, num_gpus: int = 0) -> Processes:
     """Returns once this process and all other training tasks have met, with their ids.
 
     A process of an earlier start, which has not waited for this one, is not counted; in an elastic
     cluster neither is one of another generation. It ends when it sees that this task was started
     again (`connecting`), or when an all-reduce fails.
 
-    Raises the errors of `wait_for_servers`.
+    Raises the errors of `wait_for_servers`, and ClusterError if a process uses another number of
+    GPUs than `num_gpus`: TensorFlow would wait for ever.
     """
-    meeting = _Meeting(cluster)
+    meeting = _Meeting(cluster, num_gpus)
     is_there = Identification(cluster, meeting.identify)
     with held(port_of(cluster.address), lambda: meeting.greeting().encoded()):
         while True:
             before = meeting.processes()
             wait_until_all_are_there(cluster, cluster.other_trainers, is_there)
             if meeting.processes() == before:
+                meeting.check_gpus()
                 return before
 
 
 class _Meeting:
     """Which processes this one has seen. Several threads use it."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, num_gpus: int = 0) -> None:
         self._cluster = cluster
+        self._num_gpus = dict.fromkeys(cluster.trainers, 0) | {cluster.task: num_gpus}
         self._process = os.urandom(_ID_BYTES).hex()
         self._by_address = {cluster.address_of(task): task for task in cluster.other_trainers}
         self._seen: dict[Task, str] = {}
@@ -121,7 +134,19 @@ class _Meeting:
         processes = {**self._seen, task: self._process}
         has_seen_all = len(processes) > len(self._by_address)
         met = digest_of(processes) if has_seen_all else None
-        return Greeting(task, self._process, self._cluster.generation, met)
+        num_gpus = self._num_gpus[task]
+        return Greeting(task, self._process, self._cluster.generation, met, num_gpus)
+
+    def check_gpus(self) -> None:
+        """Raises ClusterError if the processes that were seen use different numbers of GPUs."""
+        if len(numbers := set(self._num_gpus.values())) > 1:
+            listed = ", ".join(f"{task}: {num}" for task, num in self._num_gpus.items())
+            time.sleep(_LINGER_SECS)  # Other processes may not have seen this one.
+            raise ClusterError(
+                f"The workers use different numbers of GPUs ({listed}), but TensorFlow needs the "
+                f"same number in all. Type --num_gpus={min(numbers)} in all of them, or set "
+                "CUDA_VISIBLE_DEVICES."
+            )
 
     def identify(self, address: str) -> Identity:
         """The task at `address`; None if nothing is there, or a process that has not met this one.
@@ -143,6 +168,7 @@ class _Meeting:
         if greeting.task != task:
             return greeting.task
         self._seen[task] = greeting.process
+        self._num_gpus[task] = greeting.num_gpus
         own = self.greeting().met
         return task if own is not None and own == greeting.met else None
 

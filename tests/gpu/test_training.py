@@ -1,14 +1,14 @@
 """Training on one GPU: the same losses as on the CPU, little memory, and nothing lost."""
 
 import re
-import signal
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.cluster.runs import TOPOLOGIES, Process, Run, assert_one_error, start, train
+from data.prepare.preparing import prepare
+from tests.cluster.runs import TOPOLOGIES, Run, largest_difference, start, train
+from tests.cluster.test_classics import write_cifar10
 
 ONE = TOPOLOGIES["mirrored-1"]
 IN_MEMORY = "--config.data.cache_bytes=1000000000"
@@ -61,6 +61,25 @@ def test_losses_are_those_of_one_process_on_the_gpu(
     assert losses(run)[0] > 1.2 * losses(run)[2], "it has learned something"
 
 
+def test_resnet_has_the_losses_of_the_cpu(gpu: dict[str, str], tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    prepare("cifar10", str(tmp_path / "data"), str(tmp_path))
+    words = (
+        "--config=configs/cifar10_resnet.py",
+        f"--data_dir={tmp_path / 'data'}",
+        "--train_steps=6",
+        "--batch_size=12",
+        "--config.eval_batch_size=12",
+        "--config.log_every_steps=2",
+        "--config.export=False",
+    )
+    on_gpu, on_cpu = (
+        train(ONE, tmp_path / flag, *words, flag, env=gpu | EXACT)
+        for flag in ("--num_gpus=1", "--num_gpus=0")
+    )
+    assert losses(on_gpu)[:-1] == pytest.approx(losses(on_cpu)[:-1], rel=1e-3)
+
+
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 def test_16_bits_reach_nearly_the_same_loss(
     precision: str, on_gpu: Run, gpu: dict[str, str], digits: Path, tmp_path: Path
@@ -69,47 +88,6 @@ def test_16_bits_reach_nearly_the_same_loss(
     run = train(ONE, tmp_path / "run", *words, env=gpu)
     assert losses(run) == pytest.approx(losses(on_gpu), rel=0.2)
     assert losses(run) != losses(on_gpu)
-
-
-def test_killed_run_resumes_with_the_same_losses(
-    gpu: dict[str, str], digits: Path, tmp_path: Path
-) -> None:
-    # It may be killed after many steps, over which rounding would grow.
-    env = gpu | EXACT | {"TF_DETERMINISTIC_OPS": "1"}
-    words = (*flags(digits), IN_MEMORY, "--config.checkpoint_every_steps=20")
-    # It would go on for long after the checkpoint of step 20.
-    with start(ONE, tmp_path / "run", *words, "--train_steps=100000", env=env) as process:
-        process.wait_until(
-            lambda: any((tmp_path / "run" / "checkpoints").glob("step-*/checkpoint.json")),
-            "checkpoint",
-        )
-        process.send(signal.SIGKILL)
-        assert process.wait().exit_code == -signal.SIGKILL
-    step = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    resumed = train(ONE, tmp_path / "run", *words, f"--train_steps={step + 40}", env=env)
-    whole = train(ONE, tmp_path / "whole", *words, f"--train_steps={step + 40}", env=env)
-    after, of_whole = (
-        {
-            line["step"]: line["loss"]
-            for line in run.metrics("train")
-            if step < line["step"] <= step + 40
-        }
-        for run in (resumed, whole)
-    )
-    assert len(of_whole) == 2
-    assert after == pytest.approx(of_whole, rel=5e-3)
-    assert losses(resumed)[-2:] == pytest.approx(losses(whole)[-2:], rel=5e-3)
-
-
-def test_deterministic_ops_give_equal_bits(
-    gpu: dict[str, str], digits: Path, tmp_path: Path
-) -> None:
-    env = gpu | {"TF_DETERMINISTIC_OPS": "1"}
-    runs = [train(ONE, tmp_path / name, *flags(digits), env=env) for name in "ab"]
-    ours, theirs = (run.variables() for run in runs)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not np.array_equal(ours[name], theirs[name])] == []
-    assert losses(runs[0]) == losses(runs[1])
 
 
 @pytest.mark.parametrize("placed", [IN_MEMORY, "--config.data.cache_bytes=0"])
@@ -124,13 +102,21 @@ def test_batches_go_to_the_gpu_as_bytes(
     assert ("Dequantize", "CPU") not in in_loop, "bytes would come back to the CPU for this op"
 
 
-def test_more_replicas_than_gpus_are_refused(
-    gpu: dict[str, str], digits: Path, tmp_path: Path
-) -> None:
-    words = ("--replicas=2", f"--data_dir={digits}", f"--model_dir={tmp_path / 'run'}")
-    with Process(words, tmp_path / "run", env=gpu) as process:
-        assert_one_error(process.wait(), "--replicas=2", "1 GPU(s)", "--num_gpus=0")
-    assert not (tmp_path / "run" / "config.json").exists()
+def test_two_logical_gpus_train_as_one(gpu: dict[str, str], digits: Path, tmp_path: Path) -> None:
+    one, two = (
+        train(
+            TOPOLOGIES[name],
+            tmp_path / name,
+            *flags(digits),
+            "--deterministic",
+            "--config.jit_compile=False",
+            env=gpu,
+        )
+        for name in ("mirrored-1", "mirrored-2")
+    )
+    assert "--replicas=2 on 1 GPU(s)" in two.stderr
+    assert largest_difference(one.weights(), two.weights()) < 1e-5
+    assert losses(one) == pytest.approx(losses(two), rel=1e-5)
 
 
 def test_only_workers_take_memory_of_the_gpu_and_not_all_of_it(

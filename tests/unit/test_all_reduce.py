@@ -1,5 +1,6 @@
 """The all-reduce: its sums, on all replicas and in all types in which gradients are sent."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,48 @@ def test_all_reduce_sums_what_each_replica_has_sent(dtype: str) -> None:
         # The sum is rounded once more in each step, without a residual.
         bound = 20 * RELATIVE_ERROR[dtype] * np.abs(parts).max() * 2
         assert 0 < np.abs(totals - exact).max() < bound
+
+
+def test_replicas_sum_each_bucket_while_the_backward_pass_continues() -> None:
+    """With the bits of one vector, and each bucket after those whose gradients come first."""
+    executor = MirroredExecutor.on(["CPU:0", "CPU:1"])
+    kernels = [tf.random.stateless_normal([1500, 1500], [i, 0], stddev=0.02) for i in range(4)]
+    inputs = tf.random.stateless_normal([2, 1500], [4, 0])
+
+    def gradients() -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(kernels)
+            values = inputs
+            for kernel in kernels:
+                values = tf.nn.softplus(tf.matmul(values, kernel))
+        return executor._all_reduced(tape.gradient(values, kernels))
+
+    def summed() -> tuple[list[Any], list[tf.Operation]]:
+        run = tf.function(lambda: executor.strategy.run(gradients))
+        found = tf.nest.flatten(run(), expand_composites=True)
+        return found, run.get_concrete_function().graph.get_operations()
+
+    in_buckets, operations = summed()
+    executor._bucket_bytes = math.inf
+    for one, other in zip(in_buckets, summed()[0], strict=True):
+        np.testing.assert_array_equal(one, other)
+    sums = [op for op in operations if op.type == "AddN"]
+    assert len(sums) == 4
+    products = [sum(op.type == "MatMul" for op in ancestors(one)) for one in sums]
+    assert products == sorted(set(products)), "a bucket waits for a later one"
+    assert not any(op.type == "AddN" for one in sums for op in ancestors(one))
+
+
+def ancestors(op: tf.Operation) -> set[tf.Operation]:
+    """All operations that must end before `op` begins."""
+    found: set[tf.Operation] = set()
+    waiting = [op]
+    while waiting:
+        last = waiting.pop()
+        before = {*(tensor.op for tensor in last.inputs), *last.control_inputs} - found
+        found |= before
+        waiting += before
+    return found
 
 
 def test_rolled_back_training_starts_without_residuals(tmp_path: Path) -> None:

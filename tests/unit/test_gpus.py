@@ -1,8 +1,17 @@
+from pathlib import Path
+
 import pytest
 import tensorflow as tf
 
+from strategies import gpus
 from strategies.cluster.tf_config import Cluster, Task
-from strategies.gpus import DeviceError, capability_note, choose_gpus, refuse_wire_dtype
+from strategies.gpus import (
+    DeviceError,
+    capability_note,
+    choose_gpus,
+    memory_limits,
+    refuse_wire_dtype,
+)
 from strategies.transfer import Transfer
 
 # Host a has two workers, host b one.
@@ -86,3 +95,44 @@ def test_gpu_that_this_tensorflow_does_not_know_is_named(
     said = capability_note(found, [*built, "sm_90a", "unknown"])
     assert note in said
     assert bool(note) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "num_replicas", "limits"),
+    [
+        ([10_000], 2, [[4500, 4500]]),
+        ([10_000, 20_000], 3, [[4500, 4500], [18_000]]),
+        ([10_000, 20_000], 4, [[4500, 4500], [9000, 9000]]),
+    ],
+)
+def test_replicas_are_divided_among_the_free_memory_of_gpus(
+    free_mib: list[int], num_replicas: int, limits: list[list[int]]
+) -> None:
+    assert memory_limits(free_mib, num_replicas) == limits
+
+
+def test_gpu_without_memory_for_its_replicas_is_refused() -> None:
+    with pytest.raises(DeviceError, match=r"--replicas=8 on 2 GPU\(s\) leaves 450 MiB"):
+        memory_limits([2000, 80_000], 8)
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place of the only program that is found."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path / "nvidia-smi"
+
+
+def test_free_memory_is_what_nvidia_smi_prints(nvidia_smi: Path) -> None:
+    nvidia_smi.write_text('#!/bin/sh\ntest "$1" = --id=0,GPU-x && echo 24000 && echo 18000\n')
+    nvidia_smi.chmod(0o700)
+    assert gpus._free_mib(["0", "GPU-x"]) == [24000, 18000]
+
+
+@pytest.mark.parametrize("command", ["echo N/A; echo 1", "echo 1", "exit 9", None])
+def test_unknown_free_memory_is_refused(command: str | None, nvidia_smi: Path) -> None:
+    if command:
+        nvidia_smi.write_text(f"#!/bin/sh\n{command}\n")
+        nvidia_smi.chmod(0o700)
+    with pytest.raises(DeviceError, match=r"(?s)--id=0,MIG-x .* does not print it .*--num_gpus=0"):
+        gpus._free_mib(["0", "MIG-x"])

@@ -112,7 +112,7 @@ def test_worker_that_dies_while_all_connect_is_a_loss(
     def connect(**_: object) -> None:
         raise error
 
-    monkeypatch.setattr("strategies.multiworker.wait_for_peers", lambda _: {})
+    monkeypatch.setattr("strategies.multiworker.wait_for_peers", lambda *_: {})
     monkeypatch.setattr("strategies.multiworker.interpreter_lock_released", contextlib.nullcontext)
     monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", connect)
     monkeypatch.setenv("TF_CONFIG", "")  # `connect` sets it.

@@ -64,6 +64,7 @@ def test_workers_meet_and_know_the_processes_of_all_others() -> None:
         Greeting(Task("worker", 3), "ab12"),
         Greeting(Task("worker", 3), "ab12", generation=0),
         Greeting(Task("chief", 0), "ab12", generation=7, met="cd34"),
+        Greeting(Task("worker", 3), "ab12", met="cd34", num_gpus=8),
     ],
 )
 def test_greeting_is_decoded_as_it_was_encoded(greeting: Greeting) -> None:
@@ -75,6 +76,28 @@ def test_greeting_is_decoded_as_it_was_encoded(greeting: Greeting) -> None:
 )
 def test_what_another_program_sends_is_no_greeting(sent: bytes) -> None:
     assert Greeting.decoded(sent) is None
+
+
+def test_different_numbers_of_gpus_are_refused_by_all_workers() -> None:
+    clusters = workers_at(free_ports(3))
+    errors: dict[Task, str] = {}
+
+    def meet(cluster: Cluster, num_gpus: int) -> None:
+        with pytest.raises(ClusterError) as raised:
+            wait_for_peers(cluster, num_gpus)
+        errors[cluster.task] = str(raised.value)
+
+    threads = [
+        threading.Thread(target=meet, args=args) for args in zip(clusters, [2, 1, 2], strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert errors.keys() == set(WORKERS)
+    for message in errors.values():
+        assert "(worker 0: 2, worker 1: 1, worker 2: 2)" in message
+        assert "--num_gpus=1 in all" in message
 
 
 class Network:

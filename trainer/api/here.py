@@ -114,18 +114,19 @@ def _check_tensorflow() -> None:
     import tensorflow as tf
 
     threads = tf.config.threading.get_intra_op_parallelism_threads()
-    num_cpus = len(tf.config.list_logical_devices("CPU"))
-    has_gpus = bool(tf.config.list_logical_devices("GPU"))
+    gpus = [] if flags.NUM_GPUS.value == 0 else tf.config.list_logical_devices("GPU")
+    devices = gpus or tf.config.list_logical_devices("CPU")
     given = ""
     if flags.NUM_THREADS.value and flags.NUM_THREADS.value != threads:
         given = f"num_threads={flags.NUM_THREADS.value}"
-    elif flags.REPLICAS.value > num_cpus and not has_gpus:
+    elif flags.REPLICAS.value > len(devices):
         given = f"replicas={flags.REPLICAS.value}"
     if given:
         raise UsageError(
             f"{given} must be given before TensorFlow is first used in a process, and this process "
-            f"has used it: with {threads or 'its own number of'} threads and {num_cpus} CPU "
-            f"device(s). Restart the kernel, and call trainer.train(..., {given}) first."
+            f"has used it: with {threads or 'its own number of'} threads and {len(devices)} "
+            f"{devices[0].device_type} device(s). Restart the kernel, and call "
+            f"trainer.train(..., {given}) first."
         )
 
 

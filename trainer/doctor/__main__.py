@@ -27,7 +27,13 @@ from strategies.transfer import Transfer
 from trainer import flags
 from trainer.config import ConfigError
 from trainer.doctor.exchange import Exchange, Json
-from trainer.doctor.findings import Finding, can_connect, findings
+from trainer.doctor.findings import (
+    PEER_ADVICE,
+    Finding,
+    can_connect,
+    device_findings,
+    findings,
+)
 from trainer.doctor.plan import (
     Settings,
     machine,
@@ -52,6 +58,8 @@ from trainer.tf_setup import configure_logging, import_tensorflow, set_environme
 # Fractions of the deadline: until when tasks may come, plans be made, and reports come. The rest is
 # for TensorFlow's all-reduce.
 _MEET, _PLAN, _REPORTS = 0.4, 0.6, 0.8
+# Sums on the devices of one host may take this long, if there is no deadline.
+_SUMS_SECS = 120.0
 
 absl.flags.adopt_module_key_flags(flags)
 
@@ -76,6 +84,7 @@ class _Doctor:
         self.reports: dict[str, Json] = {}
         self.all_reduce: Json = {}
         self.doing = "meeting the other tasks"
+        self.advice = "Look at the other findings"
         self._deadline_secs = deadline_secs
         self._began = time.monotonic()
         self._lock = threading.Lock()
@@ -84,6 +93,12 @@ class _Doctor:
     def until(self, fraction: float) -> float:
         """The time (time.monotonic) of a fraction of the deadline."""
         return self._began + fraction * self._deadline_secs
+
+    def end_after(self, secs: float) -> None:
+        """Ends the process after `secs`, with what is known then."""
+        timer = threading.Timer(secs, self.end_late)
+        timer.daemon = True
+        timer.start()
 
     def remove_mark(self) -> None:
         """Removes the file of this task in --model_dir."""
@@ -94,7 +109,7 @@ class _Doctor:
         """Ends the process at the deadline, with what is known."""
         task = str(self.cluster.task)
         text = (
-            f"it was {self.doing} for too long. Look at the other findings, or type "
+            f"it was {self.doing} for too long. {self.advice}, or type "
             f"--deadline_secs={4 * self._deadline_secs:g}"
         )
         self.end([Finding("error", task, self.cluster.address, text)])
@@ -103,7 +118,7 @@ class _Doctor:
         """Prints all that is known, and ends the process."""
         with self._lock:  # Never released: the process ends once.
             found = findings(self.reports, self.cluster, deadline_secs=self._deadline_secs)
-            found = [*more, *found]
+            found = [*more, *device_findings(self.all_reduce, self.cluster), *found]
             show = as_json if flags.FLAGS["json"].value else text
             self.remove_mark()
             print(show(self.reports, self.cluster, found, self.all_reduce), flush=True)
@@ -142,9 +157,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     plan = plan_in_child(recipe, cluster, model_dir, settings)
     has_limit = not is_alone or flags.FLAGS["deadline_secs"].present
     if has_limit:
-        timer = threading.Timer(doctor.until(1.0) - time.monotonic(), doctor.end_late)
-        timer.daemon = True
-        timer.start()
+        doctor.end_after(doctor.until(1.0) - time.monotonic())
     shared = read_shared_settings(recipe) if settings.makes_plan else {}
     own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
     if settings.makes_plan:
@@ -159,6 +172,10 @@ def _examine(argv: Sequence[str]) -> NoReturn:
             doctor.reports[str(task)] = {**own, **here, "plan": own["plan"]}
             if task != cluster.task:
                 doctor.reports[str(task)]["plan"] = _without_error(own["plan"])
+        if "gpus" in own["plan"] and max(own["plan"]["gpus"], flags.REPLICAS.value) > 1:
+            if not has_limit:
+                doctor.end_after(_SUMS_SECS)
+            _sum_on_this_host(doctor)
         doctor.end()
     try:
         check_own_address(cluster)
@@ -181,7 +198,6 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         doctor.reports = exchange.wait_for_reports(doctor.until(_REPORTS))
     doctor.remove_mark()
     if flags.STRATEGY.value == "multiworker" and cluster.task in cluster.trainers:
-        doctor.doing = "in TensorFlow's all-reduce"
         doctor.all_reduce = _all_reduce(doctor)
     doctor.end()
 
@@ -196,20 +212,38 @@ def _all_reduce(doctor: _Doctor) -> Json:
         return {"why_not": "there is one worker"}
     if not can_connect(doctor.reports, cluster):
         return {"why_not": "not all tasks came, can reach each other, and have the same software"}
+    doctor.doing = "in TensorFlow's all-reduce"
     import_tensorflow()
     from strategies.gpus import choose_gpus, use_gpus
     from strategies.multiworker import MultiWorkerExecutor
+    from trainer.doctor.devices import check_devices
 
     choose_gpus(cluster)
-    use_gpus(flags.NUM_GPUS.value)
+    if use_gpus(flags.NUM_GPUS.value):
+        doctor.advice = PEER_ADVICE
     executor = MultiWorkerExecutor.connect(cluster, Transfer(flags.COMMUNICATION.value))
     network = executor.measure_network()
+    checked = check_devices(executor.strategy)
     executor.close()
-    return {
+    return checked | {
         "workers": len(cluster.trainers),
         "latency_ms": round(1e3 * network.latency_secs, 3),
         "mb_per_sec": round(1e-6 * network.bytes_per_sec, 1),
     }
+
+
+def _sum_on_this_host(doctor: _Doctor) -> None:
+    doctor.doing = "summing vectors on the devices of this host"
+    import_tensorflow()
+    from strategies.gpus import replica_devices, use_gpus
+    from strategies.mirrored import MirroredExecutor
+    from trainer.doctor.devices import check_devices
+
+    num_gpus = use_gpus(flags.NUM_GPUS.value)
+    devices = replica_devices(flags.REPLICAS.value, num_gpus)
+    if len(devices) > 1:
+        doctor.advice = PEER_ADVICE if num_gpus else doctor.advice
+        doctor.all_reduce = check_devices(MirroredExecutor.on(devices).strategy)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ _STATES = {
     "unknown": "there was no time to reach it. Give --deadline_secs more time",
 }
 
+PEER_ADVICE = (
+    "Type NCCL_P2P_DISABLE=1 before the command. If that helps, copies from GPU to GPU are broken: "
+    "switch off ACS (`lspci -vvv | grep ACSCtl` shows it) and the IOMMU in the BIOS"
+)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -68,6 +73,18 @@ def findings(
         *_gpus(reports, cluster),
     ]
     return sorted(found, key=lambda finding: finding.level)
+
+
+def device_findings(checked: Json, cluster: Cluster) -> Iterator[Finding]:
+    """Devices of this task whose sums or copies are wrong; `checked` is from `check_devices`."""
+    name = str(cluster.task)
+    if devices := checked.get("wrong_sums"):
+        text = f"a sum over {checked['replicas']} replicas is wrong on {', '.join(devices)}"
+        yield _error(cluster, name, f"{text}. {PEER_ADVICE}")
+    for pair in checked.get("copies", []):
+        if not pair["is_right"]:
+            text = f"a copy from {pair['from']} to {pair['to']} arrives with other values"
+            yield _error(cluster, name, f"{text}. {PEER_ADVICE}")
 
 
 def can_connect(reports: Mapping[str, Json], cluster: Cluster) -> bool:

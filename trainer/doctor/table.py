@@ -37,7 +37,7 @@ def text(
     if pairs := _pairs(reports):
         lines += ["", *pairs]
     if all_reduce:
-        lines += ["", _all_reduce(all_reduce)]
+        lines += ["", *_all_reduce(all_reduce)]
     lines += ["", *map(str, found)]
     if not found:
         lines.append("nothing wrong was found")
@@ -107,14 +107,20 @@ def _pairs(reports: Mapping[str, Json]) -> list[str]:
     return _aligned(rows) if rows[1:] else []
 
 
-def _all_reduce(measured: Json) -> str:
+def _all_reduce(measured: Json) -> list[str]:
     if "why_not" in measured:
-        return f"no all-reduce was tried: {measured['why_not']}"
-    return (
-        f"all-reduce of TensorFlow over {measured['workers']} workers: "
-        f"{measured['latency_ms']:,.2f} ms for a small vector, "
-        f"{measured['mb_per_sec']:,.1f} MB/s for a large one"
-    )
+        return [f"no all-reduce was tried: {measured['why_not']}"]
+    lines = []
+    if "workers" in measured:
+        lines.append(
+            f"all-reduce of TensorFlow over {measured['workers']} workers: "
+            f"{measured['latency_ms']:,.2f} ms for a small vector, "
+            f"{measured['mb_per_sec']:,.1f} MB/s for a large one"
+        )
+    is_right = "wrong" if measured["wrong_sums"] else "right"
+    lines.append(f"a sum of known vectors over {measured['replicas']} replicas was {is_right} here")
+    rows = [(pair["from"], pair["to"], f"{pair['mb_per_sec']:,.1f}") for pair in measured["copies"]]
+    return [*lines, *(_aligned([("from", "to", "MB/s"), *rows]) if rows else [])]
 
 
 def _size(num_bytes: int | None) -> str:

@@ -357,7 +357,7 @@ with _scope(("mirrored",)):
     REPLICAS = flags.DEFINE_integer(
         "replicas",
         0,
-        "mirrored: replicas; 0 is one per GPU, or one CPU. On CPUs, logical devices.",
+        "mirrored: replicas; 0 is one per GPU, or one CPU. More than there are: logical devices.",
         lower_bound=0,
     )
 with _scope(("multiworker",)):
