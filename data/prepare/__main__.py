@@ -85,9 +85,9 @@ flags.DEFINE_integer(
 flags.DEFINE_string(
     "missing",
     None,
-    "csv, parquet, python: what becomes of missing values (null and NaN; in CSV also empty, NA, null "
-    "or ?) in columns of numbers: `drop` "
-    "leaves out their rows; a number replaces them. By default they are refused.",
+    "csv, parquet, python: what becomes of missing values (null, NaN; in CSV also empty, NA and ?) "
+    "in columns of numbers: `drop` leaves out their rows; a number replaces them. By default they "
+    "are refused.",
 )
 flags.DEFINE_bool(
     "header",
@@ -105,20 +105,20 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "text",
     None,
-    "csv, parquet, python: columns, separated by commas, that are text, also where their values look like numbers. "
-    "Such a label is names; the items of such a column of --lists are text.",
+    "csv, parquet, python: columns, separated by commas, that are text, also where their values "
+    "are numbers. Such a label is names; the items of such a column of lists are text.",
 )
 flags.DEFINE_string(
     "integer",
     None,
-    "csv, parquet, python: columns, separated by commas, whose values are integers, also if they are written 1.0 or "
-    "007. Another value is refused.",
+    "csv, parquet, python: columns, separated by commas, whose values are integers, also if they "
+    "are written 1.0 or 007. Another value is refused.",
 )
 flags.DEFINE_string(
     "float",
     None,
-    "csv, parquet, python: columns, separated by commas, whose values are numbers with a fraction, also if all are "
-    "integers. Another value is refused.",
+    "csv, parquet, python: columns, separated by commas, whose values are numbers with a fraction, "
+    "stored as float32 where this is exact enough, also if all are integers. Another is refused.",
 )
 flags.DEFINE_string(
     "delimiter",
@@ -140,7 +140,8 @@ flags.DEFINE_string(
     "splits",
     None,
     "rewrite, parquet: which files are which split, if their names do not tell: SPLIT=PATTERN, "
-    "separated by commas, as 'train=part-*,test=more/part-*'. A file belongs to the first pattern that it fits.",
+    "separated by commas, as 'train=part-*,test=more/part-*'. A file belongs to the first pattern "
+    "that it fits.",
 )
 flags.DEFINE_integer(
     "num_clicks", None, f"clicks: the number of training examples; {EXAMPLES:,} by default."

@@ -10,7 +10,7 @@ different length, and NumPy copies headers and values of all rows to their place
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,7 @@ def _value(column: Column) -> tuple[int, Texts]:
     if column.dtype == np.float32:
         values, kind = fixed(column.astype("<f4")), FLOATS
     else:
-        values, kind = _varints(column), INTEGERS
+        values, kind = _varints(cast(Int64s, column)), INTEGERS
     return kind, _joined(
         [_by_length(values.lengths, lambda length: field_header(1, length)), values]
     )
@@ -108,7 +108,7 @@ def _by_length(lengths: Int64s, header: Callable[[int], bytes]) -> Texts:
 
 def _joined(pieces: Sequence[Texts]) -> Texts:
     """The bytes of all pieces of row 0, then those of row 1, and so on."""
-    lengths = np.sum([piece.lengths for piece in pieces], axis=0, dtype=np.int64)
+    lengths: Int64s = np.sum([piece.lengths for piece in pieces], axis=0, dtype=np.int64)
     places = np.cumsum(lengths) - lengths  # Of the first byte of each row.
     joined = np.empty(lengths.sum(), np.uint8)
     for data, sizes, _ in pieces:

@@ -29,6 +29,7 @@ from data.prepare.sources.columns import (
 )
 from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
 from data.system.files import DataError
+from data.tfrecord.crc import Int64s
 from data.tfrecord.example_blocks import Column as Values
 from data.tfrecord.example_blocks import Texts, fixed
 
@@ -167,8 +168,10 @@ class ArrowColumn:
     def lacks(self, array: pa.Array) -> Mask:
         """True where a value is missing, bool [n]."""
         if self.kind == TEXT:
-            lengths = pc.binary_length(as_text(array))
-            return pc.equal(lengths, 0).to_numpy(zero_copy_only=False)
+            empty: Mask = pc.equal(pc.binary_length(as_text(array)), 0).to_numpy(
+                zero_copy_only=False
+            )
+            return empty
         if family_of(array.type) == TEXT:
             return np.array([_str(v).lower() in MISSING_VALUES for v in array.to_pylist()], bool)
         return numbers_of(plain(array))[1]
@@ -229,8 +232,9 @@ class ArrowColumn:
             found = as_text(array)
             if classes is None:
                 return texts_of(found)
-            places = pc.index_in(found, pa.array([n.encode() for n in classes.names], found.type))
-            return places.to_numpy(zero_copy_only=False).astype(np.int64)
+            names = pa.array([name.encode() for name in classes.names], found.type)
+            places: Int64s = pc.index_in(found, names).to_numpy(zero_copy_only=False)
+            return places.astype(np.int64)
         values = self._values(array)
         if self.kind == INTEGER:
             return values.astype(np.int64)
@@ -263,23 +267,20 @@ def numbers_of(array: pa.Array) -> tuple[Array, Mask, Mask]:
         if array.type.scale > 0:  # From its digits: the nearest float64.
             array = array.cast(pa.string()).cast(pa.float64())
         else:
-            values = [0 if value is None else int(value) for value in array.to_pylist()]
-            beyond = np.array([not -(2**63) <= value < 2**63 for value in values], bool)
-            held = [0 if wrong else value for value, wrong in zip(values, beyond, strict=True)]
-            return np.array(held, np.int64), missing, beyond
+            integers = [0 if value is None else int(value) for value in array.to_pylist()]
+            beyond = np.array([not -(2**63) <= value < 2**63 for value in integers], bool)
+            return np.where(beyond, 0, np.array(integers, object)).astype(np.int64), missing, beyond
     if pa.types.is_boolean(array.type):
         array = array.cast(pa.int8())
     if array.null_count:
         array = array.fill_null(0)
     numbers: Array = array.to_numpy(zero_copy_only=False)
+    if numbers.dtype == np.float16:
+        numbers = numbers.astype(np.float32)
     if numbers.dtype.kind == "f":
-        return (
-            numbers.astype(np.float32 if numbers.dtype == np.float16 else numbers.dtype),
-            missing,
-            beyond,
-        )
+        return numbers, missing, beyond
     if numbers.dtype == np.uint64:
-        beyond = numbers >= np.uint64(2**63)
+        beyond = np.greater_equal(numbers, np.uint64(2**63))
         numbers = np.where(beyond, np.uint64(0), numbers)
     return numbers.astype(np.int64, copy=False), missing, beyond
 

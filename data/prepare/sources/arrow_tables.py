@@ -35,6 +35,7 @@ from data.prepare.sources.tables import (
     typed,
 )
 from data.system.files import DataError
+from data.tfrecord.example_blocks import Column as Values
 from data.tfrecord.example_blocks import records
 
 _INDEX = re.compile(r"__index_level_\d+__")  # Of pandas, without a name.
@@ -95,8 +96,8 @@ class _Rows(NamedTuple):
 
         return joined([int(np.count_nonzero(part)) for part in parts], rows)
 
-    def _values(self, batch: pa.RecordBatch, labels: Mapping[str, Classes]) -> Mapping[str, object]:
-        values = {}
+    def _values(self, batch: pa.RecordBatch, labels: Mapping[str, Classes]) -> Mapping[str, Values]:
+        values: dict[str, Values] = {}
         for name, column in self.columns.items():
             array = batch.column(name)
             if isinstance(column, ArrowColumn) and name in labels:

@@ -178,7 +178,7 @@ def _function(file: str, name: str) -> Function:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # Where dataclasses look for types.
     spec.loader.exec_module(module)
-    function = getattr(module, name, None)
+    function: Function | None = getattr(module, name, None)
     if not callable(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise DataError(

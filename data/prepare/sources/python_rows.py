@@ -7,7 +7,7 @@
 | an iterable of dicts | a dict |
 | a tf.data.Dataset | an element: a dict, or (x, y), or (x, y, sample_weight) |
 | a keras.utils.PyDataset | a row of a batch: of a dict, or of (x, y), or of (x, y, sample_weight) |
-| a table of pandas, Arrow, polars: what has __arrow_c_stream__ | a row |
+| a table of pandas or Arrow: what has __arrow_c_stream__ | a row |
 | a NumPy structured array | an item, with a column for each field |
 """
 
@@ -22,7 +22,9 @@ import pyarrow as pa
 
 from data.system.files import DataError
 
-Row: TypeAlias = Mapping[str, Any]  # Values of any type that Arrow or NumPy takes.
+# Values may be of any type that Arrow or NumPy takes.
+Row: TypeAlias = Mapping[str, Any]
+Column: TypeAlias = list[Any] | npt.NDArray[Any]
 CONTAINERS = (
     "an iterable of dicts, a tf.data.Dataset, a keras.utils.PyDataset, a table of pandas or Arrow, "
     "or a NumPy structured array"
@@ -131,7 +133,7 @@ def _batch_of(rows: Sequence[Row], where: str) -> pa.RecordBatch:
     return _batch({name: [row[name] for row in rows] for name in rows[0]}, where)
 
 
-def _batch(columns: Mapping[str, Sequence[Any]], where: str) -> pa.RecordBatch:
+def _batch(columns: Mapping[str, Column], where: str) -> pa.RecordBatch:
     arrays = {}
     for name, values in columns.items():
         try:
@@ -150,7 +152,7 @@ def _batch(columns: Mapping[str, Sequence[Any]], where: str) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict(arrays)
 
 
-def _array(values: Sequence[Any]) -> pa.Array:
+def _array(values: Column) -> pa.Array:
     if not isinstance(values, np.ndarray):
         arrays = [value for value in values if isinstance(value, np.ndarray)]
         kinds = {(array.shape, array.dtype) for array in arrays}
