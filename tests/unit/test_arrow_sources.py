@@ -33,12 +33,10 @@ def content():
     return {
         "id": np.arange(n) * 10**9, "small": random.normal(size=n).astype(np.float32),
         "large": random.normal(size=n), "name": np.array([f"n{i % 7}" for i in range(n)]),
-        "is_new": np.arange(n) % 2 == 0, "y": np.arange(n) % 3,
+        "is_new": np.arange(n) % 2 == 0,
         "image": random.integers(0, 255, (n, 4, 3), dtype=np.uint8),
+        "y": np.arange(n) % 3,
     }
-
-def row(k):
-    return {name: values[k] for name, values in content().items()}
 
 def generator():
     found = content()
@@ -79,14 +77,14 @@ def structured():
 def arrow():
     import pyarrow as pa
     found = content()
-    image = pa.array(found.pop("image").tolist(), pa.list_(pa.list_(pa.uint8())))
-    return pa.table({**{k: pa.array(v) for k, v in found.items()}, "image": image})
+    found["image"] = pa.array(found["image"].tolist(), pa.list_(pa.list_(pa.uint8())))
+    return pa.table({name: pa.array(values) for name, values in found.items()})
 
 def pandas():
     import pandas as pd
-    found = content()
-    image = pd.Series(arrow()["image"].to_pylist(), dtype=pd.ArrowDtype(arrow()["image"].type))
-    return pd.DataFrame({**{k: v for k, v in found.items() if k != "image"}, "image": image})
+    found, image = content(), arrow()["image"]
+    found["image"] = pd.Series(image.to_pylist(), dtype=pd.ArrowDtype(image.type))
+    return pd.DataFrame(found)
 
 def parts(shard, num_shards):
     found = content()
@@ -271,6 +269,7 @@ def test_splits_are_those_of_a_column_or_of_patterns(tmp_path: Path) -> None:
         ({"x": [1.5]}, {"integer": "x"}, r"row 0: column x has '1\.5', and --integer says"),
         ({"x": ["a"]}, {"float": "x"}, r"column x has 'a', and --float says"),
         ({"x": [{"a": 1}]}, {}, "column x is struct.*--columns"),
+        ({"x": [[{"a": 1}]]}, {}, "column x is list<.*--columns"),
         ({"x": [[1.5], [1.0, 2.0]]}, {}, "lists of 1 to 2 items, of numbers with a fraction"),
         ({"x": [[1], [-1, 2]]}, {}, "row 1: column x has the item -1"),
         ({"x": [[1], [None]]}, {}, "row 1: an item of x is None"),
@@ -334,7 +333,8 @@ def test_equal_content_gives_equal_files(
     assert digest(python(function)) == wanted
     found = read(tmp_path / function)
     assert found["image"].shape[1:] == (4, 3)
-    assert (found["large"].dtype, found["small"].dtype) == (np.float64, np.float32)
+    assert found["large"].dtype == np.float64
+    assert found["small"].dtype == np.float32
 
 
 def test_result_is_that_of_parquet_and_the_same_for_any_number_of_processes(
@@ -353,6 +353,28 @@ def test_result_is_that_of_parquet_and_the_same_for_any_number_of_processes(
         assert "image uint8 [4, 3], y label of 3 classes" in done.stderr
         assert digest(Path(out)) == wanted
     assert "already holds" in run("python:x", *arguments, f"--data_dir={out}", cwd=tmp_path).stderr
+
+
+def test_types_are_those_of_all_rows_not_of_the_first_ones(tmp_path: Path) -> None:
+    code = """
+def rows():
+    for number in range(5000):
+        is_late = number > 4000
+        yield {
+            "float": 0.5 if is_late else None, "mixed": 1.5 if is_late else number,
+            "list": [number, 7] if is_late else None, "text": "a" if is_late else None,
+        }
+"""
+    (tmp_path / "f.py").write_text(code)
+    options = Options(missing="0", test_fraction=0.01)
+    prepare("python:x", str(tmp_path / "out"), f"{tmp_path}/f.py:rows", options)
+    found = read(tmp_path / "out")
+    assert set(found["float"]) == {0, 0.5}
+    assert found["mixed"].dtype == np.float64
+    assert found["mixed"][3000] > 2000
+    assert found["list"][0].tolist() == [-1, -1]
+    assert found["list"][-1][1] == 7
+    assert set(found["text"]) == {b"", b"a"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Columns of Arrow tables: what a record holds of each type, and what is refused.
 
-    column = ArrowColumn("age", is_label=False)
+    column = ArrowColumn("age", is_number=True, is_label=False)
     column.add(array, "people.parquet", 0)          # each array; row 0 is its first
     column.finish(missing_of("drop"))               # a DataError names file and row
     values = column.convert(array)                  # for data.tfrecord.example_blocks
@@ -48,12 +48,10 @@ def family_of(dtype: pa.DataType) -> str:
         return family_of(dtype.value_type)
     if isinstance(dtype, pa.BaseExtensionType):
         return family_of(dtype.storage_type)
-    if (
-        pa.types.is_list(dtype)
-        or pa.types.is_large_list(dtype)
-        or pa.types.is_fixed_size_list(dtype)
-    ):
-        return LISTS
+    lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    if any(is_one(dtype) for is_one in lists):
+        items = dtype.value_type
+        return LISTS if family_of(items) or pa.types.is_null(items) else ""
     is_text = (
         *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
         *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary),
@@ -84,10 +82,20 @@ class ArrowColumn:
     """A column of numbers, times or text."""
 
     def __init__(
-        self, name: str, *, is_label: bool, declared: str = "", texts: Sequence[str] = ()
+        self,
+        name: str,
+        *,
+        is_number: bool,
+        is_label: bool,
+        declared: str = "",
+        texts: Sequence[str] = (),
     ) -> None:
-        """`declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: those of --text."""
-        self.name, self._is_label, self._declared = name, is_label, declared
+        """A column of numbers or times if `is_number`, otherwise of text.
+
+        `declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: those of --text.
+        """
+        self.name, self._is_number = name, is_number
+        self._is_label, self._declared = is_label, declared
         self.column = Column(name, is_label=is_label, declared=declared, texts=texts, unit="row")
         self._types: dict[pa.DataType, None] = {}
         self._text_bytes = self._num_rows = 0
@@ -96,19 +104,20 @@ class ArrowColumn:
 
     def add(self, array: pa.Array, path: str, row: int) -> None:
         """Adds values; the first is in `row` of file `path`."""
-        self._types.setdefault(array.type)
+        if not pa.types.is_null(array.type):
+            self._types.setdefault(array.type)
         self._num_rows += len(array)
-        values = plain(array)
-        if family_of(values.type) == NUMBER:
-            self._text_bytes += as_text(array).nbytes if self._declared == TEXT else 0
-            kinds = self._kinds_of_numbers(values, path, row)
+        if self._is_number:
+            if self._declared == TEXT:
+                self._text_bytes += pc.sum(pc.binary_length(as_text(array))).as_py() or 0
+            kinds = self._kinds_of_numbers(plain(array), path, row)
         elif self._declared in (INTEGER, NUMBER):
             for number, value in enumerate(map(_str, array.to_pylist()), row):
                 self.column.add(path, number, value)
             return
         else:
             found = as_text(array)
-            self._text_bytes += len(found) and pc.sum(pc.binary_length(found)).as_py()
+            self._text_bytes += pc.sum(pc.binary_length(found)).as_py() or 0
             empty = pc.equal(pc.binary_length(found), 0).to_numpy(zero_copy_only=False)
             empty &= self._is_label
             kinds = {EMPTY: empty, TEXT: ~empty}
@@ -172,7 +181,7 @@ class ArrowColumn:
                 zero_copy_only=False
             )
             return empty
-        if family_of(array.type) == TEXT:
+        if not self._is_number:
             return np.array([_str(v).lower() in MISSING_VALUES for v in array.to_pylist()], bool)
         return numbers_of(plain(array))[1]
 
@@ -199,11 +208,7 @@ class ArrowColumn:
     def stored(self) -> str:
         """The type in the records, and that of the source if it is another."""
         kind = "text" if self.kind == TEXT else self._dtype
-        others = [
-            "text" if family_of(dtype) == TEXT else str(dtype)
-            for dtype in self._types
-            if not pa.types.is_null(dtype)
-        ]
+        others = ["text" if family_of(dtype) == TEXT else str(dtype) for dtype in self._types]
         others = [each for each in others if each.replace("double", "float64") != kind]
         others = [each for each in others if (each, kind) != ("float", "float32")]
         return f"{kind} of {', '.join(others)}" if others else kind
@@ -243,7 +248,7 @@ class ArrowColumn:
     def _values(self, array: pa.Array) -> Array:
         """Numbers, with the number of --missing in the place of missing ones."""
         number = self._missing.number
-        if family_of(array.type) == TEXT:
+        if not self._is_number:
             found = [
                 number if value.lower() in MISSING_VALUES else value
                 for value in map(_str, array.to_pylist())
@@ -270,7 +275,7 @@ def numbers_of(array: pa.Array) -> tuple[Array, Mask, Mask]:
             integers = [0 if value is None else int(value) for value in array.to_pylist()]
             beyond = np.array([not -(2**63) <= value < 2**63 for value in integers], bool)
             return np.where(beyond, 0, np.array(integers, object)).astype(np.int64), missing, beyond
-    if pa.types.is_boolean(array.type):
+    if pa.types.is_boolean(array.type) or pa.types.is_null(array.type):
         array = array.cast(pa.int8())
     if array.null_count:
         array = array.fill_null(0)

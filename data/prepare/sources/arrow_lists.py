@@ -177,6 +177,8 @@ class ArrowLists:
 
 def _levels(array: pa.Array) -> tuple[list[Int64s], pa.Array]:
     """The numbers of items of lists, by level, and the items of the innermost ones."""
+    if pa.types.is_null(array.type):
+        return [np.zeros(len(array), np.int64)], array.slice(0, 0)
     lengths = []
     while family_of(array.type) == LISTS:
         counts = pc.list_value_length(array).fill_null(0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from data.numerals import TEXT
+from data.numerals import NUMBER, TEXT
 from data.prepare.sources import DROP, Options, Source, joined, split_named
 from data.prepare.sources.arrow_columns import LISTS, ArrowColumn, Mask, as_text, family_of
 from data.prepare.sources.arrow_lists import ArrowLists
@@ -121,19 +121,12 @@ def arrow_source(
     `path`, and `files` of the splits: for messages.
     """
     missing = missing_of(options.missing)
-    chunks = [chunk for of_split in tables.values() for chunk in of_split]
+    chunks = [chunk for part in tables.values() for chunk in part]
     if not chunks:
         raise DataError(f"{path} has no rows.")
     names, notes = _names(path, tables, files, options)
-    label, split_column = options.label, options.split_column
     columns = _columns(path, chunks, names, options)
-    masks: dict[str, list[Mask]] = {}
-    for chunk, row, batch in _batches(chunks, [*names, *filter(None, [split_column])]):
-        for column, found in columns.items():
-            found.add(batch.column(column), chunk.path, row)
-        if split_column:
-            where = f"{chunk.path}: column {split_column}"
-            _add_splits(masks, as_text(batch.column(split_column)), where)
+    masks = _read_all(chunks, columns, options.split_column)
     for found in columns.values():
         if isinstance(found, ArrowColumn):
             found.finish(missing)
@@ -142,27 +135,12 @@ def arrow_source(
         notes += found.notes(path)
     scalars = {key: found for key, found in columns.items() if isinstance(found, ArrowColumn)}
     lacking = {key: found for key, found in scalars.items() if found.num_missing}
-    before = sum(chunk.num_rows for chunk in chunks)
-    kept = {split: np.ones(sum(c.num_rows for c in part), bool) for split, part in tables.items()}
-    values: set[int | str] = set()
-    looked_at = dict(lacking) if missing.drops else {}
-    if label is not None:
-        looked_at[label] = scalars[label]
-    for split, part in tables.items() if looked_at else ():
-        row = 0
-        for _, _, batch in _batches(part, list(looked_at)):
-            mask = np.ones(len(batch), bool)
-            for column, found in lacking.items() if missing.drops else ():
-                mask &= ~found.lacks(batch.column(column))
-            kept[split][row : row + len(batch)] = mask
-            row += len(batch)
-            if label is not None:
-                present = batch.column(label).filter(pa.array(mask))
-                values |= scalars[label].classes(present)
-    after = sum(int(np.count_nonzero(mask)) for mask in kept.values())
+    label = scalars[options.label] if options.label is not None else None
+    kept, values = _kept(tables, lacking if missing.drops else {}, label)
     if lacking:
+        before, after = (sum(map(count, kept.values())) for count in (len, np.count_nonzero))
         counts = {column: found.num_missing for column, found in lacking.items()}
-        notes.append(missing_note(path, counts, before, after, options.missing))
+        notes.append(missing_note(path, counts, before, int(after), options.missing))
     for split, mask in kept.items():
         if lacking and not mask.any():
             raise DataError(
@@ -172,22 +150,56 @@ def arrow_source(
             )
     classes: dict[str, Classes] = {}
     if label is not None:
-        texts = columns_in(options.text)
-        advice = f"add {typed('text', *texts, label)}, which takes the values as names"
-        found = scalars[label]
-        classes[label], gaps = label_classes(path, found.column, found.kind, values, advice)
+        advice = f"add {typed('text', *columns_in(options.text), label.name)}, which takes the "
+        advice += "values as names"
+        found_classes, gaps = label_classes(path, label.column, label.kind, values, advice)
+        classes[label.name] = found_classes
         notes += gaps
     notes.append(_types_note(path, columns, classes))
     row_bytes = sum(len(key.encode()) + _FRAME_BYTES + c.num_bytes for key, c in columns.items())
     rows = {split: _Rows(part, columns, kept[split], row_bytes) for split, part in tables.items()}
-    by_column = None
-    if split_column:
-        mask = kept[""]
-        found_masks = {split: np.concatenate(parts)[mask] for split, parts in masks.items()}
-        by_column = {split: of_split.tobytes() for split, of_split in found_masks.items()}
+    by_column = {split: mask[kept[""]].tobytes() for split, mask in masks.items()} or None
     nodes = {column: found.node for column, found in columns.items()}
     source = table_source(name, rows, nodes, classes, options, by_column)
     return source._replace(notes=[*filter(None, notes)])
+
+
+def _read_all(
+    chunks: Sequence[Chunk],
+    columns: Mapping[str, ArrowColumn | ArrowLists],
+    split_column: str | None,
+) -> dict[str, Mask]:
+    """Adds all values to `columns`. Returns the rows of each split, as `split_column` says."""
+    masks: dict[str, list[Mask]] = {}
+    for chunk, row, batch in _batches(chunks, [*columns, *filter(None, [split_column])]):
+        for column, found in columns.items():
+            found.add(batch.column(column), chunk.path, row)
+        if split_column is not None:
+            where = f"{chunk.path}: column {split_column}"
+            _add_splits(masks, as_text(batch.column(split_column)), where)
+    return {split: np.concatenate(parts) for split, parts in masks.items()}
+
+
+def _kept(
+    tables: Mapping[str, Sequence[Chunk]],
+    lacking: Mapping[str, ArrowColumn],
+    label: ArrowColumn | None,
+) -> tuple[dict[str, Mask], set[int | str]]:
+    """The rows of each split that lack no value of `lacking`, and the values of their labels."""
+    kept: dict[str, Mask] = {}
+    values: set[int | str] = set()
+    looked_at = [*lacking, *([label.name] if label and label.name not in lacking else [])]
+    for split, part in tables.items():
+        kept[split] = np.ones(sum(chunk.num_rows for chunk in part), bool)
+        begin = 0
+        for _, _, batch in _batches(part, looked_at) if looked_at else ():
+            mask = kept[split][begin : begin + len(batch)]
+            begin += len(batch)
+            for column, found in lacking.items():
+                mask &= ~found.lacks(batch.column(column))
+            if label is not None:
+                values |= label.classes(batch.column(label.name).filter(pa.array(mask)))
+    return kept, values
 
 
 def _names(
@@ -272,7 +284,11 @@ def _columns(
             )
         if LISTS not in families:
             columns[name] = ArrowColumn(
-                name, is_label=name == options.label, declared=types.get(name, ""), texts=texts
+                name,
+                is_number=NUMBER in families,
+                is_label=name == options.label,
+                declared=types.get(name, ""),
+                texts=texts,
             )
         elif name == options.label or types.get(name, TEXT) != TEXT:
             flag = "label" if name == options.label else "integer or --float"
