@@ -8,6 +8,7 @@ the name, and lengths that depend on the length of the value only. So one header
 different length, and NumPy copies headers and values of all rows to their places.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, cast
@@ -41,12 +42,9 @@ def records(columns: Mapping[str, Column]) -> Iterator[bytes]:
     pieces: list[Texts] = []
     for name, column in sorted((name.encode(), column) for name, column in columns.items()):
         kind, value = _value(column)
-        headers = _by_length(value.lengths, lambda length: feature_header(name, kind, length))  # noqa: B023
-        pieces += headers, value
-    content = _joined(pieces)
-    examples = _joined(
-        [_by_length(content.lengths, lambda length: field_header(1, length)), content]
-    )
+        header = functools.partial(feature_header, name, kind)
+        pieces += _by_length(value.lengths, header), value
+    examples = _as_field(_joined(pieces))
     data, ends = examples.data.tobytes(), np.cumsum(examples.lengths).tolist()
     for first, last in itertools.pairwise([0, *ends]):
         yield data[first:last]
@@ -55,15 +53,11 @@ def records(columns: Mapping[str, Column]) -> Iterator[bytes]:
 def _value(column: Column) -> tuple[int, Texts]:
     """The kind of a tf.train.Feature, and the bytes of its list for each row."""
     if isinstance(column, Texts):
-        items = _as_field(column)
-        return BYTES, Texts(items.data, items.lengths.reshape(-1, column.per_row).sum(axis=1))
+        data, lengths, _ = _as_field(column)
+        return BYTES, Texts(data, lengths.reshape(-1, column.per_row).sum(axis=1))
     if column.dtype == np.float32:
-        values, kind = fixed(column.astype("<f4")), FLOATS
-    else:
-        values, kind = _varints(cast(Int64s, column)), INTEGERS
-    return kind, _joined(
-        [_by_length(values.lengths, lambda length: field_header(1, length)), values]
-    )
+        return FLOATS, _as_field(fixed(column.astype("<f4")))
+    return INTEGERS, _as_field(_varints(cast(Int64s, column)))
 
 
 def fixed(values: npt.NDArray[np.generic]) -> Texts:
@@ -89,7 +83,7 @@ def _varints(numbers: Int64s) -> Texts:
 
 def _as_field(values: Texts) -> Texts:
     """Each of `values` as field 1 of a message."""
-    return _joined([_by_length(values.lengths, lambda length: field_header(1, length)), values])
+    return _joined([_by_length(values.lengths, functools.partial(field_header, 1)), values])
 
 
 def _by_length(lengths: Int64s, header: Callable[[int], bytes]) -> Texts:

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cluster.test_readme import PREPARE, ROOT, blocks, ids, run
+from tests.cluster.runs import ROOT
+from tests.cluster.test_readme import PREPARE, blocks, ids, run
 
 YOUR_DATA = [command for command in PREPARE if ":" in command[3]]
 

@@ -203,7 +203,12 @@ CASES = [
     # Python, and Parquet, which has the same messages.
     Case(f"{PYTHON} --label=Y", ROWS, "--label=y"),
     Case(f"{PYTHON} --columns=X", ROWS, "--columns=x"),
-    Case(f"{PYTHON} --split_column=X", function({"x": "test"}, {"x": "train"}), "--split_column=x"),
+    Case(
+        f"{PYTHON} --split_column=X",
+        function({"x": "test", "y": 1}, {"x": "train", "y": 2}),
+        "--split_column=x",
+    ),
+    Case(f"{PYTHON} --split_column=x", function({"x": "test"}), "Leave --split_column out", PYTHON),
     Case("python:x --source=a.py:g", ROWS, "--source=FILE.py:f", PYTHON),
     Case(f"{PYTHON} --processes=2", ROWS, "leave --processes out", PYTHON),
     Case(f"{PYTHON} --processes=0", ROWS, "--processes=2", PYTHON),

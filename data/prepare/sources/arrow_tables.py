@@ -253,7 +253,10 @@ def _names(
             )
         names.remove(options.split_column)
     if not names:
-        raise DataError(f"{path} has no column beside {options.split_column}.")
+        raise DataError(
+            f"{path} has no other column than {options.split_column}, which is not stored. Leave "
+            "--split_column out."
+        )
     return names, notes
 
 

@@ -53,15 +53,18 @@ class Table(NamedTuple):
 
 
 class Rows(Protocol):
-    """What a Table has, for a source that makes many examples at once."""
+    """What `table_source` needs of a table. A Table has it, and so has one of many rows at once."""
 
     @property
-    def num_rows(self) -> int: ...  # noqa: D102  # As of Table.
+    def num_rows(self) -> int:
+        """The number of examples."""
 
     @property
-    def row_bytes(self) -> int: ...  # noqa: D102
+    def row_bytes(self) -> int:
+        """The bytes of an example, about."""
 
-    def examples(self, mask: bytes, labels: Mapping[str, Classes]) -> Examples: ...  # noqa: D102
+    def examples(self, mask: bytes, labels: Mapping[str, Classes]) -> Examples:
+        """`examples` of a SourceSplit, of the rows for which `mask` is 1."""
 
 
 def table_source(
