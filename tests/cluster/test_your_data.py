@@ -1,4 +1,4 @@
-"""The commands of docs/data.md, "Your data", write the data sets that they name."""
+"""The commands `data.prepare KIND:NAME` of the documents write the data sets that they name."""
 
 from pathlib import Path
 
@@ -18,6 +18,7 @@ def your_data(tmp_path: Path) -> Path:
     rows = range(60)
     table = pandas.DataFrame({"age": rows, "plan": [f"plan {row % 3}" for row in rows]})
     table.to_csv(tmp_path / "people.csv", index=False)
+    (tmp_path / "films.csv").write_text("tags,genres,clicked\n" + "3|17,Drama,1\n5,Opera,0\n" * 30)
     np.savez(tmp_path / "arrays.npz", x=np.ones((60, 3)), y=np.arange(60) % 3)
     for name in ("cats", "dogs"):
         (tmp_path / "pets" / name).mkdir(parents=True)
