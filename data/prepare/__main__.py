@@ -6,6 +6,8 @@
     python -m data.prepare folder:NAME --source=DIR      # DIR/CLASS/IMAGE.png, .jpg or TEXT.txt
     python -m data.prepare csv:NAME --source=FILE --label=COLUMN
     python -m data.prepare npz:NAME --source=FILE --label=COLUMN
+    python -m data.prepare parquet:NAME --source=FILE_OR_DIR --label=COLUMN   # --columns
+    python -m data.prepare python:NAME --source=FILE.py:FUNCTION --label=COLUMN
     python -m data.prepare text:NAME --source=DIR        # all files below DIR
     python -m data.prepare tfds:cifar10
     python -m data.prepare clicks                        # generated; --num_clicks, --id_scale
@@ -22,7 +24,7 @@ keeps both), or if the options differ. --overwrite writes the data set again.
 Examples are read as they are written, so memory does not grow with their number. Exceptions: 8
 bytes of each example for the index, 2 bytes of each row of a table that is divided into train and
 test, the paths of images in folders and of text files, the labels of IDX files, and the files of
-SVHN.
+SVHN. What a function of Python returns is first written to TMPDIR.
 """
 
 import os
@@ -45,7 +47,24 @@ _SOURCE = flags.DEFINE_string("source", None, "Directory or file to read.")
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "Directory with TFRecord files, to write; datasets/NAME by default."
 )
-flags.DEFINE_string("label", None, "csv, npz: the column that is the label.")
+flags.DEFINE_string("label", None, "Tables: the column that is the label.")
+flags.DEFINE_string(
+    "columns",
+    None,
+    "parquet, python: the columns to take, separated by commas; all by default. The label is taken "
+    "in any case.",
+)
+flags.DEFINE_string(
+    "split_column",
+    None,
+    "parquet, python: the column that has the split of each row: train, test, val, ...",
+)
+flags.DEFINE_integer(
+    "processes",
+    None,
+    "python: how many processes call the function; 1 by default. More need a function with the "
+    "parameters shard and num_shards. The result does not depend on their number.",
+)
 flags.DEFINE_float(
     "test_fraction",
     None,
@@ -66,8 +85,9 @@ flags.DEFINE_integer(
 flags.DEFINE_string(
     "missing",
     None,
-    "csv: what becomes of missing values (empty, NA, NaN, null or ?) in columns of numbers: `drop` "
-    "leaves out their rows; a number replaces them. By default they are refused.",
+    "csv, parquet, python: what becomes of missing values (null, NaN; in CSV also empty, NA and ?) "
+    "in columns of numbers: `drop` leaves out their rows; a number replaces them. By default they "
+    "are refused.",
 )
 flags.DEFINE_bool(
     "header",
@@ -85,20 +105,20 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "text",
     None,
-    "csv: columns, separated by commas, that are text, also where their values look like numbers. "
-    "Such a label is names; the items of such a column of --lists are text.",
+    "csv, parquet, python: columns, separated by commas, that are text, also where their values "
+    "are numbers. Such a label is names; the items of such a column of lists are text.",
 )
 flags.DEFINE_string(
     "integer",
     None,
-    "csv: columns, separated by commas, whose values are integers, also if they are written 1.0 or "
-    "007. Another value is refused.",
+    "csv, parquet, python: columns, separated by commas, whose values are integers, also if they "
+    "are written 1.0 or 007. Another value is refused.",
 )
 flags.DEFINE_string(
     "float",
     None,
-    "csv: columns, separated by commas, whose values are numbers with a fraction, also if all are "
-    "integers. Another value is refused.",
+    "csv, parquet, python: columns, separated by commas, whose values are numbers with a fraction, "
+    "stored as float32 where this is exact enough, also if all are integers. Another is refused.",
 )
 flags.DEFINE_string(
     "delimiter",
@@ -119,8 +139,9 @@ flags.DEFINE_bool(
 flags.DEFINE_string(
     "splits",
     None,
-    "rewrite: which files are which split, if their names do not tell: SPLIT=PATTERN, separated by "
-    "commas, as 'train=part-*,test=more/part-*'. A file belongs to the first pattern that it fits.",
+    "rewrite, parquet: which files are which split, if their names do not tell: SPLIT=PATTERN, "
+    "separated by commas, as 'train=part-*,test=more/part-*'. A file belongs to the first pattern "
+    "that it fits.",
 )
 flags.DEFINE_integer(
     "num_clicks", None, f"clicks: the number of training examples; {EXAMPLES:,} by default."

@@ -23,6 +23,8 @@ from data.prepare.sources import (
     folder,
     idx,
     npz,
+    parquet,
+    python,
     rewrite,
     svhn,
     text,
@@ -68,6 +70,9 @@ def _table(source: _MakeSource, made_from: str, *patterns: str) -> _Entry:
     return _Entry(source, ("label", *_SPLITTING), made_from, patterns)
 
 
+_TYPED = (
+    *("label", *_SPLITTING, "missing", "text", "integer", "float", "columns", "split_column"),
+)
 _KINDS = {
     "folder": _Entry(folder.source, _SPLITTING, "class folders of PNG or JPEG files"),
     "csv": _table(
@@ -81,6 +86,12 @@ _KINDS = {
         )
     ),
     "npz": _table(npz.source, "an NPZ file, or a directory with train.npz and test.npz", "*.npz"),
+    "parquet": _table(parquet.source, "a Parquet file, or a directory of such files")._replace(
+        options=(*_TYPED, "splits"), reads=("*",)
+    ),
+    "python": _table(python.source, "what a function returns: FILE.py:FUNCTION")._replace(
+        options=(*_TYPED, "processes")
+    ),
     "text": _Entry(
         text.source, ("test_fraction", "length"), "a text file, or a directory of text files"
     ),
@@ -123,10 +134,15 @@ def check(name: str, options: Options) -> None:
             raise DataError(f"{flag} would be ignored: {name} {takes}. Leave it out.")
 
 
+def file_of(name: str, source: str | None) -> str | None:
+    """The file or directory of a --source: of FILE.py:FUNCTION, the file."""
+    return python.file_of(source) if source and name.startswith("python:") else source
+
+
 def files_read(name: str, options: Options) -> tuple[str, ...]:
     """Patterns of the names of files and directories that are read in the source of `name`."""
     kind, colon, _ = name.partition(":")
-    if options.splits:
+    if options.splits and not colon:
         patterns = [part.partition("=")[2] for part in options.splits.split(",")]
         return tuple(pattern.partition("/")[0] for pattern in patterns)
     return (_KINDS[kind] if colon else _NAMES.get(name, _IDX)).reads

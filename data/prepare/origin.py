@@ -1,6 +1,6 @@
 """What a data set was made from: sizes and times of the source's files, and options.
 
-    now = origin(options, "data/train.csv", ("*.csv",), "datasets/a")
+    now = origin(options, "train.csv", "train.csv", ("*.csv",), "datasets/a")
     changes(then, now)      # ["train.csv was 1 file(s) of 9 bytes, changed ..., and is now ..."]
 
 `data.prepare` keeps it as source.json in the data set.
@@ -21,16 +21,20 @@ _IGNORED = ("Thumbs.db", "desktop.ini")  # Written by programs that only show a 
 
 
 def origin(
-    options: Options | None, source: str | None, patterns: Sequence[str], data_dir: str
+    options: Options,
+    source: str | None,
+    file: str | None,
+    patterns: Sequence[str],
+    data_dir: str,
 ) -> Origin:
     """The files and directories directly in directory `source` whose names fit `patterns`.
 
-    If `source` is a file, that file; if it is None, no files. Of a directory, the total of all
-    files below it counts. `data_dir` does not count: it may be below `source`.
+    If `source` is no directory: `file`, which it names; if it is None, no files. Of a directory,
+    the total of all files below it counts. `data_dir` does not count: it may be below `source`.
     """
     found: dict[str, list[int]] = {}
     if source is not None and not files.is_dir(source):
-        found[os.path.basename(source)] = [1, *files.stamp(source)]
+        found[os.path.basename(source)] = [1, *files.stamp(file or source)]
     elif source is not None:
         for name in sorted(files.names_in(source)):
             path = files.join(source, name)
@@ -39,7 +43,7 @@ def origin(
                 if stamps:
                     num_bytes, times = map(list, zip(*stamps, strict=True))
                     found[name] = [len(stamps), sum(num_bytes), max(times)]
-    return {"options": (options or Options()).complete(), "files": found}
+    return {"options": options.complete(), "files": found}
 
 
 def changes(then: Origin, now: Origin) -> list[str]:

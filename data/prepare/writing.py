@@ -7,21 +7,16 @@ Equal examples give equal files.
 
 import array
 import itertools
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from data.prepare.processes import in_processes
 from data.system import files
 from data.system.files import DataError, join
 from data.tfrecord.crc import FRAME_BYTES, Int64s, framed
 from data.tfrecord.split import Split, index_of, write_index
-
-_REPORT_RECORDS = 256
 
 
 def write_shards(
@@ -96,7 +91,7 @@ def write_split(
             ends = write(range(num_shards), lambda: report(next(counter)))
         else:
             cuts = [i * num_shards // num_parts for i in range(num_parts + 1)]
-            ends = _write_in_processes(write, list(map(range, cuts, cuts[1:])), report)
+            ends = in_processes(write, list(map(range, cuts, cuts[1:])), report)
         for source, target in zip(partial, paths, strict=True):
             files.rename(source, target)
     finally:
@@ -106,66 +101,6 @@ def write_split(
     indexed = index_of(split, paths, [int(shard[-1]) for shard in ends], starts)
     write_index(out_dir, indexed)
     return indexed
-
-
-def _write_in_processes(
-    write: Callable[[range, Callable[[], None]], list[Int64s]],
-    parts: list[range],
-    report: Callable[[int], None],
-) -> list[Int64s]:
-    """Calls `write` for each part in a forked process; returns all results in order.
-
-    The processes end with this function, and soon after this process if it dies.
-    """
-    context = multiprocessing.get_context("fork")
-    # Each process writes its own element, so no lock is needed that a killed process could hold.
-    done = context.RawArray("q", len(parts))
-    parent = os.getpid()
-
-    def run(number: int, answer: multiprocessing.connection.Connection) -> None:
-        def count_one() -> None:
-            done[number] += 1
-            if done[number] % _REPORT_RECORDS == 0 and os.getppid() != parent:
-                os._exit(1)
-
-        # Ctrl-C goes to all processes of a terminal; the parent ends the others.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            answer.send(write(parts[number], count_one))
-        except Exception as error:
-            answer.send(error)
-
-    answers: dict[int, list[Int64s]] = {}
-    processes = []
-    waiting = {}
-    try:
-        for number in range(len(parts)):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=run, args=(number, theirs))
-            process.start()
-            processes.append(process)
-            theirs.close()
-            waiting[ours] = number
-        while waiting:
-            for answer in multiprocessing.connection.wait(list(waiting), timeout=1.0):
-                assert isinstance(answer, multiprocessing.connection.Connection)
-                try:
-                    received = answer.recv()
-                except EOFError:
-                    process = processes[waiting[answer]]
-                    process.join()
-                    raise OSError(
-                        f"A process that wrote shards died (exit code {process.exitcode})"
-                    ) from None
-                if isinstance(received, Exception):
-                    raise received
-                answers[waiting.pop(answer)] = received
-            report(sum(done))
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-    return [ends for number in range(len(parts)) for ends in answers[number]]
 
 
 def _write_shard(path: str, examples: Iterable[bytes], count_one: Callable[[], None]) -> Int64s:

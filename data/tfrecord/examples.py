@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+BYTES, FLOATS, INTEGERS = 1, 2, 3  # The kinds of a tf.train.Feature: numbers of its fields.
+
 Value = bytes | int | float | Sequence[int] | Sequence[float] | Sequence[bytes]
 
 
@@ -30,23 +32,35 @@ def example_bytes(values: Mapping[str, Value]) -> bytes:
 def _feature_bytes(value: Value) -> bytes:
     """A tf.train.Feature: bytes_list, or a packed float_list or int64_list."""
     if isinstance(value, bytes):
-        return _field(1, _field(1, value))
+        return _field(BYTES, _field(1, value))
     listed = [value] if isinstance(value, (int, float)) else value
     texts = [item for item in listed if isinstance(item, bytes)]
     if texts:
-        return _field(1, b"".join(_field(1, item) for item in texts))
+        return _field(BYTES, b"".join(_field(1, item) for item in texts))
     numbers = [item for item in listed if not isinstance(item, bytes)]
     if any(isinstance(item, float) for item in numbers):
         with np.errstate(over="ignore"):  # A value too large for float32 becomes infinite, as in C.
             packed = np.array(numbers, "<f4").tobytes()
-        return _field(2, _field(1, packed))
+        return _field(FLOATS, _field(1, packed))
     packed = b"".join(map(_varint, numbers))
-    return _field(3, _field(1, packed) if packed else b"")
+    return _field(INTEGERS, _field(1, packed) if packed else b"")
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A length-delimited field (protobuf.dev/programming-guides/encoding)."""
-    return bytes([number << 3 | 2]) + _varint(len(content)) + content
+    return field_header(number, len(content)) + content
+
+
+def field_header(number: int, length: int) -> bytes:
+    """What precedes a field of `length` bytes (protobuf.dev/programming-guides/encoding)."""
+    return bytes([number << 3 | 2]) + _varint(length)
+
+
+def feature_header(name: bytes, kind: int, length: int) -> bytes:
+    """What precedes the list of a feature in an example; `length`: the bytes of the list."""
+    of_list = field_header(kind, length)
+    key, of_feature = _field(1, name), field_header(2, len(of_list) + length)
+    before = key + of_feature + of_list
+    return field_header(1, len(before) + length) + before
 
 
 def _varint(value: int | float) -> bytes:

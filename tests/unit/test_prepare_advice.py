@@ -83,12 +83,18 @@ def table(header: str, *rows: str) -> dict[str, str | bytes]:
     return {"a.csv": "\n".join([header, *rows * 30]) + "\n"}
 
 
+def function(*rows: Mapping[str, object]) -> dict[str, str | bytes]:
+    return {"a.py": f"def f():\n    return {[*rows * 30]}\n"}
+
+
 PNG = (
     b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\0\0\0\0"
     b"\x3a\x7e\x9b\x55\0\0\0\0IEND\xaeB`\x82"
 )
 CLASSES = {f"d/train/{name}/{number}.png": PNG for name in "ab" for number in range(30)}
 NUMBERS = table("x,y", "1,0", "2,1")
+PYTHON = "python:x --source=a.py:f"
+ROWS = function({"x": 1, "y": 0}, {"x": 2, "y": 1})
 CSV = "csv:x --source=a.csv"
 IDX = {
     f"d/emnist-{kind}-{split}-{content}-ubyte": b""
@@ -194,6 +200,23 @@ CASES = [
     ),
     Case("npz:x --source=a.npz --label=Y", {"a.npz": b""}, "--label=y"),
     Case("npz:x --source=a.npz --label=z", {"a.npz": b""}, "--label out", "npz:x --source=a.npz"),
+    # Python, and Parquet, which has the same messages.
+    Case(f"{PYTHON} --label=Y", ROWS, "--label=y"),
+    Case(f"{PYTHON} --columns=X", ROWS, "--columns=x"),
+    Case(
+        f"{PYTHON} --split_column=X",
+        function({"x": "test", "y": 1}, {"x": "train", "y": 2}),
+        "--split_column=x",
+    ),
+    Case(f"{PYTHON} --split_column=x", function({"x": "test"}), "Leave --split_column out", PYTHON),
+    Case("python:x --source=a.py:g", ROWS, "--source=FILE.py:f", PYTHON),
+    Case(f"{PYTHON} --processes=2", ROWS, "leave --processes out", PYTHON),
+    Case(f"{PYTHON} --processes=0", ROWS, "--processes=2", PYTHON),
+    Case(PYTHON, function({"x": 1}, {"x": None}), "--missing=drop"),
+    Case(PYTHON, function({"x": 1.5}, {"x": None}), "--missing=0"),
+    Case(f"{PYTHON} --integer=x", function({"x": "A7"}), "--text=x in", f"{PYTHON} --text=x"),
+    Case(f"{PYTHON} --label=y", function({"x": 1, "y": 0.5}, {"x": 1, "y": 1.0}), "--text=y"),
+    Case(PYTHON, function({"x": [1, 2]}, {"x": [-1]}), "--text=x"),
     # Folders.
     Case("folder:x --source=.", CLASSES, "--source=./d/train"),
     Case(

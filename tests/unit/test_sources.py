@@ -950,3 +950,20 @@ def test_memory_does_not_grow_with_the_number_of_examples(tmp_path: Path) -> Non
         # SciPy reads a MAT file as a whole.
         most = 8 + 2 * 5_000 * 3072 / 2**20 if name == "svhn" else 8
         assert int(more) < most, f"{name}: {written} MiB were written"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_memory_does_not_grow_with_the_rows_of_a_row_group(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
+    pairs = []
+    for rows in (150_000, 500_000):  # Each with complete pages and dictionaries.
+        values = np.random.default_rng(0).normal(size=(8, rows))
+        table = pyarrow.table({f"c{i}": column for i, column in enumerate(values)})
+        parquet.write_table(table, tmp_path / f"{rows}.parquet", row_group_size=rows)
+        pairs.append((f"{tmp_path}/{rows}.parquet", f"{tmp_path}/out-{rows}"))
+    assert os.path.getsize(pairs[1][0]) > 25 << 20, "there was something to hold"
+    done = run_python(MEASURES, [("parquet:x", {}, *pairs)])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[1]) < 20, done.stdout

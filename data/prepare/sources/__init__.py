@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from data.system.files import DataError
-from data.tfrecord.shard_names import SPLIT_NAMES
+from data.tfrecord.shard_names import SPLIT_DIRS, SPLIT_NAMES
 
 _OTHER_NAMES = {"training": "train", "testing": "test"}
 LAYOUTS = ("tfds", "image_raw")
@@ -68,7 +68,10 @@ class Options(NamedTuple):
         delimiter: What separates the values of a table.
         encoding: Of the text of a table.
         allow_partial: Take the files that are there, if some of a data set are missing or cut off.
-        splits: Which TFRecord files are which split: SPLIT=PATTERN, separated by commas.
+        splits: Which files are which split: SPLIT=PATTERN, separated by commas.
+        columns: Columns of a table that are taken; by commas. None takes all.
+        split_column: Column of a table that says of which split a row is.
+        processes: The number of processes that call a function. It does not change the data set.
     """
 
     label: str | None = None
@@ -88,15 +91,20 @@ class Options(NamedTuple):
     delimiter: str | None = None
     encoding: str | None = None
     splits: str | None = None
+    columns: str | None = None
+    split_column: str | None = None
+    processes: int | None = None
 
     def given(self) -> dict[str, object]:
         """Options that were given, by name."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
     def complete(self) -> dict[str, object]:
-        """All options by name, with the defaults of those that were not given."""
+        """All options that change the data set, with the defaults of those that were not given."""
         defaults = Options(None, TEST_FRACTION, 0, LAYOUTS[0])
-        return {**defaults._asdict(), **self.given()}
+        complete = {**defaults._asdict(), **self.given()}
+        del complete["processes"]
+        return complete
 
 
 def test_fraction(options: Options) -> float:
@@ -168,6 +176,12 @@ def split_paths(directory: str, *suffixes: str) -> dict[str, str]:
                 of_suffix[split] = path
         found = {**of_suffix, **found}
     return {split: found[split] for split in SPLIT_NAMES if split in found}
+
+
+def split_named(name: str) -> str:
+    """The split with this name, in any case: train of Training; "" if it is the name of none."""
+    split = name.lower()
+    return _OTHER_NAMES.get(split, split) if split in SPLIT_DIRS else ""
 
 
 def typed_path(*parts: str) -> str:

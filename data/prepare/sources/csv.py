@@ -15,18 +15,20 @@ A column of `lists` becomes a tensor as long as its longest list. Shorter lists 
 
 import functools
 import os
-import shlex
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 from data.numerals import DOUBLE, INTEGER, NUMBER, TEXT
 from data.prepare.sources import DROP, Options, Source
-from data.prepare.sources.csv_columns import (
+from data.prepare.sources.columns import (
     MISSING_VALUES,
     Column,
     Lists,
     Missing,
+    declared_types,
+    label_classes,
+    missing_note,
     missing_of,
     whole,
 )
@@ -34,10 +36,7 @@ from data.prepare.sources.csv_files import Layout, layout_of, lines
 from data.prepare.sources.examples import Classes, scalar, tensor, text
 from data.prepare.sources.tables import (
     Table,
-    classes_of,
-    columns_in,
     common_columns,
-    no_column,
     split_files,
     table_source,
     typed,
@@ -77,7 +76,7 @@ def source(name: str, path: str, options: Options) -> Source:
     headers = {split: list(found.columns) for split, found in layouts.items()}
     names = common_columns(path, headers, files, options)
     label = options.label
-    types, listed = _declared(path, options, names)
+    types, listed = declared_types(path, options, names)
     texts = [column for column, kind in types.items() if kind == TEXT]
     lists = {column: Lists(column, is_text=column in texts, texts=texts) for column in listed}
     columns = {
@@ -130,7 +129,7 @@ def source(name: str, path: str, options: Options) -> Source:
                 for row in rows():
                     counts[split] += 1
                     label_values.update([row[label]] if label is not None else [])
-        notes.append(_note(path, num_missing, before, sum(counts.values()), options.missing))
+        notes.append(missing_note(path, num_missing, before, sum(counts.values()), options.missing))
     for split, count in counts.items():
         if not count and num_missing:
             raise DataError(
@@ -140,7 +139,9 @@ def source(name: str, path: str, options: Options) -> Source:
     classes: dict[str, Classes] = {}
     if label is not None:
         advice = f"add {typed('text', *texts, label)}, which takes the values as names"
-        classes[label], gaps = _classes(path, columns[label], kinds[label], label_values, advice)
+        is_integer = kinds[label] == INTEGER
+        values = map(_integer, label_values) if is_integer else label_values
+        classes[label], gaps = label_classes(path, columns[label], kinds[label], values, advice)
         notes += gaps
     converters: dict[str, Callable[[str], Value]] = {
         column: lists[column].convert if column in lists else _CONVERTERS[kinds[column]]
@@ -163,58 +164,6 @@ def source(name: str, path: str, options: Options) -> Source:
     return table_source(name, tables, nodes, classes, options)._replace(
         notes=[*filter(None, notes)]
     )
-
-
-def _classes(
-    path: str, column: Column, kind: str, values: Collection[str], advice: str
-) -> tuple[Classes, Sequence[str]]:
-    """The classes of the label, and notes. `advice`: what to do if its values are no classes."""
-    if (fraction := column.fraction()) and kind != TEXT:
-        raise DataError(
-            f"{fraction.path}, line {fraction.line}: {column.name} is the label, and has "
-            f"{fraction.value!r}; needed are integers from 0, or names: {advice}; or leave "
-            "--label out, and train with "
-            f"{shlex.quote(f'--config.data.label={column.name}')}."
-        )
-    numbers_or_names = map(_integer, values) if kind == INTEGER else values
-    return classes_of(numbers_or_names, f"{path}: {column.name}", f", or {advice}")
-
-
-def _note(path: str, counts: Mapping[str, int], before: int, after: int, option: str | None) -> str:
-    columns = ", ".join(f"{column} {number:,}" for column, number in counts.items())
-    if option == DROP:
-        done = f"{before - after:,} of {before:,} rows are left out"
-    else:
-        done = f"they are now {option}"
-    return f"{path}: missing values by column: {columns}; {done}"
-
-
-def _declared(
-    path: str, options: Options, names: Sequence[str]
-) -> tuple[dict[str, str], list[str]]:
-    """The types of columns that the options say, and the columns of lists."""
-    types: dict[str, str] = {}
-    option_of: dict[str, str] = {}
-    for option, kind in (("text", TEXT), ("integer", INTEGER), ("float", NUMBER), ("lists", "")):
-        for column in columns_in(getattr(options, option)):
-            if column not in names:
-                raise no_column(path, option, column, names)
-            before = option_of.get(column, "")
-            if before and (before, option) != ("text", "lists"):
-                raise DataError(
-                    f"--{before} and --{option} both have column {column!r}. Leave it out of one."
-                )
-            option_of[column] = option
-            if kind:
-                types[column] = kind
-    if option_of.get(options.label or "") in ("float", "lists"):
-        option = option_of[options.label or ""]
-        raise DataError(
-            f"--{option} has {options.label!r}, which is the label: integers from 0, or names. "
-            f"Leave it out of --{option}; or, if it is no class, leave --label out, and train with "
-            f"{shlex.quote(f'--config.data.label={options.label}')}."
-        )
-    return types, [column for column, option in option_of.items() if option == "lists"]
 
 
 def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: str) -> str:

@@ -42,7 +42,7 @@ _MARKS = {
 _NO_TEXT = {
     b"PK\x03\x04": "a ZIP archive or an Excel workbook: unzip it, or save it as CSV",
     b"\xd0\xcf\x11\xe0": "an Excel workbook: save it as CSV",
-    b"PAR1": "a Parquet file: save pandas.read_parquet(FILE) with to_csv(OTHER_FILE, index=False)",
+    b"PAR1": "a Parquet file: type parquet:NAME in place of csv:NAME",
 }
 _DAMAGE = (csv.Error, OSError, EOFError, zlib.error)  # OSError: gzip's, of a file that is none.
 

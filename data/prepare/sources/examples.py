@@ -121,9 +121,9 @@ def tensor(dtype: str, shape: Sequence[int]) -> Node:
     return _node("tensor_feature.Tensor", tensor=body)
 
 
-def strings(length: int) -> Node:
-    """A list of strings of fixed length."""
-    body = {"dtype": "string", "encoding": "none", "shape": _shape([length])}
+def strings(*shape: int) -> Node:
+    """Strings in a tensor of fixed shape."""
+    body = {"dtype": "string", "encoding": "none", "shape": _shape(shape)}
     return _node("tensor_feature.Tensor", tensor=body)
 
 

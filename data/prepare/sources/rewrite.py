@@ -44,13 +44,18 @@ def _shards(directory: str, options: Options) -> dict[str, list[str]]:
     if not options.splits:
         splits = names.splits_in(directory)
         return {split: names.shard_paths(directory, split) for split in splits}
+    return paths_by_pattern(directory, options.splits)
+
+
+def paths_by_pattern(directory: str, splits: str) -> dict[str, list[str]]:
+    """The files of each split, by the option --splits. Raises DataError if it is wrong."""
     found: dict[str, list[str]] = {}
     taken: set[str] = set()
-    for part in options.splits.split(","):
+    for part in splits.split(","):
         split, _, pattern = part.partition("=")
         if not re.fullmatch(r"\w+", split) or not pattern:
             raise DataError(
-                f"--splits={options.splits!r} must be SPLIT=PATTERN,... Received: {part!r}. "
+                f"--splits={splits!r} must be SPLIT=PATTERN,... Received: {part!r}. "
                 "--splits='train=part-*,test=test/*', for example."
             )
         # Spark writes _SUCCESS.

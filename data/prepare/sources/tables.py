@@ -1,4 +1,4 @@
-"""Tables, for CSV and NPZ: rows with named columns, one of which may be the label."""
+"""Tables, for all sources of rows with named columns, one of which may be the label."""
 
 import csv
 import difflib
@@ -6,7 +6,7 @@ import itertools
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from data.prepare.sources import (
     Options,
@@ -24,6 +24,7 @@ from data.tfrecord.shard_names import word_of_tests, word_of_training
 
 _SHOWN_COLUMNS = 30
 
+Examples: TypeAlias = Callable[[int, int], Iterator[bytes]]  # Of a SourceSplit.
 ColumnsT = TypeVar("ColumnsT", bound=Collection[str])
 
 
@@ -34,37 +35,62 @@ class Table(NamedTuple):
     row_bytes: int
     rows: Callable[[], Iterator[Mapping[str, Value]]]
 
+    def examples(self, mask: bytes, labels: Mapping[str, Classes]) -> Examples:
+        """`examples` of a SourceSplit, of the rows for which `mask` is 1."""
+        numbers = {
+            key: {class_name.encode(): number for number, class_name in enumerate(classes.names)}
+            for key, classes in labels.items()
+            if classes.names
+        }
 
-def table_source(
-    name: str,
-    tables: Mapping[str, Table],
-    nodes: Mapping[str, Node],
-    labels: Mapping[str, Classes],
-    options: Options,
-) -> Source:
-    """A source whose features are the columns, described by `nodes`.
-
-    `tables`: by split. A table with the name "" is divided into train and test, row by row, by
-    `test_fraction` and `seed`. `labels`: column -> classes, if there is a label; the names of
-    classes are replaced by their numbers.
-    """
-    numbers = {
-        key: {class_name.encode(): number for number, class_name in enumerate(classes.names)}
-        for key, classes in labels.items()
-        if classes.names
-    }
-
-    def split_of(table: Table, mask: bytes) -> SourceSplit:
         def examples(first: int, last: int) -> Iterator[bytes]:
-            chosen = itertools.compress(table.rows(), mask)
+            chosen = itertools.compress(self.rows(), mask)
             for row in itertools.islice(chosen, first, last):
                 classes = {key: known[row[key]] for key, known in numbers.items()}  # type: ignore[index]  # Names are bytes.
                 yield example_bytes({**row, **classes})
 
+        return examples
+
+
+class Rows(Protocol):
+    """What `table_source` needs of a table. A Table has it, and so has one of many rows at once."""
+
+    @property
+    def num_rows(self) -> int:
+        """The number of examples."""
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of an example, about."""
+
+    def examples(self, mask: bytes, labels: Mapping[str, Classes]) -> Examples:
+        """`examples` of a SourceSplit, of the rows for which `mask` is 1."""
+
+
+def table_source(
+    name: str,
+    tables: Mapping[str, Rows],
+    nodes: Mapping[str, Node],
+    labels: Mapping[str, Classes],
+    options: Options,
+    masks: Mapping[str, bytes] | None = None,
+) -> Source:
+    """A source whose features are the columns, described by `nodes`.
+
+    `tables`: by split. A table with the name "" is divided into splits: by `masks`, or into train
+    and test, row by row, by `test_fraction` and `seed`. `labels`: column -> classes, if there is a
+    label; the names of classes are replaced by their numbers.
+    """
+
+    def split_of(table: Rows, mask: bytes) -> SourceSplit:
+        examples = table.examples(mask, labels)
         return SourceSplit(sum(mask), sum(mask) * table.row_bytes, examples)
 
-    if "" in tables:
+    if masks is not None:
+        refuse_fraction(options, "--split_column says which row is of which split")
+    elif "" in tables:
         masks = divided(map(str, range(tables[""].num_rows)), options, name)
+    if masks is not None:
         splits = {split: split_of(tables[""], mask) for split, mask in masks.items()}
     else:
         refuse_fraction(options, "the source has its own splits")

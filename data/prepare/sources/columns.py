@@ -1,4 +1,4 @@
-"""The columns of a CSV file: their types, found from all their values, and what is wrong with one.
+"""The columns of a table: their types, found from all their values, and what is wrong with one.
 
 column = Column("age", is_label=False)
 column.add("people.csv", 2, "37")               # each value
@@ -7,7 +7,8 @@ kind = column.kind(missing_of("drop"))          # INTEGER, or a DataError names 
 
 import array
 import decimal
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from data.numerals import (
@@ -26,21 +27,21 @@ from data.numerals import (
     TEXT,
     kind_of,
 )
-from data.prepare.sources import DROP
-from data.prepare.sources.examples import Node, strings, tensor
-from data.prepare.sources.tables import typed
+from data.prepare.sources import DROP, Options
+from data.prepare.sources.examples import Classes, Node, strings, tensor
+from data.prepare.sources.tables import classes_of, columns_in, no_column, typed
 from data.system.files import DataError
 from data.tfrecord.examples import Value
 
 MISSING_VALUES = ("", "na", "n/a", "nan", "null", "none", "?")
 
-_MISSING, _EMPTY = "missing", "empty"
-_WHOLE = "whole"  # An integer with a decimal point or an exponent, in a label: 1.0
-_WRONG = "wrong"  # Not of the type that an option says.
+MISSING, EMPTY = "missing", "empty"
+WHOLE = "whole"  # An integer with a decimal point or an exponent, in a label: 1.0
+WRONG = "wrong"  # Not of the type that an option says.
 _NUMERALS = (*NUMBERS, CODE)
 _MOST_DIGITS = 19  # Of int64.
 _OPTION_OF = {INTEGER: "integer", NUMBER: "float"}
-_PADDING = -1  # It fills up lists of integers.
+PADDING = -1  # It fills up lists of integers.
 
 
 class First(NamedTuple):
@@ -49,6 +50,12 @@ class First(NamedTuple):
     path: str
     line: int
     value: str
+    unit: str = "line"  # Or "row", from 0.
+
+    @property
+    def where(self) -> str:
+        """Its file, and its place there."""
+        return f"{self.path}, {self.unit} {self.line}"
 
 
 class Missing(NamedTuple):
@@ -63,10 +70,16 @@ class Column:
     """How many values of each kind a column has, and the first of each."""
 
     def __init__(
-        self, name: str, *, is_label: bool, declared: str = "", texts: Sequence[str] = ()
+        self,
+        name: str,
+        *,
+        is_label: bool,
+        declared: str = "",
+        texts: Sequence[str] = (),
+        unit: str = "line",
     ) -> None:
         """`declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: those of --text."""
-        self.name, self._is_label, self._declared = name, is_label, declared
+        self.name, self._is_label, self._declared, self._unit = name, is_label, declared, unit
         self._as_text = typed("text", *texts, name)
         self._first: dict[str, First] = {}
         self._counts: dict[str, int] = {}
@@ -75,49 +88,53 @@ class Column:
         """Adds a value, which is in `line` of file `path`."""
         kind = kind_of(value)
         if kind == TEXT and value.lower() in MISSING_VALUES:
-            kind = _MISSING if value else _EMPTY
+            kind = MISSING if value else EMPTY
         elif self._declared == INTEGER:
-            kind = INTEGER if kind in _NUMERALS and whole(value) is not None else _WRONG
+            kind = INTEGER if kind in _NUMERALS and whole(value) is not None else WRONG
         elif self._declared == NUMBER:
             if kind == CODE:
                 is_long = abs(float(value)) > 2**24  # Float32 may change its whole part.
                 kind = DOUBLE if is_long else kind_of(repr(float(value)))
-            kind = kind if kind in NUMBERS else _WRONG
+            kind = kind if kind in NUMBERS else WRONG
         elif self._is_label and kind in (NUMBER, DOUBLE) and whole(value) is not None:
-            kind = _WHOLE
+            kind = WHOLE
         if kind in self._counts:
             self._counts[kind] += 1
         else:
-            self._counts[kind] = 1
-            self._first[kind] = First(path, line, value)
+            self.count(kind, 1, First(path, line, value, self._unit))
+
+    def count(self, kind: str, number: int, first: First) -> None:
+        """Adds `number` values of a kind; `first` is the first of them."""
+        self._counts[kind] = self._counts.get(kind, 0) + number
+        self._first.setdefault(kind, first)
 
     def kind(self, missing: Missing) -> str:
         """INTEGER, NUMBER, DOUBLE or TEXT. Raises DataError for a value that is not of its type."""
         first, counts = self._first, self._counts
-        if self._is_label and _EMPTY in first and not missing.drops:
-            path, line, _ = first[_EMPTY]
+        if self._is_label and EMPTY in first and not missing.drops:
+            where = first[EMPTY].where
             raise DataError(
-                f"{path}, line {line}: the label {self.name} is empty. --missing={DROP} leaves out "
+                f"{where}: the label {self.name} is empty. --missing={DROP} leaves out "
                 "rows without a label."
             )
         if self._declared == TEXT:
             return TEXT
-        if _WRONG in first:
-            path, line, value = first[_WRONG]
+        if WRONG in first:
+            wrong = first[WRONG]
             option = _OPTION_OF[self._declared]
             raise DataError(
-                f"{path}, line {line}: column {self.name} has {value!r}, and --{option} says that "
+                f"{wrong.where}: column {self.name} has {wrong.value!r}, and --{option} says that "
                 f"each of its values is {'an integer' if option == 'integer' else 'a number'}. "
                 f"Correct it, or type {self._as_text} in place of --{option}={self.name}."
             )
-        numbers = [kind for kind in (*NUMBERS, _WHOLE) if kind in first]
+        numbers = [kind for kind in (*NUMBERS, WHOLE) if kind in first]
         num_foreign = counts.get(FOREIGN, 0)
         if numbers or num_foreign:
             num_foreign += counts.get(GROUPED, 0)
         if num_foreign > counts.get(TEXT, 0):
-            path, line, value = first.get(FOREIGN) or first[GROUPED]
+            wrong = first.get(FOREIGN) or first[GROUPED]
             raise DataError(
-                f"{path}, line {line}: column {self.name} has {value!r}: {num_foreign:,} of "
+                f"{wrong.where}: column {self.name} has {wrong.value!r}: {num_foreign:,} of "
                 f"its {sum(counts.values()):,} values are numbers in another notation. Needed are "
                 "the digits 0 to 9 and a decimal point, without other separators: -1234.5 or 2e-3; "
                 f"from {LEAST_FLOAT64:.2g} to {MOST_FLOAT64:.2g}, or 0. Write them so, or, if they "
@@ -129,13 +146,13 @@ class Column:
         if self._num_missing:
             self._check_missing(missing)
             kinds |= {missing.kind} - {""}
-        if kinds.issubset({*INTEGERS, _WHOLE}):
+        if kinds.issubset({*INTEGERS, WHOLE}):
             return INTEGER
         if LONGEST in first and not self._declared:
-            if {*numbers} <= {*INTEGERS, _WHOLE}:  # Only the given number is no integer.
-                path, line, value = first[LONGEST]
+            if {*numbers} <= {*INTEGERS, WHOLE}:  # Only the given number is no integer.
+                wrong = first[LONGEST]
                 raise DataError(
-                    f"{path}, line {line}: column {self.name} has {value!r}, which no float holds, "
+                    f"{wrong.where}: column {self.name} has {wrong.value!r}, which no float holds, "
                     f"and --missing={missing.number} is no integer. Type --missing=0, for example, "
                     f"or {typed('float', self.name)}, which rounds it, or {self._as_text}."
                 )
@@ -145,16 +162,16 @@ class Column:
     def _check_missing(self, missing: Missing) -> None:
         """Raises DataError if `missing` does not say what becomes of missing values."""
         first = self._first
-        wrong = first.get(_EMPTY) or first[_MISSING]
-        where = f"{wrong.path}, line {wrong.line}: column {self.name} has {wrong.value!r}"
+        wrong = first.get(EMPTY) or first[MISSING]
+        where = f"{wrong.where}: column {self.name} has {wrong.value!r}"
         if not missing.drops and (not missing.kind or self._is_label):
-            numbers = [kind for kind in (*NUMBERS, _WHOLE) if kind in first]
-            path, line, value = first[numbers[0]] if numbers else wrong
-            but = f", but {value!r} in line {line} of {path}" if numbers else ""
-            number = ", or --missing=0, for example, which replaces them"
+            numbers = [kind for kind in (*NUMBERS, WHOLE) if kind in first]
+            number = first[numbers[0]] if numbers else wrong
+            but = f", but {number.value!r} in {number.where}" if numbers else ""
+            replace = ", or --missing=0, for example, which replaces them"
             raise DataError(
                 f"{where}{but}: {self._num_missing:,} of its numbers are missing. Add "
-                f"--missing={DROP}, which leaves out such rows{'' if self._is_label else number}."
+                f"--missing={DROP}, which leaves out such rows{'' if self._is_label else replace}."
             )
         if self._declared == INTEGER and missing.kind and missing.kind not in INTEGERS:
             raise DataError(
@@ -164,41 +181,41 @@ class Column:
 
     def num_missing(self, kind: str) -> int:
         """The missing values of a column of this kind. In text, only a label's empty values are."""
-        if kind == TEXT and not (self._is_label and _EMPTY in self._first):
+        if kind == TEXT and not (self._is_label and EMPTY in self._first):
             return 0
         return self._num_missing
 
     def note(self, kind: str) -> str:
         """What a user should know if values of the column do not look as its type does."""
         first = self._first
-        if kind == INTEGER and _WHOLE in first:
-            path, line, value = first[_WHOLE]
-            return f"{path}, line {line}: the label {self.name} has {value!r}, taken as an integer"
+        if kind == INTEGER and WHOLE in first:
+            found = first[WHOLE]
+            return f"{found.where}: the label {self.name} has {found.value!r}, taken as an integer"
         if kind != TEXT or self._declared:
             return ""
-        numbers = sum(self._counts.get(number, 0) for number in (*NUMBERS, CODE, _WHOLE))
+        numbers = sum(self._counts.get(number, 0) for number in (*NUMBERS, CODE, WHOLE))
         if TEXT in first:
-            path, line, value = first[TEXT]
+            word = first[TEXT]
             if not numbers:
                 return ""
             if self._is_label:
                 return (
-                    f"{path}, line {line}: the label {self.name} has {value!r}, so all its values "
+                    f"{word.where}: the label {self.name} has {word.value!r}, so all its values "
                     "are names, also numbers"
                 )
             if numbers == self._counts.get(CODE):
                 return ""
             return (
-                f"{path}, line {line}: column {self.name} is text, because it has {value!r}; "
+                f"{word.where}: column {self.name} is text, because it has {word.value!r}; "
                 f"{numbers:,} of its {sum(self._counts.values()):,} values are numbers. If all "
                 f"should be, add {typed('float', self.name)}, and correct the others"
             )
-        found = next((kind for kind in (CODE, LONGEST, GROUPED) if kind in first), "")
-        if not found:
+        unfit = next((kind for kind in (CODE, LONGEST, GROUPED) if kind in first), "")
+        if not unfit:
             return ""
-        path, line, value = first[found]
-        why = "a number has no separators as in" if found == GROUPED else "a number would change"
-        return f"{path}, line {line}: column {self.name} is text, because {why} {value!r}"
+        why = "a number has no separators as in" if unfit == GROUPED else "a number would change"
+        where, value = first[unfit].where, first[unfit].value
+        return f"{where}: column {self.name} is text, because {why} {value!r}"
 
     def fraction(self) -> First | None:
         """The first value that is no integer."""
@@ -207,7 +224,7 @@ class Column:
     @property
     def is_empty(self) -> bool:
         """True if the column has no value."""
-        return self._counts.keys() <= {_EMPTY}
+        return self._counts.keys() <= {EMPTY}
 
     @property
     def has_only_integers(self) -> bool:
@@ -216,7 +233,7 @@ class Column:
 
     @property
     def _num_missing(self) -> int:
-        return self._counts.get(_EMPTY, 0) + self._counts.get(_MISSING, 0)
+        return self._counts.get(EMPTY, 0) + self._counts.get(MISSING, 0)
 
 
 class Lists:
@@ -242,26 +259,25 @@ class Lists:
                 if kind != CODE:
                     kind = INTEGER if kind in INTEGERS else TEXT
                 first.setdefault(kind, First(path, line, item))
-                if item == str(_PADDING):
+                if item == str(PADDING):
                     first.setdefault(item, First(path, line, item))
 
     def check(self) -> None:
         """Raises DataError for a mix of integers and text, and for an integer that is padding."""
         first = self._first[self._separator]
         if INTEGER in first and TEXT in first and not self._is_text:
-            path, line, item = first[INTEGER]
-            wrong = first[TEXT]
+            integer, wrong = first[INTEGER], first[TEXT]
             raise DataError(
-                f"{wrong.path}, line {wrong.line}: column {self.name} has the item "
-                f"{wrong.value!r}, but {item!r} in line {line} of {path}. The items of a column "
-                f"are integers or text: correct it, or, if all are text, add {self._as_text}."
+                f"{wrong.where}: column {self.name} has the item {wrong.value!r}, but "
+                f"{integer.value!r} in line {integer.line} of {integer.path}. The items of a "
+                "column are integers or text: correct it, or, if all are text, add "
+                f"{self._as_text}."
             )
-        if self._has_integers and str(_PADDING) in first:
-            path, line, _ = first[str(_PADDING)]
+        if self._has_integers and str(PADDING) in first:
             raise DataError(
-                f"{path}, line {line}: column {self.name} has the item {_PADDING}, with which "
-                "shorter lists are filled up. Replace it by another integer, or, if all are text, "
-                f"add {self._as_text}."
+                f"{first[str(PADDING)].where}: column {self.name} has the item {PADDING}, with "
+                "which shorter lists are filled up. Replace it by another integer, or, if all are "
+                f"text, add {self._as_text}."
             )
 
     def notes(self, path: str) -> Iterator[str]:
@@ -269,10 +285,9 @@ class Lists:
         first = self._first[self._separator]
         yield f"{path}: the longest list of {self.name} has {self.length:,} items"
         if CODE in first and TEXT not in first and not self._is_text:
-            path, line, item = first[CODE]
             yield (
-                f"{path}, line {line}: the items of {self.name} are text, because a number would "
-                f"change {item!r}"
+                f"{first[CODE].where}: the items of {self.name} are text, because a number would "
+                f"change {first[CODE].value!r}"
             )
 
     @property
@@ -299,7 +314,7 @@ class Lists:
         items = _items(value, self._separator)
         missing = self.length - len(items)
         if self._has_integers:
-            return array.array("q", [*map(int, items), *[_PADDING] * missing]).tobytes()
+            return array.array("q", [*map(int, items), *[PADDING] * missing]).tobytes()
         return [*map(str.encode, items), *[b""] * missing]
 
 
@@ -317,6 +332,60 @@ def missing_of(option: str | None) -> Missing:
         if kind_of(whole) in INTEGERS:
             option = whole  # It replaces integers, too.
     return Missing(False, option, kind_of(option))
+
+
+def declared_types(
+    path: str, options: Options, names: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The types of columns that the options say, and the columns of lists."""
+    types: dict[str, str] = {}
+    option_of: dict[str, str] = {}
+    for option, kind in (("text", TEXT), ("integer", INTEGER), ("float", NUMBER), ("lists", "")):
+        for column in columns_in(getattr(options, option)):
+            if column not in names:
+                raise no_column(path, option, column, names)
+            before = option_of.get(column, "")
+            if before and (before, option) != ("text", "lists"):
+                raise DataError(
+                    f"--{before} and --{option} both have column {column!r}. Leave it out of one."
+                )
+            option_of[column] = option
+            if kind:
+                types[column] = kind
+    if option_of.get(options.label or "") in ("float", "lists"):
+        option = option_of[options.label or ""]
+        raise DataError(
+            f"--{option} has {options.label!r}, which is the label: integers from 0, or names. "
+            f"Leave it out of --{option}; or, if it is no class, leave --label out, and train with "
+            f"{shlex.quote(f'--config.data.label={options.label}')}."
+        )
+    return types, [column for column, option in option_of.items() if option == "lists"]
+
+
+def label_classes(
+    path: str, column: Column, kind: str, values: Iterable[int | str], advice: str
+) -> tuple[Classes, Sequence[str]]:
+    """The classes of the label, and notes. `advice`: what to do if its values are no classes."""
+    if (fraction := column.fraction()) and kind != TEXT:
+        raise DataError(
+            f"{fraction.where}: {column.name} is the label, and has "
+            f"{fraction.value!r}; needed are integers from 0, or names: {advice}; or leave "
+            "--label out, and train with "
+            f"{shlex.quote(f'--config.data.label={column.name}')}."
+        )
+    return classes_of(values, f"{path}: {column.name}", f", or {advice}")
+
+
+def missing_note(
+    path: str, counts: Mapping[str, int], before: int, after: int, option: str | None
+) -> str:
+    """What was done about missing values, for users. `counts`: of these by column."""
+    columns = ", ".join(f"{column} {number:,}" for column, number in counts.items())
+    if option == DROP:
+        done = f"{before - after:,} of {before:,} rows are left out"
+    else:
+        done = f"they are now {option}"
+    return f"{path}: missing values by column: {columns}; {done}"
 
 
 def whole(value: str) -> int | None:

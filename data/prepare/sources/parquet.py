@@ -1,0 +1,185 @@
+"""Parquet: a file, or all files below a directory; also partitioned, as Hive and Spark write them.
+
+    SOURCE.parquet                          divided into train and test
+    SOURCE/train-0.parquet, SOURCE/test/0   a word in each path says the split
+    SOURCE/day=3/part-0.parquet             `day` is a column, too
+
+Files are read by row groups, a few thousand rows at a time. The package pyarrow is needed.
+"""
+
+import functools
+import os
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from data.numerals import INTEGERS, kind_of
+from data.prepare.sources import Options, Source, split_named, typed_path
+from data.prepare.sources.rewrite import paths_by_pattern
+from data.system.extras import import_extra
+from data.system.files import DataError
+from data.tfrecord.shard_names import word_of_tests, word_of_training
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from data.prepare.sources.arrow_tables import Chunk
+
+SUFFIXES = (".parquet", ".parq", ".pq")
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+_BATCH_ROWS, _BATCH_BYTES = 2048, 4 << 20
+_READ_BYTES = 1 << 16  # At a time, of each column.
+Partition = Mapping[str, str | None]
+
+
+def source(name: str, path: str, options: Options) -> Source:
+    """The columns of Parquet files as features with the same names.
+
+    The column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted
+    order.
+    """
+    import_extra("pyarrow", "parquet", "Parquet")
+    from data.prepare.sources.arrow_tables import arrow_source
+
+    splits = _files(path, options)
+    partitions = {file: _partition(path, file) for files in splits.values() for file in files}
+    types = _partition_types(partitions)
+    tables = {
+        split: [chunk for file in files for chunk in _chunks(file, partitions[file], types)]
+        for split, files in splits.items()
+    }
+    single = {split: files[0] for split, files in splits.items() if len(files) == 1}
+    return arrow_source(name, path, tables, single, options)
+
+
+def _files(path: str, options: Options) -> dict[str, list[str]]:
+    """The files of each split; "" is the split of files that are divided row by row."""
+    if options.splits and options.split_column:
+        raise DataError("--splits and --split_column both say the splits. Leave one out.")
+    if os.path.isfile(path):
+        if options.splits:
+            raise DataError(f"--splits would be ignored: {path} is one file. Leave it out.")
+        return {"": [path]}
+    if not os.path.isdir(path):
+        raise DataError(f"There is no --source={path}.")
+    if options.splits:
+        return paths_by_pattern(path, options.splits)
+    found = [
+        os.path.join(directory, name)
+        for directory, _, names in os.walk(path)
+        for name in names
+        if not any(part.startswith((".", "_")) for part in _parts(path, directory, name))
+    ]
+    paths = sorted(file for file in found if file.lower().endswith(SUFFIXES))
+    if not paths:
+        raise DataError(
+            f"{path} has no Parquet files: none ends with {', '.join(SUFFIXES)}. If they have "
+            "other names, add --splits='train=PATTERN,test=PATTERN'."
+        )
+    if options.split_column:
+        return {"": paths}
+    splits: dict[str, list[str]] = {}
+    for file in paths:
+        splits.setdefault(_split_of(_parts(path, file)), []).append(file)
+    if ("train" in splits and "" not in splits) or splits.keys() == {""}:
+        return splits
+    example = next(iter(splits.get("", splits.get("train", paths))))
+    raise DataError(
+        f"{path}: the splits are not clear: names of files say {', '.join(filter(None, splits))}, "
+        f"and {example} is {'of no split' if '' in splits else 'not for training'}. Type "
+        "--splits='train=PATTERN,test=PATTERN', --split_column=COLUMN, or one file, which is "
+        f"divided: {typed_path(example)}"
+    )
+
+
+def _parts(directory: str, *path: str) -> list[str]:
+    relative = os.path.relpath(os.path.join(*path), directory)
+    return [] if relative == "." else relative.split(os.sep)
+
+
+def _split_of(parts: Sequence[str]) -> str:
+    """The split that the first word in the names of directories and file says."""
+    for part in parts:
+        key, equals, value = part.partition("=")
+        name = part if not equals else value if key == "split" else ""
+        if word := word_of_training(name) or word_of_tests(name):
+            return split_named(word)
+    return ""
+
+
+def _partition(directory: str, file: str) -> Partition:
+    """The columns that the directories of a file say: {"day": "3"} of day=3/part-0.parquet."""
+    pairs = [part.partition("=") for part in _parts(directory, file)[:-1] if "=" in part]
+    return {key: None if value == _NULL else urllib.parse.unquote(value) for key, _, value in pairs}
+
+
+def _partition_types(partitions: Mapping[str, Partition]) -> dict[str, "pa.DataType"]:
+    """The types of such columns: integers, if all values are; otherwise text."""
+    import pyarrow as pa
+
+    values: dict[str, set[str]] = {}
+    for partition in partitions.values():
+        for key, value in partition.items():
+            values.setdefault(key, set()).update([] if value is None else [value])
+    return {
+        key: pa.int64() if all(kind_of(x) in INTEGERS for x in found) else pa.string()
+        for key, found in values.items()
+    }
+
+
+def _chunks(
+    path: str, partition: Partition, types: Mapping[str, "pa.DataType"]
+) -> "Iterator[Chunk]":
+    """The row groups of a file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from data.prepare.sources.arrow_tables import Chunk
+
+    try:
+        with pq.ParquetFile(path) as file:
+            metadata, schema = file.metadata, file.schema_arrow
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is no Parquet file, or damaged: {error}. Copy it again.") from None
+    constants: dict[str, pa.Scalar] = {}
+    for key, value in partition.items():
+        if key in schema.names:
+            raise DataError(
+                f"{path} has column {key!r}, which its directory says, too. Rename one of them."
+            )
+        number = int(value) if value is not None and pa.types.is_integer(types[key]) else value
+        constants[key] = pa.scalar(number, types[key])
+        schema = schema.append(pa.field(key, types[key]))
+    first = 0
+    for group in range(metadata.num_row_groups):
+        found = metadata.row_group(group)
+        if found.num_rows:
+            row_bytes = max(1, found.total_byte_size // found.num_rows)
+            rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+            read = functools.partial(_read, path, group, rows, constants)
+            yield Chunk(path, first, found.num_rows, schema, read)
+        first += found.num_rows
+
+
+def _read(
+    path: str, group: int, rows: int, constants: "Mapping[str, pa.Scalar]", columns: Sequence[str]
+) -> "Iterator[pa.RecordBatch]":
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    stored = [column for column in columns if column not in constants]
+    try:
+        # Threads of Arrow do not survive the fork of processes that write.
+        with pq.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
+            # One column at least: without one, batches have no rows.
+            some = stored or file.schema_arrow.names[:1]
+            for batch in file.iter_batches(rows, [group], some, use_threads=False):
+                arrays = [
+                    pa.repeat(constants[column], len(batch))
+                    if column in constants
+                    else batch.column(column)
+                    for column in columns
+                ]
+                yield pa.RecordBatch.from_arrays(arrays, names=list(columns))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is damaged: {error}. Copy it again.") from None

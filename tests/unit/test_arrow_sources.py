@@ -1,0 +1,437 @@
+"""parquet:NAME and python:NAME: values, types, splits, missing values, and what is refused."""
+
+import datetime
+import decimal
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from data.example_features import class_names, read_features
+from data.prepare.preparing import prepare
+from data.prepare.sources import Options
+from data.system.files import DataError
+from data.tfrecord.split import open_split
+from tests.unit.test_prepare import digest, run
+
+pa = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
+pd = pytest.importorskip("pandas", reason="needs the extra test")
+
+# Containers of equal content; `content` is a dict of arrays [500, ...].
+CONTAINERS = """
+import numpy as np
+
+def content():
+    random, n = np.random.default_rng(0), 500
+    return {
+        "id": np.arange(n) * 10**9, "small": random.normal(size=n).astype(np.float32),
+        "large": random.normal(size=n), "name": np.array([f"n{i % 7}" for i in range(n)]),
+        "is_new": np.arange(n) % 2 == 0,
+        "image": random.integers(0, 255, (n, 4, 3), dtype=np.uint8),
+        "y": np.arange(n) % 3,
+    }
+
+def generator():
+    found = content()
+    for k in range(500):
+        yield {name: values[k] for name, values in found.items()}
+
+def python_values():
+    return [
+        {name: value if name in ("image", "small") else value.item() for name, value in row.items()}
+        for row in generator()
+    ]
+
+def dataset():
+    import tensorflow as tf
+    return tf.data.Dataset.from_tensor_slices(content())
+
+def py_dataset():
+    import keras
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            batch = {k: v[100 * index : 100 * index + 100] for k, v in content().items()}
+            y = batch.pop("y")
+            return batch, y
+
+    return Batches()
+
+def structured():
+    found = content()
+    array = np.zeros(500, [(k, v.dtype, v.shape[1:]) for k, v in found.items()])
+    for name, values in found.items():
+        array[name] = values
+    return array
+
+def arrow():
+    import pyarrow as pa
+    found = content()
+    found["image"] = pa.array(found["image"].tolist(), pa.list_(pa.list_(pa.uint8())))
+    return pa.table({name: pa.array(values) for name, values in found.items()})
+
+def pandas():
+    import pandas as pd
+    found, image = content(), arrow()["image"]
+    found["image"] = pd.Series(image.to_pylist(), dtype=pd.ArrowDtype(image.type))
+    return pd.DataFrame(found)
+
+def parts(shard, num_shards):
+    found = content()
+    for k in range(500 * shard // num_shards, 500 * (shard + 1) // num_shards):
+        yield {name: values[k] for name, values in found.items()}
+"""
+
+
+def read(directory: Path, split: str = "train") -> dict[str, np.ndarray]:
+    """All values of a split by feature, as the reader of this program decodes them."""
+    opened = open_split(str(directory), split)
+    dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
+    features = read_features(str(directory))
+    parsed = features.parse_example(next(iter(dataset.batch(opened.num_examples))))
+    return {name: value.numpy() for name, value in parsed.items()}
+
+
+def write(path: Path, columns: Mapping[str, Any], **options: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, **options)
+
+
+def parquet(path: Path, out: Path, **options: Any) -> Path:
+    prepare("parquet:x", str(out), str(path), Options(**options))
+    return out
+
+
+@pytest.fixture
+def all_types(tmp_path: Path) -> Path:
+    """A directory with train.parquet, in row groups of 7 rows."""
+    count = 50
+    start = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
+    random = np.random.default_rng(1)
+    cents = [decimal.Decimal(int(cent)) / 100 for cent in random.integers(-(10**9), 10**9, count)]
+    columns: dict[str, Any] = {
+        name: pa.array(np.arange(count), type=name)
+        for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+    }
+    columns |= {
+        "float": pa.array(random.normal(size=count), type=pa.float32()),
+        "double": random.normal(size=count),
+        "bool": np.arange(count) % 3 == 0,
+        "text": [None if row % 5 == 0 else f"é{row}" for row in range(count)],
+        "category": pa.array(["a", "b"] * (count // 2)).dictionary_encode(),
+        "binary": [bytes([row, 255]) for row in range(count)],
+        "date": [(start + datetime.timedelta(days=row)).date() for row in range(count)],
+        "stamp": pa.array([start + datetime.timedelta(seconds=row) for row in range(count)]),
+        "nanos": pa.array(np.arange(count), type=pa.timestamp("ns")),
+        "cents": cents,
+        "whole": [decimal.Decimal(row) for row in range(count)],
+        "fixed": pa.array(random.normal(size=(count, 3)).tolist(), pa.list_(pa.float32(), 3)),
+        "equal": [[row, -1] for row in range(count)],
+        "ragged": [None if row == 1 else list(range(row % 4)) for row in range(count)],
+        "words": [["a", "bc"][: row % 3] for row in range(count)],
+        "y": np.arange(count) % 4,
+    }
+    for split in ("train", "test"):
+        write(tmp_path / "in" / f"{split}.parquet", columns, row_group_size=7)
+    return tmp_path / "in"
+
+
+def test_values_and_types_are_those_that_pandas_reads(all_types: Path, tmp_path: Path) -> None:
+    frame = pd.read_parquet(all_types / "train.parquet")
+    found = read(parquet(all_types, tmp_path / "out"))
+    assert found.keys() == set(frame.columns)
+    for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "bool"):
+        assert found[name].dtype == frame[name].dtype, name
+        np.testing.assert_array_equal(found[name], frame[name])
+    for name in ("float", "double"):
+        assert found[name].dtype == frame[name].dtype
+        np.testing.assert_array_equal(found[name], frame[name])
+    np.testing.assert_array_equal(found["uint64"], frame["uint64"].astype(np.int64))
+    for name in ("text", "category"):
+        expected = [value if isinstance(value, str) else "" for value in frame[name]]
+        assert [value.decode() for value in found[name]] == expected
+    assert found["binary"].tolist() == frame["binary"].tolist()
+    days = [(date - datetime.date(1970, 1, 1)).days for date in frame["date"]]
+    assert found["date"].tolist() == days
+    for name in ("stamp", "nanos"):
+        np.testing.assert_array_equal(found[name], frame[name].astype(np.int64))
+    assert found["cents"].tolist() == [float(value) for value in frame["cents"]]
+    assert found["whole"].tolist() == [int(value) for value in frame["whole"]]
+    np.testing.assert_array_equal(found["fixed"], np.stack(frame["fixed"]))
+    np.testing.assert_array_equal(found["equal"], np.stack(frame["equal"]))
+    for row, values in enumerate(frame["ragged"]):
+        items = [] if values is None else list(values)
+        assert found["ragged"][row].tolist() == [*items, *[-1] * (3 - len(items))]
+    for row, values in enumerate(frame["words"]):
+        padded = [*(word.encode() for word in values), *[b""] * (2 - len(values))]
+        assert found["words"][row].tolist() == padded
+
+
+def test_numbers_as_text_and_integers_of_text_are_declared(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    columns = {"id": [1, 20] * 30, "code": ["007", "3.0"] * 30, "d": [0.1, 3e9 + 0.5] * 30}
+    write(path, {**columns, "lists": [[1], [2, 30]] * 30, "e": [0.1, 0.2] * 30})
+    out = parquet(path, tmp_path / "out", text="id,lists", integer="code", float="d,e")
+    found = read(out)
+    assert set(found["id"]) == {b"1", b"20"}
+    assert set(found["code"]) == {7, 3}
+    assert set(found["d"]) == {0.1, 3e9 + 0.5}, "float32 would change the whole part"
+    assert found["e"].dtype == np.float32
+    assert set(map(tuple, found["lists"])) == {(b"1", b""), (b"2", b"30")}
+
+
+@pytest.mark.parametrize(("missing", "expected"), [("drop", 40), ("0", 60)])
+def test_missing_numbers_are_dropped_or_replaced(
+    missing: str, expected: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.parquet"
+    columns = {
+        "x": [1, None, 3] * 20,
+        "z": [1.0, 2.0, float("nan")] * 20,
+        "t": ["a", None, ""] * 20,
+    }
+    write(path, {**columns, "y": ["b", "c", "a"] * 20}, row_group_size=7)
+    if missing == "drop":
+        columns["z"] = [1.0, 2.0, 3.0] * 20
+        write(path, {**columns, "y": ["b", "c", "a"] * 20}, row_group_size=7)
+    with pytest.raises(
+        DataError, match=r"a\.parquet, row 1: column x has 'null', but '1' in .*row 0"
+    ):
+        parquet(path, tmp_path / "out")
+    out = parquet(path, tmp_path / "out", missing=missing, label="y")
+    parts = [read(out, split) for split in ("train", "test")]
+    found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    assert len(found["x"]) == expected
+    assert set(found["x"]) == ({1, 3} if missing == "drop" else {0, 1, 3})
+    assert set(found["z"]) == ({1, 3} if missing == "drop" else {0, 1, 2})
+    assert class_names(str(out), "y") == (["a", "b"] if missing == "drop" else ["a", "b", "c"])
+
+
+def test_table_has_the_splits_that_csv_of_the_same_rows_has(tmp_path: Path) -> None:
+    columns = {"x": np.arange(300), "y": ["b", "a", "c"] * 100}
+    write(tmp_path / "a.parquet", columns, row_group_size=70)
+    pd.DataFrame(columns).to_csv(tmp_path / "a.csv", index=False)
+    options = Options(label="y", test_fraction=0.3, seed=7)
+    prepare("csv:x", str(tmp_path / "csv"), str(tmp_path / "a.csv"), options)
+    prepare("parquet:x", str(tmp_path / "parquet"), str(tmp_path / "a.parquet"), options)
+    for split in ("train", "test"):
+        of_csv, found = (read(tmp_path / kind, split) for kind in ("csv", "parquet"))
+        for name in ("x", "y"):
+            np.testing.assert_array_equal(found[name], of_csv[name])
+
+
+def test_partitions_are_columns_and_words_in_paths_are_splits(tmp_path: Path) -> None:
+    for split in ("training", "test"):
+        for day in (1, 2):
+            for city in ("a b", "c"):
+                path = tmp_path / "in" / split / f"day={day}" / f"city={city.replace(' ', '%20')}"
+                write(path / "part-0.parquet", {"x": [day]})
+    (tmp_path / "in" / "training" / "_SUCCESS").touch()
+    write(tmp_path / "in" / "_temporary" / "0.parquet", {"other": [1]})
+    out = parquet(tmp_path / "in", tmp_path / "out")
+    found = read(out)
+    assert found["day"].tolist() == found["x"].tolist() == [1, 1, 2, 2]
+    assert found["city"].tolist() == [b"a b", b"c"] * 2
+    assert len(read(out, "test")["x"]) == 4
+
+
+def test_splits_are_those_of_a_column_or_of_patterns(tmp_path: Path) -> None:
+    names = ["Train"] * 5 + ["val"] * 3 + ["train"] * 2
+    columns = {"x": [None, *range(1, 10)], "part": names, "z": [0.5] * 10}
+    write(tmp_path / "in" / "a.parquet", columns, row_group_size=4)
+    out = parquet(tmp_path / "in", tmp_path / "a", split_column="part", missing="drop", columns="x")
+    assert read(out)["x"].tolist() == [1, 2, 3, 4, 8, 9]
+    assert read(out, "val").keys() == {"x"}
+    write(tmp_path / "in" / "b.parquet", columns)
+    out = parquet(tmp_path / "in", tmp_path / "b", splits="test=b*,train=*", missing="0")
+    assert read(out, "test")["x"].tolist() == [*range(10)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({"x": [1.5, float("inf")]}, {}, r"row 1: column x has an infinite value"),
+        ({"x": [0.5, 1.0]}, {"label": "x"}, r"row 0: x is the label, and has '0\.5'"),
+        ({"x": [0, -1]}, {"label": "x"}, "x is the label, and has -1"),
+        ({"x": ["a", None]}, {"label": "x"}, r"row 1: the label x is empty. --missing=drop"),
+        ({"x": [1]}, {"label": "X"}, r"Did you mean --label=x"),
+        ({"x": [1]}, {"columns": "X"}, r"Did you mean --columns=x"),
+        ({"x": [1.5]}, {"integer": "x"}, r"row 0: column x has '1\.5', and --integer says"),
+        ({"x": ["a"]}, {"float": "x"}, r"column x has 'a', and --float says"),
+        ({"x": [{"a": 1}]}, {}, "column x is struct.*--columns"),
+        ({"x": [[{"a": 1}]]}, {}, "column x is list<.*--columns"),
+        ({"x": [[1.5], [1.0, 2.0]]}, {}, "lists of 1 to 2 items, of numbers with a fraction"),
+        ({"x": [[1], [-1, 2]]}, {}, "row 1: column x has the item -1"),
+        ({"x": [[1], [None]]}, {}, "row 1: an item of x is None"),
+        ({"x": [[1]]}, {"label": "x"}, "column x has lists, so it cannot be in --label"),
+        ({"x": ["trian"], "z": [1]}, {"split_column": "x"}, "column x has 'trian'"),
+    ],
+    ids=str,
+)
+def test_wrong_columns_are_explained(
+    columns: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "a.parquet", columns)
+    with pytest.raises(DataError, match=message):
+        parquet(tmp_path / "a.parquet", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 is not all")
+    with pytest.raises(DataError, match=r"a\.parquet is no Parquet file, or damaged"):
+        parquet(tmp_path / "a.parquet", tmp_path / "out")
+    write(tmp_path / "in" / "train.parquet", {"x": [1]})
+    write(tmp_path / "in" / "more.parquet", {"x": [1]})
+    with pytest.raises(DataError, match=r"the splits are not clear: .*more\.parquet is of no"):
+        parquet(tmp_path / "in", tmp_path / "out")
+    write(tmp_path / "in" / "more.parquet", {"z": [1]})
+    with pytest.raises(DataError, match=r"other columns than in .*lacks z and also has x"):
+        parquet(tmp_path / "in", tmp_path / "out", splits="train=*")
+
+
+def test_integers_beyond_int64_are_text_as_in_csv(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "a.parquet", {"x": pa.array([1, 2**64 - 1] * 30, pa.uint64())})
+    found = read(parquet(tmp_path / "a.parquet", tmp_path / "out"))
+    assert set(found["x"]) == {b"1", b"18446744073709551615"}
+    assert "row 1: column x is text, because a number would change" in capsys.readouterr().err
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[[str], Path]:
+    """A function that writes the data set of a function in CONTAINERS."""
+    (tmp_path / "made.py").write_text(CONTAINERS)
+
+    def written(function: str, **options: Any) -> Path:
+        source, out = f"{tmp_path}/made.py:{function}", tmp_path / function
+        prepare("python:x", str(out), source, Options(label="y", **options))
+        return out
+
+    return written
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["python_values", "dataset", "py_dataset", "structured", "arrow", "pandas", "parts"],
+)
+def test_equal_content_gives_equal_files(
+    function: str, python: Callable[[str], Path], tmp_path: Path
+) -> None:
+    wanted = digest(python("generator"))
+    assert digest(python(function)) == wanted
+    found = read(tmp_path / function)
+    assert found["image"].shape[1:] == (4, 3)
+    assert found["large"].dtype == np.float64
+    assert found["small"].dtype == np.float32
+
+
+def test_result_is_that_of_parquet_and_the_same_for_any_number_of_processes(
+    python: Callable[[str], Path], tmp_path: Path
+) -> None:
+    wanted = digest(python("generator"))
+    code = "import made, pyarrow.parquet as p; p.write_table(made.arrow(), 'a.parquet')"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    assert digest(parquet(tmp_path / "a.parquet", tmp_path / "p", label="y")) == wanted
+    for processes in (1, 3):
+        out = f"{tmp_path}/{processes}"
+        arguments = ("--source=made.py:parts", "--label=y", f"--processes={processes}")
+        done = run("python:x", *arguments, f"--data_dir={out}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "image uint8 [4, 3], y label of 3 classes" in done.stderr
+        assert digest(Path(out)) == wanted
+    assert "already holds" in run("python:x", *arguments, f"--data_dir={out}", cwd=tmp_path).stderr
+
+
+def test_types_are_those_of_all_rows_not_of_the_first_ones(tmp_path: Path) -> None:
+    code = """
+def rows():
+    for number in range(5000):
+        is_late = number > 4000
+        yield {
+            "float": 0.5 if is_late else None, "mixed": 1.5 if is_late else number,
+            "list": [number, 7] if is_late else None, "text": "a" if is_late else None,
+        }
+"""
+    (tmp_path / "f.py").write_text(code)
+    options = Options(missing="0", test_fraction=0.01)
+    prepare("python:x", str(tmp_path / "out"), f"{tmp_path}/f.py:rows", options)
+    found = read(tmp_path / "out")
+    assert set(found["float"]) == {0, 0.5}
+    assert found["mixed"].dtype == np.float64
+    assert found["mixed"][3000] > 2000
+    assert found["list"][0].tolist() == [-1, -1]
+    assert found["list"][-1][1] == 7
+    assert set(found["text"]) == {b"", b"a"}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    yield {'x': 1}\n    1 / 0", r"fails: ZeroDivisionError: .*f\.py, line 3\)"),
+        ("    import no_such_module", r"No module named 'no_such_module' \(.*f\.py, line 2\)"),
+        ("    raise SystemExit(3)", r"fails: SystemExit: 3 \(.*f\.py, line 2\)"),
+        ("    return (", r"SyntaxError: .*f\.py, line 2\)"),
+        ("    return {'a': [1]}", r"a dict with a. Needed are names of splits"),
+        ("    return 5", r"is of type int. Needed is an iterable of dicts"),
+        ("    return [5]", r"an element that is of type int"),
+        ("    return [{'x': 1}, {'z': 2}]", r"row 1: its columns are z"),
+        ("    return [{'x': 1}, {'x': 'a'}]", r"column x has values of int, str"),
+        ("    return [{'x': 2**65}]", r"an integer that 64 bits do not hold. Return it as str"),
+        ("    return [{'x': None}, {'x': 1}]", r"row 0: column x has 'null'.*--missing=0"),
+        ("    import tensorflow as tf\n    return tf.data.Dataset.range(9).repeat()", "repeat"),
+        (
+            "    import tensorflow as tf\n    return tf.data.Dataset.range(9).batch(2)",
+            r"dataset\.unbatch\(\)",
+        ),
+        (
+            "    import tensorflow as tf\n    d = tf.data.Dataset.range(9)\n"
+            "    return d.map(lambda x: {'x': tf.debugging.assert_less(x, tf.constant(3, x.dtype)) "
+            "or tf.ensure_shape(x, [2])})",
+            r"fails: .*f\.py, line [14]\)",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_of_the_function_are_one_message(body: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(f"def f():\n{body}\n")
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        prepare("python:x", str(tmp_path / "out"), f"{tmp_path}/f.py:f", Options())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--source=f.py",), "must be FILE.py:FUNCTION"),
+        (("--source=no.py:f",), "There is no no.py"),
+        (("--source=f.py:g",), "has no function 'g'. It has: f, two. Type --source=FILE.py:f"),
+        (
+            ("--source=f.py:two",),
+            "has the parameters a, b. Needed are none, or shard and",
+        ),
+        (("--source=f.py:f", "--processes=2"), "leave --processes out"),
+        (("--source=f.py:f", "--processes=0"), "Type --processes=2."),
+    ],
+    ids=str,
+)
+def test_wrong_function_is_exit_code_2_and_one_line(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "f.py").write_text("def f():\n    return []\n\n\ndef two(a, b):\n    return []\n")
+    done = run("python:x", *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert message in done.stderr
+    assert not (tmp_path / "datasets").exists()
