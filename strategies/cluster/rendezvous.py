@@ -103,7 +103,7 @@ def wait_for_peers(cluster: Cluster, num_gpus: int = 0) -> Processes:
     again (`connecting`), or when an all-reduce fails.
 
     Raises the errors of `wait_for_servers`, and ClusterError if a process uses another number of
-    GPUs than `num_gpus`: TensorFlow would wait for ever.
+    GPUs than `num_gpus`: TensorFlow needs the same number in all.
     """
     meeting = _Meeting(cluster, num_gpus)
     is_there = Identification(cluster, meeting.identify)
