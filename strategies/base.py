@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from data.reader import Reader
 from data.system.stopwatch import Stopwatch
+from strategies.local_steps import LocalSteps
 from strategies.metrics import Metrics, add_metrics
 from strategies.pace import CallSize, Pace
 from strategies.position import Position, Reached
@@ -49,31 +50,6 @@ Made = TypeVar("Made")
 # What to do if there was not enough memory.
 _SMALLER_STEP = "Raise --config.micro_batches (the same step in less memory) or lower --batch_size"
 _SMALLER_EVALUATION = "Lower --config.eval_batch_size, which is --batch_size by default"
-
-
-class LocalSteps(Protocol):
-    """The average of replicas that train alone between two sums."""
-
-    @property
-    def variables(self) -> Sequence[tf.Variable]:
-        """What replicas change alone, each its own copy."""
-
-    @property
-    def momenta(self) -> Sequence[tf.Variable]:
-        """What `average` changes besides `variables`."""
-
-    @property
-    def counters(self) -> Sequence[tf.Variable]:
-        """Other variables that a step changes, by the same on all replicas."""
-
-    def steps_to_average(self, step: int, num_steps: int) -> int:
-        """Returns the number of steps from `step` to the first average after `num_steps` steps."""
-
-    def own(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns what a replica applies in a local step, from its part of a batch's gradient."""
-
-    def average(self, before: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> None:
-        """Makes all copies of `variables` equal, with the summed changes since `before`."""
 
 
 class Learner(Protocol):
@@ -139,7 +115,7 @@ class Learner(Protocol):
         """`evaluate`, computed at `values` of `evaluation_inputs` that were read before."""
 
     @property
-    def local_steps(self) -> "LocalSteps | None":
+    def local_steps(self) -> LocalSteps | None:
         """None if the gradients of each step are summed over replicas."""
 
 
