@@ -106,7 +106,7 @@ def undisturbed(mode: str, model_dir: Path, data: Path, *flags: str) -> Run:
     workers = "--workers=2" if "ps" in mode else "--workers=3"
     strategy, *more = MODES[mode]
     topology = Topology(mode, strategy.partition("=")[2], (*more, workers))
-    return train(topology, model_dir, f"--data_dir={data}", *flags)
+    return train(topology, model_dir, f"--data_dir={data}", *flags, timeout_secs=600.0)
 
 
 def test_mistake_of_one_task_ends_the_job_with_2(
