@@ -86,7 +86,7 @@ class Training:
 
     def finish(self) -> Run:
         """Returns the run once a job has ended with 0."""
-        while (job := self._cluster.wait(self.job)).state != "COMPLETED":
+        while (job := self._cluster.wait(self.job, timeout_secs=600.0)).state != "COMPLETED":
             self._check(job)
             self.submit()
         assert_nothing_left(self._model_dir)
@@ -183,16 +183,18 @@ def test_run_finishes_after_twenty_random_faults(
     mode: str, cluster: Slurm, digits: Path, tmp_path: Path
 ) -> None:
     began, chance = time.monotonic(), random.Random(38)
-    flags = (*SLOW, "--config.train_steps=1200", "--config.checkpoint_every_steps=50")
+    flags = (*SLOW, "--config.train_steps=4000", "--config.checkpoint_every_steps=50")
     faults = ["scancel", "requeue", "node", "task", "slurmd"] * (NUM_FAULTS // 5)
     chance.shuffle(faults)
-    training = Training(cluster, tmp_path / "run", digits, *MODES[mode], *flags)
+    # Ten steps a second: under ps the others train until Slurm has noticed that a node is gone.
+    slowly = "--config.pause_secs=1"
+    training = Training(cluster, tmp_path / "run", digits, *MODES[mode], *flags, slowly)
     for fault in faults:
         step = training.progress(chance.randrange(20, 50))
         print(f"{time.monotonic() - began:.0f} s: step {step}, {fault}")
         inflict(fault, training, cluster, chance)
     run = training.finish()
-    assert run.result["step"] >= 1200
+    assert run.result["step"] >= 4000
     if mode != "ps-async":
         other = undisturbed(mode, tmp_path / "other", digits, *flags)
         assert largest_difference(run.weights(), other.weights()) == 0.0
