@@ -26,6 +26,8 @@ pytestmark = pytest.mark.skipif(
 
 FILE = SLURM[0][1]
 SLOW = ("--config=tests/cluster/configs/slow.py", "--num_threads=1")
+# Ten steps a second: under ps the others train until Slurm has noticed that a node is gone.
+SLOWLY = "--config.pause_secs=1"
 MODES = {
     name: command[2:]
     for name, command in zip(("multiworker", "ps-sync", "ps-async"), SLURM, strict=True)
@@ -129,8 +131,8 @@ def test_mistake_of_one_task_ends_the_job_with_2(
 def test_requeue_preemption_and_the_death_of_a_node_leave_the_weights_as_they_are(
     mode: str, cluster: Slurm, digits: Path, tmp_path: Path
 ) -> None:
-    flags = (*SLOW, "--config.train_steps=400", "--config.checkpoint_every_steps=50")
-    training = Training(cluster, tmp_path / "run", digits, *MODES[mode], *flags)
+    flags = (*SLOW, "--config.train_steps=1500", "--config.checkpoint_every_steps=50")
+    training = Training(cluster, tmp_path / "run", digits, *MODES[mode], *flags, SLOWLY)
     training.progress(40)
     cluster.run("scontrol", "requeue", str(training.job))
     training.progress()
@@ -148,7 +150,7 @@ def test_requeue_preemption_and_the_death_of_a_node_leave_the_weights_as_they_ar
     assert lost not in cluster.job(training.job).nodes, "the job runs on a dead node"
     run = training.finish()
     assert not training.ended, "Slurm requeued the job, and nobody submitted it again"
-    assert run.result["step"] >= 400
+    assert run.result["step"] >= 1500
     if mode != "ps-async":
         other = undisturbed(mode, tmp_path / "other", digits, *flags)
         assert largest_difference(run.weights(), other.weights()) == 0.0
@@ -186,9 +188,7 @@ def test_run_finishes_after_twenty_random_faults(
     flags = (*SLOW, "--config.train_steps=4000", "--config.checkpoint_every_steps=50")
     faults = ["scancel", "requeue", "node", "task", "slurmd"] * (NUM_FAULTS // 5)
     chance.shuffle(faults)
-    # Ten steps a second: under ps the others train until Slurm has noticed that a node is gone.
-    slowly = "--config.pause_secs=1"
-    training = Training(cluster, tmp_path / "run", digits, *MODES[mode], *flags, slowly)
+    training = Training(cluster, tmp_path / "run", digits, *MODES[mode], *flags, SLOWLY)
     for fault in faults:
         step = training.progress(chance.randrange(20, 50))
         print(f"{time.monotonic() - began:.0f} s: step {step}, {fault}")
