@@ -8,7 +8,10 @@ with hosts(2) as (first, second):
         ...
 """
 
-from collections.abc import Mapping
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from benchmarks.hosts import Host
 from strategies.cluster.tf_config import Cluster, Task
@@ -23,3 +26,26 @@ def cluster_on(places: Mapping[Task, Host]) -> tuple[Cluster, dict[Task, tuple[s
         jobs.setdefault(task.job, {})[task.index] = f"{host.address}:{_FIRST_PORT + number}"
     commands = {task: host.command for task, host in places.items()}
     return Cluster(jobs, next(iter(places))), commands
+
+
+@contextlib.contextmanager
+def etc(host: Host, files: Mapping[str, str]) -> Iterator[None]:
+    """Processes that start on `host` while the context lasts see these texts in /etc."""
+    directory = Path("/etc/netns") / host.name  # `ip netns exec` mounts the files there.
+    directory.mkdir(parents=True)
+    try:
+        for name, text in files.items():
+            (directory / name).write_text(text)
+        yield
+    finally:
+        shutil.rmtree(directory)
+
+
+@contextlib.contextmanager
+def named(names: Mapping[str, Host]) -> Iterator[None]:
+    """The hosts know each other by these names while the context lasts."""
+    lines = "".join(f"{host.address} {name}\n" for name, host in names.items())
+    with contextlib.ExitStack() as stack:
+        for host in names.values():
+            stack.enter_context(etc(host, {"hosts": f"127.0.0.1 localhost\n{lines}"}))
+        yield

@@ -106,6 +106,7 @@ TRAININGS = [c for c in TRAINER if c not in (*CHECKS, *ON_HOSTS, *ON_MNIST, *OWN
 CLICKS = ("configs/dlrm.py", "configs/recommender.py")
 PREPARE = [command for command in COMMANDS if is_python(command, "data.prepare")]
 INSPECT = [command for command in COMMANDS if is_python(command, "data.inspect")]
+SLURM = [command for command in COMMANDS if command[0] == "sbatch"]  # tests/deploy/test_slurm.py
 DOCTOR = [command for command in COMMANDS if is_python(command, "trainer.doctor")]
 PREDICT = [command for command in COMMANDS if is_python(command, "trainer.predict")]
 READING = [
@@ -155,7 +156,8 @@ def checkout_with_digits(checkout: Path, digits: Path) -> Path:
 @pytest.mark.quick
 def test_every_command_has_a_test() -> None:
     of_data = (PREPARE, INSPECT, PREDICT, READING)
-    categories = (MAKE, INSTALL, EXPORTS, MKDIR, LONG, TRAINER, DOCTOR, OWN_SCRIPTS, *of_data)
+    others = (MAKE, INSTALL, EXPORTS, MKDIR, LONG, SLURM)
+    categories = (*others, TRAINER, DOCTOR, OWN_SCRIPTS, *of_data)
     found = [sum(command in category for category in categories) for command in COMMANDS]
     assert [c for c, number in zip(COMMANDS, found, strict=True) if number != 1] == []
     assert all(categories), "a category has no command"

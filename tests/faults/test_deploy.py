@@ -1,35 +1,18 @@
 """Commands of deploy/ run as their schedulers start them, each task on a host of its own."""
 
 import contextlib
-import shutil
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import Host, hosts, reason_why_not
+from benchmarks.hosts import hosts, reason_why_not
+from tests.cluster.hosts import named
 from tests.cluster.runs import Process, assert_nothing_left
-from tests.unit.test_deploy import Started, tasks_of
+from tests.unit.test_deploy import tasks_of
 
 pytestmark = pytest.mark.skipif(
     bool(reason_why_not()), reason=reason_why_not() or "hosts can be made"
 )
-
-
-@contextlib.contextmanager
-def named(places: Sequence[Host], tasks: Sequence[Started]) -> Iterator[None]:
-    """The hosts know each other by the names that the scheduler's DNS would have."""
-    lines = "".join(f"{p.address} {t.host}\n" for p, t in zip(places, tasks, strict=True))
-    directories = [Path("/etc/netns") / place.name for place in places]
-    try:
-        for directory in directories:
-            directory.mkdir(parents=True)
-            # `ip netns exec` puts it in the place of /etc/hosts.
-            (directory / "hosts").write_text(f"127.0.0.1 localhost\n{lines}")
-        yield
-    finally:
-        for directory in directories:
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.mark.parametrize("name", ["kubernetes/indexed-job.yaml", "kubernetes/jobset-ps.yaml"])
@@ -39,7 +22,8 @@ def test_tasks_of_a_file_train_together(name: str, digits: Path, tmp_path: Path)
     short = ("--train_steps=20", "--num_threads=1", "--config.export=False")
     with contextlib.ExitStack() as stack:
         places = stack.enter_context(hosts(len(started)))
-        stack.enter_context(named(places, started))
+        names = [task.host for task in started]
+        stack.enter_context(named(dict(zip(names, places, strict=True))))
         processes = [
             stack.enter_context(
                 Process(

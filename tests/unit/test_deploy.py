@@ -143,12 +143,14 @@ def compose(profile: str) -> Iterator[Started]:
             yield Started(tuple(service["command"]), service.get("environment", {}), name)
 
 
-def slurm(path: Path) -> Iterator[Started]:
-    text = path.read_text()
+def slurm(strategy: str) -> Iterator[Started]:
+    """The tasks of a job that was submitted with the flags that its file names for `strategy`."""
+    text = (DEPLOY / "slurm" / "train.sbatch").read_text()
+    (of_job,) = re.findall(rf"train\.sbatch (--strategy={strategy}.*?) *(?:#.*)?$", text, re.M)
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
     (words,) = re.findall(r"^srun (.*?)(?<!\\)$", text, re.MULTILINE | re.DOTALL)
     argv = shlex.split(words.replace("\\\n", " "))
-    argv = [word for word in argv[argv.index("trainer") + 1 :] if word != "$@"]
+    argv = [*argv[argv.index("trainer") + 1 : argv.index("$@")], *of_job.split()]
     nodes, per_node = int(options["nodes"]), int(options["ntasks-per-node"])
     for rank in range(nodes * per_node):
         environment = {
@@ -188,7 +190,7 @@ def systemd() -> Iterator[Started]:
 
 
 def tasks_of(name: str) -> list[Started]:
-    """The tasks of a file of deploy/; of compose.yaml, those of a profile: compose.yaml#ps."""
+    """The tasks of a file of deploy/; compose.yaml#ps: those of a profile, or of a strategy."""
     path, _, profile = name.partition("#")
     readers: dict[str, Callable[[], Iterator[Started]]] = {
         "compose.yaml": lambda: compose(profile),
@@ -199,8 +201,7 @@ def tasks_of(name: str) -> list[Started]:
         "kubernetes/tfjob.yaml": lambda: tfjob(DEPLOY / path),
         "kubernetes/jobset-multiworker.yaml": lambda: jobset(DEPLOY / path),
         "kubernetes/jobset-ps.yaml": lambda: jobset(DEPLOY / path),
-        "slurm/multiworker.sbatch": lambda: slurm(DEPLOY / path),
-        "slurm/ps.sbatch": lambda: slurm(DEPLOY / path),
+        "slurm/train.sbatch": lambda: slurm(profile),
     }
     return list(readers[path]())
 
@@ -230,8 +231,8 @@ CLUSTERS = {
     "kubernetes/tfjob.yaml": {"chief": 1, "worker": 2, "ps": 1, "evaluator": 1},
     "compose.yaml#multiworker": {"worker": 3},
     "compose.yaml#ps": {"worker": 3, "ps": 1, "evaluator": 1},
-    "slurm/multiworker.sbatch": {"worker": 4},
-    "slurm/ps.sbatch": {"worker": 3, "ps": 1},
+    "slurm/train.sbatch#multiworker": {"worker": 4},
+    "slurm/train.sbatch#ps": {"worker": 3, "ps": 1},
     "skypilot.yaml": {"worker": 2},
 }
 # Files without tasks, or with a task of which other files describe the cluster.
@@ -357,6 +358,34 @@ def test_jobs_restart_by_exit_code() -> None:
         assert spec["restartPolicy"] == "OnFailure"
 
 
+def uncommented(path: Path, start: str) -> list[dict[str, Any]]:
+    """The documents of a file, with a comment that holds YAML from `start` as its text."""
+    text = path.read_text()
+    (block,) = re.findall(rf"^ *# (?:[^\n]*: )?{start}.*\n(?: *# .*\n)*", text, re.MULTILINE)
+    added = re.sub(r"^( *)# (?:With Kueue: )?", r"\1", block, flags=re.MULTILINE)
+    return list(yaml.safe_load_all(text.replace(block, added)))
+
+
+@pytest.mark.parametrize(
+    "name", ["indexed-job", "jobset-multiworker", "jobset-ps", "tfjob", "trainjob"]
+)
+def test_label_of_kueue_is_one_of_the_object_that_it_queues(name: str) -> None:
+    found = uncommented(KUBERNETES / f"{name}.yaml", "labels")
+    (job,) = (d for d in found if d["kind"] in ("Job", "JobSet", "TFJob", "TrainJob"))
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "user-queue"}
+
+
+def test_patch_of_a_runtime_names_one_of_its_jobs_whose_names_are_short() -> None:
+    runtime, job = uncommented(KUBERNETES / "trainjob.yaml", "runtimePatches")
+    names = {each["name"] for each in runtime["spec"]["template"]["spec"]["replicatedJobs"]}
+    assert all(len(name) <= 20 for name in names), "as Kubeflow Trainer 2.4 wants it"
+    (patch,) = job["spec"]["runtimePatches"]
+    assert patch.keys() == {"manager", "trainingRuntimeSpec"}
+    patched = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert {each["name"] for each in patched} <= names
+    assert job["spec"]["trainer"]["numNodes"] == 3, "the text after the patch is the job's"
+
+
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
 def test_image_is_pinned_copies_what_exists_and_is_not_of_root(name: str) -> None:
     text = (DEPLOY / name).read_text()
@@ -414,20 +443,21 @@ SCHEDULER = {
 END_OTHERS, REQUEUE = "scancel --signal=TERM 77.0", "scontrol requeue 77"
 
 
-@pytest.mark.parametrize("name", ["multiworker", "ps"])
 @pytest.mark.parametrize(
-    ("code", "restarts", "calls"),
+    ("code", "rank", "restarts", "calls"),
     [
-        (0, 0, []),
-        (1, 0, [END_OTHERS]),
-        (2, 0, [END_OTHERS]),
-        (75, 0, [REQUEUE]),
-        (137, 3, [REQUEUE]),
-        (75, 20, []),
+        (0, 0, 0, []),
+        (1, 1, 0, [END_OTHERS]),
+        (2, 1, 0, [END_OTHERS]),
+        (75, 0, 0, [END_OTHERS, REQUEUE]),
+        (75, 1, 0, [REQUEUE]),
+        (137, 0, 0, [END_OTHERS, REQUEUE]),
+        (137, 1, 3, [REQUEUE]),
+        (75, 1, 20, []),
     ],
 )
 def test_slurm_script_requeues_a_run_that_can_resume_and_ends_all_tasks_after_a_mistake(
-    name: str, code: int, restarts: int, calls: list[str], tmp_path: Path
+    code: int, rank: int, restarts: int, calls: list[str], tmp_path: Path
 ) -> None:
     for command, script in SCHEDULER.items():
         (tmp_path / command).write_text(script)
@@ -437,12 +467,11 @@ def test_slurm_script_requeues_a_run_that_can_resume_and_ends_all_tasks_after_a_
         "CALLS": str(tmp_path / "calls"),
         "CODE": str(code),
         "SLURM_JOB_ID": "77",
+        "SLURM_PROCID": str(rank),
         "SLURM_RESTART_COUNT": str(restarts),
     }
-    path = DEPLOY / "slurm" / f"{name}.sbatch"
-    command_line = ["bash", str(path), "--train_steps=7"]
+    command_line = ["bash", str(DEPLOY / "slurm" / "train.sbatch"), "--strategy=ps"]
     assert subprocess.run(command_line, env=environment, timeout=100).returncode == code
     trainer, *others = (tmp_path / "calls").read_text().splitlines()
-    assert f"--strategy={name}" in trainer
-    assert trainer.endswith("--model_dir=/shared/runs/77 --data_dir=/shared/digits --train_steps=7")
+    assert trainer.endswith("--model_dir=/shared/runs/77 --data_dir=/shared/digits --strategy=ps")
     assert others == calls

@@ -1,0 +1,279 @@
+"""Faults that `python -m trainer.doctor` must name: the table FAULTS.
+
+Three hosts run `multiworker`. A row disturbs the second of them, if it does not say otherwise.
+"""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from benchmarks.hosts import Host, dropped, hosts, reason_why_not, silent
+from tests.cluster.runs import ROOT
+from tests.faults.test_doctor import end, start
+from trainer.guards.run_lock import locked
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made"),
+]
+
+PORT = 2222
+OLD_RUN = ROOT / "tests" / "cluster" / "old_runs" / "mirrored"
+
+
+@dataclasses.dataclass
+class Doctor:
+    """How the doctor of one task is started."""
+
+    host: Host
+    listed: list[str]  # --hosts, as this task has it.
+    flags: dict[str, str]
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    cwd: Path = ROOT
+    under: tuple[str, ...] = ()
+    starts: bool = True
+
+    def start(self, stack: contextlib.ExitStack) -> "subprocess.Popen[str]":
+        argv = [f"--{name}={value}" for name, value in self.flags.items()]
+        under = (*self.host.command, *self.under)
+        cluster = f"--hosts={','.join(self.listed)}"
+        flags = (cluster, *argv, "--json", "--num_threads=1")
+        return start(stack, *flags, under=under, cwd=self.cwd, env=self.env)
+
+
+class Scene(NamedTuple):
+    """The doctors of all tasks, that of worker 1, a directory, and what ends with the test."""
+
+    doctors: list[Doctor]
+    one: Doctor
+    directory: Path
+    stack: contextlib.ExitStack
+
+    @property
+    def others(self) -> list[Host]:
+        return [doctor.host for doctor in self.doctors if doctor is not self.one]
+
+
+Disturb = Callable[[Scene], object]
+
+
+def flag(name: str, value: str) -> Disturb:
+    """Worker 1 has another value of a flag."""
+    return lambda scene: scene.one.flags.update({name: value})
+
+
+def all_flags(name: str, value: str) -> Disturb:
+    return lambda scene: [doctor.flags.update({name: value}) for doctor in scene.doctors]
+
+
+def python(code: str) -> Disturb:
+    """Worker 1's Python runs `code` when it starts."""
+
+    def disturb(scene: Scene) -> None:
+        (scene.directory / "sitecustomize.py").write_text(code)
+        scene.one.env["PYTHONPATH"] = str(scene.directory)
+
+    return disturb
+
+
+def package(name: str, version: str) -> Disturb:
+    """Worker 1 finds another version of an installed package first."""
+
+    def disturb(scene: Scene) -> None:
+        metadata = scene.directory / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        scene.one.env["PYTHONPATH"] = str(scene.directory)
+
+    return disturb
+
+
+def other_code(scene: Scene) -> None:
+    for name in ("trainer", "strategies", "data", "configs"):
+        shutil.copytree(ROOT / name, scene.directory / name)
+    with (scene.directory / "trainer" / "loop.py").open("a") as file:
+        file.write("# Changed.\n")
+    scene.one.cwd = scene.directory
+
+
+def other_config_file(scene: Scene) -> None:
+    path = scene.directory / "digits.py"
+    path.write_text((ROOT / "configs" / "digits.py").read_text() + "# Changed.\n")
+    scene.one.flags["config"] = str(path)
+
+
+def another_program(scene: Scene) -> None:
+    """Serves at the address of worker 1, which is not started."""
+    command = (*scene.one.host.command, sys.executable, "-m", "http.server", str(PORT))
+    server = scene.stack.enter_context(
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    )
+    scene.stack.callback(server.kill)
+    scene.one.starts = False
+
+
+def unknown_name(scene: Scene) -> None:
+    for doctor in scene.doctors:
+        doctor.listed[1] = f"no-such-host:{PORT}"
+    scene.one.starts = False
+
+
+def slow_receiver(scene: Scene) -> None:
+    shape = ("root", "tbf", "rate", "20mbit", "burst", "256kb", "latency", "200ms")
+    command = ["tc", "qdisc", "replace", "dev", scene.one.host.link, *shape]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def read_only(scene: Scene) -> None:
+    place = scene.directory / "place"
+    place.mkdir()
+    script = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    scene.one.under = ("unshare", "--mount", "sh", "-c", script, str(place))
+    scene.one.flags["model_dir"] = f"{place}/run"
+
+
+def used_by_another_run(scene: Scene) -> None:
+    scene.stack.enter_context(locked(scene.one.flags["model_dir"], 0.0, print))
+
+
+def small_disk(scene: Scene) -> None:
+    place = scene.directory / "place"
+    place.mkdir()
+    options = ("-t", "tmpfs", "-o", "size=64k", "tmpfs")
+    subprocess.run(["mount", *options, str(place)], check=True)
+    scene.stack.callback(subprocess.run, ["umount", "--lazy", str(place)], check=True)
+    all_flags("model_dir", f"{place}/run")(scene)
+
+
+def outgoing_port(scene: Scene) -> None:
+    setting = "net.ipv4.ip_local_port_range=2000 60000"
+    command = [*scene.one.host.command, "sysctl", "--write", setting]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def former_run(scene: Scene) -> None:
+    """A run of batches of 48 examples."""
+    shutil.copytree(OLD_RUN, scene.one.flags["model_dir"])
+    all_flags("config.batch_size", "16")(scene)
+
+
+def damaged_data(scene: Scene) -> None:
+    data = scene.directory / "data"
+    shutil.copytree(scene.one.flags["data_dir"], data)
+    shard = max(data.glob("*train*"), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-100])
+    scene.one.flags["data_dir"] = str(data)
+
+
+def cut_link(scene: Scene) -> None:
+    scene.stack.enter_context(scene.one.host.link_down())
+
+
+def silent_host(scene: Scene) -> None:
+    scene.stack.enter_context(silent(scene.one.host, *scene.others))
+
+
+def silent_pair(scene: Scene) -> None:
+    scene.stack.enter_context(silent(scene.one.host, scene.others[0]))
+
+
+def one_way(scene: Scene) -> None:
+    """Nothing that worker 1 sends arrives; it hears all others."""
+    directions = [(scene.one.host, other) for other in scene.others]
+    scene.stack.enter_context(dropped(*directions))
+
+
+def other_order(scene: Scene) -> None:
+    first, second, third = scene.one.listed
+    scene.one.listed[:] = [first, third, second]
+
+
+# The words of the finding, and what is wrong.
+FAULTS: dict[str, tuple[str, Disturb]] = {
+    "other code": ("code of this program is", other_code),
+    "other Python": (
+        "python is 3.10 there",
+        python("import platform\nplatform.python_version_tuple = lambda: ('3', '10', '1')\n"),
+    ),
+    "other Keras": ("keras is 3.1.0 there", package("keras", "3.1.0")),
+    "other TensorFlow": ("tensorflow is 2.1.0 there", package("tensorflow", "2.1.0")),
+    "other config file": ("config file is another one", other_config_file),
+    "other batch size": ("--config.batch_size is another", flag("config.batch_size", "32")),
+    "other rate": ("--config.learning_rate is another", flag("config.learning_rate", "0.5")),
+    "other wire": ("--wire_dtype is another", flag("wire_dtype", "bfloat16")),
+    "other port": (
+        "it was started with worker 1 at 10.",
+        lambda scene: scene.one.listed.__setitem__(1, f"{scene.one.host.address}:2223"),
+    ),
+    "other order": ("(it is worker 2)", other_order),
+    "fewer hosts": ("it was started with worker 2 at None", lambda scene: scene.one.listed.pop()),
+    "absent": ("nothing listens at that port", lambda scene: setattr(scene.one, "starts", False)),
+    "another program": ("another program serves there", another_program),
+    "unknown name": ("the name of its host is unknown", unknown_name),
+    "silent host": ("its host does not answer", silent_host),
+    "cut link": ("its host does not answer", cut_link),
+    "silent pair": ("did not come from worker 0", silent_pair),
+    "one way": ("its host does not answer", one_way),
+    "slow sender": ("it sends", lambda scene: scene.one.host.limit_rate("20mbit")),
+    "slow receiver": ("it receives", slow_receiver),
+    "large packets": ("short messages arrive", lambda scene: scene.one.host.limit_packets(900)),
+    "other clock": (
+        "its clock differs by +90",
+        python("import time\nreal = time.time\ntime.time = lambda: real() + 90\n"),
+    ),
+    "own directory": ("is not the directory", flag("model_dir", "/tmp/run")),
+    "read-only directory": ("this user cannot write to", read_only),
+    "used directory": ("is in use: ", used_by_another_run),
+    "small disk": ("the checkpoints of a run need", small_disk),
+    "other run": ("batch_size: 48 there", former_run),
+    "no data": ("no-such-directory", flag("data_dir", "/no-such-directory")),
+    "damaged data": ("it was cut short", damaged_data),
+    "outgoing port": ("for outgoing connections", outgoing_port),
+}
+# What all tasks share is named at worker 0.
+SHARED = ("used directory", "small disk", "other run")
+
+
+@contextlib.contextmanager
+def scene_of(digits: Path, tmp_path: Path) -> Iterator[Scene]:
+    directory = tmp_path / "scene"
+    directory.mkdir()
+    usual = {
+        "strategy": "multiworker",
+        "model_dir": str(tmp_path / "run"),
+        "data_dir": str(digits),
+        "deadline_secs": "150",
+    }
+    with hosts(3) as places, contextlib.ExitStack() as stack:
+        listed = [f"{place.address}:{PORT}" for place in places]
+        doctors = [Doctor(place, list(listed), dict(usual)) for place in places]
+        for place in places:
+            place.limit_rate("400mbit")
+        yield Scene(doctors, doctors[1], directory, stack)
+
+
+def findings_of_chief(scene: Scene) -> list[dict[str, Any]]:
+    """Runs the doctors; what that of worker 0 finds."""
+    processes = [doctor.start(scene.stack) for doctor in scene.doctors if doctor.starts]
+    printed = [end(process, 0, 2) for process in processes]
+    findings: list[dict[str, Any]] = json.loads(printed[0])["findings"]
+    return findings
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_named_with_its_task(name: str, digits: Path, tmp_path: Path) -> None:
+    words, disturb = FAULTS[name]
+    with scene_of(digits, tmp_path) as scene:
+        disturb(scene)
+        found = findings_of_chief(scene)
+    named_at = {finding["task"] for finding in found if words in finding["text"]}
+    assert named_at, found
+    assert name in SHARED or named_at == {"worker 1"}, found
