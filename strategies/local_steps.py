@@ -21,7 +21,7 @@ class LocalSteps(Protocol):
 
     @property
     def momenta(self) -> Sequence[tf.Variable]:
-        """What `average` changes besides `variables`."""
+        """What `average` changes besides `variables`; one for each weight, the first of these."""
 
     @property
     def counters(self) -> Sequence[tf.Variable]:

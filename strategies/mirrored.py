@@ -180,11 +180,17 @@ class MirroredExecutor(Executor):
         before = marks.kept(local.variables)
         pairs = zip(local.variables, before, strict=True)
         changes = [read_now(variable) - old for variable, old in pairs]
-        local.average(before, self._begun(self._all_reduced(changes)))
+        # Of an optimizer's slots, 16 bits lose small values: Adam would divide by zero.
+        weights, others = changes[: len(local.momenta)], changes[len(local.momenta) :]
+        local.average(before, self._begun(self._all_reduced(weights, others)))
 
     @no_autograph
-    def _all_reduced(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        return all_reduced(gradients, self._compression, self._bucket_bytes)
+    def _all_reduced(
+        self, gradients: Sequence[Tensor], exact: Sequence[Tensor] = ()
+    ) -> Sequence[Tensor]:
+        """The sums over all replicas of `gradients`, then those of `exact`: never in 16 bits."""
+        summed = all_reduced(gradients, self._compression, self._bucket_bytes)
+        return [*summed, *all_reduced(exact, Compression(), self._bucket_bytes)]
 
     @override
     def run(self, num_steps: int) -> Metrics:

@@ -259,14 +259,16 @@ class MultiWorkerExecutor(MirroredExecutor):
 
     @override
     @no_autograph
-    def _all_reduced(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _all_reduced(
+        self, gradients: Sequence[Tensor], exact: Sequence[Tensor] = ()
+    ) -> Sequence[Tensor]:
         """Also measures the wait. On GPUs that is not possible: ops end before their kernels."""
         if not cpu_of_worker(self.strategy):
-            return super()._all_reduced(gradients)
-        summed = super()._all_reduced(gradients)
+            return super()._all_reduced(gradients, exact)
+        summed = super()._all_reduced(gradients, exact)
         # Created after the sums: a graph runs stateful ops that use no resource, such as timestamps
         # and handles, in the order of their creation, and a sum needs a handle.
-        with tf.control_dependencies(present(gradients)):
+        with tf.control_dependencies(present([*gradients, *exact])):
             computed = timestamp()
         with tf.control_dependencies(present(summed)):
             self._waited.assign_add(timestamp() - computed)

@@ -103,6 +103,13 @@ def check_replicas(config: Config, num_replicas: int) -> None:
             f"than the {smallest} examples it may have: batch_size={config.batch_size} on "
             f"{num_replicas} replica(s). Type --config.micro_batches={smallest}, or less."
         )
+    if lanes % num_replicas and (every := config.local_steps.every):
+        raise ConfigError(
+            f"config.local_steps.every={every} needs replicas with equal shares of a batch. "
+            f"Received: {num_replicas} replicas, and {lanes} lanes for batch_size="
+            f"{config.batch_size}. Choose a --batch_size that {num_replicas} divides, and set "
+            f"--config.data.lanes to a divisor of it that {num_replicas} divides."
+        )
     if lanes % num_replicas:
         message = "batch_size=%d is shared unevenly by %d replicas; a multiple of them is faster."
         log.warning(message, config.batch_size, num_replicas)

@@ -1,12 +1,18 @@
 """The doctor finds devices whose sums or copies are wrong. Logical CPUs stand in for GPUs."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
+from data.prepare.preparing import prepare
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.mirrored import MirroredExecutor
+from tests.cluster.runs import ROOT
 from trainer.doctor.devices import check_devices, copies, known_vector, wrong_sums
 from trainer.doctor.findings import device_findings
 from trainer.doctor.table import text
@@ -48,6 +54,17 @@ def test_vector_that_one_device_alters_is_found(
     assert finding.address == "a:2222"
     for part in ("over 2 replicas is wrong on CPU:0, CPU:1", "NCCL_P2P_DISABLE=1", "ACS"):
         assert part in finding.text
+
+
+def test_error_of_the_devices_is_a_finding_beside_the_others(tmp_path: Path) -> None:
+    prepare("digits", str(tmp_path))
+    flags = ("--replicas=2", "--num_gpus=1", "--json", f"--data_dir={tmp_path}")
+    command = [sys.executable, "-m", "trainer.doctor", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    printed = json.loads(done.stdout)
+    assert "--num_gpus=1" in printed["findings"][0]["text"]
+    assert printed["tasks"]["worker 0"]["plan"]["memory_bytes"]
 
 
 def test_copy_that_one_device_alters_is_found() -> None:

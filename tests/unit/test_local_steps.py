@@ -16,12 +16,13 @@ from strategies.base import read_now
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position, Reached
 from strategies.step_errors import DataFaultError
+from strategies.transfer import Transfer
 from strategies.worker_stats import WorkerStats
 from tests.unit.replicas import replicas
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
 from trainer.build import build_learner, check_for_strategy
 from trainer.config import Config, ConfigError, Recipe
-from trainer.config_checks import check
+from trainer.config_checks import check, check_replicas
 from trainer.embeddings import ShardedEmbedding
 from trainer.inputs import batch_at
 from trainer.learner import Learner
@@ -66,10 +67,12 @@ class Training:
         model: Callable[[], keras.Model] = build_model,
         last_step: int = 1000,
         jit_compile: bool = False,
+        wire_dtype: str = "float32",
+        factor: float = 1.0,
     ) -> None:
-        """The loss fails after `last_step`."""
+        """The loss is multiplied by `factor`, and fails after `last_step`."""
         self.reader = make_reader(write_split(directory))
-        self.executor = MirroredExecutor(replicas(num))
+        self.executor = MirroredExecutor(replicas(num), Transfer(wire_dtype=wire_dtype))
 
         def make() -> Learner:
             keras.utils.set_random_seed(0)
@@ -81,7 +84,7 @@ class Training:
             with tf.control_dependencies(
                 [tf.debugging.assert_less(num_steps, np.int64(last_step), "the last step")]
             ):
-                return sparse_categorical_crossentropy(labels, outputs)
+                return factor * sparse_categorical_crossentropy(labels, outputs)
 
         self.learner = self.executor.build(make)
         train = dataclasses.replace(self.reader, gives_seeds=self.learner.needs_seeds)
@@ -151,6 +154,20 @@ def test_compiled_by_xla_local_steps_are_the_same(tmp_path: Path) -> None:
         training.executor.run(2 * EVERY)
     for found, expected in zip(compiled.weights(), plain.weights(), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_slots_of_the_optimizer_are_not_sent_in_16_bits(tmp_path: Path) -> None:
+    adam = functools.partial(keras.optimizers.Adam, 0.001)
+    found = []
+    for name in ("float32", "float16"):
+        training = Training(tmp_path / name, OUTER, optimizer=adam, wire_dtype=name, factor=1e-3)
+        training.executor.run(4 * EVERY)
+        found.append(
+            [v.numpy() for v in training.learner.optimizer.variables if "velocity" in v.name]
+        )
+    for exact, sent in zip(*found, strict=True):
+        assert exact.min() < 1e-8, "float16 would have lost them"
+        np.testing.assert_allclose(sent, exact, rtol=0.05)
 
 
 def test_all_that_a_step_changes_is_equal_on_all_replicas_after_a_call(tmp_path: Path) -> None:
@@ -233,6 +250,13 @@ def test_what_cannot_train_alone_is_refused(
         check_for_strategy(
             build_learner(recipe), recipe, strategy=strategy, num_workers=2, read_dtype="float32"
         )
+
+
+def test_unequal_shares_of_a_batch_are_refused() -> None:
+    config = Config(local_steps=OUTER, batch_size=8)
+    check_replicas(config, 2)
+    with pytest.raises(ConfigError, match="3 replicas, and 8 lanes for batch_size=8"):
+        check_replicas(config, 3)
 
 
 def test_a_table_is_refused() -> None:

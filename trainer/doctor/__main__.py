@@ -13,13 +13,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import absl.flags
 from absl import app
 
+from data.system.errors import TrainerError
 from data.system.pipes import ends_with_reader
 from strategies.cluster.peers import check_own_address
 from strategies.cluster.tf_config import Cluster, ClusterError
@@ -149,6 +150,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     settings = Settings(
         flags.STRATEGY.value,
         num_replicas=flags.REPLICAS.value,
+        num_gpus=flags.NUM_GPUS.value,
         num_gradient_buffers=cluster.num("worker") if is_sync else 0,
         has_standby=flags.PS_STANDBY.value > 0,
         makes_plan=is_alone or not (serves(cluster) or cluster.task.job == "evaluator"),
@@ -175,7 +177,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         if "gpus" in own["plan"] and max(own["plan"]["gpus"], flags.REPLICAS.value) > 1:
             if not has_limit:
                 doctor.end_after(_SUMS_SECS)
-            _sum_on_this_host(doctor)
+            doctor.all_reduce = _checked(_sum_on_this_host, doctor)
         doctor.end()
     try:
         check_own_address(cluster)
@@ -198,12 +200,19 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         doctor.reports = exchange.wait_for_reports(doctor.until(_REPORTS))
     doctor.remove_mark()
     if flags.STRATEGY.value == "multiworker" and cluster.task in cluster.trainers:
-        doctor.all_reduce = _all_reduce(doctor)
+        doctor.all_reduce = _checked(_all_reduce, doctor)
     doctor.end()
 
 
 def _without_error(plan: Json) -> Json:
     return {name: value for name, value in plan.items() if name not in ("error", "is_late")}
+
+
+def _checked(check: Callable[[_Doctor], Json], doctor: _Doctor) -> Json:
+    try:
+        return check(doctor)
+    except TrainerError as error:  # The other findings are shown, too.
+        return {"why_not": "there was an error, see below", "error": str(error)}
 
 
 def _all_reduce(doctor: _Doctor) -> Json:
@@ -232,7 +241,7 @@ def _all_reduce(doctor: _Doctor) -> Json:
     }
 
 
-def _sum_on_this_host(doctor: _Doctor) -> None:
+def _sum_on_this_host(doctor: _Doctor) -> Json:
     doctor.doing = "summing vectors on the devices of this host"
     import_tensorflow()
     from strategies.gpus import replica_devices, use_gpus
@@ -241,9 +250,10 @@ def _sum_on_this_host(doctor: _Doctor) -> None:
 
     num_gpus = use_gpus(flags.NUM_GPUS.value)
     devices = replica_devices(flags.REPLICAS.value, num_gpus)
-    if len(devices) > 1:
-        doctor.advice = PEER_ADVICE if num_gpus else doctor.advice
-        doctor.all_reduce = check_devices(MirroredExecutor.on(devices).strategy)
+    if len(devices) < 2:
+        return {}
+    doctor.advice = PEER_ADVICE if num_gpus else doctor.advice
+    return check_devices(MirroredExecutor.on(devices).strategy)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ def findings(
 def device_findings(checked: Json, cluster: Cluster) -> Iterator[Finding]:
     """Devices of this task whose sums or copies are wrong; `checked` is from `check_devices`."""
     name = str(cluster.task)
+    if error := checked.get("error"):
+        yield _error(cluster, name, error)
     if devices := checked.get("wrong_sums"):
         text = f"a sum over {checked['replicas']} replicas is wrong on {', '.join(devices)}"
         yield _error(cluster, name, f"{text}. {PEER_ADVICE}")
@@ -90,7 +92,8 @@ def device_findings(checked: Json, cluster: Cluster) -> Iterator[Finding]:
 def can_connect(reports: Mapping[str, Json], cluster: Cluster) -> bool:
     """Returns True if TensorFlow can connect all tasks; equal in all tasks with all reports."""
     names = {str(task) for task in cluster.tasks()}
-    faults = [*_addresses(reports, cluster), *_versions(reports, cluster)]
+    checks = (_addresses, _versions, _gpus)
+    faults = [fault for check in checks for fault in check(reports, cluster)]
     return (
         names == reports.keys()
         and not faults

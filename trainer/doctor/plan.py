@@ -54,6 +54,7 @@ class Settings(NamedTuple):
 
     strategy: str
     num_replicas: int  # --replicas, or 0.
+    num_gpus: int | None  # --num_gpus, at most so many are used.
     num_gradient_buffers: int  # Gradients of each variable that a ps stores.
     has_standby: bool  # --ps_standby.
     makes_plan: bool  # False for a task that gets the config from its chief.
@@ -215,7 +216,9 @@ def _make(recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings) 
     from strategies.gpus import choose_gpus
 
     choose_gpus(cluster)
-    made: Json = {"gpus": len(tf.config.list_physical_devices("GPU"))}
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    most = num_gpus if settings.num_gpus is None else settings.num_gpus
+    made: Json = {"gpus": min(num_gpus, most)}
     if not settings.makes_plan:
         return made
     try:
