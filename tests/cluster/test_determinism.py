@@ -141,7 +141,7 @@ def test_stopped_run_ends_bit_for_bit_as_an_uninterrupted_one(
     assert steps == sorted({step, *range(20, 301, 20)})
 
 
-@pytest.mark.parametrize("name", ["mirrored-1", "ps-2+1"])
+@pytest.mark.parametrize("name", ["mirrored-1", pytest.param("ps-2+1", marks=pytest.mark.nightly)])
 def test_learning_rate_of_a_resumed_run_is_that_of_its_command(
     name: str, digits: Path, tmp_path: Path
 ) -> None:

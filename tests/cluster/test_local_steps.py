@@ -67,6 +67,7 @@ def test_after_a_death_training_continues_with_the_last_average(
     assert mark["next_batch"] == STEPS
 
 
+@pytest.mark.nightly
 def test_another_number_of_replicas_resumes(flags: tuple[str, ...], tmp_path: Path) -> None:
     first = train(MULTIWORKER, tmp_path / "run", *flags, "--train_steps=200")
     assert first.result["step"] == 200

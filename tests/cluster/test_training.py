@@ -25,6 +25,7 @@ from tests.cluster.runs import (
     largest_difference,
     snapshot,
     start,
+    topologies,
     train,
 )
 
@@ -190,7 +191,9 @@ def test_finished_run_says_so_and_does_nothing(run: Run, topology: Topology, dig
 
 
 # The process of mirrored refuses the directory itself; the same check precedes each local cluster.
-@pytest.mark.parametrize("topology", ONE_OF_EACH_STRATEGY, ids=str)
+@pytest.mark.parametrize(
+    "topology", topologies("mirrored-2", "multiworker-2", nightly=["ps-2+1"]), ids=str
+)
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
