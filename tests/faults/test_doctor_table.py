@@ -1,6 +1,6 @@
-"""Faults that `python -m trainer.doctor` must name: the table FAULTS.
+"""Faults that `python -m trainer.doctor` must name, and healthy clusters that it must not blame.
 
-Three hosts run `multiworker`. A row disturbs the second of them, if it does not say otherwise.
+A row of FAULTS disturbs the second of three hosts of `multiworker`, if it does not say otherwise.
 """
 
 import contextlib
@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from benchmarks.hosts import Host, dropped, hosts, reason_why_not, silent
-from tests.cluster.runs import ROOT
+from tests.cluster.hosts import named
+from tests.cluster.runs import CONFIGS, ROOT
 from tests.faults.test_doctor import end, start
 from trainer.guards.run_lock import locked
 
@@ -243,7 +244,7 @@ SHARED = ("used directory", "small disk", "other run")
 
 
 @contextlib.contextmanager
-def scene_of(digits: Path, tmp_path: Path) -> Iterator[Scene]:
+def scene_of(num_hosts: int, digits: Path, tmp_path: Path, **flags: str) -> Iterator[Scene]:
     directory = tmp_path / "scene"
     directory.mkdir()
     usual = {
@@ -251,8 +252,9 @@ def scene_of(digits: Path, tmp_path: Path) -> Iterator[Scene]:
         "model_dir": str(tmp_path / "run"),
         "data_dir": str(digits),
         "deadline_secs": "150",
+        **flags,
     }
-    with hosts(3) as places, contextlib.ExitStack() as stack:
+    with hosts(num_hosts) as places, contextlib.ExitStack() as stack:
         listed = [f"{place.address}:{PORT}" for place in places]
         doctors = [Doctor(place, list(listed), dict(usual)) for place in places]
         for place in places:
@@ -260,20 +262,84 @@ def scene_of(digits: Path, tmp_path: Path) -> Iterator[Scene]:
         yield Scene(doctors, doctors[1], directory, stack)
 
 
-def findings_of_chief(scene: Scene) -> list[dict[str, Any]]:
-    """Runs the doctors; what that of worker 0 finds."""
+def printed(scene: Scene, *exit_codes: int) -> list[str]:
+    """Runs the doctors; what each prints."""
     processes = [doctor.start(scene.stack) for doctor in scene.doctors if doctor.starts]
-    printed = [end(process, 0, 2) for process in processes]
-    findings: list[dict[str, Any]] = json.loads(printed[0])["findings"]
-    return findings
+    return [end(process, *exit_codes) for process in processes]
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_named_with_its_task(name: str, digits: Path, tmp_path: Path) -> None:
     words, disturb = FAULTS[name]
-    with scene_of(digits, tmp_path) as scene:
+    with scene_of(3, digits, tmp_path) as scene:
         disturb(scene)
-        found = findings_of_chief(scene)
+        found = json.loads(printed(scene, 0, 2)[0])["findings"]
     named_at = {finding["task"] for finding in found if words in finding["text"]}
     assert named_at, found
     assert name in SHARED or named_at == {"worker 1"}, found
+
+
+def two_paths(scene: Scene) -> None:
+    """Worker 1 has an equal config file at another path."""
+    path = scene.directory / "digits.py"
+    shutil.copy(ROOT / "configs" / "digits.py", path)
+    scene.one.flags["config"] = str(path)
+
+
+def by_name(scene: Scene) -> None:
+    names = {f"node-{i}": doctor.host for i, doctor in enumerate(scene.doctors)}
+    scene.stack.enter_context(named(names))
+    for doctor in scene.doctors:
+        doctor.listed = [f"{name}:{PORT}" for name in names]
+
+
+def proxies(scene: Scene) -> None:
+    for doctor in scene.doctors:
+        doctor.env["https_proxy"] = "http://localhost:9"  # Nothing listens there.
+
+
+def slow_links(scene: Scene) -> None:
+    for doctor in scene.doctors:
+        doctor.host.limit_rate("50mbit")
+
+
+def nothing(scene: Scene) -> None:
+    pass
+
+
+PS = {"strategy": "ps"}
+HEALTHY: dict[str, tuple[int, dict[str, str], Disturb]] = {
+    "two workers": (2, {}, nothing),
+    "four workers": (4, {}, nothing),
+    "ps": (3, PS | {"ps": "1"}, nothing),
+    "two ps, synchronous": (4, PS | {"ps": "2", "sync_replicas": "true"}, nothing),
+    "equal config files": (3, {}, two_paths),
+    "names": (3, {}, by_name),
+    "proxies": (2, {}, proxies),
+    "slow links": (3, {}, slow_links),
+    "large model": (2, {"config": str(CONFIGS / "large.py")}, nothing),
+    "16-bit gradients": (3, {"wire_dtype": "bfloat16"}, nothing),
+}
+
+
+@contextlib.contextmanager
+def busy(number: int) -> Iterator[None]:
+    """Keeps the cores busy with `number` processes."""
+    command = [sys.executable, "-c", "while True: pass"]
+    with contextlib.ExitStack() as stack:
+        for _ in range(number):
+            process = stack.enter_context(subprocess.Popen(command))
+            stack.callback(process.kill)
+        yield
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("load", [0, 10])
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_cluster_has_no_finding(name: str, load: int, digits: Path, tmp_path: Path) -> None:
+    number, flags, arrange = HEALTHY[name]
+    flags = {**flags, "deadline_secs": "900" if load else "150"}
+    with scene_of(number, digits, tmp_path, **flags) as scene, busy(load):
+        arrange(scene)
+        for output in printed(scene, 0):
+            assert json.loads(output)["findings"] == []
