@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import tensorflow as tf
 from data.example_features import class_names, read_features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
+from data.prepare.sources.arrow_tables import Chunk, arrow_source
 from data.system.files import DataError
 from data.tfrecord.split import open_split
 from tests.unit.test_prepare import digest, run
@@ -375,3 +377,39 @@ def rows():
     assert found["list"][0].tolist() == [-1, -1]
     assert found["list"][-1][1] == 7
     assert set(found["text"]) == {b"", b"a"}
+
+
+def test_types_of_times_and_numbers_are_not_mixed(tmp_path: Path) -> None:
+    dtypes = pa.timestamp("ms"), pa.timestamp("us"), pa.date32(), pa.int64()
+    message = r"1\.parquet: column t has .* row 0 on, and .* in .*0\.parquet from row 0 on"
+    for pair in itertools.permutations(dtypes, 2):
+        for is_list in (False, True):
+            for number, dtype in enumerate(pair):
+                column = pa.array([[1]], pa.list_(dtype)) if is_list else pa.array([1], dtype)
+                write(tmp_path / "in" / f"{number}.parquet", {"t": column})
+            with pytest.raises(DataError, match=message):
+                parquet(tmp_path / "in", tmp_path / "out")
+
+
+def test_text_in_views_is_that_of_other_text(tmp_path: Path) -> None:
+    found = []
+    for dtype in (pa.string(), pa.string_view(), pa.binary_view()):
+        columns = {name: pa.array([f"a{row % 3}" for row in range(40)], dtype) for name in "xy"}
+        write(tmp_path / "a.parquet", columns)
+        out = parquet(tmp_path / "a.parquet", tmp_path / str(dtype), label="y")
+        assert len(read(out)["x"]) < 40
+        found.append(digest(out))
+    assert found[1:] == found[:1] * 2
+
+
+def test_dates_are_days_and_categories_have_the_type_of_their_values(tmp_path: Path) -> None:
+    days = pa.array([3 * 86_400_000, None, 7 * 86_400_000], pa.date64())
+    small = pa.array([5, 5, 6], pa.int32()).dictionary_encode()
+    table = pa.table({"d": days, "small": small})
+    chunk = Chunk("a", 0, 3, table.schema, lambda names: table.select(names).to_batches())
+    source = arrow_source("x", "a", {"train": [chunk]}, {}, Options(missing="drop"))
+    assert source.notes[-1] == "a: columns: d int64 of date64[ms], small int32"
+    parsed = tf.io.parse_example(
+        [*source.splits["train"].examples(0, 2)], {"d": tf.io.FixedLenFeature([], tf.int64)}
+    )
+    assert parsed["d"].numpy().tolist() == [3, 7]

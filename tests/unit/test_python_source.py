@@ -30,6 +30,19 @@ pa = pytest.importorskip("pyarrow", reason="needs the extra parquet")
         ("    return [{'x': 1}, {'z': 2}]", r"row 1: its columns are z"),
         ("    return [{'x': 1}, {'x': 'a'}]", r"column x has values of int, str"),
         ("    return [{'x': 2**65}]", r"an integer that 64 bits do not hold. Return it as str"),
+        (
+            "    d = datetime.date(2020, 1, 1)\n    t = datetime.datetime(2020, 1, 1)\n"
+            "    return [{'x': d}] * 2048 + [{'x': t}]",
+            r"column x has timestamp\[us\] from row 2048 on, and date in .* from row 0 on",
+        ),
+        (
+            "    t = datetime.datetime.now()\n    return [{'x': t.date()}, {'x': t}]",
+            "date, datetime",
+        ),
+        (
+            "    t = datetime.datetime.now()\n    return [{'x': [t.date()]}, {'x': [t]}]",
+            "units differ",
+        ),
         ("    return [{'x': None}, {'x': 1}]", r"row 0: column x has 'null'.*--missing=0"),
         ("    import tensorflow as tf\n    return tf.data.Dataset.range(9).repeat()", "repeat"),
         (
@@ -46,7 +59,7 @@ pa = pytest.importorskip("pyarrow", reason="needs the extra parquet")
     ids=str,
 )
 def test_errors_of_the_function_are_one_message(body: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "f.py").write_text(f"def f():\n{body}\n")
+    (tmp_path / "f.py").write_text(f"def f():\n{body}\n\nimport datetime\n")
     with pytest.raises(DataError, match=f"(?s){message}"):
         prepare("python:x", str(tmp_path / "out"), f"{tmp_path}/f.py:f", Options())
     assert not (tmp_path / "out").exists()

@@ -17,7 +17,15 @@ import pyarrow as pa
 
 from data.numerals import NUMBER, TEXT
 from data.prepare.sources import DROP, Options, Source, joined, split_named
-from data.prepare.sources.arrow_columns import LISTS, ArrowColumn, Mask, as_text, family_of
+from data.prepare.sources.arrow_columns import (
+    LISTS,
+    ArrowColumn,
+    Mask,
+    as_text,
+    family_of,
+    unit_of,
+    without_views,
+)
 from data.prepare.sources.arrow_lists import ArrowLists
 from data.prepare.sources.columns import (
     declared_types,
@@ -61,6 +69,12 @@ class Chunk(NamedTuple):
     schema: pa.Schema
     read: Batches
 
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """As `read`, but without views."""
+        for batch in self.read(columns):
+            arrays = list(map(without_views, batch.columns))
+            yield pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
 
 class _Rows(NamedTuple):
     """Rows of one split: those of `chunks` for which `is_kept`, bool [rows], is true."""
@@ -83,7 +97,7 @@ class _Rows(NamedTuple):
 
         def rows(part: int, low: int, high: int) -> Iterator[bytes]:
             row = done = 0
-            for batch in self.chunks[part].read(list(self.columns)):
+            for batch in self.chunks[part].batches(list(self.columns)):
                 places = np.flatnonzero(parts[part][row : row + len(batch)])
                 row += len(batch)
                 wanted = places[max(0, low - done) : max(0, high - done)]
@@ -268,6 +282,7 @@ def _columns(
     columns: dict[str, ArrowColumn | ArrowLists] = {}
     for name in names:
         families: dict[str, Chunk] = {}
+        units: dict[str, Chunk] = {}
         for chunk in chunks:
             dtype = chunk.schema.field(name).type
             family = family_of(dtype)
@@ -279,8 +294,10 @@ def _columns(
                 )
             if family:
                 families.setdefault(family, chunk)
-        if len(families) > 1:
-            (one, at), (other, there) = list(families.items())[:2]
+            if unit := unit_of(dtype):
+                units.setdefault(unit, chunk)
+        if mixed := next((found for found in (families, units) if len(found) > 1), None):
+            (one, at), (other, there) = list(mixed.items())[:2]
             raise DataError(
                 f"{there.path}: column {name} has {_plural(other)} from row {there.first} on, and "
                 f"{_plural(one)} in {at.path} from row {at.first} on. Convert one of them."
@@ -313,7 +330,7 @@ def _batches(
     """The batches of all chunks, with the number of the first row of each in its file."""
     for chunk in chunks:
         row = chunk.first
-        for batch in chunk.read(columns):
+        for batch in chunk.batches(columns):
             yield chunk, row, batch
             row += len(batch)
 
