@@ -139,7 +139,7 @@ def all_types(tmp_path: Path) -> Path:
         "whole": [decimal.Decimal(row) for row in range(count)],
         "fixed": pa.array(random.normal(size=(count, 3)).tolist(), pa.list_(pa.float32(), 3)),
         "equal": [[row, -1] for row in range(count)],
-        "ragged": [None if row == 1 else list(range(row % 4)) for row in range(count)],
+        "ragged": [list(range(row % 4)) for row in range(count)],
         "words": [["a", "bc"][: row % 3] for row in range(count)],
         "y": np.arange(count) % 4,
     }
@@ -172,8 +172,7 @@ def test_values_and_types_are_those_that_pandas_reads(all_types: Path, tmp_path:
     np.testing.assert_array_equal(found["fixed"], np.stack(frame["fixed"]))
     np.testing.assert_array_equal(found["equal"], np.stack(frame["equal"]))
     for row, values in enumerate(frame["ragged"]):
-        items = [] if values is None else list(values)
-        assert found["ragged"][row].tolist() == [*items, *[-1] * (3 - len(items))]
+        assert found["ragged"][row].tolist() == [*values, *[-1] * (3 - len(values))]
     for row, values in enumerate(frame["words"]):
         padded = [*(word.encode() for word in values), *[b""] * (2 - len(values))]
         assert found["words"][row].tolist() == padded
@@ -274,7 +273,12 @@ def test_splits_are_those_of_a_column_or_of_patterns(tmp_path: Path) -> None:
         ({"x": [[{"a": 1}]]}, {}, "column x is list<.*--columns"),
         ({"x": [[1.5], [1.0, 2.0]]}, {}, "lists of 1 to 2 items, of numbers with a fraction"),
         ({"x": [[1], [-1, 2]]}, {}, "row 1: column x has the item -1"),
-        ({"x": [[1], [None]]}, {}, "row 1: an item of x is None"),
+        ({"x": [[1], [None]]}, {}, "row 1: an item of x is missing"),
+        ({"x": [["a"], ["b", None]]}, {}, "row 1: an item of x is missing"),
+        ({"x": [[1.5], [float("nan")]]}, {"text": "x"}, "row 1: an item of x is missing"),
+        ({"x": [None, [[1], [2]], [[3], None]]}, {}, "row 2: an item of x is missing"),
+        ({"x": [[1], None, None]}, {"missing": "0"}, "row 1: column x has 'null': 2 of its lists"),
+        ({"x": pa.array([[]] * 4, pa.list_(pa.float32()))}, {}, "of numbers with a fraction"),
         ({"x": [[1]]}, {"label": "x"}, "column x has lists, so it cannot be in --label"),
         ({"x": ["trian"], "z": [1]}, {"split_column": "x"}, "column x has 'trian'"),
     ],
@@ -364,7 +368,7 @@ def rows():
         is_late = number > 4000
         yield {
             "float": 0.5 if is_late else None, "mixed": 1.5 if is_late else number,
-            "list": [number, 7] if is_late else None, "text": "a" if is_late else None,
+            "list": [number, 7] if is_late else [], "text": "a" if is_late else None,
         }
 """
     (tmp_path / "f.py").write_text(code)
@@ -413,3 +417,20 @@ def test_dates_are_days_and_categories_have_the_type_of_their_values(tmp_path: P
         [*source.splits["train"].examples(0, 2)], {"d": tf.io.FixedLenFeature([], tf.int64)}
     )
     assert parsed["d"].numpy().tolist() == [3, 7]
+
+
+@pytest.mark.parametrize("dtype", [pa.list_(pa.int64()), pa.list_(pa.int64(), 2)], ids=str)
+def test_rows_without_a_list_are_dropped(dtype: Any, tmp_path: Path) -> None:
+    lists = [None, [1, 2], None, [3, 4]] * 20
+    write(tmp_path / "train.parquet", {"x": pa.array(lists, dtype)}, row_group_size=7)
+    write(tmp_path / "test.parquet", {"x": pa.array(lists, dtype)})
+    found = read(parquet(tmp_path, tmp_path / "out", missing="drop"))["x"]
+    np.testing.assert_array_equal(found, [[1, 2], [3, 4]] * 20)
+
+
+def test_integers_in_lists_are_not_rounded_to_floats(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write(tmp_path / f"in/{split}-0.parquet", {"x": [[1], [-(2**53) - 1]]})
+        write(tmp_path / f"in/{split}-1.parquet", {"x": [[0.5]]})
+    with pytest.raises(DataError, match=r"-0\.parquet, row 1: column x has integers above 2\*\*53"):
+        parquet(tmp_path / "in", tmp_path / "out")

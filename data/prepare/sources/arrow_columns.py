@@ -37,7 +37,7 @@ Array = npt.NDArray[np.generic]
 Mask = npt.NDArray[np.bool_]
 
 LISTS = "lists"
-_MOST_FLOAT32_INTEGER, _MOST_FLOAT64_INTEGER = 2**24, 2**53
+_MOST_FLOAT32_INTEGER, MOST_FLOAT64_INTEGER = 2**24, 2**53
 _LEAST_FLOAT32 = np.finfo(np.float32).smallest_normal
 _STORED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32")  # Others become int64.
 
@@ -170,7 +170,7 @@ class ArrowColumn:
             small = (sizes <= _MOST_FLOAT32_INTEGER) & (sizes >= 0)
             if not small.all():
                 small |= (sizes >= 0) & (sizes.astype(np.float32).astype(np.float64) == sizes)
-            long = ~small & (sizes <= _MOST_FLOAT64_INTEGER) & (sizes >= 0)
+            long = ~small & (sizes <= MOST_FLOAT64_INTEGER) & (sizes >= 0)
             return {
                 **kinds,
                 INTEGER: present & small,

@@ -142,14 +142,11 @@ def arrow_source(
     columns = _columns(path, chunks, names, options)
     masks = _read_all(chunks, columns, options.split_column)
     for found in columns.values():
-        if isinstance(found, ArrowColumn):
-            found.finish(missing)
-        else:
-            found.finish()
+        found.finish(missing)
         notes += found.notes(path)
-    scalars = {key: found for key, found in columns.items() if isinstance(found, ArrowColumn)}
-    lacking = {key: found for key, found in scalars.items() if found.num_missing}
-    label = scalars[options.label] if options.label is not None else None
+    lacking = {key: found for key, found in columns.items() if found.num_missing}
+    label = columns[options.label] if options.label is not None else None
+    assert not isinstance(label, ArrowLists)
     kept, values = _kept(tables, lacking if missing.drops else {}, label)
     if lacking:
         before, after = (sum(map(count, kept.values())) for count in (len, np.count_nonzero))
@@ -196,7 +193,7 @@ def _read_all(
 
 def _kept(
     tables: Mapping[str, Sequence[Chunk]],
-    lacking: Mapping[str, ArrowColumn],
+    lacking: Mapping[str, ArrowColumn | ArrowLists],
     label: ArrowColumn | None,
 ) -> tuple[dict[str, Mask], set[int | str]]:
     """The rows of each split that lack no value of `lacking`, and the values of their labels."""
