@@ -26,6 +26,8 @@ pa = pytest.importorskip("pyarrow", reason="needs the extra parquet")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
 pd = pytest.importorskip("pandas", reason="needs the extra test")
 
+_NONE = pa.array([None, None], pa.int32())
+
 # Containers of equal content; `content` is a dict of arrays [500, ...].
 CONTAINERS = """
 import numpy as np
@@ -265,6 +267,9 @@ def test_splits_are_those_of_a_column_or_of_patterns(tmp_path: Path) -> None:
         ({"x": [0.5, 1.0]}, {"label": "x"}, r"row 0: x is the label, and has '0\.5'"),
         ({"x": [0, -1]}, {"label": "x"}, "x is the label, and has -1"),
         ({"x": ["a", None]}, {"label": "x"}, r"row 1: the label x is empty. --missing=drop"),
+        ({"x": _NONE}, {}, r"row 0: column x has 'null': 2 of its numbers.*, or --missing=0"),
+        ({"x": _NONE}, {"label": "x"}, r"'null': 2 of its numbers are missing. Add --missing=drop"),
+        ({"x": _NONE}, {"missing": "drop"}, "--missing=drop leaves no row"),
         ({"x": [1]}, {"label": "X"}, r"Did you mean --label=x"),
         ({"x": [1]}, {"columns": "X"}, r"Did you mean --columns=x"),
         ({"x": [1.5]}, {"integer": "x"}, r"row 0: column x has '1\.5', and --integer says"),
@@ -361,28 +366,6 @@ def test_result_is_that_of_parquet_and_the_same_for_any_number_of_processes(
     assert "already holds" in run("python:x", *arguments, f"--data_dir={out}", cwd=tmp_path).stderr
 
 
-def test_types_are_those_of_all_rows_not_of_the_first_ones(tmp_path: Path) -> None:
-    code = """
-def rows():
-    for number in range(5000):
-        is_late = number > 4000
-        yield {
-            "float": 0.5 if is_late else None, "mixed": 1.5 if is_late else number,
-            "list": [number, 7] if is_late else [], "text": "a" if is_late else None,
-        }
-"""
-    (tmp_path / "f.py").write_text(code)
-    options = Options(missing="0", test_fraction=0.01)
-    prepare("python:x", str(tmp_path / "out"), f"{tmp_path}/f.py:rows", options)
-    found = read(tmp_path / "out")
-    assert set(found["float"]) == {0, 0.5}
-    assert found["mixed"].dtype == np.float64
-    assert found["mixed"][3000] > 2000
-    assert found["list"][0].tolist() == [-1, -1]
-    assert found["list"][-1][1] == 7
-    assert set(found["text"]) == {b"", b"a"}
-
-
 def test_types_of_times_and_numbers_are_not_mixed(tmp_path: Path) -> None:
     dtypes = pa.timestamp("ms"), pa.timestamp("us"), pa.date32(), pa.int64()
     message = r"1\.parquet: column t has .* row 0 on, and .* in .*0\.parquet from row 0 on"
@@ -434,3 +417,13 @@ def test_integers_in_lists_are_not_rounded_to_floats(tmp_path: Path) -> None:
         write(tmp_path / f"in/{split}-1.parquet", {"x": [[0.5]]})
     with pytest.raises(DataError, match=r"-0\.parquet, row 1: column x has integers above 2\*\*53"):
         parquet(tmp_path / "in", tmp_path / "out")
+
+
+def test_numbers_that_are_all_missing_are_numbers(tmp_path: Path) -> None:
+    dtypes = pa.int32(), pa.float32(), pa.float64(), pa.decimal128(5, 2)
+    columns = {str(dtype): pa.array([None] * 40, dtype) for dtype in dtypes}
+    write(tmp_path / "a.parquet", {**columns, "null": pa.nulls(40)})
+    found = read(parquet(tmp_path / "a.parquet", tmp_path / "out", missing="0"))
+    stored = [np.int64, np.float32, np.float64, np.float64]
+    assert [found[name].dtype for name in columns] == stored
+    assert set(found["null"]) == {b""}

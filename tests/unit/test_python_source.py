@@ -1,4 +1,4 @@
-"""python:NAME: a function that is wrong, that fails, or whose process ends."""
+"""python:NAME: types of all rows; a function that is wrong, that fails, or whose process ends."""
 
 import os
 import subprocess
@@ -12,9 +12,32 @@ from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.prepare.sources.python import _RowFile
 from data.system.files import DataError
+from tests.unit.test_arrow_sources import read
 from tests.unit.test_prepare import ROOT, run
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+
+
+def test_types_are_those_of_all_rows_not_of_the_first_ones(tmp_path: Path) -> None:
+    code = """
+def rows():
+    for number in range(5000):
+        is_late = number > 4000
+        yield {
+            "float": 0.5 if is_late else None, "mixed": 1.5 if is_late else number,
+            "list": [number, 7] if is_late else [], "text": "a" if is_late else None,
+        }
+"""
+    (tmp_path / "f.py").write_text(code)
+    options = Options(missing="0", test_fraction=0.01)
+    prepare("python:x", str(tmp_path / "out"), f"{tmp_path}/f.py:rows", options)
+    found = read(tmp_path / "out")
+    assert set(found["float"]) == {0, 0.5}
+    assert found["mixed"].dtype == np.float64
+    assert found["mixed"][3000] > 2000
+    assert found["list"][0].tolist() == [-1, -1]
+    assert found["list"][-1][1] == 7
+    assert set(found["text"]) == {b"", b"a"}
 
 
 @pytest.mark.parametrize(

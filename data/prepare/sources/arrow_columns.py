@@ -198,7 +198,16 @@ class ArrowColumn:
     def finish(self, missing: Missing) -> None:
         """Decides about the type, when all values were added. Raises DataError for a wrong one."""
         self._missing = missing
-        self.kind = self.column.kind(missing)
+        self.kind = self.column.kind(missing, self._kind_if_empty)
+
+    @property
+    def _kind_if_empty(self) -> str:
+        floats = {dtype for dtype in self._types if pa.types.is_floating(dtype)}
+        decimals = filter(pa.types.is_decimal, self._types)
+        reals = {*floats, *(dtype for dtype in decimals if dtype.scale > 0)}
+        if not reals:
+            return INTEGER if self._is_number else TEXT
+        return NUMBER if reals <= {pa.float16(), pa.float32()} else DOUBLE
 
     @property
     def num_missing(self) -> int:
