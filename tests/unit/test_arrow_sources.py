@@ -18,6 +18,7 @@ from data.example_features import class_names, read_features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
 from data.prepare.sources.arrow_tables import Chunk, arrow_source
+from data.prepare.sources.parquet import _chunks
 from data.system.files import DataError
 from data.tfrecord.split import open_split
 from tests.unit.test_prepare import digest, run
@@ -427,3 +428,18 @@ def test_numbers_that_are_all_missing_are_numbers(tmp_path: Path) -> None:
     stored = [np.int64, np.float32, np.float64, np.float64]
     assert [found[name].dtype for name in columns] == stored
     assert set(found["null"]) == {b""}
+
+
+def test_rows_that_are_larger_in_memory_than_in_the_file_are_read_few_at_a_time(
+    tmp_path: Path,
+) -> None:
+    texts = [letter * 200_000 for letter in "ab" * 200]
+    write(tmp_path / "a.parquet", {"x": texts})
+    assert (tmp_path / "a.parquet").stat().st_size < 100_000
+    (chunk,) = _chunks(str(tmp_path / "a.parquet"), {}, {})
+    sizes, found = [], []
+    for batch in chunk.read(["x"]):
+        sizes.append(batch.nbytes)
+        found += batch.column("x").to_pylist()
+    assert found == texts
+    assert max(sizes) < 10 << 20

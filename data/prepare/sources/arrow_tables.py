@@ -4,7 +4,8 @@
     source = arrow_source("people", "people.parquet", {"": [chunk]}, {}, options)
 
 All values are read to find the types, a few rows at a time, and read again when they are written.
-The result depends on the rows and their order only: not on the bounds of chunks and batches.
+The result depends on the rows and their order only: not on the bounds of chunks and batches. But
+Arrow may refuse values of Python in one batch that it takes in two, such as True and 1.
 """
 
 import itertools
