@@ -86,8 +86,8 @@ flags.DEFINE_string(
     "missing",
     None,
     "csv, parquet, python: what becomes of missing values (null, NaN; in CSV also empty, NA and ?) "
-    "in columns of numbers: `drop` leaves out their rows; a number replaces them. By default they "
-    "are refused.",
+    "in columns of numbers: `drop` leaves out their rows, and rows where a list is null; a number "
+    "replaces them. By default they are refused.",
 )
 flags.DEFINE_bool(
     "header",

@@ -7,8 +7,11 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+from data.system.linux import signal_when_parent_ends
 
 T = TypeVar("T")
 
@@ -19,12 +22,14 @@ def in_processes(
     work: Callable[[range, Callable[[], None]], list[T]],
     parts: Sequence[range],
     report: Callable[[int], None] = lambda count: None,
+    name: str = "A writer of examples",
 ) -> list[T]:
     """Calls `work` for each part in a forked process; returns all results in order.
 
     `work` calls its second argument for each record, and `report` is called in this process with
-    the sum. The processes end with this function, and soon after this process if it dies. A process
-    that has imported TensorFlow must not fork.
+    the sum. The processes end with this function. If this process dies, Linux ends them at once;
+    on macOS they end at a later call of `count_one`. A process that has imported TensorFlow must
+    not fork. `name`: what the processes belong to, for messages.
 
     Raises:
         OSError: a process died. An error of `work` is raised here, too.
@@ -40,6 +45,10 @@ def in_processes(
             if done[number] % _REPORT_RECORDS == 0 and os.getppid() != parent:
                 os._exit(1)
 
+        if sys.platform == "linux":
+            signal_when_parent_ends(signal.SIGKILL)
+            if os.getppid() != parent:  # It ended before the call.
+                os._exit(1)
         # Ctrl-C goes to all processes of a terminal; the parent ends the others.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -66,8 +75,10 @@ def in_processes(
                 except EOFError:
                     process = processes[waiting[answer]]
                     process.join()
+                    is_killed = process.exitcode == -signal.SIGKILL
                     raise OSError(
-                        f"A process that wrote examples died (exit code {process.exitcode})"
+                        f"{name}: its process ended with exit code {process.exitcode}"
+                        f"{' (SIGKILL): perhaps the memory is too small' if is_killed else ''}"
                     ) from None
                 if isinstance(received, Exception):
                     raise received

@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import tensorflow as tf
 from data.example_features import class_names, read_features
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options
+from data.prepare.sources.arrow_tables import Chunk, arrow_source
+from data.prepare.sources.parquet import _chunks
 from data.system.files import DataError
 from data.tfrecord.split import open_split
 from tests.unit.test_prepare import digest, run
@@ -23,6 +26,8 @@ from tests.unit.test_prepare import digest, run
 pa = pytest.importorskip("pyarrow", reason="needs the extra parquet")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
 pd = pytest.importorskip("pandas", reason="needs the extra test")
+
+_NONE = pa.array([None, None], pa.int32())
 
 # Containers of equal content; `content` is a dict of arrays [500, ...].
 CONTAINERS = """
@@ -137,7 +142,7 @@ def all_types(tmp_path: Path) -> Path:
         "whole": [decimal.Decimal(row) for row in range(count)],
         "fixed": pa.array(random.normal(size=(count, 3)).tolist(), pa.list_(pa.float32(), 3)),
         "equal": [[row, -1] for row in range(count)],
-        "ragged": [None if row == 1 else list(range(row % 4)) for row in range(count)],
+        "ragged": [list(range(row % 4)) for row in range(count)],
         "words": [["a", "bc"][: row % 3] for row in range(count)],
         "y": np.arange(count) % 4,
     }
@@ -170,8 +175,7 @@ def test_values_and_types_are_those_that_pandas_reads(all_types: Path, tmp_path:
     np.testing.assert_array_equal(found["fixed"], np.stack(frame["fixed"]))
     np.testing.assert_array_equal(found["equal"], np.stack(frame["equal"]))
     for row, values in enumerate(frame["ragged"]):
-        items = [] if values is None else list(values)
-        assert found["ragged"][row].tolist() == [*items, *[-1] * (3 - len(items))]
+        assert found["ragged"][row].tolist() == [*values, *[-1] * (3 - len(values))]
     for row, values in enumerate(frame["words"]):
         padded = [*(word.encode() for word in values), *[b""] * (2 - len(values))]
         assert found["words"][row].tolist() == padded
@@ -264,6 +268,9 @@ def test_splits_are_those_of_a_column_or_of_patterns(tmp_path: Path) -> None:
         ({"x": [0.5, 1.0]}, {"label": "x"}, r"row 0: x is the label, and has '0\.5'"),
         ({"x": [0, -1]}, {"label": "x"}, "x is the label, and has -1"),
         ({"x": ["a", None]}, {"label": "x"}, r"row 1: the label x is empty. --missing=drop"),
+        ({"x": _NONE}, {}, r"row 0: column x has 'null': 2 of its numbers.*, or --missing=0"),
+        ({"x": _NONE}, {"label": "x"}, r"'null': 2 of its numbers are missing. Add --missing=drop"),
+        ({"x": _NONE}, {"missing": "drop"}, "--missing=drop leaves no row"),
         ({"x": [1]}, {"label": "X"}, r"Did you mean --label=x"),
         ({"x": [1]}, {"columns": "X"}, r"Did you mean --columns=x"),
         ({"x": [1.5]}, {"integer": "x"}, r"row 0: column x has '1\.5', and --integer says"),
@@ -272,7 +279,12 @@ def test_splits_are_those_of_a_column_or_of_patterns(tmp_path: Path) -> None:
         ({"x": [[{"a": 1}]]}, {}, "column x is list<.*--columns"),
         ({"x": [[1.5], [1.0, 2.0]]}, {}, "lists of 1 to 2 items, of numbers with a fraction"),
         ({"x": [[1], [-1, 2]]}, {}, "row 1: column x has the item -1"),
-        ({"x": [[1], [None]]}, {}, "row 1: an item of x is None"),
+        ({"x": [[1], [None]]}, {}, "row 1: an item of x is missing"),
+        ({"x": [["a"], ["b", None]]}, {}, "row 1: an item of x is missing"),
+        ({"x": [[1.5], [float("nan")]]}, {"text": "x"}, "row 1: an item of x is missing"),
+        ({"x": [None, [[1], [2]], [[3], None]]}, {}, "row 2: an item of x is missing"),
+        ({"x": [[1], None, None]}, {"missing": "0"}, "row 1: column x has 'null': 2 of its lists"),
+        ({"x": pa.array([[]] * 4, pa.list_(pa.float32()))}, {}, "of numbers with a fraction"),
         ({"x": [[1]]}, {"label": "x"}, "column x has lists, so it cannot be in --label"),
         ({"x": ["trian"], "z": [1]}, {"split_column": "x"}, "column x has 'trian'"),
     ],
@@ -355,83 +367,79 @@ def test_result_is_that_of_parquet_and_the_same_for_any_number_of_processes(
     assert "already holds" in run("python:x", *arguments, f"--data_dir={out}", cwd=tmp_path).stderr
 
 
-def test_types_are_those_of_all_rows_not_of_the_first_ones(tmp_path: Path) -> None:
-    code = """
-def rows():
-    for number in range(5000):
-        is_late = number > 4000
-        yield {
-            "float": 0.5 if is_late else None, "mixed": 1.5 if is_late else number,
-            "list": [number, 7] if is_late else None, "text": "a" if is_late else None,
-        }
-"""
-    (tmp_path / "f.py").write_text(code)
-    options = Options(missing="0", test_fraction=0.01)
-    prepare("python:x", str(tmp_path / "out"), f"{tmp_path}/f.py:rows", options)
-    found = read(tmp_path / "out")
-    assert set(found["float"]) == {0, 0.5}
-    assert found["mixed"].dtype == np.float64
-    assert found["mixed"][3000] > 2000
-    assert found["list"][0].tolist() == [-1, -1]
-    assert found["list"][-1][1] == 7
-    assert set(found["text"]) == {b"", b"a"}
+def test_types_of_times_and_numbers_are_not_mixed(tmp_path: Path) -> None:
+    dtypes = pa.timestamp("ms"), pa.timestamp("us"), pa.date32(), pa.int64()
+    message = r"1\.parquet: column t has .* row 0 on, and .* in .*0\.parquet from row 0 on"
+    for pair in itertools.permutations(dtypes, 2):
+        for is_list in (False, True):
+            for number, dtype in enumerate(pair):
+                column = pa.array([[1]], pa.list_(dtype)) if is_list else pa.array([1], dtype)
+                write(tmp_path / "in" / f"{number}.parquet", {"t": column})
+            with pytest.raises(DataError, match=message):
+                parquet(tmp_path / "in", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("    yield {'x': 1}\n    1 / 0", r"fails: ZeroDivisionError: .*f\.py, line 3\)"),
-        ("    import no_such_module", r"No module named 'no_such_module' \(.*f\.py, line 2\)"),
-        ("    raise SystemExit(3)", r"fails: SystemExit: 3 \(.*f\.py, line 2\)"),
-        ("    return (", r"SyntaxError: .*f\.py, line 2\)"),
-        ("    return {'a': [1]}", r"a dict with a. Needed are names of splits"),
-        ("    return 5", r"is of type int. Needed is an iterable of dicts"),
-        ("    return [5]", r"an element that is of type int"),
-        ("    return [{'x': 1}, {'z': 2}]", r"row 1: its columns are z"),
-        ("    return [{'x': 1}, {'x': 'a'}]", r"column x has values of int, str"),
-        ("    return [{'x': 2**65}]", r"an integer that 64 bits do not hold. Return it as str"),
-        ("    return [{'x': None}, {'x': 1}]", r"row 0: column x has 'null'.*--missing=0"),
-        ("    import tensorflow as tf\n    return tf.data.Dataset.range(9).repeat()", "repeat"),
-        (
-            "    import tensorflow as tf\n    return tf.data.Dataset.range(9).batch(2)",
-            r"dataset\.unbatch\(\)",
-        ),
-        (
-            "    import tensorflow as tf\n    d = tf.data.Dataset.range(9)\n"
-            "    return d.map(lambda x: {'x': tf.debugging.assert_less(x, tf.constant(3, x.dtype)) "
-            "or tf.ensure_shape(x, [2])})",
-            r"fails: .*f\.py, line [14]\)",
-        ),
-    ],
-    ids=str,
-)
-def test_errors_of_the_function_are_one_message(body: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "f.py").write_text(f"def f():\n{body}\n")
-    with pytest.raises(DataError, match=f"(?s){message}"):
-        prepare("python:x", str(tmp_path / "out"), f"{tmp_path}/f.py:f", Options())
-    assert not (tmp_path / "out").exists()
+def test_text_in_views_is_that_of_other_text(tmp_path: Path) -> None:
+    found = []
+    for dtype in (pa.string(), pa.string_view(), pa.binary_view()):
+        columns = {name: pa.array([f"a{row % 3}" for row in range(40)], dtype) for name in "xy"}
+        write(tmp_path / "a.parquet", columns)
+        out = parquet(tmp_path / "a.parquet", tmp_path / str(dtype), label="y")
+        assert len(read(out)["x"]) < 40
+        found.append(digest(out))
+    assert found[1:] == found[:1] * 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--source=f.py",), "must be FILE.py:FUNCTION"),
-        (("--source=no.py:f",), "There is no no.py"),
-        (("--source=f.py:g",), "has no function 'g'. It has: f, two. Type --source=FILE.py:f"),
-        (
-            ("--source=f.py:two",),
-            "has the parameters a, b. Needed are none, or shard and",
-        ),
-        (("--source=f.py:f", "--processes=2"), "leave --processes out"),
-        (("--source=f.py:f", "--processes=0"), "Type --processes=2."),
-    ],
-    ids=str,
-)
-def test_wrong_function_is_exit_code_2_and_one_line(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
+def test_dates_are_days_and_categories_have_the_type_of_their_values(tmp_path: Path) -> None:
+    days = pa.array([3 * 86_400_000, None, 7 * 86_400_000], pa.date64())
+    small = pa.array([5, 5, 6], pa.int32()).dictionary_encode()
+    table = pa.table({"d": days, "small": small})
+    chunk = Chunk("a", 0, 3, table.schema, lambda names: table.select(names).to_batches())
+    source = arrow_source("x", "a", {"train": [chunk]}, {}, Options(missing="drop"))
+    assert source.notes[-1] == "a: columns: d int64 of date64[ms], small int32"
+    parsed = tf.io.parse_example(
+        [*source.splits["train"].examples(0, 2)], {"d": tf.io.FixedLenFeature([], tf.int64)}
+    )
+    assert parsed["d"].numpy().tolist() == [3, 7]
+
+
+@pytest.mark.parametrize("dtype", [pa.list_(pa.int64()), pa.list_(pa.int64(), 2)], ids=str)
+def test_rows_without_a_list_are_dropped(dtype: Any, tmp_path: Path) -> None:
+    lists = [None, [1, 2], None, [3, 4]] * 20
+    write(tmp_path / "train.parquet", {"x": pa.array(lists, dtype)}, row_group_size=7)
+    write(tmp_path / "test.parquet", {"x": pa.array(lists, dtype)})
+    found = read(parquet(tmp_path, tmp_path / "out", missing="drop"))["x"]
+    np.testing.assert_array_equal(found, [[1, 2], [3, 4]] * 20)
+
+
+def test_integers_in_lists_are_not_rounded_to_floats(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write(tmp_path / f"in/{split}-0.parquet", {"x": [[1], [-(2**53) - 1]]})
+        write(tmp_path / f"in/{split}-1.parquet", {"x": [[0.5]]})
+    with pytest.raises(DataError, match=r"-0\.parquet, row 1: column x has integers above 2\*\*53"):
+        parquet(tmp_path / "in", tmp_path / "out")
+
+
+def test_numbers_that_are_all_missing_are_numbers(tmp_path: Path) -> None:
+    dtypes = pa.int32(), pa.float32(), pa.float64(), pa.decimal128(5, 2)
+    columns = {str(dtype): pa.array([None] * 40, dtype) for dtype in dtypes}
+    write(tmp_path / "a.parquet", {**columns, "null": pa.nulls(40)})
+    found = read(parquet(tmp_path / "a.parquet", tmp_path / "out", missing="0"))
+    stored = [np.int64, np.float32, np.float64, np.float64]
+    assert [found[name].dtype for name in columns] == stored
+    assert set(found["null"]) == {b""}
+
+
+def test_rows_that_are_larger_in_memory_than_in_the_file_are_read_few_at_a_time(
+    tmp_path: Path,
 ) -> None:
-    (tmp_path / "f.py").write_text("def f():\n    return []\n\n\ndef two(a, b):\n    return []\n")
-    done = run("python:x", *arguments, cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert message in done.stderr
-    assert not (tmp_path / "datasets").exists()
+    texts = [letter * 200_000 for letter in "ab" * 200]
+    write(tmp_path / "a.parquet", {"x": texts})
+    assert (tmp_path / "a.parquet").stat().st_size < 100_000
+    (chunk,) = _chunks(str(tmp_path / "a.parquet"), {}, {})
+    sizes, found = [], []
+    for batch in chunk.read(["x"]):
+        sizes.append(batch.nbytes)
+        found += batch.column("x").to_pylist()
+    assert found == texts
+    assert max(sizes) < 10 << 20

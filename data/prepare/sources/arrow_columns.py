@@ -37,7 +37,7 @@ Array = npt.NDArray[np.generic]
 Mask = npt.NDArray[np.bool_]
 
 LISTS = "lists"
-_MOST_FLOAT32_INTEGER, _MOST_FLOAT64_INTEGER = 2**24, 2**53
+_MOST_FLOAT32_INTEGER, MOST_FLOAT64_INTEGER = 2**24, 2**53
 _LEAST_FLOAT32 = np.finfo(np.float32).smallest_normal
 _STORED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32")  # Others become int64.
 
@@ -48,18 +48,42 @@ def family_of(dtype: pa.DataType) -> str:
         return family_of(dtype.value_type)
     if isinstance(dtype, pa.BaseExtensionType):
         return family_of(dtype.storage_type)
-    lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
-    if any(is_one(dtype) for is_one in lists):
+    if _is_list(dtype):
         items = dtype.value_type
-        return LISTS if family_of(items) or pa.types.is_null(items) else ""
+        is_view = pa.types.is_string_view(items) or pa.types.is_binary_view(items)
+        return LISTS if (family_of(items) and not is_view) or pa.types.is_null(items) else ""
     is_text = (
         *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
-        *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary),
+        *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view),
+        pa.types.is_fixed_size_binary,
     )
     if any(is_one(dtype) for is_one in is_text):
         return TEXT
     is_number = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal
     return NUMBER if any(is_one(dtype) for is_one in is_number) or _is_time(dtype) else ""
+
+
+def unit_of(dtype: pa.DataType) -> str:
+    """The type of times, such as timestamp[ms]; NUMBER; "" of others. Of lists: of their items."""
+    if pa.types.is_dictionary(dtype) or _is_list(dtype):
+        return unit_of(dtype.value_type)
+    if isinstance(dtype, pa.BaseExtensionType):
+        return unit_of(dtype.storage_type)
+    if pa.types.is_timestamp(dtype) and dtype.tz:  # All are stored in UTC.
+        return f"{pa.timestamp(dtype.unit)} with a time zone"
+    if pa.types.is_date(dtype):
+        return "date"
+    if _is_time(dtype):
+        return str(dtype)
+    return NUMBER if family_of(dtype) == NUMBER else ""
+
+
+def without_views(array: pa.Array) -> pa.Array:
+    """The array with other types of text in place of views, which Arrow cannot take or filter."""
+    dtype = array.type
+    if pa.types.is_string_view(dtype):
+        return array.cast(pa.large_string())
+    return array.cast(pa.large_binary()) if pa.types.is_binary_view(dtype) else array
 
 
 def plain(array: pa.Array) -> pa.Array:
@@ -68,10 +92,17 @@ def plain(array: pa.Array) -> pa.Array:
         return plain(array.dictionary_decode())
     if isinstance(array.type, pa.BaseExtensionType):
         return plain(array.storage)
+    if pa.types.is_date64(array.type):
+        array = array.cast(pa.date32(), safe=False)
     if _is_time(array.type):
         integer = pa.int32() if array.type.bit_width == 32 else pa.int64()
         return array.view(integer).cast(pa.int64())
     return array
+
+
+def _is_list(dtype: pa.DataType) -> bool:
+    lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    return any(is_one(dtype) for is_one in lists)
 
 
 def _is_time(dtype: pa.DataType) -> bool:
@@ -104,8 +135,8 @@ class ArrowColumn:
 
     def add(self, array: pa.Array, path: str, row: int) -> None:
         """Adds values; the first is in `row` of file `path`."""
-        if not pa.types.is_null(array.type):
-            self._types.setdefault(array.type)
+        if not pa.types.is_null(dtype := array.type):
+            self._types.setdefault(dtype.value_type if pa.types.is_dictionary(dtype) else dtype)
         self._num_rows += len(array)
         if self._is_number:
             if self._declared == TEXT:
@@ -139,7 +170,7 @@ class ArrowColumn:
             small = (sizes <= _MOST_FLOAT32_INTEGER) & (sizes >= 0)
             if not small.all():
                 small |= (sizes >= 0) & (sizes.astype(np.float32).astype(np.float64) == sizes)
-            long = ~small & (sizes <= _MOST_FLOAT64_INTEGER) & (sizes >= 0)
+            long = ~small & (sizes <= MOST_FLOAT64_INTEGER) & (sizes >= 0)
             return {
                 **kinds,
                 INTEGER: present & small,
@@ -167,7 +198,16 @@ class ArrowColumn:
     def finish(self, missing: Missing) -> None:
         """Decides about the type, when all values were added. Raises DataError for a wrong one."""
         self._missing = missing
-        self.kind = self.column.kind(missing)
+        self.kind = self.column.kind(missing, self._kind_if_empty)
+
+    @property
+    def _kind_if_empty(self) -> str:
+        floats = {dtype for dtype in self._types if pa.types.is_floating(dtype)}
+        decimals = filter(pa.types.is_decimal, self._types)
+        reals = {*floats, *(dtype for dtype in decimals if dtype.scale > 0)}
+        if not reals:
+            return INTEGER if self._is_number else TEXT
+        return NUMBER if reals <= {pa.float16(), pa.float32()} else DOUBLE
 
     @property
     def num_missing(self) -> int:

@@ -1,7 +1,8 @@
 """Columns of Arrow tables whose values are lists: tensors of one shape.
 
 Lists of one length, also nested ones, become a tensor of that shape. Of other lists, shorter ones
-are filled up to the longest: with -1, or with empty text. Floats have no such value.
+are filled up to the longest: with -1, or with empty text. Floats have no such value. A missing
+list is not an empty one: --missing=drop leaves out its row.
 """
 
 import math
@@ -12,16 +13,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data.numerals import TEXT
+from data.prepare.sources import DROP
 from data.prepare.sources.arrow_columns import (
     LISTS,
+    MOST_FLOAT64_INTEGER,
     Array,
+    Mask,
     as_text,
     family_of,
     numbers_of,
     plain,
     texts_of,
 )
-from data.prepare.sources.columns import PADDING, First
+from data.prepare.sources.columns import PADDING, First, Missing
 from data.prepare.sources.examples import Node, strings, tensor
 from data.prepare.sources.tables import typed
 from data.system.files import DataError
@@ -43,17 +47,35 @@ class ArrowLists:
         self._most: list[int] = []
         self._dtypes: set[str] = set()
         self._padding: First | None = None  # The first item that has its value.
+        self._long: First | None = None  # The first integer that float64 may change.
+        self._missing: First | None = None  # The first missing list.
+        self.num_missing = 0
         self._text_bytes = self._num_rows = 0
         self._where = ""  # The first row.
 
     def add(self, array: pa.Array, path: str, row: int) -> None:
         """Adds lists; the first is in `row` of file `path`."""
+        is_missing = self.lacks(array)
+        places = np.flatnonzero(~is_missing)
+        if is_missing.any():
+            self._missing = self._missing or First(path, row + int(is_missing.argmax()), "", "row")
+            self.num_missing += int(np.count_nonzero(is_missing))
+            array = array.drop_null()
         if not len(array):
             return
         self._where = self._where or First(path, row, "", "row").where
         self._num_rows += len(array)
         lengths, items = _levels(plain(array))
+        depth = len(lengths)
+
+        def where(item: int, level: int = depth) -> First:
+            for counts in reversed(lengths[:level]):
+                item = int(np.searchsorted(np.cumsum(counts), item, side="right"))
+            return First(path, row + int(places[item]), "", "row")
+
         for level, counts in enumerate(lengths):
+            if (counts < 0).any():
+                raise self._no_item(where(int((counts < 0).argmax()), level))
             least, most = int(counts.min(initial=2**62)), int(counts.max(initial=0))
             if level == len(self._most):
                 self._least.append(least)
@@ -61,19 +83,14 @@ class ArrowLists:
             self._least[level] = min(self._least[level], least)
             self._most[level] = max(self._most[level], most)
 
-        def where(item: int) -> First:
-            for counts in reversed(lengths):
-                item = int(np.searchsorted(np.cumsum(counts), item, side="right"))
-            return First(path, row + item, "", "row")
-
+        lacking = items.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
+        if lacking.any():
+            raise self._no_item(where(int(lacking.argmax())))
         if self._is_text or family_of(items.type) == TEXT:
             self._dtypes.add("string")
             self._text_bytes += pc.sum(pc.binary_length(as_text(items))).as_py() or 0
             return
-        if not len(items):
-            return
-        values, missing, beyond = numbers_of(items)
-        wrong = missing | beyond
+        values, _, wrong = numbers_of(items)
         if values.dtype != np.int64:
             wrong |= ~np.isfinite(values)
         if wrong.any():
@@ -85,14 +102,42 @@ class ArrowLists:
             )
         if not self._padding and (found := values == PADDING).any():
             self._padding = where(int(found.argmax()))
-        self._dtypes.add(_dtype_of(items.type, values))
+        most = MOST_FLOAT64_INTEGER
+        if values.dtype == np.int64 and not self._long:
+            beyond = np.greater(values, most) | np.less(values, -most)
+            self._long = where(int(beyond.argmax())) if beyond.any() else None
+        if not pa.types.is_null(items.type):
+            self._dtypes.add(_dtype_of(items.type, values))
 
-    def finish(self) -> None:
-        """Raises DataError if the lists make no tensor of one shape."""
+    def _no_item(self, where: First) -> DataError:
+        return DataError(
+            f"{where.where}: an item of {self.name} is missing. Replace it in the source, or leave "
+            "the column out, by --columns."
+        )
+
+    def lacks(self, array: pa.Array) -> Mask:
+        """True where a list is missing, bool [n]."""
+        lacking: Mask = plain(array).is_null().to_numpy(zero_copy_only=False)
+        return lacking
+
+    def finish(self, missing: Missing) -> None:
+        """Raises DataError if the lists make no tensor of one shape, or if some are missing."""
+        if self._missing and not missing.drops:
+            raise DataError(
+                f"{self._missing.where}: column {self.name} has 'null': {self.num_missing:,} of "
+                f"its lists are missing. Add --missing={DROP}, which leaves out such rows; or "
+                "replace them in the source, by empty lists for example."
+            )
         if len(self._dtypes) > 1 and "string" in self._dtypes:
             raise DataError(
                 f"{self._where}: the items of {self.name} are text in some rows, numbers in "
                 f"others. If all are text, add {typed('text', self.name)}."
+            )
+        if self._long and "float" in self._dtype:
+            raise DataError(
+                f"{self._long.where}: column {self.name} has integers above 2**53, which float64 "
+                "may change, and numbers with a fraction elsewhere. Make all of them floats in the "
+                f"source; or, if all are text, add {typed('text', self.name)}."
             )
         if not self._is_padded:
             return
@@ -176,12 +221,10 @@ class ArrowLists:
 
 
 def _levels(array: pa.Array) -> tuple[list[Int64s], pa.Array]:
-    """The numbers of items of lists, by level, and the items of the innermost ones."""
-    if pa.types.is_null(array.type):
-        return [np.zeros(len(array), np.int64)], array.slice(0, 0)
+    """The numbers of items of lists, by level (-1: missing), and those of the innermost ones."""
     lengths = []
     while family_of(array.type) == LISTS:
-        counts = pc.list_value_length(array).fill_null(0)
+        counts = pc.list_value_length(array).fill_null(-1)
         lengths.append(counts.to_numpy(zero_copy_only=False).astype(np.int64))
         array = plain(array.flatten())
     return lengths, array

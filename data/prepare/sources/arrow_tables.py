@@ -4,7 +4,8 @@
     source = arrow_source("people", "people.parquet", {"": [chunk]}, {}, options)
 
 All values are read to find the types, a few rows at a time, and read again when they are written.
-The result depends on the rows and their order only: not on the bounds of chunks and batches.
+The result depends on the rows and their order only: not on the bounds of chunks and batches. But
+Arrow may refuse values of Python in one batch that it takes in two, such as True and 1.
 """
 
 import itertools
@@ -17,7 +18,15 @@ import pyarrow as pa
 
 from data.numerals import NUMBER, TEXT
 from data.prepare.sources import DROP, Options, Source, joined, split_named
-from data.prepare.sources.arrow_columns import LISTS, ArrowColumn, Mask, as_text, family_of
+from data.prepare.sources.arrow_columns import (
+    LISTS,
+    ArrowColumn,
+    Mask,
+    as_text,
+    family_of,
+    unit_of,
+    without_views,
+)
 from data.prepare.sources.arrow_lists import ArrowLists
 from data.prepare.sources.columns import (
     declared_types,
@@ -61,6 +70,12 @@ class Chunk(NamedTuple):
     schema: pa.Schema
     read: Batches
 
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """As `read`, but without views."""
+        for batch in self.read(columns):
+            arrays = list(map(without_views, batch.columns))
+            yield pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
 
 class _Rows(NamedTuple):
     """Rows of one split: those of `chunks` for which `is_kept`, bool [rows], is true."""
@@ -83,7 +98,7 @@ class _Rows(NamedTuple):
 
         def rows(part: int, low: int, high: int) -> Iterator[bytes]:
             row = done = 0
-            for batch in self.chunks[part].read(list(self.columns)):
+            for batch in self.chunks[part].batches(list(self.columns)):
                 places = np.flatnonzero(parts[part][row : row + len(batch)])
                 row += len(batch)
                 wanted = places[max(0, low - done) : max(0, high - done)]
@@ -128,14 +143,11 @@ def arrow_source(
     columns = _columns(path, chunks, names, options)
     masks = _read_all(chunks, columns, options.split_column)
     for found in columns.values():
-        if isinstance(found, ArrowColumn):
-            found.finish(missing)
-        else:
-            found.finish()
+        found.finish(missing)
         notes += found.notes(path)
-    scalars = {key: found for key, found in columns.items() if isinstance(found, ArrowColumn)}
-    lacking = {key: found for key, found in scalars.items() if found.num_missing}
-    label = scalars[options.label] if options.label is not None else None
+    lacking = {key: found for key, found in columns.items() if found.num_missing}
+    label = columns[options.label] if options.label is not None else None
+    assert not isinstance(label, ArrowLists)
     kept, values = _kept(tables, lacking if missing.drops else {}, label)
     if lacking:
         before, after = (sum(map(count, kept.values())) for count in (len, np.count_nonzero))
@@ -145,8 +157,8 @@ def arrow_source(
         if lacking and not mask.any():
             raise DataError(
                 f"{files.get(split, path)}: --missing={DROP} leaves no row: each has a missing "
-                "value. Give a number, for example --missing=0, or leave the column out, by "
-                "--columns."
+                "value. Give a number for missing numbers, for example --missing=0, or leave the "
+                "column out, by --columns."
             )
     classes: dict[str, Classes] = {}
     if label is not None:
@@ -182,7 +194,7 @@ def _read_all(
 
 def _kept(
     tables: Mapping[str, Sequence[Chunk]],
-    lacking: Mapping[str, ArrowColumn],
+    lacking: Mapping[str, ArrowColumn | ArrowLists],
     label: ArrowColumn | None,
 ) -> tuple[dict[str, Mask], set[int | str]]:
     """The rows of each split that lack no value of `lacking`, and the values of their labels."""
@@ -268,6 +280,7 @@ def _columns(
     columns: dict[str, ArrowColumn | ArrowLists] = {}
     for name in names:
         families: dict[str, Chunk] = {}
+        units: dict[str, Chunk] = {}
         for chunk in chunks:
             dtype = chunk.schema.field(name).type
             family = family_of(dtype)
@@ -279,8 +292,10 @@ def _columns(
                 )
             if family:
                 families.setdefault(family, chunk)
-        if len(families) > 1:
-            (one, at), (other, there) = list(families.items())[:2]
+            if unit := unit_of(dtype):
+                units.setdefault(unit, chunk)
+        if mixed := next((found for found in (families, units) if len(found) > 1), None):
+            (one, at), (other, there) = list(mixed.items())[:2]
             raise DataError(
                 f"{there.path}: column {name} has {_plural(other)} from row {there.first} on, and "
                 f"{_plural(one)} in {at.path} from row {at.first} on. Convert one of them."
@@ -313,7 +328,7 @@ def _batches(
     """The batches of all chunks, with the number of the first row of each in its file."""
     for chunk in chunks:
         row = chunk.first
-        for batch in chunk.read(columns):
+        for batch in chunk.batches(columns):
             yield chunk, row, batch
             row += len(batch)
 

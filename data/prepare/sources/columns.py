@@ -108,8 +108,11 @@ class Column:
         self._counts[kind] = self._counts.get(kind, 0) + number
         self._first.setdefault(kind, first)
 
-    def kind(self, missing: Missing) -> str:
-        """INTEGER, NUMBER, DOUBLE or TEXT. Raises DataError for a value that is not of its type."""
+    def kind(self, missing: Missing, if_empty: str = TEXT) -> str:
+        """INTEGER, NUMBER, DOUBLE or TEXT; `if_empty` if all values are missing.
+
+        Raises DataError for a value that is not of its type.
+        """
         first, counts = self._first, self._counts
         if self._is_label and EMPTY in first and not missing.drops:
             where = first[EMPTY].where
@@ -140,9 +143,9 @@ class Column:
                 f"from {LEAST_FLOAT64:.2g} to {MOST_FLOAT64:.2g}, or 0. Write them so, or, if they "
                 f"are text, add {self._as_text}."
             )
-        if not self._declared and (not numbers or first.keys() & {TEXT, CODE}):
+        kinds = {*numbers, self._declared} - {""} or {if_empty}
+        if TEXT in kinds or (not self._declared and first.keys() & {TEXT, CODE}):
             return TEXT
-        kinds = {*numbers, self._declared} - {""}
         if self._num_missing:
             self._check_missing(missing)
             kinds |= {missing.kind} - {""}

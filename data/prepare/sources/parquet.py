@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".parquet", ".parq", ".pq")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _BATCH_ROWS, _BATCH_BYTES = 2048, 4 << 20
+_FIRST_ROWS, _READ_ROWS = 64, 256  # At a time: fewer, if the first ones are large in memory.
 _READ_BYTES = 1 << 16  # At a time, of each column.
 Partition = Mapping[str, str | None]
 
@@ -155,7 +156,7 @@ def _chunks(
         found = metadata.row_group(group)
         if found.num_rows:
             row_bytes = max(1, found.total_byte_size // found.num_rows)
-            rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+            rows = max(1, min(_FIRST_ROWS, _BATCH_BYTES // row_bytes))
             read = functools.partial(_read, path, group, rows, constants)
             yield Chunk(path, first, found.num_rows, schema, read)
         first += found.num_rows
@@ -173,7 +174,14 @@ def _read(
         with pq.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
             # One column at least: without one, batches have no rows.
             some = stored or file.schema_arrow.names[:1]
-            for batch in file.iter_batches(rows, [group], some, use_threads=False):
+            read = functools.partial(
+                file.iter_batches, row_groups=[group], columns=some, use_threads=False
+            )
+            # The metadata has the encoded size. In memory, rows may need much more.
+            tried = next(read(rows))
+            row_bytes = max(1, tried.nbytes // len(tried))
+            rows = max(1, min(_READ_ROWS, _BATCH_BYTES // row_bytes))
+            for batch in _joined(read(rows)):
                 arrays = [
                     pa.repeat(constants[column], len(batch))
                     if column in constants
@@ -183,3 +191,19 @@ def _read(
                 yield pa.RecordBatch.from_arrays(arrays, names=list(columns))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is damaged: {error}. Copy it again.") from None
+
+
+def _joined(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
+    """Consecutive batches as one, of about _BATCH_ROWS rows or _BATCH_BYTES in memory."""
+    import pyarrow as pa
+
+    waiting: list[pa.RecordBatch] = []
+    rows = num_bytes = 0
+    for batch in batches:
+        waiting.append(batch)
+        rows, num_bytes = rows + len(batch), num_bytes + batch.nbytes
+        if rows >= _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
+            yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
+            waiting, rows, num_bytes = [], 0, 0
+    if waiting:
+        yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()

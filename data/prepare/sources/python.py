@@ -69,7 +69,9 @@ class _RowFile:
     def read(self, piece: _Piece, columns: Sequence[str]) -> "Iterator[pa.RecordBatch]":
         import pyarrow as pa
 
-        content = os.pread(self._descriptor, piece.num_bytes, piece.offset)
+        content = bytearray()
+        while rest := piece.num_bytes - len(content):  # Linux reads 2 GiB at once, at most.
+            content += os.pread(self._descriptor, rest, piece.offset + len(content))
         for batch in pa.ipc.open_stream(content):
             yield batch.select(list(columns))
 
@@ -113,7 +115,7 @@ def source(name: str, target: str, options: Options) -> Source:
     if "tensorflow" in sys.modules:
         found = [result for part in parts for result in work(part, lambda: None)]
     else:
-        found = in_processes(work, parts)
+        found = in_processes(work, parts, name=f"--source={target}")
     tables: dict[str, list[Chunk]] = {}
     starts: dict[str, int] = {}
     for number, pieces in enumerate(found):

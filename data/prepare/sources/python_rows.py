@@ -11,6 +11,7 @@
 | a NumPy structured array | an item, with a column for each field |
 """
 
+import datetime
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from data.numerals import NUMBER
+from data.prepare.sources.arrow_columns import unit_of
 from data.system.files import DataError
 
 # Values may be of any type that Arrow or NumPy takes.
@@ -29,6 +32,7 @@ CONTAINERS = (
     "an iterable of dicts, a tf.data.Dataset, a keras.utils.PyDataset, a table of pandas or Arrow, "
     "or a NumPy structured array"
 )
+_TIMES = (datetime.datetime, datetime.date)  # Of pandas, too, which derives from them.
 _PARTS = ("x", "y", "sample_weight")  # As Keras' fit calls them.
 _BATCH_ROWS, _BATCH_BYTES = 2048, 4 << 20
 
@@ -158,13 +162,27 @@ def _array(values: Column) -> pa.Array:
         kinds = {(array.shape, array.dtype) for array in arrays}
         if len(kinds) != 1 or len(arrays) < len(values):
             try:
-                return pa.array(values)
+                array = pa.array(values)
             except OverflowError:
                 return pa.array(values, pa.uint64())
+            # Arrow would take the hour from a time among dates, and make times of integers.
+            if unit_of(array.type) not in ("", NUMBER) and len({*_units(values)}) > 1:
+                raise TypeError("their units differ")
+            return array
         values = np.stack(arrays)
     if values.dtype.kind == "O" and values.ndim == 1:
         return _array(list(map(_plain, values.tolist())))
     return _of_numpy(values)
+
+
+def _units(values: Iterable[object]) -> Iterator[tuple[type, bool]]:
+    """Of each value and item: its type, and True if it has a time zone."""
+    for value in values:
+        if isinstance(value, (list, tuple, np.ndarray)):
+            yield from _units(value)
+        elif value is not None and str(value) != "NaT":
+            kind = next((each for each in _TIMES if isinstance(value, each)), type(value))
+            yield kind, getattr(value, "tzinfo", None) is not None
 
 
 def _of_numpy(values: npt.NDArray[Any]) -> pa.Array:
