@@ -178,7 +178,7 @@ def test_loop_in_the_readme_is_the_loop() -> None:
 @pytest.mark.quick
 def test_documents_show_a_command_for_each_strategy() -> None:
     shown = {word for command in TRAINER for word in command if "--strategy=" in word}
-    assert shown == {"--strategy=multiworker", "--strategy=ps"}
+    assert shown == {"--strategy=mirrored", "--strategy=multiworker", "--strategy=ps"}
     assert "python -m pytest" in (ROOT / "Makefile").read_text()
     assert "STRATEGY ?= mirrored" in (ROOT / "Makefile").read_text(), "of `make train`"
 
