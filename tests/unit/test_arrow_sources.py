@@ -288,7 +288,6 @@ def test_splits_are_those_of_a_column_or_of_patterns(tmp_path: Path) -> None:
         ({"x": [[1]]}, {"label": "x"}, "column x has lists, so it cannot be in --label"),
         ({"x": ["trian"], "z": [1]}, {"split_column": "x"}, "column x has 'trian'"),
     ],
-    ids=str,
 )
 def test_wrong_columns_are_explained(
     columns: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
