@@ -220,7 +220,8 @@ def _all_reduce(doctor: _Doctor) -> Json:
     if len(cluster.trainers) < 2:
         return {"why_not": "there is one worker"}
     if not can_connect(doctor.reports, cluster):
-        return {"why_not": "not all tasks came, can reach each other, and have the same software"}
+        needed = "came, can reach each other, and have the same software and number of GPUs"
+        return {"why_not": f"not all tasks {needed}"}
     doctor.doing = "in TensorFlow's all-reduce"
     import_tensorflow()
     from strategies.gpus import choose_gpus, use_gpus
