@@ -257,7 +257,9 @@ class Executor(abc.ABC):
     # Training.
 
     def run(self, num_steps: int) -> Metrics:
-        """Runs `num_steps` steps, or a few more under asynchronous ps, and waits for all of them.
+        """Runs `num_steps` steps and waits for all of them.
+
+        Under asynchronous ps, and up to the next average of local steps, it runs a few more.
 
         Runs fewer after a stop request, which is seen about once a second; under asynchronous ps,
         after the steps that workers have been given, at most 16 seconds if all have the same rate.
@@ -269,7 +271,7 @@ class Executor(abc.ABC):
         """
         metrics = Metrics()
         while num_steps > 0 and not self.stopping:
-            size = min(num_steps, self._steps_of_call(num_steps))
+            size = self._steps_of_call(num_steps)
             started, num_graphs = self.clock(), len(self._used_graphs)
             self.stopwatch.switch("compute" if num_graphs else "graph")
             with errors_explained(_SMALLER_STEP), self.changing(STEPS):
@@ -286,8 +288,8 @@ class Executor(abc.ABC):
         return metrics
 
     def _steps_of_call(self, num_steps: int) -> int:
-        """The steps of the next call of `_run`, when `num_steps` are left; it may return more."""
-        return self._run_size.size
+        """The size of the next call of `_run`: at most `num_steps`, but for local steps."""
+        return min(num_steps, self._run_size.size)
 
     @abc.abstractmethod
     def _run(self, num_steps: int) -> tuple[Metrics, float]:

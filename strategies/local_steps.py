@@ -27,8 +27,8 @@ class LocalSteps(Protocol):
     def counters(self) -> Sequence[tf.Variable]:
         """Other variables that a step changes, by the same on all replicas."""
 
-    def steps_to_average(self, step: int, num_steps: int) -> int:
-        """Returns the number of steps from `step` to the first average after `num_steps` steps."""
+    def steps_to_average(self, step: int) -> int:
+        """Returns the number of steps, one or more, from `step` to the next average."""
 
     def own(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Returns what a replica applies in a local step, from its part of a batch's gradient."""

@@ -193,16 +193,9 @@ class MirroredExecutor(Executor):
         return [*summed, *all_reduced(exact, Compression(), self._bucket_bytes)]
 
     @override
-    def run(self, num_steps: int) -> Metrics:
-        """With local steps, runs a few more, up to the next average."""
-        if local := self._learner.local_steps:
-            num_steps = local.steps_to_average(int(self._learner.step.numpy()), num_steps)
-        return super().run(num_steps)
-
-    @override
     def _steps_of_call(self, num_steps: int) -> int:
         if local := self._learner.local_steps:
-            return local.steps_to_average(int(self._learner.step.numpy()), 1)
+            return local.steps_to_average(int(self._learner.step.numpy()))
         return super()._steps_of_call(num_steps)
 
     @override

@@ -24,7 +24,7 @@ from data.system.scratch import check_temp_dir
 
 
 def set_environment() -> None:
-    """Sets what TensorFlow and Keras read when they are imported.
+    """Sets what TensorFlow, Keras and the libraries that they import read at their import.
 
     Raises UsageError if there is no directory for temporary files, or too few threads.
     """
@@ -33,6 +33,9 @@ def set_environment() -> None:
     quiet_tensorflow()
     os.environ["KERAS_BACKEND"] = "tensorflow"
     os.environ.pop("TF_USE_LEGACY_KERAS", None)  # Otherwise tf.keras would be Keras 2.
+    # Keras imports pandas, which imports pyarrow, if they are installed. pyarrow would start a
+    # thread, which a fork server must not have. A setting of the user stays.
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     set_grpc_environment()
     set_program_cache()
 

@@ -147,7 +147,8 @@ class AsynchronousExecutor(ParameterServerExecutor):
         time of such a call counts as the graph's. In the second case the call traces the graph.
         """
         if self.pace.secs_per_step() is None:
-            return 2 * self.num_replicas  # Each worker uses its graph for the first time.
+            # Each worker uses its graph for the first time.
+            return min(num_steps, 2 * self.num_replicas)
         size = self._closure_size(num_steps)
         if not self._lacks_graph(size, num_steps) or not self._may_send_graph():
             return num_steps

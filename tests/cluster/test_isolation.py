@@ -49,11 +49,15 @@ def test_metrics_of_an_isolated_chief_are_read_from_outside(
     with start(TOPOLOGIES["multiworker-2"], tmp_path, *flags) as process:
         process.wait_for_step(20)
         url = f"http://127.0.0.1:{port}/metrics"
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            page = answer.read().decode()
+
+        def page() -> str:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                return str(answer.read(), "utf-8")
+
+        # The page is written after metrics.jsonl.
+        process.wait_until(lambda: 'trainer_loss{split="train"}' in page(), "the loss")
         process.send(signal.SIGTERM)
         assert process.wait().exit_code == 75
-    assert 'trainer_loss{split="train"}' in page
 
 
 @pytest.mark.parametrize("isolate", ["auto", pytest.param("off", marks=pytest.mark.nightly)])

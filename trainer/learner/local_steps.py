@@ -50,9 +50,9 @@ class LocalSteps:
         self.momenta = [tf.Variable(tf.zeros_like(v), trainable=False) for v in trained]
         self._options = options
 
-    def steps_to_average(self, step: int, num_steps: int) -> int:
-        """Returns the number of steps from `step` to the first average after `num_steps` steps."""
-        return -(step + num_steps) % self.every + num_steps
+    def steps_to_average(self, step: int) -> int:
+        """Returns the number of steps, one or more, from `step` to the next average."""
+        return self.every - step % self.every
 
     def own(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Returns the gradients of a replica's mean loss, from its part of those of a batch.
