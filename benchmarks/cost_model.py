@@ -199,6 +199,18 @@ class Hosts:
         step = self._slowest_secs(workers) + self.exposed_secs(workers) + self.apply_secs
         return workers / step
 
+    def local_steps(self, workers: int, every: int) -> float:
+        """Rate of `every` local steps between two sums that overlap with the next ones.
+
+        `every` disturbances add up to nearly the same on all workers: their sum has the deviation
+        sqrt(every) * straggle, and the largest of n normal values is about sqrt(2 ln n) of them
+        above the mean. The sum of a round may take as long as the next round computes.
+        """
+        slowest = math.sqrt(2 * math.log(workers) * every) * self.straggle
+        computed = self.compute_secs * (every * (1 + self.straggle) + slowest)
+        round_secs = max(computed + every * self.apply_secs, self._sum_secs(workers))
+        return workers * every / round_secs
+
     def ps_async(self, workers: int) -> float:
         """Upper bound: the rate of the workers, limited by the busiest server or the chief."""
         own = self.compute_secs * (1 + self.straggle) + 2 * self.worker_secs

@@ -13,6 +13,8 @@ of these ways:
 * transfer: this program's ring with one example on each host;
 * one_sum: this program's ring with one all-reduce after the backward pass (--bucket_mb=1000);
 * program, bfloat16: this program's ring, and with --wire_dtype=bfloat16;
+* local, local_overlap, local_bfloat16: this program's ring with an average every --local_steps
+  steps (`config.local_steps`), with its `overlap`, and with overlap and --wire_dtype=bfloat16;
 * ddp: PyTorch DDP over gloo with its default buckets, if there is a Python with PyTorch;
 * ps, ps_bfloat16, ps_sync, ps_backup: this program's parameter servers, asynchronous, with
   --wire_dtype=bfloat16 and --read_dtype=bfloat16, synchronous, and with one backup worker (from 3
@@ -65,6 +67,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds to measure.", lower_bound=1)
 _STEPS = flags.DEFINE_integer(
     "run_steps", 16, "Steps of a run; the first 4 are warm-up.", lower_bound=8
 )
+_LOCAL_STEPS = flags.DEFINE_integer("local_steps", 100, "Steps from one average to the next.")
 _BUCKET_MB = flags.DEFINE_float(
     "bucket_mb", None, "multiworker: its --bucket_mb; by default measured."
 )
@@ -78,6 +81,8 @@ _WARMUP_STEPS = 4
 NUM_TRAIN, NUM_TEST = 8192, 256
 _PORT = 2222
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_LOCAL = ("local", "local_overlap", "local_bfloat16")
+_ROUNDS_OF_A_REPORT = 5  # Local steps are averaged in full at each report.
 _PS = ("ps", "ps_bfloat16", "ps_sync", "ps_backup")
 
 
@@ -105,13 +110,15 @@ class Setting:
             copies = {"ps_sync": self.num_hosts, "ps_backup": self.num_hosts}.get(way, 1)
             return 8 * copies * GRADIENT_BYTES / _bits_per_sec(self.rate)
         num_bytes = 2 * (self.num_hosts - 1) / self.num_hosts * GRADIENT_BYTES
+        if way in _LOCAL:
+            num_bytes /= _LOCAL_STEPS.value
         return 8 * num_bytes / min(map(_bits_per_sec, (self.rate, self.slow_rate or self.rate)))
 
 
 def ways(num_hosts: int, torch: str | None) -> list[str]:
     """The names of all ways; `ddp` only with `torch`, a Python with PyTorch."""
-    ring = ["compute", "transfer", "one_sum", "program", "bfloat16", *(["ddp"] if torch else [])]
-    return [*ring, *(_PS if num_hosts > 2 else _PS[:-1]), "tf1"]
+    ring = ["compute", "transfer", "one_sum", "program", "bfloat16", *_LOCAL]
+    return [*ring, *(["ddp"] if torch else []), *(_PS if num_hosts > 2 else _PS[:-1]), "tf1"]
 
 
 def num_places(way: str, num_hosts: int) -> int:
@@ -208,8 +215,13 @@ def _words(way: str, setting: Setting) -> list[str]:
         words.append("--bucket_mb=1000")
     elif _BUCKET_MB.value is not None:
         words.append(f"--bucket_mb={_BUCKET_MB.value:g}")
-    if way == "bfloat16":
+    if "bfloat16" in way:
         words.append("--wire_dtype=bfloat16")
+    if way in _LOCAL:
+        every = _ROUNDS_OF_A_REPORT * _LOCAL_STEPS.value
+        words += [f"--config.local_steps.every={_LOCAL_STEPS.value}"]
+        words += [f"--config.log_every_steps={every}", f"--train_steps={2 * every}"]
+        words += ["--config.local_steps.overlap"] if way != "local" else []
     return ["--strategy=multiworker", *words]
 
 

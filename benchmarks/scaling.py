@@ -54,6 +54,9 @@ _STRAGGLE = flags.DEFINE_float(
 _TICKET_MS = flags.DEFINE_float(
     "ticket_ms", 1.0, "Milliseconds of the chief for an asynchronous gradient.", lower_bound=0
 )
+_LOCAL_STEPS = flags.DEFINE_integer(
+    "local_steps", 100, "Steps from one sum to the next with config.local_steps.", lower_bound=1
+)
 _NUM_PS = flags.DEFINE_integer("num_ps", 4, "Parameter servers.", lower_bound=1)
 
 _WORKERS = tuple(2**i for i in range(11))
@@ -76,7 +79,7 @@ def fitted_table(points: Sequence[Point], num_cores: int) -> list[str]:
     return rows
 
 
-def predictions(hosts: Hosts) -> list[dict[str, Any]]:
+def predictions(hosts: Hosts, local_steps: int) -> list[dict[str, Any]]:
     """Gradients a second of each strategy by the number of workers, computed and simulated."""
     found = []
     for workers in _WORKERS:
@@ -85,6 +88,7 @@ def predictions(hosts: Hosts) -> list[dict[str, Any]]:
             {
                 "workers": workers,
                 "ring": hosts.ring(workers),
+                "local": hosts.local_steps(workers, local_steps),
                 "async": hosts.ps_async(workers),
                 "sync": hosts.ps_sync(workers),
                 "backed": hosts.ps_sync(workers, backups),
@@ -103,15 +107,15 @@ def predictions(hosts: Hosts) -> list[dict[str, Any]]:
 def predicted_table(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """`predictions` as Markdown."""
     rows = [
-        "| workers | ring | ps, asynchronous (simulated) | ps, synchronous | with backups "
-        "(simulated) | of them |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| workers | ring | local steps | ps, asynchronous (simulated) | ps, synchronous | "
+        "with backups (simulated) | of them |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in found:
         rows.append(
-            f"| {row['workers']:,} | {row['ring']:,.4g} | {row['async']:,.4g} "
-            f"({row['simulated_async']:,.4g}) | {row['sync']:,.4g} | {row['backed']:,.4g} "
-            f"({row['simulated_backed']:,.4g}) | {row['backups']} |"
+            f"| {row['workers']:,} | {row['ring']:,.4g} | {row['local']:,.4g} "
+            f"| {row['async']:,.4g} ({row['simulated_async']:,.4g}) | {row['sync']:,.4g} "
+            f"| {row['backed']:,.4g} ({row['simulated_backed']:,.4g}) | {row['backups']} |"
         )
     return rows
 
@@ -127,6 +131,7 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
     counts = [row["workers"] for row in found]
     for name, label, simulated in (
         ("ring", "ring", None),
+        ("local", "ring, local steps", None),
         ("async", "ps, asynchronous", "simulated_async"),
         ("sync", "ps, synchronous", None),
         ("backed", "ps, synchronous, best backups", "simulated_backed"),
@@ -202,7 +207,7 @@ def main(argv: Sequence[str]) -> None:
     for name, secs in dataclasses.asdict(costs).items():
         print(f"* {name}: {1000 * secs:.2f}")
     hosts = _hosts(costs)
-    found = predictions(hosts)
+    found = predictions(hosts, _LOCAL_STEPS.value)
     print(f"\nGradients a second with one host for each worker, {hosts}:\n")
     print("\n".join(predicted_table(found)))
     if _PLOT.value:

@@ -1,7 +1,7 @@
 """What an Executor uses of a learner whose replicas train alone between two sums.
 
     learner.apply(local.own(gradients))         # in replica context, in each step
-    local.average(before, sums)                 # after `steps_to_average` steps
+    values, momenta = local.averaged(before, sums)      # after each of `local.rounds(step, 100)`
 
 trainer/learner/local_steps.py has the formula.
 """
@@ -27,11 +27,20 @@ class LocalSteps(Protocol):
     def counters(self) -> Sequence[tf.Variable]:
         """Other variables that a step changes, by the same on all replicas."""
 
-    def steps_to_average(self, step: int) -> int:
-        """Returns the number of steps, one or more, from `step` to the next average."""
+    @property
+    def overlaps(self) -> bool:
+        """True if the next steps begin while a sum is in flight."""
+
+    def rounds(self, step: int, num_steps: int) -> list[int]:
+        """Returns the numbers of steps up to each average; together `num_steps` or a few more."""
 
     def own(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Returns what a replica applies in a local step, from its part of a batch's gradient."""
 
-    def average(self, before: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> None:
-        """Makes all copies of `variables` equal, with the summed changes since `before`."""
+    def averaged(
+        self, before: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns equal values of `variables` and `momenta`, of the summed changes since `before`.
+
+        `before` and `sums` may be of the weights alone, the first of `variables`.
+        """

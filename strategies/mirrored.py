@@ -6,7 +6,7 @@ The inner loop runs in one graph: n steps per call, without Python between them.
 is the function `step`: gradients, all-reduce, apply. It reads this process's part of the batch once
 and cuts it into one slice per replica, so a batch has the same examples for any number of replicas.
 On GPUs, the next batch is gathered from memory and copied while a step computes. With
-`config.local_steps` each replica applies its own gradients, and a call ends with their average.
+`config.local_steps` each replica applies its own gradients, and local_rounds.py averages them.
 """
 
 import dataclasses
@@ -22,11 +22,12 @@ from data.disk_reader import DiskReader
 from data.order import replica_lanes
 from data.reader import Reader
 from data.system.compat.autograph import no_autograph
-from strategies.base import STEPS, Batch, Executor, Learner, Tensor, read_now
+from strategies.base import STEPS, Batch, Executor, Learner, Tensor
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas
-from strategies.metrics import Metrics
+from strategies.local_rounds import LocalRounds
+from strategies.metrics import Metrics, add_metrics
 from strategies.position import Position, Reached, refuse_open_sub_batches
 from strategies.step_marks import StepMarks
 from strategies.transfer import AS_COMPUTED, Transfer
@@ -49,6 +50,7 @@ class MirroredExecutor(Executor):
         self._bucket_bytes: float = _GPU_BUCKET_BYTES if self._has_gpus else _CPU_BUCKET_BYTES
         self._local_replicas = self._replicas_of_this_process()
         self._marks: StepMarks | None = None
+        self._rounds: LocalRounds | None = None
         self._seconds = {"run": 0.0, "evaluate": 0.0}
         self._next_batch: Batch = ()  # On the devices of the replicas, if they are read ahead.
 
@@ -76,6 +78,10 @@ class MirroredExecutor(Executor):
         learner, offsets = self._learner, self._replica_offsets(self._source)
         local = learner.local_steps
         self._marks = self._new_marks()
+        if local and self._marks:
+            self._rounds = LocalRounds(
+                self.strategy, local, self._marks, self._all_reduced, self._summed_over_replicas
+            )
 
         def step(totals: tf.Tensor, batch: Batch) -> tf.Tensor:
             if local:
@@ -102,17 +108,14 @@ class MirroredExecutor(Executor):
             taken: Any, following: Batch, num_steps: tf.Tensor, status: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, Batch]:
             totals = self.strategy.run(self._zero_totals)
-            if local:
-                totals = self._after_complete_step(totals)
             for index in tf.range(num_steps):
                 read = self._slice_for_replicas(self._feed.batch(taken, index), offsets)
                 batch, following = (following, read) if reads_ahead else (read, ())
                 # Not compiled by XLA, which lacks ops, and draws other random numbers.
                 batch = self.strategy.run(self._feed.finished, args=(batch,))
                 totals = run_step(totals, batch if local else self._after_complete_step(batch))
-            if local:
-                self.strategy.run(self._average)
-            totals = self._after_complete_step(totals)
+            if not local:
+                totals = self._after_complete_step(totals)
             return *self._sum_over_replicas(totals, status), following
 
         self._run_in_graph = run
@@ -171,56 +174,62 @@ class MirroredExecutor(Executor):
         """
         return gradients if self._marks is None else self._marks.begun(gradients)
 
-    @no_autograph
-    def _average(self) -> None:
-        """Called in the graph, in replica context, after local steps: makes all replicas equal."""
-        local, marks = self._learner.local_steps, self._marks
-        assert local is not None
-        assert marks is not None
-        before = marks.kept(local.variables)
-        pairs = zip(local.variables, before, strict=True)
-        changes = [read_now(variable) - old for variable, old in pairs]
-        # Of an optimizer's slots, 16 bits lose small values: Adam would divide by zero.
-        weights, others = changes[: len(local.momenta)], changes[len(local.momenta) :]
-        local.average(before, self._begun(self._all_reduced(weights, others)))
-
-    @no_autograph
     def _all_reduced(
         self, gradients: Sequence[Tensor], exact: Sequence[Tensor] = ()
     ) -> Sequence[Tensor]:
         """The sums over all replicas of `gradients`, then those of `exact`: never in 16 bits."""
+        return self._summed_over_replicas(gradients, exact)
+
+    @no_autograph
+    def _summed_over_replicas(
+        self, gradients: Sequence[Tensor], exact: Sequence[Tensor] = ()
+    ) -> Sequence[Tensor]:
         summed = all_reduced(gradients, self._compression, self._bucket_bytes)
         return [*summed, *all_reduced(exact, Compression(), self._bucket_bytes)]
 
     @override
     def _steps_of_call(self, num_steps: int) -> int:
         if local := self._learner.local_steps:
-            return local.steps_to_average(int(self._learner.step.numpy()))
+            rounds = local.rounds(int(self._learner.step.numpy()), num_steps)
+            return sum(rounds) if local.overlaps else rounds[0]
         return super()._steps_of_call(num_steps)
 
     @override
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
-        started = time.monotonic()
         self._used_graphs.add("run")
-        arguments = self._feed.take(num_steps), self._next_batch, tf.constant(num_steps, tf.int64)
-        try:
-            totals, summed_status, self._next_batch = self._run_in_graph(
-                *arguments, self._own_status("run")
-            )
-        except tf.errors.OpError as error:
-            if self._learner.stop_compiling(error):
-                self._prepare_run()
-                self.start_evaluation(self._learner, self._evaluation)
-                self._set_position(self.position)
-                return self._run(num_steps)
-            # An iteration of the loop in the graph begins, with this op, when all ops of the one
-            # before have ended; and no variable changes without the batch.
-            if _NEXT_BATCH in error.message and self._learner.local_steps is None:
-                self._changing = ""
-            raise
-        finished = self._finished("run", totals, summed_status, started)
-        self.stopwatch.carve("input wait", self._feed.waited_secs())
-        return finished
+        rounds, sizes = self._rounds, [num_steps]
+        if rounds:
+            sizes = rounds.begin(int(self._learner.step.numpy()), num_steps)
+        metrics, seconds = Metrics(), 0.0
+        for index, size in enumerate(sizes):
+            started = time.monotonic()
+            arguments = self._feed.take(size), self._next_batch, tf.constant(size, tf.int64)
+            try:
+                totals, summed_status, self._next_batch = self._run_in_graph(
+                    *arguments, self._own_status("run")
+                )
+            except tf.errors.OpError as error:
+                if self._learner.stop_compiling(error):
+                    self._prepare_run()
+                    self.start_evaluation(self._learner, self._evaluation)
+                    self._set_position(self.position)
+                    return self._run(num_steps)
+                # An iteration of the loop in the graph begins, with this op, when all ops of the
+                # one before have ended; and no variable changes without the batch.
+                if _NEXT_BATCH in error.message and rounds is None:
+                    self._changing = ""
+                raise
+            more, own_seconds = self._finished("run", totals, summed_status, started)
+            metrics, seconds = add_metrics(metrics, more), seconds + own_seconds
+            self.stopwatch.carve("input wait", self._feed.waited_secs())
+            if rounds is None:
+                continue
+            if self.stopping or index == len(sizes) - 1:
+                self.stopwatch.carve("sum wait", rounds.end())
+                break
+            self.stopwatch.carve("sum wait", rounds.go_on())
+            self.on_progress()
+        return metrics, seconds
 
     @property
     @override

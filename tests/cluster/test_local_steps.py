@@ -35,6 +35,42 @@ def undisturbed(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
     return train(MULTIWORKER, tmp_path_factory.mktemp("undisturbed") / "run", *flags)
 
 
+@pytest.fixture(scope="module")
+def overlapped_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Several rounds from one report to the next: all but the last sum are in flight."""
+    return (*flags, "--config.local_steps.overlap", "--config.log_every_steps=150")
+
+
+@pytest.fixture(scope="module")
+def overlapped(overlapped_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(MULTIWORKER, tmp_path_factory.mktemp("overlapped") / "run", *overlapped_flags)
+
+
+def test_overlapped_averages_have_the_same_bits_in_one_process(
+    overlapped_flags: tuple[str, ...], overlapped: Run, tmp_path: Path
+) -> None:
+    run = train(TOPOLOGIES["mirrored-2"], tmp_path / "run", *of_one_process(overlapped_flags))
+    assert largest_difference(run.variables(), overlapped.variables()) == 0
+    assert [line["step"] for line in run.metrics("train")] == [160, 300, 460, 600]
+    assert run.metrics("eval")[-1]["accuracy"] > 0.9
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(240)
+def test_after_a_death_with_a_sum_in_flight_training_continues_with_the_last_report(
+    overlapped_flags: tuple[str, ...], overlapped: Run, tmp_path: Path
+) -> None:
+    with start(MULTIWORKER, tmp_path / "run", *overlapped_flags) as process:
+        process.wait_for_step(160)
+        process.task("worker 1").kill()
+        run = process.wait()
+    assert run.exit_code == 0, process.output()
+    log = (process.model_dir / "tasks/worker-0.log").read_text()
+    [resumed] = re.findall(r"resuming from step ([\d,]+)", log)
+    assert int(resumed) in (160, 300, 460)
+    assert largest_difference(run.variables(), overlapped.variables()) == 0
+
+
 def test_replicas_of_one_process_end_in_the_same_bits(
     flags: tuple[str, ...], undisturbed: Run, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from benchmarks import cost_model
@@ -132,6 +133,20 @@ def test_asynchronous_workers_in_between_wait_for_each_other() -> None:
     for workers in (4, 8, 12, 16, 32):
         drawn = cost_model.simulated_async(HOSTS, workers, gradients=20_000, seed=1)
         assert 0.7 * HOSTS.ps_async(workers) < drawn < 1.02 * HOSTS.ps_async(workers)
+
+
+@pytest.mark.parametrize("workers", [1, 4, 64])
+def test_disturbances_of_many_local_steps_add_up_to_nearly_the_same(workers: int) -> None:
+    every, random = 100, np.random.default_rng(1)
+    drawn = random.exponential(size=(200, workers, every)).sum(axis=2).max(axis=1).mean()
+    secs = HOSTS.compute_secs * (every + HOSTS.straggle * drawn) + every * HOSTS.apply_secs
+    assert HOSTS.local_steps(workers, every) == pytest.approx(workers * every / secs, rel=0.03)
+
+
+def test_sum_of_local_steps_is_hidden_until_it_takes_longer_than_they_do() -> None:
+    slow = dataclasses.replace(HOSTS, bytes_per_sec=12.5e6)  # 8 s for a sum over two workers.
+    assert slow.local_steps(2, 100) == HOSTS.local_steps(2, 100) > 10 * slow.ring(2)
+    assert slow.local_steps(2, 5) == pytest.approx(2 * 5 / 8, rel=0.01)
 
 
 def test_backups_pay_where_stragglers_cost_more_than_workers() -> None:

@@ -112,18 +112,23 @@ def trained_alone(weights: Weights, inputs: npt.NDArray[Any], labels: npt.NDArra
     return [kernel - RATE * inputs.T @ error, bias - RATE * error.sum(axis=0)]
 
 
+def round_alone(training: Training, first: int, of_replicas: list[Weights]) -> list[Weights]:
+    """What two replicas make of their weights in EVERY steps, from step `first` on."""
+    for step in range(first, first + EVERY):
+        batch = [tensor.numpy() for tensor in batch_at(training.reader, step)]
+        halves = [[part[:4] for part in batch], [part[4:] for part in batch]]
+        of_replicas = [
+            trained_alone(own, *half) for own, half in zip(of_replicas, halves, strict=True)
+        ]
+    return of_replicas
+
+
 def test_outer_step_is_nesterov_momentum_of_the_mean_change(tmp_path: Path) -> None:
     training = Training(tmp_path / "data", OUTER)
     weights = training.weights()
     momenta = [np.zeros_like(weight) for weight in weights]
     for first in (0, EVERY):
-        of_replicas = [weights, weights]
-        for step in range(first, first + EVERY):
-            batch = [tensor.numpy() for tensor in batch_at(training.reader, step)]
-            halves = [[part[:4] for part in batch], [part[4:] for part in batch]]
-            of_replicas = [
-                trained_alone(own, *half) for own, half in zip(of_replicas, halves, strict=True)
-            ]
+        of_replicas = round_alone(training, first, [weights, weights])
         for index, before in enumerate(weights):
             mean = (of_replicas[0][index] + of_replicas[1][index]) / 2 - before
             momenta[index] = 0.9 * momenta[index] + mean
@@ -190,6 +195,42 @@ def test_a_call_ends_with_an_average(asked: int, tmp_path: Path) -> None:
     training = Training(tmp_path / "a", OUTER)
     training.executor.run(asked)
     assert int(training.learner.step.numpy()) == -(-asked // EVERY) * EVERY
+
+
+def test_overlapped_average_has_the_changes_of_the_round_before(tmp_path: Path) -> None:
+    """A reference in NumPy of the formula in strategies/local_rounds.py."""
+    overlapped = dataclasses.replace(OUTER, overlap=True)
+    training = Training(tmp_path / "data", overlapped)
+    average = training.weights()
+    momenta = [np.zeros_like(weight) for weight in average]
+    num_rounds = 3
+    of_replicas, in_flight = [average, average], None
+
+    def outer_step(changes: list[Weights]) -> None:
+        for index, old in enumerate(average):
+            mean = (changes[0][index] + changes[1][index]) / 2
+            momenta[index] = 0.9 * momenta[index] + mean
+            average[index] = old + 0.7 * (mean + 0.9 * momenta[index])
+
+    for first in range(0, num_rounds * EVERY, EVERY):
+        starts, of_replicas = of_replicas, round_alone(training, first, of_replicas)
+        changes = [
+            [new - old for new, old in zip(*pair, strict=True)]
+            for pair in zip(of_replicas, starts, strict=True)
+        ]
+        if in_flight is not None:
+            outer_step(in_flight)
+        of_replicas = [
+            [old + change for old, change in zip(average, own, strict=True)] for own in changes
+        ]
+        in_flight = changes
+    outer_step(changes)
+    training.executor.run(num_rounds * EVERY)
+    for found, expected in zip(training.weights(), average, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    first_copies, second_copies = training.copies()
+    for one, other in zip(first_copies, second_copies, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_after_an_error_between_two_averages_the_state_is_that_of_the_first(tmp_path: Path) -> None:

@@ -255,6 +255,7 @@ class LocalStepsConfig:
         every: The number of steps from one average to the next; 0 sums the gradients of each step.
         outer_learning_rate: The factor of the mean change of the weights.
         outer_momentum: That of Nesterov's momentum of the mean change.
+        overlap: Sums the changes while the next `every` steps compute; each average comes so late.
     """
 
     every: int = at_least(0, 0)
@@ -264,6 +265,7 @@ class LocalStepsConfig:
     outer_momentum: float = number(
         0.9, BELOW_1, needs=(("local_steps.every",), "local_steps.every=100")
     )
+    overlap: bool = option(False, needs=(("local_steps.every",), "local_steps.every=100"))
 
 
 @dataclass

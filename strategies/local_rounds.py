@@ -1,0 +1,172 @@
+"""Rounds of local steps, each followed by an average of what the replicas have changed.
+
+    rounds = LocalRounds(strategy, local, marks, ...)
+    sizes = rounds.begin(step, num_steps)
+    for index, size in enumerate(sizes):
+        ...                                     # a graph makes `size` local steps in all replicas
+        if index < len(sizes) - 1:
+            rounds.go_on()
+    rounds.end()                                # all replicas are equal
+
+`go_on` does not wait for the network: a thread sums the changes of a round while the next round
+computes. The sum arrives at the end of that round, when a replica has made other changes already;
+they are added (the update with delay of Streaming DiLoCo, arXiv 2501.18512, section 3.2, with all
+of the old and all of the new changes):
+
+    changes_k = w - start                       # of this replica, in round k
+    average <- outer step of average with the mean of changes_(k-1) over all replicas
+    w <- average + changes_k;    start <- w     # and the sum of changes_k begins
+
+`end` waits for that sum, and for one of the last changes. The sums of `go_on` are of weights alone:
+what else a step changes, such as the optimizer's slots, each replica keeps until `end`.
+"""
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from data.system.compat.autograph import no_autograph
+from strategies.base import Tensor, read_now
+from strategies.local_steps import LocalSteps
+from strategies.step_marks import StepMarks
+
+# Tensors of each replica: what `strategy.run` returns, and takes.
+_OfReplicas = Any
+_Sum = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+
+
+class LocalRounds:
+    """The averages of one executor, and the sum that is in flight between two of its rounds."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        local: LocalSteps,
+        marks: StepMarks,
+        summed: _Sum,
+        summed_in_background: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    ) -> None:
+        """Both functions return sums over all replicas, in replica context.
+
+        `summed` also takes tensors that are sent exactly, and is part of the time of a step.
+        `marks` keeps all that a step changes: the variables of `local`, in their order.
+        """
+        self._strategy, self._local, self._marks = strategy, local, marks
+        self._summed, self._summed_in_background = summed, summed_in_background
+        self._in_flight: concurrent.futures.Future[_OfReplicas] | None = None
+        self._average: _OfReplicas = ()
+        self._start: _OfReplicas = ()
+        self._weights = local.variables[: len(local.momenta)]
+
+        def in_replicas(function: Callable[..., Any]) -> Any:
+            def run(*arguments: _OfReplicas) -> _OfReplicas:
+                return strategy.run(no_autograph(function), args=arguments)
+
+            return tf.function(run, autograph=False)
+
+        @tf.function(autograph=False)
+        def begin() -> _OfReplicas:
+            with tf.control_dependencies([marks.complete()]):
+                return strategy.run(no_autograph(lambda: marks.kept(self._weights)))
+
+        @tf.function(autograph=False)
+        def end(average: _OfReplicas, start: _OfReplicas) -> None:
+            strategy.run(self._averaged, args=(average, start))
+            marks.complete()
+
+        self._begin, self._end = begin, end
+        self._settle, self._turn = in_replicas(self._settled), in_replicas(self._turned)
+        self._sum = in_replicas(summed_in_background)
+
+    def begin(self, step: int, num_steps: int) -> list[int]:
+        """Keeps the variables, which are equal on all replicas; returns the sizes of the rounds."""
+        self._in_flight = None
+        self._average = self._start = self._begin()
+        return self._local.rounds(step, num_steps)
+
+    def go_on(self) -> float:
+        """Called between two rounds. Returns the seconds for which it waited for a sum."""
+        waited = self._arrive()
+        self._start, changes = self._turn(self._average, self._start)
+        # Traced here: all workers number their sums in the order in which they trace them.
+        summed = self._sum.get_concrete_function(changes)
+        self._in_flight = _in_background(lambda: summed(changes))
+        return waited
+
+    def end(self) -> float:
+        """Called after the last round: makes all replicas equal. Returns as `go_on` does."""
+        waited = self._arrive()
+        self._end(self._average, self._start)
+        self._average = self._start = ()
+        return waited
+
+    def _arrive(self) -> float:
+        """Waits for the sum in flight, and makes the outer step with it."""
+        if self._in_flight is None:
+            return 0.0
+        began = time.monotonic()
+        sums = self._in_flight.result()
+        waited = time.monotonic() - began
+        self._in_flight, self._average = None, self._settle(self._average, sums)
+        return waited
+
+    def _settled(self, average: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """In replica context: the outer step of `average`; changes the momenta."""
+        new, momenta = self._local.averaged(average, sums)
+        self._assign(self._local.momenta, momenta)
+        return new
+
+    def _turned(
+        self, average: Sequence[tf.Tensor], start: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """In replica context: adds the changes since `start` to `average`, as the weights.
+
+        Returns these weights, with which the next round starts, and the changes.
+        """
+        changes = self._since(self._weights, start)
+        new = [old + change for old, change in zip(average, changes, strict=True)]
+        self._assign(self._weights, new)
+        return new, changes
+
+    @no_autograph
+    def _averaged(self, average: Sequence[tf.Tensor], start: Sequence[tf.Tensor]) -> None:
+        """In replica context: sets all variables to equal values."""
+        local = self._local
+        others = local.variables[len(self._weights) :]
+        others_before = self._marks.kept(local.variables)[len(self._weights) :]
+        # Of an optimizer's slots, 16 bits lose small values: Adam would divide by zero.
+        sums = self._summed(self._since(self._weights, start), self._since(others, others_before))
+        values, momenta = local.averaged([*average, *others_before], self._marks.begun(sums))
+        self._assign([*local.variables, *local.momenta], [*values, *momenta])
+
+    def _since(
+        self, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        return [read_now(v) - old for v, old in zip(variables, before, strict=True)]
+
+    def _assign(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
+        """In replica context: sets each replica's copies to its own values."""
+
+        def assign_all(strategy: tf.distribute.Strategy, *tensors: tf.Tensor) -> None:
+            for variable, value in zip(variables, tensors, strict=True):
+                strategy.extended.update(variable, lambda v, new: v.assign(new), args=(value,))
+
+        tf.distribute.get_replica_context().merge_call(assign_all, args=tuple(values))
+
+
+def _in_background(call: Callable[[], _OfReplicas]) -> "concurrent.futures.Future[_OfReplicas]":
+    """Calls in a thread that no exit waits for: a sum with a lost worker may never end."""
+    future: concurrent.futures.Future[_OfReplicas] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="sum of a round", daemon=True).start()
+    return future
