@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jsonschema
 import pytest
 import yaml
 
@@ -268,6 +269,38 @@ def test_flags_of_a_file_exist_and_a_run_has_a_directory(name: str) -> None:
         names = {word[2:].partition("=")[0] for word in task.argv}
         assert names <= set(flags.FLAGS), names
         assert {"model_dir", "data_dir"} <= names or "keep_serving" in names
+
+
+def faults(document: dict[str, Any]) -> list[str]:
+    """What the smallest of the schemas that the docs name refuse in a document."""
+    schemas = yaml.safe_load(Path(__file__).with_name("kubernetes_schemas.yaml").read_text())
+    schema = {"$defs": schemas["$defs"], "type": "object", "additionalProperties": False}
+    schema["properties"] = {
+        "apiVersion": {"type": "string"},
+        "kind": {"type": "string"},
+        "metadata": {"$ref": "#/$defs/metadata"},
+        "spec": schemas["specs"][f"{document['apiVersion']} {document['kind']}"],
+    }
+    return [
+        f"{error.json_path}: {error.message}"
+        for error in jsonschema.Draft202012Validator(schema).iter_errors(document)
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(KUBERNETES.glob("*.yaml")), ids=lambda path: path.name)
+def test_kubernetes_accepts_a_file(path: Path) -> None:
+    for document in documents(path):
+        assert faults(document) == []
+
+
+def test_a_field_that_does_not_exist_is_refused_and_so_is_a_condition_without_status() -> None:
+    job = kind(KUBERNETES / "indexed-job.yaml", "Job")
+    job["spec"]["backofLimit"] = job["spec"].pop("backoffLimit")
+    [evicted, *_] = job["spec"]["podFailurePolicy"]["rules"]
+    del evicted["onPodConditions"][0]["status"]
+    found = "\n".join(faults(job))
+    assert "'backofLimit' was unexpected" in found
+    assert "'status' is a required property" in found
 
 
 def pod_specs() -> Iterator[tuple[str, dict[str, Any]]]:
