@@ -23,6 +23,7 @@ from data.order import replica_lanes
 from data.reader import Reader
 from data.system.compat.autograph import no_autograph
 from strategies.base import STEPS, Batch, Executor, Learner, Tensor
+from strategies.gpus import DeviceError
 from strategies.gradients.all_reduce import all_reduced
 from strategies.gradients.compression import Compression
 from strategies.gradients.layer_state import averaged_over_replicas
@@ -69,6 +70,12 @@ class MirroredExecutor(Executor):
 
     @override
     def _prepare(self, source: Reader, position: Position) -> None:
+        local = self._learner.local_steps
+        if local and local.overlaps and self._has_gpus and self.num_replicas > 1:
+            raise DeviceError(
+                "config.local_steps.overlap is for CPUs: NCCL needs one order of all sums, and two "
+                "graphs that sum at the same time have none. Leave it out, or type --num_gpus=0."
+            )
         self._source = source
         self._set_position(position)
         self._prepare_run()

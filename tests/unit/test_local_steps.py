@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from strategies.base import read_now
+from strategies.gpus import DeviceError
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position, Reached
 from strategies.step_errors import DataFaultError
@@ -315,3 +316,11 @@ def test_a_momentum_without_local_steps_is_refused() -> None:
     config = Config(local_steps=LocalStepsConfig(outer_momentum=0.5))
     with pytest.raises(ConfigError, match=r"means nothing without config\.local_steps\.every"):
         check(config)
+
+
+def test_sums_of_two_graphs_at_once_are_refused_on_several_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MirroredExecutor, "_has_gpus", True)
+    with pytest.raises(DeviceError, match="Leave it out"):
+        Training(tmp_path / "a", dataclasses.replace(OUTER, overlap=True))
