@@ -142,7 +142,8 @@ class Learner:
         self.loss_scale = self._update.loss_scale
         self.local_steps: LocalSteps | None = None
         if options.local_steps.every:
-            self.local_steps = LocalSteps(options.local_steps, self.variables, self._changing())
+            others = self._changed_besides()
+            self.local_steps = LocalSteps(options.local_steps, self.variables, others)
         self._differentiation = Differentiation(
             variables,
             self.objective,
@@ -194,7 +195,7 @@ class Learner:
         momenta = {"outer_momentum": self.local_steps.momenta} if self.local_steps else {}
         return {**self._update.state, **momenta}
 
-    def _changing(self) -> list[tf.Variable]:
+    def _changed_besides(self) -> list[tf.Variable]:
         """What a step changes besides `variables`. The learning rate is changed by hooks alone."""
         rate, state = given_rate(self.optimizer), self.state.values()
         slots = [v.value for v in self.optimizer.variables if v is not rate]
