@@ -20,7 +20,6 @@ from data.system.errors import UsageError
 from data.system.extras import install_command
 from strategies.cluster.peers import host_of
 from strategies.cluster.tf_config import Cluster
-from strategies.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -74,18 +73,6 @@ def _has_slurm_chosen(env: Mapping[str, str]) -> bool:
         or "gpu" in env.get("SLURM_TRES_PER_TASK", "")
         or env.get("SLURM_GPU_BIND", "none") != "none"
     )
-
-
-def refuse_wire_dtype(transfer: Transfer) -> None:
-    """Raises DeviceError if gradients between GPUs cannot be sent as `transfer` says.
-
-    TensorFlow has NCCL sum float16, float32, float64 and integers only (nccl_manager.cc, 2.21).
-    """
-    if transfer.wire_dtype == "bfloat16" and transfer.communication != "ring":
-        raise DeviceError(
-            "--wire_dtype=bfloat16 cannot be used between GPUs: TensorFlow's NCCL does not sum it. "
-            "Type --wire_dtype=float16, or leave it out."
-        )
 
 
 def share_of(gpus: list[str], place: int, num_places: int) -> list[str]:

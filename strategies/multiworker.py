@@ -30,7 +30,7 @@ from strategies.cluster.peers import AbsentPeerError, UnknownHostError, identify
 from strategies.cluster.rendezvous import Connecting, Processes, wait_for_peers, watch_restarts
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.cluster.watching import silence_of, watch_peers
-from strategies.gpus import DeviceError, refuse_wire_dtype
+from strategies.gpus import DeviceError
 from strategies.gradients.all_reduce import all_reduced, cpu_of_worker, summed_with_key
 from strategies.gradients.buckets import LEAST_BYTES, Network, best_bucket_mb
 from strategies.gradients.coalescing import num_bytes, present
@@ -167,7 +167,7 @@ class MultiWorkerExecutor(MirroredExecutor):
                 "because workers gather rows in their memory. Type --replicas=1 --num_gpus=0."
             )
         if self._has_gpus:
-            refuse_wire_dtype(self._transfer)
+            self._transfer.check_between_gpus()
         gradient_bytes = sum(map(num_bytes, learner.variables[: learner.num_dense]))
         if self._transfer.bucket_mb is not None:
             recorded = {"bucket_mb": self._transfer.bucket_mb}

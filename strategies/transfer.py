@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass
 
+from data.system.errors import UsageError
+
+
+class TransferError(UsageError):
+    """Gradients cannot be sent as the flags say. Exit code 2."""
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -19,6 +25,25 @@ class Transfer:
     wire_dtype: str = "float32"
     read_dtype: str = "float32"
     bucket_mb: float | None = None
+
+    def check_between_gpus(self) -> None:
+        """Raises TransferError if gradients cannot be sent in this way between GPUs.
+
+        TensorFlow has NCCL sum float16, float32, float64 and integers only (nccl_manager.cc, 2.21).
+        """
+        if self.wire_dtype == "bfloat16" and self.communication != "ring":
+            raise TransferError(
+                "--wire_dtype=bfloat16 cannot be used between GPUs: TensorFlow's NCCL does not sum "
+                "it. Type --wire_dtype=float16, or leave it out."
+            )
+
+    def check_between_workers(self, num_workers: int) -> None:
+        """Raises TransferError if `num_workers` workers of multiworker send no gradients."""
+        if self.wire_dtype != "float32" and num_workers == 1:
+            raise TransferError(
+                f"--wire_dtype={self.wire_dtype} is for gradients that are sent to other workers, "
+                "but there is one worker. Leave it out, or give --workers=2."
+            )
 
 
 AS_COMPUTED = Transfer()  # Not rounded.

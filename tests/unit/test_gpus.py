@@ -10,9 +10,8 @@ from strategies.gpus import (
     capability_note,
     choose_gpus,
     memory_limits,
-    refuse_wire_dtype,
 )
-from strategies.transfer import Transfer
+from strategies.transfer import Transfer, TransferError
 
 # Host a has two workers, host b one.
 MULTIWORKER = {"worker": {0: "a:1", 1: "a:2", 2: "b:1"}, "evaluator": {0: "a:3"}}
@@ -70,10 +69,10 @@ def test_tasks_of_a_host_divide_its_gpus(
 @pytest.mark.parametrize("communication", ["auto", "nccl"])
 def test_type_that_nccl_does_not_sum_is_refused(communication: str) -> None:
     for dtype in ("float32", "float16"):
-        refuse_wire_dtype(Transfer(communication, dtype))
-    refuse_wire_dtype(Transfer("ring", "bfloat16"))
-    with pytest.raises(DeviceError, match="--wire_dtype=float16"):
-        refuse_wire_dtype(Transfer(communication, "bfloat16"))
+        Transfer(communication, dtype).check_between_gpus()
+    Transfer("ring", "bfloat16").check_between_gpus()
+    with pytest.raises(TransferError, match="--wire_dtype=float16"):
+        Transfer(communication, "bfloat16").check_between_gpus()
 
 
 @pytest.mark.parametrize(

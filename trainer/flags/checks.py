@@ -385,12 +385,8 @@ def check_sizes(recipe: Recipe, num_workers: int, num_ps: int) -> None:
             "--deterministic: the steps of ps depend on which workers are fast, unless each step "
             "sums the gradients of all. Add --sync_replicas, without --replicas_to_aggregate."
         )
-    wire_dtype = flags.WIRE_DTYPE.value
-    if wire_dtype != "float32" and flags.STRATEGY.value == "multiworker" and num_workers == 1:
-        raise ConfigError(
-            f"--wire_dtype={wire_dtype} is for gradients that are sent to other workers, but there "
-            "is one worker. Leave it out, or give --workers=2."
-        )
+    if flags.STRATEGY.value == "multiworker":
+        Transfer(**flags.values_of(Transfer)).check_between_workers(num_workers)
     if num_ps and (flags.NUM_GPUS.value or 0) > 1:
         raise ConfigError(
             f"--num_gpus={flags.NUM_GPUS.value}: a worker of ps computes on one GPU. Leave it out, "
