@@ -61,12 +61,11 @@ class Closure:
         return self._concrete is not None
 
     def schedule(
-        self, coordinator: tf.distribute.coordinator.ClusterCoordinator, *args: object
+        self, coordinator: tf.distribute.coordinator.ClusterCoordinator, ticket: object
     ) -> tf.distribute.coordinator.RemoteValue:
-        """Gives the function and `args` to the next idle worker; returns the remote result."""
-        if self._concrete is None:
-            self.trace(coordinator.strategy)
-        return coordinator.schedule(self._concrete, args=args)
+        """Gives the function and `ticket` to the next idle worker; returns the remote result."""
+        self.trace(coordinator.strategy)
+        return coordinator.schedule(self._concrete, args=(ticket,))
 
     def trace(self, strategy: tf.distribute.Strategy) -> None:
         """Traces the function, which also sends it to all tasks; later calls do nothing."""

@@ -50,6 +50,8 @@ from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.metrics import Metrics
 from strategies.position import Position, Reached
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
+from strategies.ps.former_state import ps_device
+from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.placement import dry_run, place, placed
 from strategies.ps.recovery import ServerRecovery
 from strategies.ps.servers import check_versions, listen_for_losses, listen_for_stop
@@ -352,27 +354,13 @@ class ParameterServerExecutor(Executor):
 
 def _take_lease(coordinator: Cluster) -> None:
     """Takes the servers for this chief: servers would serve two chiefs, and both could end them."""
-    device = "/job:ps/replica:0/task:0/device:CPU:0"
-    key = tf.constant([0], tf.int64)
-    with tf.device(device):
-        table = tf.raw_ops.MutableHashTableV2(
-            key_dtype=tf.int64, value_dtype=tf.string, shared_name="chief of these servers"
-        )
-
-        def holder() -> str:
-            found = tf.raw_ops.LookupTableFindV2(
-                table_handle=table, keys=key, default_value=tf.constant("")
-            )
-            return str(found.numpy()[0].decode())
-
-        chief = holder()
-        if chief in ("", coordinator.address) or identify(chief) != coordinator.task:
-            tf.raw_ops.LookupTableInsertV2(
-                table_handle=table, keys=key, values=tf.constant([coordinator.address])
-            )
-            # If another chief comes at the same moment, the last writer gets the servers.
-            time.sleep(_LEASE_SECS)
-            chief = holder()
+    lease = NamedTensors(ps_device(0), "chief of these servers")
+    chief = lease.load_json()
+    if chief in (None, coordinator.address) or identify(chief) != coordinator.task:
+        lease.store_json(coordinator.address)
+        # If another chief comes at the same moment, the last writer gets the servers.
+        time.sleep(_LEASE_SECS)
+        chief = lease.load_json()
     if chief != coordinator.address:
         raise PeerLostError(
             "The servers serve another chief",

@@ -14,7 +14,7 @@ not counted, and its batch is open. The same happens when a worker dies.
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,7 @@ class HandedOut(NamedTuple):
     """What the chief has handed out and got back so far."""
 
     next_batch: int  # Of the next ticket.
-    open_batches: tuple[int, ...]  # Before `next_batch`, and not known to be consumed.
+    open_batches: Sequence[int]  # Before `next_batch`, and not known to be consumed.
     num_before: int  # The batches that this chief has handed out, without the open ones.
     ages: Ages
 
@@ -104,23 +104,23 @@ def open_after(handed_out: HandedOut, done: Iterable[int]) -> tuple[int, tuple[i
 def read_tickets(former: FormerState) -> Reached | None:
     """How far the former chief's run has come; None if what it had handed out is not known."""
     facts = former.facts
-    assert former.variables is not None
     loaded = _stored(facts["step_device"]).load_json()
     if loaded is None:
         return None
-    handed_out = _handed_out(loaded)
+    handed_out = HandedOut(**loaded)
     applied, log = (variable.numpy() for variable in former.variables[facts["num_saved"] :])
-    rows = [row for row in log.tolist() if row[0] >= 0]
-    may_be = {*handed_out.open_batches}
+    may_be_done = set(handed_out.open_batches)
     done = {
         batch: (worker, age)
-        for batch, worker, age in rows
-        if batch >= handed_out.next_batch or batch in may_be
+        for batch, worker, age in log.tolist()
+        if batch >= handed_out.next_batch or batch in may_be_done
     }
     next_batch, open_batches = open_after(handed_out, done)
-    ages = {name: collections.Counter(of_worker) for name, of_worker in handed_out.ages.items()}
+    ages = collections.defaultdict[str, collections.Counter[int]](collections.Counter)
+    for name, of_worker in handed_out.ages.items():  # JSON has turned the keys into strings.
+        ages[name].update({int(age): number for age, number in of_worker.items()})
     for worker, age in done.values():
-        ages.setdefault(facts["workers"][worker], collections.Counter())[age] += 1
+        ages[facts["workers"][worker]][age] += 1
     step = int(former.variables[facts["step"]].numpy())
     counts = counts_of(
         applied,
@@ -139,13 +139,3 @@ def read_tickets(former: FormerState) -> Reached | None:
 
 def _stored(step_device: str) -> NamedTensors:
     return NamedTensors(step_device, "handed out")
-
-
-def _handed_out(values: Mapping[str, Any]) -> HandedOut:
-    ages = {
-        worker: {int(age): number for age, number in of_worker.items()}
-        for worker, of_worker in values["ages"].items()
-    }
-    return HandedOut(
-        values["next_batch"], tuple(values["open_batches"]), values["num_before"], ages
-    )

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from strategies.base import Tensor, read_now, value_of
 from strategies.position import Position, Reached
-from strategies.ps.former_state import FormerState
+from strategies.ps.former_state import FormerState, FormerVariable
 from strategies.ps.named_tensors import NamedTensors
 
 _GENERATIONS = (0, 1)
@@ -32,26 +32,19 @@ class Standby:
 
     def __init__(self, devices: Sequence[str]) -> None:
         """`devices` are those of all ps tasks."""
+
+        def stored(name: str, on: Sequence[str]) -> list[list[NamedTensors]]:
+            return [[NamedTensors(device, f"{name} {g}") for device in on] for g in _GENERATIONS]
+
         self._devices = list(devices)
         # By generation, then by ps: its values, on itself and on the next ps; records.
-        self._own, self._mirrored, self._records = (
-            [
-                [NamedTensors(on(ps), f"{name} {generation}") for ps in range(len(devices))]
-                for generation in _GENERATIONS
-            ]
-            for name, on in (
-                ("own values", lambda ps: devices[ps]),
-                ("values of the ps before", self._next),
-                ("complete copy", lambda ps: devices[ps]),
-            )
-        )
+        self._own = stored("own values", devices)
+        self._mirrored = stored("values of the ps before", [*devices[1:], devices[0]])
+        self._records = stored("complete copy", devices)
         self._variables: Sequence[tf.Variable] = ()
         self._generation = 0
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "standby")
         self._write: concurrent.futures.Future[None] | None = None
-
-    def _next(self, ps: int) -> str:
-        return self._devices[(ps + 1) % len(self._devices)]
 
     def begin(self, variables: Sequence[tf.Variable]) -> None:
         """Prepares `copy` of `variables`. Traces its graphs, while all tasks answer."""
@@ -98,26 +91,26 @@ class Standby:
                 if record := stored.load_json():
                     found.append((_reached(record), generation))
         for reached, generation in sorted(found, key=lambda pair: -pair[0].step):
-            values = self._values(former, reached.step, generation)
+            values = self._values(former.saved, reached.step, generation)
             if values is not None:
                 return reached, values
         return None
 
-    def _values(self, former: FormerState, step: int, generation: int) -> list[Tensor] | None:
-        number = former.facts["num_saved"]
-        devices, dtypes = former.devices[:number], former.dtypes[:number]
+    def _values(
+        self, saved: Sequence[FormerVariable], step: int, generation: int
+    ) -> list[Tensor] | None:
         values: dict[int, Tensor] = {}
         for ps, device in enumerate(self._devices):
-            here = [index for index in range(number) if devices[index] == device]
-            kinds = [tf.int64, *(dtypes[index] for index in here)]
+            here = [index for index, variable in enumerate(saved) if variable.device == device]
+            dtypes = [tf.int64, *(saved[index].dtype for index in here)]
             for stored in (self._own[generation][ps], self._mirrored[generation][ps]):
-                loaded = stored.load(kinds)
+                loaded = stored.load(dtypes)
                 if loaded is not None and int(value_of(loaded[0])) == step:
                     values.update(zip(here, loaded[1:], strict=True))
                     break
             else:
                 return None
-        return [values[index] for index in range(number)]
+        return [values[index] for index in range(len(saved))]
 
     def _drop(self, generation: int) -> None:
         for of_each in (self._records, self._own, self._mirrored):
