@@ -297,7 +297,8 @@ def wait_until_all_are_there(
         except UnknownHostError as error:
             address = cluster.address_of(task)
             limit_secs = _tolerated_secs(cluster, address, _UNKNOWN_HOST_SECS)
-            is_late = _secs_since(unknown_since, task) > limit_secs
+            now = time.monotonic()
+            is_late = now - unknown_since.setdefault(task, now) > limit_secs
             if is_late and cluster.generation is None:  # Else the others continue without it.
                 raise AbsentPeerError(
                     f"the host of {task} ({address}) is unknown for {limit_secs:g} s. Correct its "
@@ -332,12 +333,6 @@ def _tolerated_secs(cluster: Cluster, address: str, usual_secs: float) -> float:
     is_pod = "KUBERNETES_SERVICE_HOST" in os.environ and cluster.generation is None
     is_local = host_of(address) in ("localhost", "127.0.0.1", "::1")
     return _LATE_POD_SECS if is_pod and not is_local else usual_secs
-
-
-def _secs_since(times: dict[Task, float], task: Task) -> float:
-    """Seconds since the first call for `task` after it was last removed from `times`."""
-    now = time.monotonic()
-    return now - times.setdefault(task, now)
 
 
 def is_reachable(address: str) -> bool:

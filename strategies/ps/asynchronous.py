@@ -40,7 +40,7 @@ from strategies.ps.former_tickets import DROPPED, HandedOut, counts_of, store_ha
 from strategies.transfer import AS_COMPUTED, Transfer
 from strategies.worker_stats import WorkerStats
 
-# Between two times that the chief stores what it has handed out.
+# How often the chief stores what it has handed out.
 _STORE_SECS = 1.0
 
 
@@ -104,9 +104,9 @@ class AsynchronousExecutor(ParameterServerExecutor):
         """Stores what is handed out; `tickets`, (first batch, size), have not come back yet."""
         waiting = [batch for first, size in tickets for batch in range(first, first + size)]
         ages = {worker: dict(of_worker) for worker, of_worker in self._ages.items()}
-        num_before = self._num_handed_out - len(waiting)
+        num_returned = self._num_handed_out - len(waiting)
         open_batches = (*self._open_batches, *waiting)
-        handed_out = HandedOut(self._next_batch, open_batches, num_before, ages)
+        handed_out = HandedOut(self._next_batch, open_batches, num_returned, ages)
         store_handed_out(self._learner.step.device, handed_out)
 
     @functools.cached_property

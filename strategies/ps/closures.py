@@ -33,8 +33,8 @@ FEW_STEPS = 4
 
 # The most CPU time in which a graph of several steps may be traced.
 _MAX_TRACE_SECS = 20.0
-# The longest closures of several steps. A stop request is answered when the closures have ended
-# that workers have begun, and one more for each worker.
+# The most time for a closure of several steps. A stop request is answered when each worker has
+# ended the closure that it has begun, and one more.
 _CLOSURE_SECS = 8.0
 _COPY_AGAIN_SECS = 1.0
 _DROPPED_SECS = 0.01

@@ -1,4 +1,4 @@
-"""What the aggregator stores after each round, and what a next chief makes of it.
+"""What the aggregator stores after each round, and how the next chief reads it.
 
     stored = stored_rounds(step_device)
     stored.store(Rounds(step, next_sub_batch, returned, slots, counters))   # after each round

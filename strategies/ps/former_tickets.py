@@ -1,8 +1,8 @@
-"""What asynchronous parameter servers know of the batches handed out, for a next chief.
+"""Which batches asynchronous parameter servers have handed out and applied, for the next chief.
 
     store_handed_out(step_device, HandedOut(next_batch, ...))   # the chief, once a second
-    place = log_place(batch)                        # where a server logs each applied gradient
-    reached = read_tickets(former)                                # in the next chief
+    place = log_place(batch)            # where a server logs each applied gradient
+    reached = read_tickets(former)      # in the next chief
 
 The log is a variable on the server of the step counter, [LOG_ROWS, 3]. Each applied gradient is
 written to it directly after it is counted. So the log has all batches that are done since the chief
@@ -28,8 +28,8 @@ from strategies.worker_stats import WorkerStats, added
 
 # In place of a gradient's staleness, if the gradient was too old.
 DROPPED = -1
-# More than the steps between two times that the chief stores what it has handed out. Batches of
-# which the row was overwritten meanwhile would be trained again.
+# More rows than steps between two calls of `store_handed_out`. A batch would be trained again if
+# another one overwrote its row before the second call.
 LOG_ROWS = 1 << 14
 EMPTY_ROW = (-1, -1, DROPPED)
 
@@ -42,7 +42,7 @@ class HandedOut(NamedTuple):
 
     next_batch: int  # Of the next ticket.
     open_batches: Sequence[int]  # Before `next_batch`, and not known to be consumed.
-    num_before: int  # The batches that this chief has handed out, without the open ones.
+    num_returned: int  # The batches that this chief has handed out, without the open ones.
     ages: Ages
 
 
@@ -127,7 +127,7 @@ def read_tickets(former: FormerState) -> Reached | None:
         ages,
         facts["workers"],
         batch_size=facts["batch_size"],
-        num_handed_out=handed_out.num_before + len(done),
+        num_handed_out=handed_out.num_returned + len(done),
         num_steps=step - facts["first_step"],
     )
     lanes = 0, facts["last_lane"]

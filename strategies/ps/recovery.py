@@ -150,7 +150,7 @@ class ServerRecovery:
 
     def end_servers(self, exit_code: int = 0) -> None:
         """Ends every worker and ps task with `exit_code`."""
-        for task in end_servers(self._cluster, self._cluster.other_trainers, exit_code):
+        for task in end_servers(self._cluster, exit_code):
             log.warning("%s does not answer: it was not told that the run is over.", task)
 
 

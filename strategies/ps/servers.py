@@ -151,12 +151,13 @@ def check_versions(cluster: Cluster, tasks: Sequence[Task], versions: Mapping[st
                 )
 
 
-def end_servers(cluster: Cluster, tasks: Sequence[Task], exit_code: int) -> list[Task]:
-    """Ends each of `tasks` with `exit_code`; returns the tasks that did not receive it."""
+def end_servers(cluster: Cluster, exit_code: int) -> list[Task]:
+    """Ends each other worker and ps with `exit_code`; returns the tasks that did not receive it."""
 
     def end(task: Task) -> bool:
         return Mailbox(cluster, task, "end").put(str(exit_code), _MESSAGE_SECS)
 
+    tasks = cluster.other_trainers
     # In parallel, because each task may take seconds to answer.
     with concurrent.futures.ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
         are_received = pool.map(end, tasks)

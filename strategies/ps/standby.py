@@ -6,10 +6,10 @@
     reached, values = standby.find(former) or ...     # in the next chief, if a ps was lost
 
 Each server keeps its own values of a step, which share memory with the variables until the next
-step changes them. Then they travel to the next server, the last server's to the first, while
-training continues. When all have arrived, a record on each server says that the copy is complete,
-and the copy before it is dropped. So there is a complete copy at any time, and if one server is
-lost, the next server has its part of it.
+step changes them. While training continues, each server sends these values to the next server, and
+the last server to the first. When all values have arrived, a record on each server says that the
+copy is complete, and the copy before it is dropped. So there is a complete copy at any time. If one
+server is lost, the next server has its part of the copy.
 """
 
 import concurrent.futures

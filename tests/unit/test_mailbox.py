@@ -83,7 +83,7 @@ def test_put_and_take_end_at_their_timeout(cluster: Cluster) -> None:
 
 
 def test_servers_that_did_not_receive_the_end_are_returned(cluster: Cluster) -> None:
-    assert end_servers(cluster, [WORKER, GONE, PS], 75) == [GONE]
+    assert end_servers(cluster, 75) == [GONE]
     assert [Mailbox(cluster, task, "end").take() for task in (WORKER, PS)] == ["75", "75"]
 
 

@@ -47,12 +47,8 @@ def from_hosts(
                 f"--hosts={text} has a port for some hosts only. Give each host a port, or none: "
                 "--port=N sets the first port of all hosts."
             )
-        num_workers = len(jobs["worker"])
-        jobs = {
-            job: listed
-            for job, listed in (("worker", entries[:num_workers]), ("ps", entries[num_workers:]))
-            if listed
-        }
+        rest = iter(entries)
+        jobs = {job: [next(rest) for _ in listed] for job, listed in jobs.items()}
     tasks = [Task(job, index) for job, listed in jobs.items() for index in range(len(listed))]
     where = f"--hosts={text}"
     here = {host for host in dict.fromkeys(hosts) if is_here(host.strip("[]"))}

@@ -15,10 +15,9 @@ from strategies.cluster.sources.base import (
     Variables,
     Wanted,
     first_port,
-    numbered_jobs,
-    task_of_rank,
+    found_by_rank,
 )
-from strategies.cluster.tf_config import ClusterError, check_cluster
+from strategies.cluster.tf_config import ClusterError
 
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -59,11 +58,8 @@ def from_slurm(environment: Mapping[str, str], wanted: Wanted) -> Found:
     _check_order(variables, environment, counts, rank)
     listed = [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
     step = environment.get("SLURM_STEP_ID", "0")
-    where = f"Slurm job {job}, step {step}"
-    jobs = numbered_jobs(listed, wanted, first_port(f"{job}.{step}"), "srun --ntasks=N")
-    return Found(
-        "slurm", where, check_cluster(jobs, task_of_rank(jobs, rank), wanted.strategy, where)
-    )
+    where, port = f"Slurm job {job}, step {step}", first_port(f"{job}.{step}")
+    return found_by_rank("slurm", where, listed, rank, wanted, port, "srun --ntasks=N")
 
 
 def _counts(variables: Variables) -> list[int]:
