@@ -155,7 +155,7 @@ def all_answer(cluster: Cluster) -> bool:
 
 
 class Identification:
-    """Says whether a task is at its address; raises an error if something else stays there."""
+    """Checks whether tasks are at their addresses; remembers what else answers there."""
 
     def __init__(self, cluster: Cluster, identify_at: Callable[[str], Identity]) -> None:
         self._cluster = cluster
@@ -325,7 +325,7 @@ def wait_until_all_are_there(
 
 
 def _tolerated_secs(cluster: Cluster, address: str, usual_secs: float) -> float:
-    """How long an address may be unknown, or be that of something else than its task.
+    """How long an address may be unknown, or something else than its task may answer there.
 
     Kubernetes creates a name when its pod starts, and may give the address of a pod that has ended
     to another one. The launchers of an elastic cluster decide for themselves.

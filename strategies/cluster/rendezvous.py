@@ -65,12 +65,10 @@ class Greeting(NamedTuple):
     def encoded(self) -> bytes:
         """The bytes that `decoded` takes."""
         text = f"tf-distribution-trainer {self.task.job} {self.task.index} process {self.process}"
-        if self.generation is not None:
-            text += f" generation {self.generation}"
-        if self.met is not None:
-            text += f" met {self.met}"
-        if self.num_gpus:
-            text += f" gpus {self.num_gpus}"
+        optional = {"generation": self.generation, "met": self.met, "gpus": self.num_gpus or None}
+        for name, value in optional.items():
+            if value is not None:
+                text += f" {name} {value}"
         return f"{text}\n".encode()
 
     @classmethod

@@ -20,11 +20,7 @@ from strategies.cluster.sources.base import (
 # SageMaker writes it in every container; SM_* are set only by the images with its toolkit.
 RESOURCE_CONFIG_FILE = Path("/opt/ml/input/config/resourceconfig.json")
 _RESOURCE_CONFIG = "SM_RESOURCE_CONFIG"
-
-
-def is_skypilot(environment: Mapping[str, str]) -> bool:
-    """Returns True in the `run` section of a SkyPilot task."""
-    return "SKYPILOT_NODE_IPS" in environment
+SAGEMAKER_VARIABLES = ("SM_HOSTS", _RESOURCE_CONFIG)
 
 
 def from_skypilot(environment: Mapping[str, str], wanted: Wanted) -> Found:
@@ -47,16 +43,11 @@ def from_skypilot(environment: Mapping[str, str], wanted: Wanted) -> Found:
     return found_by_rank("skypilot", where, nodes, rank, wanted, port, how_many)
 
 
-def is_sagemaker(environment: Mapping[str, str]) -> bool:
-    """Returns True in a training job of SageMaker."""
-    return "SM_HOSTS" in environment or _RESOURCE_CONFIG in environment
-
-
 def with_resource_config(
     environment: Mapping[str, str], path: Path = RESOURCE_CONFIG_FILE
 ) -> Mapping[str, str]:
     """`environment`, with SageMaker's file as SM_RESOURCE_CONFIG if there is one."""
-    if is_sagemaker(environment) or not path.is_file():
+    if any(name in environment for name in SAGEMAKER_VARIABLES) or not path.is_file():
         return environment
     return {**environment, _RESOURCE_CONFIG: path.read_text()}
 

@@ -71,7 +71,7 @@ def from_hosts(
 
 
 def here() -> Callable[[str], bool]:
-    """Returns whether a name or an address is one of this machine's, as a function."""
+    """Returns a function that returns True for a name or an address of this machine."""
     names = {socket.gethostname().lower()}
     names |= {name.partition(".")[0] for name in names}
     addresses = set(_own_addresses())

@@ -27,16 +27,6 @@ from strategies.cluster.tf_config import Task, check_cluster
 _INDEX, _JOBSET, _REPLICATED_JOB = "JOB_COMPLETION_INDEX", "JOBSET_NAME", "REPLICATED_JOB_NAME"
 
 
-def is_jobset(environment: Mapping[str, str]) -> bool:
-    """Returns True in a pod of a JobSet whose template sets JOBSET_NAME."""
-    return _JOBSET in environment
-
-
-def is_indexed_job(environment: Mapping[str, str]) -> bool:
-    """Returns True in a pod of an indexed Job that belongs to no JobSet."""
-    return _INDEX in environment and not is_jobset(environment)
-
-
 def from_indexed_job(environment: Mapping[str, str], wanted: Wanted) -> Found:
     """The cluster of all pods of this Job: the last --ps of them are parameter servers."""
     variables = Variables("an indexed Job", environment)

@@ -26,11 +26,6 @@ _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 _MAX_HOSTS = 100_000
 
 
-def is_slurm(environment: Mapping[str, str]) -> bool:
-    """Returns True in a job of Slurm."""
-    return "SLURM_JOB_ID" in environment
-
-
 def from_slurm(environment: Mapping[str, str], wanted: Wanted) -> Found:
     """The cluster of this step. Raises ClusterError if the environment has no complete step."""
     variables = Variables("Slurm", environment)
