@@ -26,7 +26,7 @@ from strategies.base import Tensor, value_of
 from strategies.position import Position, Reached
 from strategies.ps.former_state import FormerState
 from strategies.ps.named_tensors import NamedTensors
-from strategies.ps.protocol import NONE, Counters, WorkerSlot
+from strategies.ps.protocol import NONE, WorkerSlot
 from strategies.worker_stats import WorkerStats, added
 
 
@@ -75,7 +75,6 @@ def in_flight(slots: WorkerSlot) -> list[int]:
 def counts_of(counters: npt.NDArray[np.int64], workers: Sequence[str]) -> WorkerStats:
     """Packed `counters` of `workers`, with the names of worker_stats."""
     names = ("worker_steps", "worker_examples", "worker_dropped", "worker_repeated")
-    assert len(names) == len(Counters._fields)
     return {
         name: dict(zip(workers, column, strict=True))
         for name, column in zip(names, counters.T.tolist(), strict=True)
