@@ -143,8 +143,8 @@ class AsynchronousExecutor(ParameterServerExecutor):
     def _steps_of_call(self, num_steps: int) -> int:
         """All steps, so that no worker waits for another one.
 
-        But not before the time of a step is known, nor when a graph is used for the first time: the
-        time of such a call counts as the graph's. In the second case the call traces the graph.
+        Fewer if the call uses a graph for the first time, because the time of such a call counts as
+        the graph's: in the first call, and when a graph of more steps should be traced.
         """
         if self.pace.secs_per_step() is None:
             # Each worker uses its graph for the first time.
@@ -158,7 +158,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
     def _lacks_graph(self, size: int, num_steps: int) -> bool:
         """Returns True if closures of `size` steps would be faster with a graph of their own.
 
-        At the end of an epoch, or of a window of batches, tickets are shorter: perhaps all are.
+        The last ticket of an epoch, or of a window of batches, is shorter; perhaps each ticket is.
         """
         unrolled = self._train_unrolled.get(size)
         if unrolled is None or unrolled.is_traced:
@@ -176,8 +176,8 @@ class AsynchronousExecutor(ParameterServerExecutor):
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         """Runs a few more steps if a worker died when a part of its ticket was done.
 
-        Each worker has a ticket, and another one waits for it. After a stop request no ticket is
-        handed out, but for batches of dropped gradients.
+        Each worker has a ticket, and a second ticket waits for it. After a stop request only
+        batches of dropped gradients are handed out.
         """
         started = time.monotonic()
         # Batches of dropped gradients, and open ones of a former chief.

@@ -117,7 +117,7 @@ class ParameterServerExecutor(Executor):
         self._compression = Compression(transfer.wire_dtype)
         self._read_dtype = transfer.read_dtype
         self._has_run = False
-        self._ask_after = -math.inf  # The time of `_may_send_graph`'s next question.
+        self._ask_after = -math.inf  # Until this time `_may_send_graph` asks no task.
         # The number of gradients of each variable that its server stores.
         self._num_gradient_buffers = 0
         _KEEP_ALIVE.append(self)
@@ -175,7 +175,7 @@ class ParameterServerExecutor(Executor):
 
     @override
     def row_bytes(self, width: int, value_bytes: int) -> int:
-        """The id to the server, the row to the worker, both to the server with the gradient."""
+        """The id goes to the server, the row to the worker, and both return with the gradient."""
         size = int(tf.as_dtype(self._read_dtype).size)
         read = value_bytes if self._read_dtype == "float32" else min(value_bytes, size)
         sent = self._compression.value_bytes(value_bytes)
@@ -241,7 +241,7 @@ class ParameterServerExecutor(Executor):
 
     @override
     def return_to_complete_step(self) -> Reached | None:
-        """Within steps, as the next chief would: from what the servers have counted and kept."""
+        """After an error within a step: takes over what the servers keep, as a next chief would."""
         if self._changing != STEPS or not self.recovery.is_published:
             return super().return_to_complete_step()
         return self.recovery.return_to_complete_step()
@@ -253,7 +253,7 @@ class ParameterServerExecutor(Executor):
         """See recovery.StoreProgress."""
 
     def _facts(self, saved: Sequence[tf.Variable], **of_kind: object) -> dict[str, object]:
-        """What a next chief must know besides `saved`: JSON values, with `of_kind`."""
+        """What the next chief must know besides `saved`, JSON values: `of_kind` and three more."""
         step = next(i for i, variable in enumerate(saved) if variable is self._learner.step)
         common = {"step": step, "workers": self._workers(), "counts_before": self.counts_before}
         return {**common, **of_kind}

@@ -75,7 +75,7 @@ class PublishedState:
         self._records = [NamedTensors(device, "record") for device in self.devices]
 
     def publish(self, variables: Sequence[tf.Variable], facts: Mapping[str, Any]) -> None:
-        """Publishes `variables`, each on a ps, and `facts`, JSON values, in place of the former."""
+        """Publishes `variables`, each on a ps, and `facts`, JSON values. Replaces earlier ones."""
         self.withdraw()
         places = [self.devices.index(variable.device) for variable in variables]
         for ps, stored in enumerate(self._handles):
@@ -87,7 +87,7 @@ class PublishedState:
             stored.store_json(record)
 
     def withdraw(self) -> None:
-        """A chief that comes now finds no state."""
+        """Removes the records: a chief that comes now finds no state."""
         for stored in self._records:
             stored.clear()
 

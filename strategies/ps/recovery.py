@@ -122,7 +122,7 @@ class ServerRecovery:
 
     @contextlib.contextmanager
     def withdrawn(self) -> Iterator[None]:
-        """The next chief finds no state while variables are set back: it is of abandoned steps."""
+        """Within it the next chief finds no state: the variables are set back."""
         self._published.withdraw()
         with losses_explained():
             self._standby.clear()
@@ -137,7 +137,7 @@ class ServerRecovery:
                 self._standby.copy(self._reached())
 
     def return_to_complete_step(self) -> Reached | None:
-        """As the next chief would: from what the servers have counted and kept."""
+        """Sets the variables back to the step that the next chief would find; None if to none."""
         with losses_explained():
             former = self._published.find()
             found = settled_values(former) if former else None

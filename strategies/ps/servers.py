@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _MESSAGE_SECS = 5.0
 # The time-out of the first message: a server answers before it has sent its versions.
 _START_SECS = 60.0
-# The time that a running chief may take to take a message.
+# How long it may take until a running chief has taken a message.
 _TAKEN_SECS = 5.0
 _POLL_SECS = 0.1
 _LISTEN_AGAIN_SECS = 1.0

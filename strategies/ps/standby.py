@@ -84,7 +84,7 @@ class Standby:
         self._write = self._writer.submit(write)
 
     def find(self, former: FormerState) -> tuple[Reached, list[Tensor]] | None:
-        """The newest complete copy of the saved variables of `former`; None without."""
+        """The newest complete copy of the saved variables of `former`; None if there is none."""
         found = []
         for generation in _GENERATIONS:
             for stored in self._records[generation]:
