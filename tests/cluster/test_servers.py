@@ -13,22 +13,11 @@ import pytest
 
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
-from tests.cluster.runs import (
-    TOPOLOGIES,
-    Process,
-    assert_one_error,
-    by_hand,
-    read_metrics,
-    train,
-)
+from tests.cluster.runs import TOPOLOGIES, Process, assert_one_error, by_hand, read_metrics, train
 
 LINEAR = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train_steps=60")
-CHIEF, WORKER_0, WORKER_1, PS = (
-    Task("chief", 0),
-    Task("worker", 0),
-    Task("worker", 1),
-    Task("ps", 0),
-)
+CHIEF, PS = Task("chief", 0), Task("ps", 0)
+WORKER_0, WORKER_1 = Task("worker", 0), Task("worker", 1)
 
 
 def host_flags(num_workers: int) -> tuple[str, str]:

@@ -135,6 +135,11 @@ class Play:
         message = self.write(slot, assignment, gradient)
         self.buffers.send(message, tf.constant([gradient, 1.0], tf.float64))
 
+    def first_two_done(self, assignments: list[list[int]]) -> None:
+        """The workers of slots 0 and 1 have computed their `assignments`: 1.0 each."""
+        for slot, assignment in enumerate(assignments[:2]):
+            self.done(slot, assignment, 1.0)
+
     def ended(self, slot: int) -> None:
         """The worker loop of `slot` has taken END_ASSIGNMENT."""
         self.buffers.send(tf.constant([Kind.DONE, slot, END, slot, NONE], tf.int64))
@@ -233,8 +238,7 @@ def test_late_gradient_is_dropped_and_its_sub_batch_is_assigned_again(backed: Pl
     backed.begin_all()
     of_slots = backed.assignments(0, 1, 2)
     lost = of_slots[2][1]
-    for slot in (0, 1):
-        backed.done(slot, of_slots[slot], 1.0)
+    backed.first_two_done(of_slots)
     of_slots[:2] = backed.assignments(0, 1)
     assert [row[2:] for row in of_slots[:2]] == [[EndReason.FINAL, 1]] * 2
     backed.done(2, of_slots[2], 1000.0)
@@ -242,8 +246,7 @@ def test_late_gradient_is_dropped_and_its_sub_batch_is_assigned_again(backed: Pl
     # A late worker gets another sub-batch, whose gradient may be in time.
     another = backed.assignment(2)
     assert another[1] not in {row[1] for row in of_slots}
-    for slot in (0, 1):
-        backed.done(slot, of_slots[slot], 1.0)
+    backed.first_two_done(of_slots)
     assert call.result(TIMEOUT_SECS) == 2
     assert float(backed.variable) == 4.0
     assert backed.returned == [lost]
@@ -271,8 +274,7 @@ def test_round_whose_gradient_was_overwritten_is_repeated(two: Play) -> None:
     assert {first[1], second[1]} == {0, 1}
     assert first[3] == second[3] == 0
     assert float(two.variable) == 0.0
-    two.done(0, first, 1.0)
-    two.done(1, second, 1.0)
+    two.first_two_done([first, second])
     assert call.result(TIMEOUT_SECS) == 1
     assert float(two.variable) == 2.0
     assert two.totals.tolist() == [2.0, 2.0]
@@ -296,8 +298,7 @@ def test_loop_that_begins_again_gets_the_sub_batch_that_was_lost(two: Play, take
         # A message of the lost worker has no effect.
         two.done(0, first, 1000.0)
     assert {again[1], second[1]} == {0, 1}
-    two.done(0, again, 1.0)
-    two.done(1, second, 1.0)
+    two.first_two_done([again, second])
     assert two.assignments(0, 1)[0][1:] == [2, EndReason.FINAL, 1]
     assert float(two.variable) == 2.0
     two.tell(Kind.STOP)
@@ -346,8 +347,7 @@ def test_loop_of_a_former_call_ends_after_its_assignment(backed: Play) -> None:
     call = backed.run(1)
     backed.begin_all()
     of_slots = backed.assignments(0, 1, 2)
-    for slot in (0, 1):
-        backed.done(slot, of_slots[slot], 1.0)
+    backed.first_two_done(of_slots)
     assert call.result(TIMEOUT_SECS) == 1
     backed.slots.is_old[2] = 1
 
@@ -360,12 +360,10 @@ def test_loop_of_a_former_call_ends_after_its_assignment(backed: Play) -> None:
     backed.fill_up()
     of_slots[:2] = backed.assignments(0, 1)
     assert int(backed.buffers.num_queued(2)) == 0
-    for slot in (0, 1):
-        backed.done(slot, of_slots[slot], 1.0)
+    backed.first_two_done(of_slots)
     of_slots[:2] = backed.assignments(0, 1)
     assert [row[2] for row in of_slots[:2]] == [EndReason.FINAL, EndReason.FINAL]
-    for slot in (0, 1):
-        backed.done(slot, of_slots[slot], 1.0)
+    backed.first_two_done(of_slots)
     assert call.result(TIMEOUT_SECS) == 2
     assert not backed.slots.is_old[2]
     assert float(backed.variable) == 6.0
