@@ -99,10 +99,7 @@ class ParameterServerExecutor(Executor):
     recovery: ServerRecovery
 
     def __init__(
-        self,
-        strategy: tf.distribute.ParameterServerStrategy,
-        cluster: Cluster,
-        transfer: Transfer,
+        self, strategy: tf.distribute.ParameterServerStrategy, cluster: Cluster, transfer: Transfer
     ) -> None:
         """`strategy` connects to the tasks of `cluster`, and to a chief if that has none.
 

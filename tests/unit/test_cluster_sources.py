@@ -165,11 +165,7 @@ def case(
     ],
 )
 def test_environment_of_a_scheduler_describes_the_cluster_and_this_task(
-    source: str,
-    environment: dict[str, str],
-    wanted: Wanted,
-    jobs: dict[str, list[str]],
-    task: str,
+    source: str, environment: dict[str, str], wanted: Wanted, jobs: dict[str, list[str]], task: str
 ) -> None:
     assert read(source, environment, wanted) == (jobs, task)
     assert read("auto", {**environment, "PATH": "/bin"}, wanted) == (jobs, task)
@@ -224,9 +220,7 @@ def fault(
         fault("slurm", {}, "no SLURM_JOB_ID ... TF_CONFIG"),
         fault("slurm", SLURM, "--ps=5 ... 5 task(s) ... srun --ntasks=N", Wanted("ps", num_ps=5)),
         fault(
-            "auto",
-            INDEXED_JOB,
-            "does not know how many pods ... --workers=N ... spec.completions",
+            "auto", INDEXED_JOB, "does not know how many pods ... --workers=N ... spec.completions"
         ),
         fault(
             "indexed_job",
@@ -293,9 +287,7 @@ def test_incomplete_or_contradictory_environment_is_explained(
         {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
     ],
 )
-def test_auto_leaves_a_single_task_to_a_cluster_on_its_machine(
-    environment: dict[str, str],
-) -> None:
+def test_auto_leaves_a_single_task_to_a_cluster_on_its_machine(environment: dict[str, str]) -> None:
     assert find("auto", environment, MULTIWORKER) is None
 
 

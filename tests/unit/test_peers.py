@@ -176,9 +176,7 @@ def test_held_port_accepts_connections_and_is_free_afterwards() -> None:
     assert identify(f"localhost:{port}") is None
 
 
-def test_watcher_reports_the_chief_only_after_it_is_gone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_watcher_reports_the_chief_only_after_it_is_gone(caplog: pytest.LogCaptureFixture) -> None:
     (port,) = free_ports(1)
     cluster = Cluster({"worker": {0: f"localhost:{port}"}, "ps": {0: "b:1"}}, Task("ps", 0))
     messages: queue.Queue[str] = queue.Queue()

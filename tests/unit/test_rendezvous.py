@@ -193,9 +193,7 @@ def test_process_that_replaces_another_one_is_waited_for(network: Network) -> No
     assert waiting.ends()
 
 
-def test_process_of_another_generation_does_not_count_nor_does_its_server(
-    network: Network,
-) -> None:
+def test_process_of_another_generation_does_not_count_nor_does_its_server(network: Network) -> None:
     network.waiting[WORKERS[1]] = Greeting(WORKERS[1], "b", generation=3)
     # Host 0 was worker 1 of the earlier group.
     network.waiting[WORKERS[0]] = Greeting(WORKERS[1], "a", generation=2)
@@ -228,9 +226,7 @@ def test_task_that_connects_ends_when_another_process_waits_in_a_place(
         assert lost.get(timeout=20) == "worker 1 was started again"
 
 
-def test_server_of_another_task_in_a_place_is_named(
-    network: Network,
-) -> None:
+def test_server_of_another_task_in_a_place_is_named(network: Network) -> None:
     network.tasks[network.clusters[0].address] = WORKERS[1]
     network.serving = {WORKERS[1]}
     with pytest.raises(ClusterError, match=r"worker 0 should serve .* but worker 1"):

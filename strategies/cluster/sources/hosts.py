@@ -13,12 +13,7 @@ from collections.abc import Callable
 
 import psutil
 
-from strategies.cluster.sources.base import (
-    DEFAULT_PORT,
-    Found,
-    Wanted,
-    numbered_jobs,
-)
+from strategies.cluster.sources.base import DEFAULT_PORT, Found, Wanted, numbered_jobs
 from strategies.cluster.tf_config import ClusterError, Task, check_cluster
 
 

@@ -15,13 +15,7 @@ pod's annotations (deploy/kubernetes has them).
 
 from collections.abc import Mapping
 
-from strategies.cluster.sources.base import (
-    DEFAULT_PORT,
-    Found,
-    Variables,
-    Wanted,
-    found_by_rank,
-)
+from strategies.cluster.sources.base import DEFAULT_PORT, Found, Variables, Wanted, found_by_rank
 from strategies.cluster.tf_config import Task, check_cluster
 
 _INDEX, _JOBSET, _REPLICATED_JOB = "JOB_COMPLETION_INDEX", "JOBSET_NAME", "REPLICATED_JOB_NAME"

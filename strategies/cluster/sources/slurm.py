@@ -10,13 +10,7 @@ from the job and the step.
 import re
 from collections.abc import Iterator, Mapping
 
-from strategies.cluster.sources.base import (
-    Found,
-    Variables,
-    Wanted,
-    first_port,
-    found_by_rank,
-)
+from strategies.cluster.sources.base import Found, Variables, Wanted, first_port, found_by_rank
 from strategies.cluster.tf_config import ClusterError
 
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")

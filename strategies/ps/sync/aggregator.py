@@ -215,11 +215,7 @@ class Aggregator:
     def _take_turn(self, state: _State) -> _State:
         state = self._receive(state)
         is_full = tf.equal(state.num_held, len(self.lanes)) & tf.equal(state.is_stopped, 0)
-        packed = tf.cond(
-            is_full,
-            lambda: self._assign_all(self._finish(state)).pack(),
-            state.pack,
-        )
+        packed = tf.cond(is_full, lambda: self._assign_all(self._finish(state)).pack(), state.pack)
         return _State.unpack(packed)
 
     def _receive(self, state: _State) -> _State:

@@ -34,13 +34,7 @@ from strategies.metrics import Metrics
 from strategies.position import Position, refuse_open_sub_batches
 from strategies.ps.closures import in_background
 from strategies.ps.executor import ParameterServerExecutor
-from strategies.ps.former_rounds import (
-    Rounds,
-    counts_of,
-    in_flight,
-    position_of,
-    stored_rounds,
-)
+from strategies.ps.former_rounds import Rounds, counts_of, in_flight, position_of, stored_rounds
 from strategies.ps.protocol import IDLE, NONE, Counters, EndReason, Kind, Progress, WorkerSlot, pack
 from strategies.ps.sync.aggregator import Aggregator
 from strategies.ps.sync.gradient_buffers import GradientBuffers
