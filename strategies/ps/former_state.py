@@ -115,9 +115,3 @@ class PublishedState:
 def ps_device(index: int) -> str:
     """The device of the ps task `index`."""
     return f"/job:ps/replica:0/task:{index}/device:CPU:0"
-
-
-def assign_value(variable: tf.Variable, value: tf.Tensor) -> None:
-    """Sets `variable` on its server. If `value` is there, it does not travel."""
-    with tf.device(variable.device):
-        tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)

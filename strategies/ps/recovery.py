@@ -21,7 +21,7 @@ from strategies.cluster.tf_config import Cluster
 from strategies.lost_peers import losses_explained
 from strategies.position import Reached
 from strategies.ps.former_rounds import read_rounds, values_at
-from strategies.ps.former_state import FormerState, PublishedState, assign_value
+from strategies.ps.former_state import FormerState, PublishedState
 from strategies.ps.former_tickets import read_tickets
 from strategies.ps.servers import end_servers
 from strategies.ps.standby import Standby
@@ -92,8 +92,7 @@ class ServerRecovery:
             reached, values = found
             kept = f"{reached.step:,}"
             log.warning("The servers keep step %s of the former chief: %s.", kept, said)
-            for variable, value in zip(variables, values, strict=True):
-                assign_value(variable, value)
+            _assign(variables, values)
             return reached
 
     def publish(
@@ -144,8 +143,7 @@ class ServerRecovery:
             if found is None:
                 return None
             reached, values = found
-            for variable, value in zip(self._saved, values, strict=True):
-                assign_value(variable, value)
+            _assign(self._saved, values)
         return reached
 
     def end_servers(self, exit_code: int = 0) -> None:
@@ -193,6 +191,13 @@ def former_values(former: FormerState, step: int) -> list[tf.Tensor] | None:
     if former.facts["kind"] == "synchronous":
         return values_at(former, step)
     return [variable.value() for variable in former.saved]
+
+
+def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
+    """Sets `variables` on their servers. A value that is on the same server does not travel."""
+    for variable, value in zip(variables, values, strict=True):
+        with tf.device(variable.device):
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
 
 def _described_loss(last_step: int | None, copied_step: int) -> str:

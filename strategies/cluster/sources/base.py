@@ -107,7 +107,9 @@ def numbered_jobs(
     before: Counter[str] = Counter()
     addresses = []
     for host in hosts:
-        addresses.append(f"{bracketed(host)}:{first_port + before[host]}")
+        if ":" in host and not host.startswith("["):  # An IPv6 address.
+            host = f"[{host}]"
+        addresses.append(f"{host}:{first_port + before[host]}")
         before[host] += 1
     jobs = {"worker": addresses[:num_workers], "ps": addresses[num_workers:]}
     return {job: listed for job, listed in jobs.items() if listed}
@@ -127,8 +129,3 @@ def found_by_rank(
     num_workers = len(jobs["worker"])
     task = Task("worker", rank) if rank < num_workers else Task("ps", rank - num_workers)
     return Found(source, where, check_cluster(jobs, task, wanted.strategy, where))
-
-
-def bracketed(host: str) -> str:
-    """`host` as it stands before a port: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
