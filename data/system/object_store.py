@@ -122,12 +122,6 @@ def open_object(url: str) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(_ObjectReader(url, num_bytes), _READ_AHEAD_BYTES))
 
 
-def get(url: str) -> bytes:
-    """The content of an object."""
-    with _errors_of(url):
-        return bytes(_obstore().get(*_located(url)).bytes())
-
-
 def get_range(url: str, begin: int, end: int) -> memoryview:
     """Bytes [begin, end) of an object. Raises OSError if it is shorter."""
     with _errors_of(url):
