@@ -2,7 +2,7 @@
 
 first, second = free_ports(2)
 with held(first):                # other tasks can connect, and see that this task exists
-prepare()
+    prepare()
 """
 
 import contextlib
