@@ -236,9 +236,8 @@ class AsynchronousExecutor(ParameterServerExecutor):
         return self._learner.to_metrics(totals), time.monotonic() - started
 
     def _schedule_ticket(self, first: int, size: int) -> tf.distribute.coordinator.RemoteValue:
-        train = self._train_looped
-        if size in self._train_unrolled and self._train_unrolled[size].is_traced:
-            train = self._train_unrolled[size]
+        unrolled = self._train_unrolled.get(size)
+        train = unrolled if unrolled and unrolled.is_traced else self._train_looped
         self._used_graphs.add("looped" if train is self._train_looped else f"{size} unrolled")
         ticket = self._source.ticket(first, size)
         return self._schedule(train, {"first": np.array(first, np.int64), **ticket})

@@ -77,10 +77,10 @@ class PublishedState:
     def publish(self, variables: Sequence[tf.Variable], facts: Mapping[str, Any]) -> None:
         """Publishes `variables`, each on a ps, and `facts`, JSON values. Replaces earlier ones."""
         self.withdraw()
-        places = [self.devices.index(variable.device) for variable in variables]
-        for ps, stored in enumerate(self._handles):
-            here = [v.handle for v, place in zip(variables, places, strict=True) if place == ps]
+        for stored in self._handles:
+            here = [v.handle for v in variables if v.device == stored.device]
             stored.store([tf.constant(len(here)), *here])
+        places = [self.devices.index(variable.device) for variable in variables]
         dtypes = [variable.dtype.name for variable in variables]
         record = {"facts": facts, "places": places, "dtypes": dtypes, "ps": len(self.devices)}
         for stored in self._records:

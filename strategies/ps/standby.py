@@ -36,7 +36,6 @@ class Standby:
         def stored(name: str, on: Sequence[str]) -> list[list[NamedTensors]]:
             return [[NamedTensors(device, f"{name} {g}") for device in on] for g in _GENERATIONS]
 
-        self._devices = list(devices)
         # By generation, then by ps: its values, on itself and on the next ps; records.
         self._own = stored("own values", devices)
         self._mirrored = stored("values of the ps before", [*devices[1:], devices[0]])
@@ -100,10 +99,10 @@ class Standby:
         self, saved: Sequence[FormerVariable], step: int, generation: int
     ) -> list[Tensor] | None:
         values: dict[int, Tensor] = {}
-        for ps, device in enumerate(self._devices):
-            here = [index for index, variable in enumerate(saved) if variable.device == device]
+        for own, mirrored in zip(self._own[generation], self._mirrored[generation], strict=True):
+            here = [index for index, variable in enumerate(saved) if variable.device == own.device]
             dtypes = [tf.int64, *(saved[index].dtype for index in here)]
-            for stored in (self._own[generation][ps], self._mirrored[generation][ps]):
+            for stored in (own, mirrored):
                 loaded = stored.load(dtypes)
                 if loaded is not None and int(value_of(loaded[0])) == step:
                     values.update(zip(here, loaded[1:], strict=True))
@@ -117,26 +116,22 @@ class Standby:
             for stored in of_each[generation]:
                 stored.clear()
 
-    def _here(self, ps: int) -> list[tf.Variable]:
-        return [v for v in self._variables if v.device == self._devices[ps]]
-
     def _keep(self, generation: int) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
         def keep(step: Tensor) -> None:
-            for ps, stored in enumerate(self._own[generation]):
-                with tf.device(stored.device):
-                    values = [read_now(variable) for variable in self._here(ps)]
-                    stored.store([tf.identity(step), *values])
+            for own in self._own[generation]:
+                with tf.device(own.device):
+                    values = [read_now(v) for v in self._variables if v.device == own.device]
+                    own.store([tf.identity(step), *values])
 
         return keep
 
     def _mirror(self, generation: int) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(input_signature=[], autograph=False)
         def mirror() -> None:
-            for ps, (own, other) in enumerate(
-                zip(self._own[generation], self._mirrored[generation], strict=True)
-            ):
-                values = own.get([tf.int64, *(variable.dtype for variable in self._here(ps))])
+            for own, other in zip(self._own[generation], self._mirrored[generation], strict=True):
+                dtypes = [v.dtype for v in self._variables if v.device == own.device]
+                values = own.get([tf.int64, *dtypes])
                 with tf.device(other.device):
                     other.store([tf.identity(value) for value in values])
 
