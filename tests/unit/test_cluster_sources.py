@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -86,84 +87,84 @@ def case(
     worker: list[str],
     ps: list[str] | None = None,
     wanted: Wanted = MULTIWORKER,
-) -> object:
+) -> Any:
     jobs = {"worker": worker} | ({"ps": ps} if ps else {})
     return pytest.param(source, environment, wanted, jobs, task, id=f"{source}, {wanted}")
 
 
-@pytest.mark.parametrize(
-    ("source", "environment", "wanted", "jobs", "task"),
-    [
-        case(
-            "slurm",
-            SLURM,
-            "worker 3",
-            [f"gnode{node}:{P + more}" for node in (10, 20) for more in (0, 1)] + [f"gnode25:{P}"],
-        ),
-        case(
-            "slurm",
-            SLURM | {"SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"},
-            "ps 0",
-            ["gnode10:2222", "gnode10:2223", "gnode20:2222", "gnode20:2223"],
-            ["gnode25:2222"],
-            Wanted("ps", num_ps=1, port=2222),
-        ),
-        case(
-            "indexed_job",
-            INDEXED_JOB,
-            "worker 2",
-            [f"train-7-{i}.train-7:2222" for i in range(3)],
-            wanted=Wanted("multiworker", num_workers=3),
-        ),
-        case(
-            "indexed_job",
-            INDEXED_JOB,
-            "ps 0",
-            [f"train-7-{i}.train-7:2222" for i in range(2)],
-            ["train-7-2.train-7:2222"],
-            Wanted("ps", num_ps=1, num_workers=2),
-        ),
-        case(
-            "jobset",
-            JOBSET,
-            "worker 1",
-            [f"train-worker-0-{i}.train:3333" for i in range(2)],
-            ["train-ps-0-0.train:3333"],
-            Wanted("ps", num_ps=1, num_workers=2, port=3333),
-        ),
-        case(
-            "jobset",
-            {**of_job("ps", "train-ps-0-0"), "JOB_COMPLETION_INDEX": "0"},
-            "ps 0",
-            ["train-worker-0-0.train:2222"],
-            ["train-ps-0-0.train:2222"],
-            Wanted("ps", num_ps=1, num_workers=1),
-        ),
-        case(  # The job of a Kubeflow TrainJob is called `node`.
-            "jobset",
-            of_job("node", "train-node-0-1"),
-            "worker 1",
-            [f"train-node-0-{i}.train:2222" for i in range(2)],
-            wanted=Wanted("multiworker", num_workers=2),
-        ),
-        case("skypilot", SKYPILOT, "worker 1", [f"10.0.0.{node}:{Q}" for node in (4, 5, 9)]),
-        case(
-            "skypilot",
-            {"SKYPILOT_NODE_IPS": "fd00::1\nfd00::2", "SKYPILOT_NODE_RANK": "0"},
-            "worker 0",
-            ["[fd00::1]:2222", "[fd00::2]:2222"],
-        ),
-        case("sagemaker", SAGEMAKER, "worker 1", ["algo-1:2222", "algo-2:2222"]),
-        case(  # Without SageMaker's toolkit.
-            "sagemaker",
-            RESOURCE_CONFIG,
-            "ps 0",
-            ["algo-1:2222"],
-            ["algo-2:2222"],
-            Wanted("ps", num_ps=1),
-        ),
-    ],
-)
+CASES = [
+    case(
+        "slurm",
+        SLURM,
+        "worker 3",
+        [f"gnode{node}:{P + more}" for node in (10, 20) for more in (0, 1)] + [f"gnode25:{P}"],
+    ),
+    case(
+        "slurm",
+        SLURM | {"SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"},
+        "ps 0",
+        ["gnode10:2222", "gnode10:2223", "gnode20:2222", "gnode20:2223"],
+        ["gnode25:2222"],
+        Wanted("ps", num_ps=1, port=2222),
+    ),
+    case(
+        "indexed_job",
+        INDEXED_JOB,
+        "worker 2",
+        [f"train-7-{i}.train-7:2222" for i in range(3)],
+        wanted=Wanted("multiworker", num_workers=3),
+    ),
+    case(
+        "indexed_job",
+        INDEXED_JOB,
+        "ps 0",
+        [f"train-7-{i}.train-7:2222" for i in range(2)],
+        ["train-7-2.train-7:2222"],
+        Wanted("ps", num_ps=1, num_workers=2),
+    ),
+    case(
+        "jobset",
+        JOBSET,
+        "worker 1",
+        [f"train-worker-0-{i}.train:3333" for i in range(2)],
+        ["train-ps-0-0.train:3333"],
+        Wanted("ps", num_ps=1, num_workers=2, port=3333),
+    ),
+    case(
+        "jobset",
+        {**of_job("ps", "train-ps-0-0"), "JOB_COMPLETION_INDEX": "0"},
+        "ps 0",
+        ["train-worker-0-0.train:2222"],
+        ["train-ps-0-0.train:2222"],
+        Wanted("ps", num_ps=1, num_workers=1),
+    ),
+    case(  # The job of a Kubeflow TrainJob is called `node`.
+        "jobset",
+        of_job("node", "train-node-0-1"),
+        "worker 1",
+        [f"train-node-0-{i}.train:2222" for i in range(2)],
+        wanted=Wanted("multiworker", num_workers=2),
+    ),
+    case("skypilot", SKYPILOT, "worker 1", [f"10.0.0.{node}:{Q}" for node in (4, 5, 9)]),
+    case(
+        "skypilot",
+        {"SKYPILOT_NODE_IPS": "fd00::1\nfd00::2", "SKYPILOT_NODE_RANK": "0"},
+        "worker 0",
+        ["[fd00::1]:2222", "[fd00::2]:2222"],
+    ),
+    case("sagemaker", SAGEMAKER, "worker 1", ["algo-1:2222", "algo-2:2222"]),
+    case(  # Without SageMaker's toolkit.
+        "sagemaker",
+        RESOURCE_CONFIG,
+        "ps 0",
+        ["algo-1:2222"],
+        ["algo-2:2222"],
+        Wanted("ps", num_ps=1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "environment", "wanted", "jobs", "task"), CASES)
 def test_environment_of_a_scheduler_describes_the_cluster_and_this_task(
     source: str, environment: dict[str, str], wanted: Wanted, jobs: dict[str, list[str]], task: str
 ) -> None:
@@ -171,7 +172,8 @@ def test_environment_of_a_scheduler_describes_the_cluster_and_this_task(
     assert read("auto", {**environment, "PATH": "/bin"}, wanted) == (jobs, task)
 
 
-def test_all_sources_are_choices_of_the_flag() -> None:
+def test_all_sources_are_tested_and_are_choices_of_the_flag() -> None:
+    assert {case.values[0] for case in CASES} == set(SCHEDULERS)
     assert tuple(SCHEDULERS) == flags.SCHEDULERS
 
 
