@@ -1,7 +1,7 @@
 """A lock between processes, on a file. It ends with the process that holds it.
 
 with locked("datasets/.mnist.lock", on_wait=lambda: print("waiting")) as descriptor:
-...
+    ...
 """
 
 import contextlib

@@ -17,11 +17,11 @@ import errno
 import functools
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from data.system.errors import RunFailed
 from data.system.extras import missing
@@ -101,33 +101,25 @@ def names_in(url: str) -> list[str]:
 def stamp(url: str) -> tuple[int, int]:
     """Size and time of the last change, in ns."""
     with _errors_of(url):
-        found = _obstore().head(*_located(url))
-        return found["size"], int(found["last_modified"].timestamp()) * 10**9
+        return _stamp_of(_obstore().head(*_located(url)))
 
 
 def stamps_in(url: str) -> dict[str, tuple[int, int]]:
     """`stamp` of each object in a directory, by name: one request for 1,000 objects."""
     with _errors_of(url):
         store, key = _located(url)
-        return {
-            item["path"].rpartition("/")[2]: (
-                item["size"],
-                int(item["last_modified"].timestamp()) * 10**9,
-            )
-            for item in _obstore().list_with_delimiter(store, key or None)["objects"]
-        }
+        items = _obstore().list_with_delimiter(store, key or None)["objects"]
+        return {item["path"].rpartition("/")[2]: _stamp_of(item) for item in items}
+
+
+def _stamp_of(item: Mapping[str, Any]) -> tuple[int, int]:
+    return item["size"], int(item["last_modified"].timestamp()) * 10**9
 
 
 def open_object(url: str) -> BinaryIO:
     """Opens an object to read bytes, in large requests: made for reading in sequence."""
     num_bytes, _ = stamp(url)
     return cast(BinaryIO, io.BufferedReader(_ObjectReader(url, num_bytes), _READ_AHEAD_BYTES))
-
-
-def get(url: str) -> bytes:
-    """The content of an object."""
-    with _errors_of(url):
-        return bytes(_obstore().get(*_located(url)).bytes())
 
 
 def get_range(url: str, begin: int, end: int) -> memoryview:

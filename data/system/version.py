@@ -1,7 +1,7 @@
 """The text of --version, to paste into a bug report. Imports none of the packages that it names."""
 
+import glob
 import importlib.metadata
-import os
 import platform
 import sys
 
@@ -14,7 +14,7 @@ _PACKAGES = ("tensorflow", "keras", "numpy")
 def describe_version() -> str:
     """This program, TensorFlow, Keras, Python and the machine, a line each."""
     packages = ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES)
-    gpus = sorted(name for name in _devices() if name.removeprefix("nvidia").isdecimal())
+    gpus = glob.glob("/dev/nvidia[0-9]*")
     return "\n".join(
         [
             f"{_PROGRAM} {version_of(_PROGRAM)}",
@@ -31,7 +31,3 @@ def version_of(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
-
-
-def _devices() -> list[str]:
-    return os.listdir("/dev") if os.path.isdir("/dev") else []

@@ -155,7 +155,7 @@ def all_answer(cluster: Cluster) -> bool:
 
 
 class Identification:
-    """Says whether a task is at its address; raises an error if something else stays there."""
+    """Checks whether tasks are at their addresses; remembers what else answers there."""
 
     def __init__(self, cluster: Cluster, identify_at: Callable[[str], Identity]) -> None:
         self._cluster = cluster
@@ -297,7 +297,8 @@ def wait_until_all_are_there(
         except UnknownHostError as error:
             address = cluster.address_of(task)
             limit_secs = _tolerated_secs(cluster, address, _UNKNOWN_HOST_SECS)
-            is_late = _secs_since(unknown_since, task) > limit_secs
+            now = time.monotonic()
+            is_late = now - unknown_since.setdefault(task, now) > limit_secs
             if is_late and cluster.generation is None:  # Else the others continue without it.
                 raise AbsentPeerError(
                     f"the host of {task} ({address}) is unknown for {limit_secs:g} s. Correct its "
@@ -324,7 +325,7 @@ def wait_until_all_are_there(
 
 
 def _tolerated_secs(cluster: Cluster, address: str, usual_secs: float) -> float:
-    """How long an address may be unknown, or be that of something else than its task.
+    """How long an address may be unknown, or something else than its task may answer there.
 
     Kubernetes creates a name when its pod starts, and may give the address of a pod that has ended
     to another one. The launchers of an elastic cluster decide for themselves.
@@ -332,12 +333,6 @@ def _tolerated_secs(cluster: Cluster, address: str, usual_secs: float) -> float:
     is_pod = "KUBERNETES_SERVICE_HOST" in os.environ and cluster.generation is None
     is_local = host_of(address) in ("localhost", "127.0.0.1", "::1")
     return _LATE_POD_SECS if is_pod and not is_local else usual_secs
-
-
-def _secs_since(times: dict[Task, float], task: Task) -> float:
-    """Seconds since the first call for `task` after it was last removed from `times`."""
-    now = time.monotonic()
-    return now - times.setdefault(task, now)
 
 
 def is_reachable(address: str) -> bool:

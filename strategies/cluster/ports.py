@@ -2,7 +2,7 @@
 
 first, second = free_ports(2)
 with held(first):                # other tasks can connect, and see that this task exists
-prepare()
+    prepare()
 """
 
 import contextlib
@@ -17,16 +17,12 @@ from pathlib import Path
 _PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def bind(port: int) -> socket.socket:
-    """A socket bound as TensorFlow's server binds: on every interface, IPv6 and IPv4."""
-    # Otherwise connections of an earlier run in TIME_WAIT would block the port for a minute.
-    return _bound(port, may_share=True)
+def bind(port: int, *, may_share: bool = True) -> socket.socket:
+    """A socket bound to `port` as TensorFlow's server binds: on every interface, IPv6 and IPv4.
 
-
-def _bound(port: int, *, may_share: bool) -> socket.socket:
-    """A socket bound to `port`, or to any free port if that is 0.
-
-    With `may_share` other sockets may be bound to the port, if they allow it too and do not listen.
+    If `port` is 0, it is bound to any free port. With `may_share` other sockets may be bound to the
+    port, if they allow it too and do not listen. Without it, connections of an earlier run in
+    TIME_WAIT block the port for a minute.
     """
     try:
         bound = socket.socket(socket.AF_INET6)
@@ -107,7 +103,7 @@ def free_ports(num_ports: int) -> list[int]:
         bound: list[socket.socket] = []
         for port in tries:
             try:
-                bound.append(stack.enter_context(_bound(port, may_share=False)))
+                bound.append(stack.enter_context(bind(port, may_share=False)))
             except OSError:
                 continue
             if len(bound) == num_ports:

@@ -65,12 +65,10 @@ class Greeting(NamedTuple):
     def encoded(self) -> bytes:
         """The bytes that `decoded` takes."""
         text = f"tf-distribution-trainer {self.task.job} {self.task.index} process {self.process}"
-        if self.generation is not None:
-            text += f" generation {self.generation}"
-        if self.met is not None:
-            text += f" met {self.met}"
-        if self.num_gpus:
-            text += f" gpus {self.num_gpus}"
+        optional = {"generation": self.generation, "met": self.met, "gpus": self.num_gpus or None}
+        for name, value in optional.items():
+            if value is not None:
+                text += f" {name} {value}"
         return f"{text}\n".encode()
 
     @classmethod
@@ -190,21 +188,15 @@ def connecting(
             watch_restarts(cluster, processes, on_lost, is_over)
         if timeout_secs:
             watch_peers(cluster, timeout_secs, lambda t: on_lost(silence_of(cluster, [t])), is_over)
-            stack.enter_context(_limited(8 * timeout_secs, on_lost))
+            limit_secs = 8 * timeout_secs  # The tasks may answer, and one lacks what another needs.
+            message = (
+                f"the tasks answer, but could not connect to each other for {limit_secs:.0f} s"
+            )
+            overdue = threading.Timer(limit_secs, on_lost, [message])
+            overdue.daemon = True
+            overdue.start()
+            stack.callback(overdue.cancel)
         yield
-
-
-@contextlib.contextmanager
-def _limited(limit_secs: float, on_lost: Callable[[str], None]) -> Iterator[None]:
-    # The tasks answer, but one may not have what another needs.
-    message = f"the tasks answer, but could not connect to each other for {limit_secs:.0f} s"
-    overdue = threading.Timer(limit_secs, on_lost, [message])
-    overdue.daemon = True
-    overdue.start()
-    try:
-        yield
-    finally:
-        overdue.cancel()
 
 
 def watch_restarts(

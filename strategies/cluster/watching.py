@@ -110,9 +110,9 @@ def watch_peers(
 
 
 def silence_of(cluster: Cluster, silent: Sequence[Task]) -> str:
-    """Says that the tasks `silent` do not answer; or that no other host does, if that is so.
+    """Says that the tasks `silent` do not answer; or that no other host answers, if none does.
 
-    Then this host is more likely cut off from the network than all others.
+    In the second case this host is more likely cut off from the network than all others.
     """
     own, *hosts = (host_of(cluster.address_of(t)) for t in (cluster.task, *cluster.other_trainers))
     others = {host: t for host, t in zip(hosts, cluster.other_trainers, strict=True) if host != own}
@@ -130,10 +130,10 @@ def silence_of(cluster: Cluster, silent: Sequence[Task]) -> str:
 def watch_servers(cluster: Cluster, timeout_secs: float, on_silent: Callable[[Task], None]) -> None:
     """In a worker under ps: calls `on_silent` with a ps that only this worker cannot reach.
 
-    The ps has answered before, and has not for `timeout_secs`; and at the last checks the chief
-    answered, and the ps did not. (One check could come in the moment when this worker's network
-    returns.) Returns at once; the call comes on another thread. The chief cannot detect this: it
-    reaches both.
+    Such a ps has answered before, but not for `timeout_secs`, and at each of the last checks the
+    chief has answered. (A single check may come in the moment when the network of this worker
+    returns.) Returns at once; the call comes on another thread. The chief cannot detect this,
+    because it reaches both.
     """
     poll_secs = min(_WATCH_SECS, timeout_secs / 10)
 

@@ -73,7 +73,10 @@ def _all_reduced_vector(vector: Tensor) -> Tensor:
         is_small = vector.shape.is_fully_defined() and num_bytes(vector) < EXCHANGE_BYTES
         if is_small and context.num_replicas_in_sync == 2:
             return _exchanged(vector)
-        return _ring_reduced(vector, context.num_replicas_in_sync)
+        # Not `context.all_reduce`: its rings would wait for each other.
+        instance_key = next(_instance_keys)
+        tokens = [_token(instance_key)]
+        return _ring_sum(vector, context.num_replicas_in_sync, _GROUP_KEY, instance_key, tokens)
 
 
 def cpu_of_worker(strategy: tf.distribute.Strategy) -> str:
@@ -85,23 +88,6 @@ def cpu_of_worker(strategy: tf.distribute.Strategy) -> str:
     return str(device) if is_cpu and not others else ""
 
 
-def _ring_reduced(vector: Tensor, num_workers: int) -> Tensor:
-    """The sum of `vector`, [n], over a ring. The strategy's rings would wait for each other."""
-    instance_key = next(_instance_keys)
-    total = tf.raw_ops.CollectiveReduceV2(
-        input=vector,
-        group_size=num_workers,
-        group_key=_GROUP_KEY,
-        instance_key=instance_key,
-        ordering_token=[_token(instance_key)],
-        merge_op="Add",
-        final_op="Id",
-        communication_hint="ring",
-        max_subdivs_per_device=-1,
-    )
-    return tf.ensure_shape(total, vector.shape)
-
-
 def summed_with_key(vector: Tensor, strategy: tf.distribute.Strategy, key: int) -> Tensor:
     """The sum of `vector`, [n], over all workers, outside of replica context.
 
@@ -111,18 +97,27 @@ def summed_with_key(vector: Tensor, strategy: tf.distribute.Strategy, key: int) 
     kilobytes for each key it has seen.
     """
     (size,) = vector.shape.as_list()
+    # All uses of a key of TensorFlow must have the same shape.
+    instance_key = _MOST_KEYS * size + key
     with tf.device(cpu_of_worker(strategy)):
-        total = tf.raw_ops.CollectiveReduceV2(
-            input=vector,
-            group_size=strategy.num_replicas_in_sync,
-            group_key=_GROUP_KEY_OF_SUMS,
-            # All uses of a key of TensorFlow must have the same shape.
-            instance_key=_MOST_KEYS * size + key,
-            ordering_token=[],
-            merge_op="Add",
-            final_op="Id",
-            communication_hint="ring",
-        )
+        num_workers = strategy.num_replicas_in_sync
+        return _ring_sum(vector, num_workers, _GROUP_KEY_OF_SUMS, instance_key, [])
+
+
+def _ring_sum(
+    vector: Tensor, num_workers: int, group_key: int, instance_key: int, tokens: list[Tensor]
+) -> Tensor:
+    """The sum of `vector`, [n], over a ring of workers. `tokens` order it with other sums."""
+    total = tf.raw_ops.CollectiveReduceV2(
+        input=vector,
+        group_size=num_workers,
+        group_key=group_key,
+        instance_key=instance_key,
+        ordering_token=tokens,
+        merge_op="Add",
+        final_op="Id",
+        communication_hint="ring",
+    )
     return tf.ensure_shape(total, vector.shape)
 
 
@@ -133,15 +128,7 @@ def _exchanged(vector: Tensor) -> Tensor:
     """
     # CollectiveGatherV2 does not support bfloat16, but it does not use the values either.
     sent = tf.bitcast(vector, tf.float16) if vector.dtype == tf.bfloat16 else vector
-    instance_key = next(_instance_keys)
-    both = tf.raw_ops.CollectiveGatherV2(
-        input=sent,
-        group_size=2,
-        group_key=_GROUP_KEY,
-        instance_key=instance_key,
-        ordering_token=[_token(instance_key)],
-        communication_hint="ring",
-    )
+    both = _gathered(sent, 2, next(_instance_keys))
     first, second = tf.split(tf.bitcast(both, vector.dtype), 2)
     return tf.ensure_shape(first + second, vector.shape)
 

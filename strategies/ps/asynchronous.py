@@ -40,7 +40,7 @@ from strategies.ps.former_tickets import DROPPED, HandedOut, counts_of, store_ha
 from strategies.transfer import AS_COMPUTED, Transfer
 from strategies.worker_stats import WorkerStats
 
-# Between two times that the chief stores what it has handed out.
+# How often the chief stores what it has handed out.
 _STORE_SECS = 1.0
 
 
@@ -104,9 +104,9 @@ class AsynchronousExecutor(ParameterServerExecutor):
         """Stores what is handed out; `tickets`, (first batch, size), have not come back yet."""
         waiting = [batch for first, size in tickets for batch in range(first, first + size)]
         ages = {worker: dict(of_worker) for worker, of_worker in self._ages.items()}
-        num_before = self._num_handed_out - len(waiting)
+        num_returned = self._num_handed_out - len(waiting)
         open_batches = (*self._open_batches, *waiting)
-        handed_out = HandedOut(self._next_batch, open_batches, num_before, ages)
+        handed_out = HandedOut(self._next_batch, open_batches, num_returned, ages)
         store_handed_out(self._learner.step.device, handed_out)
 
     @functools.cached_property
@@ -143,8 +143,8 @@ class AsynchronousExecutor(ParameterServerExecutor):
     def _steps_of_call(self, num_steps: int) -> int:
         """All steps, so that no worker waits for another one.
 
-        But not before the time of a step is known, nor when a graph is used for the first time: the
-        time of such a call counts as the graph's. In the second case the call traces the graph.
+        Fewer if the call uses a graph for the first time, because the time of such a call counts as
+        the graph's: in the first call, and when a graph of more steps should be traced.
         """
         if self.pace.secs_per_step() is None:
             # Each worker uses its graph for the first time.
@@ -158,7 +158,7 @@ class AsynchronousExecutor(ParameterServerExecutor):
     def _lacks_graph(self, size: int, num_steps: int) -> bool:
         """Returns True if closures of `size` steps would be faster with a graph of their own.
 
-        At the end of an epoch, or of a window of batches, tickets are shorter: perhaps all are.
+        The last ticket of an epoch, or of a window of batches, is shorter; perhaps each ticket is.
         """
         unrolled = self._train_unrolled.get(size)
         if unrolled is None or unrolled.is_traced:
@@ -176,8 +176,8 @@ class AsynchronousExecutor(ParameterServerExecutor):
     def _run(self, num_steps: int) -> tuple[Metrics, float]:
         """Runs a few more steps if a worker died when a part of its ticket was done.
 
-        Each worker has a ticket, and another one waits for it. After a stop request no ticket is
-        handed out, but for batches of dropped gradients.
+        Each worker has a ticket, and a second ticket waits for it. After a stop request only
+        batches of dropped gradients are handed out.
         """
         started = time.monotonic()
         # Batches of dropped gradients, and open ones of a former chief.
@@ -236,9 +236,8 @@ class AsynchronousExecutor(ParameterServerExecutor):
         return self._learner.to_metrics(totals), time.monotonic() - started
 
     def _schedule_ticket(self, first: int, size: int) -> tf.distribute.coordinator.RemoteValue:
-        train = self._train_looped
-        if size in self._train_unrolled and self._train_unrolled[size].is_traced:
-            train = self._train_unrolled[size]
+        unrolled = self._train_unrolled.get(size)
+        train = unrolled if unrolled and unrolled.is_traced else self._train_looped
         self._used_graphs.add("looped" if train is self._train_looped else f"{size} unrolled")
         ticket = self._source.ticket(first, size)
         return self._schedule(train, {"first": np.array(first, np.int64), **ticket})

@@ -13,7 +13,7 @@ from strategies.gradients.coalescing import is_small, present
 from strategies.gradients.compression import Compression
 from strategies.ps.closures import FEW_STEPS, STEPS_PER_CLOSURE, Closure, packed
 from strategies.ps.former_tickets import DROPPED, EMPTY_ROW, LOG_ROWS, log_place
-from strategies.ps.worker_step import compute_gradients, read_variables, send_to_servers, unstack
+from strategies.ps.worker_step import compute_gradients, read_variables, send_to_servers
 
 
 @dataclasses.dataclass
@@ -35,7 +35,7 @@ class Sent:
 
         The backward pass begins with the last variable.
         """
-        tensors = _tensors(self.arrived)
+        tensors = present(self.arrived)
         large = [tensor for tensor in tensors if not is_small(tensor)]
         here = [tensor for tensor in tensors if tensor.device == device]
         return (large or here or tensors)[-1:]
@@ -98,12 +98,12 @@ class AsynchronousSteps:
 
         def unrolled(num_steps: int, ticket: dict[str, Tensor]) -> Tensor:
             stacked, worker, first = begin(ticket)
-            batches = unstack(stacked, num_steps)
             totals: list[Tensor] = []
             ages: list[Tensor] = []
             former: Sent | None = None
-            for index, batch in enumerate(batches):
-                step_totals, age, former = step(batch, origin_of(index, first), former)
+            for i in range(num_steps):
+                batch = tf.nest.map_structure(lambda t, i=i: t[i], stacked)
+                step_totals, age, former = step(batch, origin_of(i, first), former)
                 totals.append(step_totals)
                 ages.append(age)
             with tf.device(step_device):  # The ages travel as one tensor.
@@ -192,7 +192,7 @@ class AsynchronousSteps:
         arrived, values = read_variables(learner, before, self.read_dtype)
         if former is not None and self.compression.is_lossy:
             # The residual of one step goes into the next step.
-            with tf.control_dependencies(_tensors(former.sent)):
+            with tf.control_dependencies(present(former.sent)):
                 batch = tf.nest.map_structure(tf.identity, batch)
         gradients, totals = compute_gradients(
             values, arrived, learner, self.strategy, batch, self.read_dtype
@@ -213,12 +213,6 @@ class AsynchronousSteps:
             self.applied.scatter_nd_add([[worker]], tf.ones([1], tf.int64))
             self.log.scatter_nd_update([log_place(batch)], [tf.stack([batch, worker, age])])
             return age
-
-
-def _tensors(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """All tensors of gradients, which may be sparse, or None."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    return list(tf.nest.flatten(present, expand_composites=True))
 
 
 def _result(totals: Tensor, worker: Tensor, ages: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ FEW_STEPS = 4
 
 # The most CPU time in which a graph of several steps may be traced.
 _MAX_TRACE_SECS = 20.0
-# The longest closures of several steps. A stop request is answered when the closures have ended
-# that workers have begun, and one more for each worker.
+# The most time for a closure of several steps. A stop request is answered when each worker has
+# ended the closure that it has begun, and one more.
 _CLOSURE_SECS = 8.0
 _COPY_AGAIN_SECS = 1.0
 _DROPPED_SECS = 0.01
@@ -61,12 +61,11 @@ class Closure:
         return self._concrete is not None
 
     def schedule(
-        self, coordinator: tf.distribute.coordinator.ClusterCoordinator, *args: object
+        self, coordinator: tf.distribute.coordinator.ClusterCoordinator, ticket: object
     ) -> tf.distribute.coordinator.RemoteValue:
-        """Gives the function and `args` to the next idle worker; returns the remote result."""
-        if self._concrete is None:
-            self.trace(coordinator.strategy)
-        return coordinator.schedule(self._concrete, args=args)
+        """Gives the function and `ticket` to the next idle worker; returns the remote result."""
+        self.trace(coordinator.strategy)
+        return coordinator.schedule(self._concrete, args=(ticket,))
 
     def trace(self, strategy: tf.distribute.Strategy) -> None:
         """Traces the function, which also sends it to all tasks; later calls do nothing."""

@@ -50,6 +50,8 @@ from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.metrics import Metrics
 from strategies.position import Position, Reached
 from strategies.ps.closures import STEPS_PER_CLOSURE, Closure, fetched
+from strategies.ps.former_state import ps_device
+from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.placement import dry_run, place, placed
 from strategies.ps.recovery import ServerRecovery
 from strategies.ps.servers import check_versions, listen_for_losses, listen_for_stop
@@ -97,10 +99,7 @@ class ParameterServerExecutor(Executor):
     recovery: ServerRecovery
 
     def __init__(
-        self,
-        strategy: tf.distribute.ParameterServerStrategy,
-        cluster: Cluster,
-        transfer: Transfer,
+        self, strategy: tf.distribute.ParameterServerStrategy, cluster: Cluster, transfer: Transfer
     ) -> None:
         """`strategy` connects to the tasks of `cluster`, and to a chief if that has none.
 
@@ -115,7 +114,7 @@ class ParameterServerExecutor(Executor):
         self._compression = Compression(transfer.wire_dtype)
         self._read_dtype = transfer.read_dtype
         self._has_run = False
-        self._ask_after = -math.inf  # The time of `_may_send_graph`'s next question.
+        self._ask_after = -math.inf  # Until this time `_may_send_graph` asks no task.
         # The number of gradients of each variable that its server stores.
         self._num_gradient_buffers = 0
         _KEEP_ALIVE.append(self)
@@ -173,7 +172,7 @@ class ParameterServerExecutor(Executor):
 
     @override
     def row_bytes(self, width: int, value_bytes: int) -> int:
-        """The id to the server, the row to the worker, both to the server with the gradient."""
+        """The id goes to the server, the row to the worker, and both return with the gradient."""
         size = int(tf.as_dtype(self._read_dtype).size)
         read = value_bytes if self._read_dtype == "float32" else min(value_bytes, size)
         sent = self._compression.value_bytes(value_bytes)
@@ -239,7 +238,7 @@ class ParameterServerExecutor(Executor):
 
     @override
     def return_to_complete_step(self) -> Reached | None:
-        """Within steps, as the next chief would: from what the servers have counted and kept."""
+        """After an error within a step: takes over what the servers keep, as a next chief would."""
         if self._changing != STEPS or not self.recovery.is_published:
             return super().return_to_complete_step()
         return self.recovery.return_to_complete_step()
@@ -251,7 +250,7 @@ class ParameterServerExecutor(Executor):
         """See recovery.StoreProgress."""
 
     def _facts(self, saved: Sequence[tf.Variable], **of_kind: object) -> dict[str, object]:
-        """What a next chief must know besides `saved`: JSON values, with `of_kind`."""
+        """What the next chief must know besides `saved`, JSON values: `of_kind` and three more."""
         step = next(i for i, variable in enumerate(saved) if variable is self._learner.step)
         common = {"step": step, "workers": self._workers(), "counts_before": self.counts_before}
         return {**common, **of_kind}
@@ -352,27 +351,13 @@ class ParameterServerExecutor(Executor):
 
 def _take_lease(coordinator: Cluster) -> None:
     """Takes the servers for this chief: servers would serve two chiefs, and both could end them."""
-    device = "/job:ps/replica:0/task:0/device:CPU:0"
-    key = tf.constant([0], tf.int64)
-    with tf.device(device):
-        table = tf.raw_ops.MutableHashTableV2(
-            key_dtype=tf.int64, value_dtype=tf.string, shared_name="chief of these servers"
-        )
-
-        def holder() -> str:
-            found = tf.raw_ops.LookupTableFindV2(
-                table_handle=table, keys=key, default_value=tf.constant("")
-            )
-            return str(found.numpy()[0].decode())
-
-        chief = holder()
-        if chief in ("", coordinator.address) or identify(chief) != coordinator.task:
-            tf.raw_ops.LookupTableInsertV2(
-                table_handle=table, keys=key, values=tf.constant([coordinator.address])
-            )
-            # If another chief comes at the same moment, the last writer gets the servers.
-            time.sleep(_LEASE_SECS)
-            chief = holder()
+    lease = NamedTensors(ps_device(0), "chief of these servers")
+    chief = lease.load_json()
+    if chief in (None, coordinator.address) or identify(chief) != coordinator.task:
+        lease.store_json(coordinator.address)
+        # If another chief comes at the same moment, the last writer gets the servers.
+        time.sleep(_LEASE_SECS)
+        chief = lease.load_json()
     if chief != coordinator.address:
         raise PeerLostError(
             "The servers serve another chief",

@@ -1,4 +1,4 @@
-"""What the aggregator stores after each round, and what a next chief makes of it.
+"""What the aggregator stores after each round, and how the next chief reads it.
 
     stored = stored_rounds(step_device)
     stored.store(Rounds(step, next_sub_batch, returned, slots, counters))   # after each round
@@ -26,7 +26,7 @@ from strategies.base import Tensor, value_of
 from strategies.position import Position, Reached
 from strategies.ps.former_state import FormerState
 from strategies.ps.named_tensors import NamedTensors
-from strategies.ps.protocol import NONE, Counters, WorkerSlot
+from strategies.ps.protocol import NONE, WorkerSlot
 from strategies.worker_stats import WorkerStats, added
 
 
@@ -67,16 +67,14 @@ def position_of(
     return Position(next_batch, tuple(open_sub_batches), skipped)
 
 
-def in_flight(slots: npt.NDArray[np.int64]) -> list[int]:
-    """The sub-batches that are assigned to worker slots, of packed `slots`."""
-    numbers = slots[:, WorkerSlot._fields.index("sub_batch")]
-    return [int(number) for number in numbers if number != NONE]
+def in_flight(slots: WorkerSlot) -> list[int]:
+    """The sub-batches that are assigned to worker slots. The fields of `slots` are columns."""
+    return [int(number) for number in slots.sub_batch if number != NONE]
 
 
 def counts_of(counters: npt.NDArray[np.int64], workers: Sequence[str]) -> WorkerStats:
     """Packed `counters` of `workers`, with the names of worker_stats."""
     names = ("worker_steps", "worker_examples", "worker_dropped", "worker_repeated")
-    assert len(names) == len(Counters._fields)
     return {
         name: dict(zip(workers, column, strict=True))
         for name, column in zip(names, counters.T.tolist(), strict=True)
@@ -86,7 +84,6 @@ def counts_of(counters: npt.NDArray[np.int64], workers: Sequence[str]) -> Worker
 def read_rounds(former: FormerState) -> Reached | None:
     """How far the former chief's run has come; None if its variables are of no complete step."""
     facts = former.facts
-    assert former.variables is not None
     loaded = stored_rounds(facts["step_device"]).load([tf.int64] * len(Rounds._fields))
     if loaded is None:
         return None
@@ -99,7 +96,7 @@ def read_rounds(former: FormerState) -> Reached | None:
     if not may_be_begun.issuperset(begun.values()):
         return None
     lanes = [range(first, end) for first, end in facts["lanes"]]
-    open_numbers = [*rounds.returned.tolist(), *in_flight(rounds.slots)]
+    open_numbers = [*rounds.returned.tolist(), *in_flight(WorkerSlot(*rounds.slots.T))]
     skipped = tuple(facts["skipped"])
     position = position_of(int(rounds.next_sub_batch), open_numbers, lanes, skipped)
     since_start = counts_of(rounds.counters, facts["workers"])
@@ -112,9 +109,8 @@ def kept_values(device: str) -> NamedTensors:
 
 
 def values_at(former: FormerState, step: int) -> list[Tensor] | None:
-    """The values of the saved variables after `step`; None if they are not kept."""
-    assert former.variables is not None
-    saved = former.variables[: former.facts["num_saved"]]
+    """The values of the saved variables after `step`; None if a server has not kept them."""
+    saved = former.saved
     values = [variable.value() for variable in saved]
     for device, begun in _begun(former).items():
         if begun == step:
@@ -130,6 +126,5 @@ def values_at(former: FormerState, step: int) -> list[Tensor] | None:
 
 def _begun(former: FormerState) -> dict[str, int]:
     """The step that each server began last, by its device."""
-    assert former.variables is not None
     first, number = former.facts["num_saved"], former.facts["num_marks"]
     return {mark.device: int(mark.numpy()) for mark in former.variables[first : first + number]}

@@ -5,13 +5,13 @@
     published.publish(variables, {"kind": ...})     # from now on the next chief finds these
     published.withdraw()                            # before variables are set back
 
-A ps has the handles of its variables in one list (named_tensors.py), and a record: JSON that says
-which variable is which. Each ps has the same record, so it is found if any ps is left.
+Each ps has two lists (named_tensors.py): the handles of its variables, and a record, which is JSON
+and says which variable is which. The record is the same on each ps, so it is found if any ps is
+left.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any  # JSON values.
+from typing import Any, NamedTuple  # Any: JSON values.
 
 import numpy.typing as npt
 import tensorflow as tf
@@ -20,16 +20,13 @@ from strategies.base import Tensor, value_of
 from strategies.cluster.tf_config import Cluster
 from strategies.ps.named_tensors import NamedTensors
 
-_ps_device = "/job:ps/replica:0/task:{}/device:CPU:0"
 
-
-@dataclass(frozen=True)
-class FormerVariable:
+class FormerVariable(NamedTuple):
     """A variable of a former chief."""
 
     device: str
     dtype: tf.DType
-    handle: Tensor
+    handle: Tensor | None  # None if its ps has lost it.
 
     def value(self) -> tf.Tensor:
         """The current value, on its server; shares memory with the variable until that changes."""
@@ -46,30 +43,26 @@ class FormerVariable:
             tf.raw_ops.AssignVariableOp(resource=self.handle, value=tf.zeros([0], self.dtype))
 
 
-@dataclass(frozen=True)
-class FormerState:
-    """What a former chief has published.
+class FormerState(NamedTuple):
+    """The arguments of a former chief's `PublishedState.publish`."""
 
-    Attributes:
-        facts: The argument of `PublishedState.publish`.
-        variables: Of each published variable, in their order; None if a ps has lost its variables.
-        found: All variables that are left, in any order.
-        devices: The devices of the published variables, in their order.
-        dtypes: Their types.
-    """
-
+    variables: Sequence[FormerVariable]
     facts: Mapping[str, Any]
-    variables: Sequence[FormerVariable] | None
-    found: Sequence[FormerVariable]
-    devices: Sequence[str] = ()
-    dtypes: Sequence[tf.DType] = ()
+
+    @property
+    def has_all_variables(self) -> bool:
+        """False if a ps has lost its variables."""
+        return all(variable.handle is not None for variable in self.variables)
+
+    @property
+    def saved(self) -> Sequence[FormerVariable]:
+        """The variables that a checkpoint has."""
+        return self.variables[: self.facts["num_saved"]]
 
     def last_step(self) -> int | None:
         """The step counter; None if its ps has lost its variables."""
-        index = self.facts["step"]
-        device, place = self.devices[index], self.devices[:index].count(self.devices[index])
-        here = [variable for variable in self.found if variable.device == device]
-        return int(here[place].numpy()) if place < len(here) else None
+        counter = self.variables[self.facts["step"]]
+        return None if counter.handle is None else int(counter.numpy())
 
 
 class PublishedState:
@@ -82,19 +75,19 @@ class PublishedState:
         self._records = [NamedTensors(device, "record") for device in self.devices]
 
     def publish(self, variables: Sequence[tf.Variable], facts: Mapping[str, Any]) -> None:
-        """Publishes `variables`, each on a ps, and `facts`, JSON values, in place of the former."""
+        """Publishes `variables`, each on a ps, and `facts`, JSON values. Replaces earlier ones."""
         self.withdraw()
-        places = [self.devices.index(variable.device) for variable in variables]
-        for ps, stored in enumerate(self._handles):
-            here = [v.handle for v, place in zip(variables, places, strict=True) if place == ps]
+        for stored in self._handles:
+            here = [v.handle for v in variables if v.device == stored.device]
             stored.store([tf.constant(len(here)), *here])
+        places = [self.devices.index(variable.device) for variable in variables]
         dtypes = [variable.dtype.name for variable in variables]
         record = {"facts": facts, "places": places, "dtypes": dtypes, "ps": len(self.devices)}
         for stored in self._records:
             stored.store_json(record)
 
     def withdraw(self) -> None:
-        """A chief that comes now finds no state."""
+        """Removes the records: a chief that comes now finds no state."""
         for stored in self._records:
             stored.clear()
 
@@ -107,30 +100,18 @@ class PublishedState:
         record = next((found for found in records if found), None)
         if record is None or record["ps"] != len(self.devices):
             return None
-        places, dtypes = record["places"], record["dtypes"]
-        of_ps: list[list[FormerVariable]] = []
-        for ps, (device, stored) in enumerate(zip(self.devices, self._handles, strict=True)):
-            kinds = [tf.as_dtype(d) for d, place in zip(dtypes, places, strict=True) if place == ps]
-            loaded = stored.load([tf.int32, *[tf.resource] * len(kinds)])
-            handles = loaded[1:] if loaded else []
-            of_ps.append(
-                [FormerVariable(device, *pair) for pair in zip(kinds, handles, strict=False)]
-            )
-        found = [variable for here in of_ps for variable in here]
-        variables = None
-        if len(found) == len(places):
-            rest = [iter(here) for here in of_ps]
-            variables = [next(rest[place]) for place in places]
-        of_each = [self.devices[place] for place in places], list(map(tf.as_dtype, dtypes))
-        return FormerState(record["facts"], variables, found, *of_each)
+        places, handles = record["places"], []
+        for ps, stored in enumerate(self._handles):
+            number = places.count(ps)
+            loaded = stored.load([tf.int32, *[tf.resource] * number])
+            handles.append(iter(loaded[1:] if loaded else [None] * number))
+        variables = [
+            FormerVariable(self.devices[place], tf.as_dtype(dtype), next(handles[place]))
+            for place, dtype in zip(places, record["dtypes"], strict=True)
+        ]
+        return FormerState(variables, record["facts"])
 
 
 def ps_device(index: int) -> str:
     """The device of the ps task `index`."""
-    return _ps_device.format(index)
-
-
-def assign_value(variable: tf.Variable, value: tf.Tensor) -> None:
-    """Sets `variable` on its server. If `value` is there, it does not travel."""
-    with tf.device(variable.device):
-        tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+    return f"/job:ps/replica:0/task:{index}/device:CPU:0"

@@ -1,8 +1,8 @@
-"""What asynchronous parameter servers know of the batches handed out, for a next chief.
+"""Which batches asynchronous parameter servers have handed out and applied, for the next chief.
 
     store_handed_out(step_device, HandedOut(next_batch, ...))   # the chief, once a second
-    place = log_place(batch)                        # where a server logs each applied gradient
-    reached = read_tickets(former)                                # in the next chief
+    place = log_place(batch)            # where a server logs each applied gradient
+    reached = read_tickets(former)      # in the next chief
 
 The log is a variable on the server of the step counter, [LOG_ROWS, 3]. Each applied gradient is
 written to it directly after it is counted. So the log has all batches that are done since the chief
@@ -14,7 +14,7 @@ not counted, and its batch is open. The same happens when a worker dies.
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,8 @@ from strategies.worker_stats import WorkerStats, added
 
 # In place of a gradient's staleness, if the gradient was too old.
 DROPPED = -1
-# More than the steps between two times that the chief stores what it has handed out. Batches of
-# which the row was overwritten meanwhile would be trained again.
+# More rows than steps between two calls of `store_handed_out`. A batch would be trained again if
+# another one overwrote its row before the second call.
 LOG_ROWS = 1 << 14
 EMPTY_ROW = (-1, -1, DROPPED)
 
@@ -41,8 +41,8 @@ class HandedOut(NamedTuple):
     """What the chief has handed out and got back so far."""
 
     next_batch: int  # Of the next ticket.
-    open_batches: tuple[int, ...]  # Before `next_batch`, and not known to be consumed.
-    num_before: int  # The batches that this chief has handed out, without the open ones.
+    open_batches: Sequence[int]  # Before `next_batch`, and not known to be consumed.
+    num_returned: int  # The batches that this chief has handed out, without the open ones.
     ages: Ages
 
 
@@ -104,30 +104,30 @@ def open_after(handed_out: HandedOut, done: Iterable[int]) -> tuple[int, tuple[i
 def read_tickets(former: FormerState) -> Reached | None:
     """How far the former chief's run has come; None if what it had handed out is not known."""
     facts = former.facts
-    assert former.variables is not None
     loaded = _stored(facts["step_device"]).load_json()
     if loaded is None:
         return None
-    handed_out = _handed_out(loaded)
+    handed_out = HandedOut(**loaded)
     applied, log = (variable.numpy() for variable in former.variables[facts["num_saved"] :])
-    rows = [row for row in log.tolist() if row[0] >= 0]
-    may_be = {*handed_out.open_batches}
+    may_be_done = set(handed_out.open_batches)
     done = {
         batch: (worker, age)
-        for batch, worker, age in rows
-        if batch >= handed_out.next_batch or batch in may_be
+        for batch, worker, age in log.tolist()
+        if batch >= handed_out.next_batch or batch in may_be_done
     }
     next_batch, open_batches = open_after(handed_out, done)
-    ages = {name: collections.Counter(of_worker) for name, of_worker in handed_out.ages.items()}
+    ages = collections.defaultdict[str, collections.Counter[int]](collections.Counter)
+    for name, of_worker in handed_out.ages.items():  # JSON has turned the keys into strings.
+        ages[name].update({int(age): number for age, number in of_worker.items()})
     for worker, age in done.values():
-        ages.setdefault(facts["workers"][worker], collections.Counter())[age] += 1
+        ages[facts["workers"][worker]][age] += 1
     step = int(former.variables[facts["step"]].numpy())
     counts = counts_of(
         applied,
         ages,
         facts["workers"],
         batch_size=facts["batch_size"],
-        num_handed_out=handed_out.num_before + len(done),
+        num_handed_out=handed_out.num_returned + len(done),
         num_steps=step - facts["first_step"],
     )
     lanes = 0, facts["last_lane"]
@@ -139,13 +139,3 @@ def read_tickets(former: FormerState) -> Reached | None:
 
 def _stored(step_device: str) -> NamedTensors:
     return NamedTensors(step_device, "handed out")
-
-
-def _handed_out(values: Mapping[str, Any]) -> HandedOut:
-    ages = {
-        worker: {int(age): number for age, number in of_worker.items()}
-        for worker, of_worker in values["ages"].items()
-    }
-    return HandedOut(
-        values["next_batch"], tuple(values["open_batches"]), values["num_before"], ages
-    )

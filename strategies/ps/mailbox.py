@@ -88,7 +88,7 @@ class Mailbox:
 class _Session(tf.compat.v1.Session):
     @override
     def close(self) -> None:
-        """A server that has ended or was restarted does not know the session: it is closed then.
+        """Raises no error if the server does not know the session: it has ended or was restarted.
 
         TensorFlow may call this in a thread, which would print a traceback.
         """

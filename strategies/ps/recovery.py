@@ -1,12 +1,17 @@
 """The state of a run on its parameter servers, which the next chief takes over.
 
-recovery = ServerRecovery(cluster, store_progress, reached)     # in each chief
-found = recovery.take_over(variables, identity, after_step=0)   # of a former chief, or None
-recovery.publish(variables, identity)           # from now on the next chief finds these
+    recovery = ServerRecovery(cluster, store_progress, reached)     # in each chief
+    found = recovery.take_over(variables, identity, after_step=0)   # of a former chief, or None
+    recovery.publish(variables, identity)           # from now on the next chief finds these
+
+A server learns of the death of a chief when its connections are closed, and then cancels the
+chief's graphs. If the host of the chief is silent, its graphs continue to the end of a call. So the
+next chief waits until nothing changes any more (`settled`).
 """
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -15,12 +20,19 @@ import tensorflow as tf
 from strategies.cluster.tf_config import Cluster
 from strategies.lost_peers import losses_explained
 from strategies.position import Reached
-from strategies.ps.former_state import FormerState, PublishedState, assign_value
+from strategies.ps.former_rounds import read_rounds, values_at
+from strategies.ps.former_state import FormerState, PublishedState
+from strategies.ps.former_tickets import read_tickets
 from strategies.ps.servers import end_servers
-from strategies.ps.settling import settled_values
 from strategies.ps.standby import Standby
 
 log = logging.getLogger(__name__)
+
+_READERS = {"synchronous": read_rounds, "asynchronous": read_tickets}
+# Nothing has changed for this time: the servers have ended the work.
+_QUIET_SECS = 0.5
+# If something still changes after this time, the former chief lives.
+_MOST_SECS = 30.0
 
 # Stores how far the run has come, on the server of the step counter. Takes the saved variables, and
 # returns what a next chief needs besides them: the executor's own variables, which it reads or
@@ -80,8 +92,7 @@ class ServerRecovery:
             reached, values = found
             kept = f"{reached.step:,}"
             log.warning("The servers keep step %s of the former chief: %s.", kept, said)
-            for variable, value in zip(variables, values, strict=True):
-                assign_value(variable, value)
+            _assign(variables, values)
             return reached
 
     def publish(
@@ -96,8 +107,9 @@ class ServerRecovery:
             self._publish()
             self._standby.clear()
             if self._former:
-                for variable in self._former.found:
-                    variable.empty()
+                for variable in self._former.variables:
+                    if variable.handle is not None:
+                        variable.empty()
                 self._former = None
             if has_standby:
                 self._standby.begin(variables)
@@ -109,7 +121,7 @@ class ServerRecovery:
 
     @contextlib.contextmanager
     def withdrawn(self) -> Iterator[None]:
-        """The next chief finds no state while variables are set back: it is of abandoned steps."""
+        """Within it the next chief finds no state: the variables are set back."""
         self._published.withdraw()
         with losses_explained():
             self._standby.clear()
@@ -124,21 +136,68 @@ class ServerRecovery:
                 self._standby.copy(self._reached())
 
     def return_to_complete_step(self) -> Reached | None:
-        """As the next chief would: from what the servers have counted and kept."""
+        """Sets the variables back to the step that the next chief would find; None if to none."""
         with losses_explained():
             former = self._published.find()
             found = settled_values(former) if former else None
             if found is None:
                 return None
             reached, values = found
-            for variable, value in zip(self._saved, values, strict=True):
-                assign_value(variable, value)
+            _assign(self._saved, values)
         return reached
 
     def end_servers(self, exit_code: int = 0) -> None:
         """Ends every worker and ps task with `exit_code`."""
-        for task in end_servers(self._cluster, self._cluster.other_trainers, exit_code):
+        for task in end_servers(self._cluster, exit_code):
             log.warning("%s does not answer: it was not told that the run is over.", task)
+
+
+def settled_values(former: FormerState) -> tuple[Reached, list[tf.Tensor]] | None:
+    """How far the run has come, and the values of the saved variables, on their servers.
+
+    Waits for the end of the former chief's work. Returns None if the variables are of no complete
+    step, if a server was lost, or if something has changed while the values were read.
+    """
+    reached = settled(former)
+    values = None if reached is None else former_values(former, reached.step)
+    if reached is None or values is None or read_once(former) != reached:
+        return None
+    return reached, values
+
+
+def settled(former: FormerState) -> Reached | None:
+    """`read_once`, when it does not change any more; None if it still changes after 30 s."""
+    deadline = time.monotonic() + _MOST_SECS
+    before = read_once(former)
+    while time.monotonic() < deadline:
+        time.sleep(_QUIET_SECS)
+        now = read_once(former)
+        if now == before:
+            return now
+        before = now
+    return None
+
+
+def read_once(former: FormerState) -> Reached | None:
+    """How far the run of `former` has come; None if it is in the middle of a step."""
+    return _READERS[former.facts["kind"]](former) if former.has_all_variables else None
+
+
+def former_values(former: FormerState, step: int) -> list[tf.Tensor] | None:
+    """The values of the saved variables, on their servers; None if a server has not kept them.
+
+    They share memory with the variables until these change.
+    """
+    if former.facts["kind"] == "synchronous":
+        return values_at(former, step)
+    return [variable.value() for variable in former.saved]
+
+
+def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
+    """Sets `variables` on their servers. A value that is on the same server does not travel."""
+    for variable, value in zip(variables, values, strict=True):
+        with tf.device(variable.device):
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
 
 def _described_loss(last_step: int | None, copied_step: int) -> str:

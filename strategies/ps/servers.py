@@ -1,13 +1,11 @@
 """Worker and ps tasks: TensorFlow's servers, from their start until the chief ends them.
 
-serve(cluster, 0, 600, num_gpus=0, versions=versions, ...)      # never returns
-start_server(cluster, num_threads, num_gpus)    # in worker 0 of a cluster without a chief
-ask_chief_to_stop(cluster)              # in a worker or ps task that is asked to end
-report_loss(cluster, "no answer")       # in a worker that cannot continue
-check_versions(cluster, tasks, versions)        # in the chief
-listen_for_stop(cluster, on_stop)               # in the chief
-listen_for_losses(cluster)                      # in the chief
-end_servers(cluster, tasks, exit_code)          # in the chief
+    serve(cluster, 0, 600, num_gpus=0, versions=versions, ...)      # never returns
+    start_server(cluster, num_threads, num_gpus)    # in worker 0 of a cluster without a chief
+    ask_chief_to_stop(cluster)          # in a worker or ps task that is asked to end
+    report_loss(cluster, "no answer")   # in a worker that cannot continue
+
+The chief calls check_versions, listen_for_stop, listen_for_losses and end_servers.
 """
 
 import concurrent.futures
@@ -32,8 +30,8 @@ log = logging.getLogger(__name__)
 _MESSAGE_SECS = 5.0
 # The time-out of the first message: a server answers before it has sent its versions.
 _START_SECS = 60.0
-# The time that a running chief may take to receive a stop request.
-_STOP_SECS = 5.0
+# How long it may take until a running chief has taken a message.
+_TAKEN_SECS = 5.0
 _POLL_SECS = 0.1
 _LISTEN_AGAIN_SECS = 1.0
 _SHUTDOWN_GRACE_SECS = 0.2
@@ -153,12 +151,13 @@ def check_versions(cluster: Cluster, tasks: Sequence[Task], versions: Mapping[st
                 )
 
 
-def end_servers(cluster: Cluster, tasks: Sequence[Task], exit_code: int) -> list[Task]:
-    """Ends each of `tasks` with `exit_code`; returns the tasks that did not receive it."""
+def end_servers(cluster: Cluster, exit_code: int) -> list[Task]:
+    """Ends each other worker and ps with `exit_code`; returns the tasks that did not receive it."""
 
     def end(task: Task) -> bool:
         return Mailbox(cluster, task, "end").put(str(exit_code), _MESSAGE_SECS)
 
+    tasks = cluster.other_trainers
     # In parallel, because each task may take seconds to answer.
     with concurrent.futures.ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
         are_received = pool.map(end, tasks)
@@ -170,14 +169,21 @@ def ask_chief_to_stop(cluster: Cluster) -> bool:
     mailbox = _stop_mailbox(cluster)
     if not mailbox.put(str(cluster.task), _MESSAGE_SECS):
         return False
-    deadline = time.monotonic() + _STOP_SECS
     # If the ps that has the mailbox is lost, so is the run.
     with contextlib.suppress(tf.errors.OpError):
-        while time.monotonic() < deadline:
-            if not mailbox.size(_MESSAGE_SECS):
-                return True
-            time.sleep(_POLL_SECS)
+        if _is_emptied(mailbox):
+            return True
         mailbox.clear(_MESSAGE_SECS)  # Otherwise the next chief would receive it.
+    return False
+
+
+def _is_emptied(mailbox: Mailbox) -> bool:
+    """Waits a few seconds for the chief to take all messages; returns False if it does not."""
+    deadline = time.monotonic() + _TAKEN_SECS
+    while time.monotonic() < deadline:
+        if not mailbox.size(_MESSAGE_SECS):
+            return True
+        time.sleep(_POLL_SECS)
     return False
 
 
@@ -203,10 +209,8 @@ def report_loss(cluster: Cluster, message: str) -> None:
     # On this worker's own server, because it may not reach any other.
     mailbox = Mailbox(cluster, cluster.task, "losses")
     mailbox.put(message, _MESSAGE_SECS)
-    deadline = time.monotonic() + _STOP_SECS
     with contextlib.suppress(tf.errors.OpError):
-        while mailbox.size(_MESSAGE_SECS) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECS)
+        _is_emptied(mailbox)
     time.sleep(_SHUTDOWN_GRACE_SECS)  # The answer to the chief is still on its way.
 
 

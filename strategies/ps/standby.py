@@ -6,10 +6,10 @@
     reached, values = standby.find(former) or ...     # in the next chief, if a ps was lost
 
 Each server keeps its own values of a step, which share memory with the variables until the next
-step changes them. Then they travel to the next server, the last server's to the first, while
-training continues. When all have arrived, a record on each server says that the copy is complete,
-and the copy before it is dropped. So there is a complete copy at any time, and if one server is
-lost, the next server has its part of it.
+step changes them. While training continues, each server sends these values to the next server, and
+the last server to the first. When all values have arrived, a record on each server says that the
+copy is complete, and the copy before it is dropped. So there is a complete copy at any time. If one
+server is lost, the next server has its part of the copy.
 """
 
 import concurrent.futures
@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from strategies.base import Tensor, read_now, value_of
 from strategies.position import Position, Reached
-from strategies.ps.former_state import FormerState
+from strategies.ps.former_state import FormerState, FormerVariable
 from strategies.ps.named_tensors import NamedTensors
 
 _GENERATIONS = (0, 1)
@@ -32,26 +32,18 @@ class Standby:
 
     def __init__(self, devices: Sequence[str]) -> None:
         """`devices` are those of all ps tasks."""
-        self._devices = list(devices)
+
+        def stored(name: str, on: Sequence[str]) -> list[list[NamedTensors]]:
+            return [[NamedTensors(device, f"{name} {g}") for device in on] for g in _GENERATIONS]
+
         # By generation, then by ps: its values, on itself and on the next ps; records.
-        self._own, self._mirrored, self._records = (
-            [
-                [NamedTensors(on(ps), f"{name} {generation}") for ps in range(len(devices))]
-                for generation in _GENERATIONS
-            ]
-            for name, on in (
-                ("own values", lambda ps: devices[ps]),
-                ("values of the ps before", self._next),
-                ("complete copy", lambda ps: devices[ps]),
-            )
-        )
+        self._own = stored("own values", devices)
+        self._mirrored = stored("values of the ps before", [*devices[1:], devices[0]])
+        self._records = stored("complete copy", devices)
         self._variables: Sequence[tf.Variable] = ()
         self._generation = 0
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "standby")
         self._write: concurrent.futures.Future[None] | None = None
-
-    def _next(self, ps: int) -> str:
-        return self._devices[(ps + 1) % len(self._devices)]
 
     def begin(self, variables: Sequence[tf.Variable]) -> None:
         """Prepares `copy` of `variables`. Traces its graphs, while all tasks answer."""
@@ -91,59 +83,55 @@ class Standby:
         self._write = self._writer.submit(write)
 
     def find(self, former: FormerState) -> tuple[Reached, list[Tensor]] | None:
-        """The newest complete copy of the saved variables of `former`; None without."""
+        """The newest complete copy of the saved variables of `former`; None if there is none."""
         found = []
         for generation in _GENERATIONS:
             for stored in self._records[generation]:
                 if record := stored.load_json():
                     found.append((_reached(record), generation))
         for reached, generation in sorted(found, key=lambda pair: -pair[0].step):
-            values = self._values(former, reached.step, generation)
+            values = self._values(former.saved, reached.step, generation)
             if values is not None:
                 return reached, values
         return None
 
-    def _values(self, former: FormerState, step: int, generation: int) -> list[Tensor] | None:
-        number = former.facts["num_saved"]
-        devices, dtypes = former.devices[:number], former.dtypes[:number]
+    def _values(
+        self, saved: Sequence[FormerVariable], step: int, generation: int
+    ) -> list[Tensor] | None:
         values: dict[int, Tensor] = {}
-        for ps, device in enumerate(self._devices):
-            here = [index for index in range(number) if devices[index] == device]
-            kinds = [tf.int64, *(dtypes[index] for index in here)]
-            for stored in (self._own[generation][ps], self._mirrored[generation][ps]):
-                loaded = stored.load(kinds)
+        for own, mirrored in zip(self._own[generation], self._mirrored[generation], strict=True):
+            here = [index for index, variable in enumerate(saved) if variable.device == own.device]
+            dtypes = [tf.int64, *(saved[index].dtype for index in here)]
+            for stored in (own, mirrored):
+                loaded = stored.load(dtypes)
                 if loaded is not None and int(value_of(loaded[0])) == step:
                     values.update(zip(here, loaded[1:], strict=True))
                     break
             else:
                 return None
-        return [values[index] for index in range(number)]
+        return [values[index] for index in range(len(saved))]
 
     def _drop(self, generation: int) -> None:
         for of_each in (self._records, self._own, self._mirrored):
             for stored in of_each[generation]:
                 stored.clear()
 
-    def _here(self, ps: int) -> list[tf.Variable]:
-        return [v for v in self._variables if v.device == self._devices[ps]]
-
     def _keep(self, generation: int) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
         def keep(step: Tensor) -> None:
-            for ps, stored in enumerate(self._own[generation]):
-                with tf.device(stored.device):
-                    values = [read_now(variable) for variable in self._here(ps)]
-                    stored.store([tf.identity(step), *values])
+            for own in self._own[generation]:
+                with tf.device(own.device):
+                    values = [read_now(v) for v in self._variables if v.device == own.device]
+                    own.store([tf.identity(step), *values])
 
         return keep
 
     def _mirror(self, generation: int) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(input_signature=[], autograph=False)
         def mirror() -> None:
-            for ps, (own, other) in enumerate(
-                zip(self._own[generation], self._mirrored[generation], strict=True)
-            ):
-                values = own.get([tf.int64, *(variable.dtype for variable in self._here(ps))])
+            for own, other in zip(self._own[generation], self._mirrored[generation], strict=True):
+                dtypes = [v.dtype for v in self._variables if v.device == own.device]
+                values = own.get([tf.int64, *dtypes])
                 with tf.device(other.device):
                     other.store([tf.identity(value) for value in values])
 

@@ -114,11 +114,6 @@ def rows_sent(gradient: tf.IndexedSlices, device: str, dtype: tf.DType) -> tf.In
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
-def unstack(stacked: Batch, num_batches: int) -> list[Batch]:
-    """Batches from nested tensors [num_batches, n, ...]."""
-    return [tf.nest.map_structure(lambda t, i=i: t[i], stacked) for i in range(num_batches)]
-
-
 @contextlib.contextmanager
 def _gather_rows_on_servers() -> Iterator[None]:
     """Places each gather of rows on the device of its table, so that the table does not travel.

@@ -30,6 +30,7 @@ from strategies.gradients.compression import Compression
 from strategies.multiworker import MultiWorkerExecutor
 from strategies.step_marks import StepMarks
 from strategies.transfer import Transfer
+from tests.unit.replicas import ancestors
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ClipConfig, Options, WeightDecayConfig
@@ -71,15 +72,6 @@ def compared(dtype, size, bucket_bytes):
     added = any(np.any(tf.cast(a, tf.float64) != tf.cast(b, tf.float64))
                 for a, b in zip(summed, parts))
     return [bool(equal), bool(added), [SUMS.index(op.type) for op in sums_in(ours)]]
-
-def ancestors(op):
-    found, todo = set(), [op]
-    while todo:
-        op = todo.pop()
-        new = {*(tensor.op for tensor in op.inputs), *op.control_inputs} - found
-        found |= new
-        todo += new
-    return found
 
 def in_buckets(gradients):
     return all_reduced(gradients, Compression("bfloat16", 2), 256)

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from strategies.cluster.tf_config import local_cluster
-from tests.cluster.runs import (
-    TOPOLOGIES,
-    Run,
-    assert_one_error,
-    by_hand,
-    largest_difference,
-    train,
-)
+from tests.cluster.runs import TOPOLOGIES, Run, assert_one_error, by_hand, largest_difference, train
 
 FLAGS = (
     "--config=tests/cluster/configs/linear.py",

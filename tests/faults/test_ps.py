@@ -5,14 +5,7 @@ import signal
 from pathlib import Path
 
 from strategies.cluster.tf_config import Task, local_cluster
-from tests.cluster.runs import (
-    Topology,
-    by_hand,
-    largest_difference,
-    read_metrics,
-    start,
-    train,
-)
+from tests.cluster.runs import Topology, by_hand, largest_difference, read_metrics, start, train
 
 # One ps for each variable, because gradients to one ps are sent together. Two threads: one waits
 # in the held gradient, while the other sends the remaining gradients.
@@ -38,10 +31,7 @@ def test_worker_killed_between_the_gradients_of_two_variables_mixes_nothing(
         staged = hold_dir / "staged.json"
         process.wait_until(staged.exists, "a gradient of which one variable has arrived")
         # The fault is where it should be: one variable's gradient is there, the other's is not.
-        assert json.loads(staged.read_text()) == {
-            "bias_is_there": False,
-            "has_equal_tags": False,
-        }
+        assert json.loads(staged.read_text()) == {"bias_is_there": False, "has_equal_tags": False}
         process.task("worker 1").kill()
         hold.unlink()
         run = process.wait()

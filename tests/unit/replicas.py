@@ -62,3 +62,15 @@ def steps_on(learner: Learner, num: int, batches: Sequence[Batch]) -> Iterator[i
             )
         )
         yield int(learner.step.numpy())
+
+
+def ancestors(op: tf.Operation) -> set[tf.Operation]:
+    """All operations that must end before `op` begins."""
+    found: set[tf.Operation] = set()
+    waiting = [op]
+    while waiting:
+        last = waiting.pop()
+        before = {*(tensor.op for tensor in last.inputs), *last.control_inputs} - found
+        found |= before
+        waiting += before
+    return found

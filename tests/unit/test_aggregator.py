@@ -135,6 +135,11 @@ class Play:
         message = self.write(slot, assignment, gradient)
         self.buffers.send(message, tf.constant([gradient, 1.0], tf.float64))
 
+    def first_two_done(self, assignments: list[list[int]]) -> None:
+        """The workers of slots 0 and 1 have computed their `assignments`: 1.0 each."""
+        for slot, assignment in enumerate(assignments[:2]):
+            self.done(slot, assignment, 1.0)
+
     def ended(self, slot: int) -> None:
         """The worker loop of `slot` has taken END_ASSIGNMENT."""
         self.buffers.send(tf.constant([Kind.DONE, slot, END, slot, NONE], tf.int64))
@@ -155,48 +160,38 @@ def backed() -> Iterator[Play]:
     play.close()
 
 
-def test_values_before_a_step_are_kept_on_several_servers_but_not_of_tables() -> None:
+def test_values_before_a_step_are_kept_on_several_servers_but_not_large_ones_nor_of_tables() -> (
+    None
+):
     first, second = "CPU:0", "CPU:1"
     with tf.device(first):
         step, one = tf.Variable(7, dtype=tf.int64), tf.Variable([1.0, 2.0])
     with tf.device(second):
         other = tf.Variable([[3.0]])
+        just_small, large = (tf.Variable(tf.zeros([(1 << 18) + more])) for more in (0, 1))
 
-    def buffers_of(variables: list[tf.Variable], num_dense: int) -> GradientBuffers:
+    def begin(variables: list[tf.Variable], num_dense: int, sums: list[Any]) -> Any:
+        """Begins step 8; returns the gradients, and the values that were kept on the first."""
         learner: Any = SimpleNamespace(
             step=step, variables=variables, num_dense=num_dense, num_totals=1
         )
         made = GradientBuffers(learner, tf.distribute.get_strategy(), num_slots=1)
         made.keep([step, *variables])
-        return made
+        gradients = tf.function(made.begun)(sums, tf.constant(8))
+        assert [int(mark.numpy()) for mark in made.marks] == [8, 8]
+        return gradients, kept_values(one.device).load([tf.int64, tf.int64, tf.float32])
 
-    buffers = buffers_of([one, other], 2)
-    gradients = tf.function(buffers.begun)([tf.ones([2]), tf.ones([1, 1])], tf.constant(8))
+    ones = tf.ones([2])
+    gradients, kept = begin([one, other], 2, [ones, tf.ones([1, 1])])
     assert [gradient.numpy().tolist() for gradient in gradients] == [[1.0, 1.0], [[1.0]]]
-    assert [int(mark.numpy()) for mark in buffers.marks] == [8, 8]
     one.assign_add([10.0, 10.0])
-    number, counted, weight = kept_values(one.device).load([tf.int64, tf.int64, tf.float32]) or []
+    number, counted, weight = kept
     assert (int(number), int(counted), weight.numpy().tolist()) == (7, 7, [1.0, 2.0])
 
-    with tf.device(second):
-        large = tf.Variable(tf.zeros([1 << 18]))
-    tf.function(buffers_of([one, large], 2).begun)(
-        [tf.ones([2]), tf.zeros([1 << 18])], tf.constant(8)
-    )
-    assert kept_values(one.device).load([tf.int64, tf.int64, tf.float32]) is not None
-
-    with tf.device(second):
-        large = tf.Variable(tf.zeros([(1 << 18) + 1]))
-    tf.function(buffers_of([one, large], 2).begun)(
-        [tf.ones([2]), tf.zeros([(1 << 18) + 1])], tf.constant(8)
-    )
-    assert kept_values(one.device).load([tf.int64, tf.int64, tf.float32]) is None
-
-    of_table = buffers_of([one, other], 1)
+    assert begin([one, just_small], 2, [ones, just_small.value()])[1] is not None
+    assert begin([one, large], 2, [ones, large.value()])[1] is None
     rows = tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0]))
-    tf.function(of_table.begun)([tf.ones([2]), rows], tf.constant(9))
-    assert [int(mark.numpy()) for mark in of_table.marks] == [9, 9]
-    assert kept_values(one.device).load([tf.int64, tf.int64, tf.float32]) is None
+    assert begin([one, other], 1, [ones, rows])[1] is None
 
 
 def test_writer_to_a_worker_slot_waits_for_another_writer(two: Play) -> None:
@@ -243,8 +238,7 @@ def test_late_gradient_is_dropped_and_its_sub_batch_is_assigned_again(backed: Pl
     backed.begin_all()
     of_slots = backed.assignments(0, 1, 2)
     lost = of_slots[2][1]
-    for slot in (0, 1):
-        backed.done(slot, of_slots[slot], 1.0)
+    backed.first_two_done(of_slots)
     of_slots[:2] = backed.assignments(0, 1)
     assert [row[2:] for row in of_slots[:2]] == [[EndReason.FINAL, 1]] * 2
     backed.done(2, of_slots[2], 1000.0)
@@ -252,8 +246,7 @@ def test_late_gradient_is_dropped_and_its_sub_batch_is_assigned_again(backed: Pl
     # A late worker gets another sub-batch, whose gradient may be in time.
     another = backed.assignment(2)
     assert another[1] not in {row[1] for row in of_slots}
-    for slot in (0, 1):
-        backed.done(slot, of_slots[slot], 1.0)
+    backed.first_two_done(of_slots)
     assert call.result(TIMEOUT_SECS) == 2
     assert float(backed.variable) == 4.0
     assert backed.returned == [lost]
@@ -281,8 +274,7 @@ def test_round_whose_gradient_was_overwritten_is_repeated(two: Play) -> None:
     assert {first[1], second[1]} == {0, 1}
     assert first[3] == second[3] == 0
     assert float(two.variable) == 0.0
-    two.done(0, first, 1.0)
-    two.done(1, second, 1.0)
+    two.first_two_done([first, second])
     assert call.result(TIMEOUT_SECS) == 1
     assert float(two.variable) == 2.0
     assert two.totals.tolist() == [2.0, 2.0]
@@ -306,8 +298,7 @@ def test_loop_that_begins_again_gets_the_sub_batch_that_was_lost(two: Play, take
         # A message of the lost worker has no effect.
         two.done(0, first, 1000.0)
     assert {again[1], second[1]} == {0, 1}
-    two.done(0, again, 1.0)
-    two.done(1, second, 1.0)
+    two.first_two_done([again, second])
     assert two.assignments(0, 1)[0][1:] == [2, EndReason.FINAL, 1]
     assert float(two.variable) == 2.0
     two.tell(Kind.STOP)
@@ -356,8 +347,7 @@ def test_loop_of_a_former_call_ends_after_its_assignment(backed: Play) -> None:
     call = backed.run(1)
     backed.begin_all()
     of_slots = backed.assignments(0, 1, 2)
-    for slot in (0, 1):
-        backed.done(slot, of_slots[slot], 1.0)
+    backed.first_two_done(of_slots)
     assert call.result(TIMEOUT_SECS) == 1
     backed.slots.is_old[2] = 1
 
@@ -370,12 +360,10 @@ def test_loop_of_a_former_call_ends_after_its_assignment(backed: Play) -> None:
     backed.fill_up()
     of_slots[:2] = backed.assignments(0, 1)
     assert int(backed.buffers.num_queued(2)) == 0
-    for slot in (0, 1):
-        backed.done(slot, of_slots[slot], 1.0)
+    backed.first_two_done(of_slots)
     of_slots[:2] = backed.assignments(0, 1)
     assert [row[2] for row in of_slots[:2]] == [EndReason.FINAL, EndReason.FINAL]
-    for slot in (0, 1):
-        backed.done(slot, of_slots[slot], 1.0)
+    backed.first_two_done(of_slots)
     assert call.result(TIMEOUT_SECS) == 2
     assert not backed.slots.is_old[2]
     assert float(backed.variable) == 6.0
@@ -404,7 +392,6 @@ LATE = DONE._replace(step=STEP - 1)
         (LATE, CONTINUES._replace(is_old=1), 0, {"drop", "assign_other"}),
         (LATE, LAST, 0, {"drop", "loop_ended"}),
         (DONE._replace(attempt=2), CONTINUES, 0, set()),
-        (DONE._replace(attempt=2), LAST, 0, set()),
         (LATE._replace(attempt=2), CONTINUES, 0, set()),
         (DONE, HELD, 0, set()),
         (LATE, HELD, 0, set()),
@@ -424,12 +411,9 @@ LATE = DONE._replace(step=STEP - 1)
         (BEGUN._replace(attempt=1), CONTINUES, 0, {"loop_begun"}),
         (BEGUN, HELD, 0, {"loop_begun"}),
         (BEGUN, HELD._replace(sub_batch=NONE, is_old=1), 0, {"loop_begun"}),
-        (Message(Kind.NUDGE, 0, 0, 0, 0), CONTINUES, 0, {"end_waiting"}),
         (Message(Kind.NUDGE, 0, 3, 0, STEP), FREE, 0, {"end_waiting"}),
         (Message(Kind.STOP, 0, 3, 0, STEP), CONTINUES, 0, {"stop"}),
-        (Message(Kind.STOP, 0, 0, 0, 0), FREE, 0, {"stop"}),
         (Message(Kind.NOTHING, 0, 3, 0, STEP), CONTINUES, 0, set()),
-        (Message(Kind.NOTHING, 0, 0, 0, 0), FREE, 0, set()),
         (Message(Kind.NOTHING, 0, END, 0, NONE), FREE, 0, set()),
     ],
 )

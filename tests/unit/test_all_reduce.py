@@ -16,7 +16,7 @@ from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from strategies.transfer import Transfer
 from strategies.worker_stats import WorkerStats
-from tests.unit.replicas import replicas
+from tests.unit.replicas import ancestors, replicas
 from tests.unit.test_compression import DTYPES, RELATIVE_ERROR
 from tests.unit.toy import BATCH, CLASSES, make_reader, write_split
 from trainer.learner import Learner
@@ -82,18 +82,6 @@ def test_replicas_sum_each_bucket_while_the_backward_pass_continues() -> None:
     products = [sum(op.type == "MatMul" for op in ancestors(one)) for one in sums]
     assert products == sorted(set(products)), "a bucket waits for a later one"
     assert not any(op.type == "AddN" for one in sums for op in ancestors(one))
-
-
-def ancestors(op: tf.Operation) -> set[tf.Operation]:
-    """All operations that must end before `op` begins."""
-    found: set[tf.Operation] = set()
-    waiting = [op]
-    while waiting:
-        last = waiting.pop()
-        before = {*(tensor.op for tensor in last.inputs), *last.control_inputs} - found
-        found |= before
-        waiting += before
-    return found
 
 
 def test_rolled_back_training_starts_without_residuals(tmp_path: Path) -> None:

@@ -34,43 +34,22 @@ def windows_of(lengths: list[int]) -> Iterator[tuple[int, int]]:
         first += length
 
 
-def sizes_of(num_steps: int, num_workers: int, lengths: list[int]) -> list[int]:
-    most = closure_size(num_steps, num_workers, 0.001)
-    return list(closure_sizes(num_steps, most, windows_of(lengths)))
-
-
-lengths_of_windows = st.lists(st.integers(1, 40), min_size=1, max_size=6)
-
-
-@given(st.integers(1, 400), st.integers(1, 9), lengths_of_windows)
-def test_sizes_sum_to_the_steps_and_no_worker_has_more_than_its_share_at_once(
+@given(st.integers(1, 400), st.integers(1, 9), st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def test_closures_share_the_steps_among_all_workers_and_end_where_windows_end(
     num_steps: int, num_workers: int, lengths: list[int]
 ) -> None:
-    sizes = sizes_of(num_steps, num_workers, lengths)
+    most = closure_size(num_steps, num_workers, 0.001)
+    sizes = list(closure_sizes(num_steps, most, windows_of(lengths)))
     assert sum(sizes) == num_steps
     assert min(sizes) >= 1
     assert max(sizes) <= max(1, num_steps // num_workers)
-
-
-@given(st.integers(1, 400), st.integers(1, 9), lengths_of_windows)
-def test_no_closure_reaches_across_two_windows(
-    num_steps: int, num_workers: int, lengths: list[int]
-) -> None:
-    ends = itertools.accumulate(sizes_of(num_steps, num_workers, lengths))
+    assert len(sizes) >= min(num_steps, num_workers)
     window_ends = set()
     for first, length in windows_of(lengths):
         if first >= num_steps:
             break
         window_ends.add(min(first + length, num_steps))
-    assert window_ends <= set(ends)
-
-
-@given(st.integers(1, 400), st.integers(1, 9), lengths_of_windows)
-def test_each_worker_has_a_closure_if_there_are_enough_steps(
-    num_steps: int, num_workers: int, lengths: list[int]
-) -> None:
-    sizes = sizes_of(num_steps, num_workers, lengths)
-    assert len(sizes) >= min(num_steps, num_workers)
+    assert window_ends <= set(itertools.accumulate(sizes))
 
 
 class Scheduled:
@@ -119,7 +98,10 @@ class Coordinator:
             return function(*args)
 
 
-def test_function_is_traced_once_and_then_scheduled_as_a_concrete_function() -> None:
+@pytest.mark.parametrize("is_traced_before", [False, True])
+def test_function_is_traced_once_and_then_scheduled_as_a_concrete_function(
+    is_traced_before: bool,
+) -> None:
     traced = []
 
     @tf.function(input_signature=[{"gather": tf.TensorSpec([None], tf.int64)}])
@@ -128,7 +110,10 @@ def test_function_is_traced_once_and_then_scheduled_as_a_concrete_function() -> 
         return tf.reduce_sum(ticket["gather"])
 
     coordinator, closure = Coordinator(), Closure(function)
-    assert closure.trace_secs == 0
+    assert (closure.trace_secs, closure.is_traced) == (0, False)
+    if is_traced_before:
+        closure.trace(coordinator.strategy)
+        assert (len(traced), closure.is_traced) == (1, True)
     tickets = [{"gather": tf.range(size, dtype=tf.int64)} for size in (3, 4, 5)]
     sums = [int(closure.schedule(coordinator, ticket)) for ticket in tickets]
     assert sums == [3, 6, 10]
@@ -136,21 +121,6 @@ def test_function_is_traced_once_and_then_scheduled_as_a_concrete_function() -> 
     assert closure.trace_secs > 0
     with coordinator.strategy.scope():
         assert coordinator.scheduled == [function.get_concrete_function()] * 3
-
-
-def test_closure_can_be_traced_before_it_is_scheduled() -> None:
-    traced = []
-
-    @tf.function(input_signature=[tf.TensorSpec([], tf.int64)])
-    def function(number: Any) -> Any:
-        traced.append(number)
-        return number + 1
-
-    coordinator, closure = Coordinator(), Closure(function)
-    closure.trace(coordinator.strategy)
-    assert len(traced) == 1
-    assert int(closure.schedule(coordinator, tf.constant(2, tf.int64))) == 3
-    assert len(traced) == 1
 
 
 def test_graph_is_unrolled_only_if_one_step_was_traced_fast() -> None:

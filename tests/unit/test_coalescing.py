@@ -1,6 +1,5 @@
 """Tensors sent together arrive unchanged; variables are read in the right order."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -8,13 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from strategies.gradients.coalescing import (
-    is_small,
-    read_together,
-    sent_together,
-)
+from strategies.gradients.coalescing import is_small, read_together, sent_together
 from strategies.ps.worker_step import compute_gradients, compute_metrics
-from tests.unit.replicas import replicas
+from tests.unit.replicas import ancestors, replicas
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import EmaConfig, Options
@@ -253,15 +248,3 @@ def test_each_variable_is_read_after_the_metadata(has_own: bool) -> None:
     assert len(reads) >= len(learner.variables)
     for read in reads:
         assert "QueueDequeueV2" in {op.type for op in ancestors(read)}, read.name
-
-
-def ancestors(op: tf.Operation) -> Iterator[tf.Operation]:
-    """Ops that run before `op`."""
-    seen: set[str] = set()
-    pending = [op]
-    while pending:
-        found = pending.pop()
-        if found.name not in seen:
-            seen.add(found.name)
-            yield found
-            pending += [*(tensor.op for tensor in found.inputs), *found.control_inputs]

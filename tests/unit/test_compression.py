@@ -95,11 +95,12 @@ def test_steps_of_an_unrolled_graph_pass_their_residuals_on() -> None:
         assert abs(float(sixteen()[0]) - sent) <= 2.0**-24
 
 
-def test_dropped_residuals_do_not_reach_new_graphs() -> None:
+def test_residuals_reach_neither_new_graphs_that_drop_them_nor_another_compression() -> None:
     compression = Compression("bfloat16")
     third = np.array([[1 / 3]], np.float32)
     first = arrivals(compression, third)
     assert arrivals(compression, third) != first
+    assert arrivals(Compression("bfloat16"), third) == first
     compression.forget_residuals()
     assert arrivals(compression, third) == first
 
@@ -171,10 +172,3 @@ def test_sparse_gradients_arrive_on_the_device_of_their_table() -> None:
         variable = types.SimpleNamespace(device=device)
         (arrived,) = arrived_on_servers([variable], [rows], Compression())
     assert arrived.values.device == arrived.indices.device == device
-
-
-def test_two_compressions_of_a_process_do_not_share_residuals() -> None:
-    once = np.array([[1 / 3]], np.float32)
-    np.testing.assert_array_equal(
-        arrivals(Compression("bfloat16"), once), arrivals(Compression("bfloat16"), once)
-    )

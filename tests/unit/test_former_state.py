@@ -9,12 +9,7 @@ import tensorflow as tf
 
 from data.order import replica_lanes
 from strategies.position import Position, Reached
-from strategies.ps.former_rounds import (
-    Rounds,
-    kept_values,
-    position_of,
-    stored_rounds,
-)
+from strategies.ps.former_rounds import Rounds, kept_values, position_of, stored_rounds
 from strategies.ps.former_state import FormerState, FormerVariable
 from strategies.ps.former_tickets import (
     DROPPED,
@@ -27,7 +22,7 @@ from strategies.ps.former_tickets import (
 )
 from strategies.ps.named_tensors import NamedTensors
 from strategies.ps.protocol import IDLE, WorkerSlot
-from strategies.ps.settling import former_values, read_once, settled, settled_values
+from strategies.ps.recovery import former_values, read_once, settled, settled_values
 from strategies.ps.standby import Standby
 
 DEVICES = [f"/job:localhost/replica:0/task:0/device:CPU:{index}" for index in range(2)]
@@ -40,8 +35,7 @@ def variable(value: Any, device: str = DEVICES[0]) -> tf.Variable:
 
 
 def former(facts: dict[str, Any], variables: list[tf.Variable]) -> FormerState:
-    found = [FormerVariable(v.device, v.dtype, v.handle) for v in variables]
-    return FormerState(facts, found, found)
+    return FormerState([FormerVariable(v.device, v.dtype, v.handle) for v in variables], facts)
 
 
 def test_stored_handle_keeps_a_variable_whose_creator_is_gone() -> None:
@@ -117,7 +111,6 @@ def test_complete_step_of_rounds_is_found_with_its_position_and_counts() -> None
 def test_server_that_began_a_step_which_was_not_counted_has_the_values_before(changed: int) -> None:
     marks = (8, 7) if changed == 0 else (7, 8)
     state = synchronous(7, marks, 7)
-    assert state.variables is not None
     device = DEVICES[changed]
     here = [v for v in state.variables[:3] if v.device == device]
     kept_values(device).store([tf.constant(7, tf.int64), *(v.value() for v in here)])
@@ -126,11 +119,10 @@ def test_server_that_began_a_step_which_was_not_counted_has_the_values_before(ch
         tf.raw_ops.AssignVariableOp(resource=weight.handle, value=tf.constant(99.0))
     reached = read_once(state)
     assert reached is not None
-    values = former_values(state, reached)
-    assert values is not None
-    assert [float(value) for value in values] == [7, 17, 27]
+    assert reached.step == 7
+    assert [float(value) for value in former_values(state, 7) or []] == [7, 17, 27]
     kept_values(device).store([tf.constant(6, tf.int64), *(v.value() for v in here)])
-    assert former_values(state, reached) is None, "values of another step"
+    assert former_values(state, 7) is None, "values of another step"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +138,7 @@ def test_variables_of_no_complete_step_are_not_used(
 def test_single_server_in_the_middle_of_a_step_is_not_used() -> None:
     state = synchronous(7, (8, 7), 7)
     facts = {**state.facts, "num_marks": 1}
-    assert read_once(FormerState(facts, state.variables, state.found)) is None
+    assert read_once(FormerState(state.variables, facts)) is None
 
 
 def test_batches_between_those_done_are_open() -> None:
@@ -197,7 +189,8 @@ def test_log_of_applied_gradients_gives_position_and_counts() -> None:
 
 def test_state_of_a_lost_server_is_not_used() -> None:
     state = synchronous(7, (7, 7), 7)
-    assert settled(FormerState(state.facts, None, state.found)) is None
+    variables = [v if v.device == DEVICES[0] else v._replace(handle=None) for v in state.variables]
+    assert settled(FormerState(variables, state.facts)) is None
 
 
 def copied(standby: Standby, step: int, weights: list[tf.Variable]) -> Reached:
@@ -214,8 +207,7 @@ def test_copy_on_the_other_server_is_found_when_a_server_has_lost_its_own() -> N
     counted = variable(np.int64(5))
     weights = [variable(1.0), variable([2.0, 3.0], DEVICES[1])]
     saved = [counted, *weights]
-    devices, dtypes = [v.device for v in saved], [v.dtype for v in saved]
-    state = FormerState({"num_saved": 3}, None, (), devices, dtypes)
+    state = former({"num_saved": 3}, saved)
     standby = Standby(DEVICES)
     standby.clear()
     standby.begin(saved)
@@ -246,9 +238,7 @@ def test_copy_on_the_other_server_is_found_when_a_server_has_lost_its_own() -> N
 def test_copy_that_is_not_complete_is_not_used() -> None:
     """The chief dies after one server has kept its values, and before the record is written."""
     weights = [variable(1.0), variable(2.0, DEVICES[1])]
-    state = FormerState(
-        {"num_saved": 2}, None, (), [v.device for v in weights], [v.dtype for v in weights]
-    )
+    state = former({"num_saved": 2}, weights)
     standby = Standby(DEVICES)
     standby.clear()
     standby.begin(weights)

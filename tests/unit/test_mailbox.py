@@ -1,6 +1,7 @@
 """Messages between real TensorFlow servers of this process."""
 
 import threading
+import time
 
 import pytest
 import tensorflow as tf
@@ -61,29 +62,15 @@ def test_error_of_a_server_is_raised_without_a_traceback_of_the_thread_that_clos
     printed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", printed.append)
     monkeypatch.setattr(session.tf_session, "TF_CloseSession", fail)
+    started = time.monotonic()
     with pytest.raises(tf.errors.DeadlineExceededError):
         Mailbox(cluster, WORKER, "empty").take(timeout_secs=0.2)
+    assert time.monotonic() - started < 5
     assert printed == []
 
 
-def test_message_ends_a_take_that_waits(cluster: Cluster) -> None:
-    mailbox = Mailbox(cluster, PS, "wake")
-    texts: list[str] = []
-    waits = threading.Thread(target=lambda: texts.append(mailbox.take()))
-    waits.start()
-    mailbox.put("text", 10)
-    waits.join(10)
-    assert texts == ["text"]
-
-
-def test_put_and_take_end_at_their_timeout(cluster: Cluster) -> None:
-    assert not Mailbox(cluster, GONE, "end").put("0", 0.5)
-    with pytest.raises(tf.errors.OpError):
-        Mailbox(cluster, PS, "empty").take(0.5)
-
-
 def test_servers_that_did_not_receive_the_end_are_returned(cluster: Cluster) -> None:
-    assert end_servers(cluster, [WORKER, GONE, PS], 75) == [GONE]
+    assert end_servers(cluster, 75) == [GONE]
     assert [Mailbox(cluster, task, "end").take() for task in (WORKER, PS)] == ["75", "75"]
 
 

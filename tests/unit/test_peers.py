@@ -74,6 +74,7 @@ def stranger() -> Iterator[str]:
 def test_tensorflow_server_is_identified_by_its_task(servers: Cluster) -> None:
     assert identify(servers.jobs["worker"][0]) == Task("worker", 0)
     assert identify(servers.jobs["ps"][0]) == Task("ps", 0)
+    wait_for_servers(servers)
 
 
 def test_closed_ports_strangers_and_unknown_hosts_are_distinguished() -> None:
@@ -84,25 +85,15 @@ def test_closed_ports_strangers_and_unknown_hosts_are_distinguished() -> None:
         identify(f"{UNKNOWN}:1")
 
 
-def test_chief_finds_its_servers(servers: Cluster) -> None:
-    wait_for_servers(servers)
-
-
-def test_server_of_another_cluster_is_refused(
+def test_server_of_another_cluster_and_stranger_in_a_servers_place_are_refused(
     servers: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strategies.cluster.peers._STRANGER_SECS", 0.5)
-    swapped = ps_cluster(servers.jobs["ps"][0], servers.jobs["worker"][0])
+    monkeypatch.setattr(peers, "_STRANGER_SECS", 0.5)
+    worker, ps = servers.jobs["worker"][0], servers.jobs["ps"][0]
     with pytest.raises(ClusterError, match=r"worker 0 should serve .* but ps 0 of another cluster"):
-        wait_for_servers(swapped)
-
-
-def test_stranger_in_a_servers_place_is_refused(
-    servers: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("strategies.cluster.peers._STRANGER_SECS", 0.5)
+        wait_for_servers(ps_cluster(ps, worker))
     with stranger() as address, pytest.raises(ClusterError, match="not a TensorFlow server"):
-        wait_for_servers(ps_cluster(servers.jobs["worker"][0], address))
+        wait_for_servers(ps_cluster(worker, address))
 
 
 def test_unknown_host_is_waited_for_and_then_refused(
@@ -185,9 +176,7 @@ def test_held_port_accepts_connections_and_is_free_afterwards() -> None:
     assert identify(f"localhost:{port}") is None
 
 
-def test_watcher_reports_the_chief_only_after_it_is_gone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_watcher_reports_the_chief_only_after_it_is_gone(caplog: pytest.LogCaptureFixture) -> None:
     (port,) = free_ports(1)
     cluster = Cluster({"worker": {0: f"localhost:{port}"}, "ps": {0: "b:1"}}, Task("ps", 0))
     messages: queue.Queue[str] = queue.Queue()
@@ -206,10 +195,6 @@ def test_own_host_can_be_reached_by_others() -> None:
     assert own_host("127.0.0.1:1") == "127.0.0.1"
     with pytest.raises(ClusterError, match="cannot be reached"):
         own_host(f"{UNKNOWN}:1")
-
-
-def test_port_of_an_address() -> None:
-    assert port_of("[::1]:22") == 22
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

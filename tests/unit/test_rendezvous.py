@@ -1,5 +1,6 @@
 """Workers of multiworker meet: over real sockets, and in a simulation of random deaths."""
 
+import concurrent.futures
 import dataclasses
 import queue
 import random
@@ -47,11 +48,8 @@ def test_workers_meet_and_know_the_processes_of_all_others() -> None:
     clusters = workers_at(ports)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "identify", identify)
-        threads = [threading.Thread(target=meet, args=[cluster]) for cluster in clusters]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            list(pool.map(meet, clusters))
     for task in WORKERS:
         assert set(met[task]) == set(WORKERS) - {task}
         ids = {processes[task] for other, processes in met.items() if other != task}
@@ -87,13 +85,8 @@ def test_different_numbers_of_gpus_are_refused_by_all_workers() -> None:
             wait_for_peers(cluster, num_gpus)
         errors[cluster.task] = str(raised.value)
 
-    threads = [
-        threading.Thread(target=meet, args=args) for args in zip(clusters, [2, 1, 2], strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(meet, clusters, [2, 1, 2]))
     assert errors.keys() == set(WORKERS)
     for message in errors.values():
         assert "(worker 0: 2, worker 1: 1, worker 2: 2)" in message
@@ -200,9 +193,7 @@ def test_process_that_replaces_another_one_is_waited_for(network: Network) -> No
     assert waiting.ends()
 
 
-def test_process_of_another_generation_does_not_count_nor_does_its_server(
-    network: Network,
-) -> None:
+def test_process_of_another_generation_does_not_count_nor_does_its_server(network: Network) -> None:
     network.waiting[WORKERS[1]] = Greeting(WORKERS[1], "b", generation=3)
     # Host 0 was worker 1 of the earlier group.
     network.waiting[WORKERS[0]] = Greeting(WORKERS[1], "a", generation=2)
@@ -235,9 +226,7 @@ def test_task_that_connects_ends_when_another_process_waits_in_a_place(
         assert lost.get(timeout=20) == "worker 1 was started again"
 
 
-def test_server_of_another_task_in_a_place_is_named(
-    network: Network,
-) -> None:
+def test_server_of_another_task_in_a_place_is_named(network: Network) -> None:
     network.tasks[network.clusters[0].address] = WORKERS[1]
     network.serving = {WORKERS[1]}
     with pytest.raises(ClusterError, match=r"worker 0 should serve .* but worker 1"):

@@ -64,12 +64,12 @@ def test_unfinished_and_damaged_ones_are_not_used(
 ) -> None:
     saved_at(split, url, [2, 4])
     path = f"{url}/checkpoints/step-00000004"
-    mark = object_store.get(f"{path}/checkpoint.json")
+    mark = object_store.open_object(f"{path}/checkpoint.json").read()
     object_store.remove(f"{path}/checkpoint.json")  # An upload that never ended.
     assert_restores(split, url, 2, None)
     object_store.put(f"{path}/checkpoint.json", mark)
     data = f"{path}/variables.data-00000-of-00001"
-    content = bytearray(object_store.get(data))
+    content = bytearray(object_store.open_object(data).read())
     content[20] ^= 1
     object_store.put(data, bytes(content))
     with caplog.at_level(logging.WARNING):

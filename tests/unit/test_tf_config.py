@@ -50,8 +50,10 @@ def test_workers_alone_make_worker_0_the_chief() -> None:
     assert (cluster.num("worker"), cluster.num("ps")) == (2, 0)
 
 
-def test_chief_task_is_the_chief_under_multiworker_too() -> None:
-    cluster = parse_tf_config(tf_config({"worker": ["b:1"], "chief": ["a:1"]}), "multiworker")
+@pytest.mark.parametrize("name", ["chief", "master"])
+def test_chief_task_is_the_chief_under_multiworker_too(name: str) -> None:
+    cluster = parse_tf_config(tf_config({"worker": ["b:1"], name: ["a:1"]}, name), "multiworker")
+    assert cluster.task == Task("chief", 0)
     assert cluster.tasks() == (Task("chief", 0), Task("worker", 0))
     assert [cluster.for_task(task).is_chief for task in cluster.tasks()] == [True, False]
 
@@ -94,11 +96,13 @@ def test_index_of_the_only_task_of_a_job_may_be_missing() -> None:
     [
         (None, False),
         ("{}", False),
+        (" {}\n", False),
         (' {"cluster": {}} ', False),
         ('{"cluster": {}, "task": {"type": "worker", "index": 0}}', False),
         ('{"cluster": {"worker": ["a:1"]}}', True),
         ('{"task": {"type": "worker"}}', True),
-        ("", True),
+        ("", True),  # Mistakes, which are explained.
+        ("{", True),
         ("[]", True),
     ],
 )
@@ -124,26 +128,6 @@ def test_map_form_may_leave_out_tasks_that_a_server_does_not_need() -> None:
 def test_keys_of_other_programs_are_ignored() -> None:
     config = json.loads(tf_config({"worker": WORKERS})) | {"environment": "cloud"}
     assert parse_tf_config(json.dumps(config), "multiworker").num("worker") == 2
-
-
-def test_master_is_the_chief() -> None:
-    text = tf_config({"master": ["a:1"], "worker": ["b:1"]}, "master")
-    assert parse_tf_config(text, "multiworker").tasks() == (Task("chief", 0), Task("worker", 0))
-    assert parse_tf_config(text, "multiworker").is_chief
-
-
-def test_empty_object_describes_no_cluster() -> None:
-    assert [is_described({"TF_CONFIG": text}) for text in ("{}", " {}\n", "", "{")] == [
-        *(False, False),
-        *(True, True),  # Mistakes, which are explained.
-    ]
-    assert not is_described({})
-
-
-def test_sparse_cluster_of_kubeflow_is_explained() -> None:
-    sparse = {"worker": {"1": "b:1"}, "ps": ["d:1"]}
-    text = json.dumps({"sparseCluster": sparse, "task": {"type": "worker", "index": 1}})
-    assert_teaches(error_of(text, "ps"), '"sparseCluster"', "enableDynamicWorker")
 
 
 def test_generation_of_an_elastic_cluster_is_kept() -> None:
@@ -183,6 +167,7 @@ def test_cluster_cannot_be_changed() -> None:
         ("{}", ('needs "cluster"', "nothing", '{"cluster"')),
         ('{"task": {}, "job": 1}', ('needs "cluster"', '"task", "job"')),
         ('{"cluster": []}', ('needs "cluster"', "a list")),
+        ('{"sparseCluster": {"ps": ["d:1"]}}', ('"sparseCluster"', "enableDynamicWorker")),
         ('{"cluster": {"worker": []}}', ("no addresses", '"worker": [')),
         ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', ('"worker" twice',)),
         ('{"cluster": {"worker": ["a:1"]}}', ('needs "task"', "none", '"index": 0')),
@@ -203,6 +188,7 @@ def test_malformed_tf_config_is_explained(text: str, substance: tuple[str, ...])
         ("worker", "x", ("an integer", "a string", '"x"', '"index": 0')),
         ("worker", 1.5, ("an integer", "1.5")),
         ("worker", True, ("an integer", "a boolean")),
+        ("evaluator", 0, ("evaluates itself: start none", "workerPoolSpecs[3]", "host:port")),
     ],
 )
 def test_task_that_is_not_in_the_cluster_is_explained(
@@ -233,17 +219,6 @@ def test_task_that_is_not_in_the_cluster_is_explained(
 )
 def test_malformed_address_is_explained(address: object, substance: tuple[str, ...]) -> None:
     assert_teaches(error_of(tf_config({"worker": [address]})), *substance)
-
-
-def test_evaluator_that_only_its_own_task_knows_is_explained() -> None:
-    text = json.dumps(
-        {
-            "cluster": {"chief": ["a:1"], "worker": ["b:1"]},
-            "task": {"type": "evaluator", "index": 0},
-        }
-    )
-    said = ("chief (1), worker (1)", "evaluates itself: start none", "workerPoolSpecs[3]")
-    assert_teaches(error_of(text), *said, '"evaluator": ["host:port"]')
 
 
 @pytest.mark.parametrize(
@@ -279,6 +254,7 @@ def test_malformed_job_is_explained(cluster: object, substance: tuple[str, ...])
         ),
         ("ps", {"chief": ["a:1"], "ps": ["b:1"]}, ('needs a "worker" task', '"worker": [')),
         ("ps", {"worker": {"1": "a:1"}, "ps": ["b:1"]}, ("where its chief is", "worker 0")),
+        ("ps", PS_CLUSTER | {"worker": {"3": "a:1"}}, ("chief 0", "not worker 0, 1, 2", "each")),
         ("mirrored", {"worker": WORKERS}, ("one process", "worker (2)", "--strategy=multiworker")),
         ("mirrored", PS_CLUSTER, ("one process", "--strategy=ps")),
         ("mirrored", {"ps": ["a:1"]}, ("one process", "ps (1)")),
@@ -299,18 +275,13 @@ HOSTS = {"ps": "d:1", "worker": " a : 2222 , b:2222, "}
 
 @pytest.mark.parametrize("job", ["ps", "worker"])
 def test_host_flags_and_tf_config_give_equal_clusters(job: str) -> None:
-    cluster = parse_hosts(HOSTS, job, 0, "ps")
+    index = None if job == "ps" else 0  # The index of an only task may be left out.
+    cluster = parse_hosts(HOSTS, job, index, "ps")
     assert cluster == parse_tf_config(tf_config({"ps": ["d:1"], "worker": WORKERS}, job), "ps")
-
-
-def test_index_of_the_only_task_of_a_job_may_be_left_out() -> None:
-    assert parse_hosts(HOSTS, "ps", None, "ps").task == Task("ps", 0)
-
-
-def test_host_flags_describe_multiworker_too() -> None:
-    cluster = parse_hosts({"worker": "a:1,b:1"}, "worker", 1, "multiworker")
-    assert cluster.tasks() == (Task("worker", 0), Task("worker", 1))
-    assert not cluster.is_chief
+    others = {"worker": "a:1,b:1"}, "worker", 1, "multiworker"
+    assert parse_hosts(*others) == parse_tf_config(
+        tf_config({"worker": ["a:1", "b:1"]}, index=1), "multiworker"
+    )
 
 
 @pytest.mark.parametrize(
@@ -339,12 +310,6 @@ def test_mistakes_in_host_flags_are_explained(
     assert_teaches(str(caught.value), *substance)
 
 
-def test_ps_chief_must_know_every_worker() -> None:
-    sparse = PS_CLUSTER | {"worker": {"3": "a:1"}}
-    message = error_of(tf_config(sparse, "chief"), "ps")
-    assert_teaches(message, "chief 0", "worker 3", "not worker 0, 1, 2", "address")
-
-
 ADDRESSES = st.builds(
     "{}:{}".format,
     st.from_regex(r"[a-z][a-z0-9-]{0,8}|\[[0-9a-f:]{1,8}\]|\d{1,3}\.0\.0\.1", fullmatch=True),
@@ -371,14 +336,11 @@ def clusters(draw: st.DrawFn) -> tuple[Cluster, str]:
 
 
 @given(clusters())
-def test_tf_config_of_a_cluster_parses_to_the_same_cluster(made: tuple[Cluster, str]) -> None:
+def test_tf_config_of_a_cluster_parses_to_the_same_cluster_which_has_one_chief(
+    made: tuple[Cluster, str],
+) -> None:
     cluster, strategy = made
     assert parse_tf_config(cluster.tf_config(), strategy) == cluster
-
-
-@given(clusters())
-def test_exactly_one_task_is_chief(made: tuple[Cluster, str]) -> None:
-    cluster, _ = made
     if 0 in cluster.jobs["worker"] or "chief" in cluster.jobs:
         assert sum(cluster.for_task(task).is_chief for task in cluster.tasks()) == 1
 
@@ -412,6 +374,7 @@ def test_local_cluster_has_the_tasks_asked_for_on_different_free_ports() -> None
     assert cluster.is_chief
     addresses = [cluster.for_task(task).address for task in cluster.tasks()]
     assert len(set(addresses)) == 6
+    assert cluster.num_hosts == 1
     for task in cluster.tasks():
         check_own_address(cluster.for_task(task))
     assert parse_tf_config(cluster.tf_config(), "ps") == cluster
@@ -445,7 +408,3 @@ def test_local_cluster_without_tasks_is_refused(
     with pytest.raises(ClusterError) as caught:
         local_cluster(strategy, num_workers, num_ps)
     assert_teaches(str(caught.value), *substance)
-
-
-def test_tasks_of_one_machine_are_one_host() -> None:
-    assert local_cluster("ps", 3, 2).num_hosts == 1

@@ -63,7 +63,7 @@ class Desk:
         """Runs a worker loop on its assignments; returns its EndReason."""
         starts, tickets = tf.zeros([1], tf.int64), tf.constant([[[""], [""]]])
         end = tf.constant(END_OF_TICKETS, tf.int64)
-        return int(self.loop.graph(*self.loop.arguments(SLOT, starts, end, tickets)))
+        return int(self.loop.graph(self.loop.inputs(SLOT, starts, end, tickets)))
 
     def messages(self) -> tuple[list[list[int]], list[float]]:
         """All that were sent, and their metric."""
@@ -105,12 +105,8 @@ def test_loop_does_its_assignments_and_no_more(desk: Desk, num_assignments: int)
     assert buffer.numpy().tolist() == [[0.0, 0.0], [19.0 + num_assignments] * 2]
     assert tags.numpy().tolist() == [[-1, -1], [9 + num_assignments, 29 + num_assignments]]
     # An assignment after the last one is for the next loop.
-    assert desk.buffers.take(desk.buffers.queues[SLOT]).numpy().tolist() == [
-        99,
-        99,
-        EndReason.CONTINUES,
-        99,
-    ]
+    left = desk.buffers.take(desk.buffers.queues[SLOT]).numpy().tolist()
+    assert left == [99, 99, EndReason.CONTINUES, 99]
     assert int(desk.buffers.num_queued(SLOT)) == 0
 
 

@@ -4,6 +4,7 @@
     rank = variables.number("SLURM_PROCID")
     jobs = numbered_jobs(["n1", "n1", "n2"], Wanted("ps", num_ps=1), first_port=2222)
     # {"worker": ["n1:2222", "n1:2223"], "ps": ["n2:2222"]}
+    found = found_by_rank("slurm", "Slurm job 7", hosts, rank, wanted)
 
 A scheduler numbers its tasks. The first of them are workers, the last `num_ps` are parameter
 servers, and worker 0 is the chief. Tasks of one host have consecutive ports.
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from strategies.cluster.tf_config import Cluster, ClusterError, Task
+from strategies.cluster.tf_config import Cluster, ClusterError, Task, check_cluster
 
 # For hosts of which a task is the only user: a pod, or an instance of a cloud.
 DEFAULT_PORT = 2222
@@ -106,18 +107,25 @@ def numbered_jobs(
     before: Counter[str] = Counter()
     addresses = []
     for host in hosts:
-        addresses.append(f"{bracketed(host)}:{first_port + before[host]}")
+        if ":" in host and not host.startswith("["):  # An IPv6 address.
+            host = f"[{host}]"
+        addresses.append(f"{host}:{first_port + before[host]}")
         before[host] += 1
     jobs = {"worker": addresses[:num_workers], "ps": addresses[num_workers:]}
     return {job: listed for job, listed in jobs.items() if listed}
 
 
-def task_of_rank(jobs: Mapping[str, Sequence[str]], rank: int) -> Task:
-    """The task of number `rank` in `numbered_jobs`."""
+def found_by_rank(
+    source: str,
+    where: str,
+    hosts: Sequence[str],
+    rank: int,
+    wanted: Wanted,
+    first_port: int = DEFAULT_PORT,
+    how_many: str = "",
+) -> Found:
+    """The cluster of `numbered_jobs`, seen from the task of number `rank`."""
+    jobs = numbered_jobs(hosts, wanted, first_port, how_many)
     num_workers = len(jobs["worker"])
-    return Task("worker", rank) if rank < num_workers else Task("ps", rank - num_workers)
-
-
-def bracketed(host: str) -> str:
-    """`host` as it stands before a port: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    task = Task("worker", rank) if rank < num_workers else Task("ps", rank - num_workers)
+    return Found(source, where, check_cluster(jobs, task, wanted.strategy, where))

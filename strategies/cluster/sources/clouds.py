@@ -14,19 +14,13 @@ from strategies.cluster.sources.base import (
     Variables,
     Wanted,
     first_port,
-    numbered_jobs,
-    task_of_rank,
+    found_by_rank,
 )
-from strategies.cluster.tf_config import check_cluster
 
 # SageMaker writes it in every container; SM_* are set only by the images with its toolkit.
 RESOURCE_CONFIG_FILE = Path("/opt/ml/input/config/resourceconfig.json")
 _RESOURCE_CONFIG = "SM_RESOURCE_CONFIG"
-
-
-def is_skypilot(environment: Mapping[str, str]) -> bool:
-    """Returns True in the `run` section of a SkyPilot task."""
-    return "SKYPILOT_NODE_IPS" in environment
+SAGEMAKER_VARIABLES = ("SM_HOSTS", _RESOURCE_CONFIG)
 
 
 def from_skypilot(environment: Mapping[str, str], wanted: Wanted) -> Found:
@@ -44,24 +38,16 @@ def from_skypilot(environment: Mapping[str, str], wanted: Wanted) -> Found:
         )
     task = environment.get("SKYPILOT_TASK_ID", "")
     where = f"SkyPilot task {task}" if task else "SkyPilot"
-    jobs = numbered_jobs(
-        nodes, wanted, first_port(task) if task else DEFAULT_PORT, "num_nodes: N in the task's file"
-    )
-    return Found(
-        "skypilot", where, check_cluster(jobs, task_of_rank(jobs, rank), wanted.strategy, where)
-    )
-
-
-def is_sagemaker(environment: Mapping[str, str]) -> bool:
-    """Returns True in a training job of SageMaker."""
-    return "SM_HOSTS" in environment or _RESOURCE_CONFIG in environment
+    port = first_port(task) if task else DEFAULT_PORT
+    how_many = "num_nodes: N in the task's file"
+    return found_by_rank("skypilot", where, nodes, rank, wanted, port, how_many)
 
 
 def with_resource_config(
     environment: Mapping[str, str], path: Path = RESOURCE_CONFIG_FILE
 ) -> Mapping[str, str]:
     """`environment`, with SageMaker's file as SM_RESOURCE_CONFIG if there is one."""
-    if is_sagemaker(environment) or not path.is_file():
+    if any(name in environment for name in SAGEMAKER_VARIABLES) or not path.is_file():
         return environment
     return {**environment, _RESOURCE_CONFIG: path.read_text()}
 
@@ -84,10 +70,8 @@ def from_sagemaker(environment: Mapping[str, str], wanted: Wanted) -> Found:
         raise variables.error(f"its hosts are {hosts!r}, not a list of names")
     if own not in hosts:
         raise variables.error(f"this host is {own!r}, and not one of its hosts, {hosts}")
-    where = "SageMaker"
-    jobs = numbered_jobs(hosts, wanted, DEFAULT_PORT, "instance_count=N")
-    task = task_of_rank(jobs, hosts.index(own))
-    return Found("sagemaker", where, check_cluster(jobs, task, wanted.strategy, where))
+    rank = hosts.index(own)
+    return found_by_rank("sagemaker", "SageMaker", hosts, rank, wanted, how_many="instance_count=N")
 
 
 def _json(variables: Variables, name: str) -> object:

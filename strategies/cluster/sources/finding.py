@@ -5,7 +5,7 @@ found = find("auto", os.environ, Wanted("multiworker"))
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from strategies.cluster.sources import clouds, kubernetes, slurm
@@ -23,20 +23,20 @@ def is_described(environment: Mapping[str, str]) -> bool:
 
 
 class _Source(NamedTuple):
-    is_present: Callable[[Mapping[str, str]], bool]
-    read: Callable[[Mapping[str, str], Wanted], Found]
     words: str
+    read: Callable[[Mapping[str, str], Wanted], Found]
+    variables: Sequence[str]  # The scheduler sets one of them in each task.
     has_num_tasks: bool = True  # Otherwise --workers gives it.
 
 
 SCHEDULERS = {
-    "slurm": _Source(slurm.is_slurm, slurm.from_slurm, "Slurm"),
-    "jobset": _Source(kubernetes.is_jobset, kubernetes.from_jobset, "JobSet", False),
+    "slurm": _Source("Slurm", slurm.from_slurm, ["SLURM_JOB_ID"]),
+    "jobset": _Source("JobSet", kubernetes.from_jobset, ["JOBSET_NAME"], False),
     "indexed_job": _Source(
-        kubernetes.is_indexed_job, kubernetes.from_indexed_job, "an indexed Job", False
+        "an indexed Job", kubernetes.from_indexed_job, ["JOB_COMPLETION_INDEX"], False
     ),
-    "skypilot": _Source(clouds.is_skypilot, clouds.from_skypilot, "SkyPilot"),
-    "sagemaker": _Source(clouds.is_sagemaker, clouds.from_sagemaker, "SageMaker"),
+    "skypilot": _Source("SkyPilot", clouds.from_skypilot, ["SKYPILOT_NODE_IPS"]),
+    "sagemaker": _Source("SageMaker", clouds.from_sagemaker, clouds.SAGEMAKER_VARIABLES),
 }
 
 
@@ -78,7 +78,14 @@ def found_by_auto(environment: Mapping[str, str]) -> str | None:
 
 def present(environment: Mapping[str, str]) -> list[str]:
     """The schedulers of which `environment` has variables."""
-    return [name for name, source in SCHEDULERS.items() if source.is_present(environment)]
+    found = [
+        name
+        for name, source in SCHEDULERS.items()
+        if any(variable in environment for variable in source.variables)
+    ]
+    if "jobset" in found and "indexed_job" in found:  # The Jobs of a JobSet are indexed.
+        found.remove("indexed_job")
+    return found
 
 
 def _is_single(source: str, environment: Mapping[str, str]) -> bool:

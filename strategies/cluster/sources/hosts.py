@@ -13,12 +13,7 @@ from collections.abc import Callable
 
 import psutil
 
-from strategies.cluster.sources.base import (
-    DEFAULT_PORT,
-    Found,
-    Wanted,
-    numbered_jobs,
-)
+from strategies.cluster.sources.base import DEFAULT_PORT, Found, Wanted, numbered_jobs
 from strategies.cluster.tf_config import ClusterError, Task, check_cluster
 
 
@@ -47,12 +42,8 @@ def from_hosts(
                 f"--hosts={text} has a port for some hosts only. Give each host a port, or none: "
                 "--port=N sets the first port of all hosts."
             )
-        num_workers = len(jobs["worker"])
-        jobs = {
-            job: listed
-            for job, listed in (("worker", entries[:num_workers]), ("ps", entries[num_workers:]))
-            if listed
-        }
+        rest = iter(entries)
+        jobs = {job: [next(rest) for _ in listed] for job, listed in jobs.items()}
     tasks = [Task(job, index) for job, listed in jobs.items() for index in range(len(listed))]
     where = f"--hosts={text}"
     here = {host for host in dict.fromkeys(hosts) if is_here(host.strip("[]"))}
@@ -75,7 +66,7 @@ def from_hosts(
 
 
 def here() -> Callable[[str], bool]:
-    """Returns whether a name or an address is one of this machine's, as a function."""
+    """Returns a function that returns True for a name or an address of this machine."""
     names = {socket.gethostname().lower()}
     names |= {name.partition(".")[0] for name in names}
     addresses = set(_own_addresses())

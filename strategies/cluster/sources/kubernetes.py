@@ -15,27 +15,10 @@ pod's annotations (deploy/kubernetes has them).
 
 from collections.abc import Mapping
 
-from strategies.cluster.sources.base import (
-    DEFAULT_PORT,
-    Found,
-    Variables,
-    Wanted,
-    numbered_jobs,
-    task_of_rank,
-)
+from strategies.cluster.sources.base import DEFAULT_PORT, Found, Variables, Wanted, found_by_rank
 from strategies.cluster.tf_config import Task, check_cluster
 
 _INDEX, _JOBSET, _REPLICATED_JOB = "JOB_COMPLETION_INDEX", "JOBSET_NAME", "REPLICATED_JOB_NAME"
-
-
-def is_jobset(environment: Mapping[str, str]) -> bool:
-    """Returns True in a pod of a JobSet whose template sets JOBSET_NAME."""
-    return _JOBSET in environment
-
-
-def is_indexed_job(environment: Mapping[str, str]) -> bool:
-    """Returns True in a pod of an indexed Job that belongs to no JobSet."""
-    return _INDEX in environment and not is_jobset(environment)
 
 
 def from_indexed_job(environment: Mapping[str, str], wanted: Wanted) -> Found:
@@ -49,13 +32,9 @@ def from_indexed_job(environment: Mapping[str, str], wanted: Wanted) -> Found:
             "Leave `hostname` and `hostNetwork` out of the pod's template,",
         )
     num_pods = _num_workers(variables, wanted, "spec.completions") + wanted.num_ps
-    where = f"indexed Job {name}"
     _check_index(variables, index, num_pods)
     hosts = [f"{name}-{pod}.{name}" for pod in range(num_pods)]
-    jobs = numbered_jobs(hosts, wanted, DEFAULT_PORT)
-    return Found(
-        "indexed_job", where, check_cluster(jobs, task_of_rank(jobs, index), wanted.strategy, where)
-    )
+    return found_by_rank("indexed_job", f"indexed Job {name}", hosts, index, wanted)
 
 
 def from_jobset(environment: Mapping[str, str], wanted: Wanted) -> Found:
@@ -80,11 +59,9 @@ def from_jobset(environment: Mapping[str, str], wanted: Wanted) -> Found:
         return [f"{jobset}-{job}-0-{pod}.{jobset}" for pod in range(number)]
 
     if own_job not in ("worker", "ps"):
-        _check_index(variables, index, num_workers + wanted.num_ps)
-        jobs = numbered_jobs(pods(own_job, num_workers + wanted.num_ps), wanted, DEFAULT_PORT)
-        return Found(
-            "jobset", where, check_cluster(jobs, task_of_rank(jobs, index), wanted.strategy, where)
-        )
+        num_pods = num_workers + wanted.num_ps
+        _check_index(variables, index, num_pods)
+        return found_by_rank("jobset", where, pods(own_job, num_pods), index, wanted)
     hosts = {"worker": pods("worker", num_workers), "ps": pods("ps", wanted.num_ps)}
     _check_index(variables, index, len(hosts[own_job]), f" of job {own_job}")
     port = wanted.port or DEFAULT_PORT

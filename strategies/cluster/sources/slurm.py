@@ -10,26 +10,14 @@ from the job and the step.
 import re
 from collections.abc import Iterator, Mapping
 
-from strategies.cluster.sources.base import (
-    Found,
-    Variables,
-    Wanted,
-    first_port,
-    numbered_jobs,
-    task_of_rank,
-)
-from strategies.cluster.tf_config import ClusterError, check_cluster
+from strategies.cluster.sources.base import Found, Variables, Wanted, first_port, found_by_rank
+from strategies.cluster.tf_config import ClusterError
 
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 # More than the largest clusters have: "n[1-999999999]" would fill the memory.
 _MAX_HOSTS = 100_000
-
-
-def is_slurm(environment: Mapping[str, str]) -> bool:
-    """Returns True in a job of Slurm."""
-    return "SLURM_JOB_ID" in environment
 
 
 def from_slurm(environment: Mapping[str, str], wanted: Wanted) -> Found:
@@ -59,11 +47,8 @@ def from_slurm(environment: Mapping[str, str], wanted: Wanted) -> Found:
     _check_order(variables, environment, counts, rank)
     listed = [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
     step = environment.get("SLURM_STEP_ID", "0")
-    where = f"Slurm job {job}, step {step}"
-    jobs = numbered_jobs(listed, wanted, first_port(f"{job}.{step}"), "srun --ntasks=N")
-    return Found(
-        "slurm", where, check_cluster(jobs, task_of_rank(jobs, rank), wanted.strategy, where)
-    )
+    where, port = f"Slurm job {job}, step {step}", first_port(f"{job}.{step}")
+    return found_by_rank("slurm", where, listed, rank, wanted, port, "srun --ntasks=N")
 
 
 def _counts(variables: Variables) -> list[int]:

@@ -110,7 +110,7 @@ class _State(NamedTuple):
     held_totals: Tensor  # The metric totals of held gradients, float64 [worker slots, num_totals].
     metric_totals: Tensor  # Of the rounds that are done, float64 [num_totals].
     counters: Tensor  # Packed Counters of the run so far, int64 [workers, 4].
-    num_done: Tensor  # Rounds.
+    num_left: Tensor  # Rounds to run.
     step: Tensor  # The step counter, which is the number of the round.
     next_sub_batch: Tensor
     next_attempt: Tensor
@@ -181,7 +181,7 @@ class Aggregator:
                     held_totals=tf.zeros([self._num_slots, num_totals], tf.float64),
                     metric_totals=tf.zeros([num_totals], tf.float64),
                     counters=tf.identity(counters),
-                    num_done=zero,
+                    num_left=begin.num_rounds,
                     step=tf.cast(read_now(self.learner.step), tf.int64),
                     next_sub_batch=begin.next_sub_batch,
                     next_attempt=begin.next_attempt,
@@ -189,40 +189,36 @@ class Aggregator:
                     is_stopped=zero,
                     num_held=zero,
                 )
-                rounds = begin.num_rounds
-                state = self._assign_all(state, rounds)
+                state = self._assign_all(state)
 
                 def continues(*packed: Tensor) -> Tensor:
                     state = _State.unpack(packed)
-                    return tf.equal(state.is_stopped, 0) & (state.num_done < rounds)
+                    return tf.equal(state.is_stopped, 0) & (state.num_left > 0)
 
                 packed = tf.while_loop(
                     continues,
-                    lambda *packed: self._take_turn(_State.unpack(packed), rounds).pack(),
+                    lambda *packed: self._take_turn(_State.unpack(packed)).pack(),
                     state.pack(),
                     shape_invariants=_shapes(state),
                     parallel_iterations=1,
                 )
                 state = _State.unpack(packed)
+                num_done = begin.num_rounds - state.num_left
                 end = Progress(
-                    state.num_done, state.loops_give_way, state.next_sub_batch, state.next_attempt
+                    num_done, state.loops_give_way, state.next_sub_batch, state.next_attempt
                 )
                 found = pack(end), state.slots, state.returned
                 return *found, state.metric_totals, state.counters
 
         return aggregate
 
-    def _take_turn(self, state: _State, rounds: Tensor) -> _State:
-        state = self._receive(state, rounds)
+    def _take_turn(self, state: _State) -> _State:
+        state = self._receive(state)
         is_full = tf.equal(state.num_held, len(self.lanes)) & tf.equal(state.is_stopped, 0)
-        packed = tf.cond(
-            is_full,
-            lambda: self._assign_all(self._finish(state), rounds).pack(),
-            state.pack,
-        )
+        packed = tf.cond(is_full, lambda: self._assign_all(self._finish(state)).pack(), state.pack)
         return _State.unpack(packed)
 
-    def _receive(self, state: _State, rounds: Tensor) -> _State:
+    def _receive(self, state: _State) -> _State:
         # At least this number of messages will come, one from each worker slot whose gradient is
         # not held. But while loops give way, a worker may serve several slots, one at a time.
         num_due = len(self.lanes) - state.num_held
@@ -247,7 +243,7 @@ class Aggregator:
 
         def handle_each() -> tuple[Tensor, ...]:
             def handle(i: Tensor, *packed: Tensor) -> tuple[Tensor, ...]:
-                state = self._handle(_State.unpack(packed), rows[i], totals[i], rounds)
+                state = self._handle(_State.unpack(packed), rows[i], totals[i])
                 return i + 1, *state.pack()
 
             number = tf.shape(rows)[0]
@@ -262,7 +258,7 @@ class Aggregator:
 
         return _State.unpack(tf.cond(tf.reduce_all(are_in_time), hold_all, handle_each))
 
-    def _handle(self, state: _State, row: Tensor, totals: Tensor, rounds: Tensor) -> _State:
+    def _handle(self, state: _State, row: Tensor, totals: Tensor) -> _State:
         message = unpack(Message, row)
         slot = unpack(WorkerSlot, state.slots[message.worker_slot])
         num_queued = tf.stack([self.buffers.num_queued(i) for i in range(self._num_slots)])
@@ -290,7 +286,7 @@ class Aggregator:
             is_held=tf.maximum(slot.is_held, hold),
             worker=tf.where(verdict.hold | verdict.drop, message.worker, slot.worker),
         )
-        return self._answer(state, slot, message, verdict, num_queued, rounds)
+        return self._answer(state, slot, message, verdict, num_queued)
 
     def _answer(
         self,
@@ -299,7 +295,6 @@ class Aggregator:
         message: Message,
         verdict: Verdict,
         num_queued: Tensor,
-        rounds: Tensor,
     ) -> _State:
         """Gives the sender its next assignment, or ends loops; `slot` is the sender's.
 
@@ -313,7 +308,7 @@ class Aggregator:
         assignment = Assignment(
             attempt=state.next_attempt,
             sub_batch=tf.where(verdict.assign_other, other, slot.sub_batch),
-            end_reason=self._end_reason(state, slot.is_old, rounds),
+            end_reason=_end_reason(state, slot.is_old),
             step=state.step,
         )
         is_sender = tf.equal(tf.range(self._num_slots, dtype=tf.int64), message.worker_slot)
@@ -368,24 +363,25 @@ class Aggregator:
                 examples=finished * tf.gather(examples, held.sub_batch % num_sub_batches),
                 repeated=1 - finished,
             ),
-            num_done=state.num_done + done,
+            num_left=state.num_left - done,
             step=step,
             num_held=tf.zeros_like(done),
         )
-        rounds = Rounds(step, state.next_sub_batch, state.returned, state.slots, state.counters)
-        self.stored.store(rounds)
+        self.stored.store(
+            Rounds(step, state.next_sub_batch, state.returned, state.slots, state.counters)
+        )
         return state
 
-    def _assign_all(self, state: _State, rounds: Tensor) -> _State:
+    def _assign_all(self, state: _State) -> _State:
         """Gives an assignment to each loop that waits, if a round follows: returned ones first."""
         slots = unpack(WorkerSlot, state.slots)
-        waits = (slots.sub_batch < 0) & (slots.has_loop > 0) & (state.num_done < rounds)
+        waits = (slots.sub_batch < 0) & (slots.has_loop > 0) & (state.num_left > 0)
         rank = tf.cumsum(_int(waits), exclusive=True)
         new = state.next_sub_batch + tf.range(self._num_slots, dtype=tf.int64)
         assignments = Assignment(
             attempt=state.next_attempt + rank,
             sub_batch=tf.gather(tf.concat([state.returned, new], axis=0), rank),
-            end_reason=self._end_reason(state, slots.is_old, rounds),
+            end_reason=_end_reason(state, slots.is_old),
             step=tf.fill([self._num_slots], state.step),
         )
         self._assign(pack(assignments), waits)
@@ -403,21 +399,22 @@ class Aggregator:
             next_attempt=state.next_attempt + num_assigned,
         )
 
-    def _end_reason(self, state: _State, is_old: Tensor, rounds: Tensor) -> Tensor:
-        """The EndReason of an assignment that is made now.
-
-        An old loop gives way after it, because it cannot read the sub-batches of this call.
-        """
-        is_final = _int(tf.equal(state.num_done + 1, rounds))
-        gives_way = tf.maximum(state.loops_give_way, is_old)
-        return tf.maximum(gives_way * int(EndReason.GIVES_WAY), is_final * int(EndReason.FINAL))
-
     def _assign(self, rows: Tensor, receives: Tensor) -> None:
         """Gives its row of packed assignments to each worker slot that `receives`, bool [slots]."""
         num_fields = len(Assignment._fields)
         for slot, number in enumerate(tf.unstack(tf.cast(receives, tf.int32))):
             row = tf.slice(rows, [slot, 0], tf.stack([number, num_fields]))
             self.buffers.assign(slot, row)
+
+
+def _end_reason(state: _State, is_old: Tensor) -> Tensor:
+    """The EndReason of an assignment that is made now.
+
+    An old loop gives way after it, because it cannot read the sub-batches of this call.
+    """
+    is_final = _int(tf.equal(state.num_left, 1))
+    gives_way = tf.maximum(state.loops_give_way, is_old)
+    return tf.maximum(gives_way * int(EndReason.GIVES_WAY), is_final * int(EndReason.FINAL))
 
 
 def _put(rows: Tensor, index: Tensor, row: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ the gradients are added in a fixed order, so a run is repeatable with any number
 
 import concurrent.futures
 import contextlib
-import functools
+import dataclasses
 import threading
 import time
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from strategies.metrics import Metrics
 from strategies.position import Position, refuse_open_sub_batches
 from strategies.ps.closures import in_background
 from strategies.ps.executor import ParameterServerExecutor
-from strategies.ps.former_rounds import Rounds, counts_of, position_of, stored_rounds
+from strategies.ps.former_rounds import Rounds, counts_of, in_flight, position_of, stored_rounds
 from strategies.ps.protocol import IDLE, NONE, Counters, EndReason, Kind, Progress, WorkerSlot, pack
 from strategies.ps.sync.aggregator import Aggregator
 from strategies.ps.sync.gradient_buffers import GradientBuffers
@@ -80,11 +80,8 @@ class SynchronousExecutor(ParameterServerExecutor):
     @override
     def position(self) -> Position:
         """Sub-batches in flight are not consumed: their gradients will come too late."""
-        open_numbers = [*self._returned, *self._in_flight()]
+        open_numbers = [*self._returned, *in_flight(self._slots)]
         return position_of(self._next_sub_batch, open_numbers, self._lanes, self._skipped)
-
-    def _in_flight(self) -> list[int]:
-        return [int(number) for number in self._slots.sub_batch if number != NONE]
 
     @override
     def _counts_since_start(self) -> WorkerStats:
@@ -123,20 +120,19 @@ class SynchronousExecutor(ParameterServerExecutor):
         self._buffers = GradientBuffers(learner, strategy, num_slots=self._num_slots)
         self._stored = stored_rounds(self._buffers.step_device)
         self._aggregator = Aggregator(learner, source, strategy, self._buffers, lanes, self._stored)
-        loops = functools.partial(
-            WorkerLoop,
+        self._short_loop = self._long_loop = WorkerLoop(
             learner,
             source,
             strategy,
             self._compression,
             self._buffers,
             lanes,
+            num_unrolled=1,
             read_dtype=self._read_dtype,
         )
-        self._short_loop = self._long_loop = loops(num_unrolled=1)
         dense = learner.variables[: learner.num_dense]
         if all(map(is_small, dense)):  # Large ones travel for skipped assignments too.
-            self._long_loop = loops(num_unrolled=_UNROLLED)
+            self._long_loop = dataclasses.replace(self._short_loop, num_unrolled=_UNROLLED)
 
     @override
     def _set_position(self, position: Position) -> None:
@@ -262,9 +258,9 @@ class SynchronousExecutor(ParameterServerExecutor):
             self._sent_loops.add(loop)
             self._used_graphs.add(f"worker loop, {loop.num_unrolled}")
             self._secs_per_round = _FIRST_ROUND_SECS
-        arguments = loop.arguments(slot, *plan)
+        inputs = loop.inputs(slot, *plan)
         with losses_explained(), tf.device(self.io_device):
-            self._loops.begin(slot, self._coordinator.schedule(loop.graph, args=arguments))
+            self._loops.begin(slot, self._coordinator.schedule(loop.graph, args=(inputs,)))
 
     @override
     def _drain(self) -> None:
@@ -299,9 +295,8 @@ class SynchronousExecutor(ParameterServerExecutor):
         """
         # A late worker gets another sub-batch.
         most = num_rounds * (self._num_sub_batches + self._num_slots) + self._num_slots
-        open_batches = [
-            number // self._num_sub_batches for number in (*self._returned, *self._in_flight())
-        ]
+        open_numbers = [*self._returned, *in_flight(self._slots)]
+        open_batches = [number // self._num_sub_batches for number in open_numbers]
         first = self._next_sub_batch // self._num_sub_batches
         end = (self._next_sub_batch + most) // self._num_sub_batches + 1
         oldest = min([first, *open_batches])

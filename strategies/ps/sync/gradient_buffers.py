@@ -236,11 +236,11 @@ class GradientBuffers:
         return tf.reduce_all(tf.stack(are_expected)), summed
 
     def keep(self, variables: Sequence[tf.Variable]) -> None:
-        """From now on `begun` keeps the values of `variables` before a step.
+        """From now on `begun` keeps the values of `variables` before a step, except in three cases.
 
-        Not on a single server, which needs no such values, and not if a server has much to keep:
-        the step copies it. (With 75 MB on each of two servers a step took 1.15 times as long.) Nor
-        of a model with tables, of which a step changes only a few rows.
+        A single server needs no such values. Of a table a step changes only a few rows. If a server
+        had much to keep, it would take time: a step changes copies of the kept values. (With 75 MB
+        on each of two servers a step took 1.15 times as long.)
         """
         sizes = collections.Counter[str]()
         for variable in variables:

@@ -1,7 +1,7 @@
 """What a worker of synchronous parameter servers runs: a loop that takes assignments.
 
     loop = WorkerLoop(learner, source, strategy, compression, buffers, lanes, num_unrolled=4)
-    coordinator.schedule(loop.graph, args=loop.arguments(slot, starts, end, tickets))
+    coordinator.schedule(loop.graph, args=(loop.inputs(slot, starts, end, tickets),))
 
 A `tf.while_loop` that spans two processes costs three control messages an iteration, besides the
 two messages that carry variables and gradients. So the loop can be unrolled: one iteration then
@@ -13,7 +13,7 @@ and zeros in place of gradients travel all the same, so unrolling pays in long l
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -35,17 +35,19 @@ from strategies.ps.protocol import (
 from strategies.ps.sync.gradient_buffers import GradientBuffers
 from strategies.ps.worker_step import compute_gradients, read_variables, rows_sent
 
+# Metric totals, dense gradients, and the gradient (ids, rows) of each part of a table.
+_BranchResult: TypeAlias = tuple[Tensor, list[Tensor], list[tuple[Tensor, Tensor]]]
+
 
 class _Inputs(NamedTuple):
-    """What does not change while a worker loop runs."""
+    """The argument of a worker loop's graph."""
 
     queue: Tensor  # Of assignments, a resource.
-    locks: dict[str, Tensor]  # On each device: resources.
-    slot: Tensor
-    worker: Tensor
-    starts: Tensor
-    end: Tensor  # On the device of the queue.
-    tickets: Tensor
+    locks: list[Tensor]  # On each device of the buffers: resources.
+    slot: Tensor  # int64, as all that follow but `tickets`.
+    starts: Tensor  # The first batch of each window, [windows].
+    end: Tensor  # The batch after all windows.
+    tickets: Tensor  # string [windows, sub-batches, parts].
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,65 +67,46 @@ class WorkerLoop:
     def _specs(self) -> list[dict[str, tf.TensorSpec]]:
         return [self.source.ticket_spec(lanes=lanes) for lanes in self.lanes]
 
-    def arguments(
-        self, slot: int, starts: Tensor, end: Tensor, tickets: Tensor
-    ) -> tuple[object, ...]:
-        """The arguments of `graph` for a worker slot.
-
-        `tickets`, string [windows, sub-batches, parts], begin at the batches `starts`,
-        int64 [windows]; `end`, int64, is the batch after all of them.
-        """
-        buffers = self.buffers
-        of_slot = buffers.queues[slot], buffers.locks[slot], tf.constant(slot, tf.int64)
-        return *of_slot, starts, end, tickets
+    def inputs(self, slot: int, starts: Tensor, end: Tensor, tickets: Tensor) -> _Inputs:
+        """The argument of `graph` for a worker slot."""
+        queue, locks = self.buffers.queues[slot], self.buffers.locks[slot]
+        return _Inputs(queue, locks, tf.constant(slot, tf.int64), starts, end, tickets)
 
     @functools.cached_property
     def graph(self) -> tf.types.experimental.PolymorphicFunction:
-        """A tf.function of the result of `arguments`.
+        """A tf.function of `inputs`.
 
         It returns the EndReason of its last assignment: FINAL or GIVES_WAY.
         """
-        num_parts = len(self._specs[0])
-
-        @tf.function(
-            input_signature=[
-                tf.TensorSpec([], tf.resource),
-                [tf.TensorSpec([], tf.resource) for _ in self.buffers.devices],
-                tf.TensorSpec([], tf.int64),
-                tf.TensorSpec([None], tf.int64),
-                tf.TensorSpec([], tf.int64),
-                tf.TensorSpec([None, len(self.lanes), num_parts], tf.string),
-            ],
-            autograph=False,
+        signature = _Inputs(
+            queue=tf.TensorSpec([], tf.resource),
+            locks=[tf.TensorSpec([], tf.resource) for _ in self.buffers.devices],
+            slot=tf.TensorSpec([], tf.int64),
+            starts=tf.TensorSpec([None], tf.int64),
+            end=tf.TensorSpec([], tf.int64),
+            tickets=tf.TensorSpec([None, len(self.lanes), len(self._specs[0])], tf.string),
         )
-        def loop(
-            queue: Tensor,
-            locks: list[Tensor],
-            slot: Tensor,
-            starts: Tensor,
-            end: Tensor,
-            tickets: Tensor,
-        ) -> Tensor:
+
+        @tf.function(input_signature=[signature], autograph=False)
+        def loop(inputs: _Inputs) -> Tensor:
             # Called outside of the loop, because inner graphs do not know the worker's index.
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             worker = tf.cast(worker, tf.int64)
             with tf.control_dependencies([self.source.prepare()]):
-                slot = tf.identity(slot)
+                slot = tf.identity(inputs.slot)
             with tf.device(self.buffers.step_device), tf.control_dependencies([slot]):
-                num_queued = tf.cast(tf.raw_ops.QueueSizeV2(handle=queue), tf.int64)
+                num_queued = tf.cast(tf.raw_ops.QueueSizeV2(handle=inputs.queue), tf.int64)
                 message = Message(Kind.BEGUN, slot, num_queued, worker, 0)
                 begun = self.buffers.send(pack(message))
-                end = tf.identity(end)  # In the loop, each iteration would send it.
+                end = tf.identity(inputs.end)  # In the loop, each iteration would send it.
+            inputs = inputs._replace(slot=slot, end=end)
             with tf.control_dependencies([begun]):
                 none = tf.constant(Assignment(SKIPPED, NONE, EndReason.CONTINUES, 0), tf.int64)
 
-            locks_of = dict(zip(self.buffers.devices, locks, strict=True))
-            inputs = _Inputs(queue, locks_of, slot, worker, starts, end, tickets)
-
             def iterate(_: Tensor) -> tuple[Tensor]:
-                row, at_queue = self._do_assignment(inputs, None)
+                row, at_queue = self._do_assignment(inputs, worker, None)
                 for _ in range(1, self.num_unrolled):
-                    row, at_queue = self._do_assignment(inputs, at_queue)
+                    row, at_queue = self._do_assignment(inputs, worker, at_queue)
                 return (row,)
 
             (row,) = tf.while_loop(_continues, iterate, (none,), parallel_iterations=1)
@@ -140,7 +123,9 @@ class WorkerLoop:
 
         return loop
 
-    def _do_assignment(self, inputs: _Inputs, former: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _do_assignment(
+        self, inputs: _Inputs, worker: Tensor, former: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Waits for an assignment, and writes the gradients of its sub-batch.
 
         `former` is the assignment before, packed, on the device of the queue; None if that was not
@@ -160,56 +145,50 @@ class WorkerLoop:
         row, values = read_variables(learner, at_queue, self.read_dtype)
         assignment = unpack(Assignment, row)
         is_computed = (assignment.attempt >= 0) & tf.not_equal(assignment.step, NONE)
+        variables, parts = learner.variables, learner.variables[learner.num_dense :]
         present: list[int] = []  # The indices of dense gradients that are not None.
-        parts = learner.variables[learner.num_dense :]
 
-        def compute() -> list[Tensor]:
+        def compute() -> _BranchResult:
             batch = self._batch(assignment.sub_batch, inputs.starts, inputs.tickets)
             gradients, totals = compute_gradients(
                 values, row, learner, self.strategy, batch, self.read_dtype
             )
-            shapes = [variable.shape for variable in learner.variables]
             present[:] = [i for i in range(learner.num_dense) if gradients[i] is not None]
-            dense = (tf.ensure_shape(gradients[index], shapes[index]) for index in present)
+            dense = [tf.ensure_shape(gradients[i], variables[i].shape) for i in present]
             rows = [
-                gradient if gradient is not None else _no_rows(part)
+                _no_rows(part) if gradient is None else (gradient.indices, gradient.values)
                 for gradient, part in zip(gradients[learner.num_dense :], parts, strict=True)
             ]
-            return [totals, *dense, *(t for row in rows for t in (row.indices, row.values))]
+            return totals, dense, rows
 
-        def skip() -> list[Tensor]:
-            no_totals = tf.zeros([buffers.num_totals], tf.float64)
-            absent = [learner.variables[index] for index in present]
-            rows = [_no_rows(part) for part in parts]
-            return [
-                no_totals,
-                *(tf.zeros(like.shape, like.dtype) for like in absent),
-                *(t for row in rows for t in (row.indices, row.values)),
-            ]
+        def skip() -> _BranchResult:
+            zeros = [tf.zeros(variables[i].shape, variables[i].dtype) for i in present]
+            return tf.zeros([buffers.num_totals], tf.float64), zeros, list(map(_no_rows, parts))
 
-        totals, *computed = tf.cond(is_computed, compute, skip)
-        gradients = dict(zip(present, computed[: len(present)], strict=True))
-        of_parts = computed[len(present) :]
+        totals, dense, rows = tf.cond(is_computed, compute, skip)
+        gradients = dict(zip(present, dense, strict=True))
         sparse = [
             rows_sent(
                 self.compression.compress_rows(tf.IndexedSlices(values, ids)),
                 part.device,
                 part.dtype,
             )
-            for part, ids, values in zip(parts, of_parts[::2], of_parts[1::2], strict=True)
+            for part, (ids, values) in zip(parts, rows, strict=True)
         ]
         # Outside of the branch: outputs of a branch wait for all of its side effects.
         sent = self.compression.compress_all(
-            [gradients.get(index) for index in range(len(learner.variables))], is_computed
+            [gradients.get(index) for index in range(len(variables))], is_computed
         )
         attempt, step = assignment.attempt, assignment.step
-        message = pack(Message(Kind.DONE, inputs.slot, attempt, inputs.worker, step))
-        found = buckets(learner.variables, sent, [message, totals], buffers.devices)
+        message = pack(Message(Kind.DONE, inputs.slot, attempt, worker, step))
+        found = buckets(variables, sent, [message, totals], buffers.devices)
         (with_message,) = (bucket for bucket in found if bucket.device == buffers.step_device)
+
+        locks = dict(zip(buffers.devices, inputs.locks, strict=True))
 
         def write(bucket: Bucket) -> Tensor:
             here = {i: rows for i, rows in enumerate(sparse) if parts[i].device == bucket.device}
-            return buffers.write(bucket, inputs.locks[bucket.device], here)
+            return buffers.write(bucket, locks[bucket.device], here)
 
         others = []
         for bucket in found:
@@ -254,9 +233,9 @@ _MESSAGE_SLOT = Message._fields.index("worker_slot")
 _MESSAGE_ATTEMPT = Message._fields.index("attempt")
 
 
-def _no_rows(part: tf.Variable) -> tf.IndexedSlices:
-    """The gradient of a part of a table of which no row was used."""
-    return tf.IndexedSlices(tf.zeros([0, part.shape[1]], part.dtype), tf.zeros([0], tf.int64))
+def _no_rows(part: tf.Variable) -> tuple[Tensor, Tensor]:
+    """The gradient, (ids, rows), of a part of a table of which no row was used."""
+    return tf.zeros([0], tf.int64), tf.zeros([0, part.shape[1]], part.dtype)
 
 
 def _continues(row: Tensor) -> Tensor:

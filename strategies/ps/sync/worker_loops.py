@@ -17,7 +17,7 @@ from strategies.ps.closures import fetched, in_background
 
 # How long loops may take to end by themselves before they are told to end.
 _SHUTDOWN_GRACE_SECS = 0.05
-# The time between two times that they are told.
+# How often they are told.
 POLL_SECS = 1.0
 
 
