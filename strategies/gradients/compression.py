@@ -1,4 +1,4 @@
-"""Gradients in 16 bits with error feedback (`--wire_dtype`), or unchanged (float32).
+"""Gradients in 16 bits with error feedback, or unchanged (float32).
 
     compression = Compression("bfloat16", num_senders=2)
     sent = compression.compress(gradient, key=0)        # bfloat16
