@@ -26,7 +26,7 @@ from data.prepare.sources.arrow_columns import (
     texts_of,
 )
 from data.prepare.sources.columns import PADDING, First, Missing
-from data.prepare.sources.examples import Node, strings, tensor
+from data.prepare.sources.examples import Classes, Node, tensor
 from data.prepare.sources.tables import typed
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
@@ -116,7 +116,7 @@ class ArrowLists:
         )
 
     def lacks(self, array: pa.Array) -> Mask:
-        """True where a list is missing, bool [n]."""
+        """A mask, bool [n]: true where a list is missing."""
         lacking: Mask = plain(array).is_null().to_numpy(zero_copy_only=False)
         return lacking
 
@@ -164,9 +164,7 @@ class ArrowLists:
     @property
     def node(self) -> Node:
         """The feature that describes the column."""
-        if self._is_string:
-            return strings(*self._shape)
-        return tensor(self._dtype, self._shape)
+        return tensor("string" if self._is_string else self._dtype, self._shape)
 
     @property
     def stored(self) -> str:
@@ -200,8 +198,8 @@ class ArrowLists:
         is_float = any("float" in dtype for dtype in self._dtypes)
         return "float64" if is_float else "int64"
 
-    def convert(self, array: pa.Array) -> Values:
-        """The values as a record holds them."""
+    def convert(self, array: pa.Array, classes: Classes | None = None) -> Values:
+        """The values as a record holds them. `classes` is None: lists are no label."""
         lengths, items = _levels(plain(array))
         places = np.arange(self._shape[0]) < lengths[0][:, np.newaxis]
         if self._is_string:
@@ -221,7 +219,7 @@ class ArrowLists:
 
 
 def _levels(array: pa.Array) -> tuple[list[Int64s], pa.Array]:
-    """The numbers of items of lists, by level (-1: missing), and those of the innermost ones."""
+    """The lengths of the lists by level (-1: missing), and the items of the innermost lists."""
     lengths = []
     while family_of(array.type) == LISTS:
         counts = pc.list_value_length(array).fill_null(-1)

@@ -37,6 +37,7 @@ from data.prepare.sources.examples import Classes, scalar, tensor, text
 from data.prepare.sources.tables import (
     Table,
     common_columns,
+    encoded,
     split_files,
     table_source,
     typed,
@@ -156,14 +157,12 @@ def source(name: str, path: str, options: Options) -> Source:
         num_bytes = os.path.getsize(file) * (_GZIP_FACTOR if file.endswith(".gz") else 1)
         row_bytes = num_bytes // max(1, counts[split]) + 30 * len(names)
         row_bytes += sum(found.length * found.item_bytes for found in lists.values())
-        tables[split] = Table(
-            counts[split], row_bytes, functools.partial(_rows, rows_of[split], converters)
-        )
+        rows = functools.partial(_rows, rows_of[split], converters)
+        tables[split] = Table(counts[split], row_bytes, functools.partial(encoded, rows))
     nodes = {column: _NODES[kinds[column]] for column in columns}
     nodes |= {column: found.node for column, found in lists.items()}
-    return table_source(name, tables, nodes, classes, options)._replace(
-        notes=[*filter(None, notes)]
-    )
+    source = table_source(name, tables, nodes, classes, options)
+    return source._replace(notes=[*filter(None, notes)])
 
 
 def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: str) -> str:

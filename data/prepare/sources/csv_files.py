@@ -13,16 +13,16 @@ import contextlib
 import csv
 import difflib
 import encodings.aliases
-import gzip
+import io
 import itertools
 import re
 import shlex
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, NamedTuple, TextIO, cast
+from typing import NamedTuple, TextIO
 
 from data.numerals import NUMBERS, TEXT, kind_of
-from data.prepare.sources import Options
+from data.prepare.sources import Options, open_unpacked
 from data.system.files import DataError
 
 _SEPARATORS, _RARER = ",;\t", "| "
@@ -30,7 +30,6 @@ _SEPARATOR_NAMES = {"tab": "\t", r"\t": "\t", "space": " "}
 _FIRST_LINES = 20
 _FIRST_BYTES = 1 << 16
 _SEP_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # Of Excel.
-_GZIP = b"\x1f\x8b"
 _BREAKS = re.compile(rb"[\s,;|\"]")
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
@@ -51,10 +50,10 @@ class Layout(NamedTuple):
     """How a file is read.
 
     Attributes:
-        columns: Their names; `column_0`, ... where the file has none.
-        unnamed: The columns without a name, if others have one; otherwise the last one.
-        separator: Of values. Spaces may be several.
-        encoding: Of the text.
+        columns: Their names; `column_0`, ... for columns without a name.
+        unnamed: The columns without a name; the last column, if the file has no names.
+        separator: The character between values. Several spaces count as one.
+        encoding: The encoding of the text.
         num_skipped: Lines before the values, or before the names: 1 if the first is `sep=;`.
         has_header: True if the first line of the others has the names.
         note: What a user should know about the separator.
@@ -173,20 +172,13 @@ def _raw_lines(path: str, layout: Layout) -> Iterator[tuple[int, list[str]]]:
 
 
 def _open(path: str, encoding: str) -> TextIO:
-    if not _is_packed(path):
-        return open(path, newline="", encoding=encoding)
-    return cast(TextIO, gzip.open(path, "rt", newline="", encoding=encoding))
-
-
-def _is_packed(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(_GZIP)) == _GZIP
+    return io.TextIOWrapper(open_unpacked(path), encoding, newline="")
 
 
 def _encoding(path: str, given: str | None) -> str:
     """The encoding of a file: that of the option, of a mark at its beginning, or UTF-8."""
     try:
-        with cast(BinaryIO, gzip.open(path)) if _is_packed(path) else open(path, "rb") as file:
+        with open_unpacked(path) as file:
             first = file.read(_FIRST_BYTES)
     except _DAMAGE as error:
         raise DataError(f"{path}: {error}.") from None

@@ -19,6 +19,7 @@ from data.prepare.sources import (
     Source,
     SourceSplit,
     divided,
+    is_ignored,
     refuse_fraction,
     split_paths,
     typed_path,
@@ -39,7 +40,6 @@ _PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 _JPEG, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 # Start of frame: baseline, progressive and the rarer kinds; C4, C8 and CC mean other things.
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_IGNORED = ("Thumbs.db", "desktop.ini")
 
 
 class _File(NamedTuple):
@@ -251,15 +251,11 @@ def _listed(directory: str) -> tuple[list[str], list[str]]:
     try:
         with os.scandir(directory) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
-                if not _is_ignored(entry.name):
+                if not is_ignored(entry.name):
                     (folders if entry.is_dir() else names).append(entry.name)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"--source={directory} is not a directory.") from None
     return folders, names
-
-
-def _is_ignored(name: str) -> bool:
-    return name.startswith(".") or name in _IGNORED
 
 
 def _head(path: str) -> _Head:

@@ -6,6 +6,7 @@
 Arrays are read a few rows at a time, compressed or not. Numbers keep their type and exact value.
 """
 
+import functools
 import math
 import re
 import zipfile
@@ -18,7 +19,14 @@ import numpy.typing as npt
 
 from data.prepare.sources import Options, Source
 from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
-from data.prepare.sources.tables import Table, classes_of, common_columns, split_files, table_source
+from data.prepare.sources.tables import (
+    Table,
+    classes_of,
+    common_columns,
+    encoded,
+    split_files,
+    table_source,
+)
 from data.system.files import DataError
 from data.tfrecord.examples import Value
 from data.tfrecord.shard_names import SPLIT_NAMES
@@ -203,7 +211,8 @@ def _table(columns: Mapping[str, _Column]) -> Table:
             yield dict(zip(columns, row, strict=True))
 
     num_rows = next(iter(columns.values())).shape[0]
-    return Table(num_rows, sum(column.row_bytes + 30 for column in columns.values()), rows)
+    row_bytes = sum(column.row_bytes + 30 for column in columns.values())
+    return Table(num_rows, row_bytes, functools.partial(encoded, rows))
 
 
 def _classes(column: _Column) -> Iterator[int | str]:

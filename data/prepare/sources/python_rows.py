@@ -176,7 +176,7 @@ def _array(values: Column) -> pa.Array:
 
 
 def _units(values: Iterable[object]) -> Iterator[tuple[type, bool]]:
-    """Of each value and item: its type, and True if it has a time zone."""
+    """The type of each value and item, and True if it has a time zone."""
     for value in values:
         if isinstance(value, (list, tuple, np.ndarray)):
             yield from _units(value)
