@@ -271,8 +271,6 @@ def test_splits_are_those_of_a_column_or_of_patterns(tmp_path: Path) -> None:
         ({"x": _NONE}, {}, r"row 0: column x has 'null': 2 of its numbers.*, or --missing=0"),
         ({"x": _NONE}, {"label": "x"}, r"'null': 2 of its numbers are missing. Add --missing=drop"),
         ({"x": _NONE}, {"missing": "drop"}, "--missing=drop leaves no row"),
-        ({"x": [1]}, {"label": "X"}, r"Did you mean --label=x"),
-        ({"x": [1]}, {"columns": "X"}, r"Did you mean --columns=x"),
         ({"x": [1.5]}, {"integer": "x"}, r"row 0: column x has '1\.5', and --integer says"),
         ({"x": ["a"]}, {"float": "x"}, r"column x has 'a', and --float says"),
         ({"x": [{"a": 1}]}, {}, "column x is struct.*--columns"),

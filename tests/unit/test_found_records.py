@@ -20,7 +20,6 @@ from data.tfrecord import split as records
 from data.tfrecord.crc import framed, stored
 from data.tfrecord.damage import verify
 from data.tfrecord.framing import BadRecord, compression_of, read_records
-from tests.unit.test_prepare import run
 from trainer.predict.records import is_records
 
 RECORDS = [bytes([i]) * (i % 7) for i in range(40)]
@@ -199,12 +198,6 @@ def test_compressed_files_are_rewritten_by_the_command_in_the_refusal(
     prepare("rewrite", f"{source}-plain", str(source))
     for split in ("train", "test"):
         assert contents(f"{source}-plain", split) == RECORDS
-
-
-def test_option_of_rewrite_is_no_option_of_others(tmp_path: Path) -> None:
-    done = run("digits", "--splits=train=a", "--data_dir=out", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--splits=train=a would be ignored" in done.stderr
 
 
 def test_index_without_a_dot_of_an_earlier_version_is_read_and_left(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Files of each format, byte for byte as they are passed around, become the right examples."""
 
-import importlib.util
 import io
 import itertools
 import json
@@ -25,14 +24,10 @@ from data.prepare.preparing import prepare
 from data.prepare.sources import Options, csv, folder
 from data.system.files import DataError
 from data.tfrecord import split as records
-from tests.unit.test_prepare import ROOT, digest, run, write_idx
+from tests.unit.test_prepare import ROOT, digest, needs_tfds, read_all, write_idx
 from tests.unit.test_split import contents
 
 RANDOM = np.random.default_rng(0)
-needs_tfds = pytest.mark.skipif(
-    importlib.util.find_spec("importlib_resources") is None,
-    reason="tensorflow-datasets needs importlib_resources to make a builder",
-)
 
 
 def parsed(directory: Path, split: str, *names: str) -> list[np.ndarray]:
@@ -42,15 +37,6 @@ def parsed(directory: Path, split: str, *names: str) -> list[np.ndarray]:
     dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
     example = known.parse_example(next(iter(dataset.batch(opened.num_examples))), names)
     return [example[name].numpy() for name in names]
-
-
-def for_training(directory: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """What a config without a `parse` of its own gets."""
-    opened = records.open_split(str(directory), split)
-    parse = features.default_parse(read_features(str(directory)))
-    dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
-    inputs, labels = parse(next(iter(dataset.batch(opened.num_examples))))
-    return inputs.numpy(), labels.numpy()
 
 
 def images_of(count: int) -> np.ndarray:
@@ -79,7 +65,7 @@ def test_cifar10_is_prepared(tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare("cifar10", str(out), str(tmp_path))
     order = [row for batch in range(5) for row in range(batch, 60, 6)]
-    inputs, classes = for_training(out, "train")
+    inputs, classes = read_all(out, "train")
     assert np.array_equal(np.round(inputs * 255), images[order])
     assert np.array_equal(classes, labels[order])
     assert np.array_equal(parsed(out, "test", "image")[0], images[5::6])
@@ -112,7 +98,7 @@ def test_cifar100_has_both_labels_and_trains_on_the_fine_one(tmp_path: Path) -> 
     for kind, listed in names.items():
         (binary / f"{kind}_label_names.txt").write_text("\n".join(listed) + "\n")
     prepare("cifar100", str(tmp_path / "a"), str(tmp_path))
-    inputs, classes = for_training(tmp_path / "a", "train")
+    inputs, classes = read_all(tmp_path / "a", "train")
     assert np.array_equal(np.round(inputs * 255), images[:30])
     assert np.array_equal(classes, fine[:30])
     assert np.array_equal(parsed(tmp_path / "a", "test", "coarse_label")[0], coarse[30:])
@@ -227,7 +213,7 @@ def test_folder_with_splits_keeps_bytes_and_names(tmp_path: Path) -> None:
     assert stored == [images[n] for n in sorted(images) if "train" in n] + [
         images["test/dog/d.png"]
     ]
-    inputs, labels = for_training(out, "train")
+    inputs, labels = read_all(out, "train")
     assert inputs.shape == (3, 4, 5, 3)
     assert labels.tolist() == [0, 1, 1]
     assert (out / "label.labels.txt").read_text() == "cat\ndog\n"
@@ -245,7 +231,7 @@ def test_folder_of_images_of_16_bits_keeps_them(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "depths", images)
     prepare("folder:depths", str(tmp_path / "out"), str(source))
     assert np.array_equal(parsed(tmp_path / "out", "train", "image")[0], values)
-    assert np.array_equal(for_training(tmp_path / "out", "train")[0], values)
+    assert np.array_equal(read_all(tmp_path / "out", "train")[0], values)
     write_folder(source, {"train/a/few.png": png(4, 5, 1)})
     with pytest.raises(DataError, match=r"\.png has 16 bits for each value, and .*few\.png has 8"):
         prepare("folder:depths", str(tmp_path / "other"), str(source))
@@ -364,7 +350,7 @@ def test_csv_types_hold_over_the_whole_file(tmp_path: Path) -> None:
     assert count.tolist() == [3, -2, 2**63 - 1, 1]
     assert species.tolist() == [0, 1, 2, 0]
     assert (out / "species.labels.txt").read_text() == "setosa\nversicolor\nvirginica, or so\n"
-    inputs, labels = for_training(out, "test")
+    inputs, labels = read_all(out, "test")
     assert inputs.tolist() == [[1, 2, 3]], "columns of numbers side by side are the input"
     assert labels.tolist() == [0]
 
@@ -598,11 +584,8 @@ def test_items_that_a_number_would_change_are_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "label", "message"),
     [
-        ("a,b\n1,2\n1,\n", "a", r"line 3: column b has ''"),
         ("a,b\n1,2\n\n,3\n", "a", r"line 4: the label a is empty"),
         ("a,b\n1,2\n1,2,3\n", "a", "line 3: 3 values, and there are 2 columns"),
-        ("a,b\n-1,2\n", "a", "has -1; needed are integers from 0"),
-        ("a,b\n0.5,2\n", "a", "line 2: a is the label, and has .0.5.; needed are integers"),
         ("a,a\n1,2\n", "a", "each once"),
         ("", None, "Received: nothing"),
         ("a,b\n1,2\n", "c", "--label may be a, b"),
@@ -648,8 +631,8 @@ def test_npz_of_names_is_split_by_the_seed_and_trains(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.arange(600, dtype=np.float32).reshape(300, 2), y=names)
     options = Options(label="y", test_fraction=0.3, seed=5)
     prepare("npz:x", str(tmp_path / "out"), str(tmp_path / "x.npz"), options)
-    inputs, labels = for_training(tmp_path / "out", "train")
-    rest, _ = for_training(tmp_path / "out", "test")
+    inputs, labels = read_all(tmp_path / "out", "train")
+    rest, _ = read_all(tmp_path / "out", "test")
     rows = (inputs[:, 0] / 2).astype(int)
     assert np.array_equal(labels, np.array([1, 0, 2])[rows % 3])
     assert sorted([*inputs[:, 0], *rest[:, 0]]) == list(range(0, 600, 2))
@@ -731,33 +714,6 @@ def test_damaged_npz_is_named(tmp_path: Path) -> None:
         prepare("npz:a", str(tmp_path / "out"), str(tmp_path / "a.npz"), Options(label="y"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("folder",), "folder:NAME"),
-        (("folder:x",), "--source does not say where"),
-        (("cifar10", "--source=."), "Unpack cifar-10-binary.tar.gz and give the directory"),
-        (("svhn", "--source=."), "train_32x32.mat"),
-        (("svhn", "--label=x"), "--label=x would be ignored: svhn takes --layout"),
-        (("csv:x", "--layout=tfds"), "takes --label, --test_fraction, --seed"),
-        (("tfds:mnist", "--seed=1"), "takes no options"),
-        (("csv:x", "--source=no.csv"), "There is no --source=no.csv"),
-        (("csv:x", "--source=a.csv", "--test_fraction=1.5"), "above 0 and below 1"),
-        (("svhn", "--layout=what"), "image_raw"),
-    ],
-)
-def test_wrong_command_lines_of_sources_end_with_2_and_a_hint(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
-    done = run(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "datasets").exists()
-
-
 @needs_tfds
 def test_tfds_reads_features_of_every_kind(tmp_path: Path) -> None:
     import tensorflow_datasets as tfds
@@ -800,10 +756,10 @@ def test_directory_that_tfds_prepared_is_read_where_it_is(tmp_path: Path) -> Non
     )
     directory = tmp_path / "small" / "1.0.0"
     assert len(list(directory.glob("small-train.tfrecord-*-of-00003"))) == 3
-    inputs, labels = for_training(directory, "train")
+    inputs, labels = read_all(directory, "train")
     assert np.array_equal(np.round(inputs * 255), images[:20])
     assert np.array_equal(labels, np.arange(20) % 3)
-    assert for_training(directory, "test")[0].shape == (5, 6, 6, 3)
+    assert read_all(directory, "test")[0].shape == (5, 6, 6, 3)
     prepare("tfds:small", str(tmp_path / "out"), str(tmp_path))
     assert np.array_equal(parsed(tmp_path / "out", "train", "image")[0], images[:20])
 
@@ -857,7 +813,8 @@ from data.prepare import preparing
 source, out = json.loads(sys.argv[1])
 preparing._SHARD_BYTES = 30_000
 for num_processes in (2, 1):
-    preparing.prepare("svhn", f"{out}-{num_processes}", source, num_processes=num_processes)
+    preparing.num_cores = lambda: num_processes
+    preparing.prepare("svhn", f"{out}-{num_processes}", source)
     assert num_processes == 1 or "tensorflow" not in sys.modules, "this process has written"
 """
 
@@ -921,10 +878,10 @@ from data.prepare.sources import Options, csv
 
 status = Path("/proc/self/status")
 for name, options, small, large in json.loads(sys.argv[1]):
-    prepare(name, small[1], small[0], Options(**options), num_processes=1)
+    prepare(name, small[1], small[0], Options(**options))
     before = int(re.search(r"VmRSS:\\s+(\\d+) kB", status.read_text())[1])
     Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
-    prepare(name, large[1], large[0], Options(**options), num_processes=1)
+    prepare(name, large[1], large[0], Options(**options))
     peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", status.read_text())[1])
     print(name, peak - before >> 10)
 """
