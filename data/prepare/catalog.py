@@ -136,7 +136,7 @@ def _entry(name: str) -> _Entry:
 
 def file_of(name: str, source: str | None) -> str | None:
     """The file or directory that --source names: FILE.py, if it is FILE.py:FUNCTION."""
-    return python.file_of(source) if source and name.startswith("python:") else source
+    return source.rpartition(":")[0] if source and name.startswith("python:") else source
 
 
 def files_read(name: str, options: Options) -> tuple[str, ...]:

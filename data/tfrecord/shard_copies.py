@@ -100,7 +100,7 @@ class ShardCopies:
             pass
 
     def forget(self, ranges: ByteRanges) -> None:
-        """Has the blocks of `ranges` fetched again when they are read next: they are damaged."""
+        """Marks the blocks of `ranges` as missing: they are damaged, and are fetched again."""
         for path, begins, ends in _by_file(ranges):
             if (copy := self._copies[path]) is not None:
                 copy.mark(np.flatnonzero(copy.blocks_of(begins, ends)), _MISSING)
@@ -137,15 +137,15 @@ class ShardCopies:
             )
         for path, copy in self._copies.items():
             assert copy is not None
-            with copy.alone():
-                if copy.are_all(_VERIFIED):
+            with locked(path + _MAP):  # Other processes wait here.
+                if (copy.states() == _VERIFIED).all():
                     continue
                 self._fill(copy)
                 url, _ = self._objects[path]
                 if is_damaged(url, path):  # Perhaps the copy is damaged, and not the object.
                     copy.mark(np.arange(copy.num_blocks), _MISSING)
                     self._fill(copy)
-                copy.flush()
+                os.fsync(copy.descriptor)
                 copy.mark(np.arange(copy.num_blocks), _VERIFIED)
 
     def _fill(self, copy: "_Copy") -> None:
@@ -183,7 +183,7 @@ class ShardCopies:
 
     def _open_copies(self) -> "dict[str, _Copy | None]":
         with locked(os.path.join(self._directory, "lock")):
-            others = {}
+            others = {}  # By the path of a copy of other shards: its size and time.
             for entry in os.scandir(self._directory):
                 path = entry.path.removesuffix(_MAP)
                 if path not in self._objects and os.path.exists(path + _MAP):
@@ -252,9 +252,6 @@ class _Copy:
         """The state of each block."""
         return np.frombuffer(os.pread(self._map, self.num_blocks, 0), np.uint8)
 
-    def are_all(self, state: int) -> bool:
-        return bool((self.states() == state).all())
-
     def mark(self, blocks: Int64s, state: int) -> None:
         self._is_full = False
         for block in blocks.tolist():
@@ -316,16 +313,6 @@ class _Copy:
         except OSError as error:
             raise _NoCopyError(f"{self.path} cannot be written: {error}") from error
 
-    def flush(self) -> None:
-        """Returns when the file is on the disk."""
-        os.fsync(self.descriptor)
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Other processes that call it for this copy wait meanwhile."""
-        with locked(self.path + _MAP):
-            yield
-
 
 def _patiently(call: Callable[[], T]) -> T:
     """Calls until s3:// answers. The watchdog of a task ends it if that takes too long."""
@@ -367,6 +354,7 @@ def _near(begins: Int64s, ends: Int64s) -> Iterator[tuple[int, int]]:
 
 
 def _stat(path: str) -> tuple[int, float]:
+    """Size and time of a file; zeros if it was removed meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         status = os.stat(path)
         return status.st_size, status.st_mtime

@@ -44,7 +44,6 @@ from data.prepare.sources.tables import (
     common_columns,
     no_column,
     table_source,
-    typed,
 )
 from data.system.files import DataError
 from data.tfrecord.example_blocks import records
@@ -123,8 +122,7 @@ def arrow_source(
 ) -> Source:
     """The columns of `tables`, by split, as features with the same names.
 
-    A table with the name "" is divided: by the column `split_column`, or by `test_fraction`. The
-    column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted order.
+    A table with the name "" is divided: by the column `split_column`, or by `test_fraction`.
     `path`, and `files` of the splits: for messages.
     """
     missing = missing_of(options.missing)
@@ -154,10 +152,7 @@ def arrow_source(
             )
     classes: dict[str, Classes] = {}
     if label is not None:
-        advice = f"add {typed('text', *columns_in(options.text), label.name)}, which takes the "
-        advice += "values as names"
-        found_classes, gaps = label_classes(path, label.column, label.kind, values, advice)
-        classes[label.name] = found_classes
+        classes[label.name], gaps = label_classes(path, label.column, label.kind, values)
         notes += gaps
     notes.append(_types_note(path, columns, classes))
     row_bytes = sum(len(key.encode()) + _FRAME_BYTES + c.num_bytes for key, c in columns.items())

@@ -81,7 +81,7 @@ class Column:
     ) -> None:
         """`declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: those of --text."""
         self.name, self.is_label, self.declared, self._unit = name, is_label, declared, unit
-        self._as_text = typed("text", *texts, name)
+        self.as_text = typed("text", *texts, name)  # The flag that makes it text.
         self._first: dict[str, First] = {}
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -129,7 +129,7 @@ class Column:
             raise DataError(
                 f"{wrong.where}: column {self.name} has {wrong.value!r}, and --{option} says that "
                 f"each of its values is {'an integer' if option == 'integer' else 'a number'}. "
-                f"Correct it, or type {self._as_text} in place of --{option}={self.name}."
+                f"Correct it, or type {self.as_text} in place of --{option}={self.name}."
             )
         numbers = [kind for kind in (*NUMBERS, WHOLE) if kind in first]
         num_foreign = counts[FOREIGN]
@@ -142,7 +142,7 @@ class Column:
                 f"its {counts.total():,} values are numbers in another notation. Needed are "
                 "the digits 0 to 9 and a decimal point, without other separators: -1234.5 or 2e-3; "
                 f"from {LEAST_FLOAT64:.2g} to {MOST_FLOAT64:.2g}, or 0. Write them so, or, if they "
-                f"are text, add {self._as_text}."
+                f"are text, add {self.as_text}."
             )
         kinds = {*numbers, self.declared} - {""} or {if_empty}
         if TEXT in kinds or (not self.declared and first.keys() & {TEXT, CODE}):
@@ -158,7 +158,7 @@ class Column:
                 raise DataError(
                     f"{wrong.where}: column {self.name} has {wrong.value!r}, which no float holds, "
                     f"and --missing={missing.number} is no integer. Type --missing=0, for example, "
-                    f"or {typed('float', self.name)}, which rounds it, or {self._as_text}."
+                    f"or {typed('float', self.name)}, which rounds it, or {self.as_text}."
                 )
             return TEXT
         return DOUBLE if kinds & {LONG, LONGEST, DOUBLE} else NUMBER
@@ -371,9 +371,10 @@ def declared_types(
 
 
 def label_classes(
-    path: str, column: Column, kind: str, values: Iterable[int | str], advice: str
+    path: str, column: Column, kind: str, values: Iterable[int | str]
 ) -> tuple[Classes, Sequence[str]]:
-    """The classes of the label, and notes. `advice`: what to do if its values are no classes."""
+    """The classes of the label, and notes. Raises DataError if its values are no classes."""
+    advice = f"add {column.as_text}, which takes the values as names"
     if (fraction := column.fraction()) and kind != TEXT:
         raise DataError(
             f"{fraction.where}: {column.name} is the label, and has "

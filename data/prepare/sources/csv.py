@@ -40,7 +40,6 @@ from data.prepare.sources.tables import (
     encoded,
     split_files,
     table_source,
-    typed,
 )
 from data.system.files import DataError
 from data.tfrecord.examples import Value
@@ -66,11 +65,7 @@ _GZIP_FACTOR = 4  # Of text: the size of the content, of the size of the file.
 
 
 def source(name: str, path: str, options: Options) -> Source:
-    """The columns of a CSV file, or of one file for each split, as features with the same names.
-
-    The column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted
-    order.
-    """
+    """The columns of a CSV file, or of one file for each split, as features with the same names."""
     missing = missing_of(options.missing)
     files = split_files(path, *SUFFIXES)
     layouts = {split: layout_of(file, options) for split, file in files.items()}
@@ -139,10 +134,9 @@ def source(name: str, path: str, options: Options) -> Source:
             )
     classes: dict[str, Classes] = {}
     if label is not None:
-        advice = f"add {typed('text', *texts, label)}, which takes the values as names"
         is_integer = kinds[label] == INTEGER
         values = map(_integer, label_values) if is_integer else label_values
-        classes[label], gaps = label_classes(path, columns[label], kinds[label], values, advice)
+        classes[label], gaps = label_classes(path, columns[label], kinds[label], values)
         notes += gaps
     converters: dict[str, Callable[[str], Value]] = {
         column: lists[column].convert if column in lists else _CONVERTERS[kinds[column]]
@@ -157,8 +151,8 @@ def source(name: str, path: str, options: Options) -> Source:
         num_bytes = os.path.getsize(file) * (_GZIP_FACTOR if file.endswith(".gz") else 1)
         row_bytes = num_bytes // max(1, counts[split]) + 30 * len(names)
         row_bytes += sum(found.length * found.item_bytes for found in lists.values())
-        rows = functools.partial(_rows, rows_of[split], converters)
-        tables[split] = Table(counts[split], row_bytes, functools.partial(encoded, rows))
+        converted = functools.partial(_converted, rows_of[split], converters)
+        tables[split] = Table(counts[split], row_bytes, functools.partial(encoded, converted))
     nodes = {column: _NODES[kinds[column]] for column in columns}
     nodes |= {column: found.node for column, found in lists.items()}
     source = table_source(name, tables, nodes, classes, options)
@@ -197,7 +191,7 @@ def _complete_rows(
         yield row
 
 
-def _rows(
+def _converted(
     rows: Callable[[], Iterator[dict[str, str]]], converters: Mapping[str, Callable[[str], Value]]
 ) -> Iterator[Mapping[str, Value]]:
     for row in rows():

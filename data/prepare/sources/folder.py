@@ -27,7 +27,7 @@ from data.prepare.sources import (
 from data.prepare.sources.examples import Classes, Node, feature_files, image, text
 from data.system.files import DataError
 from data.tfrecord.examples import example_bytes
-from data.tfrecord.shard_names import SPLIT_NAMES, word_of_training
+from data.tfrecord.shard_names import SPLIT_NAMES, word_of
 
 _EXTENSIONS = (".png", ".jpg", ".jpeg")
 _TEXT = ".txt"
@@ -220,7 +220,7 @@ def _files(directory: str, classes: Sequence[str], train_dir: str) -> list[_File
             folder = os.path.join(folder, folders[0])
             folders, names = _listed(folder)
             paths += [os.path.join(folder, name) for name in names]
-        if folders and any(map(word_of_training, classes)):
+        if folders and any(word_of("train", name) for name in classes):
             raise DataError(
                 f"{directory} has {', '.join(classes[:3])}, which hold folders. If these are "
                 "splits, rename them: train and test."

@@ -123,8 +123,7 @@ class _Column(NamedTuple):
 def source(name: str, path: str, options: Options) -> Source:
     """The columns of an NPZ file, or of one file for each split, as features with the same names.
 
-    The column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted
-    order. Records hold arrays of more than one dimension as bytes.
+    Records hold arrays of more than one dimension as bytes.
     """
     files = split_files(path, ".npz")
     splits = {split: _columns(file) for split, file in files.items()}

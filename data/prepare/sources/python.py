@@ -79,16 +79,8 @@ class _RowFile:
             yield batch.select(list(columns))
 
 
-def file_of(target: str) -> str:
-    """FILE.py of FILE.py:FUNCTION."""
-    return target.rpartition(":")[0]
-
-
 def source(name: str, target: str, options: Options) -> Source:
     """The columns that function `target`, FILE.py:FUNCTION, returns, as features.
-
-    The column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted
-    order.
 
     Raises:
         DataError: there is no such function, or it fails, or returns something else than rows.

@@ -1,4 +1,8 @@
-"""Tables, for all sources of rows with named columns, one of which may be the label."""
+"""Tables, for all sources of rows with named columns, each of which becomes a feature.
+
+The column `label` of the options becomes a ClassLabel. Its values are integers from 0, or names,
+which are numbered in sorted order.
+"""
 
 import csv
 import difflib
@@ -20,7 +24,7 @@ from data.prepare.sources import (
 from data.prepare.sources.examples import Classes, Node, feature_files
 from data.system.files import DataError
 from data.tfrecord.examples import Value, example_bytes
-from data.tfrecord.shard_names import word_of_tests, word_of_training
+from data.tfrecord.shard_names import word_of
 
 _SHOWN_COLUMNS = 30
 
@@ -106,7 +110,7 @@ def split_files(path: str, *suffixes: str) -> dict[str, str]:
             f"{path} has no train{suffixes[0]}, but {', '.join(there[:5]) or 'none of that kind'}. "
             f"Needed are train{suffixes[0]} and test{suffixes[0]} (or val)"
         )
-        if any(map(word_of_training, there)) and any(map(word_of_tests, there)):
+        if all(any(word_of(split, name) for name in there) for split in ("train", "test")):
             raise DataError(f"{needed}: rename the files.")
         if len(there) > 1:
             raise DataError(
