@@ -53,32 +53,26 @@ def test_missing_values_are_counted_and_dropped_or_replaced(
     assert [values.tolist() for values in found] == [age, height, labels]
 
 
-def test_missing_value_that_is_a_fraction_makes_numbers_of_integers(tmp_path: Path) -> None:
-    source = write_splits(tmp_path / "in", "a,b\n1,2\n,3\n", "a,b\n1,2\n")
-    prepare("csv:x", str(tmp_path / "out"), str(source), Options(missing="0.5"))
-    (a,) = parsed(tmp_path / "out", "train", "a")
-    assert a.tolist() == [1.0, 0.5]
-
-
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (
-            "a,b\n1,2\nNA,3\n,4\n",
-            {},
-            r"line 4: column a has '', .* 2 of its numbers are",
-        ),
+        ("a,b\n1,2\nNA,3\n,4\n", {}, r"line 4: column a has '', .* 2 of its numbers are"),
         ("a,b\n1,2\n?,3\n", NONE, r"line 3: column a has '\?'.*--missing=drop.*or --missing=0"),
         ("a,b\n1,2\n,3\n", Options("a", missing="0"), "the label a is empty. --missing=drop"),
+        ("a,b\n1,2\n\n,3\n", Options("a"), r"line 4: the label a is empty"),
         ("a,b\n1,2\nNA,3\n", Options("a", missing="0"), r"leaves out such rows\.$"),
         ("a,b\n,2\n1,\n", Options(missing="drop"), "leaves no row"),
         ("a,b\n1,2\n", Options(missing="mean"), "must be drop or a number. Received: 'mean'"),
         ("1,2\n3,4\n", NONE, "begins with numbers, 1, 2.*--noheader"),
         ("01501,40.1\n01502,40.2\n", NONE, "begins with numbers, 01501, 40.1.*--noheader"),
         ("1 000;3,5;1e999\n2 000;1;2\n", NONE, "begins with numbers, 1 000, 3,5.*--noheader"),
+        ("a,a\n1,2\n", Options("a"), "each once"),
+        ("", NONE, "Received: nothing"),
+        ("a,b\n1,2\n", Options("c"), "--label may be a, b"),
+        ('a,b\n1,"2\n', Options("a"), "line 2: unexpected end of data"),
     ],
 )
-def test_gaps_that_nothing_is_said_about_are_refused(
+def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
     text: str, options: Options, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.csv").write_text(text)
@@ -186,6 +180,7 @@ def test_what_is_no_table_is_explained(content: bytes, message: str, tmp_path: P
 
 
 BOXES = b"0\t0\t62\t62\n"
+JPEG_HEAD = b"\xff\xd8\xff\xc0\0\x0b\x08\0\x09\0\x09\1"  # 9x9 pixels, one channel; no pixels.
 
 
 @pytest.mark.parametrize(
@@ -239,14 +234,23 @@ def test_folder_is_read_as_it_is_found(
         ({"a/x.png": PNG, "b/y.txt": b""}, "b has no images: fill it, or remove it"),
         ({"a/x.png": PNG, "a/y.mp4": b""}, r"y\.mp4 is not one of \.png"),
         ({"train/a/x.png": PNG, "Train/a/x.png": PNG}, "are both split 'train'. Move one away"),
+        ({}, "no class folders"),
+        ({"a/x.gif": b"?"}, r"x\.gif is not one of \.png, \.jpg, \.jpeg"),
+        ({"a/x.png": b"GIF89a"}, "neither PNG nor JPEG: it begins with 47 49 46"),
+        ({"train/a/x.png": PNG[:-8], "test/a/y.png": PNG}, r"x\.png is cut short"),
+        ({"train/a/x.jpg": JPEG_HEAD, "test/a/y.png": PNG}, r"x\.jpg is cut short"),
+        ({"train/a/x.png": PNG, "other/a/x.png": PNG}, "other is not one of them"),
+        ({"train/a/x.png": PNG, "test/b/x.png": PNG}, "class 'b', which train does not have"),
     ],
 )
 def test_wrong_file_in_a_folder_is_named(
     files: dict[str, bytes], message: str, tmp_path: Path
 ) -> None:
-    write_folder(tmp_path, files)
+    (tmp_path / "source").mkdir()
+    write_folder(tmp_path / "source", files)
     with pytest.raises(DataError, match=message):
-        prepare("folder:x", str(tmp_path / "out"), str(tmp_path))
+        prepare("folder:x", str(tmp_path / "out"), str(tmp_path / "source"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("other", ["", "emnist-digits-"])

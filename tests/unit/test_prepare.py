@@ -468,18 +468,6 @@ def test_overwriting_removes_no_file_that_the_program_did_not_write(tmp_path: Pa
 
 
 @needs_mnist
-def test_mnist_in_the_layout_of_tensorflow_1_programs_has_the_same_images(tmp_path: Path) -> None:
-    for layout in ("tfds", "image_raw"):
-        prepare("mnist", str(tmp_path / layout), str(MNIST), Options(layout=layout))
-    paths = [s.path for s in records.open_split(str(tmp_path / "image_raw"), "test").shards]
-    serialized = next(iter(tf.data.TFRecordDataset(paths).batch(10_000)))
-    images, labels = features.image_raw_parse((28, 28, 1))(serialized)
-    expected_images, expected_labels = read_all(tmp_path / "tfds", "test")
-    assert np.array_equal(images, expected_images)
-    assert np.array_equal(labels, expected_labels)
-
-
-@needs_mnist
 def test_mnist_is_prepared_from_its_own_files(tmp_path: Path) -> None:
     prepare("mnist", str(tmp_path / "mnist"), str(MNIST))
     split = records.open_split(str(tmp_path / "mnist"), "train")

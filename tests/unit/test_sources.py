@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -288,40 +287,6 @@ def test_folder_of_images_of_many_kinds_says_that_sizes_vary(tmp_path: Path) -> 
         features.default_parse(known)
 
 
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        (dict, "no class folders"),
-        (lambda: {"a/x.gif": b"?"}, r"x\.gif is not one of \.png, \.jpg, \.jpeg"),
-        (lambda: {"a/x.png": b"GIF89a"}, "neither PNG nor JPEG: it begins with 47 49 46"),
-        (
-            lambda: {"train/a/x.png": png(9, 9)[:-20], "test/a/y.png": png(2, 2)},
-            r"x\.png is cut short",
-        ),
-        (
-            lambda: {"train/a/x.jpg": jpeg(9, 9)[:-20], "test/a/y.png": png(2, 2)},
-            r"x\.jpg is cut short",
-        ),
-        (
-            lambda: {"train/a/x.png": png(2, 2), "other/a/x.png": png(2, 2)},
-            "other is not one of them",
-        ),
-        (
-            lambda: {"train/a/x.png": png(2, 2), "test/b/x.png": png(2, 2)},
-            "class 'b', which train does not have",
-        ),
-    ],
-)
-def test_wrong_folders_are_explained(
-    tmp_path: Path, images: Callable[[], dict[str, bytes]], message: str
-) -> None:
-    (tmp_path / "source").mkdir()
-    write_folder(tmp_path / "source", images())
-    with pytest.raises(DataError, match=message):
-        prepare("folder:x", str(tmp_path / "out"), str(tmp_path / "source"))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
-
-
 ROWS = """sepal,petal,count,species
 5.1,1.4,3,setosa
 7,4.7,-2,versicolor
@@ -422,24 +387,21 @@ def test_csv_values_are_stored_as_they_are(
         assert np.array_equal(np.signbit(read), np.signbit(np.array(stored)))
 
 
-def test_long_integers_that_are_declared_as_numbers_are_stored_as_float64(tmp_path: Path) -> None:
-    out, _ = prepared_csv(tmp_path, [str(2**63 + 2048), "007"], float="x")
-    assert parsed(out, "train", "x")[0].tolist() == [2**63 + 2048, 7]
-
-
 @pytest.mark.parametrize(
-    ("values", "missing", "stored"),
+    ("values", "options", "stored"),
     [
-        (["1", "NA"], "2.0", [1, 2]),
-        (["1", "NA"], "1e39", [1, 1e39]),
-        (["1", "NA"], "1e16", [1, 10**16]),
-        (["0.5", "NA"], "1e16", [0.5, 1e16]),
+        ([str(2**63 + 2048), "007"], {"float": "x"}, [2**63 + 2048, 7]),
+        (["1", "NA"], {"missing": "2.0"}, [1, 2]),
+        (["1", ""], {"missing": "0.5"}, [1, 0.5]),
+        (["1", "NA"], {"missing": "1e39"}, [1, 1e39]),
+        (["1", "NA"], {"missing": "1e16"}, [1, 10**16]),
+        (["0.5", "NA"], {"missing": "1e16"}, [0.5, 1e16]),
     ],
 )
-def test_missing_values_become_the_number_in_the_option(
-    tmp_path: Path, values: list[str], missing: str, stored: list[float]
+def test_numbers_become_what_the_options_say(
+    tmp_path: Path, values: list[str], options: dict[str, str], stored: list[float]
 ) -> None:
-    out, _ = prepared_csv(tmp_path, values, missing=missing)
+    out, _ = prepared_csv(tmp_path, values, **options)
     assert parsed(out, "train", "x")[0].tolist() == stored
 
 
@@ -581,25 +543,6 @@ def test_items_that_a_number_would_change_are_text(tmp_path: Path) -> None:
     assert "the items of x are text, because a number would change '007'" in notes[1]
 
 
-@pytest.mark.parametrize(
-    ("text", "label", "message"),
-    [
-        ("a,b\n1,2\n\n,3\n", "a", r"line 4: the label a is empty"),
-        ("a,b\n1,2\n1,2,3\n", "a", "line 3: 3 values, and there are 2 columns"),
-        ("a,a\n1,2\n", "a", "each once"),
-        ("", None, "Received: nothing"),
-        ("a,b\n1,2\n", "c", "--label may be a, b"),
-        ('a,b\n1,"2\n', "a", "line 2: unexpected end of data"),
-    ],
-)
-def test_wrong_csv_files_are_explained_by_line(
-    tmp_path: Path, text: str, label: str | None, message: str
-) -> None:
-    (tmp_path / "table.csv").write_text(text)
-    with pytest.raises(DataError, match=message):
-        prepare("csv:x", str(tmp_path / "out"), str(tmp_path / "table.csv"), Options(label=label))
-
-
 def test_npz_with_splits_in_its_names_keeps_numbers_exactly(tmp_path: Path) -> None:
     arrays = {
         "x": RANDOM.integers(0, 256, (30, 5, 4), np.uint8),
@@ -653,6 +596,7 @@ def test_npz_of_names_is_split_by_the_seed_and_trains(tmp_path: Path) -> None:
         ({"x": np.ones(3), "y": np.ones(3, np.uint64)}, r"Save y\.astype\(np\.int64\)"),
         ({"x": np.zeros((3, 2)), "y": -np.ones(3, int)}, "has -1"),
         ({"x": np.zeros((3, 2)), "z": np.zeros(3, int)}, "--label may be x, z"),
+        ({"x": np.array([{}, None], object), "y": np.zeros(2, int)}, r"x\.npy is object"),
     ],
 )
 def test_wrong_npz_files_are_explained(
@@ -695,12 +639,6 @@ def test_cmyk_jpegs_are_three_channels_as_they_are_decoded(tmp_path: Path) -> No
     serialized = contents(records.open_split(str(tmp_path / "out"), "train"))
     images, _ = features.default_parse(found)(tf.constant(serialized))
     assert images.shape == (len(serialized), 4, 6, 3)
-
-
-def test_npz_with_pickles_is_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", x=np.array([{}, None], object))
-    with pytest.raises(DataError, match=r"x\.npy is object"):
-        prepare("npz:a", str(tmp_path / "out"), str(tmp_path / "a.npz"))
 
 
 def test_damaged_npz_is_named(tmp_path: Path) -> None:
