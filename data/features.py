@@ -69,7 +69,7 @@ class ExampleParse:
 
 def labels_used(features: Features, parse: "Callable[..., Any]") -> list[str]:
     """The labels of `features` that `parse` reads; all of them if it does not say what it reads."""
-    labels = [name for name, feature in features.items() if feature.kind == "label"]
+    labels = features.labels
     return [n for n in labels if not isinstance(parse, ExampleParse) or n in parse.columns]
 
 
@@ -208,7 +208,7 @@ def _declare(name: str, source: "tf.DType", target: "tf.DType") -> str:
 
 
 def _changed(value: "tf.Tensor", cast: "tf.Tensor") -> "tf.Tensor | None":
-    """Where `cast` is not the number in `value`, bool [n, ...]; None if it always is.
+    """A mask, bool [n, ...]: true where `cast` is not the number in `value`. None: nowhere.
 
     A float64 may be rounded up to 2**24, where float32 holds each integer.
     """
@@ -229,7 +229,7 @@ def _changed(value: "tf.Tensor", cast: "tf.Tensor") -> "tf.Tensor | None":
 
 
 def _only_label(features: Features) -> str:
-    labels = [name for name, feature in features.items() if feature.kind == "label"]
+    labels = features.labels
     if "label" in labels:
         return "label"
     if len(labels) != 1:

@@ -1,7 +1,7 @@
 """How many different ids the columns of a data set have: the sizes of embedding tables.
 
     for column in count_ids(data_dir, split):
-        print(column.name, column.num_different, column.largest)
+        print(column.name, column.num_different, column.ids[-1])
 
 Counts are exact. Each different id of a column takes 16 bytes of memory, and several times that
 while counts are merged.
@@ -30,7 +30,7 @@ class IdCounter:
     """How often each id of a column occurs."""
 
     def __init__(self, name: str, *, is_list: bool = False, is_text: bool = False) -> None:
-        """Of a list, FILLED_UP is not counted."""
+        """`is_list`: FILLED_UP is not counted. `is_text`: the ids are hashes."""
         self.name, self._is_list, self._is_text = name, is_list, is_text
         self._ids: Ids = np.empty(0, np.int64)
         self._times: Ids = np.empty(0, np.int64)
@@ -47,7 +47,7 @@ class IdCounter:
             self._merge()
 
     def counts(self) -> "Counts":
-        """The numbers of all ids so far."""
+        """The counts of all ids that were added so far."""
         self._merge()
         return Counts(self.name, self._ids, self._times, self._is_text)
 
@@ -72,16 +72,16 @@ class Counts:
 
     @property
     def num_ids(self) -> int:
-        """All ids, also equal ones."""
+        """The number of all ids; equal ids count each time."""
         return int(self.times.sum())
 
     @property
     def num_different(self) -> int:
-        """The rows that a table of dynamic ids needs."""
+        """The number of different ids: the rows that a table of dynamic ids needs."""
         return len(self.ids)
 
     def num_used(self, times: int) -> int:
-        """The different ids that occur at least `times` times."""
+        """The number of different ids that occur at least `times` times."""
         return int((self.times >= times).sum())
 
     def share_of_most_frequent(self, number: int) -> float:
