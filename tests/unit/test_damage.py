@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -74,61 +74,40 @@ def numbers_read(split: records.Split, num_epochs: int = 1) -> list[int]:
 Fault = Callable[[Path], None]
 
 
-def flipped(number: int, *offsets: int) -> Fault:
-    """Flips a bit at each offset of a shard."""
+def flipped(number: int, byte_of: Mapping[int, int]) -> Fault:
+    """Flips a bit in records of a shard: record -> byte of its frame."""
 
-    def damage_shard(directory: Path) -> None:
-        for offset in offsets:
-            flip(shard(directory, number), offset)
+    def flip_all(directory: Path) -> None:
+        for record, byte in byte_of.items():
+            flip(shard(directory, number), record * RECORD_BYTES + byte)
 
-    return damage_shard
+    return flip_all
 
 
-def cut(number: int, size: int) -> Fault:
+def cut(number: int, records: int, more_bytes: int = 0) -> Fault:
+    """Leaves the first records of a shard, and some bytes of the next one."""
+    size = records * RECORD_BYTES + more_bytes
     return lambda directory: os.truncate(shard(directory, number), size)
 
 
 # What is lost, where the index from before tells chunks and counts.
 FAULTS: dict[str, tuple[Fault, set[int], str]] = {
-    "flipped bit": (
-        flipped(1, 7 * RECORD_BYTES + 20),
-        {2007},
-        "record 7 at byte 322: the data does not fit",
-    ),
+    "flipped bit": (flipped(1, {7: 20}), {2007}, "record 7 at byte 322: the data does not fit"),
     "flipped bits": (
-        flipped(0, *(record * RECORD_BYTES + 20 for record in (0, 3, 4, 5, 1999))),
+        flipped(0, dict.fromkeys((0, 3, 4, 5, 1999), 20)),
         {0, 3, 4, 5, 1999},
         "record 0 at byte 0: the data",
     ),
-    "flipped length": (
-        flipped(0, 101 * RECORD_BYTES),
-        set(range(101, 105)),
-        "record 101 at byte 4646: ",
-    ),
+    "flipped length": (flipped(0, {101: 0}), {*range(101, 105)}, "record 101 at byte 4646: "),
     "flipped lengths": (
-        flipped(
-            *(0, 1000 * RECORD_BYTES + 20),
-            *(record * RECORD_BYTES + 1 for record in (101, 105, 106, 1998)),
-        ),
+        flipped(0, {101: 1, 105: 1, 106: 1, 1998: 1, 1000: 20}),
         {*range(101, 110), 1000, 1998, 1999},
         "record 101 at byte 4646: ",
     ),
-    "cut in a record": (
-        cut(2, 1990 * RECORD_BYTES + 3),
-        set(range(5990, 6000)),
-        "record 1990 at byte 91540: ",
-    ),
-    "cut between records": (
-        cut(2, 1990 * RECORD_BYTES),
-        set(range(5990, 6000)),
-        "record 1990 at byte",
-    ),
-    "emptied": (cut(1, 0), set(range(2000, 4000)), "it is empty"),
-    "removed": (
-        lambda directory: os.remove(shard(directory, 1)),
-        set(range(2000, 4000)),
-        "it is missing",
-    ),
+    "cut in a record": (cut(2, 1990, 3), {*range(5990, 6000)}, "record 1990 at byte 91540: "),
+    "cut between records": (cut(2, 1990), {*range(5990, 6000)}, "record 1990 at byte"),
+    "emptied": (cut(1, 0), {*range(2000, 4000)}, "it is empty"),
+    "removed": (lambda d: os.remove(shard(d, 1)), {*range(2000, 4000)}, "it is missing"),
 }
 NOT_SEEN_WHEN_OPENED = ("flipped bit", "flipped bits", "flipped length", "flipped lengths")
 

@@ -133,6 +133,12 @@ def test_separator_is_that_of_the_first_line(separator: str, tmp_path: Path) -> 
         ("x,y\n5,é\n".encode("latin-1"), Options(encoding="latin-1"), {"x": [5], "y": "é"}, ""),
         ("x,y\n5,é\n".encode("utf-8-sig"), Options(encoding="utf8"), {"x": [5], "y": "é"}, ""),
         (gzip.compress(b"x,y\n5,a\n", mtime=0), NONE, {"x": [5], "y": "a"}, ""),
+        (
+            gzip.compress(b"1;2.5\n4;5\n", mtime=0),
+            Options(header=False),
+            {"column_0": [1, 4], "column_1": [2.5, 5.0]},
+            "",
+        ),
         # Types.
         ("x,y\n1.0,3\n007,4\n", Options(integer="x"), {"x": [1, 7], "y": [3, 4]}, ""),
         ("x,y\n2e3,3\n1,4\n", Options(integer="x,y"), {"x": [2000, 1], "y": [3, 4]}, ""),
@@ -145,9 +151,10 @@ def test_separator_is_that_of_the_first_line(separator: str, tmp_path: Path) -> 
 def test_table_is_read_as_it_is_found(
     content: str | bytes, options: Options, wanted: dict[str, Any], note: str, tmp_path: Path
 ) -> None:
-    for name in ("Train.csv", "val.csv"):
-        encoded = content if isinstance(content, bytes) else content.encode()
-        (tmp_path / name).write_bytes(encoded)
+    encoded = content if isinstance(content, bytes) else content.encode()
+    suffix = ".csv.gz" if encoded.startswith(b"\x1f\x8b") else ".csv"
+    for name in ("Train", "val"):
+        (tmp_path / f"{name}{suffix}").write_bytes(encoded)
     found = csv.source("x", str(tmp_path), options)
     assert list(found.splits) == ["train", "val"]
     assert bool(found.notes) == bool(note)
@@ -268,21 +275,6 @@ def test_idx_files_of_emnist_are_found_by_name(other: str, tmp_path: Path) -> No
             idx.source("emnist", str(tmp_path), NONE)
     else:
         assert len(idx.source("any", str(tmp_path), NONE).splits) == 2
-
-
-def test_compressed_table_without_a_header_is_read(tmp_path: Path) -> None:
-    source = tmp_path / "in"
-    source.mkdir()
-    for split in ("train", "test"):
-        (source / f"{split}.csv.gz").write_bytes(gzip.compress(b"1;2.5;3\n4;5;6\n"))
-    flags = ("--source=in", "--data_dir=out", "--noheader", "--label=column_2")
-    done = run("csv:x", *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = parsed(tmp_path / "out", "test", "column_0", "column_1", "column_2")
-    assert [values.tolist() for values in found] == [[1, 4], [2.5, 5], [3, 6]]
-    (source / "train.csv.gz").write_bytes(gzip.compress(b"1,2,3\n" * 9)[:-9])
-    with pytest.raises(DataError, match=r"train\.csv\.gz.*nd-of-stream"):
-        prepare("csv:x", str(tmp_path / "other"), str(source), Options(header=False))
 
 
 def test_compressed_files_of_cifar_give_the_same_data_set(tmp_path: Path) -> None:

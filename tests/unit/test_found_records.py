@@ -47,6 +47,12 @@ def contents(directory: Path | str, split: str) -> list[bytes]:
     ]
 
 
+def typed_options(message: str) -> dict[str, str]:
+    """The options of the command in a refusal."""
+    words = shlex.split(message.partition("python -m data.prepare ")[2])
+    return dict(word.removeprefix("--").split("=", 1) for word in words[1:])
+
+
 def refusal(directory: Path, split: str = "train") -> str:
     with pytest.raises(DataError) as caught:
         records.open_split(str(directory), split)
@@ -97,9 +103,7 @@ def test_files_without_a_split_are_rewritten_by_the_command_in_the_refusal(
 ) -> None:
     made = {name: b"".join(map(framed, part)) for name, part in files.items()}
     make(tmp_path / "in", {**made, "_SUCCESS": b"", "deeper/x": b""})
-    message = refusal(tmp_path / "in")
-    typed = shlex.split(message.partition("python -m data.prepare ")[2])
-    given = dict(word.removeprefix("--").split("=", 1) for word in typed[1:])
+    given = typed_options(refusal(tmp_path / "in"))
     for _ in ("writes", "is done already"):
         prepare("rewrite", given["data_dir"], given["source"], Options(splits=given["splits"]))
     assert contents(given["data_dir"], "train") + contents(given["data_dir"], "test") == RECORDS
@@ -123,8 +127,7 @@ def test_command_in_the_refusal_takes_the_words_in_the_names(
 ) -> None:
     make(tmp_path / "in", {train: PLAIN, test: framed(b"test")})
     message = refusal(tmp_path / "in")
-    typed = shlex.split(message.partition("python -m data.prepare ")[2])
-    given = dict(word.removeprefix("--").split("=", 1) for word in typed[1:])
+    given = typed_options(message)
     prepare("rewrite", given["data_dir"], given["source"], Options(splits=given["splits"]))
     assert contents(given["data_dir"], "train") == RECORDS
     assert contents(given["data_dir"], "test") == [b"test"]

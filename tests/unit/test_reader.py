@@ -22,6 +22,7 @@ from data.system import files
 from data.tfrecord import split as records
 from data.tfrecord.damage import verify
 from data.tickets import DiskTickets
+from tests.unit.test_split import flip
 
 NUM_EXAMPLES = 3011  # A prime: no batch size divides it.
 NUM_LANES = 10
@@ -223,34 +224,26 @@ def test_damaged_record_stops_reading_and_is_then_found(
     split: records.Split, tmp_path: Path
 ) -> None:
     copy = copy_split(split, tmp_path)
-    shards = copy.shards
-    content = bytearray(Path(shards[1].path).read_bytes())
-    offset = int(shards[1].offsets[100])
-    content[offset + 12] ^= 1
-    Path(shards[1].path).write_bytes(content)
+    shard = copy.shards[1]
+    offset = int(shard.offsets[100])
+    flip(shard.path, offset + 12)
     with pytest.raises(tf.errors.DataLossError):
         list(numbers(DiskReader(make_reader(copy)).batches(0, range(NUM_LANES), 61)))
     [damage] = verify(copy)
-    assert (damage.path, damage.offset) == (shards[1].path, offset)
+    assert (damage.path, damage.offset) == (shard.path, offset)
 
 
+@pytest.mark.parametrize("where", ["last byte", "data", "length", "its CRC"])
 def test_damage_at_the_end_of_a_file_or_in_a_length_is_found_too(
-    split: records.Split, tmp_path: Path
+    split: records.Split, tmp_path: Path, where: str
 ) -> None:
-    for number, position in enumerate((-1, -800)):  # A CRC's last byte; some record's middle.
-        copied = copy_split(split, tmp_path / str(number))
-        content = bytearray(Path(copied.shards[2].path).read_bytes())
-        content[position] ^= 1
-        Path(copied.shards[2].path).write_bytes(content)
-        with pytest.raises(tf.errors.DataLossError):
-            list(numbers(DiskReader(make_reader(copied)).batches(0, range(NUM_LANES), 61)))
-    for byte in (0, 8):  # A length; and the CRC of one.
-        copied = copy_split(split, tmp_path / f"length-{byte}")
-        content = bytearray(Path(copied.shards[0].path).read_bytes())
-        content[int(copied.shards[0].offsets[5]) + byte] ^= 1
-        Path(copied.shards[0].path).write_bytes(content)
-        with pytest.raises(tf.errors.DataLossError):
-            list(numbers(DiskReader(make_reader(copied)).batches(0, range(NUM_LANES), 61)))
+    copied = copy_split(split, tmp_path)
+    shard = copied.shards[2]
+    begin, end = int(shard.offsets[5]), shard.num_bytes
+    places = {"last byte": end - 1, "data": end - 800, "length": begin, "its CRC": begin + 8}
+    flip(shard.path, places[where])
+    with pytest.raises(tf.errors.DataLossError):
+        list(numbers(DiskReader(make_reader(copied)).batches(0, range(NUM_LANES), 61)))
 
 
 def test_file_that_is_cut_short_or_gone_is_an_error_of_tensorflow(

@@ -1,7 +1,6 @@
 """Shards on disk: what is written is found again, and what is wrong is named with file and
 place."""
 
-import gzip
 import logging
 import os
 import shutil
@@ -287,14 +286,6 @@ def test_truncated_shard_is_named_with_record_and_offset(tmp_path: Path, cut: in
     assert "cut short" in message
     [damage] = verify(split)
     assert (damage.path, damage.offset) == (shard.path, shard.num_bytes - cut)
-
-
-def test_gzip_is_refused_with_the_command_that_rewrites_it(tmp_path: Path) -> None:
-    split = write(tmp_path, EXAMPLES, num_shards=1)
-    path = Path(split.shards[0].path)
-    path.write_bytes(gzip.compress(path.read_bytes()))
-    message = fail(tmp_path)
-    assert f"python -m data.prepare rewrite --source={tmp_path}" in message
 
 
 def test_file_that_is_no_tfrecord_is_refused(tmp_path: Path) -> None:

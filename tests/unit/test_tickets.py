@@ -29,6 +29,7 @@ from tests.unit.test_reader import (
     parse,
     write_split,
 )
+from tests.unit.test_split import flip
 
 CACHE_BYTES = NUM_EXAMPLES * 12  # An example is a float32 and an int64.
 
@@ -179,10 +180,7 @@ def test_a_file_that_has_become_shorter_is_an_error(split: records.Split, tmp_pa
 
 def test_a_damaged_record_is_an_error(split: records.Split, tmp_path: Path) -> None:
     copied = copy_split(split, tmp_path)
-    path = Path(copied.shards[2].path)
-    damaged = bytearray(path.read_bytes())
-    damaged[400] ^= 1
-    path.write_bytes(damaged)
+    flip(copied.shards[2].path, 400)
     with pytest.raises(tf.errors.DataLossError):
         Closure(make_caching_reader(copied))(0, 1)
 
