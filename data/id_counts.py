@@ -17,8 +17,8 @@ from data.example_features import Feature, read_features
 from data.system.files import DataError
 from data.tfrecord import damage
 from data.tfrecord import split as records
+from data.tfrecord.examples import PADDING
 
-FILLED_UP = -1  # Padding of short lists; for text, the padding is "".
 _BATCH = 4096
 _MOST_PENDING = 1 << 20
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint16", "uint32")
@@ -30,7 +30,7 @@ class IdCounter:
     """How often each id of a column occurs."""
 
     def __init__(self, name: str, *, is_list: bool = False, is_text: bool = False) -> None:
-        """`is_list`: FILLED_UP is not counted. `is_text`: the ids are hashes."""
+        """`is_list`: PADDING is not counted. `is_text`: the ids are hashes."""
         self.name, self._is_list, self._is_text = name, is_list, is_text
         self._ids: Ids = np.empty(0, np.int64)
         self._times: Ids = np.empty(0, np.int64)
@@ -40,7 +40,7 @@ class IdCounter:
     def add(self, ids: Ids) -> None:
         """Counts `ids`, of any shape."""
         flat = ids.ravel()
-        self._pending.append(flat[flat != FILLED_UP] if self._is_list else flat)
+        self._pending.append(flat[flat != PADDING] if self._is_list else flat)
         self._num_pending += flat.size
         # So that a merge, which sorts all ids, adds to them by half or more.
         if self._num_pending > max(_MOST_PENDING, len(self._ids) // 2):
@@ -114,7 +114,7 @@ def count_ids(data_dir: str, split: records.Split) -> Iterator[Counts]:
                 if value.dtype == tf.string:
                     hashed = tf.strings.to_hash_bucket_fast(value, 2**63 - 1)
                     # Hashes are not negative, so a single empty text has an id of its own.
-                    value = tf.where(value == "", tf.constant(FILLED_UP, tf.int64), hashed)
+                    value = tf.where(value == "", tf.constant(PADDING, tf.int64), hashed)
                 ids = tf.cast(value, tf.int64).numpy()
                 whole, *places = counters[name]
                 whole.add(ids)

@@ -71,7 +71,7 @@ def first_bad_header(block: bytes | memoryview, starts: Int64s) -> int | None:
 
 
 def are_complete(frames: Uint8s) -> bool:
-    """Returns True if all frames, uint8 [n, frame_bytes], are undamaged records of that length."""
+    """Returns True if each frame, uint8 [n, frame_bytes], is one undamaged record."""
     num_frames, frame_bytes = frames.shape
     data_bytes = frame_bytes - FRAME_BYTES
     header = _header(data_bytes)

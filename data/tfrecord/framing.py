@@ -2,7 +2,7 @@
 
     with open_file(path) as file:
         starts = walk(file, path, 0, num_bytes, 0)
-    for damage in content_damage(path, starts, numbers):
+    for damage in content_damage(path, starts, 0):
         print(damage)
 
 A TFRecord file is a sequence of records, each `uint64 length, uint32 crc(length), data, uint32
@@ -100,11 +100,14 @@ def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s
     return np.concatenate(walked) if walked else np.zeros(0, np.int64)
 
 
-def content_damage(path: str, starts: Int64s, numbers: Int64s) -> list[Damage]:
-    """The records whose data does not fit its CRC. Their lengths must fit."""
+def content_damage(path: str, starts: Int64s, first_record: int) -> list[Damage]:
+    """The records at `starts` whose data does not fit its CRC. Their lengths must fit.
+
+    `first_record`: the number of the first of these consecutive records.
+    """
     damages = []
     with _buffered(path) as file:
-        for start, number in zip(starts.tolist(), numbers.tolist(), strict=True):
+        for number, start in enumerate(starts.tolist(), first_record):
             if _next_record(file, start, keeps=False) is None:
                 damages.append(Damage(path, number, start, "the data does not fit its CRC"))
     return damages

@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import itertools
 import logging
 import os
 import threading
@@ -101,7 +100,7 @@ class ShardCopies:
 
     def forget(self, ranges: ByteRanges) -> None:
         """Marks the blocks of `ranges` as missing: they are damaged, and are fetched again."""
-        for path, begins, ends in _by_file(ranges):
+        for path, begins, ends in ranges.by_file():
             if (copy := self._copies[path]) is not None:
                 copy.mark(np.flatnonzero(copy.blocks_of(begins, ends)), _MISSING)
 
@@ -110,7 +109,7 @@ class ShardCopies:
 
         TensorFlow then names what is damaged in them, or missing.
         """
-        for path in {path for path, _, _ in _by_file(ranges)}:
+        for path in {path for path, _, _ in ranges.by_file()}:
             try:
                 copy = self._copies[path] or _Copy(path, self._objects[path])
                 _patiently(functools.partial(self._fill, copy))
@@ -120,7 +119,7 @@ class ShardCopies:
                 _remove(path)
 
     def complete(self, name: str, is_damaged: Callable[[str, str], bool]) -> None:
-        """Fetches what is missing of all shards. `name` is that of the split, for an error.
+        """Fetches what is missing of all shards. `name`: the name of the split, for an error.
 
         `is_damaged(url, path)` compares a complete copy at `path` with its CRCs. A damaged copy is
         fetched again, once.
@@ -157,7 +156,7 @@ class ShardCopies:
     def _start(self, ranges: ByteRanges) -> "_Fetched":
         fetched = _Fetched()
         at = 0
-        for path, begins, ends in _by_file(ranges):
+        for path, begins, ends in ranges.by_file():
             copy = self._copies[path]
             if copy is None:
                 url, _ = self._objects[path]
@@ -321,14 +320,6 @@ def _patiently(call: Callable[[], T]) -> T:
             return call()
         except UnavailableError as error:
             log.warning("Data cannot be read: %s. Trying again.", error)
-
-
-def _by_file(ranges: ByteRanges) -> Iterator[tuple[str, Int64s, Int64s]]:
-    """The path, begins and ends of the ranges of each file, in their order."""
-    firsts = np.flatnonzero(np.diff(ranges.files, prepend=-1)).tolist()
-    for first, last in itertools.pairwise([*firsts, len(ranges.files)]):
-        path = ranges.paths[ranges.files[first]]
-        yield path, ranges.begins[first:last], ranges.ends[first:last]
 
 
 def _runs(blocks: Int64s) -> Iterator[tuple[int, int]]:

@@ -39,7 +39,7 @@ _SHARD = re.compile(rf"[^._](?:[^.]*|.*{_SUFFIX}.*){_PACKED}")
 def splits_in(data_dir: str, *, lost_too: bool = False) -> list[str]:
     """Names of the splits that have shards in `data_dir`.
 
-    With `lost_too` also those of which only an index or dataset_info.json is left.
+    With `lost_too`, also the splits of which only an index or dataset_info.json is left.
     """
     names = _list(data_dir)
     splits = _split_names(names) or _split_dirs(data_dir, names)
@@ -203,8 +203,13 @@ def _how_to_split(data_dir: str, names: list[str]) -> str:
 
 
 def _split_names(names: list[str]) -> set[str]:
-    matches = ([pattern.fullmatch(name) for pattern in _SPLIT_OF] for name in names)
-    return {found["split"] for of_name in matches if (found := next(filter(None, of_name), None))}
+    """The splits that the names of shards say."""
+    splits = set()
+    for name in names:
+        matches = (pattern.fullmatch(name) for pattern in _SPLIT_OF)
+        if match := next(filter(None, matches), None):
+            splits.add(match["split"])
+    return splits
 
 
 def _split_dirs(data_dir: str, names: list[str]) -> set[str]:
@@ -219,10 +224,12 @@ def _shards_below(data_dir: str, split: str) -> list[str]:
 
 
 def _any_names(directory: str) -> list[str]:
+    """The names of the files in a directory that may hold records, in order."""
     return sorted(name for name in files.files_in(directory) if _SHARD.fullmatch(name))
 
 
 def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:
+    """The directories one or two levels below `data_dir` to give as --data_dir."""
     if files.is_url(data_dir):
         return []
     found = []

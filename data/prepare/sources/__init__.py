@@ -175,7 +175,7 @@ def is_ignored(name: str) -> bool:
 
 
 def open_unpacked(path: str) -> BinaryIO:
-    """Opens a file to read its bytes. If it is a GZIP file, they are those that were compressed."""
+    """Opens a file to read its bytes. A GZIP file is decompressed while it is read."""
     with open(path, "rb") as file:
         is_packed = file.read(2) == b"\x1f\x8b"
     return cast(BinaryIO, gzip.open(path)) if is_packed else open(path, "rb")

@@ -30,8 +30,7 @@ from data.prepare.sources.columns import (
 from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
-from data.tfrecord.example_blocks import Column as Values
-from data.tfrecord.example_blocks import Texts, fixed
+from data.tfrecord.example_blocks import Texts, Values, fixed
 
 Array = npt.NDArray[np.generic]
 Mask = npt.NDArray[np.bool_]
@@ -62,7 +61,7 @@ def family_of(dtype: pa.DataType) -> str:
 
 
 def unit_of(dtype: pa.DataType) -> str:
-    """The type of times, such as timestamp[ms]; NUMBER; or "". For lists: that of their items."""
+    """The type of times, such as timestamp[ms]; NUMBER; or "". For lists: of their items."""
     if pa.types.is_dictionary(dtype) or isinstance(dtype, _LIST_TYPES):
         return unit_of(dtype.value_type)
     if isinstance(dtype, pa.BaseExtensionType):
@@ -178,7 +177,8 @@ class ArrowColumn:
     def finish(self, missing: Missing) -> None:
         """Finds the type, after all values were added. Raises DataError for a wrong value."""
         self._missing = missing
-        self.kind = self.column.kind(missing, self._kind_if_empty)
+        self.column.finish(missing, self._kind_if_empty)
+        self.kind = self.column.kind
 
     @property
     def _kind_if_empty(self) -> str:
@@ -192,7 +192,7 @@ class ArrowColumn:
     @property
     def num_missing(self) -> int:
         """The missing values, for a type that has them."""
-        return self.column.num_missing(self.kind)
+        return self.column.num_missing
 
     def lacks(self, array: pa.Array) -> Mask:
         """A mask, bool [n]: true where a value is missing."""
@@ -204,7 +204,7 @@ class ArrowColumn:
 
     def notes(self, path: str) -> Iterator[str]:
         """What a user should know of the column."""
-        yield self.column.note(self.kind)
+        yield self.column.note()
 
     @property
     def node(self) -> Node:
@@ -223,7 +223,7 @@ class ArrowColumn:
 
     @property
     def stored(self) -> str:
-        """The type in the records, and that of the source if it is another."""
+        """The type in the records, with the type in the source if it is another."""
         kind = "text" if self.kind == TEXT else self._dtype
         others = ["text" if family_of(dtype) == TEXT else str(dtype) for dtype in self._types]
         others = [each for each in others if each.replace("double", "float64") != kind]

@@ -1,8 +1,9 @@
 """Columns of Arrow tables whose values are lists: tensors of one shape.
 
-Lists of one length, also nested ones, become a tensor of that shape. Of other lists, shorter ones
-are filled up to the longest: with -1, or with empty text. Floats have no such value. A missing
-list is not an empty one: --missing=drop leaves out its row.
+Lists that all have one length, also nested lists, become a tensor. If lengths differ, short lists
+are filled up to the longest: with -1, or with empty text. Lists of floats are refused then, because
+no float marks what was filled up. A missing list is not an empty list: --missing=drop leaves out
+its row.
 """
 
 import math
@@ -25,13 +26,13 @@ from data.prepare.sources.arrow_columns import (
     plain,
     texts_of,
 )
-from data.prepare.sources.columns import PADDING, First, Missing
+from data.prepare.sources.columns import First, Missing
 from data.prepare.sources.examples import Classes, Node, tensor
 from data.prepare.sources.tables import typed
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
-from data.tfrecord.example_blocks import Column as Values
-from data.tfrecord.example_blocks import Texts, fixed
+from data.tfrecord.example_blocks import Texts, Values, fixed
+from data.tfrecord.examples import PADDING
 
 # Types that tf.io.decode_raw reads. Others become int64; of bool, uint8.
 _STORED = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float32", "float64")

@@ -152,7 +152,7 @@ def arrow_source(
             )
     classes: dict[str, Classes] = {}
     if label is not None:
-        classes[label.name], gaps = label_classes(path, label.column, label.kind, values)
+        classes[label.name], gaps = label_classes(path, label.column, values)
         notes += gaps
     notes.append(_types_note(path, columns, classes))
     row_bytes = sum(len(key.encode()) + _FRAME_BYTES + c.num_bytes for key, c in columns.items())

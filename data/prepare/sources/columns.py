@@ -1,8 +1,9 @@
-"""The columns of a table: their types, found from all their values, and what is wrong with one.
+"""The columns of a table: their types, which all their values decide, and errors for wrong values.
 
 column = Column("age", is_label=False)
 column.add("people.csv", 2, "37")               # each value
-kind = column.kind(missing_of("drop"))          # INTEGER, or a DataError names file and line
+column.finish(missing_of("drop"))               # a DataError names file and line
+print(column.kind)                              # INTEGER
 """
 
 import array
@@ -32,7 +33,7 @@ from data.prepare.sources import DROP, Options
 from data.prepare.sources.examples import Classes, Node, tensor
 from data.prepare.sources.tables import classes_of, columns_in, no_column, typed
 from data.system.files import DataError
-from data.tfrecord.examples import Value
+from data.tfrecord.examples import PADDING, Value
 
 MISSING_VALUES = ("", "na", "n/a", "nan", "null", "none", "?")
 
@@ -42,7 +43,6 @@ WRONG = "wrong"  # Not of the type that an option says.
 _NUMERALS = (*NUMBERS, CODE)
 _MOST_DIGITS = 19  # Of int64.
 _OPTION_OF = {INTEGER: "integer", NUMBER: "float"}
-PADDING = -1  # It fills up lists of integers.
 
 
 class First(NamedTuple):
@@ -79,11 +79,12 @@ class Column:
         texts: Sequence[str] = (),
         unit: str = "line",
     ) -> None:
-        """`declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: those of --text."""
+        """`declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: columns of --text."""
         self.name, self.is_label, self.declared, self._unit = name, is_label, declared, unit
         self.as_text = typed("text", *texts, name)  # The flag that makes it text.
         self._first: dict[str, First] = {}
         self._counts: collections.Counter[str] = collections.Counter()
+        self.kind = ""  # INTEGER, NUMBER, DOUBLE or TEXT, after `finish`.
 
     def add(self, path: str, line: int, value: str) -> None:
         """Adds a value, which is in `line` of file `path`."""
@@ -109,11 +110,15 @@ class Column:
         self._counts[kind] += number
         self._first.setdefault(kind, first)
 
-    def kind(self, missing: Missing, if_empty: str = TEXT) -> str:
-        """INTEGER, NUMBER, DOUBLE or TEXT; `if_empty` if all values are missing.
+    def finish(self, missing: Missing, if_empty: str = TEXT) -> None:
+        """Finds the kind, after all values were added; `if_empty` if all values are missing.
 
-        Raises DataError for a value that is not of its type.
+        Raises:
+            DataError: a value is not of the type of the column, or `missing` must be given.
         """
+        self.kind = self._found_kind(missing, if_empty)
+
+    def _found_kind(self, missing: Missing, if_empty: str) -> str:
         first, counts = self._first, self._counts
         if self.is_label and EMPTY in first and not missing.drops:
             where = first[EMPTY].where
@@ -183,19 +188,20 @@ class Column:
                 f"for example, or type --float={self.name} in place of --integer={self.name}."
             )
 
-    def num_missing(self, kind: str) -> int:
-        """The missing values of a column of this kind. In text, only a label's empty values are."""
-        if kind == TEXT and not (self.is_label and EMPTY in self._first):
+    @property
+    def num_missing(self) -> int:
+        """The number of missing values. In text, only the empty values of a label are missing."""
+        if self.kind == TEXT and not (self.is_label and EMPTY in self._first):
             return 0
         return self._num_missing
 
-    def note(self, kind: str) -> str:
+    def note(self) -> str:
         """What a user should know if values of the column do not look as its type does."""
         first = self._first
-        if kind == INTEGER and WHOLE in first:
+        if self.kind == INTEGER and WHOLE in first:
             found = first[WHOLE]
             return f"{found.where}: the label {self.name} has {found.value!r}, taken as an integer"
-        if kind != TEXT or self.declared:
+        if self.kind != TEXT or self.declared:
             return ""
         numbers = sum(self._counts[number] for number in (*NUMBERS, CODE, WHOLE))
         if TEXT in first:
@@ -241,7 +247,7 @@ class Column:
 
 
 class Lists:
-    """What is known of a column of lists after all its values were added."""
+    """Finds the length of the longest list of a column, and the first item of each kind."""
 
     def __init__(self, name: str, *, is_text: bool, texts: Sequence[str] = ()) -> None:
         self.name, self._is_text = name, is_text
@@ -331,10 +337,8 @@ def missing_of(option: str | None) -> Missing:
             f"--missing must be {DROP} or a number. Received: {option!r}. Type --missing={DROP}, "
             "which leaves out rows with missing values, or --missing=0, for example."
         )
-    if kind not in INTEGERS and float(option).is_integer():
-        whole = str(int(float(option)))
-        if kind_of(whole) in INTEGERS:
-            option = whole  # It replaces integers, too.
+    if kind not in INTEGERS and (integer := whole(option)) is not None:
+        option = str(integer)  # It replaces integers, too.
     return Missing(False, option, kind_of(option))
 
 
@@ -371,11 +375,11 @@ def declared_types(
 
 
 def label_classes(
-    path: str, column: Column, kind: str, values: Iterable[int | str]
+    path: str, column: Column, values: Iterable[int | str]
 ) -> tuple[Classes, Sequence[str]]:
     """The classes of the label, and notes. Raises DataError if its values are no classes."""
     advice = f"add {column.as_text}, which takes the values as names"
-    if (fraction := column.fraction()) and kind != TEXT:
+    if (fraction := column.fraction()) and column.kind != TEXT:
         raise DataError(
             f"{fraction.where}: {column.name} is the label, and has "
             f"{fraction.value!r}; needed are integers from 0, or names: {advice}; or leave "

@@ -74,24 +74,25 @@ def layout_of(path: str, options: Options) -> Layout:
     Raises:
         DataError: the file is no text, or in another encoding, or has no line of names.
     """
-    layout = Layout((), (), ",", _encoding(path, options.encoding), 0, options.header is not False)
-    separator = _separator_of(options.delimiter)
+    encoding, separator = _encoding(path, options.encoding), _separator_of(options.delimiter)
+    layout = Layout((), (), separator, encoding, 0, options.header is not False)
     try:
         with _open(path, layout.encoding) as file:
             first = list(itertools.islice(file, _FIRST_LINES))
         if first and (sep := _SEP_LINE.fullmatch(first[0].rstrip("\r\n"))):
-            layout = layout._replace(num_skipped=1)
-            separator = separator or sep[1]
-        deduced = separator or _deduced_separator(first, has_lists=options.lists is not None)
+            layout = layout._replace(num_skipped=1, separator=separator or sep[1])
+        if not layout.separator:
+            found = _deduced_separator(first, has_lists=options.lists is not None)
+            layout = layout._replace(separator=found)
+            if found in _RARER:
+                name = "spaces" if found == " " else repr(found)
+                note = f"{path}: {name} separate the values. If they do not, add --delimiter=,"
+                layout = layout._replace(note=note)
     except (*_DAMAGE, UnicodeError) as error:
-        raise _unreadable(path, 0, layout.encoding, error) from None
-    if deduced in _RARER and not separator:
-        name = "spaces" if deduced == " " else repr(deduced)
-        note = f"{path}: {name} separate the values. If they do not, add --delimiter=,"
-        layout = layout._replace(note=note)
-    layout = layout._replace(separator=deduced)
-    found = [value.strip() for value in next(_raw_lines(path, layout), (0, []))[1]]
-    return _with_columns(path, layout, found, is_sure=options.header is not None)
+        raise _unreadable(path, 0, encoding, error) from None
+    _, values = next(_raw_lines(path, layout), (0, []))
+    stripped = [value.strip() for value in values]
+    return _with_columns(path, layout, stripped, is_sure=options.header is not None)
 
 
 def _with_columns(path: str, layout: Layout, found: Sequence[str], *, is_sure: bool) -> Layout:
@@ -176,7 +177,7 @@ def _open(path: str, encoding: str) -> TextIO:
 
 
 def _encoding(path: str, given: str | None) -> str:
-    """The encoding of a file: that of the option, of a mark at its beginning, or UTF-8."""
+    """The encoding of a file: `given`, or what a mark at its beginning says, or UTF-8."""
     try:
         with open_unpacked(path) as file:
             first = file.read(_FIRST_BYTES)

@@ -3,7 +3,7 @@
     nodes = {"image": tensor("uint8", (28, 28, 1))}
     files = feature_files(nodes, {"label": Classes(2, ("zero", "one"))})
 
-The nodes are those of tensorflow-datasets (tensorflow_datasets/core/proto/feature.proto), so that
+The nodes have the form of tensorflow-datasets (tensorflow_datasets/core/proto/feature.proto), so
 `tfds.builder_from_directory` reads the result, and `data.example_features` too.
 """
 

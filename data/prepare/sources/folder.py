@@ -67,7 +67,6 @@ def source(name: str, path: str, options: Options) -> Source:
     test example with probability `test_fraction`, by its name and `seed`.
     """
     folders = _folders(path)
-    classes = folders
     directories = split_paths(path)
     if "train" in directories:
         refuse_fraction(options, f"{path} has train/, so its folders are the splits")
@@ -78,15 +77,15 @@ def source(name: str, path: str, options: Options) -> Source:
                 f"{unknown[0]} is not one of them. Move it away, or give the directory of classes: "
                 f"{typed_path(directories['train'])}"
             )
-        classes = _folders(directories["train"])
     else:
         directories = {"": path}
+    train_dir = directories.get("train", path)
+    classes = _folders(train_dir)
     if not classes:
         raise DataError(
             f"{path} has no class folders. Needed is DIR/CLASS/IMAGE.png, or "
             "DIR/train/CLASS/IMAGE.png and DIR/test/CLASS/IMAGE.png"
         )
-    train_dir = directories.get("train", path)
     found = {split: _files(where, classes, train_dir) for split, where in directories.items()}
     num_found = sum(map(len, found.values()))
     splits, is_text = _wanted(found)

@@ -38,7 +38,7 @@ _BLOCK_BYTES = 1 << 18
 # Types that tf.io.decode_raw knows, and types of scalars that int64 or float32 holds exactly.
 _RAW = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
 _LISTED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "float32")
-# Types that no record holds, and those that hold the same values.
+# Types that a record cannot hold, and the types that hold the same values.
 _INSTEAD: Mapping[type[np.generic], str] = {
     np.bool_: "uint8",
     np.uint32: "int64",

@@ -164,7 +164,7 @@ def _called(target: str, part: range, row_file: _RowFile) -> list[_PiecesBySplit
 
 
 def _function(file: str, name: str) -> Function:
-    # Its name is not that of the file, which may be that of a module of this program.
+    # The file may have the name of a module of this program, so the module gets another name.
     spec = importlib.util.spec_from_file_location(f"source of {file}", file)
     assert spec
     assert spec.loader

@@ -88,7 +88,7 @@ def _check_dataset(dataset: Any, where: str) -> None:  # Any: TensorFlow has no 
 
 
 def _named(element: object, where: str) -> dict[str, Any]:
-    """The values of an element by name; those of nested dicts are outer/inner."""
+    """The values of an element by name; a value in a nested dict is named outer/inner."""
     if isinstance(element, (tuple, list)) and 2 <= len(element) <= len(_PARTS):
         pairs = list(zip(_PARTS, element, strict=False))
         named = [part if isinstance(part, Mapping) else {name: part} for name, part in pairs]
