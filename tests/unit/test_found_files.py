@@ -62,11 +62,10 @@ def test_missing_values_are_counted_and_dropped_or_replaced(
         ("a,b\n1,2\n\n,3\n", Options("a"), r"line 4: the label a is empty"),
         ("a,b\n1,2\nNA,3\n", Options("a", missing="0"), r"leaves out such rows\.$"),
         ("a,b\n,2\n1,\n", Options(missing="drop"), "leaves no row"),
-        ("a,b\n1,2\n", Options(missing="mean"), "must be drop or a number. Received: 'mean'"),
-        ("1,2\n3,4\n", NONE, "begins with numbers, 1, 2.*--noheader"),
+        ("a,b\n0.5,2\n1.0,3\n", Options("a"), r"line 2: a is the label, and has '0\.5'; needed"),
+        ("a,b\n-1,2\n", Options("a"), "a is the label, and has -1; needed are integers from 0"),
         ("01501,40.1\n01502,40.2\n", NONE, "begins with numbers, 01501, 40.1.*--noheader"),
         ("1 000;3,5;1e999\n2 000;1;2\n", NONE, "begins with numbers, 1 000, 3,5.*--noheader"),
-        ("a,a\n1,2\n", Options("a"), "each once"),
         ("", NONE, "Received: nothing"),
         ("a,b\n1,2\n", Options("c"), "--label may be a, b"),
         ('a,b\n1,"2\n', Options("a"), "line 2: unexpected end of data"),
@@ -78,19 +77,6 @@ def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(DataError, match=message):
         prepare("csv:x", str(tmp_path / "out"), str(tmp_path / "a.csv"), options)
-
-
-@pytest.mark.parametrize("separator", [",", ";", "\t"])
-def test_separator_is_that_of_the_first_line(separator: str, tmp_path: Path) -> None:
-    rows = [("a", "b,c" if separator == ";" else "b", "c"), ("1", "2", "x;y,z")]
-    lines = "".join(
-        separator.join(f'"{value}"' if set(value) & set(",;") else value for value in row) + "\n"
-        for row in rows
-    )
-    source = write_splits(tmp_path / "in", lines, lines)
-    prepare("csv:x", str(tmp_path / "out"), str(source))
-    a, c = parsed(tmp_path / "out", "train", "a", "c")
-    assert (a.tolist(), c.tolist()) == ([1], [b"x;y,z"])
 
 
 @pytest.mark.parametrize(
@@ -117,6 +103,8 @@ def test_separator_is_that_of_the_first_line(separator: str, tmp_path: Path) -> 
         ("sep=;\r\nx;y\r\n5;1,a\r\n", NONE, {"x": [5], "y": ["1,a"]}, ""),
         ('"sep=|"\nx|y\n5|1\n', NONE, {"x": [5], "y": [1]}, ""),
         # Separators.
+        ('a;"b,c";c\n1;2;"x;y,z"\n', NONE, {"a": [1], "b,c": [2], "c": ["x;y,z"]}, ""),
+        ("a\tb\n1\tx;y,z\n", NONE, {"a": [1], "b": ["x;y,z"]}, ""),
         ("x|y z\n5|1\n", NONE, {"x": [5], "y z": [1]}, "'|' separate"),
         ("x|a, b|c\n5|1|2,a,b\n", NONE, {"x": [5], "a, b": [1], "c": ["2,a,b"]}, "'|' separate"),
         ("x y\n 5   1\n6 2 \n", NONE, {"x": [5, 6], "y": [1, 2]}, "spaces separate"),

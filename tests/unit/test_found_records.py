@@ -84,9 +84,19 @@ def test_files_and_directories_of_splits_are_read_in_place(
     assert "--config.data.eval_split=test" in refusal(tmp_path, "val")
 
 
-def test_missing_shard_in_the_directory_of_a_split_is_named(tmp_path: Path) -> None:
-    make(tmp_path, {"train/x-00000-of-00002": PLAIN})
-    assert "the first is train/x-00001-of-00002" in refusal(tmp_path)
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["train/x-00000-of-00002"], "the first is train/x-00001-of-00002"),
+        (["2020/train/a.tfrecord", "2020/test/a.tfrecord"], "--data_dir={}/2020$"),
+        (["train.tfrecord-00001-of-00002"], "python -m data.prepare NAME --data_dir=OTHER_DIR"),
+    ],
+)
+def test_refusal_says_what_is_missing_and_what_to_type(
+    files: list[str], said: str, tmp_path: Path
+) -> None:
+    make(tmp_path, dict.fromkeys(files, PLAIN))
+    assert re.search(said.format(tmp_path), refusal(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -134,16 +144,6 @@ def test_command_in_the_refusal_takes_the_words_in_the_names(
     for option, name in (("train_split", train), ("eval_split", test)):
         if found := re.search(rf"--config.data.{option}=([^,.]+)", message):
             assert name.startswith(found[1])
-
-
-def test_directory_above_those_of_the_splits_is_named(tmp_path: Path) -> None:
-    make(tmp_path, {"2020/train/a.tfrecord": PLAIN, "2020/test/a.tfrecord": PLAIN})
-    assert f"--data_dir={tmp_path}/2020" in refusal(tmp_path).split()
-
-
-def test_data_are_not_written_where_other_files_are(tmp_path: Path) -> None:
-    make(tmp_path, {"train.tfrecord-00001-of-00002": PLAIN})
-    assert "python -m data.prepare NAME --data_dir=OTHER_DIR" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

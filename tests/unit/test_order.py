@@ -135,16 +135,6 @@ def test_replicas_shares_are_contiguous_slices_of_the_batch(
     assert np.array_equal(np.concatenate(shares, 1), order.records(first_batch, num_batches))
 
 
-@given(order=orders(), first_batch=st.integers(0, 1000), num_batches=st.integers(1, 5))
-def test_starting_at_a_batch_is_dropping_those_before_it(
-    order: Order, first_batch: int, num_batches: int
-) -> None:
-    fresh = dataclasses.replace(order)
-    before = min(first_batch, 7)
-    whole = order.records(first_batch - before, before + num_batches)
-    assert np.array_equal(fresh.records(first_batch, num_batches), whole[before:])
-
-
 @given(
     order=orders(),
     first_batch=st.integers(0, 40),

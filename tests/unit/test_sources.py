@@ -22,19 +22,15 @@ from data.prepare.catalog import open_source
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, csv, folder
 from data.system.files import DataError
-from data.tfrecord import split as records
-from tests.unit.test_prepare import ROOT, digest, needs_tfds, read_all, write_idx
-from tests.unit.test_split import contents
+from tests.unit.test_prepare import ROOT, digest, needs_tfds, read_all, serialized, write_idx
 
 RANDOM = np.random.default_rng(0)
 
 
 def parsed(directory: Path, split: str, *names: str) -> list[np.ndarray]:
     """All values of some features, in the order on disk."""
-    opened = records.open_split(str(directory), split)
     known = read_features(str(directory))
-    dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
-    example = known.parse_example(next(iter(dataset.batch(opened.num_examples))), names)
+    example = known.parse_example(serialized(directory, split), names)
     return [example[name].numpy() for name in names]
 
 
@@ -205,15 +201,12 @@ def test_folder_with_splits_keeps_bytes_and_names(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "pets", {**images, "train/dog/.DS_Store": b"junk"})
     out = tmp_path / "out"
     prepare("folder:pets", str(out), str(source))
-    stored = []
     for split in ("train", "test"):
-        for shard in records.open_split(str(out), split).shards:
-            for record in tf.data.TFRecordDataset(shard.path).as_numpy_iterator():
-                feature = tf.train.Example.FromString(record).features.feature
-                stored.append(feature["image"].bytes_list.value[0])
-    assert stored == [images[n] for n in sorted(images) if "train" in n] + [
-        images["test/dog/d.png"]
-    ]
+        stored = [
+            tf.train.Example.FromString(record).features.feature["image"].bytes_list.value[0]
+            for record in serialized(out, split).numpy()
+        ]
+        assert stored == [images[name] for name in sorted(images) if split in name]
     inputs, labels = read_all(out, "train")
     assert inputs.shape == (3, 4, 5, 3)
     assert labels.tolist() == [0, 1, 1]
@@ -462,23 +455,6 @@ def test_values_of_a_label_are_never_changed_unsaid(
         assert (out / "x.labels.txt").read_text().splitlines() == names
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        (["0.5", "1.0"], r"line 2: x is the label, and has '0\.5'; needed are integers from 0"),
-        (["-1", "1"], "x is the label, and has -1; needed are integers from 0"),
-    ],
-)
-def test_label_that_is_no_class_may_be_taken_as_names(
-    tmp_path: Path, values: list[str], said: str
-) -> None:
-    with pytest.raises(DataError, match=rf"{said}.* --text=x, which takes the values as names"):
-        prepared_csv(tmp_path, values, label="x")
-    out, _ = prepared_csv(tmp_path, values, label="x", text="x")
-    assert parsed(out, "train", "x")[0].tolist() == [0, 1]
-    assert (out / "x.labels.txt").read_text().splitlines() == values
-
-
 def test_csv_lists_of_any_length_are_filled_up(tmp_path: Path) -> None:
     lines = [
         "tags,genres,words,n,clicked",
@@ -638,9 +614,8 @@ def test_cmyk_jpegs_are_three_channels_as_they_are_decoded(tmp_path: Path) -> No
     prepare("folder:f", str(tmp_path / "out"), str(tmp_path / "folder"))
     found = read_features(str(tmp_path / "out"))
     assert found["image"].shape == (4, 6, 3)
-    serialized = contents(records.open_split(str(tmp_path / "out"), "train"))
-    images, _ = features.default_parse(found)(tf.constant(serialized))
-    assert images.shape == (len(serialized), 4, 6, 3)
+    images, _ = read_all(tmp_path / "out", "train")
+    assert images.shape[1:] == (4, 6, 3)
 
 
 def test_damaged_npz_is_named(tmp_path: Path) -> None:
