@@ -61,7 +61,7 @@ class Feature:
 
     @property
     def is_text(self) -> bool:
-        """True of text, and of tensors of text."""
+        """True for text, and for tensors of text."""
         return self.kind == "text" or self.dtype in ("string", "object")
 
 
@@ -74,6 +74,11 @@ class Features(dict[str, Feature]):
     def __init__(self, features: Iterable[Feature], source: str) -> None:
         super().__init__((feature.name, feature) for feature in features)
         self.source = source
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the labels."""
+        return [name for name, feature in self.items() if feature.kind == "label"]
 
     def parse_example(
         self, serialized: "tf.Tensor", names: Iterable[str] | None = None
@@ -102,7 +107,10 @@ class Features(dict[str, Feature]):
         return {name: _column(self[name], self.source) for name in names}
 
     def decode(self, raw: "Mapping[str, tf.Tensor]") -> "dict[str, tf.Tensor]":
-        """Columns, bytes as string [n] or uint8 [n, num_bytes] -> tensors as of `parse_example`."""
+        """Makes the tensors of `parse_example` from columns.
+
+        Columns of bytes are string [n] or uint8 [n, num_bytes].
+        """
         decoded = {}
         for name, value in raw.items():
             decoded[name] = _decode(self[name], value)

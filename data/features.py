@@ -69,7 +69,7 @@ class ExampleParse:
 
 def labels_used(features: Features, parse: "Callable[..., Any]") -> list[str]:
     """The labels of `features` that `parse` reads; all of them if it does not say what it reads."""
-    labels = [name for name, feature in features.items() if feature.kind == "label"]
+    labels = features.labels
     return [n for n in labels if not isinstance(parse, ExampleParse) or n in parse.columns]
 
 
@@ -83,7 +83,7 @@ def default_parse(
 
     Without `label`, the label is the only ClassLabel, or the ClassLabel with the name "label". A
     ClassLabel or an integer becomes int64, another number float32. Without `inputs`, the inputs are
-    those of a model that takes a dict; or the only image or tensor; or all single numbers.
+    the names in `declared`, if it is a dict; or the only image or tensor; or all single numbers.
 
     One input is a tensor, and so are several single numbers, [n, k], in the order of `inputs` or of
     the file. Other inputs, and all of a model that takes a dict, are a dict of tensors by name.
@@ -208,7 +208,7 @@ def _declare(name: str, source: "tf.DType", target: "tf.DType") -> str:
 
 
 def _changed(value: "tf.Tensor", cast: "tf.Tensor") -> "tf.Tensor | None":
-    """Where `cast` is not the number in `value`, bool [n, ...]; None if it always is.
+    """A mask, bool [n, ...]: true where `cast` is not the number in `value`. None: nowhere.
 
     A float64 may be rounded up to 2**24, where float32 holds each integer.
     """
@@ -229,7 +229,7 @@ def _changed(value: "tf.Tensor", cast: "tf.Tensor") -> "tf.Tensor | None":
 
 
 def _only_label(features: Features) -> str:
-    labels = [name for name, feature in features.items() if feature.kind == "label"]
+    labels = features.labels
     if "label" in labels:
         return "label"
     if len(labels) != 1:
@@ -279,7 +279,7 @@ def from_bytes(values: "tf.Tensor") -> "tf.Tensor":
             f"from_bytes takes uint8, not {values.dtype.name}. If they are bytes: "
             "from_bytes(tf.cast(values, tf.uint8))"
         )
-    values = tf.identity(values)  # Its device is that of the scope.
+    values = tf.identity(values)  # Its device is the device of the scope.
     if "GPU" in values.device:
         return tf.math.multiply_no_nan(tf.cast(values, tf.float32), np.float32(1 / 255))
     return tf.quantization.dequantize(tf.bitcast(values, tf.quint8), 0.0, 1.0)

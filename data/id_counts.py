@@ -1,7 +1,7 @@
 """How many different ids the columns of a data set have: the sizes of embedding tables.
 
     for column in count_ids(data_dir, split):
-        print(column.name, column.num_different, column.largest)
+        print(column.name, column.num_different, column.ids[-1])
 
 Counts are exact. Each different id of a column takes 16 bytes of memory, and several times that
 while counts are merged.
@@ -17,8 +17,8 @@ from data.example_features import Feature, read_features
 from data.system.files import DataError
 from data.tfrecord import damage
 from data.tfrecord import split as records
+from data.tfrecord.examples import PADDING
 
-FILLED_UP = -1  # Padding of short lists; for text, the padding is "".
 _BATCH = 4096
 _MOST_PENDING = 1 << 20
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint16", "uint32")
@@ -30,7 +30,7 @@ class IdCounter:
     """How often each id of a column occurs."""
 
     def __init__(self, name: str, *, is_list: bool = False, is_text: bool = False) -> None:
-        """Of a list, FILLED_UP is not counted."""
+        """`is_list`: PADDING is not counted. `is_text`: the ids are hashes."""
         self.name, self._is_list, self._is_text = name, is_list, is_text
         self._ids: Ids = np.empty(0, np.int64)
         self._times: Ids = np.empty(0, np.int64)
@@ -40,14 +40,14 @@ class IdCounter:
     def add(self, ids: Ids) -> None:
         """Counts `ids`, of any shape."""
         flat = ids.ravel()
-        self._pending.append(flat[flat != FILLED_UP] if self._is_list else flat)
+        self._pending.append(flat[flat != PADDING] if self._is_list else flat)
         self._num_pending += flat.size
         # So that a merge, which sorts all ids, adds to them by half or more.
         if self._num_pending > max(_MOST_PENDING, len(self._ids) // 2):
             self._merge()
 
     def counts(self) -> "Counts":
-        """The numbers of all ids so far."""
+        """The counts of all ids that were added so far."""
         self._merge()
         return Counts(self.name, self._ids, self._times, self._is_text)
 
@@ -72,16 +72,16 @@ class Counts:
 
     @property
     def num_ids(self) -> int:
-        """All ids, also equal ones."""
+        """The number of all ids; equal ids count each time."""
         return int(self.times.sum())
 
     @property
     def num_different(self) -> int:
-        """The rows that a table of dynamic ids needs."""
+        """The number of different ids: the rows that a table of dynamic ids needs."""
         return len(self.ids)
 
     def num_used(self, times: int) -> int:
-        """The different ids that occur at least `times` times."""
+        """The number of different ids that occur at least `times` times."""
         return int((self.times >= times).sum())
 
     def share_of_most_frequent(self, number: int) -> float:
@@ -114,7 +114,7 @@ def count_ids(data_dir: str, split: records.Split) -> Iterator[Counts]:
                 if value.dtype == tf.string:
                     hashed = tf.strings.to_hash_bucket_fast(value, 2**63 - 1)
                     # Hashes are not negative, so a single empty text has an id of its own.
-                    value = tf.where(value == "", tf.constant(FILLED_UP, tf.int64), hashed)
+                    value = tf.where(value == "", tf.constant(PADDING, tf.int64), hashed)
                 ids = tf.cast(value, tf.int64).numpy()
                 whole, *places = counters[name]
                 whole.add(ids)

@@ -61,7 +61,7 @@ def describe(data_dir: str, splits: Sequence[str], num_examples: int) -> Iterato
     labels = ["label"]  # The likely name, if nothing tells.
     if files.exists(files.join(data_dir, "features.json")):
         features = read_features(data_dir)
-        labels = [name for name, feature in features.items() if feature.kind == "label"]
+        labels = features.labels
         yield from (f"  {_described(feature)}" for feature in features.values())
     else:
         yield "  no features.json: only the examples say what they hold"

@@ -37,7 +37,7 @@ Augment = Callable[[Nest, Nest, tf.Tensor], Examples]
 
 _MAX_RUN_BYTES = 16 << 20  # Records that the reading of one window may hold at a time.
 # A group is parsed at once: a call of `parse` costs about as much as 500 small examples. These are
-# its limits; the bytes are those of the examples before or after parsing, whichever is larger.
+# its limits; bytes are counted before or after parsing, whichever are more.
 _GROUP_EXAMPLES = 1024
 _GROUP_BYTES = 4 << 20
 
@@ -54,7 +54,7 @@ class Reader:
             only. It must treat examples independently, and draw random numbers from each example's
             seed alone (`Order.seeds`).
         cache_bytes: The training set, as before `widen`, is cached up to this size; never strings.
-        prefetch_batches: Parsed batches kept ready, in addition to those that threads work on.
+        prefetch_batches: Parsed batches kept ready, besides the batches that threads work on.
         gives_seeds: Training batches end with the seeds, whatever `augment` did with them.
 
     Raises:

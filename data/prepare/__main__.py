@@ -47,109 +47,69 @@ _SOURCE = flags.DEFINE_string("source", None, "Directory or file to read.")
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "Directory with TFRecord files, to write; datasets/NAME by default."
 )
-flags.DEFINE_string("label", None, "Tables: the column that is the label.")
-flags.DEFINE_string(
-    "columns",
-    None,
-    "parquet, python: the columns to take, separated by commas; all by default. The label is taken "
-    "in any case.",
-)
-flags.DEFINE_string(
-    "split_column",
-    None,
-    "parquet, python: the column that has the split of each row: train, test, val, ...",
-)
-flags.DEFINE_integer(
-    "processes",
-    None,
-    "python: how many processes call the function; 1 by default. More need a function with the "
-    "parameters shard and num_shards. The result does not depend on their number.",
-)
-flags.DEFINE_float(
-    "test_fraction",
-    None,
-    "Part of the examples that becomes the test split, for a source that has no test split; "
-    f"{TEST_FRACTION} by default.",
-)
-flags.DEFINE_integer("seed", None, "Seed that chooses the test examples; 0 by default.")
+# The Options of a source, by type; the default of each is None.
+_TEXT_OPTIONS = {
+    "label": "Tables: the column that is the label.",
+    "columns": "parquet, python: the columns to take, separated by commas; all by default. The "
+    "label is taken in any case.",
+    "split_column": "parquet, python: the column that has the split of each row: train, test, "
+    "val, ...",
+    "missing": "csv, parquet, python: what becomes of missing values (null, NaN; in CSV also "
+    "empty, NA and ?) in columns of numbers: `drop` leaves out their rows, and rows where a list "
+    "is null; a number replaces them. By default they are refused.",
+    "lists": "csv: columns, separated by commas, whose values are lists of any length, such as "
+    "3|17|5 or Drama|Science Fiction. Items are separated by |, or by spaces if the column has no "
+    "|. All are integers, but not -1, or all are text. An empty value is a list without items; "
+    "--missing is for other columns.",
+    "text": "csv, parquet, python: columns, separated by commas, that are text, also where their "
+    "values are numbers. Such a label is names; the items of such a column of lists are text.",
+    "integer": "csv, parquet, python: columns, separated by commas, whose values are integers, "
+    "also if they are written 1.0 or 007. Another value is refused.",
+    "float": "csv, parquet, python: columns, separated by commas, whose values are numbers with a "
+    "fraction, stored as float32 where this is exact enough, also if all are integers. Another is "
+    "refused.",
+    "delimiter": "csv: the character between values, tab or space; by default it is found in the "
+    "first lines.",
+    "encoding": "csv: how the text is encoded, such as latin-1, cp1252 or gb18030; UTF-8 by "
+    "default, and what the mark at the beginning of the file says.",
+    "splits": "rewrite, parquet: which files are which split, if their names do not tell: "
+    "SPLIT=PATTERN, separated by commas, as 'train=part-*,test=more/part-*'. A file belongs to "
+    "the first pattern that it fits.",
+}
+_INTEGER_OPTIONS = {
+    "processes": "python: how many processes call the function; 1 by default. More need a "
+    "function with the parameters shard and num_shards. The result does not depend on their "
+    "number.",
+    "seed": "Seed that chooses the test examples; 0 by default.",
+    "length": f"text: the number of bytes of a sequence; {LENGTH} by default.",
+    "num_clicks": f"clicks: the number of training examples; {EXAMPLES:,} by default.",
+}
+_FLOAT_OPTIONS = {
+    "test_fraction": "Part of the examples that becomes the test split, for a source that has no "
+    f"test split; {TEST_FRACTION} by default.",
+    "id_scale": f"clicks: the part of Criteo's numbers of ids; {SCALE} by default. 1 is 33.8 "
+    "million ids.",
+}
+_BOOL_OPTIONS = {
+    "header": "csv: --noheader if the first line is data; the columns are then column_0, "
+    "column_1, ...",
+    "allow_partial": "cifar10, cifar100: take the files that are there, if some are missing or "
+    "cut off.",
+}
+for _option, _help in _TEXT_OPTIONS.items():
+    flags.DEFINE_string(_option, None, _help)
+for _option, _help in _INTEGER_OPTIONS.items():
+    flags.DEFINE_integer(_option, None, _help)
+for _option, _help in _FLOAT_OPTIONS.items():
+    flags.DEFINE_float(_option, None, _help)
+for _option, _help in _BOOL_OPTIONS.items():
+    flags.DEFINE_bool(_option, None, _help)
 flags.DEFINE_enum(
     "layout",
     None,
     LAYOUTS,
     "How a record holds an image: `image`, or `image_raw` with sizes, as TensorFlow 1's MNIST "
     "programs wrote it; tfds by default.",
-)
-flags.DEFINE_integer(
-    "length", None, f"text: the number of bytes of a sequence; {LENGTH} by default."
-)
-flags.DEFINE_string(
-    "missing",
-    None,
-    "csv, parquet, python: what becomes of missing values (null, NaN; in CSV also empty, NA and ?) "
-    "in columns of numbers: `drop` leaves out their rows, and rows where a list is null; a number "
-    "replaces them. By default they are refused.",
-)
-flags.DEFINE_bool(
-    "header",
-    None,
-    "csv: --noheader if the first line is data; the columns are then column_0, column_1, ...",
-)
-flags.DEFINE_string(
-    "lists",
-    None,
-    "csv: columns, separated by commas, whose values are lists of any length, such as 3|17|5 or "
-    "Drama|Science Fiction. Items are separated by |, or by spaces if the column has no |. All "
-    "are integers, but not -1, or all are text. An empty value is a list without items; --missing "
-    "is for other columns.",
-)
-flags.DEFINE_string(
-    "text",
-    None,
-    "csv, parquet, python: columns, separated by commas, that are text, also where their values "
-    "are numbers. Such a label is names; the items of such a column of lists are text.",
-)
-flags.DEFINE_string(
-    "integer",
-    None,
-    "csv, parquet, python: columns, separated by commas, whose values are integers, also if they "
-    "are written 1.0 or 007. Another value is refused.",
-)
-flags.DEFINE_string(
-    "float",
-    None,
-    "csv, parquet, python: columns, separated by commas, whose values are numbers with a fraction, "
-    "stored as float32 where this is exact enough, also if all are integers. Another is refused.",
-)
-flags.DEFINE_string(
-    "delimiter",
-    None,
-    "csv: the character between values, tab or space; by default it is found in the first lines.",
-)
-flags.DEFINE_string(
-    "encoding",
-    None,
-    "csv: how the text is encoded, such as latin-1, cp1252 or gb18030; UTF-8 by default, and what "
-    "the mark at the beginning of the file says.",
-)
-flags.DEFINE_bool(
-    "allow_partial",
-    None,
-    "cifar10, cifar100: take the files that are there, if some are missing or cut off.",
-)
-flags.DEFINE_string(
-    "splits",
-    None,
-    "rewrite, parquet: which files are which split, if their names do not tell: SPLIT=PATTERN, "
-    "separated by commas, as 'train=part-*,test=more/part-*'. A file belongs to the first pattern "
-    "that it fits.",
-)
-flags.DEFINE_integer(
-    "num_clicks", None, f"clicks: the number of training examples; {EXAMPLES:,} by default."
-)
-flags.DEFINE_float(
-    "id_scale",
-    None,
-    f"clicks: the part of Criteo's numbers of ids; {SCALE} by default. 1 is 33.8 million ids.",
 )
 _OVERWRITE = flags.DEFINE_bool(
     "overwrite", False, "Write a data set again that --data_dir already holds."

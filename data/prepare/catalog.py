@@ -38,9 +38,9 @@ _MakeSource: TypeAlias = Callable[[str, str, Options], Source]
 
 class _Entry(NamedTuple):
     source: _MakeSource
-    options: tuple[str, ...]
-    made_from: str = ""  # What --source must be; "" if it is not needed.
-    reads: tuple[str, ...] = ("*",)  # Patterns of what is read in a directory.
+    options: tuple[str, ...]  # The names of the Options that it takes.
+    made_from: str = ""  # What --source must be; "" if no --source is needed.
+    reads: tuple[str, ...] = ("*",)  # Patterns of the names that are read in a directory.
 
 
 _IMAGES, _SPLITTING = ("layout",), ("test_fraction", "seed")
@@ -66,31 +66,25 @@ _NAMES = {
 }
 
 
-def _table(source: _MakeSource, made_from: str, *patterns: str) -> _Entry:
-    return _Entry(source, ("label", *_SPLITTING), made_from, patterns)
-
-
-_TYPED = (
-    *("label", *_SPLITTING, "missing", "text", "integer", "float", "columns", "split_column"),
-)
+_TABLE = ("label", *_SPLITTING)
+_TYPED = (*_TABLE, "missing", "text", "integer", "float")
+_ARROW = (*_TYPED, "columns", "split_column")
 _KINDS = {
     "folder": _Entry(folder.source, _SPLITTING, "class folders of PNG or JPEG files"),
-    "csv": _table(
+    "csv": _Entry(
         csv.source,
+        (*_TYPED, "header", "lists", "delimiter", "encoding"),
         "a CSV file, or a directory with train.csv and test.csv",
-        *(f"*{suffix}" for suffix in csv.SUFFIXES),
-    )._replace(
-        options=(
-            *("label", *_SPLITTING, "missing", "header", "lists", "text", "integer", "float"),
-            *("delimiter", "encoding"),
-        )
+        tuple(f"*{suffix}" for suffix in csv.SUFFIXES),
     ),
-    "npz": _table(npz.source, "an NPZ file, or a directory with train.npz and test.npz", "*.npz"),
-    "parquet": _table(parquet.source, "a Parquet file, or a directory of such files")._replace(
-        options=(*_TYPED, "splits"), reads=("*",)
+    "npz": _Entry(
+        npz.source, _TABLE, "an NPZ file, or a directory with train.npz and test.npz", ("*.npz",)
     ),
-    "python": _table(python.source, "what a function returns: FILE.py:FUNCTION")._replace(
-        options=(*_TYPED, "processes")
+    "parquet": _Entry(
+        parquet.source, (*_ARROW, "splits"), "a Parquet file, or a directory of such files"
+    ),
+    "python": _Entry(
+        python.source, (*_ARROW, "processes"), "what a function returns: FILE.py:FUNCTION"
     ),
     "text": _Entry(
         text.source, ("test_fraction", "length"), "a text file, or a directory of text files"
@@ -126,7 +120,7 @@ def check(name: str, options: Options) -> None:
             f"There is no data set {name!r}. Known: {_KNOWN}. NAME has letters, digits, '_', '-' "
             "and '.', and does not begin with '-' or '.'."
         )
-    known = (_KINDS[kind] if colon else _NAMES.get(name, _IDX)).options
+    known = _entry(name).options
     for option, value in options.given().items():
         if option not in known:
             flag = f"--{option}={value}" if value is not False else f"--no{option}"
@@ -134,18 +128,23 @@ def check(name: str, options: Options) -> None:
             raise DataError(f"{flag} would be ignored: {name} {takes}. Leave it out.")
 
 
+def _entry(name: str) -> _Entry:
+    """The entry of a name that `check` accepts: an unknown name may be of IDX files."""
+    kind, colon, _ = name.partition(":")
+    return _KINDS[kind] if colon else _NAMES.get(name, _IDX)
+
+
 def file_of(name: str, source: str | None) -> str | None:
-    """The file or directory of a --source: of FILE.py:FUNCTION, the file."""
-    return python.file_of(source) if source and name.startswith("python:") else source
+    """The file or directory that --source names: FILE.py, if it is FILE.py:FUNCTION."""
+    return source.rpartition(":")[0] if source and name.startswith("python:") else source
 
 
 def files_read(name: str, options: Options) -> tuple[str, ...]:
     """Patterns of the names of files and directories that are read in the source of `name`."""
-    kind, colon, _ = name.partition(":")
-    if options.splits and not colon:
+    if options.splits and ":" not in name:
         patterns = [part.partition("=")[2] for part in options.splits.split(",")]
         return tuple(pattern.partition("/")[0] for pattern in patterns)
-    return (_KINDS[kind] if colon else _NAMES.get(name, _IDX)).reads
+    return _entry(name).reads
 
 
 def nearest(name: str, others: Sequence[str] = ()) -> str:
@@ -161,7 +160,7 @@ def open_source(name: str, path: str | None, options: Options) -> Source:
         DataError: there is no data set of that name, or its files are wrong.
     """
     check(name, options)
-    kind, colon, following = name.partition(":")
+    _, colon, following = name.partition(":")
     if not colon and path is None and name not in _NAMES:
         near = nearest(name)
         meant = f" Did you mean {near}?" if near else ""
@@ -169,7 +168,7 @@ def open_source(name: str, path: str | None, options: Options) -> Source:
             f"There is no data set {name!r}.{meant} Known: {_KNOWN}. If you have it as IDX files: "
             f"python -m data.prepare {name} --source=DIR"
         )
-    entry = _KINDS[kind] if colon else _NAMES.get(name, _IDX)
+    entry = _entry(name)
     if path is None and entry.made_from:
         raise DataError(
             f"{name} is made from {entry.made_from}, and --source does not say where. "

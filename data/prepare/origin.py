@@ -12,12 +12,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from data.prepare.sources import Options
+from data.prepare.sources import Options, is_ignored
 from data.system import files
 
 FILE_NAME = "source.json"
 Origin: TypeAlias = Mapping[str, Any]  # A JSON object: "options" and "files".
-_IGNORED = ("Thumbs.db", "desktop.ini")  # Written by programs that only show a directory.
 
 
 def origin(
@@ -27,10 +26,12 @@ def origin(
     patterns: Sequence[str],
     data_dir: str,
 ) -> Origin:
-    """The files and directories directly in directory `source` whose names fit `patterns`.
+    """Describes the options, and the number, size and last change of the files in `source`.
 
-    If `source` is no directory: `file`, which it names; if it is None, no files. Of a directory,
-    the total of all files below it counts. `data_dir` does not count: it may be below `source`.
+    These are the files and directories directly in directory `source` whose names fit `patterns`; a
+    directory has the total of all files below it. If `source` is no directory, it is `file`, which
+    `source` names; if it is None, there are no files. `data_dir` may be below `source`, and is left
+    out.
     """
     found: dict[str, list[int]] = {}
     if source is not None and not files.is_dir(source):
@@ -61,7 +62,7 @@ def changes(then: Origin, now: Origin) -> list[str]:
 
 
 def _stamps(path: str, data_dir: str) -> Iterator[tuple[int, int]]:
-    if _is_ignored(os.path.basename(path)) or files.absolute(path) == data_dir:
+    if is_ignored(os.path.basename(path)) or files.absolute(path) == data_dir:
         return
     if files.is_url(path) or not os.path.isdir(path):
         yield files.stamp(path)
@@ -70,15 +71,11 @@ def _stamps(path: str, data_dir: str) -> Iterator[tuple[int, int]]:
         directories[:] = [
             name
             for name in directories
-            if not _is_ignored(name) and files.absolute(os.path.join(directory, name)) != data_dir
+            if not is_ignored(name) and files.absolute(os.path.join(directory, name)) != data_dir
         ]
         for name in names:
-            if not _is_ignored(name):
+            if not is_ignored(name):
                 yield files.stamp(os.path.join(directory, name))
-
-
-def _is_ignored(name: str) -> bool:
-    return name.startswith(".") or name in _IGNORED
 
 
 def _describe(entry: Sequence[int] | None) -> str:

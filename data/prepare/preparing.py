@@ -41,18 +41,17 @@ def prepare(
     data_dir: str,
     source: str | None = None,
     options: Options | None = None,
-    num_processes: int = 0,
     *,
     overwrite: bool = False,
 ) -> None:
     """Writes the data set `name` to `data_dir`, unless it is there already.
 
-    With `overwrite` it is written in any case. The former one is removed when the new one is
-    complete; at a URL it is removed before. `options` None accepts what was written with any.
+    With `overwrite` it is written in any case. The former data set is removed when the new one is
+    complete; at a URL it is removed before. If `options` is None, a data set that was written with
+    any options is accepted.
 
     Several processes may call this at once, on several hosts that share a file system with locks.
-    A URL has no locks: only one process may write to it. Progress goes to stderr. `num_processes`
-    does not change the files; 0 is one for each core, at most 8 and at most the number of shards.
+    A URL has no locks: only one process may write to it. Progress goes to stderr.
 
     Raises:
         DataError: the name or the source is wrong, or `data_dir` holds something else, or it was
@@ -69,14 +68,13 @@ def prepare(
     if source and files.absolute(source) == data_dir:
         raise DataError(f"--source={source} is the directory to write, too. {_GIVE_ANOTHER}")
 
-    def is_prepared() -> bool:
-        if not _is_prepared(name, data_dir, source, given):
+    def is_done() -> bool:
+        if not _is_prepared(name, data_dir, source, given) or overwrite:
             return False
-        if not overwrite:
-            _check_origin(name, data_dir, source, options)
+        _check_origin(name, data_dir, source, options)
         return True
 
-    if is_prepared() and not overwrite:
+    if is_done():
         _say(f"{data_dir} already holds {name}. Add --overwrite to write it again.")
         return
 
@@ -87,15 +85,7 @@ def prepare(
         text = json.dumps(now, indent=2) + "\n"
         return opened._replace(files={**opened.files, origin.FILE_NAME: text})
 
-    former = bare_name(name) if overwrite else ""
-    write_new(
-        data_dir,
-        name,
-        make_source,
-        lambda: is_prepared() and not overwrite,
-        num_processes,
-        former=former,
-    )
+    write_new(data_dir, name, make_source, is_done, former=bare_name(name) if overwrite else "")
 
 
 def write_new(
@@ -103,7 +93,6 @@ def write_new(
     what: str,
     make_source: Callable[[], Source],
     is_done: Callable[[], bool] = lambda: False,
-    num_processes: int = 0,
     *,
     former: str = "",
 ) -> None:
@@ -115,7 +104,8 @@ def write_new(
     `is_done` returns True if another process has written `data_dir`. `what`: named in messages.
     `former`: the name of a data set that is replaced, if it is there.
 
-    Raises DataError if the directory of the former data set also holds files of others.
+    Raises:
+        DataError: the directory of the former data set also holds files of others.
     """
     data_dir = files.absolute(data_dir)
     partial = data_dir = data_dir if files.is_url(data_dir) else os.path.realpath(data_dir)
@@ -126,7 +116,10 @@ def write_new(
             parent, base = os.path.split(data_dir)
             partial = os.path.join(parent, f".{base}.partial")
             stack.enter_context(_directory(parent))
-            stack.enter_context(_lock(os.path.join(parent, f".{base}.lock"), what, data_dir))
+            lock = os.path.join(parent, f".{base}.lock")
+            wait = f"Another process is writing {what} in {data_dir}: waiting for it."
+            stack.enter_context(locked(lock, functools.cache(lambda: _say(wait))))
+            stack.callback(os.remove, lock)
             # This process has the lock, so a directory that exists is left of a process that died.
             replaced = os.path.join(parent, f".{base}.replaced")
             files.remove_tree(partial)
@@ -142,11 +135,12 @@ def write_new(
             if partial == data_dir:
                 for path in to_remove:
                     files.remove_file(path)
-            _write(source, partial, num_processes)
+            _write(source, partial)
             if files.is_s3(data_dir):
                 for path in to_remove:
                     files.remove_file(path)
-                _upload(partial, data_dir)
+                for file in sorted(os.listdir(partial), key=lambda file: file == _INFO):
+                    object_store.upload(os.path.join(partial, file), files.join(data_dir, file))
             elif partial != data_dir:
                 if to_remove:
                     os.rename(data_dir, replaced)
@@ -158,15 +152,12 @@ def write_new(
     _say(f"{data_dir} holds {what}.")
 
 
-def _upload(directory: str, url: str) -> None:
-    """Uploads a data set, dataset_info.json last."""
-    names = sorted(os.listdir(directory), key=lambda name: name == _INFO)
-    for name in names:
-        object_store.upload(os.path.join(directory, name), files.join(url, name))
-
-
 def _is_prepared(name: str, data_dir: str, source: str | None, options: Options) -> bool:
-    """Returns True if `data_dir` is a complete directory of this data set, False if it is empty."""
+    """Returns True if `data_dir` holds this data set completely, False if it is empty.
+
+    Raises:
+        DataError: it holds something else.
+    """
     try:
         info = json.loads(files.read_text(files.join(data_dir, _INFO)))
     except NotADirectoryError:
@@ -223,14 +214,18 @@ def _check_origin(name: str, data_dir: str, source: str | None, options: Options
 
 
 def _files_of_former(name: str, data_dir: str) -> list[str]:
-    """The files of data set `name` in `data_dir`, first the file that marks it as complete."""
+    """The files of data set `name` in `data_dir`. The first one marks the directory as complete.
+
+    Raises:
+        DataError: the directory also holds files of others.
+    """
     if not files.is_dir(data_dir):
         return []
     ours = re.compile(
         rf"(dataset_info|features|source|clicks)\.json|.*\.labels\.txt|.*\.index\.npz(\.partial-.*)?|"
         rf"{re.escape(name)}-.*\.tfrecord.*"
     )
-    names = sorted(files.names_in(data_dir), key=lambda file: file != "dataset_info.json")
+    names = sorted(files.names_in(data_dir), key=lambda file: file != _INFO)
     if others := [file for file in names if not ours.fullmatch(file)]:
         raise DataError(
             f"{data_dir} also holds {', '.join(others[:_SHOWN_CHANGES])}, which data.prepare did "
@@ -240,7 +235,7 @@ def _files_of_former(name: str, data_dir: str) -> list[str]:
 
 
 def _notes_on_splits(source: Source) -> Iterator[str]:
-    """What the user of data without the usual split for evaluation types."""
+    """If there is no split "test": the flag that chooses another split for evaluation."""
     if "test" not in source.splits:
         split = next((name for name in source.splits if name != "train"), "train")
         divide = ", or give --source of the training data alone, which is then divided"
@@ -250,12 +245,9 @@ def _notes_on_splits(source: Source) -> Iterator[str]:
         )
 
 
-def _write(source: Source, data_dir: str, num_processes: int) -> None:
+def _write(source: Source, data_dir: str) -> None:
     files.make_dirs(data_dir)
     splits = []
-    if not num_processes:
-        num_shards = max(map(_num_shards, source.splits.values()))
-        num_processes = min(num_cores(), _MAX_PROCESSES, num_shards)
     for split_name, split in sorted(source.splits.items()):
         with _reported(split_name, split.num_examples) as report:
             written = writing.write_split(
@@ -265,7 +257,7 @@ def _write(source: Source, data_dir: str, num_processes: int) -> None:
                 split_name,
                 _num_shards(split),
                 split.num_examples,
-                num_processes,
+                min(num_cores(), _MAX_PROCESSES),
                 report,
             )
         num_bytes = sum(s.num_bytes - FRAME_BYTES * s.num_records for s in written.shards)
@@ -318,7 +310,7 @@ def _num_shards(split: SourceSplit) -> int:
 
 @contextlib.contextmanager
 def _directory(path: str) -> Iterator[None]:
-    """Creates a directory; at the end removes those that it created, if they are empty."""
+    """Creates a directory and its parents; at the end removes what it created, if it is empty."""
     created = [path for path in (path, *map(str, Path(path).parents)) if not os.path.exists(path)]
     os.makedirs(path, exist_ok=True)
     try:
@@ -327,21 +319,6 @@ def _directory(path: str) -> Iterator[None]:
         with contextlib.suppress(OSError):  # Not empty.
             for directory in created:
                 os.rmdir(directory)
-
-
-@contextlib.contextmanager
-def _lock(path: str, what: str, data_dir: str) -> Iterator[None]:
-    """Holds the lock at `path`, and removes its file at the end."""
-
-    @functools.cache
-    def say_once() -> None:
-        _say(f"Another process is writing {what} in {data_dir}: waiting for it.")
-
-    with locked(path, say_once):
-        try:
-            yield
-        finally:
-            os.remove(path)
 
 
 def _say(line: str) -> None:

@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import google_crc32c
 import numpy as np
@@ -50,6 +50,12 @@ class ByteRanges:
     ends: Int64s
     num_records: int
 
+    def by_file(self) -> Iterator[tuple[str, Int64s, Int64s]]:
+        """Yields the path, begins and ends of the ranges of each file, in their order."""
+        firsts = np.flatnonzero(np.diff(self.files, prepend=-1)).tolist()
+        for first, last in itertools.pairwise([*firsts, len(self.files)]):
+            yield self.paths[self.files[first]], self.begins[first:last], self.ends[first:last]
+
 
 ReadInto = Callable[[ByteRanges, memoryview], None]
 
@@ -57,7 +63,7 @@ ReadInto = Callable[[ByteRanges, memoryview], None]
 class Windows:
     """Reads windows into the same memory: page faults of new buffers would double the cost."""
 
-    def __init__(self, read_into: "ReadInto | None" = None) -> None:
+    def __init__(self, read_into: ReadInto | None = None) -> None:
         """`read_into` reads the bytes of ranges; by default from local files."""
         self._buffer = bytearray()
         self._read_into = read_into or _read_files_into
@@ -181,14 +187,11 @@ def aligned(num_bytes: int) -> Uint8s:
 
 
 def _read_files_into(ranges: ByteRanges, content: memoryview) -> None:
-    begins, sizes = ranges.begins.tolist(), (ranges.ends - ranges.begins).tolist()
-    first_of_file = np.flatnonzero(np.diff(ranges.files, prepend=-1)).tolist()
     at = 0
-    for first, last in itertools.pairwise([*first_of_file, len(begins)]):
-        path = ranges.paths[ranges.files[first]]
+    for path, begins, ends in ranges.by_file():
         with open(path, "rb", buffering=0) as file:
             descriptor = file.fileno()
-            for begin, size in zip(begins[first:last], sizes[first:last], strict=True):
+            for begin, size in zip(begins.tolist(), (ends - begins).tolist(), strict=True):
                 pread(descriptor, content[at : at + size], begin)
                 at += size
 

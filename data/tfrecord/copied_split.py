@@ -20,12 +20,18 @@ from data.tfrecord.split import Split
 def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
     """`split` with copies of its shards in `directory`, if they are at s3://.
 
-    Raises DataError if the directory cannot be written.
+    Without `directory`, copies are in the user's cache.
+
+    Raises:
+        DataError: the directory cannot be written.
     """
     urls = list(dict.fromkeys(shard.path for shard in split.shards))
     if not files.is_s3(urls[0]):
         return split
-    directory = os.path.abspath(os.path.expanduser(directory or _default_directory()))
+    if not directory:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+        directory = os.path.join(cache, "tf-distribution-trainer", "shards")
+    directory = os.path.abspath(os.path.expanduser(directory))
     try:
         return dataclasses.replace(split, copies=ShardCopies(urls, directory, max_bytes))
     except UnavailableError:
@@ -40,7 +46,8 @@ def with_copies(split: Split, directory: str, max_bytes: int) -> Split:
 def complete_copies(split: Split) -> None:
     """Fetches what is missing of all shards, and compares every record with its CRCs.
 
-    Raises DataError if a shard has no copy, because not all copies fit in the directory.
+    Raises:
+        DataError: a shard has no copy, because not all copies fit in the directory.
     """
     if split.copies is None:
         return
@@ -52,8 +59,3 @@ def complete_copies(split: Split) -> None:
         return bool(verify(copied))
 
     split.copies.complete(split.name, is_damaged)
-
-
-def _default_directory() -> str:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    return os.path.join(cache, "tf-distribution-trainer", "shards")

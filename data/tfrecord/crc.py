@@ -65,23 +65,23 @@ def first_bad_header(block: bytes | memoryview, starts: Int64s) -> int | None:
     crc = np.full(len(headers), _ONES, np.uint32)
     for i in range(8):
         crc = _TABLE[(crc ^ headers[:, i]) & np.uint32(0xFF)] ^ (crc >> np.uint32(8))
-    stored = np.ascontiguousarray(headers[:, 8:]).view("<u4").reshape(-1)
-    bad = np.flatnonzero(masked(~crc) != stored)
+    on_disk = np.ascontiguousarray(headers[:, 8:]).view("<u4").reshape(-1)
+    bad = np.flatnonzero(masked(~crc) != on_disk)
     return int(bad[0]) if len(bad) else None
 
 
 def are_complete(frames: Uint8s) -> bool:
-    """Returns True if all frames, uint8 [n, frame_bytes], are undamaged records of that length."""
+    """Returns True if each frame, uint8 [n, frame_bytes], is one undamaged record."""
     num_frames, frame_bytes = frames.shape
     data_bytes = frame_bytes - FRAME_BYTES
     header = _header(data_bytes)
     if not num_frames or (frames[:, :HEADER_BYTES] != header).any():
         return not num_frames
     crc_of_header = np.array([google_crc32c.value(header.tobytes())], np.uint32)
-    stored = np.ascontiguousarray(frames[:, -FOOTER_BYTES:]).view("<u4").reshape(-1)
+    on_disk = np.ascontiguousarray(frames[:, -FOOTER_BYTES:]).view("<u4").reshape(-1)
     # Appending 4 bytes: XOR them to the register of 32 bits, then shift it by 4 bytes.
-    before = unmasked(stored) ^ _shifted(crc_of_header, data_bytes)
-    crcs = _shifted(before ^ stored ^ _ONES, FOOTER_BYTES) ^ _ONES
+    before = unmasked(on_disk) ^ _shifted(crc_of_header, data_bytes)
+    crcs = _shifted(before ^ on_disk ^ _ONES, FOOTER_BYTES) ^ _ONES
     bits = np.unpackbits(crcs.astype("<u4").view(np.uint8), bitorder="little")
     images = _images(frame_bytes, 1 << (num_frames - 1).bit_length())
     # Multiplying by the bits takes a third of the time of selecting by them.

@@ -193,8 +193,7 @@ def _examine_shard(
         damages.append(Damage(path, num_known, size, reason, num_expected - num_known))
     runs: list[Run] = []
     for first_record, starts, end in walked:
-        numbers = first_record + np.arange(len(starts))
-        bad = frames.content_damage(path, starts, numbers)
+        bad = frames.content_damage(path, starts, first_record)
         damages += bad
         runs += _runs_between(first_record, starts, end, [damage.record for damage in bad])
     damages.sort(key=lambda damage: damage.record)

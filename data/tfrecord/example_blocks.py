@@ -34,11 +34,11 @@ class Texts(NamedTuple):
     per_row: int = 1
 
 
-Column: TypeAlias = Int64s | Float32s | Texts  # Numbers are [n].
+Values: TypeAlias = Int64s | Float32s | Texts  # The values of a feature; numbers are [n].
 
 
-def records(columns: Mapping[str, Column]) -> Iterator[bytes]:
-    """Yields the records of n examples, which have one value of each column."""
+def records(columns: Mapping[str, Values]) -> Iterator[bytes]:
+    """Yields the records of n examples, which have one value of each feature."""
     pieces: list[Texts] = []
     for name, column in sorted((name.encode(), column) for name, column in columns.items()):
         kind, value = _value(column)
@@ -50,7 +50,7 @@ def records(columns: Mapping[str, Column]) -> Iterator[bytes]:
         yield data[first:last]
 
 
-def _value(column: Column) -> tuple[int, Texts]:
+def _value(column: Values) -> tuple[int, Texts]:
     """The kind of a tf.train.Feature, and the bytes of its list for each row."""
     if isinstance(column, Texts):
         data, lengths, _ = _as_field(column)

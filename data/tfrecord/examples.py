@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 BYTES, FLOATS, INTEGERS = 1, 2, 3  # The kinds of a tf.train.Feature: numbers of its fields.
+PADDING = -1  # Fills up short lists of integers. Empty text fills up lists of text.
 
 Value = bytes | int | float | Sequence[int] | Sequence[float] | Sequence[bytes]
 

@@ -2,13 +2,12 @@
 
     with open_file(path) as file:
         starts = walk(file, path, 0, num_bytes, 0)
-    for damage in content_damage(path, starts, numbers):
+    for damage in content_damage(path, starts, 0):
         print(damage)
 
 A TFRecord file is a sequence of records, each `uint64 length, uint32 crc(length), data, uint32
 crc(data)`, little endian, where crc is the masked CRC-32C (tensorflow/core/lib/io/record_writer.h).
 Records have no numbers on disk, so the third record is found only by walking over two.
-Only `records_at` imports TensorFlow.
 """
 
 import array
@@ -18,7 +17,7 @@ import io
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import google_crc32c
 import numpy as np
@@ -32,9 +31,6 @@ from data.tfrecord.crc import (
     first_bad_header,
     stored,
 )
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 _SCAN_BYTES = 1 << 20
 _SPARSE_SCAN_BYTES = 4 << 10
@@ -104,11 +100,14 @@ def walk(file: BinaryIO, path: str, begin: int, end: int, number: int) -> Int64s
     return np.concatenate(walked) if walked else np.zeros(0, np.int64)
 
 
-def content_damage(path: str, starts: Int64s, numbers: Int64s) -> list[Damage]:
-    """The records whose data does not fit its CRC. Their lengths must fit."""
+def content_damage(path: str, starts: Int64s, first_record: int) -> list[Damage]:
+    """The records at `starts` whose data does not fit its CRC. Their lengths must fit.
+
+    `first_record`: the number of the first of these consecutive records.
+    """
     damages = []
     with _buffered(path) as file:
-        for start, number in zip(starts.tolist(), numbers.tolist(), strict=True):
+        for number, start in enumerate(starts.tolist(), first_record):
             if _next_record(file, start, keeps=False) is None:
                 damages.append(Damage(path, number, start, "the data does not fit its CRC"))
     return damages
@@ -156,23 +155,10 @@ def _next_record(file: BinaryIO, start: int, *, keeps: bool = True) -> bytes | N
     return record if file.read(FOOTER_BYTES) == stored(crc) else None
 
 
-def records_at(path: "tf.Tensor", offset: "tf.Tensor", buffer_bytes: int) -> "tf.data.Dataset":
-    """In the graph of a dataset: the records of a file from byte `offset` on."""
-    import tensorflow as tf
-
-    variant = tf.raw_ops.TFRecordDatasetV2(
-        filenames=tf.reshape(path, [1]),
-        compression_type="",
-        buffer_size=buffer_bytes,
-        byte_offsets=offset[tf.newaxis],
-    )
-    return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
-
-
 def compression_of(path: str) -> str | None:
-    """How TensorFlow calls the compression of a TFRecord file: "" (none), "GZIP" or "ZLIB".
+    """The compression of a TFRecord file, as TensorFlow names it: "" (none), "GZIP" or "ZLIB".
 
-    None if it is no TFRecord file. The first bytes decide, not the name.
+    None if the file is no TFRecord file. The first bytes decide, not the name.
     """
     with open_file(path) as file:
         head = file.read(_SPARSE_SCAN_BYTES)

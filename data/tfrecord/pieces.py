@@ -17,7 +17,6 @@ import tensorflow as tf
 from data.order import Int64s, Order, Plan
 from data.system.compat.autograph import no_autograph
 from data.tfrecord.byte_ranges import ByteRanges
-from data.tfrecord.framing import records_at
 from data.tfrecord.split import Split
 
 _READ_THROUGH_BYTES = 16 << 10  # Reading this much costs about as much as opening the file again.
@@ -141,6 +140,13 @@ class Pieces:
         def piece(
             path: tf.Tensor, offset: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
         ) -> tf.data.Dataset:
-            return records_at(path, offset, buffer_bytes).skip(skip).take(take)
+            variant = tf.raw_ops.TFRecordDatasetV2(
+                filenames=tf.reshape(path, [1]),
+                compression_type="",
+                buffer_size=buffer_bytes,
+                byte_offsets=offset[tf.newaxis],
+            )
+            records = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
+            return records.skip(skip).take(take)
 
         return tf.data.Dataset.from_tensor_slices(pieces).flat_map(piece)

@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import itertools
 import logging
 import os
 import threading
@@ -100,8 +99,8 @@ class ShardCopies:
             pass
 
     def forget(self, ranges: ByteRanges) -> None:
-        """Has the blocks of `ranges` fetched again when they are read next: they are damaged."""
-        for path, begins, ends in _by_file(ranges):
+        """Marks the blocks of `ranges` as missing: they are damaged, and are fetched again."""
+        for path, begins, ends in ranges.by_file():
             if (copy := self._copies[path]) is not None:
                 copy.mark(np.flatnonzero(copy.blocks_of(begins, ends)), _MISSING)
 
@@ -110,7 +109,7 @@ class ShardCopies:
 
         TensorFlow then names what is damaged in them, or missing.
         """
-        for path in {path for path, _, _ in _by_file(ranges)}:
+        for path in {path for path, _, _ in ranges.by_file()}:
             try:
                 copy = self._copies[path] or _Copy(path, self._objects[path])
                 _patiently(functools.partial(self._fill, copy))
@@ -120,7 +119,7 @@ class ShardCopies:
                 _remove(path)
 
     def complete(self, name: str, is_damaged: Callable[[str, str], bool]) -> None:
-        """Fetches what is missing of all shards. `name` is that of the split, for an error.
+        """Fetches what is missing of all shards. `name`: the name of the split, for an error.
 
         `is_damaged(url, path)` compares a complete copy at `path` with its CRCs. A damaged copy is
         fetched again, once.
@@ -137,15 +136,15 @@ class ShardCopies:
             )
         for path, copy in self._copies.items():
             assert copy is not None
-            with copy.alone():
-                if copy.are_all(_VERIFIED):
+            with locked(path + _MAP):  # Other processes wait here.
+                if (copy.states() == _VERIFIED).all():
                     continue
                 self._fill(copy)
                 url, _ = self._objects[path]
                 if is_damaged(url, path):  # Perhaps the copy is damaged, and not the object.
                     copy.mark(np.arange(copy.num_blocks), _MISSING)
                     self._fill(copy)
-                copy.flush()
+                os.fsync(copy.descriptor)
                 copy.mark(np.arange(copy.num_blocks), _VERIFIED)
 
     def _fill(self, copy: "_Copy") -> None:
@@ -157,7 +156,7 @@ class ShardCopies:
     def _start(self, ranges: ByteRanges) -> "_Fetched":
         fetched = _Fetched()
         at = 0
-        for path, begins, ends in _by_file(ranges):
+        for path, begins, ends in ranges.by_file():
             copy = self._copies[path]
             if copy is None:
                 url, _ = self._objects[path]
@@ -183,7 +182,7 @@ class ShardCopies:
 
     def _open_copies(self) -> "dict[str, _Copy | None]":
         with locked(os.path.join(self._directory, "lock")):
-            others = {}
+            others = {}  # By the path of a copy of other shards: its size and time.
             for entry in os.scandir(self._directory):
                 path = entry.path.removesuffix(_MAP)
                 if path not in self._objects and os.path.exists(path + _MAP):
@@ -252,9 +251,6 @@ class _Copy:
         """The state of each block."""
         return np.frombuffer(os.pread(self._map, self.num_blocks, 0), np.uint8)
 
-    def are_all(self, state: int) -> bool:
-        return bool((self.states() == state).all())
-
     def mark(self, blocks: Int64s, state: int) -> None:
         self._is_full = False
         for block in blocks.tolist():
@@ -316,16 +312,6 @@ class _Copy:
         except OSError as error:
             raise _NoCopyError(f"{self.path} cannot be written: {error}") from error
 
-    def flush(self) -> None:
-        """Returns when the file is on the disk."""
-        os.fsync(self.descriptor)
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Other processes that call it for this copy wait meanwhile."""
-        with locked(self.path + _MAP):
-            yield
-
 
 def _patiently(call: Callable[[], T]) -> T:
     """Calls until s3:// answers. The watchdog of a task ends it if that takes too long."""
@@ -334,14 +320,6 @@ def _patiently(call: Callable[[], T]) -> T:
             return call()
         except UnavailableError as error:
             log.warning("Data cannot be read: %s. Trying again.", error)
-
-
-def _by_file(ranges: ByteRanges) -> Iterator[tuple[str, Int64s, Int64s]]:
-    """The path, begins and ends of the ranges of each file, in their order."""
-    firsts = np.flatnonzero(np.diff(ranges.files, prepend=-1)).tolist()
-    for first, last in itertools.pairwise([*firsts, len(ranges.files)]):
-        path = ranges.paths[ranges.files[first]]
-        yield path, ranges.begins[first:last], ranges.ends[first:last]
 
 
 def _runs(blocks: Int64s) -> Iterator[tuple[int, int]]:
@@ -367,6 +345,7 @@ def _near(begins: Int64s, ends: Int64s) -> Iterator[tuple[int, int]]:
 
 
 def _stat(path: str) -> tuple[int, float]:
+    """Size and time of a file; zeros if it was removed meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         status = os.stat(path)
         return status.st_size, status.st_mtime

@@ -26,10 +26,12 @@ _SPLIT_OF = (
     re.compile(rf"(?P<split>[^.]+?)[-_.]?\d+(?:-\d+)?{_SUFFIX}{_PACKED}"),
     re.compile(rf"(?:.*-)?(?P<split>[^-.]+){_SUFFIX}{_PACKED}"),
 )
-_WORD_OF_TRAINING = re.compile(r"(?i)(?<![a-z])train(?:ing)?(?![a-z])")
-_WORD_OF_TESTS = re.compile(
-    r"(?i)(?<![a-z])(?:test(?:ing)?|val(?:id(?:ation)?)?|eval(?:uation)?|dev)(?![a-z])"
-)
+_WORDS = {
+    "train": re.compile(r"(?i)(?<![a-z])train(?:ing)?(?![a-z])"),
+    "test": re.compile(
+        r"(?i)(?<![a-z])(?:test(?:ing)?|val(?:id(?:ation)?)?|eval(?:uation)?|dev)(?![a-z])"
+    ),
+}
 # A file of any name that may hold records: not features.json, _SUCCESS or a hidden file.
 _SHARD = re.compile(rf"[^._](?:[^.]*|.*{_SUFFIX}.*){_PACKED}")
 
@@ -37,7 +39,7 @@ _SHARD = re.compile(rf"[^._](?:[^.]*|.*{_SUFFIX}.*){_PACKED}")
 def splits_in(data_dir: str, *, lost_too: bool = False) -> list[str]:
     """Names of the splits that have shards in `data_dir`.
 
-    With `lost_too` also those of which only an index or dataset_info.json is left.
+    With `lost_too`, also the splits of which only an index or dataset_info.json is left.
     """
     names = _list(data_dir)
     splits = _split_names(names) or _split_dirs(data_dir, names)
@@ -69,15 +71,12 @@ def name_of(path: str, data_dir: str) -> str:
     return path.removeprefix(data_dir).lstrip("/")
 
 
-def word_of_training(name: str) -> str:
-    """The word in `name` that says that a file or a directory is for training; or ""."""
-    found = _WORD_OF_TRAINING.search(name)
-    return found[0] if found else ""
+def word_of(purpose: str, name: str) -> str:
+    """The word in the name of a file or directory that says that it is for "train" or "test".
 
-
-def word_of_tests(name: str) -> str:
-    """The word in `name` that says that a file or a directory is for evaluation; or ""."""
-    found = _WORD_OF_TESTS.search(name)
+    Words of evaluation count as "test". Without such a word: "".
+    """
+    found = _WORDS[purpose].search(name)
     return found[0] if found else ""
 
 
@@ -161,9 +160,9 @@ def nothing_found(data_dir: str, split: str) -> str:
     if not names:
         return f"{data_dir} is empty: it holds no TFRecord shards; {needed}"
     if others := sorted(_split_names(names) or _split_dirs(data_dir, names)):
-        to_train = next(filter(word_of_training, others), others[0])
+        to_train = next((name for name in others if word_of("train", name)), others[0])
         rest = [name for name in others if name != to_train] or others
-        to_evaluate = next(filter(word_of_tests, rest), rest[-1])
+        to_evaluate = next((name for name in rest if word_of("test", name)), rest[-1])
         message = (
             f"{data_dir} has no split {split!r}, only {', '.join(others)}. Add the shards, or name "
             f"one of these: --config.data.train_split={to_train}, or "
@@ -191,11 +190,8 @@ def _how_to_split(data_dir: str, names: list[str]) -> str:
     prefix = os.path.commonprefix(names).removesuffix(same)  # noqa: RUF071  # Of names, not paths.
     pattern = f"{prefix}*{same}"
     example = f"test={last},train={pattern}" if len(names) > 1 else f"train={first},test=PATTERN"
-    for split, other, word_in in (
-        ("train", "test", word_of_training),
-        ("test", "train", word_of_tests),
-    ):
-        words = [word_in(name) for name in names]
+    for split, other in (("train", "test"), ("test", "train")):
+        words = [word_of(split, name) for name in names]
         if "" in words and len(found := {word for word in words if word}) == 1:
             example = f"{split}=*{found.pop()}*,{other}=*"
             break
@@ -207,8 +203,13 @@ def _how_to_split(data_dir: str, names: list[str]) -> str:
 
 
 def _split_names(names: list[str]) -> set[str]:
-    matches = ([pattern.fullmatch(name) for pattern in _SPLIT_OF] for name in names)
-    return {found["split"] for of_name in matches if (found := next(filter(None, of_name), None))}
+    """The splits that the names of shards say."""
+    splits = set()
+    for name in names:
+        matches = (pattern.fullmatch(name) for pattern in _SPLIT_OF)
+        if match := next(filter(None, matches), None):
+            splits.add(match["split"])
+    return splits
 
 
 def _split_dirs(data_dir: str, names: list[str]) -> set[str]:
@@ -223,10 +224,12 @@ def _shards_below(data_dir: str, split: str) -> list[str]:
 
 
 def _any_names(directory: str) -> list[str]:
+    """The names of the files in a directory that may hold records, in order."""
     return sorted(name for name in files.files_in(directory) if _SHARD.fullmatch(name))
 
 
 def _dirs_with_shards(data_dir: str, names: list[str]) -> list[str]:
+    """The directories one or two levels below `data_dir` to give as --data_dir."""
     if files.is_url(data_dir):
         return []
     found = []
@@ -255,13 +258,10 @@ def _list(data_dir: str) -> list[str]:
             f"{data_dir} is a file; --data_dir needs the directory that holds the shards: "
             f"--data_dir={files.parent(data_dir) or '.'}"
         ) from None
-    except PermissionError as error:
-        if files.is_url(data_dir):
-            raise DataError(f"{data_dir} cannot be listed: {error.strerror}") from None
-        raise DataError(
-            f"{data_dir} cannot be read by this user (permission denied): chmod -R a+rX {data_dir}"
-        ) from None
     except OSError as error:
+        if isinstance(error, PermissionError) and not files.is_url(data_dir):
+            denied = f"{data_dir} cannot be read by this user (permission denied)"
+            raise DataError(f"{denied}: chmod -R a+rX {data_dir}") from None
         raise DataError(f"{data_dir} cannot be listed: {error.strerror}") from None
 
 

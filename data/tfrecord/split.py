@@ -139,9 +139,15 @@ def open_split(data_dir: str, split: str) -> Split:
     data_dir = os.fspath(data_dir)
     paths = shard_paths(data_dir, split)
     sizes = files.sizes_of(paths)
-    if saved := _fitting_index(data_dir, split, paths, sizes):
-        _check_lengths(data_dir, saved)
-        return _without_empty_shards(saved)
+    indexed = _fitting_index(data_dir, split, paths, sizes)
+    if indexed is None:
+        indexed = _new_index(data_dir, split, paths, sizes)
+    # Programs that write one file for each task write empty files too.
+    return dataclasses.replace(indexed, shards=tuple(s for s in indexed.shards if s.num_records))
+
+
+def _new_index(data_dir: str, split: str, paths: list[str], sizes: list[int]) -> Split:
+    """The split with an index made from all record headers; the index is saved if possible."""
     if not any(sizes):
         raise DataError(
             f"Split {split!r} in {data_dir} has no records: {paths[0]} is empty (0 bytes)"
@@ -162,12 +168,7 @@ def open_split(data_dir: str, split: str) -> Split:
         path = index_path(data_dir, split)
         why = f"{error.strerror}, so every process reads all record headers again"
         _log.warning("%s was not saved (%s). Make the directory writable once.", path, why)
-    return _without_empty_shards(indexed)
-
-
-def _without_empty_shards(split: Split) -> Split:
-    """Programs that write one file for each task write empty files too."""
-    return dataclasses.replace(split, shards=tuple(s for s in split.shards if s.num_records))
+    return indexed
 
 
 def index_path(data_dir: str, split: str) -> str:
@@ -307,6 +308,7 @@ def load_index(data_dir: str, split: str) -> Split | None:
 
 
 def _fitting_index(data_dir: str, split: str, paths: list[str], sizes: list[int]) -> Split | None:
+    """The split with its saved index; None if there is none for these files."""
     path = index_path(data_dir, split)
     if (saved := load_index(data_dir, split)) is None:
         return None
@@ -322,10 +324,12 @@ def _fitting_index(data_dir: str, split: str, paths: list[str], sizes: list[int]
                 "made: it was cut short, or replaced. Copy the file again; or, if it is as it "
                 f"should be, remove its index: rm {path}"
             )
+    _check_lengths(data_dir, saved)
     return saved
 
 
 def _check_lengths(data_dir: str, split: Split) -> None:
+    """Raises DataError if dataset_info.json announces other numbers of records."""
     announced = shard_lengths_announced(data_dir, split.name)
     if announced is None or len(announced) != len(split.shards):
         return

@@ -17,13 +17,19 @@ def damaged_copy(digits: Path, tmp_path: Path) -> Path:
     """A bit of a training record's contents is another, and the test split's end is missing."""
     data = tmp_path / "data"
     shutil.copytree(digits, data)
-    (shard,) = data.glob("*-train.tfrecord*")
-    content = bytearray(shard.read_bytes())
-    content[20] ^= 1
-    shard.write_bytes(content)
+    flip_bit(data, "train", 20)
     (shard,) = data.glob("*-test.tfrecord*")
     shard.write_bytes(shard.read_bytes()[:-5])
     return data
+
+
+def flip_bit(data: Path, split: str, place: int) -> Path:
+    """Changes a byte of the only shard of a split; returns the path of the shard."""
+    (shard,) = data.glob(f"*-{split}.tfrecord*")
+    content = bytearray(shard.read_bytes())
+    content[place] ^= 1
+    shard.write_bytes(content)
+    return shard
 
 
 def test_skipped_records_are_counted_in_everything_that_a_run_leaves(
@@ -49,10 +55,7 @@ def test_skipped_records_are_counted_in_everything_that_a_run_leaves(
 
     more = train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags, SKIP, "--train_steps=80")
     assert more.result["step"] == 80
-    (shard,) = data.glob("*-train.tfrecord*")
-    content = bytearray(shard.read_bytes())
-    content[-20] ^= 1
-    shard.write_bytes(content)
+    flip_bit(data, "train", -20)
     arguments = (*flags, SKIP, "--train_steps=90", f"--model_dir={tmp_path / 'run'}")
     with Process(arguments, tmp_path / "run") as process:
         assert_one_error(process.wait(), "train data")
@@ -63,18 +66,11 @@ def test_corrupt_record_is_named_before_the_first_step_if_records_are_cached(
 ) -> None:
     data = tmp_path / "data"
     shutil.copytree(digits, data)
-    (shard,) = data.glob("*-train.tfrecord*")
-    content = bytearray(shard.read_bytes())
-    content[-20] ^= 1  # In the last batch of the epoch.
-    shard.write_bytes(content)
+    shard = flip_bit(data, "train", -20)  # In the last batch of the epoch.
     cached = ("--config.data.cache_bytes=100000000", "--config.data.shuffle=False")
     flags = (CONFIG, f"--data_dir={data}", *cached, f"--model_dir={tmp_path / 'run'}")
     with Process(flags, tmp_path / "run") as process:
         assert_one_error(process.wait(), shard.name, "corrupt", SKIP)
-
-
-def predict(*flags: str) -> subprocess.CompletedProcess[str]:
-    return tool("predict", *flags)
 
 
 def tool(name: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -142,7 +138,7 @@ def test_prediction_with_a_damaged_file_of_the_run_says_how_to_make_it_anew(
     (model_dir / name).unlink()
     if content is not None:
         (model_dir / name).write_bytes(content)
-    done = predict(f"--model_dir={model_dir}")
+    done = tool("predict", f"--model_dir={model_dir}")
     assert done.returncode == 2
     assert message in done.stderr
     assert f"Remove {model_dir}/result.json" in done.stderr.replace("remove", "Remove")
@@ -154,7 +150,7 @@ def test_prediction_on_a_corrupt_record_ends_with_2_and_the_command_that_names_t
 ) -> None:
     data = damaged_copy(digits, tmp_path)
     flags = (f"--model_dir={exported.model_dir}", f"--data_dir={data}", "--split=train")
-    done = predict(*flags)
+    done = tool("predict", *flags)
     assert done.returncode == 2
     assert "error: Records are corrupt" in done.stderr
     assert "python -m data.inspect --data_dir=DIR --verify" in done.stderr
@@ -166,10 +162,7 @@ def test_tools_name_a_corrupt_record_of_the_split_that_they_evaluate(
 ) -> None:
     data, model_dir = tmp_path / "data", tmp_path / "run"
     shutil.copytree(digits, data)
-    (shard,) = data.glob("*-test.tfrecord*")
-    content = bytearray(shard.read_bytes())
-    content[-20] ^= 1  # Not in the first batch.
-    shard.write_bytes(content)
+    shard = flip_bit(data, "test", -20)  # Not in the first batch.
     shutil.copytree(exported.model_dir, model_dir)
     config = model_dir / "config.json"
     config.write_text(config.read_text().replace(str(digits), str(data)))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from data.reader import Reader
 from data.system.files import DataError
 from data.tfrecord import damage
 from data.tfrecord import split as records
+from data.tfrecord.crc import framed
 from data.tickets import DiskTickets
 from tests.unit.test_split import flip
 
@@ -70,55 +71,43 @@ def numbers_read(split: records.Split, num_epochs: int = 1) -> list[int]:
     return numbers
 
 
-def flipped_data(directory: Path) -> None:
-    flip(shard(directory, 1), 7 * RECORD_BYTES + 20)
+Fault = Callable[[Path], None]
 
 
-def flipped_neighbours(directory: Path) -> None:
-    for record in (0, 3, 4, 5, 1999):
-        flip(shard(directory, 0), record * RECORD_BYTES + 20)
+def flipped(number: int, byte_of: Mapping[int, int]) -> Fault:
+    """Flips a bit in records of a shard: record -> byte of its frame."""
+
+    def flip_all(directory: Path) -> None:
+        for record, byte in byte_of.items():
+            flip(shard(directory, number), record * RECORD_BYTES + byte)
+
+    return flip_all
 
 
-def flipped_length(directory: Path) -> None:
-    flip(shard(directory, 0), 101 * RECORD_BYTES)
-
-
-def flipped_lengths(directory: Path) -> None:
-    for record in (101, 105, 106, 1998):
-        flip(shard(directory, 0), record * RECORD_BYTES + 1)
-    flip(shard(directory, 0), 1000 * RECORD_BYTES + 20)
-
-
-def cut_in_a_record(directory: Path) -> None:
-    os.truncate(shard(directory, 2), 1990 * RECORD_BYTES + 3)
-
-
-def cut_between_records(directory: Path) -> None:
-    os.truncate(shard(directory, 2), 1990 * RECORD_BYTES)
-
-
-def emptied(directory: Path) -> None:
-    os.truncate(shard(directory, 1), 0)
-
-
-def removed(directory: Path) -> None:
-    os.remove(shard(directory, 1))
+def cut(number: int, records: int, more_bytes: int = 0) -> Fault:
+    """Leaves the first records of a shard, and some bytes of the next one."""
+    size = records * RECORD_BYTES + more_bytes
+    return lambda directory: os.truncate(shard(directory, number), size)
 
 
 # What is lost, where the index from before tells chunks and counts.
-FAULTS: dict[str, tuple[Callable[[Path], None], set[int], str]] = {
-    "flipped bit": (flipped_data, {2007}, "record 7 at byte 322: the data does not fit"),
-    "flipped bits": (flipped_neighbours, {0, 3, 4, 5, 1999}, "record 0 at byte 0: the data"),
-    "flipped length": (flipped_length, set(range(101, 105)), "record 101 at byte 4646: "),
+FAULTS: dict[str, tuple[Fault, set[int], str]] = {
+    "flipped bit": (flipped(1, {7: 20}), {2007}, "record 7 at byte 322: the data does not fit"),
+    "flipped bits": (
+        flipped(0, dict.fromkeys((0, 3, 4, 5, 1999), 20)),
+        {0, 3, 4, 5, 1999},
+        "record 0 at byte 0: the data",
+    ),
+    "flipped length": (flipped(0, {101: 0}), {*range(101, 105)}, "record 101 at byte 4646: "),
     "flipped lengths": (
-        flipped_lengths,
+        flipped(0, {101: 1, 105: 1, 106: 1, 1998: 1, 1000: 20}),
         {*range(101, 110), 1000, 1998, 1999},
         "record 101 at byte 4646: ",
     ),
-    "cut in a record": (cut_in_a_record, set(range(5990, 6000)), "record 1990 at byte 91540: "),
-    "cut between records": (cut_between_records, set(range(5990, 6000)), "record 1990 at byte"),
-    "emptied": (emptied, set(range(2000, 4000)), "it is empty"),
-    "removed": (removed, set(range(2000, 4000)), "it is missing"),
+    "cut in a record": (cut(2, 1990, 3), {*range(5990, 6000)}, "record 1990 at byte 91540: "),
+    "cut between records": (cut(2, 1990), {*range(5990, 6000)}, "record 1990 at byte"),
+    "emptied": (cut(1, 0), {*range(2000, 4000)}, "it is empty"),
+    "removed": (lambda d: os.remove(shard(d, 1)), {*range(2000, 4000)}, "it is missing"),
 }
 NOT_SEEN_WHEN_OPENED = ("flipped bit", "flipped bits", "flipped length", "flipped lengths")
 
@@ -128,7 +117,7 @@ NOT_SEEN_WHEN_OPENED = ("flipped bit", "flipped bits", "flipped length", "flippe
 def test_skipped_damage_is_counted_and_all_else_is_read_once_an_epoch(
     tmp_path: Path,
     split: records.Split,
-    damaged: Callable[[Path], None],
+    damaged: Fault,
     lost: set[int],
     named: str,
 ) -> None:
@@ -244,18 +233,12 @@ def test_nothing_left_is_refused(tmp_path: Path) -> None:
         damage.open_good(str(tmp_path), "train")
 
 
-def other_records_in_as_many_bytes(directory: Path) -> None:
-    """All records of a file are one byte longer or shorter than those it was indexed with."""
-    lengths = [29, 31] * 1000
-    with tf.io.TFRecordWriter(shard(directory, 0)) as writer:
-        for number, length in enumerate(lengths):
-            writer.write(f"{number:0{length}d}".encode())
-    assert os.path.getsize(shard(directory, 0)) == 2000 * RECORD_BYTES
-
-
 @pytest.mark.slow
 def test_index_that_does_not_fit_is_named(tmp_path: Path, split: records.Split) -> None:
-    other_records_in_as_many_bytes(tmp_path)
+    # All records are one byte longer or shorter than those that were indexed.
+    other = [f"{number:0{(29, 31)[number % 2]}d}".encode() for number in range(2000)]
+    Path(shard(tmp_path, 0)).write_bytes(b"".join(map(framed, other)))
+    assert os.path.getsize(shard(tmp_path, 0)) == 2000 * RECORD_BYTES
     opened = records.open_split(str(tmp_path), "train")
     with pytest.raises(tf.errors.DataLossError):
         numbers_read(opened)
@@ -269,8 +252,7 @@ def test_index_that_does_not_fit_is_named(tmp_path: Path, split: records.Split) 
 def test_file_of_another_size_than_its_index_says_is_refused_with_what_to_type(
     tmp_path: Path, split: records.Split
 ) -> None:
-    with tf.io.TFRecordWriter(shard(tmp_path, 1)) as writer:
-        writer.write(b"another")
+    Path(shard(tmp_path, 1)).write_bytes(framed(b"another"))
     with pytest.raises(DataError, match=r"cut short, or replaced.*rm .*train\.index\.npz"):
         records.open_split(str(tmp_path), "train")
     without_index(tmp_path)

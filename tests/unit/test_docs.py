@@ -91,6 +91,7 @@ def flags_of_this_repository() -> set[str]:
 PACKAGES = ("trainer", "strategies", "data", "benchmarks", "tests")
 KNOWN_FLAGS = {
     *flags_of_this_repository(),
+    *Options._fields,  # Of data.prepare.
     *("config", "help", "helpfull", "FLAG"),
     *("train_dir", "log_dir", "checkpoint_dir", "max_steps"),  # Of TensorFlow 1 programs.
     "nproc_per_node",  # Of torchrun.

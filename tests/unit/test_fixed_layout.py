@@ -18,6 +18,7 @@ from data.prepare import writing
 from data.reader import Reader
 from data.tfrecord.examples import Value, example_bytes
 from data.tfrecord.fixed_layout import Column, Layout, find_layout
+from tests.unit.test_split import flip
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 # Of one byte as varints, so that records are often of one length.
@@ -235,9 +236,7 @@ def test_damaged_record_of_the_layout_is_found(tmp_path: Path, where: str) -> No
     shard = reader.split.shards[1]
     offset = int(shard.offsets[3])
     at = {"length": 0, "crc of length": 9, "data": 30, "crc": shard.frame_bytes - 1}[where]
-    content = bytearray(Path(shard.path).read_bytes())
-    content[offset + at] ^= 4
-    Path(shard.path).write_bytes(content)
+    flip(shard.path, offset + at)
     with pytest.raises(tf.errors.DataLossError):
         list(DiskReader(reader).batches(0, range(5), 10))
 

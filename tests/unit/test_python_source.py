@@ -89,25 +89,20 @@ def test_errors_of_the_function_are_one_message(body: str, message: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("source", "message"),
     [
-        (("--source=f.py",), "must be FILE.py:FUNCTION"),
-        (("--source=no.py:f",), "There is no no.py"),
-        (("--source=f.py:g",), "has no function 'g'. It has: f, two. Type --source=FILE.py:f"),
-        (
-            ("--source=f.py:two",),
-            "has the parameters a, b. Needed are none, or shard and",
-        ),
-        (("--source=f.py:f", "--processes=2"), "leave --processes out"),
-        (("--source=f.py:f", "--processes=0"), "Type --processes=2."),
+        ("f.py", "must be FILE.py:FUNCTION"),
+        ("no.py:f", "There is no no.py"),
+        ("f.py:g", "has no function 'g'. It has: f, two. Type --source=FILE.py:f"),
+        ("f.py:two", "has the parameters a, b. Needed are none, or shard and"),
     ],
     ids=str,
 )
 def test_wrong_function_is_exit_code_2_and_one_line(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
+    source: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "f.py").write_text("def f():\n    return []\n\n\ndef two(a, b):\n    return []\n")
-    done = run("python:x", *arguments, cwd=tmp_path)
+    done = run("python:x", f"--source={source}", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert message in done.stderr
     assert not (tmp_path / "datasets").exists()
@@ -146,7 +141,7 @@ def test_rows_are_read_in_parts_if_the_system_reads_less_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = _RowFile()
-    piece = rows.append("", pa.record_batch({"x": np.arange(5000)}))
+    piece = rows.append(pa.record_batch({"x": np.arange(5000)}))
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 999), at))
     (batch,) = rows.read(piece, ["x"])

@@ -1,6 +1,5 @@
 """Files of each format, byte for byte as they are passed around, become the right examples."""
 
-import importlib.util
 import io
 import itertools
 import json
@@ -9,7 +8,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +22,16 @@ from data.prepare.catalog import open_source
 from data.prepare.preparing import prepare
 from data.prepare.sources import Options, csv, folder
 from data.system.files import DataError
-from data.tfrecord import split as records
-from tests.unit.test_prepare import ROOT, digest, run, write_idx
-from tests.unit.test_split import contents
+from tests.unit.test_prepare import ROOT, digest, needs_tfds, read_all, serialized, write_idx
 
 RANDOM = np.random.default_rng(0)
-needs_tfds = pytest.mark.skipif(
-    importlib.util.find_spec("importlib_resources") is None,
-    reason="tensorflow-datasets needs importlib_resources to make a builder",
-)
 
 
 def parsed(directory: Path, split: str, *names: str) -> list[np.ndarray]:
     """All values of some features, in the order on disk."""
-    opened = records.open_split(str(directory), split)
     known = read_features(str(directory))
-    dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
-    example = known.parse_example(next(iter(dataset.batch(opened.num_examples))), names)
+    example = known.parse_example(serialized(directory, split), names)
     return [example[name].numpy() for name in names]
-
-
-def for_training(directory: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """What a config without a `parse` of its own gets."""
-    opened = records.open_split(str(directory), split)
-    parse = features.default_parse(read_features(str(directory)))
-    dataset = tf.data.TFRecordDataset([shard.path for shard in opened.shards])
-    inputs, labels = parse(next(iter(dataset.batch(opened.num_examples))))
-    return inputs.numpy(), labels.numpy()
 
 
 def images_of(count: int) -> np.ndarray:
@@ -79,7 +60,7 @@ def test_cifar10_is_prepared(tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare("cifar10", str(out), str(tmp_path))
     order = [row for batch in range(5) for row in range(batch, 60, 6)]
-    inputs, classes = for_training(out, "train")
+    inputs, classes = read_all(out, "train")
     assert np.array_equal(np.round(inputs * 255), images[order])
     assert np.array_equal(classes, labels[order])
     assert np.array_equal(parsed(out, "test", "image")[0], images[5::6])
@@ -112,7 +93,7 @@ def test_cifar100_has_both_labels_and_trains_on_the_fine_one(tmp_path: Path) -> 
     for kind, listed in names.items():
         (binary / f"{kind}_label_names.txt").write_text("\n".join(listed) + "\n")
     prepare("cifar100", str(tmp_path / "a"), str(tmp_path))
-    inputs, classes = for_training(tmp_path / "a", "train")
+    inputs, classes = read_all(tmp_path / "a", "train")
     assert np.array_equal(np.round(inputs * 255), images[:30])
     assert np.array_equal(classes, fine[:30])
     assert np.array_equal(parsed(tmp_path / "a", "test", "coarse_label")[0], coarse[30:])
@@ -135,29 +116,31 @@ def test_svhn_is_prepared_as_scipy_reads_it(tmp_path: Path) -> None:
         assert len(images) == count
 
 
-@pytest.mark.parametrize("cut", [100, 2000, 20_000])
-def test_svhn_file_that_was_cut_short_is_named(tmp_path: Path, cut: int) -> None:
-    images = RANDOM.integers(0, 256, (32, 32, 3, 10), np.uint8)
-    for split in ("train", "test"):
-        path = tmp_path / f"{split}_32x32.mat"
-        scipy.io.savemat(path, {"X": images, "y": np.ones((10, 1))}, do_compression=True)
-    os.truncate(path, cut)
-    with pytest.raises(DataError, match=r"test_32x32\.mat"):
-        prepare("svhn", str(tmp_path / "out"), str(tmp_path))
-
-
 LOADS = "import scipy.io, sys; scipy.io.loadmat(sys.argv[1])"
 
 
-@pytest.mark.parametrize(("compress", "place"), [(True, 1000), (False, 184), (False, 185)])
-def test_svhn_file_with_a_wrong_byte_is_named(tmp_path: Path, compress: bool, place: int) -> None:
+@pytest.mark.parametrize(
+    ("compress", "cut", "place"),
+    [
+        (True, 100, None),
+        (True, 2000, None),
+        (True, 4000, None),
+        (True, None, 1000),
+        (False, None, 184),
+        (False, None, 185),
+    ],
+)
+def test_svhn_file_that_is_cut_short_or_has_a_wrong_byte_is_named(
+    tmp_path: Path, compress: bool, cut: int | None, place: int | None
+) -> None:
     images = RANDOM.integers(0, 256, (32, 32, 3, 2), np.uint8)
     path = tmp_path / "train_32x32.mat"
     scipy.io.savemat(path, {"X": images, "y": np.ones((2, 1))}, do_compression=compress)
-    content = bytearray(path.read_bytes())
+    content = bytearray(path.read_bytes()[:cut])
     # Without compression the data type of X is at 184, and SciPy dies of another one.
     assert compress or content[184] == 2
-    content[place] ^= 0xFF
+    if place is not None:
+        content[place] ^= 0xFF
     path.write_bytes(content)
     assert subprocess.run([sys.executable, "-c", LOADS, path], capture_output=True).returncode
     with pytest.raises(DataError, match=r"train_32x32\.mat .* is damaged or cut short") as refusal:
@@ -218,16 +201,13 @@ def test_folder_with_splits_keeps_bytes_and_names(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "pets", {**images, "train/dog/.DS_Store": b"junk"})
     out = tmp_path / "out"
     prepare("folder:pets", str(out), str(source))
-    stored = []
     for split in ("train", "test"):
-        for shard in records.open_split(str(out), split).shards:
-            for record in tf.data.TFRecordDataset(shard.path).as_numpy_iterator():
-                feature = tf.train.Example.FromString(record).features.feature
-                stored.append(feature["image"].bytes_list.value[0])
-    assert stored == [images[n] for n in sorted(images) if "train" in n] + [
-        images["test/dog/d.png"]
-    ]
-    inputs, labels = for_training(out, "train")
+        stored = [
+            tf.train.Example.FromString(record).features.feature["image"].bytes_list.value[0]
+            for record in serialized(out, split).numpy()
+        ]
+        assert stored == [images[name] for name in sorted(images) if split in name]
+    inputs, labels = read_all(out, "train")
     assert inputs.shape == (3, 4, 5, 3)
     assert labels.tolist() == [0, 1, 1]
     assert (out / "label.labels.txt").read_text() == "cat\ndog\n"
@@ -245,7 +225,7 @@ def test_folder_of_images_of_16_bits_keeps_them(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "depths", images)
     prepare("folder:depths", str(tmp_path / "out"), str(source))
     assert np.array_equal(parsed(tmp_path / "out", "train", "image")[0], values)
-    assert np.array_equal(for_training(tmp_path / "out", "train")[0], values)
+    assert np.array_equal(read_all(tmp_path / "out", "train")[0], values)
     write_folder(source, {"train/a/few.png": png(4, 5, 1)})
     with pytest.raises(DataError, match=r"\.png has 16 bits for each value, and .*few\.png has 8"):
         prepare("folder:depths", str(tmp_path / "other"), str(source))
@@ -302,40 +282,6 @@ def test_folder_of_images_of_many_kinds_says_that_sizes_vary(tmp_path: Path) -> 
         features.default_parse(known)
 
 
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        (dict, "no class folders"),
-        (lambda: {"a/x.gif": b"?"}, r"x\.gif is not one of \.png, \.jpg, \.jpeg"),
-        (lambda: {"a/x.png": b"GIF89a"}, "neither PNG nor JPEG: it begins with 47 49 46"),
-        (
-            lambda: {"train/a/x.png": png(9, 9)[:-20], "test/a/y.png": png(2, 2)},
-            r"x\.png is cut short",
-        ),
-        (
-            lambda: {"train/a/x.jpg": jpeg(9, 9)[:-20], "test/a/y.png": png(2, 2)},
-            r"x\.jpg is cut short",
-        ),
-        (
-            lambda: {"train/a/x.png": png(2, 2), "other/a/x.png": png(2, 2)},
-            "other is not one of them",
-        ),
-        (
-            lambda: {"train/a/x.png": png(2, 2), "test/b/x.png": png(2, 2)},
-            "class 'b', which train does not have",
-        ),
-    ],
-)
-def test_wrong_folders_are_explained(
-    tmp_path: Path, images: Callable[[], dict[str, bytes]], message: str
-) -> None:
-    (tmp_path / "source").mkdir()
-    write_folder(tmp_path / "source", images())
-    with pytest.raises(DataError, match=message):
-        prepare("folder:x", str(tmp_path / "out"), str(tmp_path / "source"))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
-
-
 ROWS = """sepal,petal,count,species
 5.1,1.4,3,setosa
 7,4.7,-2,versicolor
@@ -364,7 +310,7 @@ def test_csv_types_hold_over_the_whole_file(tmp_path: Path) -> None:
     assert count.tolist() == [3, -2, 2**63 - 1, 1]
     assert species.tolist() == [0, 1, 2, 0]
     assert (out / "species.labels.txt").read_text() == "setosa\nversicolor\nvirginica, or so\n"
-    inputs, labels = for_training(out, "test")
+    inputs, labels = read_all(out, "test")
     assert inputs.tolist() == [[1, 2, 3]], "columns of numbers side by side are the input"
     assert labels.tolist() == [0]
 
@@ -436,24 +382,21 @@ def test_csv_values_are_stored_as_they_are(
         assert np.array_equal(np.signbit(read), np.signbit(np.array(stored)))
 
 
-def test_long_integers_that_are_declared_as_numbers_are_stored_as_float64(tmp_path: Path) -> None:
-    out, _ = prepared_csv(tmp_path, [str(2**63 + 2048), "007"], float="x")
-    assert parsed(out, "train", "x")[0].tolist() == [2**63 + 2048, 7]
-
-
 @pytest.mark.parametrize(
-    ("values", "missing", "stored"),
+    ("values", "options", "stored"),
     [
-        (["1", "NA"], "2.0", [1, 2]),
-        (["1", "NA"], "1e39", [1, 1e39]),
-        (["1", "NA"], "1e16", [1, 10**16]),
-        (["0.5", "NA"], "1e16", [0.5, 1e16]),
+        ([str(2**63 + 2048), "007"], {"float": "x"}, [2**63 + 2048, 7]),
+        (["1", "NA"], {"missing": "2.0"}, [1, 2]),
+        (["1", ""], {"missing": "0.5"}, [1, 0.5]),
+        (["1", "NA"], {"missing": "1e39"}, [1, 1e39]),
+        (["1", "NA"], {"missing": "1e16"}, [1, 10**16]),
+        (["0.5", "NA"], {"missing": "1e16"}, [0.5, 1e16]),
     ],
 )
-def test_missing_values_become_the_number_in_the_option(
-    tmp_path: Path, values: list[str], missing: str, stored: list[float]
+def test_numbers_become_what_the_options_say(
+    tmp_path: Path, values: list[str], options: dict[str, str], stored: list[float]
 ) -> None:
-    out, _ = prepared_csv(tmp_path, values, missing=missing)
+    out, _ = prepared_csv(tmp_path, values, **options)
     assert parsed(out, "train", "x")[0].tolist() == stored
 
 
@@ -510,23 +453,6 @@ def test_values_of_a_label_are_never_changed_unsaid(
     else:
         assert [names[number] for number in labels] == values
         assert (out / "x.labels.txt").read_text().splitlines() == names
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        (["0.5", "1.0"], r"line 2: x is the label, and has '0\.5'; needed are integers from 0"),
-        (["-1", "1"], "x is the label, and has -1; needed are integers from 0"),
-    ],
-)
-def test_label_that_is_no_class_may_be_taken_as_names(
-    tmp_path: Path, values: list[str], said: str
-) -> None:
-    with pytest.raises(DataError, match=rf"{said}.* --text=x, which takes the values as names"):
-        prepared_csv(tmp_path, values, label="x")
-    out, _ = prepared_csv(tmp_path, values, label="x", text="x")
-    assert parsed(out, "train", "x")[0].tolist() == [0, 1]
-    assert (out / "x.labels.txt").read_text().splitlines() == values
 
 
 def test_csv_lists_of_any_length_are_filled_up(tmp_path: Path) -> None:
@@ -595,28 +521,6 @@ def test_items_that_a_number_would_change_are_text(tmp_path: Path) -> None:
     assert "the items of x are text, because a number would change '007'" in notes[1]
 
 
-@pytest.mark.parametrize(
-    ("text", "label", "message"),
-    [
-        ("a,b\n1,2\n1,\n", "a", r"line 3: column b has ''"),
-        ("a,b\n1,2\n\n,3\n", "a", r"line 4: the label a is empty"),
-        ("a,b\n1,2\n1,2,3\n", "a", "line 3: 3 values, and there are 2 columns"),
-        ("a,b\n-1,2\n", "a", "has -1; needed are integers from 0"),
-        ("a,b\n0.5,2\n", "a", "line 2: a is the label, and has .0.5.; needed are integers"),
-        ("a,a\n1,2\n", "a", "each once"),
-        ("", None, "Received: nothing"),
-        ("a,b\n1,2\n", "c", "--label may be a, b"),
-        ('a,b\n1,"2\n', "a", "line 2: unexpected end of data"),
-    ],
-)
-def test_wrong_csv_files_are_explained_by_line(
-    tmp_path: Path, text: str, label: str | None, message: str
-) -> None:
-    (tmp_path / "table.csv").write_text(text)
-    with pytest.raises(DataError, match=message):
-        prepare("csv:x", str(tmp_path / "out"), str(tmp_path / "table.csv"), Options(label=label))
-
-
 def test_npz_with_splits_in_its_names_keeps_numbers_exactly(tmp_path: Path) -> None:
     arrays = {
         "x": RANDOM.integers(0, 256, (30, 5, 4), np.uint8),
@@ -648,8 +552,8 @@ def test_npz_of_names_is_split_by_the_seed_and_trains(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.arange(600, dtype=np.float32).reshape(300, 2), y=names)
     options = Options(label="y", test_fraction=0.3, seed=5)
     prepare("npz:x", str(tmp_path / "out"), str(tmp_path / "x.npz"), options)
-    inputs, labels = for_training(tmp_path / "out", "train")
-    rest, _ = for_training(tmp_path / "out", "test")
+    inputs, labels = read_all(tmp_path / "out", "train")
+    rest, _ = read_all(tmp_path / "out", "test")
     rows = (inputs[:, 0] / 2).astype(int)
     assert np.array_equal(labels, np.array([1, 0, 2])[rows % 3])
     assert sorted([*inputs[:, 0], *rest[:, 0]]) == list(range(0, 600, 2))
@@ -670,6 +574,7 @@ def test_npz_of_names_is_split_by_the_seed_and_trains(tmp_path: Path) -> None:
         ({"x": np.ones(3), "y": np.ones(3, np.uint64)}, r"Save y\.astype\(np\.int64\)"),
         ({"x": np.zeros((3, 2)), "y": -np.ones(3, int)}, "has -1"),
         ({"x": np.zeros((3, 2)), "z": np.zeros(3, int)}, "--label may be x, z"),
+        ({"x": np.array([{}, None], object), "y": np.zeros(2, int)}, r"x\.npy is object"),
     ],
 )
 def test_wrong_npz_files_are_explained(
@@ -709,15 +614,8 @@ def test_cmyk_jpegs_are_three_channels_as_they_are_decoded(tmp_path: Path) -> No
     prepare("folder:f", str(tmp_path / "out"), str(tmp_path / "folder"))
     found = read_features(str(tmp_path / "out"))
     assert found["image"].shape == (4, 6, 3)
-    serialized = contents(records.open_split(str(tmp_path / "out"), "train"))
-    images, _ = features.default_parse(found)(tf.constant(serialized))
-    assert images.shape == (len(serialized), 4, 6, 3)
-
-
-def test_npz_with_pickles_is_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", x=np.array([{}, None], object))
-    with pytest.raises(DataError, match=r"x\.npy is object"):
-        prepare("npz:a", str(tmp_path / "out"), str(tmp_path / "a.npz"))
+    images, _ = read_all(tmp_path / "out", "train")
+    assert images.shape[1:] == (4, 6, 3)
 
 
 def test_damaged_npz_is_named(tmp_path: Path) -> None:
@@ -729,33 +627,6 @@ def test_damaged_npz_is_named(tmp_path: Path) -> None:
         np.load(tmp_path / "a.npz")["x"]
     with pytest.raises(DataError, match=r"a\.npz: x\.npy is damaged: Bad CRC"):
         prepare("npz:a", str(tmp_path / "out"), str(tmp_path / "a.npz"), Options(label="y"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("folder",), "folder:NAME"),
-        (("folder:x",), "--source does not say where"),
-        (("cifar10", "--source=."), "Unpack cifar-10-binary.tar.gz and give the directory"),
-        (("svhn", "--source=."), "train_32x32.mat"),
-        (("svhn", "--label=x"), "--label=x would be ignored: svhn takes --layout"),
-        (("csv:x", "--layout=tfds"), "takes --label, --test_fraction, --seed"),
-        (("tfds:mnist", "--seed=1"), "takes no options"),
-        (("csv:x", "--source=no.csv"), "There is no --source=no.csv"),
-        (("csv:x", "--source=a.csv", "--test_fraction=1.5"), "above 0 and below 1"),
-        (("svhn", "--layout=what"), "image_raw"),
-    ],
-)
-def test_wrong_command_lines_of_sources_end_with_2_and_a_hint(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
-    done = run(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "datasets").exists()
 
 
 @needs_tfds
@@ -800,10 +671,10 @@ def test_directory_that_tfds_prepared_is_read_where_it_is(tmp_path: Path) -> Non
     )
     directory = tmp_path / "small" / "1.0.0"
     assert len(list(directory.glob("small-train.tfrecord-*-of-00003"))) == 3
-    inputs, labels = for_training(directory, "train")
+    inputs, labels = read_all(directory, "train")
     assert np.array_equal(np.round(inputs * 255), images[:20])
     assert np.array_equal(labels, np.arange(20) % 3)
-    assert for_training(directory, "test")[0].shape == (5, 6, 6, 3)
+    assert read_all(directory, "test")[0].shape == (5, 6, 6, 3)
     prepare("tfds:small", str(tmp_path / "out"), str(tmp_path))
     assert np.array_equal(parsed(tmp_path / "out", "train", "image")[0], images[:20])
 
@@ -857,7 +728,8 @@ from data.prepare import preparing
 source, out = json.loads(sys.argv[1])
 preparing._SHARD_BYTES = 30_000
 for num_processes in (2, 1):
-    preparing.prepare("svhn", f"{out}-{num_processes}", source, num_processes=num_processes)
+    preparing.num_cores = lambda: num_processes
+    preparing.prepare("svhn", f"{out}-{num_processes}", source)
     assert num_processes == 1 or "tensorflow" not in sys.modules, "this process has written"
 """
 
@@ -921,10 +793,10 @@ from data.prepare.sources import Options, csv
 
 status = Path("/proc/self/status")
 for name, options, small, large in json.loads(sys.argv[1]):
-    prepare(name, small[1], small[0], Options(**options), num_processes=1)
+    prepare(name, small[1], small[0], Options(**options))
     before = int(re.search(r"VmRSS:\\s+(\\d+) kB", status.read_text())[1])
     Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
-    prepare(name, large[1], large[0], Options(**options), num_processes=1)
+    prepare(name, large[1], large[0], Options(**options))
     peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", status.read_text())[1])
     print(name, peak - before >> 10)
 """

@@ -29,6 +29,7 @@ from tests.unit.test_reader import (
     parse,
     write_split,
 )
+from tests.unit.test_split import flip
 
 CACHE_BYTES = NUM_EXAMPLES * 12  # An example is a float32 and an int64.
 
@@ -179,10 +180,7 @@ def test_a_file_that_has_become_shorter_is_an_error(split: records.Split, tmp_pa
 
 def test_a_damaged_record_is_an_error(split: records.Split, tmp_path: Path) -> None:
     copied = copy_split(split, tmp_path)
-    path = Path(copied.shards[2].path)
-    damaged = bytearray(path.read_bytes())
-    damaged[400] ^= 1
-    path.write_bytes(damaged)
+    flip(copied.shards[2].path, 400)
     with pytest.raises(tf.errors.DataLossError):
         Closure(make_caching_reader(copied))(0, 1)
 
@@ -219,24 +217,25 @@ def test_two_closures_at_once_both_find_all(split: records.Split) -> None:
     )
 
 
-def test_examples_are_on_the_cpu_whatever_else_a_worker_has(split: records.Split) -> None:
+def graph_of(split: records.Split) -> Any:
+    """The graph of a closure with cached examples, as a message."""
     source = Closure(make_caching_reader(split)).source
     graph = tf.function(source.parse_ticket, input_signature=[source.ticket_spec()])
-    definition = graph.get_concrete_function().graph.as_graph_def()
-    nodes = [node for function in definition.library.function for node in function.node_def]
-    devices = {
-        node.device for node in (*nodes, *definition.node) if node.op in ("VarHandleOp", "MutexV2")
-    }
-    assert devices == {"/device:CPU:0"}
+    return graph.get_concrete_function().graph.as_graph_def()
+
+
+def test_examples_are_on_the_cpu_whatever_else_a_worker_has(split: records.Split) -> None:
+    graph = graph_of(split)
+    nodes = [node for function in graph.library.function for node in function.node_def]
+    resources = [n for n in (*nodes, *graph.node) if n.op in ("VarHandleOp", "MutexV2")]
+    assert {node.device for node in resources} == {"/device:CPU:0"}
 
 
 def test_memory_is_allocated_once_and_not_by_each_closure(split: records.Split) -> None:
     """Each graph would hold a constant of that size, even if it fills nothing."""
-    source = Closure(make_caching_reader(split)).source
-    graph = tf.function(source.parse_ticket, input_signature=[source.ticket_spec()])
     ops = {
         node.op
-        for function in graph.get_concrete_function().graph.as_graph_def().library.function
+        for function in graph_of(split).library.function
         for node in function.node_def
         if "zeros" in node.name or node.op in ("Fill", "Empty")
     }

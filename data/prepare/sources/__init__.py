@@ -5,16 +5,18 @@ only. The examples are read while they are written, a few at a time. Wrong or da
 DataError, which says what to do.
 """
 
+import gzip
 import hashlib
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
 
 from data.system.files import DataError
 from data.tfrecord.shard_names import SPLIT_DIRS, SPLIT_NAMES
 
 _OTHER_NAMES = {"training": "train", "testing": "test"}
+_IGNORED = ("Thumbs.db", "desktop.ini")  # Written by programs that only show a directory.
 LAYOUTS = ("tfds", "image_raw")
 TEST_FRACTION = 0.1
 DROP = "drop"
@@ -27,7 +29,7 @@ class SourceSplit(NamedTuple):
     """One split. `examples(first, last)` yields records first..last-1, equal at every call.
 
     Several processes may call `examples` at once. `num_bytes`: an estimate of the size of all
-    `num_examples` records, from which the number of shards is chosen.
+    records, from which the number of shards is chosen.
     """
 
     num_examples: int
@@ -51,27 +53,8 @@ class Source(NamedTuple):
 class Options(NamedTuple):
     """Options of a source; None if an option was not given.
 
-    Attributes:
-        label: Column of a table that is the label.
-        test_fraction: Part of the examples for the test split, if the files have no splits.
-        seed: Seed that chooses the test examples.
-        layout: One of LAYOUTS; how a record holds an image.
-        length: The number of bytes of a sequence of text.
-        missing: What replaces missing values of a table: DROP leaves out the row, or a number.
-        header: True if a table begins with a line of column names; None refuses a line of numbers.
-        num_clicks: The number of training examples that are generated.
-        id_scale: The part of Criteo's numbers of ids that is generated.
-        lists: Columns of a table whose values are lists, separated by commas.
-        text: Columns of a table that are text, also if all values are numbers; by commas.
-        integer: Columns of a table that are integers; by commas.
-        float: Columns of a table that are numbers with a fraction; by commas.
-        delimiter: What separates the values of a table.
-        encoding: Of the text of a table.
-        allow_partial: Take the files that are there, if some of a data set are missing or cut off.
-        splits: Which files are which split: SPLIT=PATTERN, separated by commas.
-        columns: Columns of a table that are taken; by commas. None takes all.
-        split_column: Column of a table that says of which split a row is.
-        processes: The number of processes that call a function. It does not change the data set.
+    Each is the value of the flag with the same name: `data/prepare/__main__.py` says what it means.
+    Values that are several columns are separated by commas.
     """
 
     label: str | None = None
@@ -100,15 +83,19 @@ class Options(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
     def complete(self) -> dict[str, object]:
-        """All options that change the data set, with the defaults of those that were not given."""
-        defaults = Options(None, TEST_FRACTION, 0, LAYOUTS[0])
+        """All options that change the data set; the default of an option that was not given."""
+        defaults = Options(test_fraction=TEST_FRACTION, seed=0, layout=LAYOUTS[0])
         complete = {**defaults._asdict(), **self.given()}
-        del complete["processes"]
+        del complete["processes"]  # It does not change the data set.
         return complete
 
 
 def test_fraction(options: Options) -> float:
-    """Returns the part of the examples for the test split. Raises DataError if it is none."""
+    """The part of the examples that becomes the test split.
+
+    Raises:
+        DataError: it is not between 0 and 1.
+    """
     fraction = TEST_FRACTION if options.test_fraction is None else options.test_fraction
     if not 0 < fraction < 1:
         raise DataError(
@@ -154,21 +141,19 @@ def divided(keys: Iterable[str], options: Options, where: str) -> dict[str, byte
 
 
 def split_paths(directory: str, *suffixes: str) -> dict[str, str]:
-    """Split -> path in `directory`. The name is that of a split in any case: train, Test, Training.
+    """Split -> path, of the files or directories in `directory` that are named after a split.
 
-    Args:
-        directory: Where to look.
-        *suffixes: Those of files, the preferred one first; none for directories.
+    Case does not matter: train, Test, Training. `suffixes`: the suffixes of files, the preferred
+    one first. Without suffixes, directories are found.
     """
     found: dict[str, str] = {}
     for suffix in suffixes or ("",):
         of_suffix: dict[str, str] = {}
         for name in sorted(os.listdir(directory)):
             path = os.path.join(directory, name)
-            stem = name.lower().removesuffix(suffix)
-            split = _OTHER_NAMES.get(stem, stem)
-            is_wanted = os.path.isdir(path) != bool(suffixes)
-            if name.lower().endswith(suffix) and split in SPLIT_NAMES and is_wanted:
+            split = split_named(name.lower().removesuffix(suffix))
+            is_wanted = name.lower().endswith(suffix) and os.path.isdir(path) != bool(suffixes)
+            if is_wanted and split in SPLIT_NAMES:
                 if split in of_suffix:
                     raise DataError(
                         f"{of_suffix[split]} and {path} are both split {split!r}. Move one away."
@@ -179,9 +164,21 @@ def split_paths(directory: str, *suffixes: str) -> dict[str, str]:
 
 
 def split_named(name: str) -> str:
-    """The split with this name, in any case: train of Training; "" if it is the name of none."""
+    """The split with this name, in any case: "train" for "Training"; "" for any other name."""
     split = name.lower()
     return _OTHER_NAMES.get(split, split) if split in SPLIT_DIRS else ""
+
+
+def is_ignored(name: str) -> bool:
+    """Returns True for hidden files, and for the files that file managers leave in directories."""
+    return name.startswith(".") or name in _IGNORED
+
+
+def open_unpacked(path: str) -> BinaryIO:
+    """Opens a file to read its bytes. A GZIP file is decompressed while it is read."""
+    with open(path, "rb") as file:
+        is_packed = file.read(2) == b"\x1f\x8b"
+    return cast(BinaryIO, gzip.open(path)) if is_packed else open(path, "rb")
 
 
 def typed_path(*parts: str) -> str:

@@ -1,6 +1,6 @@
 """Columns of Arrow tables: what a record holds of each type, and what is refused.
 
-    column = ArrowColumn("age", is_number=True, is_label=False)
+    column = ArrowColumn(Column("age", is_label=False, unit="row"), is_number=True)
     column.add(array, "people.parquet", 0)          # each array; row 0 is its first
     column.finish(missing_of("drop"))               # a DataError names file and row
     values = column.convert(array)                  # for data.tfrecord.example_blocks
@@ -8,7 +8,7 @@
 docs/data.md has the rules. `columns.Column` decides about types and missing values, as for CSV.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,7 @@ from data.prepare.sources.columns import (
 from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
-from data.tfrecord.example_blocks import Column as Values
-from data.tfrecord.example_blocks import Texts, fixed
+from data.tfrecord.example_blocks import Texts, Values, fixed
 
 Array = npt.NDArray[np.generic]
 Mask = npt.NDArray[np.bool_]
@@ -40,32 +39,30 @@ LISTS = "lists"
 _MOST_FLOAT32_INTEGER, MOST_FLOAT64_INTEGER = 2**24, 2**53
 _LEAST_FLOAT32 = np.finfo(np.float32).smallest_normal
 _STORED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32")  # Others become int64.
+_LIST_TYPES = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+_VIEWS = (pa.string_view(), pa.binary_view())
+_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), *_VIEWS)
 
 
 def family_of(dtype: pa.DataType) -> str:
-    """NUMBER, TEXT or LISTS; "" of a column that has no value, or of a type that is not taken."""
+    """NUMBER, TEXT or LISTS; "" for the type of only missing values, and for refused types."""
     if pa.types.is_dictionary(dtype):
         return family_of(dtype.value_type)
     if isinstance(dtype, pa.BaseExtensionType):
         return family_of(dtype.storage_type)
-    if _is_list(dtype):
+    if isinstance(dtype, _LIST_TYPES):
         items = dtype.value_type
-        is_view = pa.types.is_string_view(items) or pa.types.is_binary_view(items)
-        return LISTS if (family_of(items) and not is_view) or pa.types.is_null(items) else ""
-    is_text = (
-        *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
-        *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view),
-        pa.types.is_fixed_size_binary,
-    )
-    if any(is_one(dtype) for is_one in is_text):
+        is_known = family_of(items) and items not in _VIEWS
+        return LISTS if is_known or pa.types.is_null(items) else ""
+    if dtype in _TEXTS or pa.types.is_fixed_size_binary(dtype):
         return TEXT
     is_number = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal
     return NUMBER if any(is_one(dtype) for is_one in is_number) or _is_time(dtype) else ""
 
 
 def unit_of(dtype: pa.DataType) -> str:
-    """The type of times, such as timestamp[ms]; NUMBER; "" of others. Of lists: of their items."""
-    if pa.types.is_dictionary(dtype) or _is_list(dtype):
+    """The type of times, such as timestamp[ms]; NUMBER; or "". For lists: of their items."""
+    if pa.types.is_dictionary(dtype) or isinstance(dtype, _LIST_TYPES):
         return unit_of(dtype.value_type)
     if isinstance(dtype, pa.BaseExtensionType):
         return unit_of(dtype.storage_type)
@@ -100,11 +97,6 @@ def plain(array: pa.Array) -> pa.Array:
     return array
 
 
-def _is_list(dtype: pa.DataType) -> bool:
-    lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
-    return any(is_one(dtype) for is_one in lists)
-
-
 def _is_time(dtype: pa.DataType) -> bool:
     return pa.types.is_temporal(dtype) and not pa.types.is_interval(dtype)
 
@@ -112,22 +104,10 @@ def _is_time(dtype: pa.DataType) -> bool:
 class ArrowColumn:
     """A column of numbers, times or text."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        is_number: bool,
-        is_label: bool,
-        declared: str = "",
-        texts: Sequence[str] = (),
-    ) -> None:
-        """A column of numbers or times if `is_number`, otherwise of text.
-
-        `declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: those of --text.
-        """
-        self.name, self._is_number = name, is_number
-        self._is_label, self._declared = is_label, declared
-        self.column = Column(name, is_label=is_label, declared=declared, texts=texts, unit="row")
+    def __init__(self, column: Column, *, is_number: bool) -> None:
+        """Values that `column` counts: numbers or times if `is_number`, otherwise text."""
+        self.column, self.name, self._is_number = column, column.name, is_number
+        self._is_label, self._declared = column.is_label, column.declared
         self._types: dict[pa.DataType, None] = {}
         self._text_bytes = self._num_rows = 0
         self._missing = Missing(False)
@@ -149,8 +129,7 @@ class ArrowColumn:
         else:
             found = as_text(array)
             self._text_bytes += pc.sum(pc.binary_length(found)).as_py() or 0
-            empty = pc.equal(pc.binary_length(found), 0).to_numpy(zero_copy_only=False)
-            empty &= self._is_label
+            empty = _is_empty(found) & self._is_label
             kinds = {EMPTY: empty, TEXT: ~empty}
         for kind, mask in kinds.items():
             if number := int(np.count_nonzero(mask)):
@@ -196,9 +175,10 @@ class ArrowColumn:
         return {**kinds, NUMBER: present & ~double, DOUBLE: present & double}
 
     def finish(self, missing: Missing) -> None:
-        """Decides about the type, when all values were added. Raises DataError for a wrong one."""
+        """Finds the type, after all values were added. Raises DataError for a wrong value."""
         self._missing = missing
-        self.kind = self.column.kind(missing, self._kind_if_empty)
+        self.column.finish(missing, self._kind_if_empty)
+        self.kind = self.column.kind
 
     @property
     def _kind_if_empty(self) -> str:
@@ -212,22 +192,19 @@ class ArrowColumn:
     @property
     def num_missing(self) -> int:
         """The missing values, for a type that has them."""
-        return self.column.num_missing(self.kind)
+        return self.column.num_missing
 
     def lacks(self, array: pa.Array) -> Mask:
-        """True where a value is missing, bool [n]."""
+        """A mask, bool [n]: true where a value is missing."""
         if self.kind == TEXT:
-            empty: Mask = pc.equal(pc.binary_length(as_text(array)), 0).to_numpy(
-                zero_copy_only=False
-            )
-            return empty
+            return _is_empty(as_text(array))
         if not self._is_number:
             return np.array([_str(v).lower() in MISSING_VALUES for v in array.to_pylist()], bool)
         return numbers_of(plain(array))[1]
 
     def notes(self, path: str) -> Iterator[str]:
         """What a user should know of the column."""
-        yield self.column.note(self.kind)
+        yield self.column.note()
 
     @property
     def node(self) -> Node:
@@ -246,7 +223,7 @@ class ArrowColumn:
 
     @property
     def stored(self) -> str:
-        """The type in the records, and that of the source if it is another."""
+        """The type in the records, with the type in the source if it is another."""
         kind = "text" if self.kind == TEXT else self._dtype
         others = ["text" if family_of(dtype) == TEXT else str(dtype) for dtype in self._types]
         others = [each for each in others if each.replace("double", "float64") != kind]
@@ -305,7 +282,7 @@ class ArrowColumn:
 
 
 def numbers_of(array: pa.Array) -> tuple[Array, Mask, Mask]:
-    """Numbers as int64, float32 or float64; where one is missing; where int64 does not hold it."""
+    """Numbers as int64, float32 or float64; and masks of missing ones and of those beyond int64."""
     missing: Mask = array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
     beyond = np.zeros(len(array), bool)
     if pa.types.is_decimal(array.type):
@@ -342,6 +319,11 @@ def as_text(array: pa.Array) -> pa.Array:
         array = array.cast(pa.binary())
     found = array.cast(pa.large_binary())
     return found.fill_null(b"") if found.null_count else found
+
+
+def _is_empty(texts: pa.Array) -> Mask:
+    empty: Mask = pc.equal(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False)
+    return empty
 
 
 def texts_of(array: pa.Array, per_row: int = 1) -> Texts:

@@ -1,8 +1,9 @@
 """Columns of Arrow tables whose values are lists: tensors of one shape.
 
-Lists of one length, also nested ones, become a tensor of that shape. Of other lists, shorter ones
-are filled up to the longest: with -1, or with empty text. Floats have no such value. A missing
-list is not an empty one: --missing=drop leaves out its row.
+Lists that all have one length, also nested lists, become a tensor. If lengths differ, short lists
+are filled up to the longest: with -1, or with empty text. Lists of floats are refused then, because
+no float marks what was filled up. A missing list is not an empty list: --missing=drop leaves out
+its row.
 """
 
 import math
@@ -25,13 +26,13 @@ from data.prepare.sources.arrow_columns import (
     plain,
     texts_of,
 )
-from data.prepare.sources.columns import PADDING, First, Missing
-from data.prepare.sources.examples import Node, strings, tensor
+from data.prepare.sources.columns import First, Missing
+from data.prepare.sources.examples import Classes, Node, tensor
 from data.prepare.sources.tables import typed
 from data.system.files import DataError
 from data.tfrecord.crc import Int64s
-from data.tfrecord.example_blocks import Column as Values
-from data.tfrecord.example_blocks import Texts, fixed
+from data.tfrecord.example_blocks import Texts, Values, fixed
+from data.tfrecord.examples import PADDING
 
 # Types that tf.io.decode_raw reads. Others become int64; of bool, uint8.
 _STORED = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float32", "float64")
@@ -116,7 +117,7 @@ class ArrowLists:
         )
 
     def lacks(self, array: pa.Array) -> Mask:
-        """True where a list is missing, bool [n]."""
+        """A mask, bool [n]: true where a list is missing."""
         lacking: Mask = plain(array).is_null().to_numpy(zero_copy_only=False)
         return lacking
 
@@ -164,9 +165,7 @@ class ArrowLists:
     @property
     def node(self) -> Node:
         """The feature that describes the column."""
-        if self._is_string:
-            return strings(*self._shape)
-        return tensor(self._dtype, self._shape)
+        return tensor("string" if self._is_string else self._dtype, self._shape)
 
     @property
     def stored(self) -> str:
@@ -200,8 +199,8 @@ class ArrowLists:
         is_float = any("float" in dtype for dtype in self._dtypes)
         return "float64" if is_float else "int64"
 
-    def convert(self, array: pa.Array) -> Values:
-        """The values as a record holds them."""
+    def convert(self, array: pa.Array, classes: Classes | None = None) -> Values:
+        """The values as a record holds them. `classes` is None: lists are no label."""
         lengths, items = _levels(plain(array))
         places = np.arange(self._shape[0]) < lengths[0][:, np.newaxis]
         if self._is_string:
@@ -221,7 +220,7 @@ class ArrowLists:
 
 
 def _levels(array: pa.Array) -> tuple[list[Int64s], pa.Array]:
-    """The numbers of items of lists, by level (-1: missing), and those of the innermost ones."""
+    """The lengths of the lists by level (-1: missing), and the items of the innermost lists."""
     lengths = []
     while family_of(array.type) == LISTS:
         counts = pc.list_value_length(array).fill_null(-1)

@@ -8,6 +8,7 @@ The result depends on the rows and their order only: not on the bounds of chunks
 Arrow may refuse values of Python in one batch that it takes in two, such as True and 1.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from data.prepare.sources.arrow_columns import (
 )
 from data.prepare.sources.arrow_lists import ArrowLists
 from data.prepare.sources.columns import (
+    Column,
     declared_types,
     label_classes,
     missing_note,
@@ -37,20 +39,20 @@ from data.prepare.sources.columns import (
 from data.prepare.sources.examples import Classes
 from data.prepare.sources.tables import (
     Examples,
+    Table,
     columns_in,
     common_columns,
     no_column,
     table_source,
-    typed,
 )
 from data.system.files import DataError
-from data.tfrecord.example_blocks import Column as Values
 from data.tfrecord.example_blocks import records
 
 _INDEX = re.compile(r"__index_level_\d+__")  # Of pandas, without a name.
 _FRAME_BYTES = 20  # Of a value, beside its name: lengths and kinds.
 _SHOWN_COLUMNS = 100
 Batches = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]
+Columns = Mapping[str, ArrowColumn | ArrowLists]
 
 
 class Chunk(NamedTuple):
@@ -58,8 +60,8 @@ class Chunk(NamedTuple):
 
     Attributes:
         path: The file, for messages.
-        first: The number of its first row there, from 0.
-        num_rows: How many it has.
+        first: The number of its first row in the file, from 0.
+        num_rows: The number of its rows.
         schema: Names and types of its columns.
         read: Yields these columns of the rows in order, in batches of some MiB.
     """
@@ -77,49 +79,38 @@ class Chunk(NamedTuple):
             yield pa.RecordBatch.from_arrays(arrays, names=list(columns))
 
 
-class _Rows(NamedTuple):
-    """Rows of one split: those of `chunks` for which `is_kept`, bool [rows], is true."""
+def _examples(
+    chunks: Sequence[Chunk],
+    columns: Columns,
+    is_kept: Mask,
+    mask: bytes,
+    labels: Mapping[str, Classes],
+) -> Examples:
+    """`Table.examples` of the rows of `chunks` for which `is_kept`, bool [rows], is true."""
+    chosen = is_kept.copy()
+    chosen[is_kept] = np.frombuffer(mask, bool)
+    ends = np.cumsum([chunk.num_rows for chunk in chunks])
+    parts = np.split(chosen, ends[:-1])
 
-    chunks: Sequence[Chunk]
-    columns: Mapping[str, ArrowColumn | ArrowLists]
-    is_kept: Mask
-    row_bytes: int
+    def rows(part: int, low: int, high: int) -> Iterator[bytes]:
+        row = done = 0
+        for batch in chunks[part].batches(list(columns)):
+            places = np.flatnonzero(parts[part][row : row + len(batch)])
+            row += len(batch)
+            wanted = places[max(0, low - done) : max(0, high - done)]
+            done += len(places)
+            if len(wanted):
+                taken = batch if len(wanted) == len(batch) else batch.take(pa.array(wanted))
+                yield from records(
+                    {
+                        name: column.convert(taken.column(name), labels.get(name))
+                        for name, column in columns.items()
+                    }
+                )
+            if done >= high:
+                return
 
-    @property
-    def num_rows(self) -> int:
-        return int(np.count_nonzero(self.is_kept))
-
-    def examples(self, mask: bytes, labels: Mapping[str, Classes]) -> Examples:
-        """`examples` of a SourceSplit, of the rows for which `mask` is 1."""
-        chosen = self.is_kept.copy()
-        chosen[self.is_kept] = np.frombuffer(mask, bool)
-        ends = np.cumsum([chunk.num_rows for chunk in self.chunks])
-        parts = np.split(chosen, ends[:-1])
-
-        def rows(part: int, low: int, high: int) -> Iterator[bytes]:
-            row = done = 0
-            for batch in self.chunks[part].batches(list(self.columns)):
-                places = np.flatnonzero(parts[part][row : row + len(batch)])
-                row += len(batch)
-                wanted = places[max(0, low - done) : max(0, high - done)]
-                done += len(places)
-                if len(wanted):
-                    taken = batch if len(wanted) == len(batch) else batch.take(pa.array(wanted))
-                    yield from records(self._values(taken, labels))
-                if done >= high:
-                    return
-
-        return joined([int(np.count_nonzero(part)) for part in parts], rows)
-
-    def _values(self, batch: pa.RecordBatch, labels: Mapping[str, Classes]) -> Mapping[str, Values]:
-        values: dict[str, Values] = {}
-        for name, column in self.columns.items():
-            array = batch.column(name)
-            if isinstance(column, ArrowColumn) and name in labels:
-                values[name] = column.convert(array, labels[name])
-            else:
-                values[name] = column.convert(array)
-        return values
+    return joined([int(np.count_nonzero(part)) for part in parts], rows)
 
 
 def arrow_source(
@@ -131,8 +122,7 @@ def arrow_source(
 ) -> Source:
     """The columns of `tables`, by split, as features with the same names.
 
-    A table with the name "" is divided: by the column `split_column`, or by `test_fraction`. The
-    column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted order.
+    A table with the name "" is divided: by the column `split_column`, or by `test_fraction`.
     `path`, and `files` of the splits: for messages.
     """
     missing = missing_of(options.missing)
@@ -162,14 +152,15 @@ def arrow_source(
             )
     classes: dict[str, Classes] = {}
     if label is not None:
-        advice = f"add {typed('text', *columns_in(options.text), label.name)}, which takes the "
-        advice += "values as names"
-        found_classes, gaps = label_classes(path, label.column, label.kind, values, advice)
-        classes[label.name] = found_classes
+        classes[label.name], gaps = label_classes(path, label.column, values)
         notes += gaps
     notes.append(_types_note(path, columns, classes))
     row_bytes = sum(len(key.encode()) + _FRAME_BYTES + c.num_bytes for key, c in columns.items())
-    rows = {split: _Rows(part, columns, kept[split], row_bytes) for split, part in tables.items()}
+    rows = {}
+    for split, part in tables.items():
+        num_rows = int(np.count_nonzero(kept[split]))
+        examples = functools.partial(_examples, part, columns, kept[split])
+        rows[split] = Table(num_rows, row_bytes, examples)
     by_column = {split: mask[kept[""]].tobytes() for split, mask in masks.items()} or None
     nodes = {column: found.node for column, found in columns.items()}
     source = table_source(name, rows, nodes, classes, options, by_column)
@@ -177,11 +168,9 @@ def arrow_source(
 
 
 def _read_all(
-    chunks: Sequence[Chunk],
-    columns: Mapping[str, ArrowColumn | ArrowLists],
-    split_column: str | None,
+    chunks: Sequence[Chunk], columns: Columns, split_column: str | None
 ) -> dict[str, Mask]:
-    """Adds all values to `columns`. Returns the rows of each split, as `split_column` says."""
+    """Adds all values to `columns`. Returns a mask of the rows of each split in `split_column`."""
     masks: dict[str, list[Mask]] = {}
     for chunk, row, batch in _batches(chunks, [*columns, *filter(None, [split_column])]):
         for column, found in columns.items():
@@ -194,7 +183,7 @@ def _read_all(
 
 def _kept(
     tables: Mapping[str, Sequence[Chunk]],
-    lacking: Mapping[str, ArrowColumn | ArrowLists],
+    lacking: Columns,
     label: ArrowColumn | None,
 ) -> tuple[dict[str, Mask], set[int | str]]:
     """The rows of each split that lack no value of `lacking`, and the values of their labels."""
@@ -220,7 +209,11 @@ def _names(
     files: Mapping[str, str],
     options: Options,
 ) -> tuple[list[str], list[str]]:
-    """The columns that are read, in the order of the first chunk; and notes."""
+    """The columns that are read, in the order of the first chunk; and notes.
+
+    Raises:
+        DataError: the chunks have different columns, or an option names a column that is missing.
+    """
     headers: dict[str, list[str]] = {}
     first = next(part[0] for part in tables.values() if part)
     for split, part in tables.items():
@@ -231,10 +224,8 @@ def _names(
             if set(found) == set(first.schema.names):
                 found = first.schema.names
             elif split in headers:
-                missing, more = (
-                    set(first.schema.names) - set(found),
-                    set(found) - set(first.schema.names),
-                )
+                missing = set(first.schema.names) - set(found)
+                more = set(found) - set(first.schema.names)
                 said = [f"lacks {', '.join(sorted(missing))}"] if missing else []
                 said += [f"also has {', '.join(sorted(more))}"] if more else []
                 raise DataError(
@@ -301,13 +292,14 @@ def _columns(
                 f"{_plural(one)} in {at.path} from row {at.first} on. Convert one of them."
             )
         if LISTS not in families:
-            columns[name] = ArrowColumn(
+            column = Column(
                 name,
-                is_number=NUMBER in families,
                 is_label=name == options.label,
                 declared=types.get(name, ""),
                 texts=texts,
+                unit="row",
             )
+            columns[name] = ArrowColumn(column, is_number=NUMBER in families)
         elif name == options.label or types.get(name, TEXT) != TEXT:
             flag = "label" if name == options.label else "integer or --float"
             raise DataError(
@@ -334,7 +326,7 @@ def _batches(
 
 
 def _add_splits(masks: dict[str, list[Mask]], values: pa.Array, where: str) -> None:
-    """Adds the rows of each split; `values`: their names."""
+    """Adds to `masks` the rows of each split. `values`: the split of each row."""
     # A split that is found later has none of the rows before.
     before = [len(mask) for mask in next(iter(masks.values()), [])]
     found = np.array([value.decode(errors="replace") for value in values.to_pylist()], object)
@@ -349,9 +341,7 @@ def _add_splits(masks: dict[str, list[Mask]], values: pa.Array, where: str) -> N
         parts.append(np.array([splits[value] == split for value in found], bool))
 
 
-def _types_note(
-    path: str, columns: Mapping[str, ArrowColumn | ArrowLists], classes: Mapping[str, Classes]
-) -> str:
+def _types_note(path: str, columns: Columns, classes: Mapping[str, Classes]) -> str:
     stored = {name: found.stored for name, found in columns.items()}
     stored |= {name: f"label of {found.num_classes:,} classes" for name, found in classes.items()}
     types = [f"{name} {found}" for name, found in itertools.islice(stored.items(), _SHOWN_COLUMNS)]

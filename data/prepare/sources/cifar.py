@@ -147,7 +147,7 @@ def _batch(num_labels: int, is_partial: bool, path: str) -> ImageSplit:
 
 
 def _read(path: str) -> bytes:
-    """The content of a file, which .gz compresses."""
+    """The content of a file, which is compressed if its name ends with .gz."""
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
             return file.read()

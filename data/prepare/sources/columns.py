@@ -1,11 +1,13 @@
-"""The columns of a table: their types, found from all their values, and what is wrong with one.
+"""The columns of a table: their types, which all their values decide, and errors for wrong values.
 
 column = Column("age", is_label=False)
 column.add("people.csv", 2, "37")               # each value
-kind = column.kind(missing_of("drop"))          # INTEGER, or a DataError names file and line
+column.finish(missing_of("drop"))               # a DataError names file and line
+print(column.kind)                              # INTEGER
 """
 
 import array
+import collections
 import decimal
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,10 +30,10 @@ from data.numerals import (
     kind_of,
 )
 from data.prepare.sources import DROP, Options
-from data.prepare.sources.examples import Classes, Node, strings, tensor
+from data.prepare.sources.examples import Classes, Node, tensor
 from data.prepare.sources.tables import classes_of, columns_in, no_column, typed
 from data.system.files import DataError
-from data.tfrecord.examples import Value
+from data.tfrecord.examples import PADDING, Value
 
 MISSING_VALUES = ("", "na", "n/a", "nan", "null", "none", "?")
 
@@ -41,7 +43,6 @@ WRONG = "wrong"  # Not of the type that an option says.
 _NUMERALS = (*NUMBERS, CODE)
 _MOST_DIGITS = 19  # Of int64.
 _OPTION_OF = {INTEGER: "integer", NUMBER: "float"}
-PADDING = -1  # It fills up lists of integers.
 
 
 class First(NamedTuple):
@@ -67,7 +68,7 @@ class Missing(NamedTuple):
 
 
 class Column:
-    """How many values of each kind a column has, and the first of each."""
+    """Counts the values of a column by kind, keeps the first of each, and finds the type."""
 
     def __init__(
         self,
@@ -78,25 +79,26 @@ class Column:
         texts: Sequence[str] = (),
         unit: str = "line",
     ) -> None:
-        """`declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: those of --text."""
-        self.name, self._is_label, self._declared, self._unit = name, is_label, declared, unit
-        self._as_text = typed("text", *texts, name)
+        """`declared`: TEXT, INTEGER or NUMBER, if an option says so. `texts`: columns of --text."""
+        self.name, self.is_label, self.declared, self._unit = name, is_label, declared, unit
+        self.as_text = typed("text", *texts, name)  # The flag that makes it text.
         self._first: dict[str, First] = {}
-        self._counts: dict[str, int] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+        self.kind = ""  # INTEGER, NUMBER, DOUBLE or TEXT, after `finish`.
 
     def add(self, path: str, line: int, value: str) -> None:
         """Adds a value, which is in `line` of file `path`."""
         kind = kind_of(value)
         if kind == TEXT and value.lower() in MISSING_VALUES:
             kind = MISSING if value else EMPTY
-        elif self._declared == INTEGER:
+        elif self.declared == INTEGER:
             kind = INTEGER if kind in _NUMERALS and whole(value) is not None else WRONG
-        elif self._declared == NUMBER:
+        elif self.declared == NUMBER:
             if kind == CODE:
                 is_long = abs(float(value)) > 2**24  # Float32 may change its whole part.
                 kind = DOUBLE if is_long else kind_of(repr(float(value)))
             kind = kind if kind in NUMBERS else WRONG
-        elif self._is_label and kind in (NUMBER, DOUBLE) and whole(value) is not None:
+        elif self.is_label and kind in (NUMBER, DOUBLE) and whole(value) is not None:
             kind = WHOLE
         if kind in self._counts:
             self._counts[kind] += 1
@@ -105,59 +107,63 @@ class Column:
 
     def count(self, kind: str, number: int, first: First) -> None:
         """Adds `number` values of a kind; `first` is the first of them."""
-        self._counts[kind] = self._counts.get(kind, 0) + number
+        self._counts[kind] += number
         self._first.setdefault(kind, first)
 
-    def kind(self, missing: Missing, if_empty: str = TEXT) -> str:
-        """INTEGER, NUMBER, DOUBLE or TEXT; `if_empty` if all values are missing.
+    def finish(self, missing: Missing, if_empty: str = TEXT) -> None:
+        """Finds the kind, after all values were added; `if_empty` if all values are missing.
 
-        Raises DataError for a value that is not of its type.
+        Raises:
+            DataError: a value is not of the type of the column, or `missing` must be given.
         """
+        self.kind = self._found_kind(missing, if_empty)
+
+    def _found_kind(self, missing: Missing, if_empty: str) -> str:
         first, counts = self._first, self._counts
-        if self._is_label and EMPTY in first and not missing.drops:
+        if self.is_label and EMPTY in first and not missing.drops:
             where = first[EMPTY].where
             raise DataError(
                 f"{where}: the label {self.name} is empty. --missing={DROP} leaves out "
                 "rows without a label."
             )
-        if self._declared == TEXT:
+        if self.declared == TEXT:
             return TEXT
         if WRONG in first:
             wrong = first[WRONG]
-            option = _OPTION_OF[self._declared]
+            option = _OPTION_OF[self.declared]
             raise DataError(
                 f"{wrong.where}: column {self.name} has {wrong.value!r}, and --{option} says that "
                 f"each of its values is {'an integer' if option == 'integer' else 'a number'}. "
-                f"Correct it, or type {self._as_text} in place of --{option}={self.name}."
+                f"Correct it, or type {self.as_text} in place of --{option}={self.name}."
             )
         numbers = [kind for kind in (*NUMBERS, WHOLE) if kind in first]
-        num_foreign = counts.get(FOREIGN, 0)
+        num_foreign = counts[FOREIGN]
         if numbers or num_foreign:
-            num_foreign += counts.get(GROUPED, 0)
-        if num_foreign > counts.get(TEXT, 0):
+            num_foreign += counts[GROUPED]
+        if num_foreign > counts[TEXT]:
             wrong = first.get(FOREIGN) or first[GROUPED]
             raise DataError(
                 f"{wrong.where}: column {self.name} has {wrong.value!r}: {num_foreign:,} of "
-                f"its {sum(counts.values()):,} values are numbers in another notation. Needed are "
+                f"its {counts.total():,} values are numbers in another notation. Needed are "
                 "the digits 0 to 9 and a decimal point, without other separators: -1234.5 or 2e-3; "
                 f"from {LEAST_FLOAT64:.2g} to {MOST_FLOAT64:.2g}, or 0. Write them so, or, if they "
-                f"are text, add {self._as_text}."
+                f"are text, add {self.as_text}."
             )
-        kinds = {*numbers, self._declared} - {""} or {if_empty}
-        if TEXT in kinds or (not self._declared and first.keys() & {TEXT, CODE}):
+        kinds = {*numbers, self.declared} - {""} or {if_empty}
+        if TEXT in kinds or (not self.declared and first.keys() & {TEXT, CODE}):
             return TEXT
         if self._num_missing:
             self._check_missing(missing)
             kinds |= {missing.kind} - {""}
         if kinds.issubset({*INTEGERS, WHOLE}):
             return INTEGER
-        if LONGEST in first and not self._declared:
+        if LONGEST in first and not self.declared:
             if {*numbers} <= {*INTEGERS, WHOLE}:  # Only the given number is no integer.
                 wrong = first[LONGEST]
                 raise DataError(
                     f"{wrong.where}: column {self.name} has {wrong.value!r}, which no float holds, "
                     f"and --missing={missing.number} is no integer. Type --missing=0, for example, "
-                    f"or {typed('float', self.name)}, which rounds it, or {self._as_text}."
+                    f"or {typed('float', self.name)}, which rounds it, or {self.as_text}."
                 )
             return TEXT
         return DOUBLE if kinds & {LONG, LONGEST, DOUBLE} else NUMBER
@@ -167,50 +173,51 @@ class Column:
         first = self._first
         wrong = first.get(EMPTY) or first[MISSING]
         where = f"{wrong.where}: column {self.name} has {wrong.value!r}"
-        if not missing.drops and (not missing.kind or self._is_label):
+        if not missing.drops and (not missing.kind or self.is_label):
             numbers = [kind for kind in (*NUMBERS, WHOLE) if kind in first]
             number = first[numbers[0]] if numbers else wrong
             but = f", but {number.value!r} in {number.where}" if numbers else ""
             replace = ", or --missing=0, for example, which replaces them"
             raise DataError(
                 f"{where}{but}: {self._num_missing:,} of its numbers are missing. Add "
-                f"--missing={DROP}, which leaves out such rows{'' if self._is_label else replace}."
+                f"--missing={DROP}, which leaves out such rows{'' if self.is_label else replace}."
             )
-        if self._declared == INTEGER and missing.kind and missing.kind not in INTEGERS:
+        if self.declared == INTEGER and missing.kind and missing.kind not in INTEGERS:
             raise DataError(
                 f"{where}, for which --missing={missing.number} is no integer. Type --missing=0, "
                 f"for example, or type --float={self.name} in place of --integer={self.name}."
             )
 
-    def num_missing(self, kind: str) -> int:
-        """The missing values of a column of this kind. In text, only a label's empty values are."""
-        if kind == TEXT and not (self._is_label and EMPTY in self._first):
+    @property
+    def num_missing(self) -> int:
+        """The number of missing values. In text, only the empty values of a label are missing."""
+        if self.kind == TEXT and not (self.is_label and EMPTY in self._first):
             return 0
         return self._num_missing
 
-    def note(self, kind: str) -> str:
+    def note(self) -> str:
         """What a user should know if values of the column do not look as its type does."""
         first = self._first
-        if kind == INTEGER and WHOLE in first:
+        if self.kind == INTEGER and WHOLE in first:
             found = first[WHOLE]
             return f"{found.where}: the label {self.name} has {found.value!r}, taken as an integer"
-        if kind != TEXT or self._declared:
+        if self.kind != TEXT or self.declared:
             return ""
-        numbers = sum(self._counts.get(number, 0) for number in (*NUMBERS, CODE, WHOLE))
+        numbers = sum(self._counts[number] for number in (*NUMBERS, CODE, WHOLE))
         if TEXT in first:
             word = first[TEXT]
             if not numbers:
                 return ""
-            if self._is_label:
+            if self.is_label:
                 return (
                     f"{word.where}: the label {self.name} has {word.value!r}, so all its values "
                     "are names, also numbers"
                 )
-            if numbers == self._counts.get(CODE):
+            if numbers == self._counts[CODE]:
                 return ""
             return (
                 f"{word.where}: column {self.name} is text, because it has {word.value!r}; "
-                f"{numbers:,} of its {sum(self._counts.values()):,} values are numbers. If all "
+                f"{numbers:,} of its {self._counts.total():,} values are numbers. If all "
                 f"should be, add {typed('float', self.name)}, and correct the others"
             )
         unfit = next((kind for kind in (CODE, LONGEST, GROUPED) if kind in first), "")
@@ -236,11 +243,11 @@ class Column:
 
     @property
     def _num_missing(self) -> int:
-        return self._counts.get(EMPTY, 0) + self._counts.get(MISSING, 0)
+        return self._counts[EMPTY] + self._counts[MISSING]
 
 
 class Lists:
-    """What is known of a column of lists after all its values were added."""
+    """Finds the length of the longest list of a column, and the first item of each kind."""
 
     def __init__(self, name: str, *, is_text: bool, texts: Sequence[str] = ()) -> None:
         self.name, self._is_text = name, is_text
@@ -306,7 +313,7 @@ class Lists:
     @property
     def node(self) -> Node:
         """The feature that describes the column."""
-        return tensor("int64", [self.length]) if self._has_integers else strings(self.length)
+        return tensor("int64" if self._has_integers else "string", [self.length])
 
     @property
     def _has_integers(self) -> bool:
@@ -330,17 +337,19 @@ def missing_of(option: str | None) -> Missing:
             f"--missing must be {DROP} or a number. Received: {option!r}. Type --missing={DROP}, "
             "which leaves out rows with missing values, or --missing=0, for example."
         )
-    if kind not in INTEGERS and float(option).is_integer():
-        whole = str(int(float(option)))
-        if kind_of(whole) in INTEGERS:
-            option = whole  # It replaces integers, too.
+    if kind not in INTEGERS and (integer := whole(option)) is not None:
+        option = str(integer)  # It replaces integers, too.
     return Missing(False, option, kind_of(option))
 
 
 def declared_types(
     path: str, options: Options, names: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The types of columns that the options say, and the columns of lists."""
+    """The types that --text, --integer and --float declare, and the columns of --lists.
+
+    Raises:
+        DataError: there is no such column, or two options contradict each other.
+    """
     types: dict[str, str] = {}
     option_of: dict[str, str] = {}
     for option, kind in (("text", TEXT), ("integer", INTEGER), ("float", NUMBER), ("lists", "")):
@@ -366,10 +375,11 @@ def declared_types(
 
 
 def label_classes(
-    path: str, column: Column, kind: str, values: Iterable[int | str], advice: str
+    path: str, column: Column, values: Iterable[int | str]
 ) -> tuple[Classes, Sequence[str]]:
-    """The classes of the label, and notes. `advice`: what to do if its values are no classes."""
-    if (fraction := column.fraction()) and kind != TEXT:
+    """The classes of the label, and notes. Raises DataError if its values are no classes."""
+    advice = f"add {column.as_text}, which takes the values as names"
+    if (fraction := column.fraction()) and column.kind != TEXT:
         raise DataError(
             f"{fraction.where}: {column.name} is the label, and has "
             f"{fraction.value!r}; needed are integers from 0, or names: {advice}; or leave "
@@ -382,7 +392,7 @@ def label_classes(
 def missing_note(
     path: str, counts: Mapping[str, int], before: int, after: int, option: str | None
 ) -> str:
-    """What was done about missing values, for users. `counts`: of these by column."""
+    """A note that says what was done about missing values. `counts`: their number by column."""
     columns = ", ".join(f"{column} {number:,}" for column, number in counts.items())
     if option == DROP:
         done = f"{before - after:,} of {before:,} rows are left out"
@@ -392,7 +402,7 @@ def missing_note(
 
 
 def whole(value: str) -> int | None:
-    """The integer of a numeral: 3 of "3", "3.0", "3e0" and "03". None if int64 does not hold it."""
+    """The integer of a numeral: 3 for "3", "3.0", "3e0" and "03". None if int64 cannot hold it."""
     number = decimal.Decimal(value)
     if number.adjusted() >= _MOST_DIGITS or number != number.to_integral_value():
         return None

@@ -37,9 +37,9 @@ from data.prepare.sources.examples import Classes, scalar, tensor, text
 from data.prepare.sources.tables import (
     Table,
     common_columns,
+    encoded,
     split_files,
     table_source,
-    typed,
 )
 from data.system.files import DataError
 from data.tfrecord.examples import Value
@@ -65,15 +65,11 @@ _GZIP_FACTOR = 4  # Of text: the size of the content, of the size of the file.
 
 
 def source(name: str, path: str, options: Options) -> Source:
-    """The columns of a CSV file, or of one file for each split, as features with the same names.
-
-    The column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted
-    order.
-    """
+    """The columns of a CSV file, or of one file for each split, as features with the same names."""
     missing = missing_of(options.missing)
     files = split_files(path, *SUFFIXES)
     layouts = {split: layout_of(file, options) for split, file in files.items()}
-    headers = {split: list(found.columns) for split, found in layouts.items()}
+    headers = {split: list(layout.columns) for split, layout in layouts.items()}
     names = common_columns(path, headers, files, options)
     label = options.label
     types, listed = declared_types(path, options, names)
@@ -95,18 +91,16 @@ def source(name: str, path: str, options: Options) -> Source:
                 (columns.get(column) or lists[column]).add(file, line, value)
             if label is not None:
                 label_values.add(row[label])
-    for found_lists in lists.values():
-        found_lists.check()
-    notes = [found.note for found in layouts.values()]
+    for each in lists.values():
+        each.check()
+    notes = [each.note for each in layouts.values()]
     layout = next(iter(layouts.values()))
     unnamed = set(layout.unnamed) & columns.keys() - types.keys() - {label}
     notes += [_without_name(path, layout, columns, column) for column in sorted(unnamed)]
-    kinds = {column: found.kind(missing) for column, found in columns.items()}
-    num_missing = {
-        column: number
-        for column, found in columns.items()
-        if (number := found.num_missing(kinds[column]))
-    }
+    for found in columns.values():
+        found.finish(missing)
+    kinds = {column: found.kind for column, found in columns.items()}
+    num_missing = {name: found.num_missing for name, found in columns.items() if found.num_missing}
     rows_of = {
         split: functools.partial(
             _complete_rows,
@@ -118,8 +112,8 @@ def source(name: str, path: str, options: Options) -> Source:
         )
         for split, file in files.items()
     }
-    notes += [note for found in lists.values() for note in found.notes(path)]
-    notes += [found.note(kinds[column]) for column, found in columns.items()]
+    notes += [note for each in lists.values() for note in each.notes(path)]
+    notes += [found.note() for found in columns.values()]
     if num_missing:
         before = sum(counts.values())
         if missing.drops:
@@ -138,10 +132,8 @@ def source(name: str, path: str, options: Options) -> Source:
             )
     classes: dict[str, Classes] = {}
     if label is not None:
-        advice = f"add {typed('text', *texts, label)}, which takes the values as names"
-        is_integer = kinds[label] == INTEGER
-        values = map(_integer, label_values) if is_integer else label_values
-        classes[label], gaps = label_classes(path, columns[label], kinds[label], values, advice)
+        values = map(_integer, label_values) if kinds[label] == INTEGER else label_values
+        classes[label], gaps = label_classes(path, columns[label], values)
         notes += gaps
     converters: dict[str, Callable[[str], Value]] = {
         column: lists[column].convert if column in lists else _CONVERTERS[kinds[column]]
@@ -155,15 +147,13 @@ def source(name: str, path: str, options: Options) -> Source:
     for split, file in files.items():
         num_bytes = os.path.getsize(file) * (_GZIP_FACTOR if file.endswith(".gz") else 1)
         row_bytes = num_bytes // max(1, counts[split]) + 30 * len(names)
-        row_bytes += sum(found.length * found.item_bytes for found in lists.values())
-        tables[split] = Table(
-            counts[split], row_bytes, functools.partial(_rows, rows_of[split], converters)
-        )
+        row_bytes += sum(each.length * each.item_bytes for each in lists.values())
+        converted = functools.partial(_converted, rows_of[split], converters)
+        tables[split] = Table(counts[split], row_bytes, functools.partial(encoded, converted))
     nodes = {column: _NODES[kinds[column]] for column in columns}
-    nodes |= {column: found.node for column, found in lists.items()}
-    return table_source(name, tables, nodes, classes, options)._replace(
-        notes=[*filter(None, notes)]
-    )
+    nodes |= {column: each.node for column, each in lists.items()}
+    source = table_source(name, tables, nodes, classes, options)
+    return source._replace(notes=[*filter(None, notes)])
 
 
 def _without_name(path: str, layout: Layout, columns: dict[str, Column], name: str) -> str:
@@ -198,7 +188,7 @@ def _complete_rows(
         yield row
 
 
-def _rows(
+def _converted(
     rows: Callable[[], Iterator[dict[str, str]]], converters: Mapping[str, Callable[[str], Value]]
 ) -> Iterator[Mapping[str, Value]]:
     for row in rows():

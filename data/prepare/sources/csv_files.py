@@ -13,16 +13,16 @@ import contextlib
 import csv
 import difflib
 import encodings.aliases
-import gzip
+import io
 import itertools
 import re
 import shlex
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, NamedTuple, TextIO, cast
+from typing import NamedTuple, TextIO
 
 from data.numerals import NUMBERS, TEXT, kind_of
-from data.prepare.sources import Options
+from data.prepare.sources import Options, open_unpacked
 from data.system.files import DataError
 
 _SEPARATORS, _RARER = ",;\t", "| "
@@ -30,7 +30,6 @@ _SEPARATOR_NAMES = {"tab": "\t", r"\t": "\t", "space": " "}
 _FIRST_LINES = 20
 _FIRST_BYTES = 1 << 16
 _SEP_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # Of Excel.
-_GZIP = b"\x1f\x8b"
 _BREAKS = re.compile(rb"[\s,;|\"]")
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
@@ -51,10 +50,10 @@ class Layout(NamedTuple):
     """How a file is read.
 
     Attributes:
-        columns: Their names; `column_0`, ... where the file has none.
-        unnamed: The columns without a name, if others have one; otherwise the last one.
-        separator: Of values. Spaces may be several.
-        encoding: Of the text.
+        columns: Their names; `column_0`, ... for columns without a name.
+        unnamed: The columns without a name; the last column, if the file has no names.
+        separator: The character between values. Several spaces count as one.
+        encoding: The encoding of the text.
         num_skipped: Lines before the values, or before the names: 1 if the first is `sep=;`.
         has_header: True if the first line of the others has the names.
         note: What a user should know about the separator.
@@ -75,24 +74,25 @@ def layout_of(path: str, options: Options) -> Layout:
     Raises:
         DataError: the file is no text, or in another encoding, or has no line of names.
     """
-    layout = Layout((), (), ",", _encoding(path, options.encoding), 0, options.header is not False)
-    separator = _separator_of(options.delimiter)
+    encoding, separator = _encoding(path, options.encoding), _separator_of(options.delimiter)
+    layout = Layout((), (), separator, encoding, 0, options.header is not False)
     try:
         with _open(path, layout.encoding) as file:
             first = list(itertools.islice(file, _FIRST_LINES))
         if first and (sep := _SEP_LINE.fullmatch(first[0].rstrip("\r\n"))):
-            layout = layout._replace(num_skipped=1)
-            separator = separator or sep[1]
-        deduced = separator or _deduced_separator(first, has_lists=options.lists is not None)
+            layout = layout._replace(num_skipped=1, separator=separator or sep[1])
+        if not layout.separator:
+            found = _deduced_separator(first, has_lists=options.lists is not None)
+            layout = layout._replace(separator=found)
+            if found in _RARER:
+                name = "spaces" if found == " " else repr(found)
+                note = f"{path}: {name} separate the values. If they do not, add --delimiter=,"
+                layout = layout._replace(note=note)
     except (*_DAMAGE, UnicodeError) as error:
-        raise _unreadable(path, 0, layout.encoding, error) from None
-    if deduced in _RARER and not separator:
-        name = "spaces" if deduced == " " else repr(deduced)
-        note = f"{path}: {name} separate the values. If they do not, add --delimiter=,"
-        layout = layout._replace(note=note)
-    layout = layout._replace(separator=deduced)
-    found = [value.strip() for value in next(_raw_lines(path, layout), (0, []))[1]]
-    return _with_columns(path, layout, found, is_sure=options.header is not None)
+        raise _unreadable(path, 0, encoding, error) from None
+    _, values = next(_raw_lines(path, layout), (0, []))
+    stripped = [value.strip() for value in values]
+    return _with_columns(path, layout, stripped, is_sure=options.header is not None)
 
 
 def _with_columns(path: str, layout: Layout, found: Sequence[str], *, is_sure: bool) -> Layout:
@@ -173,20 +173,13 @@ def _raw_lines(path: str, layout: Layout) -> Iterator[tuple[int, list[str]]]:
 
 
 def _open(path: str, encoding: str) -> TextIO:
-    if not _is_packed(path):
-        return open(path, newline="", encoding=encoding)
-    return cast(TextIO, gzip.open(path, "rt", newline="", encoding=encoding))
-
-
-def _is_packed(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(_GZIP)) == _GZIP
+    return io.TextIOWrapper(open_unpacked(path), encoding, newline="")
 
 
 def _encoding(path: str, given: str | None) -> str:
-    """The encoding of a file: that of the option, of a mark at its beginning, or UTF-8."""
+    """The encoding of a file: `given`, or what a mark at its beginning says, or UTF-8."""
     try:
-        with cast(BinaryIO, gzip.open(path)) if _is_packed(path) else open(path, "rb") as file:
+        with open_unpacked(path) as file:
             first = file.read(_FIRST_BYTES)
     except _DAMAGE as error:
         raise DataError(f"{path}: {error}.") from None

@@ -3,11 +3,12 @@
 Efron, Hastie, Johnstone, Tibshirani, "Least Angle Regression" (2004). No download.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 
 from data.prepare.sources import Options, Source
 from data.prepare.sources.examples import scalar
-from data.prepare.sources.tables import Table, table_source
+from data.prepare.sources.tables import Table, encoded, table_source
 from data.system.extras import import_extra
 from data.tfrecord.examples import Value
 
@@ -24,5 +25,6 @@ def source(name: str, path: str, options: Options) -> Source:
         for values, target in zip(found.data, found.target, strict=True):
             yield dict(zip(columns, [*map(float, values), float(target)], strict=True))
 
-    table = Table(len(found.target), 30 * len(columns), rows)
+    examples = functools.partial(encoded, rows)
+    table = Table(len(found.target), 30 * len(columns), examples)
     return table_source(name, {"": table}, dict.fromkeys(columns, scalar("float32")), {}, options)

@@ -3,7 +3,7 @@
     nodes = {"image": tensor("uint8", (28, 28, 1))}
     files = feature_files(nodes, {"label": Classes(2, ("zero", "one"))})
 
-The nodes are those of tensorflow-datasets (tensorflow_datasets/core/proto/feature.proto), so that
+The nodes have the form of tensorflow-datasets (tensorflow_datasets/core/proto/feature.proto), so
 `tfds.builder_from_directory` reads the result, and `data.example_features` too.
 """
 
@@ -98,7 +98,12 @@ def feature_files(nodes: Mapping[str, Node], labels: Mapping[str, Classes]) -> d
 
     `labels` are described too: each in its place among `nodes`, or after them.
     """
-    label_nodes = {key: _label(classes.num_classes) for key, classes in labels.items()}
+    label_nodes = {
+        key: _node(
+            "class_label_feature.ClassLabel", classLabel={"numClasses": str(classes.num_classes)}
+        )
+        for key, classes in labels.items()
+    }
     tree = {
         "featuresDict": {"features": {**nodes, **label_nodes}},
         "pythonClassName": f"{_CLASSES}features_dict.FeaturesDict",
@@ -116,14 +121,9 @@ def feature_files(nodes: Mapping[str, Node], labels: Mapping[str, Classes]) -> d
 
 
 def tensor(dtype: str, shape: Sequence[int]) -> Node:
-    """A tensor of fixed shape, stored as bytes."""
-    body = {"dtype": dtype, "encoding": "bytes", "shape": _shape(shape)}
-    return _node("tensor_feature.Tensor", tensor=body)
-
-
-def strings(*shape: int) -> Node:
-    """Strings in a tensor of fixed shape."""
-    body = {"dtype": "string", "encoding": "none", "shape": _shape(shape)}
+    """A tensor of fixed shape: numbers, stored as bytes, or strings, if `dtype` is "string"."""
+    encoding = "none" if dtype == "string" else "bytes"
+    body = {"dtype": dtype, "encoding": encoding, "shape": _shape(shape)}
     return _node("tensor_feature.Tensor", tensor=body)
 
 
@@ -141,10 +141,6 @@ def image(shape: Sequence[int], encoding: str, dtype: str = "uint8") -> Node:
 def text() -> Node:
     """A string in UTF-8."""
     return _node("text_feature.Text", text={})
-
-
-def _label(num_classes: int) -> Node:
-    return _node("class_label_feature.ClassLabel", classLabel={"numClasses": str(num_classes)})
 
 
 def _node(class_name: str, **body: object) -> Node:

@@ -19,6 +19,7 @@ from data.prepare.sources import (
     Source,
     SourceSplit,
     divided,
+    is_ignored,
     refuse_fraction,
     split_paths,
     typed_path,
@@ -26,7 +27,7 @@ from data.prepare.sources import (
 from data.prepare.sources.examples import Classes, Node, feature_files, image, text
 from data.system.files import DataError
 from data.tfrecord.examples import example_bytes
-from data.tfrecord.shard_names import SPLIT_NAMES, word_of_training
+from data.tfrecord.shard_names import SPLIT_NAMES, word_of
 
 _EXTENSIONS = (".png", ".jpg", ".jpeg")
 _TEXT = ".txt"
@@ -39,7 +40,6 @@ _PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 _JPEG, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 # Start of frame: baseline, progressive and the rarer kinds; C4, C8 and CC mean other things.
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_IGNORED = ("Thumbs.db", "desktop.ini")
 
 
 class _File(NamedTuple):
@@ -67,7 +67,6 @@ def source(name: str, path: str, options: Options) -> Source:
     test example with probability `test_fraction`, by its name and `seed`.
     """
     folders = _folders(path)
-    classes = folders
     directories = split_paths(path)
     if "train" in directories:
         refuse_fraction(options, f"{path} has train/, so its folders are the splits")
@@ -78,15 +77,15 @@ def source(name: str, path: str, options: Options) -> Source:
                 f"{unknown[0]} is not one of them. Move it away, or give the directory of classes: "
                 f"{typed_path(directories['train'])}"
             )
-        classes = _folders(directories["train"])
     else:
         directories = {"": path}
+    train_dir = directories.get("train", path)
+    classes = _folders(train_dir)
     if not classes:
         raise DataError(
             f"{path} has no class folders. Needed is DIR/CLASS/IMAGE.png, or "
             "DIR/train/CLASS/IMAGE.png and DIR/test/CLASS/IMAGE.png"
         )
-    train_dir = directories.get("train", path)
     found = {split: _files(where, classes, train_dir) for split, where in directories.items()}
     num_found = sum(map(len, found.values()))
     splits, is_text = _wanted(found)
@@ -220,7 +219,7 @@ def _files(directory: str, classes: Sequence[str], train_dir: str) -> list[_File
             folder = os.path.join(folder, folders[0])
             folders, names = _listed(folder)
             paths += [os.path.join(folder, name) for name in names]
-        if folders and any(map(word_of_training, classes)):
+        if folders and any(word_of("train", name) for name in classes):
             raise DataError(
                 f"{directory} has {', '.join(classes[:3])}, which hold folders. If these are "
                 "splits, rename them: train and test."
@@ -251,15 +250,11 @@ def _listed(directory: str) -> tuple[list[str], list[str]]:
     try:
         with os.scandir(directory) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
-                if not _is_ignored(entry.name):
+                if not is_ignored(entry.name):
                     (folders if entry.is_dir() else names).append(entry.name)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"--source={directory} is not a directory.") from None
     return folders, names
-
-
-def _is_ignored(name: str) -> bool:
-    return name.startswith(".") or name in _IGNORED
 
 
 def _head(path: str) -> _Head:

@@ -15,9 +15,8 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO, cast
 
-from data.prepare.sources import Options, Source, typed_path
+from data.prepare.sources import Options, Source, open_unpacked, typed_path
 from data.prepare.sources.examples import Classes, ImageRow, ImageSplit, labelled_images
 from data.system.files import DataError
 
@@ -49,7 +48,7 @@ def source(name: str, path: str, options: Options) -> Source:
                 f"Split {split!r} of {name} has {num_images} images and {num_labels} labels: "
                 "the two files do not belong together."
             )
-        with _open(labels) as file:
+        with open_unpacked(labels) as file:
             file.seek(_HEADER_BYTES[1])
             classes = file.read()
         shapes[split] = height, width, 1
@@ -62,7 +61,7 @@ def source(name: str, path: str, options: Options) -> Source:
 
 def _image_split(path: str, image_bytes: int, classes: bytes) -> ImageSplit:
     def rows(first: int, last: int) -> Iterator[ImageRow]:
-        with _open(path) as file:
+        with open_unpacked(path) as file:
             file.seek(_HEADER_BYTES[3] + first * image_bytes)
             for number in range(first, last):
                 yield file.read(image_bytes), (classes[number],)
@@ -74,7 +73,7 @@ def _checked_shape(path: str, dimensions: int) -> tuple[int, ...]:
     """The shape in the file's header, after checking that all bytes are there."""
     header_bytes = _HEADER_BYTES[dimensions]
     try:
-        with _open(path) as file:
+        with open_unpacked(path) as file:
             header = file.read(header_bytes)
             blocks = iter(lambda: file.read(_BLOCK_BYTES), b"")
             num_bytes = len(header) + sum(map(len, blocks))
@@ -95,12 +94,6 @@ def _checked_shape(path: str, dimensions: int) -> tuple[int, ...]:
             f"{needed:,} with its header; it has {num_bytes:,}. Download it again."
         )
     return shape
-
-
-def _open(path: str) -> BinaryIO:
-    with open(path, "rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    return cast(BinaryIO, gzip.open(path)) if packed else open(path, "rb")
 
 
 def _prefix(name: str, directory: str) -> str:

@@ -6,6 +6,7 @@
 Arrays are read a few rows at a time, compressed or not. Numbers keep their type and exact value.
 """
 
+import functools
 import math
 import re
 import zipfile
@@ -18,7 +19,14 @@ import numpy.typing as npt
 
 from data.prepare.sources import Options, Source
 from data.prepare.sources.examples import Classes, Node, scalar, tensor, text
-from data.prepare.sources.tables import Table, classes_of, common_columns, split_files, table_source
+from data.prepare.sources.tables import (
+    Table,
+    classes_of,
+    common_columns,
+    encoded,
+    split_files,
+    table_source,
+)
 from data.system.files import DataError
 from data.tfrecord.examples import Value
 from data.tfrecord.shard_names import SPLIT_NAMES
@@ -30,7 +38,7 @@ _BLOCK_BYTES = 1 << 18
 # Types that tf.io.decode_raw knows, and types of scalars that int64 or float32 holds exactly.
 _RAW = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
 _LISTED = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "float32")
-# Types that no record holds, and those that hold the same values.
+# Types that a record cannot hold, and the types that hold the same values.
 _INSTEAD: Mapping[type[np.generic], str] = {
     np.bool_: "uint8",
     np.uint32: "int64",
@@ -115,8 +123,7 @@ class _Column(NamedTuple):
 def source(name: str, path: str, options: Options) -> Source:
     """The columns of an NPZ file, or of one file for each split, as features with the same names.
 
-    The column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted
-    order. Records hold arrays of more than one dimension as bytes.
+    Records hold arrays of more than one dimension as bytes.
     """
     files = split_files(path, ".npz")
     splits = {split: _columns(file) for split, file in files.items()}
@@ -203,7 +210,8 @@ def _table(columns: Mapping[str, _Column]) -> Table:
             yield dict(zip(columns, row, strict=True))
 
     num_rows = next(iter(columns.values())).shape[0]
-    return Table(num_rows, sum(column.row_bytes + 30 for column in columns.values()), rows)
+    row_bytes = sum(column.row_bytes + 30 for column in columns.values())
+    return Table(num_rows, row_bytes, functools.partial(encoded, rows))
 
 
 def _classes(column: _Column) -> Iterator[int | str]:

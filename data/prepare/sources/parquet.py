@@ -18,7 +18,7 @@ from data.prepare.sources import Options, Source, split_named, typed_path
 from data.prepare.sources.rewrite import paths_by_pattern
 from data.system.extras import import_extra
 from data.system.files import DataError
-from data.tfrecord.shard_names import word_of_tests, word_of_training
+from data.tfrecord.shard_names import word_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,11 +34,7 @@ Partition = Mapping[str, str | None]
 
 
 def source(name: str, path: str, options: Options) -> Source:
-    """The columns of Parquet files as features with the same names.
-
-    The column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted
-    order.
-    """
+    """The columns of Parquet files as features with the same names."""
     import_extra("pyarrow", "parquet", "Parquet")
     from data.prepare.sources.arrow_tables import arrow_source
 
@@ -103,7 +99,7 @@ def _split_of(parts: Sequence[str]) -> str:
     for part in parts:
         key, equals, value = part.partition("=")
         name = part if not equals else value if key == "split" else ""
-        if word := word_of_training(name) or word_of_tests(name):
+        if word := word_of("train", name) or word_of("test", name):
             return split_named(word)
     return ""
 

@@ -9,6 +9,7 @@ fork the processes that write. The rows are kept in files in TMPDIR, which have 
 are written. The parts are the same for every number of processes: so is the result.
 """
 
+import collections
 import functools
 import importlib.util
 import inspect
@@ -37,11 +38,13 @@ Function = Callable[..., Any]  # A user's function, which may return anything.
 class _Piece(NamedTuple):
     """Rows in a file of rows."""
 
-    split: str
     offset: int
     num_bytes: int
     num_rows: int
     schema: "pa.Schema"
+
+
+_PiecesBySplit = Mapping[str, Sequence[_Piece]]  # Of each split, also of one without rows.
 
 
 class _RowFile:
@@ -53,7 +56,7 @@ class _RowFile:
         weakref.finalize(self, os.close, self._descriptor)
         self._num_bytes = 0
 
-    def append(self, split: str, batch: "pa.RecordBatch") -> _Piece:
+    def append(self, batch: "pa.RecordBatch") -> _Piece:
         import pyarrow as pa
 
         sink = pa.BufferOutputStream()
@@ -64,7 +67,7 @@ class _RowFile:
         while self._num_bytes < offset + len(content):
             rest = content[self._num_bytes - offset :]
             self._num_bytes += os.pwrite(self._descriptor, rest, self._num_bytes)
-        return _Piece(split, offset, len(content), len(batch), batch.schema)
+        return _Piece(offset, len(content), len(batch), batch.schema)
 
     def read(self, piece: _Piece, columns: Sequence[str]) -> "Iterator[pa.RecordBatch]":
         import pyarrow as pa
@@ -76,16 +79,8 @@ class _RowFile:
             yield batch.select(list(columns))
 
 
-def file_of(target: str) -> str:
-    """FILE.py of FILE.py:FUNCTION."""
-    return target.rpartition(":")[0]
-
-
 def source(name: str, target: str, options: Options) -> Source:
     """The columns that function `target`, FILE.py:FUNCTION, returns, as features.
-
-    The column `label` is a ClassLabel: integers from 0, or names, which are numbered in sorted
-    order.
 
     Raises:
         DataError: there is no such function, or it fails, or returns something else than rows.
@@ -109,7 +104,7 @@ def source(name: str, target: str, options: Options) -> Source:
     parts = list(map(range, cuts, cuts[1:]))
     row_files = {part.start: _RowFile() for part in parts}
 
-    def work(part: range, count_one: Callable[[], None]) -> list[list[_Piece | str]]:
+    def work(part: range, count_one: Callable[[], None]) -> list[_PiecesBySplit]:
         return _called(target, part, row_files[part.start])
 
     if "tensorflow" in sys.modules:
@@ -117,19 +112,16 @@ def source(name: str, target: str, options: Options) -> Source:
     else:
         found = in_processes(work, parts, name=f"--source={target}")
     tables: dict[str, list[Chunk]] = {}
-    starts: dict[str, int] = {}
-    for number, pieces in enumerate(found):
+    starts: collections.Counter[str] = collections.Counter()  # By split: the rows before.
+    for number, splits in enumerate(found):
         row_file = row_files[max(start for start in row_files if start <= number)]
-        for piece in pieces:
-            if isinstance(piece, str):  # A split, also if it has no rows.
-                tables.setdefault(piece, [])
-                continue
-            first = starts.setdefault(piece.split, 0)
-            starts[piece.split] += piece.num_rows
-            where = f"{target}, split {piece.split}" if piece.split else target
-            read = functools.partial(row_file.read, piece)
-            chunk = Chunk(where, first, piece.num_rows, piece.schema, read)
-            tables[piece.split].append(chunk)
+        for split, pieces in splits.items():
+            chunks = tables.setdefault(split, [])
+            for piece in pieces:
+                read = functools.partial(row_file.read, piece)
+                where = _where(target, split)
+                chunks.append(Chunk(where, starts[split], piece.num_rows, piece.schema, read))
+                starts[split] += piece.num_rows
     if "" in tables and len(tables) > 1:
         raise DataError(f"{target} returns splits for some parts only. Return them for all.")
     if options.split_column and "" not in tables:
@@ -137,14 +129,14 @@ def source(name: str, target: str, options: Options) -> Source:
     return arrow_source(name, target, tables, {}, options)
 
 
-def _called(target: str, part: range, row_file: _RowFile) -> list[list[_Piece | str]]:
-    """Calls the function for each part; returns the splits and pieces of each."""
+def _called(target: str, part: range, row_file: _RowFile) -> list[_PiecesBySplit]:
+    """Calls the function for each shard of `part`; writes the rows; returns the pieces of each."""
     from data.prepare.sources.python_rows import batches
 
     file, _, name = target.rpartition(":")
     file = os.path.abspath(file)
     sys.path.insert(0, os.path.dirname(file))
-    results = []
+    results: list[_PiecesBySplit] = []
     function = None
     try:
         function = _function(file, name)
@@ -157,11 +149,10 @@ def _called(target: str, part: range, row_file: _RowFile) -> list[list[_Piece | 
             )
         for shard in part if takes_part else range(1):
             found = function(shard=shard, num_shards=NUM_SHARDS) if takes_part else function()
-            pieces: list[_Piece | str] = []
+            pieces: dict[str, list[_Piece]] = {}
             for split, container in _splits(found, target).items():
-                pieces.append(split)
-                where = f"{target}, split {split}" if split else target
-                pieces += [row_file.append(split, batch) for batch in batches(container, where)]
+                found_batches = batches(container, _where(target, split))
+                pieces[split] = [row_file.append(batch) for batch in found_batches]
             results.append(pieces)
     except TrainerError:
         raise
@@ -173,7 +164,7 @@ def _called(target: str, part: range, row_file: _RowFile) -> list[list[_Piece | 
 
 
 def _function(file: str, name: str) -> Function:
-    # Its name is not that of the file, which may be that of a module of this program.
+    # The file may have the name of a module of this program, so the module gets another name.
     spec = importlib.util.spec_from_file_location(f"source of {file}", file)
     assert spec
     assert spec.loader
@@ -213,6 +204,10 @@ def _splits(found: object, target: str) -> Mapping[str, object]:
             "around them."
         )
     return {splits[name]: rows for name, rows in found.items()}
+
+
+def _where(target: str, split: str) -> str:
+    return f"{target}, split {split}" if split else target
 
 
 def _explained(error: BaseException, file: str, function: Function | None) -> str:

@@ -88,7 +88,7 @@ def _check_dataset(dataset: Any, where: str) -> None:  # Any: TensorFlow has no 
 
 
 def _named(element: object, where: str) -> dict[str, Any]:
-    """The values of an element by name; those of nested dicts are outer/inner."""
+    """The values of an element by name; a value in a nested dict is named outer/inner."""
     if isinstance(element, (tuple, list)) and 2 <= len(element) <= len(_PARTS):
         pairs = list(zip(_PARTS, element, strict=False))
         named = [part if isinstance(part, Mapping) else {name: part} for name, part in pairs]
@@ -176,7 +176,7 @@ def _array(values: Column) -> pa.Array:
 
 
 def _units(values: Iterable[object]) -> Iterator[tuple[type, bool]]:
-    """Of each value and item: its type, and True if it has a time zone."""
+    """The type of each value and item, and True if it has a time zone."""
     for value in values:
         if isinstance(value, (list, tuple, np.ndarray)):
             yield from _units(value)

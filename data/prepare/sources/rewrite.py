@@ -74,7 +74,7 @@ def paths_by_pattern(directory: str, splits: str) -> dict[str, list[str]]:
 def name_in(directory: str, split: str = "", options: Options | None = None) -> str:
     """The name of the data set in a directory: NAME of NAME-SPLIT.tfrecord..., otherwise "data".
 
-    Of its first split, or of `split`.
+    It is read from the first shard of `split`, or of the first split there is.
     """
     if options and options.splits:
         return "data"

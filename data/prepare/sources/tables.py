@@ -1,4 +1,8 @@
-"""Tables, for all sources of rows with named columns, one of which may be the label."""
+"""Tables, for all sources of rows with named columns, each of which becomes a feature.
+
+The column `label` of the options becomes a ClassLabel. Its values are integers from 0, or names,
+which are numbered in sorted order.
+"""
 
 import csv
 import difflib
@@ -6,7 +10,7 @@ import itertools
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from data.prepare.sources import (
     Options,
@@ -20,7 +24,7 @@ from data.prepare.sources import (
 from data.prepare.sources.examples import Classes, Node, feature_files
 from data.system.files import DataError
 from data.tfrecord.examples import Value, example_bytes
-from data.tfrecord.shard_names import word_of_tests, word_of_training
+from data.tfrecord.shard_names import word_of
 
 _SHOWN_COLUMNS = 30
 
@@ -29,47 +33,42 @@ ColumnsT = TypeVar("ColumnsT", bound=Collection[str])
 
 
 class Table(NamedTuple):
-    """`num_rows` examples of about `row_bytes` bytes; `rows()` yields them in order."""
+    """Rows with named columns, each of which becomes an example.
+
+    Attributes:
+        num_rows: The number of rows.
+        row_bytes: An estimate of the size of an example.
+        examples: `examples(mask, labels)` returns the `examples` of a SourceSplit that has the rows
+            for which `mask` is 1, with the classes of the columns that are `labels`.
+    """
 
     num_rows: int
     row_bytes: int
-    rows: Callable[[], Iterator[Mapping[str, Value]]]
-
-    def examples(self, mask: bytes, labels: Mapping[str, Classes]) -> Examples:
-        """`examples` of a SourceSplit, of the rows for which `mask` is 1."""
-        numbers = {
-            key: {class_name.encode(): number for number, class_name in enumerate(classes.names)}
-            for key, classes in labels.items()
-            if classes.names
-        }
-
-        def examples(first: int, last: int) -> Iterator[bytes]:
-            chosen = itertools.compress(self.rows(), mask)
-            for row in itertools.islice(chosen, first, last):
-                classes = {key: known[row[key]] for key, known in numbers.items()}  # type: ignore[index]  # Names are bytes.
-                yield example_bytes({**row, **classes})
-
-        return examples
+    examples: Callable[[bytes, Mapping[str, Classes]], Examples]
 
 
-class Rows(Protocol):
-    """What `table_source` needs of a table. A Table has it, and so has one of many rows at once."""
+def encoded(
+    rows: Callable[[], Iterator[Mapping[str, Value]]], mask: bytes, labels: Mapping[str, Classes]
+) -> Examples:
+    """`Table.examples` of a table that is read row by row: each call of `rows` yields all rows."""
+    numbers = {
+        key: {class_name.encode(): number for number, class_name in enumerate(classes.names)}
+        for key, classes in labels.items()
+        if classes.names
+    }
 
-    @property
-    def num_rows(self) -> int:
-        """The number of examples."""
+    def examples(first: int, last: int) -> Iterator[bytes]:
+        chosen = itertools.compress(rows(), mask)
+        for row in itertools.islice(chosen, first, last):
+            classes = {key: known[row[key]] for key, known in numbers.items()}  # type: ignore[index]  # Names are bytes.
+            yield example_bytes({**row, **classes})
 
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of an example, about."""
-
-    def examples(self, mask: bytes, labels: Mapping[str, Classes]) -> Examples:
-        """`examples` of a SourceSplit, of the rows for which `mask` is 1."""
+    return examples
 
 
 def table_source(
     name: str,
-    tables: Mapping[str, Rows],
+    tables: Mapping[str, Table],
     nodes: Mapping[str, Node],
     labels: Mapping[str, Classes],
     options: Options,
@@ -82,7 +81,7 @@ def table_source(
     label; the names of classes are replaced by their numbers.
     """
 
-    def split_of(table: Rows, mask: bytes) -> SourceSplit:
+    def split_of(table: Table, mask: bytes) -> SourceSplit:
         examples = table.examples(mask, labels)
         return SourceSplit(sum(mask), sum(mask) * table.row_bytes, examples)
 
@@ -111,7 +110,7 @@ def split_files(path: str, *suffixes: str) -> dict[str, str]:
             f"{path} has no train{suffixes[0]}, but {', '.join(there[:5]) or 'none of that kind'}. "
             f"Needed are train{suffixes[0]} and test{suffixes[0]} (or val)"
         )
-        if any(map(word_of_training, there)) and any(map(word_of_tests, there)):
+        if all(any(word_of(split, name) for name in there) for split in ("train", "test")):
             raise DataError(f"{needed}: rename the files.")
         if len(there) > 1:
             raise DataError(
@@ -158,7 +157,11 @@ def no_column(path: str, flag: str, name: str, columns: Collection[str]) -> Data
 def common_columns(
     path: str, splits: Mapping[str, ColumnsT], files: Mapping[str, str], options: Options
 ) -> ColumnsT:
-    """The columns of every split. `files`: those of the splits, for messages."""
+    """The columns, which must be the same in all splits. `files`: of the splits, for messages.
+
+    Raises:
+        DataError: the splits have different columns, or no column is the label of the options.
+    """
     (first, columns), *others = splits.items()
     for split, found in others:
         if found != columns:

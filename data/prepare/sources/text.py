@@ -15,7 +15,14 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from data.prepare.sources import Options, Source, SourceSplit, split_paths, test_fraction
+from data.prepare.sources import (
+    Options,
+    Source,
+    SourceSplit,
+    refuse_fraction,
+    split_paths,
+    test_fraction,
+)
 from data.prepare.sources.examples import feature_files, tensor
 from data.system.files import DataError
 from data.tfrecord.examples import example_bytes
@@ -51,12 +58,11 @@ def source(name: str, path: str, options: Options) -> Source:
         raise DataError(f"--length must be at least 1. Received: {length}. --length={LENGTH}.")
     directories = split_paths(path) if os.path.isdir(path) else {}
     if "train" in directories:
-        if options.test_fraction is not None:
-            raise DataError(
-                f"--test_fraction would be ignored: {path} has train/, so its directories are the "
-                "splits. Leave it out."
-            )
-        splits = {split: _whole(_files(found)) for split, found in directories.items()}
+        refuse_fraction(options, f"{path} has train/, so its directories are the splits")
+        splits = {
+            split: [_Document(file, 0, size) for file, size in _files(found)]
+            for split, found in directories.items()
+        }
     else:
         splits = _divided(_files(path), options)
     sizes = {split: sum(item.size for item in documents) for split, documents in splits.items()}
@@ -88,10 +94,6 @@ def _files(path: str) -> list[tuple[str, int]]:
     if not found:
         raise DataError(f"{path} has no files: give a text file, or a directory of text files.")
     return [(file, os.path.getsize(file)) for file in sorted(found)]
-
-
-def _whole(files: Sequence[tuple[str, int]]) -> list[_Document]:
-    return [_Document(file, 0, size) for file, size in files]
 
 
 def _divided(files: Sequence[tuple[str, int]], options: Options) -> dict[str, list[_Document]]:
