@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from strategies.position import Position
 from strategies.ps.placement import dry_run
-from tests.unit.replicas import replicas, update_of
-from tests.unit.test_learner import BATCH, shares
+from tests.unit.replicas import replicas, shares, updater
+from tests.unit.test_learner import BATCH, gradients_of
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.hooks.export import Export
 from trainer.learner import Learner
@@ -45,8 +45,8 @@ def build_model() -> keras.Model:
     )
 
 
-def make_learner(options: Options, strategy: Any = None, *, momentum: float = 0.0) -> Learner:
-    with (strategy or replicas(1)).scope():
+def make_learner(options: Options, num_replicas: int = 1, *, momentum: float = 0.0) -> Learner:
+    with replicas(num_replicas).scope():
         return make_here(options, momentum)
 
 
@@ -61,24 +61,14 @@ def make_here(options: Options, momentum: float = 0.0) -> Learner:
     )
 
 
-def updater(learner: Learner, strategy: Any = None) -> Callable[[Any], Any]:
-    strategy = strategy or replicas(1)
-    update = tf.function(lambda b: strategy.run(update_of(learner), args=(b,)))
-    return lambda batch: update(shares(strategy, batch, 5))
-
-
 def weights(learner: Learner) -> list[np.ndarray]:
     return [w.copy() for w in learner.model.get_weights()]
 
 
 def gradients_at(values: Sequence[np.ndarray], batch: Any) -> list[np.ndarray]:
-    """Of the mean loss, by plain TensorFlow."""
     model = build_model()
     model.set_weights(values)
-    variables = [v.value for v in model.trainable_variables]
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(sparse_categorical_crossentropy(batch[1], model(batch[0])))
-    return [g.numpy() for g in tape.gradient(loss, variables)]
+    return [g.numpy() for g in gradients_of(model, batch)]
 
 
 def assert_close(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> None:
@@ -107,13 +97,12 @@ def test_gradient_of_the_complete_batch_is_clipped(
     batch: tuple[np.ndarray, np.ndarray], kind: str, num_replicas: int
 ) -> None:
     clip, formula = CLIPS[kind]
-    strategy = replicas(num_replicas)
-    learner = make_learner(Options(clip=clip), strategy)
+    learner = make_learner(Options(clip=clip), num_replicas)
     before = weights(learner)
     plain = gradients_at(before, batch)
     clipped = formula(plain)
     assert max(np.abs(p - c).max() for p, c in zip(plain, clipped, strict=True)) > 1e-3
-    updater(learner, strategy)(batch)
+    updater(learner, num_replicas)(batch)
     assert_close(weights(learner), [w - RATE * g for w, g in zip(before, clipped, strict=True)])
 
 
@@ -157,11 +146,11 @@ def test_penalty_counts_once_for_the_variables_of_the_pattern(
 ) -> None:
     strategy = replicas(num_replicas)
     options = Options(penalty=PenaltyConfig(l1=0.02, l2=0.03, variables="first/kernel"))
-    learner = make_learner(options, strategy)
+    learner = make_learner(options, num_replicas)
     before = weights(learner)
     gradients = gradients_at(before, batch)
     gradients[0] += 0.02 * np.sign(before[0]) + 2 * 0.03 * before[0]
-    sums = strategy.experimental_local_results(updater(learner, strategy)(batch))
+    sums = strategy.experimental_local_results(updater(learner, num_replicas)(batch))
     assert_close(weights(learner), [w - RATE * g for w, g in zip(before, gradients, strict=True)])
 
     plain = make_learner(Options())
@@ -216,8 +205,8 @@ def test_average_follows_the_weights_and_is_evaluated_and_exported(
     batch: tuple[np.ndarray, np.ndarray], num_replicas: int, warmup: bool, tmp_path: Path
 ) -> None:
     strategy = replicas(num_replicas)
-    learner = make_learner(Options(ema=EmaConfig(decay=0.8, warmup=warmup)), strategy)
-    update = updater(learner, strategy)
+    learner = make_learner(Options(ema=EmaConfig(decay=0.8, warmup=warmup)), num_replicas)
+    update = updater(learner, num_replicas)
     expected = weights(learner)
     for step in range(4):
         update(batch)
@@ -331,7 +320,7 @@ def test_compiled_gradient_and_batch_statistics_are_equal_to_uncompiled(
                 options=Options(jit_compile=is_compiled),
             )
         before = weights(learner)
-        update = updater(learner, strategy)
+        update = updater(learner, num_replicas)
         for _ in range(3):
             update(batch)
         assert all(
@@ -375,9 +364,8 @@ def test_moving_statistics_are_the_mean_over_replicas_in_each_copy() -> None:
         )
     norm, counting = learner.model.layers[:2]
     inputs = np.random.default_rng(0).normal(size=(BATCH, 3)).astype(np.float32)
-    update = updater(learner, strategy)
     for _ in range(2):
-        update((inputs, np.arange(BATCH) % 5))
+        updater(learner, 2)((inputs, np.arange(BATCH) % 5))
     means = inputs[:5].mean(axis=0), inputs[5:].mean(axis=0)
     variances = inputs[:5].var(axis=0), inputs[5:].var(axis=0)
     for variable, exact in (
@@ -397,10 +385,10 @@ def test_moving_statistics_are_the_mean_over_replicas_in_each_copy() -> None:
     assert id(norm.moving_mean.value) not in {id(variable) for variable in learner.layer_state}
 
 
-def half_precision(strategy: Any, scale: LossScaleConfig) -> Learner:
+def half_precision(scale: LossScaleConfig, num_replicas: int = 1) -> Learner:
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        with strategy.scope():
+        with replicas(num_replicas).scope():
             return Learner(
                 build_model(),
                 keras.optimizers.Adam(0.05),
@@ -426,14 +414,14 @@ def test_overflow_on_one_replica_skips_the_step_on_all(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     strategy = replicas(2)
-    learner = half_precision(strategy, LossScaleConfig(initial=1024.0))
-    update = updater(learner, strategy)
+    learner = half_precision(LossScaleConfig(initial=1024.0), 2)
+    update = updater(learner, 2)
     update(batch)
     before = state_of(learner, strategy)
     overflowing = batch[0].copy(), batch[1]
     overflowing[0][-1] = 1e6
     gradients = tf.function(lambda b: strategy.run(learner.gradients, args=(b,)))(
-        shares(strategy, overflowing, 5)
+        shares(strategy, overflowing)
     )[0]
     finite = [
         [bool(np.isfinite(g).all()) for g in strategy.experimental_local_results(gradient)]
@@ -461,8 +449,7 @@ def test_overflow_on_one_replica_skips_the_step_on_all(
 def test_scale_is_doubled_after_finite_steps_and_never_below_one(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    strategy = replicas(1)
-    learner = half_precision(strategy, LossScaleConfig(initial=4.0, growth_steps=3))
+    learner = half_precision(LossScaleConfig(initial=4.0, growth_steps=3))
     update = updater(learner)
     overflowing = np.full_like(batch[0], 1e6), batch[1]
     assert learner.loss_scale is not None
@@ -499,7 +486,7 @@ def test_loss_is_scaled_so_that_small_gradients_do_not_become_zero() -> None:
 
 
 def test_scale_is_saved_and_restored(batch: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> None:
-    learner = half_precision(replicas(1), LossScaleConfig(initial=8.0, growth_steps=3))
+    learner = half_precision(LossScaleConfig(initial=8.0, growth_steps=3))
     update = updater(learner)
     overflowing = np.full_like(batch[0], 1e6), batch[1]
     for examples in (overflowing, batch, batch):
@@ -507,7 +494,7 @@ def test_scale_is_saved_and_restored(batch: tuple[np.ndarray, np.ndarray], tmp_p
     checkpointer = Checkpointer(str(tmp_path), learner, {}, keep=1)
     checkpointer.save(3, Position(3), {})
     checkpointer.wait()
-    again = half_precision(replicas(1), LossScaleConfig(initial=8.0, growth_steps=3))
+    again = half_precision(LossScaleConfig(initial=8.0, growth_steps=3))
     assert Checkpointer(str(tmp_path), again, {}, keep=1).restore() is not None
     updater(again)(batch)
     assert again.loss_scale is not None
