@@ -24,6 +24,7 @@ from trainer.checkpoints.store import Store
 from trainer.checkpoints.tables import StagedTables, table_directories, table_values
 from trainer.embeddings import Adagrad, RowWiseAdagrad
 from trainer.learner import Learner
+from trainer.run_files import checkpoints_in
 from trainer.step.options import Options
 
 EVERY = 4  # Of the checkpoints here, each fourth is complete.
@@ -170,14 +171,14 @@ def test_checkpoints_that_others_need_stay(make: Callable[..., Learner], tmp_pat
     expected = saved_run(learner, tmp_path, 3, keep=1)
     chain = [f"step-{step:08d}" for step in expected]
     checkpointer = checkpointer_of(learner, tmp_path, keep=1)
-    assert checkpointer.names() == chain
+    assert checkpoints_in(str(tmp_path)) == chain
     assert checkpointer.restore() is not None
     checkpointer.save_best(9, Position(), 1.0)
     for step in (12, 15):  # The second is complete.
         train(learner, step - STEPS, step)
         checkpointer.save(step, Position(), {})
     checkpointer.wait()
-    assert checkpointer.names() == ["best-00000009", *chain, "step-00000015"]
+    assert checkpoints_in(str(tmp_path)) == ["best-00000009", *chain, "step-00000015"]
     best = make()
     assert checkpointer_of(best, tmp_path).restore_model("best-00000009").step == 9
     assert_same(values_of(best), expected[9])
@@ -185,7 +186,11 @@ def test_checkpoints_that_others_need_stay(make: Callable[..., Learner], tmp_pat
     train(learner, 15, 18)
     checkpointer.save(18, Position(), {})
     checkpointer.wait()
-    assert checkpointer.names() == ["best-00000015", "step-00000015", "step-00000018"]
+    assert checkpoints_in(str(tmp_path)) == [
+        "best-00000015",
+        "step-00000015",
+        "step-00000018",
+    ]
 
 
 @pytest.mark.slow
@@ -350,7 +355,7 @@ def test_an_evaluation_that_is_not_the_best_writes_no_tables(
     checkpointer.save_best(6, Position(), 0.5)
     checkpointer.wait()
     assert not calls
-    assert checkpointer.names() == ["best-00000003"]
+    assert checkpoints_in(str(tmp_path)) == ["best-00000003"]
 
 
 @pytest.mark.slow
@@ -448,7 +453,7 @@ def test_saves_in_any_order_restore_exactly(
             else:
                 score += chance.choice([1.0, -0.5])
                 checkpointer.save_best(step, Position(), score)
-        if chance.random() < 0.2 and checkpointer.names():
+        if chance.random() < 0.2 and checkpoints_in(str(tmp_path)):
             if chance.random() < 0.5:
                 checkpointer.save_for_restart(step, Position(), {})
             checkpointer.wait()
@@ -462,8 +467,8 @@ def test_saves_in_any_order_restore_exactly(
                 learner = make()
                 checkpointer = checkpointer_of(learner, tmp_path, keep=2)
     checkpointer.wait()
-    assert checkpointer.names()
+    assert checkpoints_in(str(tmp_path))
     other = make()
-    for name in checkpointer.names():
+    for name in checkpoints_in(str(tmp_path)):
         found = checkpointer_of(other, tmp_path).restore_model(name)
         assert_same(values_of(other), expected[found.step])

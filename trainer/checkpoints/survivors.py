@@ -45,8 +45,8 @@ def save_last_complete_step(
 ) -> None:
     """Returns when a checkpoint has the last complete step of this process, or cannot have it.
 
-    Called in the main thread after an error. Logs what it does, and its own errors: the error
-    before matters more. `cluster` is None if this task is the only one.
+    Called in the main thread after an error. Its own errors are only logged: the first error
+    matters more. `cluster` is None if this task is the only one.
     """
     what = "The last complete step"
     try:
