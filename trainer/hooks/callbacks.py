@@ -3,9 +3,9 @@
     callbacks = build_callbacks(recipe)                      # checked, in every task
     hook = Callbacks(executor, learner, callbacks, ..., evaluate=evaluate)
 
-Only the chief calls them. After each call all tasks that run the loop agree on two results: whether
-training stops (`self.model.stop_training`), and the learning rate. An epoch is the training
-examples / batch_size, in steps, rounded up. docs/keras.md says which callbacks work.
+Only the chief calls them. After each call every task that runs the loop gets two results from the
+chief: the request to stop (`self.model.stop_training`), and the learning rate. An epoch has
+(training examples / batch_size) steps, rounded up. docs/keras.md says which callbacks work.
 """
 
 import logging
@@ -99,7 +99,7 @@ def _overrides(callback: Callback, method: str) -> bool:
 
 
 def _needs_each_batch(callback: Callback) -> bool:
-    """Returns True if calls after several steps at once would be too few."""
+    """Returns True if `callback` must be called after every step, not after several at once."""
     if isinstance(callback, keras.callbacks.TerminateOnNaN):  # A loss that is NaN ends every run.
         return False
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
