@@ -115,7 +115,7 @@ def goodput(model_dir: str) -> list[TaskTime]:
 
 
 def total(tasks: Sequence[TaskTime]) -> dict[str, float]:
-    """The seconds of all tasks together."""
+    """Returns the sums over all tasks, by cause."""
     return {cause: sum(task.seconds[cause] for task in tasks) for cause in CAUSES}
 
 
