@@ -17,6 +17,7 @@ import tensorflow as tf
 from data.tfrecord.split import Split
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
+from tests.damage import flip_bit
 from tests.unit.replicas import replicas
 from tests.unit.toy import (
     BATCH,
@@ -25,7 +26,6 @@ from tests.unit.toy import (
     assert_restores,
     assert_same_state,
     file_size_limit,
-    write_split,
 )
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.marks import signed
@@ -36,11 +36,6 @@ from trainer.guards.fingerprint import check_keras_settings
 from trainer.learner import Learner
 from trainer.run_files import checkpoints_in
 from trainer.step.losses import sparse_categorical_crossentropy
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
 
 
 def rebuild(
@@ -195,9 +190,7 @@ def garble(path: Path) -> None:
 
 def flip_a_bit(path: Path, name: str = "variables.index") -> None:
     """Damages parts too that TensorFlow does not check."""
-    content = bytearray((path / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (path / name).write_bytes(content)
+    flip_bit(path / name, (path / name).stat().st_size // 2)
 
 
 def raise_a_number_of_the_mark(path: Path) -> None:
@@ -459,10 +452,8 @@ class Gate:
 
 
 def test_training_continues_while_variables_are_written_without_changing_the_files(
-    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     states = {}
     for step in (2, 4):  # The first copy, and one over it.
         gate = Gate(monkeypatch)
@@ -551,10 +542,8 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_the_new_one_counts(
 
 
 def test_checkpoint_written_while_another_step_is_restored_is_finished_first(
-    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     gate = Gate(monkeypatch)
     toy.executor.run(3)
     toy.checkpointer.save(3, toy.executor.position, {})

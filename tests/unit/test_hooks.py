@@ -19,7 +19,7 @@ from tensorflow.python.eager import context  # noqa: TID251
 
 from data.tfrecord.split import Split
 from strategies.metrics import Metrics
-from tests.unit.toy import NUM_EXAMPLES, Toy, file_size_limit, write_split
+from tests.unit.toy import NUM_EXAMPLES, Toy, file_size_limit
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.hooks.base import Hook, PeriodicHook
 from trainer.hooks.console import Console
@@ -34,11 +34,6 @@ from trainer.loop import train
 from trainer.run_files import RunFiles
 from trainer.step.loss_scale import LossScale
 from trainer.step.options import EarlyStoppingConfig, LossScaleConfig
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
 
 
 class Recorded(Writer):
@@ -77,10 +72,8 @@ class Pause(PeriodicHook):
 
 
 def test_report_is_of_the_steps_since_the_last_one_and_its_rate_is_of_steps_alone(
-    split: Split, tmp_path: Path
+    toy: Toy,
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     recorded = Recorded()
     # Each call of `run` takes a second a step, and 90 s more to compile the first.
     clock = SteppingClock(toy)
@@ -133,10 +126,8 @@ def test_evaluation_counts_each_example_once_and_keeps_the_best(
     ("step", "reported", "evaluated"), [(10, [], [10]), (10, [10], []), (12, [], []), (0, [], [])]
 )
 def test_evaluation_that_a_former_process_did_not_report_is_made_up_for_and_counts_once(
-    split: Split, tmp_path: Path, step: int, reported: list[int], evaluated: list[int]
+    toy: Toy, step: int, reported: list[int], evaluated: list[int]
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     toy.executor.run(step)
     recorded = Recorded()
     history = [{"split": "eval", "step": at, "loss": 0.0} for at in reported]
@@ -151,11 +142,7 @@ def test_evaluation_that_a_former_process_did_not_report_is_made_up_for_and_coun
     assert not stop.done
 
 
-def test_interrupted_run_is_saved_at_its_step_and_not_exported(
-    split: Split, tmp_path: Path
-) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_interrupted_run_is_saved_at_its_step_and_not_exported(toy: Toy, tmp_path: Path) -> None:
     toy.executor.run(3)
     toy.executor.request_stop()
     last = run(toy, [toy.save(50), toy.export(tmp_path)], 100)
@@ -169,10 +156,8 @@ def traced_functions() -> set[str]:
     return {n for n in context.context().list_function_names() if n.startswith("__inference_")}
 
 
-def test_first_save_makes_no_graph(split: Split, tmp_path: Path) -> None:
+def test_first_save_makes_no_graph(toy: Toy) -> None:
     """Under ps, TensorFlow would send it to all tasks, and wait for one that is silent."""
-    toy = Toy(split, tmp_path)
-    toy.start()
     save = toy.save(4)
     save.begin(0)
     toy.executor.run(4)
@@ -183,9 +168,7 @@ def test_first_save_makes_no_graph(split: Split, tmp_path: Path) -> None:
     assert traced_functions() <= before
 
 
-def test_non_finite_loss_is_an_error_that_names_the_steps(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_non_finite_loss_is_an_error_that_names_the_steps(toy: Toy) -> None:
     save = toy.save(4)
     run(toy, [StopOnNonFinite(), save], 4)
     toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.nan))
@@ -287,10 +270,8 @@ def test_tensorboard_writes_to_a_new_file_after_its_files_were_deleted(tmp_path:
 
 
 def test_damaged_variables_are_not_saved_though_the_loss_was_finite(
-    split: Split, tmp_path: Path
+    toy: Toy, tmp_path: Path
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     metrics = toy.executor.run(4)
     assert math.isfinite(metrics["loss"][0])
     toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.inf))
@@ -302,9 +283,7 @@ def test_damaged_variables_are_not_saved_though_the_loss_was_finite(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_evaluation_loss_of_nan_ends_the_run(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_evaluation_loss_of_nan_ends_the_run(toy: Toy) -> None:
     toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.nan))
     recorded = Recorded()
     evaluate = toy.evaluate([recorded], every_steps=4, checkpointer=toy.checkpointer)
@@ -314,10 +293,8 @@ def test_evaluation_loss_of_nan_ends_the_run(split: Split, tmp_path: Path) -> No
 
 
 def test_last_save_that_fails_is_tried_once_more_and_is_waited_for(
-    split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     save = toy.save(3, 6)
     run(toy, [save], 3)
     with file_size_limit(500):
@@ -330,9 +307,7 @@ def test_last_save_that_fails_is_tried_once_more_and_is_waited_for(
     assert toy.checkpointer.has_saved(6)
 
 
-def test_task_that_does_not_save_also_checks_its_variables(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_task_that_does_not_save_also_checks_its_variables(toy: Toy, tmp_path: Path) -> None:
     save = SaveCheckpoint(toy.executor, toy.learner, None, every_steps=3, last_step=6)
     assert run(toy, [save], 4) == 4
     toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.inf))
@@ -422,10 +397,8 @@ def test_worker_without_steps_is_reported_too(tmp_path: Path) -> None:
 
 
 def test_export_that_does_not_fit_on_the_disk_sets_failure_without_an_error(
-    split: Split, tmp_path: Path
+    toy: Toy, tmp_path: Path
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     export = toy.export(tmp_path, 2)
     with file_size_limit(500):
         assert run(toy, [export], 2) == 2
@@ -458,8 +431,7 @@ def early_stopping_run(
     json_lines = JsonLines(f"{model_dir}/metrics.jsonl")
     evaluate = toy.evaluate([recorded, json_lines], every_steps=5, history=json_lines.read)
     stop = EarlyStop(evaluate, EarlyStoppingConfig(patience=3, min_delta=1e-3))
-    export = toy.export(model_dir)
-    stop.to_end.append(export)
+    export = toy.export(model_dir, stop=stop)
     run(toy, [json_lines, evaluate, stop, toy.save(0), export], steps)
     return toy, recorded.reports, stop
 

@@ -232,8 +232,8 @@ def test_average_follows_the_weights_and_is_evaluated_and_exported(
         lambda: keras.models.clone_model(learner.model),
         str(tmp_path),
         path="mine.py",
-        last_step=4,
-    ).act(4)
+        is_complete=lambda: True,
+    ).end(4)
     exported = keras.models.load_model(tmp_path / "model.keras")
     assert_close(exported.get_weights(), expected)
     assert_close(weights(learner), raw)

@@ -16,7 +16,8 @@ from data.tfrecord.split import Split
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
-from tests.unit.toy import BATCH, Toy, assert_same_state, write_split
+from tests.damage import flip_bit
+from tests.unit.toy import BATCH, Toy, assert_same_state
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
@@ -25,11 +26,6 @@ from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.report import Report
 from trainer.hooks.writers import Writer
 from trainer.resume import restore_together, train_recovering
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
 
 
 class Poisoned(MirroredExecutor):
@@ -253,20 +249,13 @@ def restored_by_two(
 def two_views(split: Split, tmp_path: Path, steps: list[int]) -> tuple[Path, Path]:
     """A run that saved at `steps`, as two tasks see it."""
     toy = Toy(split, tmp_path / "chief", keep=9)
-    toy.start()
-    for step in steps:
-        toy.executor.run(step - toy.step)
-        toy.checkpointer.save(step, toy.executor.position, {})
-    toy.checkpointer.wait()
+    toy.train_and_save(*steps)
     shutil.copytree(tmp_path / "chief", tmp_path / "other")
     return tmp_path / "chief", tmp_path / "other"
 
 
 def damage(directory: Path, step: int) -> None:
-    data = directory / f"checkpoints/step-{step:08d}/variables.data-00000-of-00001"
-    content = bytearray(data.read_bytes())
-    content[7] ^= 1
-    data.write_bytes(content)
+    flip_bit(directory / f"checkpoints/step-{step:08d}/variables.data-00000-of-00001", 7)
 
 
 @pytest.mark.parametrize("damaged", [0, 1], ids=["by the chief", "by another"])

@@ -10,25 +10,16 @@ from data.system import files, object_store
 from data.system.object_store import UnavailableError
 from data.tfrecord.split import Split
 from tests.s3 import link, needs_s3, url
-from tests.unit.toy import Toy, assert_restores, write_split
+from tests.unit.toy import Toy, assert_restores
 from trainer.preflight import check_model_dir
 
 __all__ = ["link", "url"]  # Fixtures.
 pytestmark = [pytest.mark.quick, needs_s3]
 
 
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
-
-
 def saved_at(split: Split, url: str, steps: list[int]) -> Toy:
     toy = Toy(split, url)
-    toy.start()
-    for step in steps:
-        toy.executor.run(step - toy.step)
-        toy.checkpointer.save(step, toy.executor.position, {})
-    toy.checkpointer.wait()
+    toy.train_and_save(*steps)
     return toy
 
 

@@ -15,7 +15,7 @@ from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Reached
-from tests.unit.toy import Toy, assert_restores, file_size_limit, write_split
+from tests.unit.toy import Toy, assert_restores, file_size_limit
 from trainer.checkpoints import survivors
 from trainer.checkpoints.survivors import save_last_complete_step
 
@@ -26,11 +26,6 @@ class Lost(MirroredExecutor):
     @override
     def return_to_complete_step(self) -> Reached | None:
         return None
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
 
 
 def port_of(cluster: Cluster, index: int) -> int:
@@ -113,25 +108,31 @@ def test_unfinished_checkpoint_of_a_dead_chief_is_replaced(
     assert Toy(split, tmp_path).restore().step == 4
 
 
+def assert_waits_for(writer: Toy, toy: Toy, cluster: Cluster, secs: float) -> None:
+    """`toy` waits `secs` until `writer` has saved step 4, and does not save it, too."""
+    directory = Path(toy.model_dir, "checkpoints")
+    mark = directory / "step-00000004/checkpoint.json"
+    waiting = threading.Thread(target=save, args=(toy, cluster))
+    waiting.start()
+    waiting.join(timeout=secs)
+    assert waiting.is_alive(), "it did not wait"
+    assert not mark.exists()
+    writer.checkpointer.save(4, writer.executor.position, {})
+    writer.checkpointer.wait()
+    written = mark.stat().st_ino
+    waiting.join(timeout=30)
+    assert not waiting.is_alive()
+    assert mark.stat().st_ino == written, "it wrote the step, too"
+
+
 @pytest.mark.slow
 def test_worker_waits_for_the_writer_of_its_step(
     split: Split, tmp_path: Path, cluster: Cluster
 ) -> None:
     toy, writer = trained(split, tmp_path, 4), trained(split, tmp_path, 4)
     lock = lock_of(toy, 4, "worker 2")
-    mark = tmp_path / "checkpoints/step-00000004/checkpoint.json"
     with held(port_of(cluster, 2)):  # The writer lives.
-        waiting = threading.Thread(target=save, args=(toy, cluster))
-        waiting.start()
-        waiting.join(timeout=1.0)
-        assert waiting.is_alive(), "it did not wait"
-        assert not mark.exists()
-        writer.checkpointer.save(4, writer.executor.position, {})
-        writer.checkpointer.wait()
-        written = mark.stat().st_ino
-        waiting.join(timeout=30)
-        assert not waiting.is_alive()
-    assert mark.stat().st_ino == written, "it wrote the step, too"
+        assert_waits_for(writer, toy, cluster, 1.0)
     assert lock.exists()
 
 
@@ -150,19 +151,8 @@ def test_chief_that_is_left_writes_first(
 ) -> None:
     monkeypatch.setattr(survivors, "_CHIEF_SECS", 2.0)
     toy, chief = trained(split, tmp_path, 4), trained(split, tmp_path, 4)
-    mark = tmp_path / "checkpoints/step-00000004/checkpoint.json"
     with held(port_of(cluster, 0)):
-        waiting = threading.Thread(target=save, args=(toy, cluster))
-        waiting.start()
-        waiting.join(timeout=0.5)
-        assert waiting.is_alive()
-        assert not (tmp_path / "checkpoints").exists(), "it did not wait"
-        chief.checkpointer.save(4, chief.executor.position, {})
-        chief.checkpointer.wait()
-        written = mark.stat().st_ino
-        waiting.join(timeout=30)
-        assert not waiting.is_alive()
-        assert mark.stat().st_ino == written, "it wrote the step, too"
+        assert_waits_for(chief, toy, cluster, 0.5)
         # A chief that does nothing does not hold the others back for long.
         toy.executor.run(1)
         save(toy, cluster)

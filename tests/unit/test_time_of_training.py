@@ -9,15 +9,10 @@ import tensorflow as tf
 from data.batch_feeds import open_feed
 from data.tfrecord.split import Split
 from strategies.metrics import Metrics
-from tests.unit.toy import BATCH, Toy, make_reader, write_split
+from tests.unit.toy import BATCH, Toy, make_reader
 from trainer.hooks.base import Hook
 from trainer.loop import train
 from trainer.run_record.recorder import Recorder
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.mark.parametrize("prefetch_batches", [0, 2])

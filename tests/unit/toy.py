@@ -19,6 +19,7 @@ from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.marks import Saved
+from trainer.hooks.base import Hook
 from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.export import Export
 from trainer.hooks.save import SaveCheckpoint
@@ -126,16 +127,29 @@ class Toy:
         parts = self.executor, self.learner, self.checkpointer
         return SaveCheckpoint(*parts, every_steps=every_steps, last_step=last_step)
 
-    def export(self, directory: Path, last_step: int = 100) -> Export:
-        """The hook that exports this run's own model."""
-        model, path = self.learner.model, f"{directory}/export"
-        return Export(self.learner, lambda: model, path, path="mine.py", last_step=last_step)
+    def export(self, directory: Path, last_step: int = 100, stop: Hook | None = None) -> Export:
+        """The hook that exports this run's own model after `last_step`, or after `stop`."""
+        return Export(
+            self.learner,
+            lambda: self.learner.model,
+            f"{directory}/export",
+            path="mine.py",
+            is_complete=lambda: self.step >= last_step or bool(stop and stop.done),
+        )
 
     def restore(self, at_most: int | None = None) -> Saved:
         """Restores the newest checkpoint, which must be there."""
         saved = self.checkpointer.restore(at_most)
         assert saved is not None
         return saved
+
+    def train_and_save(self, *steps: int) -> None:
+        """Trains from the start, and saves at `steps`."""
+        self.start()
+        for step in steps:
+            self.executor.run(step - self.step)
+            self.checkpointer.save(step, self.executor.position, {})
+        self.checkpointer.wait()
 
     @property
     def step(self) -> int:

@@ -93,15 +93,12 @@ def chief_hooks(
     )
     lossy_tensorboard = Lossy(tensorboard, appended.tensorboard)
     hooks: list[Hook] = []
-    step = parts.learner.step
-    trackers = build_trackers(
-        recipe,
-        parts.model_dir,
-        config_document,
-        is_complete=lambda: (
-            int(step.numpy()) >= config.train_steps or any(hook.done for hook in hooks)
-        ),
-    )
+
+    def is_complete() -> bool:
+        step = int(parts.learner.step.numpy())
+        return step >= config.train_steps or any(hook.done for hook in hooks)
+
+    trackers = build_trackers(recipe, parts.model_dir, config_document, is_complete=is_complete)
     writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]
     hooks += [
         StopOnNonFinite(parts.learner.loss_scale),
@@ -151,13 +148,10 @@ def chief_hooks(
             lambda: build_model(recipe, specs, is_trained=False),
             files.export,
             path=recipe.path,
+            is_complete=is_complete,
             input_specs=specs,
-            last_step=config.train_steps,
             stopwatch=parts.executor.stopwatch,
         )
-        for hook in hooks:
-            if isinstance(hook, (EarlyStop, Callbacks)):
-                hook.to_end.append(export)
         hooks.append(export)
     return [*hooks, *trackers]  # Last: their end comes after the last reports.
 

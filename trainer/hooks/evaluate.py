@@ -101,8 +101,6 @@ class EarlyStop(Hook):
 
     evaluate: Evaluate  # The hook that comes before this one.
     options: EarlyStoppingConfig
-    # Hooks for which training is complete when it stops early.
-    to_end: list[PeriodicHook] = field(default_factory=list, init=False)
     _best_score: float = field(default=-math.inf, init=False)
     _num_without_improvement: int = field(default=0, init=False)
 
@@ -128,8 +126,6 @@ class EarlyStop(Hook):
         is_over = self._num_without_improvement >= patience
         if self.evaluate.executor.gathered(int(is_over))[0]:
             self.done = f"no better {metric} in {patience} evaluations: stopped early"
-            for hook in self.to_end:
-                hook.last_step = step
 
     def _count(self, value: float | None) -> None:
         # JSON has no NaN, so it is None there. NaN is no improvement.

@@ -1,7 +1,4 @@
-"""StopIfReplaced: ends a chief whose group of hosts another group has replaced.
-
-hooks = [StopIfReplaced(model_dir, generation), ...]       # in the chief of an elastic cluster
-"""
+"""StopIfReplaced: ends the chief of an elastic cluster if another group of hosts took over."""
 
 import contextlib
 from dataclasses import dataclass

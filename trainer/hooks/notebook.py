@@ -1,7 +1,4 @@
-"""A progress bar below the cell of a notebook, in place of the terminal's.
-
-hooks = [..., *notebook_bars(config.train_steps, executor.pace), ...]
-"""
+"""A progress bar below the cell of a notebook, in place of the terminal's."""
 
 import sys
 from typing import Any

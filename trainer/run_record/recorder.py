@@ -118,7 +118,7 @@ class Recorder(Hook):
                 self._kept_at = age
 
     def _find_offset(self) -> int:
-        """The place of the next line: behind those of former processes, and of this one so far."""
+        """Returns the offset of the next line: after all lines of this and former processes."""
         size = self._path.stat().st_size if self._path.exists() else 0
         if self._offset is None or self._offset > size:  # The file may have been deleted.
             return -(-size // LINE_BYTES) * LINE_BYTES
