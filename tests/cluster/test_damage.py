@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.runs import ROOT, TIMEOUT_SECS, TOPOLOGIES, Process, Run, assert_one_error, train
+from tests.damage import flip_bit
 
 CONFIG = "--config=tests/cluster/configs/linear.py"
 SKIP = "--config.data.on_corrupt=skip"
@@ -18,9 +19,7 @@ def damaged_copy(digits: Path, tmp_path: Path) -> Path:
     data = tmp_path / "data"
     shutil.copytree(digits, data)
     (shard,) = data.glob("*-train.tfrecord*")
-    content = bytearray(shard.read_bytes())
-    content[20] ^= 1
-    shard.write_bytes(content)
+    flip_bit(shard, 20)
     (shard,) = data.glob("*-test.tfrecord*")
     shard.write_bytes(shard.read_bytes()[:-5])
     return data
@@ -50,9 +49,7 @@ def test_skipped_records_are_counted_in_everything_that_a_run_leaves(
     more = train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags, SKIP, "--train_steps=80")
     assert more.result["step"] == 80
     (shard,) = data.glob("*-train.tfrecord*")
-    content = bytearray(shard.read_bytes())
-    content[-20] ^= 1
-    shard.write_bytes(content)
+    flip_bit(shard, -20)
     arguments = (*flags, SKIP, "--train_steps=90", f"--model_dir={tmp_path / 'run'}")
     with Process(arguments, tmp_path / "run") as process:
         assert_one_error(process.wait(), "train data")
@@ -64,9 +61,7 @@ def test_corrupt_record_is_named_before_the_first_step_if_records_are_cached(
     data = tmp_path / "data"
     shutil.copytree(digits, data)
     (shard,) = data.glob("*-train.tfrecord*")
-    content = bytearray(shard.read_bytes())
-    content[-20] ^= 1  # In the last batch of the epoch.
-    shard.write_bytes(content)
+    flip_bit(shard, -20)  # In the last batch of the epoch.
     cached = ("--config.data.cache_bytes=100000000", "--config.data.shuffle=False")
     flags = (CONFIG, f"--data_dir={data}", *cached, f"--model_dir={tmp_path / 'run'}")
     with Process(flags, tmp_path / "run") as process:
@@ -167,9 +162,7 @@ def test_tools_name_a_corrupt_record_of_the_split_that_they_evaluate(
     data, model_dir = tmp_path / "data", tmp_path / "run"
     shutil.copytree(digits, data)
     (shard,) = data.glob("*-test.tfrecord*")
-    content = bytearray(shard.read_bytes())
-    content[-20] ^= 1  # Not in the first batch.
-    shard.write_bytes(content)
+    flip_bit(shard, -20)  # Not in the first batch.
     shutil.copytree(exported.model_dir, model_dir)
     config = model_dir / "config.json"
     config.write_text(config.read_text().replace(str(digits), str(data)))

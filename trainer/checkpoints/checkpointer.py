@@ -137,7 +137,7 @@ class Checkpointer:
 
     @property
     def run_identity(self) -> str:
-        """The same in each process of this run; another one in other runs."""
+        """A hash that is equal in all processes of this run, and different in other runs."""
         values = {"directory": files.absolute(self.directory), **self._identity.values}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
