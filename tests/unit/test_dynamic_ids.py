@@ -17,6 +17,7 @@ from strategies.position import Position
 from strategies.ps.placement import dry_run, place
 from strategies.tables import split_into
 from tests.unit.replicas import replicas, steps_on, updater
+from tests.unit.test_embeddings import reference_of, train_reference
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.warm_start import warm_start
 from trainer.embeddings import SGD, Adagrad, ShardedEmbedding
@@ -148,28 +149,14 @@ def test_equals_50_steps_of_a_plain_loop_with_a_table_of_all_rows(
 ) -> None:
     learner = make_learner(optimizer, parts=2)
     layer = learner.model.get_layer("ids")
-    reference = keras.Sequential(
-        [
-            keras.Input((3,), dtype="int64"),
-            keras.layers.Embedding(len(NAMES), WIDTH),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
+    reference = reference_of(len(NAMES))
     rows = initial_rows(tf.constant(NAMES), WIDTH, layer.initializer, tf.float32)
     reference.set_weights([rows.numpy(), *learner.model.get_weights()])
-    table, *dense = reference.trainable_variables
-    of_dense, of_rows = keras.optimizers.SGD(0.1), of_keras()
     train(learner, batches=ALL_BATCHES)
     order = np.argsort(NAMES)
-    for ids, labels in ALL_BATCHES:
-        places = order[np.searchsorted(NAMES[order], ids)]
-        with tf.GradientTape() as tape:
-            losses = sparse_categorical_crossentropy(labels, reference(places))
-            loss = tf.reduce_mean(losses)
-        of_table, *others = tape.gradient(loss, [v.value for v in (table, *dense)])
-        of_rows.apply([tf.convert_to_tensor(of_table)], [table])
-        of_dense.apply(others, dense)
+    places = [(order[np.searchsorted(NAMES[order], ids)], labels) for ids, labels in ALL_BATCHES]
+    train_reference(reference, of_keras(), places)
+    table = reference.trainable_variables[0]
     found = values_of(learner)
     np.testing.assert_array_equal(found["ids"], NAMES[order])
     np.testing.assert_allclose(found["rows"], table.numpy()[order], atol=1e-5)

@@ -79,6 +79,32 @@ def table_of(learner: Learner) -> npt.NDArray[Any]:
     return np.asarray(learner.model.get_layer("ids").table.numpy())
 
 
+def reference_of(num_rows: int) -> keras.Model:
+    """The same model with an embedding of Keras."""
+    return keras.Sequential(
+        [
+            keras.Input((3,), dtype="int64"),
+            keras.layers.Embedding(num_rows, WIDTH),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def train_reference(
+    model: keras.Model, of_rows: keras.Optimizer, batches: Sequence[tuple[Any, Any]]
+) -> None:
+    """A plain loop: `of_rows` updates the table, SGD the other variables."""
+    table, *dense = model.trainable_variables
+    of_dense = keras.optimizers.SGD(0.1)
+    for ids, labels in batches:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(sparse_categorical_crossentropy(labels, model(ids)))
+        of_table, *others = tape.gradient(loss, [v.value for v in (table, *dense)])
+        of_rows.apply([tf.convert_to_tensor(of_table)], [table])
+        of_dense.apply(others, dense)
+
+
 def test_initial_rows_do_not_depend_on_the_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.embeddings.layer._BLOCK_ROWS", 4)
     one = table_of(make_learner())
@@ -145,25 +171,10 @@ def test_equals_50_steps_of_a_plain_loop_with_an_embedding_of_keras(
     # Keras' dense FTRL sets rows to 0 that were never used, unless they are 0.
     initializer = "zeros" if isinstance(optimizer, FTRL) else UNIFORM
     learner = make_learner(optimizer, parts=2, initializer=initializer)
-    reference = keras.Sequential(
-        [
-            keras.Input((3,), dtype="int64"),
-            keras.layers.Embedding(ROWS, WIDTH),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
+    reference = reference_of(ROWS)
     reference.set_weights(learner.weights())
-    table, *dense = reference.trainable_variables
-    of_dense, of_rows = keras.optimizers.SGD(0.1), of_keras()
     train(learner, batches=ALL_BATCHES)
-    for ids, labels in ALL_BATCHES:
-        with tf.GradientTape() as tape:
-            losses = sparse_categorical_crossentropy(labels, reference(ids))
-            loss = tf.reduce_mean(losses)
-        of_table, *others = tape.gradient(loss, [v.value for v in (table, *dense)])
-        of_rows.apply([tf.convert_to_tensor(of_table)], [table])
-        of_dense.apply(others, dense)
+    train_reference(reference, of_keras(), ALL_BATCHES)
     for left, right in zip(weights_of(learner), reference.get_weights(), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-5)
 

@@ -24,13 +24,13 @@ PENALTY = 0.3
 
 
 def make_learner(
-    strategy: Any,
+    num_replicas: int,
     optimizer: Callable[[], keras.Optimizer],
     *,
     regularised: bool = False,
     options: Options | None = None,
 ) -> Learner:
-    with strategy.scope():
+    with replicas(num_replicas).scope():
         keras.utils.set_random_seed(1)
         regulariser = keras.regularizers.L2(PENALTY) if regularised else None
         model = keras.Sequential(
@@ -69,8 +69,12 @@ def gradients_of(model: keras.Model, batch: Any) -> list[Any]:
     return gradients
 
 
-def summed_gradients(learner: Learner, strategy: Any, batch: Any) -> list[np.ndarray]:
-    gradients, _ = tf.function(lambda b: strategy.run(learner.gradients, args=(b,)))(batch)
+def summed_gradients(
+    learner: Learner, num_replicas: int, batch: Any, first: int = 5
+) -> list[np.ndarray]:
+    strategy = replicas(num_replicas)
+    parts = shares(strategy, batch, first)
+    gradients, _ = tf.function(lambda b: strategy.run(learner.gradients, args=(b,)))(parts)
     return [np.sum(strategy.experimental_local_results(g), axis=0) for g in gradients]
 
 
@@ -79,12 +83,10 @@ def summed_gradients(learner: Learner, strategy: Any, batch: Any) -> list[np.nda
 def test_gradients_of_uneven_parts_add_up_to_the_gradient_of_the_batch(
     batch: tuple[np.ndarray, np.ndarray], regularised: bool
 ) -> None:
-    one, two = replicas(1), replicas(2)
-    whole = make_learner(one, sgd, regularised=regularised)
-    shared = make_learner(two, sgd, regularised=regularised)
-
-    expected = summed_gradients(whole, one, shares(one, batch))
-    found = summed_gradients(shared, two, shares(two, batch))
+    expected, found = (
+        summed_gradients(make_learner(num, sgd, regularised=regularised), num, batch)
+        for num in (1, 2)
+    )
 
     assert max(np.abs(g).max() for g in expected) > 0.01
     for left, right in zip(expected, found, strict=True):
@@ -94,15 +96,14 @@ def test_gradients_of_uneven_parts_add_up_to_the_gradient_of_the_batch(
 def test_gradient_is_of_the_mean_loss_plus_the_penalty_once(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    two = replicas(2)
-    learner = make_learner(two, sgd, regularised=True)
+    learner = make_learner(2, sgd, regularised=True)
     kernel = learner.model.trainable_variables[0].value
     inputs, labels = batch
     with tf.GradientTape() as tape:
         losses = sparse_categorical_crossentropy(labels, learner.model(inputs))
         loss = tf.reduce_mean(losses) + PENALTY * tf.reduce_sum(kernel**2)
     expected = tape.gradient(loss, kernel)
-    found = summed_gradients(learner, two, shares(two, batch))[0]
+    found = summed_gradients(learner, 2, batch)[0]
     np.testing.assert_allclose(expected, found, atol=1e-6)
 
 
@@ -117,7 +118,7 @@ def test_steps_of_two_replicas_end_in_the_weights_of_one(
 ) -> None:
     weights = []
     for num in (1, 2):
-        learner = make_learner(replicas(num), optimizer)
+        learner = make_learner(num, optimizer)
         before = [w.copy() for w in learner.model.get_weights()]
         for _ in range(5):
             updater(learner, num)(batch)
@@ -144,7 +145,7 @@ def test_optimizer_apply_of_keras_ends_in_the_same_weights(
     strategy = replicas(1)
     _, decay = optimizer_named(name, 0.01, 0.0)
     options = Options(weight_decay=WeightDecayConfig(rate=decay))
-    learner = make_learner(strategy, lambda: optimizer_named(name, 0.01, 0.0)[0], options=options)
+    learner = make_learner(1, lambda: optimizer_named(name, 0.01, 0.0)[0], options=options)
     reference = keras.models.clone_model(learner.model)
     reference.set_weights(learner.model.get_weights())
     before = [w.copy() for w in learner.model.get_weights()]
@@ -276,7 +277,7 @@ def test_penalty_counts_once_without_a_strategy(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Synchronous ps computes shares one by one, each as the only replica."""
-    learner = make_learner(replicas(1), sgd, regularised=True)
+    learner = make_learner(1, sgd, regularised=True)
     parts = [tuple(part[at] for part in batch) for at in (slice(0, 5), slice(5, None))]
     whole, _ = learner.gradients(batch)
     found = [learner.gradients(part)[0] for part in parts]
@@ -288,13 +289,13 @@ def test_activity_regulariser_is_exact_on_uneven_parts(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     found = []
-    for strategy in (replicas(1), replicas(2)):
-        with strategy.scope():
+    for num in (1, 2):
+        with replicas(num).scope():
             keras.utils.set_random_seed(1)
             layer = keras.layers.Dense(5, activity_regularizer=keras.regularizers.L2(PENALTY))
             model = keras.Sequential([keras.Input((3,)), layer])
             learner = Learner(model, sgd(), sparse_categorical_crossentropy, {}, batch_size=BATCH)
-        found.append(summed_gradients(learner, strategy, shares(strategy, batch, 3)))
+        found.append(summed_gradients(learner, num, batch, 3))
     model(batch[0])
     assert float(model.losses[0]) > 0.01
     for left, right in zip(*found, strict=True):
@@ -315,7 +316,7 @@ def test_loss_or_metric_without_one_value_per_example_is_refused(
 ) -> None:
     strategy = replicas(1)
     crossentropy = sparse_categorical_crossentropy
-    model = make_learner(strategy, sgd).model
+    model = make_learner(1, sgd).model
     with strategy.scope():
         learners = [
             Learner(model, sgd(), loss, {}, batch_size=BATCH),
@@ -326,10 +327,10 @@ def test_loss_or_metric_without_one_value_per_example_is_refused(
             updater(learner)(batch)
 
 
-def half_precision(policy: str, strategy: Any) -> Learner:
+def half_precision(policy: str, num_replicas: int = 1) -> Learner:
     keras.config.set_dtype_policy(policy)
     try:
-        return make_learner(strategy, lambda: keras.optimizers.Adam(0.01), regularised=True)
+        return make_learner(num_replicas, lambda: keras.optimizers.Adam(0.01), regularised=True)
     finally:
         keras.config.set_dtype_policy("float32")
 
@@ -342,7 +343,7 @@ def test_mixed_bfloat16_trains_like_float32_up_to_rounding(
     strategy = replicas(num_replicas)
     losses: list[list[float]] = []
     for policy in ("mixed_bfloat16", "float32"):
-        learner = half_precision(policy, strategy)
+        learner = half_precision(policy, num_replicas)
         assert learner.model.layers[0].compute_dtype == policy.removeprefix("mixed_")
         values = []
         for _ in range(20):
@@ -358,7 +359,7 @@ def test_losses_and_penalties_in_16_bits_are_added_in_float32(
     batch: tuple[np.ndarray, np.ndarray], dtype: Any
 ) -> None:
     strategy = replicas(1)
-    model = make_learner(strategy, sgd, regularised=True).model
+    model = make_learner(1, sgd, regularised=True).model
 
     def loss(labels: Any, outputs: Any) -> Any:
         return tf.cast(1024 + 0 * outputs[:, 0], dtype)
@@ -373,17 +374,17 @@ def test_losses_and_penalties_in_16_bits_are_added_in_float32(
 
 
 def test_loss_is_scaled_if_any_nested_layer_is_float16() -> None:
-    assert half_precision("mixed_float16", replicas(1)).loss_scale is not None
+    assert half_precision("mixed_float16").loss_scale is not None
     inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, dtype="mixed_float16")])
     model = keras.Sequential([keras.Input((3,)), inner])
     learner = Learner(model, sgd(), sparse_categorical_crossentropy, {}, batch_size=BATCH)
     assert learner.loss_scale is not None
-    assert half_precision("mixed_bfloat16", replicas(1)).loss_scale is None
+    assert half_precision("mixed_bfloat16").loss_scale is None
 
 
 def test_gradients_change_no_trainable_variable(batch: tuple[np.ndarray, np.ndarray]) -> None:
     strategy = replicas(1)
-    learner = make_learner(strategy, sgd)
+    learner = make_learner(1, sgd)
     before = [w.copy() for w in learner.model.get_weights()]
     strategy.run(learner.gradients, args=(shares(strategy, batch),))
     assert int(learner.step.numpy()) == 0
@@ -394,7 +395,7 @@ def test_gradients_change_no_trainable_variable(batch: tuple[np.ndarray, np.ndar
 def test_graph_of_unknown_batch_size_measures_all_examples(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    learner = make_learner(replicas(1), sgd)
+    learner = make_learner(1, sgd)
     specs = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.int64))
     measured = tf.function(lambda *batch: learner.gradients(batch)[1], input_signature=specs)
     for size in (BATCH, 7):
@@ -409,7 +410,7 @@ def test_graph_of_unknown_batch_size_measures_all_examples(
 def test_value_of_only_some_examples_is_refused_if_shapes_are_unknown(
     wrong: str, batch: tuple[np.ndarray, np.ndarray]
 ) -> None:
-    learner = make_learner(replicas(1), sgd)
+    learner = make_learner(1, sgd)
     objective: Any = learner.objective
     right = objective._loss if wrong == "loss" else objective.functions[wrong]
 
@@ -459,7 +460,7 @@ def test_losses_added_by_a_layer_may_have_one_value_per_example(
 def test_learning_rate_follows_its_schedule(batch: tuple[np.ndarray, np.ndarray]) -> None:
     strategy = replicas(1)
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.5, 0.25])
-    learner = make_learner(strategy, lambda: keras.optimizers.SGD(schedule))
+    learner = make_learner(1, lambda: keras.optimizers.SGD(schedule))
     rates = []
     for _ in range(3):
         rates.append(learner.learning_rate)
@@ -470,7 +471,7 @@ def test_learning_rate_follows_its_schedule(batch: tuple[np.ndarray, np.ndarray]
 def test_examples_of_weight_zero_do_not_count_even_if_they_are_nan(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    learner = make_learner(replicas(1), sgd)
+    learner = make_learner(1, sgd)
     inputs, labels = batch
     weights = np.array([1] * 7 + [0] * 5, np.float32)
     exact = learner.evaluate((inputs[:7], labels[:7], weights[:7])).numpy()

@@ -171,7 +171,7 @@ class DynamicTable(Table):
             self._evict_in_graph(tf.constant(first, tf.int64))
 
     def _first_within(self, max_rows: int, first: int) -> int:
-        """The lowest step such that at most `max_rows` ids with rows have it, or a later one."""
+        """Returns the lowest step since which at most `max_rows` ids with rows were used."""
         found, numbers = map(value_of, self._last_steps_in_graph())
         steps, places = np.unique(found, return_inverse=True)
         of_steps = np.zeros(len(steps), np.int64)

@@ -43,13 +43,13 @@ class TableOptimizer:
             multiplies both.
     """
 
-    learning_rate: float | None = dataclasses.field(default=None, metadata={"bound": ABOVE_0})
+    learning_rate: float | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError if a setting is not a number, or out of range."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            needed, is_valid = field.metadata["bound"]
+            needed, is_valid = field.metadata.get("bound", ABOVE_0)
             is_default = value is None and field.default is None
             if not is_default and not (isinstance(value, int | float) and is_valid(value)):
                 raise ConfigError(
@@ -84,7 +84,7 @@ class Adagrad(TableOptimizer):
     """
 
     initial_accumulator: float = number(0.1, AT_LEAST_0)
-    epsilon: float = number(1e-7, ABOVE_0)
+    epsilon: float = 1e-7
 
     @property
     @override
@@ -114,7 +114,7 @@ class RowWiseAdagrad(TableOptimizer):
     """
 
     initial_accumulator: float = number(0.1, AT_LEAST_0)
-    epsilon: float = number(1e-7, ABOVE_0)
+    epsilon: float = 1e-7
 
     @property
     @override
@@ -146,7 +146,7 @@ class FTRL(TableOptimizer):
     """
 
     initial_accumulator: float = number(0.1, AT_LEAST_0)
-    learning_rate_power: float = number(0.5, ABOVE_0)
+    learning_rate_power: float = 0.5
     l1: float = number(0.0, AT_LEAST_0)
     l2: float = number(0.0, AT_LEAST_0)
 
@@ -183,7 +183,7 @@ class LazyAdam(TableOptimizer):
 
     beta_1: float = number(0.9, BELOW_1)
     beta_2: float = number(0.999, BELOW_1)
-    epsilon: float = number(1e-7, ABOVE_0)
+    epsilon: float = 1e-7
 
     @property
     @override

@@ -183,10 +183,10 @@ def saved_arrays(model: keras.Model) -> list[keras.Variable | Rows]:
 
 
 def set_values(model: keras.Model, learner: "Learner") -> None:
-    """Gives a model that is not trained any more the values with which `learner` evaluates.
+    """Copies the values with which `learner` evaluates to `model`, which will not be trained.
 
-    Variables are matched by their paths: `model` may have fewer, if it is built for predictions. Or
-    by their order, if a config file numbers its layers itself, but makes the same variables.
+    Variables are matched by their paths: `model` may have fewer, if it is built for predictions.
+    If paths differ, because a config file numbers its layers itself, they are matched by order.
 
     Raises ConfigError if `model` has another variable.
     """

@@ -1,8 +1,4 @@
-"""Advice on a model and a loss that do not fit each other, although training runs.
-
-for line in advice(model, recipe.loss, loss, recipe.path):
-    print("note:", line)
-"""
+"""Advice on a model and a loss that do not fit each other, although training runs."""
 
 from typing import TYPE_CHECKING
 

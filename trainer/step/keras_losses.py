@@ -84,7 +84,7 @@ class KerasLoss:
     def __init__(
         self, loss: LossSpec, factors: Mapping[str, float] | Sequence[float] | None = None
     ) -> None:
-        """`loss` is a loss, or a list or dict of them by output; so are `factors`, of the sum."""
+        """`loss` and `factors` are for all outputs, or a list or dict with one for each output."""
         self._loss = loss
         self._factors = factors
         self.notes = []

@@ -46,7 +46,7 @@ def smoothed_crossentropy(smoothing: float) -> PerExample:
 
 
 def accuracy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """1 where the largest logit is that of the label, else 0; float32 [B].
+    """Returns 1 for each example whose label has the largest logit, else 0; float32 [B].
 
     labels: int [B]; or the probability of each class, [B, classes].
     """

@@ -88,11 +88,11 @@ _CORRECTED: Mapping[type[keras.Optimizer], type[keras.Optimizer]] = {
 
 @dataclass
 class Adopted:
-    """An optimizer without the settings that `Learner` applies in its place.
+    """An optimizer without the settings that `Learner` applies instead.
 
     Attributes:
-        options: These settings; others have their defaults.
-        notes: What was taken over, for the user.
+        options: These settings; other options have their defaults.
+        notes: A line for the user for each of these settings.
     """
 
     optimizer: keras.Optimizer
