@@ -51,14 +51,18 @@ def make_learner(options: Options, num_replicas: int = 1, *, momentum: float = 0
 
 
 def make_here(options: Options, momentum: float = 0.0) -> Learner:
-    return Learner(
-        build_model(),
-        keras.optimizers.SGD(RATE, momentum=momentum),
-        sparse_categorical_crossentropy,
-        {"accuracy": accuracy},
-        batch_size=BATCH,
-        options=options,
-    )
+    optimizer = keras.optimizers.SGD(RATE, momentum=momentum)
+    return learner_of(build_model(), optimizer, options, {"accuracy": accuracy})
+
+
+def learner_of(
+    model: keras.Model,
+    optimizer: keras.Optimizer,
+    options: Options | None = None,
+    metrics: Any = None,
+) -> Learner:
+    loss = sparse_categorical_crossentropy
+    return Learner(model, optimizer, loss, metrics or {}, batch_size=BATCH, options=options)
 
 
 def weights(learner: Learner) -> list[np.ndarray]:
@@ -112,14 +116,7 @@ def test_gradient_of_an_embedding_is_clipped_as_the_dense_one_is() -> None:
         layers = [keras.layers.Embedding(4, 2), keras.layers.Flatten(), keras.layers.Dense(5)]
         model = keras.Sequential([keras.Input((3,), dtype="int64"), *layers])
         options = Options(clip=ClipConfig(norm=0.05))
-        learner = Learner(
-            model,
-            keras.optimizers.SGD(1.0),
-            sparse_categorical_crossentropy,
-            {},
-            batch_size=BATCH,
-            options=options,
-        )
+        learner = learner_of(model, keras.optimizers.SGD(1.0), options)
     before = weights(learner)
     updater(learner)((tokens, np.zeros(BATCH, np.int64)))
     assert norm([before[0] - weights(learner)[0]]) == pytest.approx(0.05, rel=1e-4)
@@ -311,14 +308,8 @@ def test_compiled_gradient_and_batch_statistics_are_equal_to_uncompiled(
     found = []
     for is_compiled in (False, True):
         with strategy.scope():
-            learner = Learner(
-                build_with_state(),
-                keras.optimizers.Adam(0.05),
-                sparse_categorical_crossentropy,
-                {},
-                batch_size=BATCH,
-                options=Options(jit_compile=is_compiled),
-            )
+            optimizer, options = keras.optimizers.Adam(0.05), Options(jit_compile=is_compiled)
+            learner = learner_of(build_with_state(), optimizer, options)
         before = weights(learner)
         update = updater(learner, num_replicas)
         for _ in range(3):
@@ -355,13 +346,7 @@ def test_moving_statistics_are_the_mean_over_replicas_in_each_copy() -> None:
 
     strategy = replicas(2)
     with strategy.scope():
-        learner = Learner(
-            build(),
-            keras.optimizers.SGD(RATE),
-            sparse_categorical_crossentropy,
-            {},
-            batch_size=BATCH,
-        )
+        learner = learner_of(build(), keras.optimizers.SGD(RATE))
     norm, counting = learner.model.layers[:2]
     inputs = np.random.default_rng(0).normal(size=(BATCH, 3)).astype(np.float32)
     for _ in range(2):
@@ -389,14 +374,8 @@ def half_precision(scale: LossScaleConfig, num_replicas: int = 1) -> Learner:
     keras.config.set_dtype_policy("mixed_float16")
     try:
         with replicas(num_replicas).scope():
-            return Learner(
-                build_model(),
-                keras.optimizers.Adam(0.05),
-                sparse_categorical_crossentropy,
-                {},
-                batch_size=BATCH,
-                options=Options(loss_scale=scale, ema=EmaConfig(decay=0.9)),
-            )
+            options = Options(loss_scale=scale, ema=EmaConfig(decay=0.9))
+            return learner_of(build_model(), keras.optimizers.Adam(0.05), options)
     finally:
         keras.config.set_dtype_policy("float32")
 
@@ -504,6 +483,5 @@ def test_scale_is_saved_and_restored(batch: tuple[np.ndarray, np.ndarray], tmp_p
 def test_float16_variables_are_refused() -> None:
     layer = keras.layers.Dense(5, dtype="float16", name="logits")
     model = keras.Sequential([keras.Input((3,)), layer])
-    crossentropy = sparse_categorical_crossentropy
     with pytest.raises(OptimizerError, match=r"logits/kernel' is float16.*mixed_float16"):
-        Learner(model, keras.optimizers.SGD(0.1), crossentropy, {}, batch_size=BATCH)
+        learner_of(model, keras.optimizers.SGD(0.1))
