@@ -72,10 +72,10 @@ def check_batches(
                 learner.objective.keras_metrics.require_sums(labels, outputs)
         for weight in tf.nest.flatten(weights):
             _check_weights(where, weight, num_examples)
+        specs = tf.nest.map_structure(tf.type_spec_from_value, (examples, labels, *weights))
         if has_own_code(learner.model) and type(learner).gradients is Learner.gradients:
             what = f"{where}: the model of {recipe.path}, called with training=True,"
             with errors_explained(what):  # Traced, not run: nothing is assigned.
-                specs = tf.nest.map_structure(tf.type_spec_from_value, (examples, labels, *weights))
                 tf.function(learner.training_losses).get_concrete_function(specs)
             if late := [v.path for v in learner.model.variables if id(v) not in known]:
                 raise ConfigError(
@@ -83,7 +83,6 @@ def check_batches(
                     "A layer that is used outside of `call`, for example in compute_loss, needs "
                     "its weights before: call its `build(shape)` in build_model."
                 )
-        specs = tf.nest.map_structure(tf.type_spec_from_value, (examples, labels, *weights))
         check = _MethodCheck(where, learner, recipe, strategy or tf.distribute.get_strategy())
         if reader is inputs.train and _step_calls_users(learner):
             check.step(specs, num_examples)

@@ -16,7 +16,6 @@ operation, the executor runs the same step without it (`Learner.stop_compiling`)
 import dataclasses
 from typing import TYPE_CHECKING
 
-import keras
 import tensorflow as tf
 from keras import layers
 
@@ -47,7 +46,8 @@ def choose_compilation(
     """
     if recipe.config.jit_compile == "auto":
         has_gpus = bool(tf.config.list_logical_devices("GPU"))
-        if not has_gpus and (is_cluster or not _has_attention(learner.model)):
+        has_attention = any(isinstance(layer, _ATTENTION) for layer in all_layers(learner.model))
+        if not has_gpus and (is_cluster or not has_attention):
             return
         if why := _obstacle(learner, recipe, reader, is_cluster):
             learner.notes.append(
@@ -58,10 +58,6 @@ def choose_compilation(
         learner.compile_with_xla(is_optional=True)
     if recipe.config.jit_compile:
         number_functions_by_name()
-
-
-def _has_attention(model: keras.Model) -> bool:
-    return any(isinstance(layer, _ATTENTION) for layer in all_layers(model))
 
 
 def _obstacle(learner: "Learner", recipe: "Recipe", reader: Reader, is_cluster: bool) -> str:

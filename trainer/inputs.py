@@ -37,6 +37,7 @@ from trainer.config import Config, ConfigError, Recipe, data_dir, num_lanes
 from trainer.config_file import errors_explained
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
+from trainer.models import keras_tensors
 from trainer.step.keras_losses import is_keras
 from trainer.step.xla_errors import described, is_of_xla
 from trainer.unparsed_records import message_of, unparsed
@@ -192,7 +193,7 @@ def parse_of(recipe: Recipe, directory: str, declared: Declared = None) -> Parse
 
 def fitted_to_model(inputs: Inputs, recipe: Recipe, model: keras.Model) -> Inputs:
     """`inputs` as `model` declares its inputs, if there is no own `parse`."""
-    declared = declared_inputs(model)
+    declared = declared_dtypes(model)
     if recipe.parse is not None or declared is None:
         return inputs
     parse = parse_of(recipe, data_dir(recipe.config), declared)
@@ -201,8 +202,8 @@ def fitted_to_model(inputs: Inputs, recipe: Recipe, model: keras.Model) -> Input
     return dataclasses.replace(inputs, train=train, evaluation=evaluation)
 
 
-def declared_inputs(model: keras.Model) -> Declared:
-    """The dtypes of the inputs of `model`: by name if they are a dict; None if there are others."""
+def declared_dtypes(model: keras.Model) -> Declared:
+    """The dtype of the input of `model`, or dtypes by name; None if the inputs are others."""
     # Subclassed models, and a Sequential that was never called, have no `input`.
     taken = getattr(model, "input", None)
     if isinstance(taken, dict):
@@ -319,7 +320,7 @@ def check_dense(what: str, returned: Batch) -> None:
 def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
     """Prepares the loss and the metrics of `learner` for the labels that `parse` returns.
 
-    Raises ConfigError if they do not fit.
+    Raises ConfigError if they do not fit, or if config.best_metric names none of the metrics.
     """
     specs, labels, *weights = inputs.train.parsed_specs
     if recipe.config.class_weight and (weights or tf.nest.is_nested(labels)):
@@ -332,22 +333,15 @@ def build_metrics(inputs: Inputs, learner: Learner, recipe: Recipe) -> None:
         recipe.loss is not None or "loss" not in learner.objective.functions
     )
     if has_default_accuracy or is_keras(recipe.loss) or learner.objective.keras_metrics:
-        taken = tf.nest.map_structure(
-            lambda spec: keras.KerasTensor((None, *spec.shape[1:]), spec.dtype.name), specs
-        )
-        outputs = learner.model.compute_output_spec(taken)
+        outputs = learner.model.compute_output_spec(keras_tensors(specs))
         if has_default_accuracy and not _are_classes(labels, outputs):
             learner.objective.leave_out_accuracy()
         learner.objective.build_metrics(labels, outputs)
-    check_best_metric(recipe.config, learner)
-
-
-def check_best_metric(config: Config, learner: Learner) -> None:
-    """Raises ConfigError if no metric of `learner` has the name config.best_metric."""
-    if config.best_metric not in learner.objective.metric_names:
+    names = learner.objective.metric_names
+    if recipe.config.best_metric not in names:
         raise ConfigError(
-            f"config.best_metric={config.best_metric!r} is none of the metrics: "
-            f"{', '.join(learner.objective.metric_names)}."
+            f"config.best_metric={recipe.config.best_metric!r} is none of the metrics: "
+            f"{', '.join(names)}."
         )
 
 
@@ -373,21 +367,14 @@ def batch_at(reader: Reader, batch: int) -> Batch:
 
 
 @contextlib.contextmanager
-def _causes_raised() -> Iterator[None]:
-    """Raises TensorFlow's error in place of the DataFaultError of an executor."""
-    try:
-        yield
-    except DataFaultError as error:
-        raise error.__cause__ or error from None
-
-
-@contextlib.contextmanager
 def data_errors_explained(inputs: Inputs) -> Iterator[None]:
     """Turns TensorFlow's errors about records into DataErrors that name file and offset."""
     splits = [reader.split for reader in inputs.readers]
     try:
-        with _causes_raised():
+        try:
             yield
+        except DataFaultError as error:  # Of an executor: its cause is TensorFlow's error.
+            raise error.__cause__ or error from None
     except tf.errors.DataLossError as error:
         damages = [damage for split in splits for damage in verify(split)]
         listed = "\n  ".join(str(damage) for damage in damages[:10]) or first_line(error)

@@ -106,13 +106,18 @@ def declared_inputs(model: keras.Model) -> Batch:
     return model.inputs[0] if isinstance(model, keras.Sequential) else model.input
 
 
+def keras_tensors(specs: Batch) -> Batch:
+    """Returns tensors without values for `specs`, of any number of examples."""
+    return tf.nest.map_structure(
+        lambda spec: keras.KerasTensor((None, *spec.shape[1:]), tf.as_dtype(spec.dtype).name), specs
+    )
+
+
 def build_from_specs(
     model: keras.Model, specs: Batch, path: str, *, training: bool = False
 ) -> None:
     """Calls `model` on inputs without values, which creates the weights of the layers it uses."""
-    inputs = tf.nest.map_structure(
-        lambda spec: keras.KerasTensor((None, *spec.shape[1:]), tf.as_dtype(spec.dtype).name), specs
-    )
+    inputs = keras_tensors(specs)
     shapes = tf.nest.map_structure(lambda tensor: f"{tensor.dtype}{tensor.shape}", inputs)
     called = f"The model of {path}, called with {'training=True and ' if training else ''}"
     with warnings.catch_warnings(), errors_explained(f"{called}inputs {shapes},"):

@@ -1,4 +1,4 @@
-"""What a task reports of its run: by hooks, on the console, in config.json and in result.json.
+"""The reports of a task on its run: by hooks, on the console, in config.json and in result.json.
 
 files.write_config(config_document(spec, inputs, learner))
 hooks, console = hooks_of(spec, parts, recorder, saved)
@@ -76,32 +76,27 @@ def hooks_of(
 ) -> tuple[list[Hook], Console | None]:
     """The hooks of a task that trains, and the console of the chief, which says what is trained."""
     console = None
+    evaluates = not spec.has_evaluator
     if spec.is_chief:
-        console = Console(
-            spec.recipe.config.train_steps, parts.executor.pace, is_quiet=spec.is_quiet
-        )
+        steps = spec.recipe.config.train_steps
+        console = Console(steps, parts.executor.pace, is_quiet=spec.is_quiet)
         _say_beginning(spec, parts, console, saved)
-    hooks = [recorder, *_hooks(spec, parts, console)]
+        hooks = chief_hooks(
+            parts,
+            console,
+            config_document(spec, parts.inputs, parts.learner),
+            progress_writers(spec.metrics_listener, spec.model_dir, steps),
+            evaluates=evaluates,
+            standby_every_steps=spec.ps_standby,
+        )
+    else:
+        hooks = shared_hooks(parts, evaluates=evaluates)
+    hooks = [recorder, *hooks]
     if spec.is_chief and spec.generation is not None:
         hooks.insert(0, StopIfReplaced(spec.model_dir, spec.generation))
     if saved:  # The former process may have ended at that step before it called them.
         hooks.append(CatchUp(tuple(hooks)))
     return hooks, console
-
-
-def _hooks(spec: TaskSpec, parts: Parts, console: Console | None) -> list[Hook]:
-    if console is None:
-        return shared_hooks(parts, evaluates=not spec.has_evaluator)
-    document = config_document(spec, parts.inputs, parts.learner)
-    steps = spec.recipe.config.train_steps
-    return chief_hooks(
-        parts,
-        console,
-        document,
-        progress_writers(spec.metrics_listener, spec.model_dir, steps),
-        evaluates=not spec.has_evaluator,
-        standby_every_steps=spec.ps_standby,
-    )
 
 
 def _say_beginning(spec: TaskSpec, parts: Parts, console: Console, saved: Saved | None) -> None:
@@ -175,7 +170,8 @@ def failure_recorded(spec: TaskSpec, parts: Parts, started: float) -> Iterator[N
             "exit_code": EXIT_RESTART if is_lost else exit_code,
             "why": first_line(error),
         }
-        # An error of this does not matter. A worker that fails says why: the chief only loses it.
+        # If the write fails, the run ends as before. A worker that fails also writes the reason:
+        # the chief knows only that the worker is lost.
         files = RunFiles(spec.model_dir)
         if not is_lost or (spec.is_chief and files.read_result() is None):
             files.write_result(failed)

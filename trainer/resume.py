@@ -24,7 +24,7 @@ from strategies.worker_stats import WorkerStats
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
-from trainer.checkpoints.takeover import save_left_step
+from trainer.checkpoints.survivors import save_left_step
 from trainer.config import Config
 from trainer.hooks.base import Hook
 from trainer.learner import Learner
@@ -142,9 +142,8 @@ def train_recovering(
     steps, most_recoveries = config.train_steps, config.recover_from_nan
     while True:
         try:
-            return train(
-                executor, learner, hooks, steps=steps, steps_per_call=config.steps_per_call
-            )
+            per_call = config.steps_per_call
+            return train(executor, learner, hooks, steps=steps, steps_per_call=per_call)
         except NonFiniteLossError as error:
             num_recoveries = len(executor.position.skipped)
             if not most_recoveries:

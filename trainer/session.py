@@ -82,7 +82,7 @@ def build_session(
 
 
 def build_parts(spec: TaskSpec, inputs: Inputs, executor: Executor) -> Parts:
-    """Builds what a task trains with, and checks that it fits the task. All tasks call it together.
+    """Builds the parts of a task that trains, and checks that they fit it. All tasks call it.
 
     Raises a UsageError for a user's mistake.
     """

@@ -215,9 +215,9 @@ def _resume(spec: TaskSpec, parts: Parts) -> Saved | None:
 def _complete_steps_saved(spec: TaskSpec, parts: Parts, signals: StopSignals) -> Iterator[None]:
     """Saves the last complete step if an error ends training.
 
-    Not if the loss is not finite, if `ps` has lost a server (the next chief looks what is left), or
-    after a second Ctrl-C in a notebook. Under multiworker a launcher says with SIGUSR1 that a
-    worker has died.
+    Saves nothing if the loss is not finite, after a second Ctrl-C in a notebook, or if `ps` has
+    lost a server: the next chief reads the step from the servers that are left. Under multiworker
+    a launcher says with SIGUSR1 that a worker has died.
     """
     executor, peers = parts.executor, parts.executor.peers
     if peers and spec.strategy == "multiworker":

@@ -1,7 +1,4 @@
-"""Finds the record that a `parse` function cannot parse, and says what to type.
-
-line = unparsed(error.message, inputs.readers)
-"""
+"""Finds the record that a `parse` function cannot parse, and says what to type."""
 
 import itertools
 import re

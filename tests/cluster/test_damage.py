@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.runs import ROOT, TIMEOUT_SECS, TOPOLOGIES, Process, Run, assert_one_error, train
+from tests.damage import flip_bit
 
 CONFIG = "--config=tests/cluster/configs/linear.py"
 SKIP = "--config.data.on_corrupt=skip"
@@ -17,18 +18,16 @@ def damaged_copy(digits: Path, tmp_path: Path) -> Path:
     """A bit of a training record's contents is another, and the test split's end is missing."""
     data = tmp_path / "data"
     shutil.copytree(digits, data)
-    flip_bit(data, "train", 20)
+    flip_bit_of_shard(data, "train", 20)
     (shard,) = data.glob("*-test.tfrecord*")
     shard.write_bytes(shard.read_bytes()[:-5])
     return data
 
 
-def flip_bit(data: Path, split: str, place: int) -> Path:
-    """Changes a byte of the only shard of a split; returns the path of the shard."""
+def flip_bit_of_shard(data: Path, split: str, at: int) -> Path:
+    """Flips a bit of the only shard of a split; returns the path of the shard."""
     (shard,) = data.glob(f"*-{split}.tfrecord*")
-    content = bytearray(shard.read_bytes())
-    content[place] ^= 1
-    shard.write_bytes(content)
+    flip_bit(shard, at)
     return shard
 
 
@@ -55,7 +54,7 @@ def test_skipped_records_are_counted_in_everything_that_a_run_leaves(
 
     more = train(TOPOLOGIES["mirrored-1"], tmp_path / "run", *flags, SKIP, "--train_steps=80")
     assert more.result["step"] == 80
-    flip_bit(data, "train", -20)
+    flip_bit_of_shard(data, "train", -20)
     arguments = (*flags, SKIP, "--train_steps=90", f"--model_dir={tmp_path / 'run'}")
     with Process(arguments, tmp_path / "run") as process:
         assert_one_error(process.wait(), "train data")
@@ -66,7 +65,7 @@ def test_corrupt_record_is_named_before_the_first_step_if_records_are_cached(
 ) -> None:
     data = tmp_path / "data"
     shutil.copytree(digits, data)
-    shard = flip_bit(data, "train", -20)  # In the last batch of the epoch.
+    shard = flip_bit_of_shard(data, "train", -20)  # In the last batch of the epoch.
     cached = ("--config.data.cache_bytes=100000000", "--config.data.shuffle=False")
     flags = (CONFIG, f"--data_dir={data}", *cached, f"--model_dir={tmp_path / 'run'}")
     with Process(flags, tmp_path / "run") as process:
@@ -162,7 +161,7 @@ def test_tools_name_a_corrupt_record_of_the_split_that_they_evaluate(
 ) -> None:
     data, model_dir = tmp_path / "data", tmp_path / "run"
     shutil.copytree(digits, data)
-    shard = flip_bit(data, "test", -20)  # Not in the first batch.
+    shard = flip_bit_of_shard(data, "test", -20)  # Not in the first batch.
     shutil.copytree(exported.model_dir, model_dir)
     config = model_dir / "config.json"
     config.write_text(config.read_text().replace(str(digits), str(data)))

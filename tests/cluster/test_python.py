@@ -51,6 +51,19 @@ class SignalAt(trainer.Hook):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+class DoneAt(trainer.Hook):
+    """Says that training is complete after `step`."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def next_step(self, step: int) -> int:
+        return self._step
+
+    def __call__(self, step: int, metrics: Any) -> None:
+        self.done = "enough" if step >= self._step else ""
+
+
 def state() -> tuple[object, ...]:
     """What a call must leave as it was."""
     return (
@@ -139,6 +152,18 @@ def test_config_object_with_functions_trains_stops_at_ctrl_c_and_continues(
     model = trainer.load_run(tmp_path / "run", build_model=build_model).load_model()
     for one, other in zip(model.weights, done.load_model("newest").weights, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_run_that_a_hook_completes_is_exported(digits: Path, tmp_path: Path) -> None:
+    result = trainer.train(
+        trainer.Config(data_dir=str(digits)),
+        build_model=build_model,
+        build_hooks=lambda config, model_dir: [DoneAt(10)],
+        model_dir=tmp_path,
+        train_steps=100_000,
+    )
+    assert (result.step, result.exit_code) == (10, 0)
+    assert (tmp_path / "export" / "model.keras").exists()
 
 
 def test_second_ctrl_c_ends_the_call_at_once(digits: Path, tmp_path: Path) -> None:

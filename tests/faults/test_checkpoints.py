@@ -26,6 +26,7 @@ from tests.cluster.runs import (
     start,
     train,
 )
+from tests.damage import flip_bit
 from tests.faults.disks import mounted
 
 STEPS = 300
@@ -348,9 +349,7 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     (tmp_path / "damaged" / "result.json").unlink()
     newest = tmp_path / "damaged" / "checkpoints" / "step-00000060"
     data = newest / "variables.data-00000-of-00001"
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    flip_bit(data, data.stat().st_size // 2)
     run = train(topology, tmp_path / "damaged", *quick, "--train_steps=60")
     output = run.stdout + run.stderr
     assert f"{newest} is not complete: {data.name} has another checksum" in output

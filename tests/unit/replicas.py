@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -35,32 +34,33 @@ def update_of(learner: Learner) -> Callable[[Batch], tf.Tensor]:
     return update
 
 
-@functools.lru_cache(maxsize=4)  # A test trains the same learner again and again.
-def _compiled(learner: Learner, num: int) -> Callable[[Any], Any]:
-    compiled: Callable[[Any], Any] = tf.function(
-        lambda batch: replicas(num).run(update_of(learner), args=(batch,)), reduce_retracing=True
+def shares(strategy: tf.distribute.Strategy, batch: Batch, first: int = 5) -> Batch:
+    """The shares of `batch`: of two replicas the first one gets `first` examples."""
+    size = len(tf.nest.flatten(batch)[0])
+    ends = [0, size] if strategy.num_replicas_in_sync == 1 else [0, first, size]
+    parts = [
+        tf.nest.map_structure(lambda t, a=a, b=b: tf.constant(t[a:b]), batch)
+        for a, b in itertools.pairwise(ends)
+    ]
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: parts[context.replica_id_in_sync_group]
     )
-    return compiled
+
+
+@functools.lru_cache(maxsize=4)  # A test trains the same learner again and again.
+def updater(learner: Learner, num: int = 1) -> Callable[[Batch], tf.Tensor]:
+    """A compiled step of `learner` on the shares of a batch; returns the totals of each replica."""
+    strategy = replicas(num)
+    update = tf.function(
+        lambda batch: strategy.run(update_of(learner), args=(batch,)), reduce_retracing=True
+    )
+    return lambda batch: update(shares(strategy, batch))
 
 
 def steps_on(learner: Learner, num: int, batches: Sequence[Batch]) -> Iterator[int]:
-    """Trains on one or two replicas; yields the step counter after each batch.
-
-    Of two replicas the first one gets 5 examples of each batch.
-    """
-    strategy, update = replicas(num), _compiled(learner, num)
+    """Trains on one or two replicas; yields the step counter after each batch."""
     for batch in batches:
-        size = len(tf.nest.flatten(batch)[0])
-        ends = [0, 5, size] if num == 2 else [0, size]
-        parts = [
-            tf.nest.map_structure(lambda t, a=a, b=b: tf.constant(t[a:b]), batch)
-            for a, b in itertools.pairwise(ends)
-        ]
-        update(
-            strategy.experimental_distribute_values_from_function(
-                lambda context, parts=parts: parts[context.replica_id_in_sync_group]
-            )
-        )
+        updater(learner, num)(batch)
         yield int(learner.step.numpy())
 
 

@@ -11,19 +11,13 @@ import pytest
 from keras import callbacks as K
 
 from data.tfrecord.split import Split
-from tests.unit.toy import BATCH, NUM_EXAMPLES, Overshooting, Toy, write_split
+from tests.unit.toy import BATCH, NUM_EXAMPLES, Overshooting, Toy
 from trainer.config import Config, ConfigError, Recipe
 from trainer.hooks.callbacks import Callbacks, build_callbacks
 from trainer.hooks.evaluate import Evaluate
-from trainer.hooks.export import Export
 from trainer.loop import train
 
 EPOCH = -(-NUM_EXAMPLES // BATCH)
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
 
 
 class Recorded(K.Callback):
@@ -52,29 +46,26 @@ class Recorded(K.Callback):
         self.calls.append("end")
 
 
-def run(
-    toy: Toy, callbacks: Sequence[K.Callback], steps: int, *, evaluates: bool = True
-) -> tuple[int, Callbacks]:
-    toy.start()
-    evaluate = Evaluate(
-        toy.executor,
-        toy.learner,
-        [],
-        every_steps=EPOCH,
-        last_step=steps,
-        best_metric="loss",
-        checkpointer=None,
-        position=lambda: toy.executor.position,
-    )
-    hook = Callbacks(
+def hook_of(
+    toy: Toy, callbacks: Sequence[K.Callback], steps: int, evaluate: Evaluate | None
+) -> Callbacks:
+    return Callbacks(
         toy.executor,
         toy.learner,
         callbacks,
         path="mine.py",
         steps_per_epoch=EPOCH,
         last_step=steps,
-        evaluate=evaluate if evaluates else None,
+        evaluate=evaluate,
     )
+
+
+def run(
+    toy: Toy, callbacks: Sequence[K.Callback], steps: int, *, evaluates: bool = True
+) -> tuple[int, Callbacks]:
+    toy.start()
+    evaluate = toy.evaluate(every_steps=EPOCH, last_step=steps)
+    hook = hook_of(toy, callbacks, steps, evaluate if evaluates else None)
     hooks = [evaluate, hook] if evaluates else [hook]
     return train(toy.executor, toy.learner, hooks, steps=steps, steps_per_call=1000), hook
 
@@ -143,23 +134,10 @@ def test_wish_to_stop_completes_training(split: Split, tmp_path: Path) -> None:
             self.model.stop_training = epoch == 1
 
     toy.start()
-    export = Export(
-        toy.learner, lambda: toy.learner.model, str(tmp_path), path="mine.py", last_step=99 * EPOCH
-    )
-    hook = Callbacks(
-        toy.executor,
-        toy.learner,
-        [Stop()],
-        path="mine.py",
-        steps_per_epoch=EPOCH,
-        last_step=99 * EPOCH,
-        evaluate=None,
-    )
-    hook.to_end.append(export)
+    hook = hook_of(toy, [Stop()], 99 * EPOCH, None)
     step = train(toy.executor, toy.learner, [hook], steps=99 * EPOCH, steps_per_call=1000)
     assert step == 2 * EPOCH
     assert "callback" in hook.done
-    assert export.last_step == step
 
 
 def test_schedule_of_a_callback_is_followed(split: Split, tmp_path: Path) -> None:

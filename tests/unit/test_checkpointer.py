@@ -17,8 +17,16 @@ import tensorflow as tf
 from data.tfrecord.split import Split
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
+from tests.damage import flip_bit
 from tests.unit.replicas import replicas
-from tests.unit.toy import BATCH, CLASSES, Toy, file_size_limit, write_split
+from tests.unit.toy import (
+    BATCH,
+    CLASSES,
+    Toy,
+    assert_restores,
+    assert_same_state,
+    file_size_limit,
+)
 from trainer.checkpoints.checkpointer import Checkpointer, ModelDirError
 from trainer.checkpoints.marks import signed
 from trainer.checkpoints.snapshot import Snapshot
@@ -26,12 +34,8 @@ from trainer.checkpoints.store import Store
 from trainer.config import ConfigError
 from trainer.guards.fingerprint import check_keras_settings
 from trainer.learner import Learner
+from trainer.run_files import checkpoints_in
 from trainer.step.losses import sparse_categorical_crossentropy
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
 
 
 def rebuild(
@@ -66,11 +70,11 @@ class DroppingToy(Toy):
 
 def trained(
     split: Split, model_dir: Path, steps: list[int], keep: int = 3, kind: type[Toy] = Toy
-) -> dict[int, object]:
+) -> dict[int, list[np.ndarray]]:
     """Trains, saving at `steps`; returns the state at each."""
     toy = kind(split, model_dir, keep=keep)
     toy.start()
-    states: dict[int, object] = {}
+    states = {}
     for step in steps:
         toy.executor.run(step - toy.step)
         toy.checkpointer.save(step, toy.executor.position, {})
@@ -79,23 +83,12 @@ def trained(
     return states
 
 
-def assert_restores(split: Split, model_dir: Path, step: int, state: object) -> None:
-    toy = Toy(split, model_dir, seed=1)
-    saved = toy.checkpointer.restore()
-    assert saved is not None
-    assert (saved.step, saved.position) == (step, Position(step))
-    assert toy.step == step
-    assert isinstance(state, list)
-    for left, right in zip(state, toy.state(), strict=True):
-        np.testing.assert_array_equal(left, right)
-
-
 def test_newest_is_restored_bit_for_bit_with_the_optimizers_state(
     split: Split, tmp_path: Path
 ) -> None:
     states = trained(split, tmp_path, [3, 7])
     fresh = Toy(split, tmp_path, seed=1)
-    assert any((a != b).any() for a, b in zip(fresh.state(), states[7], strict=True))  # type: ignore[call-overload]
+    assert any((a != b).any() for a, b in zip(fresh.state(), states[7], strict=True))
     assert_restores(split, tmp_path, 7, states[7])
 
 
@@ -138,14 +131,9 @@ def test_resumed_training_continues_bit_for_bit(
     uninterrupted = trained(split, tmp_path / "uninterrupted", [30], kind=kind)
     trained(split, tmp_path / "parts", [11], kind=kind)
     toy = kind(split, tmp_path / "parts", seed=1)
-    saved = toy.checkpointer.restore()
-    assert saved is not None
-    toy.start(saved.position)
+    toy.start(toy.restore().position)
     toy.executor.run(19)
-    expected = uninterrupted[30]
-    assert isinstance(expected, list)
-    for left, right in zip(expected, toy.state(), strict=True):
-        np.testing.assert_array_equal(left, right)
+    assert_same_state(uninterrupted[30], toy.state())
 
 
 def test_all_but_the_newest_and_the_best_are_removed(split: Split, tmp_path: Path) -> None:
@@ -162,8 +150,7 @@ def test_all_but_the_newest_and_the_best_are_removed(split: Split, tmp_path: Pat
 def resumed(split: Split, model_dir: Path, step: int, keep: int = 2) -> Toy:
     """A run that continues from `step`, where it must find its checkpoint."""
     toy = Toy(split, model_dir, keep=keep)
-    saved = toy.checkpointer.restore()
-    assert saved is not None
+    saved = toy.restore()
     assert saved.step == step
     toy.start(saved.position)
     return toy
@@ -180,13 +167,15 @@ def save_after(toy: Toy, num_steps: int) -> None:
     assert toy.checkpointer.has_saved(toy.step)
 
 
+DATA = "variables.data-00000-of-00001"
+
+
 def remove_mark(path: Path) -> None:
     (path / "checkpoint.json").unlink()
 
 
 def truncate(path: Path) -> None:
-    data = next(path.glob("variables.data-*"))
-    data.write_bytes(data.read_bytes()[:-1])
+    (path / DATA).write_bytes((path / DATA).read_bytes()[:-1])
 
 
 def lose_a_file(path: Path) -> None:
@@ -199,19 +188,9 @@ def garble(path: Path) -> None:
     index.write_bytes(bytes(len(index.read_bytes())))
 
 
-def flip_a_bit(path: Path, name: str) -> None:
+def flip_a_bit(path: Path, name: str = "variables.index") -> None:
     """Damages parts too that TensorFlow does not check."""
-    content = bytearray((path / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (path / name).write_bytes(content)
-
-
-def flip_a_bit_of_the_index(path: Path) -> None:
-    flip_a_bit(path, "variables.index")
-
-
-def flip_a_bit_of_the_data(path: Path) -> None:
-    flip_a_bit(path, "variables.data-00000-of-00001")
+    flip_bit(path / name, (path / name).stat().st_size // 2)
 
 
 def raise_a_number_of_the_mark(path: Path) -> None:
@@ -260,8 +239,8 @@ DAMAGED_MARKS = [
         (truncate, r"variables.data-00000-of-00001 has 1,\d{3} bytes instead of 1,\d{3}\."),
         (lose_a_file, "variables.index is missing"),
         (garble, "variables.index has another checksum"),
-        (flip_a_bit_of_the_index, "variables.index has another checksum"),
-        (flip_a_bit_of_the_data, "variables.data-00000-of-00001 has another checksum"),
+        (flip_a_bit, "variables.index has another checksum"),
+        (lambda path: flip_a_bit(path, DATA), f"{DATA} has another checksum"),
         (raise_a_number_of_the_mark, "checkpoint.json has another checksum"),
         *((damage, "checkpoint.json is not one of this program") for damage in DAMAGED_MARKS),
     ],
@@ -361,8 +340,7 @@ def test_checkpoint_of_another_model_optimizer_or_order_is_refused(
         for refuse in (other.checkpointer.check, other.checkpointer.restore):
             with pytest.raises(ModelDirError, match=f"{name}: .* there, .* here"):
                 refuse()
-        for left, right in zip(before, other.state(), strict=True):
-            np.testing.assert_array_equal(left, right)
+        assert_same_state(before, other.state())
 
     with pytest.raises(ModelDirError, match=r"optimizer's variables: .* there"):
         others["optimizer"].checkpointer.check()
@@ -474,10 +452,8 @@ class Gate:
 
 
 def test_training_continues_while_variables_are_written_without_changing_the_files(
-    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     states = {}
     for step in (2, 4):  # The first copy, and one over it.
         gate = Gate(monkeypatch)
@@ -495,8 +471,7 @@ def test_training_continues_while_variables_are_written_without_changing_the_fil
     for step in (4, 2):
         other = Toy(split, tmp_path, seed=1)
         assert other.checkpointer.restore_step(step)
-        for left, right in zip(states[step], other.state(), strict=True):
-            np.testing.assert_array_equal(left, right)
+        assert_same_state(states[step], other.state())
 
 
 def test_one_copy_is_written_at_a_time_and_serves_the_best_of_the_same_step(
@@ -567,17 +542,13 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_the_new_one_counts(
 
 
 def test_checkpoint_written_while_another_step_is_restored_is_finished_first(
-    split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     gate = Gate(monkeypatch)
     toy.executor.run(3)
     toy.checkpointer.save(3, toy.executor.position, {})
     threading.Timer(0.2, gate.is_open.set).start()
-    saved = toy.checkpointer.restore()
-    assert saved is not None
-    assert saved.step == 3
+    assert toy.restore().step == 3
 
 
 def test_later_checkpoints_that_not_all_tasks_can_read_are_skipped_and_written_anew(
@@ -586,9 +557,7 @@ def test_later_checkpoints_that_not_all_tasks_can_read_are_skipped_and_written_a
     trained(split, tmp_path, [3, 7])
     toy = Toy(split, tmp_path)
     for at_most, step in ((None, 7), (6, 3)):
-        saved = toy.checkpointer.restore(at_most)
-        assert saved is not None
-        assert saved.step == step
+        assert toy.restore(at_most).step == step
     assert toy.checkpointer.restore(2) is None
     toy.checkpointer.restore(6)
     toy.start(Position(3))
@@ -619,9 +588,7 @@ def test_checkpoint_for_a_restart_gives_way_to_a_complete_one_of_another_process
     toy.checkpointer.save_for_restart(3, Position(3), {})
     toy.checkpointer.wait()
     assert looked == ["step-00000003"]
-    saved = Toy(split, tmp_path).checkpointer.restore()
-    assert saved is not None
-    assert saved.counts == {"worker": {"other": 1}}
+    assert Toy(split, tmp_path).restore().counts == {"worker": {"other": 1}}
 
 
 def shared_toy(split: Split, model_dir: Path, *, keep: int = 2) -> Toy:
@@ -641,16 +608,16 @@ def test_chief_of_an_earlier_group_removes_no_later_checkpoint_and_changes_none(
         later.checkpointer.save(step, Position(step), {"worker": {"later": 1}})
     later.checkpointer.wait()
     names = ["step-00000020", "step-00000030"]
-    assert later.checkpointer.names() == names
+    assert checkpoints_in(later.checkpointer.directory) == names
     before = snapshot_of(tmp_path)
     earlier.checkpointer.save(20, Position(20), {"worker": {"earlier": 1}})
     assert earlier.checkpointer.has_saved(20)
-    assert later.checkpointer.names() == names
+    assert checkpoints_in(later.checkpointer.directory) == names
     assert snapshot_of(tmp_path) == before
 
     later.checkpointer.save(40, Position(40), {})
     later.checkpointer.wait()
-    assert later.checkpointer.names() == ["step-00000030", "step-00000040"]
+    assert checkpoints_in(later.checkpointer.directory) == ["step-00000030", "step-00000040"]
 
 
 def test_damaged_checkpoint_of_an_elastic_run_is_written_anew(split: Split, tmp_path: Path) -> None:
@@ -658,19 +625,12 @@ def test_damaged_checkpoint_of_an_elastic_run_is_written_anew(split: Split, tmp_
     for step in (10, 20):
         toy.checkpointer.save(step, Position(step), {})
     toy.checkpointer.wait()
-    (index,) = (tmp_path / "checkpoints/step-00000020").glob("*.index")
-    content = bytearray(index.read_bytes())
-    content[len(content) // 2] ^= 1
-    index.write_bytes(content)
+    flip_a_bit(tmp_path / "checkpoints/step-00000020")
     again = shared_toy(split, tmp_path)
-    saved = again.checkpointer.restore()
-    assert saved is not None
-    assert saved.step == 10
+    assert again.restore().step == 10
     again.checkpointer.save(20, Position(20), {})
     assert again.checkpointer.has_saved(20)
-    saved = Toy(split, tmp_path).checkpointer.restore()
-    assert saved is not None
-    assert saved.step == 20
+    assert Toy(split, tmp_path).restore().step == 20
 
 
 def snapshot_of(directory: Path) -> dict[Path, bytes]:

@@ -9,13 +9,12 @@ import pytest
 import tensorflow as tf
 
 from data.order import Order
-from tests.unit.replicas import replicas, update_of
+from tests.unit.replicas import replicas, updater
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe, load_recipe
 from trainer.learner import Learner
 
 BATCH = 12
-CUTS = {1: [0, BATCH], 2: [0, 5, BATCH]}
 
 
 @pytest.fixture
@@ -35,26 +34,18 @@ def batch_of(step: int) -> tuple[Any, ...]:
     return inputs, np.zeros(BATCH, np.int64), order.seeds(step, 1)[0]
 
 
-def trained(recipe: Recipe, strategy: Any, steps: int) -> tuple[Learner, list[np.ndarray]]:
+def trained(recipe: Recipe, num_replicas: int, steps: int) -> tuple[Learner, list[np.ndarray]]:
     """The learner, and its weights before the `steps`."""
-    cuts = CUTS[strategy.num_replicas_in_sync]
-    with strategy.scope():
+    with replicas(num_replicas).scope():
         learner = build_learner(recipe)
     before = learner.model.get_weights()
-    update = tf.function(lambda batch: strategy.run(update_of(learner), args=(batch,)))
     for step in range(steps):
-        batch = batch_of(step)
-
-        def share(context: Any, batch: Any = batch) -> Any:
-            begin, end = cuts[context.replica_id_in_sync_group :][:2]
-            return tf.nest.map_structure(lambda part: tf.constant(part[begin:end]), batch)
-
-        update(strategy.experimental_distribute_values_from_function(share))
+        updater(learner, num_replicas)(batch_of(step))
     return learner, before
 
 
 def test_each_network_follows_its_own_loss_by_its_own_optimizer(recipe: Recipe) -> None:
-    learner, before = trained(recipe, replicas(1), 4)
+    learner, before = trained(recipe, 1, 4)
     reference = build_learner(recipe)
     model = reference.model
     assert all(np.array_equal(w, b) for w, b in zip(model.get_weights(), before, strict=True))
@@ -87,8 +78,8 @@ def test_each_network_follows_its_own_loss_by_its_own_optimizer(recipe: Recipe) 
 
 
 def test_uneven_replicas_end_in_the_weights_of_one(recipe: Recipe) -> None:
-    alone, _ = trained(recipe, replicas(1), 4)
-    shared, _ = trained(recipe, replicas(2), 4)
+    alone, _ = trained(recipe, 1, 4)
+    shared, _ = trained(recipe, 2, 4)
     for left, right in zip(alone.model.get_weights(), shared.model.get_weights(), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-5)
 
@@ -127,7 +118,7 @@ def test_options_of_apply_hold_for_both_networks(recipe: Recipe) -> None:
     recipe.config.clip.global_norm = 1e-12
     recipe.config.ema.decay = 0.5
     assert isinstance(recipe.config, Config)
-    learner, before = trained(recipe, replicas(1), 1)
+    learner, before = trained(recipe, 1, 1)
     assert learner.state.keys() == {"averages", "critic_optimizer"}
     for ours, start in zip(learner.model.get_weights(), before, strict=True):
         np.testing.assert_allclose(ours, start, atol=1e-4)

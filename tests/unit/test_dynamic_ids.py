@@ -16,7 +16,8 @@ from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from strategies.ps.placement import dry_run, place
 from strategies.tables import split_into
-from tests.unit.replicas import replicas, steps_on, update_of
+from tests.unit.replicas import replicas, steps_on, updater
+from tests.unit.test_embeddings import reference_of, train_reference
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.warm_start import warm_start
 from trainer.embeddings import SGD, Adagrad, ShardedEmbedding
@@ -28,7 +29,7 @@ from trainer.hooks.base import CatchUp
 from trainer.hooks.evict import evict_hooks
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
-from trainer.step.options import ConfigError, WarmStartConfig
+from trainer.step.options import WarmStartConfig
 
 BATCH, WIDTH, CLASSES = 12, 4, 5
 # Also the largest and smallest ids, and negative ones.
@@ -148,28 +149,14 @@ def test_equals_50_steps_of_a_plain_loop_with_a_table_of_all_rows(
 ) -> None:
     learner = make_learner(optimizer, parts=2)
     layer = learner.model.get_layer("ids")
-    reference = keras.Sequential(
-        [
-            keras.Input((3,), dtype="int64"),
-            keras.layers.Embedding(len(NAMES), WIDTH),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
+    reference = reference_of(len(NAMES))
     rows = initial_rows(tf.constant(NAMES), WIDTH, layer.initializer, tf.float32)
     reference.set_weights([rows.numpy(), *learner.model.get_weights()])
-    table, *dense = reference.trainable_variables
-    of_dense, of_rows = keras.optimizers.SGD(0.1), of_keras()
     train(learner, batches=ALL_BATCHES)
     order = np.argsort(NAMES)
-    for ids, labels in ALL_BATCHES:
-        places = order[np.searchsorted(NAMES[order], ids)]
-        with tf.GradientTape() as tape:
-            losses = sparse_categorical_crossentropy(labels, reference(places))
-            loss = tf.reduce_mean(losses)
-        of_table, *others = tape.gradient(loss, [v.value for v in (table, *dense)])
-        of_rows.apply([tf.convert_to_tensor(of_table)], [table])
-        of_dense.apply(others, dense)
+    places = [(order[np.searchsorted(NAMES[order], ids)], labels) for ids, labels in ALL_BATCHES]
+    train_reference(reference, of_keras(), places)
+    table = reference.trainable_variables[0]
     found = values_of(learner)
     np.testing.assert_array_equal(found["ids"], NAMES[order])
     np.testing.assert_allclose(found["rows"], table.numpy()[order], atol=1e-5)
@@ -382,32 +369,11 @@ def test_a_dry_run_makes_no_rows() -> None:
     assign(learner, values_of(make_learner("adagrad")))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"admit_after": 0},
-        {"evict_after": -1},
-        {"max_rows": 1.5},
-        {"evict_every": 0},
-        {"rows": 9, "admit_after": 2},
-        {"rows": [9, 9], "max_rows": 5},
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="ShardedEmbedding"):
-        ShardedEmbedding(**{"rows": None, "width": WIDTH, **arguments})
-
-
 def test_different_ids_and_all_ids_of_each_replica_are_counted() -> None:
     learner = make_learner(parts=2, replica=2)
-    strategy, (ids, labels) = replicas(2), BATCHES[0]
-    slices = [(ids[:5], labels[:5]), (ids[5:], labels[5:])]
-    batches = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.nest.map_structure(tf.constant, slices[context.replica_id_in_sync_group])
-    )
-    update = tf.function(lambda batch: strategy.run(update_of(learner), args=(batch,)))
-    totals = strategy.reduce("SUM", update(batches), axis=None)
-    unique = sum(len(np.unique(part)) for part, _ in slices)
+    ids, labels = BATCHES[0]
+    totals = replicas(2).reduce("SUM", updater(learner, 2)((ids, labels)), axis=None)
+    unique = sum(len(np.unique(part)) for part in (ids[:5], ids[5:]))
     metrics = learner.to_metrics(np.asarray(totals))
     assert metrics.lookups == {"ids": (unique, ids.size)}
     assert add_metrics(metrics, metrics).lookups == {"ids": (2 * unique, 2 * ids.size)}

@@ -137,9 +137,10 @@ def exported(recipe: Recipe, specs: Any, directory: Path) -> Export:
         lambda: build_model(recipe, specs, is_trained=False),
         str(directory),
         path="mine.py",
+        is_complete=lambda: True,
         input_specs=specs,
     )
-    hook.act(1)
+    hook.end(1)
     return hook
 
 

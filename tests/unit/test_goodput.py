@@ -28,14 +28,16 @@ class Clock:
 
 
 def write_process(
-    path: Path,
+    run: Path,
     pid: int,
-    began: float,
+    after: float,
     lines: Sequence[Mapping[str, object]],
     *,
+    task: str = "worker-0",
     ended: bool = False,
 ) -> None:
-    """Appends the lines of a process; each has the seconds so far and perhaps steps."""
+    """Appends the lines of a process that began `after` seconds; each has the seconds so far."""
+    path, began = run / "tasks" / f"{task}.time.jsonl", BEGAN + after
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         for index, line in enumerate(lines):
@@ -160,16 +162,15 @@ def test_recorder_survives_a_deleted_file_and_a_damaged_line(tmp_path: Path) -> 
 
 
 def test_time_between_processes_is_dead_and_repeated_steps_are_lost(tmp_path: Path) -> None:
-    path = tmp_path / "tasks" / "worker-0.time.jsonl"
     first = [
         {"seconds": {"start": 4.0}},
         steps(0, 100, start=4.0, compute=10.0),
         # The last call, after step 200, does not finish: 1 s.
         steps(0, 200, start=4.0, compute=21.0, input_wait=1.0, checkpoint=1.0),
     ]
-    write_process(path, 7, BEGAN, first)
+    write_process(tmp_path, 7, 0.0, first)
     second = [steps(150, 200, start=3.0, compute=6.0), steps(150, 300, start=3.0, compute=18.0)]
-    write_process(path, 8, BEGAN + 30.0, second, ended=True)
+    write_process(tmp_path, 8, 30.0, second, ended=True)
 
     tasks = goodput(str(tmp_path))
 
@@ -191,8 +192,7 @@ def test_time_between_processes_is_dead_and_repeated_steps_are_lost(tmp_path: Pa
 
 
 def test_time_of_a_process_that_was_killed_before_it_wrote_is_dead(tmp_path: Path) -> None:
-    path = tmp_path / "tasks" / "worker-0.time.jsonl"
-    write_process(path, 8, BEGAN, [steps(0, 10, start=2.0, compute=6.0)], ended=True)
+    write_process(tmp_path, 8, 0.0, [steps(0, 10, start=2.0, compute=6.0)], ended=True)
     began = datetime.datetime.fromtimestamp(BEGAN - 3.0).astimezone().isoformat(timespec="seconds")
     log = tmp_path / "tasks" / "worker-0.log"
     log.write_text(f"=== worker 0, start 1, process 7, {began}\nmore\n")
@@ -202,31 +202,28 @@ def test_time_of_a_process_that_was_killed_before_it_wrote_is_dead(tmp_path: Pat
 
 
 def test_second_death_at_the_same_checkpoint_loses_no_time_twice(tmp_path: Path) -> None:
-    path = tmp_path / "tasks" / "worker-0.time.jsonl"
-    write_process(path, 7, BEGAN, [steps(0, 100, compute=10.0)])
-    write_process(path, 8, BEGAN + 10.0, [steps(50, 50, start=2.0, compute=1.0)])
-    write_process(path, 9, BEGAN + 13.0, [steps(50, 100, start=2.0, compute=5.0)], ended=True)
+    write_process(tmp_path, 7, 0.0, [steps(0, 100, compute=10.0)])
+    write_process(tmp_path, 8, 10.0, [steps(50, 50, start=2.0, compute=1.0)])
+    write_process(tmp_path, 9, 13.0, [steps(50, 100, start=2.0, compute=5.0)], ended=True)
     found = of(goodput(str(tmp_path)), "worker-0")
     assert found == {"compute": 10.0, "lost steps": 6.0, "start": 4.0}
 
 
 def test_training_that_goes_back_after_a_nan_loses_its_steps(tmp_path: Path) -> None:
-    path = tmp_path / "tasks" / "worker-0.time.jsonl"
     lines = [
         steps(0, 100, compute=10.0),
         {**steps(50, 80, compute=16.0), "begins": 2},
         {**steps(50, 200, compute=30.0), "begins": 2},
     ]
-    write_process(path, 7, BEGAN, lines, ended=True)
+    write_process(tmp_path, 7, 0.0, lines, ended=True)
     assert of(goodput(str(tmp_path)), "worker-0") == {"compute": 25.0, "lost steps": 5.0}
 
 
 def test_stopped_process_was_stalled_until_the_launcher_ended_it(tmp_path: Path) -> None:
-    tasks = tmp_path / "tasks"
     for index, last in ((0, 50.0), (1, 20.0)):
-        path = tasks / f"worker-{index}.time.jsonl"
-        write_process(path, 10 + index, BEGAN, [steps(0, 90, compute=last)])
-        write_process(path, 20 + index, BEGAN + 60.0, [steps(90, 99, start=5.0)], ended=True)
+        task, second = f"worker-{index}", [steps(90, 99, start=5.0)]
+        write_process(tmp_path, 10 + index, 0.0, [steps(0, 90, compute=last)], task=task)
+        write_process(tmp_path, 20 + index, 60.0, second, task=task, ended=True)
     restart = {
         "started_again": ["worker 0", "worker 1"],
         "task": "worker 1",
@@ -234,28 +231,26 @@ def test_stopped_process_was_stalled_until_the_launcher_ended_it(tmp_path: Path)
         "seconds": 50.0,
         "why": "unresponsive for 30 s (--stall_timeout_secs)",
     }
-    (tasks / "restarts.jsonl").write_text(json.dumps(restart) + "\n{damaged")
+    (tmp_path / "tasks" / "restarts.jsonl").write_text(json.dumps(restart) + "\n{damaged")
     found = goodput(str(tmp_path))
     assert of(found, "worker-0") == {"compute": 50.0, "dead": 10.0, "start": 5.0}
     assert of(found, "worker-1") == {"compute": 20.0, "stalled": 30.0, "dead": 10.0, "start": 5.0}
 
 
 def test_time_from_the_last_line_to_a_known_death_has_the_last_cause(tmp_path: Path) -> None:
-    tasks = tmp_path / "tasks"
-    path = tasks / "worker-0.time.jsonl"
     lines = [{**steps(0, 90, compute=20.0, checkpoint=1.0), "cause": "checkpoint"}]
-    write_process(path, 10, BEGAN, lines)
-    write_process(path, 20, BEGAN + 24.0, [steps(95, 99, start=5.0)], ended=True)
+    write_process(tmp_path, 10, 0.0, lines)
+    write_process(tmp_path, 20, 24.0, [steps(95, 99, start=5.0)], ended=True)
     restart = {"started_again": ["worker 0"], "process": 10, "seconds": 22.5}
-    (tasks / "restarts.jsonl").write_text(json.dumps(restart) + "\n")
+    (tmp_path / "tasks" / "restarts.jsonl").write_text(json.dumps(restart) + "\n")
     found = of(goodput(str(tmp_path)), "worker-0")
     assert found == {"compute": 20.0, "checkpoint": 2.5, "dead": 1.5, "start": 5.0}
 
 
 def test_task_that_died_for_good_is_dead_to_the_end_of_the_run(tmp_path: Path) -> None:
-    write_process(tmp_path / "tasks" / "chief-0.time.jsonl", 1, BEGAN, [steps(0, 9, compute=60.0)])
+    write_process(tmp_path, 1, 0.0, [steps(0, 9, compute=60.0)], task="chief-0")
     lines = [{"seconds": {"start": 2.0, SERVING: 18.0}, "begins": 1, "cause": SERVING}]
-    write_process(tmp_path / "tasks" / "worker-0.time.jsonl", 2, BEGAN, lines)
+    write_process(tmp_path, 2, 0.0, lines, task="worker-0")
     found = goodput(str(tmp_path))
     assert of(found, "worker-0") == {"start": 2.0, "compute": 18.0, "dead": 40.0}
 
@@ -266,15 +261,15 @@ def test_server_did_what_the_chief_did_meanwhile(tmp_path: Path) -> None:
         steps(0, 50, start=10.0, compute=10.0),
         steps(0, 50, start=10.0, compute=10.0, evaluate=10.0),
     ]
-    path = tmp_path / "tasks" / "chief-0.time.jsonl"
-    write_process(path, 1, BEGAN, chief)
+    write_process(tmp_path, 1, 0.0, chief, task="chief-0")
     # The chief is dead for 10 s, and repeats 25 steps.
-    write_process(path, 2, BEGAN + 40.0, [steps(25, 99, start=5.0, compute=15.0)], ended=True)
+    lines = [steps(25, 99, start=5.0, compute=15.0)]
+    write_process(tmp_path, 2, 40.0, lines, task="chief-0", ended=True)
     servers: list[Mapping[str, object]] = [
         {"seconds": {"start": 3.0}},
         {"seconds": {"start": 3.0, SERVING: 52.0, "stalled": 5.0}, "begins": 1},
     ]
-    write_process(tmp_path / "tasks" / "ps-0.time.jsonl", 3, BEGAN, servers, ended=True)
+    write_process(tmp_path, 3, 0.0, servers, task="ps-0", ended=True)
     found = goodput(str(tmp_path))
     of_ps = next(task for task in found if task.name == "ps-0")
     assert of_ps.total_secs == pytest.approx(60.0)

@@ -19,12 +19,11 @@ from tensorflow.python.eager import context  # noqa: TID251
 
 from data.tfrecord.split import Split
 from strategies.metrics import Metrics
-from tests.unit.toy import NUM_EXAMPLES, Toy, file_size_limit, write_split
+from tests.unit.toy import NUM_EXAMPLES, Toy, file_size_limit
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.hooks.base import Hook, PeriodicHook
 from trainer.hooks.console import Console
-from trainer.hooks.evaluate import EarlyStop, Evaluate
-from trainer.hooks.export import Export
+from trainer.hooks.evaluate import EarlyStop
 from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.inspect import Histograms
 from trainer.hooks.report import Report
@@ -35,11 +34,6 @@ from trainer.loop import train
 from trainer.run_files import RunFiles
 from trainer.step.loss_scale import LossScale
 from trainer.step.options import EarlyStoppingConfig, LossScaleConfig
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
 
 
 class Recorded(Writer):
@@ -78,10 +72,8 @@ class Pause(PeriodicHook):
 
 
 def test_report_is_of_the_steps_since_the_last_one_and_its_rate_is_of_steps_alone(
-    split: Split, tmp_path: Path
+    toy: Toy,
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     recorded = Recorded()
     # Each call of `run` takes a second a step, and 90 s more to compile the first.
     clock = SteppingClock(toy)
@@ -118,16 +110,7 @@ def test_evaluation_counts_each_example_once_and_keeps_the_best(
     toy = Toy(split, tmp_path, optimizer=keras.optimizers.SGD(0.5))
     toy.start()
     recorded = Recorded()
-    evaluate = Evaluate(
-        toy.executor,
-        toy.learner,
-        [recorded],
-        every_steps=10,
-        last_step=25,
-        best_metric="loss",
-        checkpointer=toy.checkpointer,
-        position=lambda: toy.executor.position,
-    )
+    evaluate = toy.evaluate([recorded], every_steps=10, last_step=25, checkpointer=toy.checkpointer)
     run(toy, [evaluate], 25)
     assert [step for step, _, _ in recorded.reports] == [10, 20, 25]
     assert all(values["examples"] == NUM_EXAMPLES for _, _, values in recorded.reports)
@@ -143,27 +126,14 @@ def test_evaluation_counts_each_example_once_and_keeps_the_best(
     ("step", "reported", "evaluated"), [(10, [], [10]), (10, [10], []), (12, [], []), (0, [], [])]
 )
 def test_evaluation_that_a_former_process_did_not_report_is_made_up_for_and_counts_once(
-    split: Split, tmp_path: Path, step: int, reported: list[int], evaluated: list[int]
+    toy: Toy, step: int, reported: list[int], evaluated: list[int]
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     toy.executor.run(step)
     recorded = Recorded()
     history = [{"split": "eval", "step": at, "loss": 0.0} for at in reported]
-    evaluate = Evaluate(
-        toy.executor,
-        toy.learner,
-        [recorded],
-        every_steps=10,
-        last_step=100,
-        best_metric="loss",
-        checkpointer=None,
-        position=lambda: toy.executor.position,
-        history=lambda: history,
-    )
-    options = EarlyStoppingConfig(patience=1)
+    evaluate = toy.evaluate([recorded], every_steps=10, history=lambda: history)
     # Of a loss of 0 before, the new one is no improvement.
-    stop = EarlyStop(toy.executor, evaluate, options, "loss", history=lambda: history)
+    stop = EarlyStop(evaluate, EarlyStoppingConfig(patience=1))
     for hook in (evaluate, stop):
         hook.begin(step)
     for hook in (evaluate, stop):
@@ -172,20 +142,10 @@ def test_evaluation_that_a_former_process_did_not_report_is_made_up_for_and_coun
     assert not stop.done
 
 
-def test_interrupted_run_is_saved_at_its_step_and_not_exported(
-    split: Split, tmp_path: Path
-) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_interrupted_run_is_saved_at_its_step_and_not_exported(toy: Toy, tmp_path: Path) -> None:
     toy.executor.run(3)
     toy.executor.request_stop()
-    save = SaveCheckpoint(
-        toy.executor, toy.learner, toy.checkpointer, every_steps=50, last_step=100
-    )
-    export = Export(
-        toy.learner, lambda: toy.learner.model, f"{tmp_path}/export", path="mine.py", last_step=100
-    )
-    last = run(toy, [save, export], 100)
+    last = run(toy, [toy.save(50), toy.export(tmp_path)], 100)
     assert last < 100
     assert toy.checkpoints() == [f"step-{last:08d}"]
     assert not (tmp_path / "export").exists()
@@ -196,11 +156,9 @@ def traced_functions() -> set[str]:
     return {n for n in context.context().list_function_names() if n.startswith("__inference_")}
 
 
-def test_first_save_makes_no_graph(split: Split, tmp_path: Path) -> None:
+def test_first_save_makes_no_graph(toy: Toy) -> None:
     """Under ps, TensorFlow would send it to all tasks, and wait for one that is silent."""
-    toy = Toy(split, tmp_path)
-    toy.start()
-    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=100)
+    save = toy.save(4)
     save.begin(0)
     toy.executor.run(4)
     before = traced_functions()
@@ -210,10 +168,8 @@ def test_first_save_makes_no_graph(split: Split, tmp_path: Path) -> None:
     assert traced_functions() <= before
 
 
-def test_non_finite_loss_is_an_error_that_names_the_steps(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
-    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=100)
+def test_non_finite_loss_is_an_error_that_names_the_steps(toy: Toy) -> None:
+    save = toy.save(4)
     run(toy, [StopOnNonFinite(), save], 4)
     toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.nan))
 
@@ -280,7 +236,7 @@ def test_files_deleted_during_a_run_are_written_anew_at_the_next_save(
     files = RunFiles(str(model_dir))
     files.write_config({"a": 1})
     keep = KeepConfig(files, {"a": 1}, every_steps=4, last_step=8)
-    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=8)
+    save = toy.save(4, 8)
     json_lines, board = JsonLines(files.metrics), TensorBoard(files.tensorboard)
     writer = Lossy(json_lines, files.metrics)
     board.write(1, "train", {"loss": 1.0})
@@ -314,14 +270,12 @@ def test_tensorboard_writes_to_a_new_file_after_its_files_were_deleted(tmp_path:
 
 
 def test_damaged_variables_are_not_saved_though_the_loss_was_finite(
-    split: Split, tmp_path: Path
+    toy: Toy, tmp_path: Path
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
     metrics = toy.executor.run(4)
     assert math.isfinite(metrics["loss"][0])
     toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.inf))
-    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=100)
+    save = toy.save(4)
 
     with pytest.raises(NonFiniteLossError, match=r"At step 4 .* no longer finite"):
         save.act(4)
@@ -329,32 +283,19 @@ def test_damaged_variables_are_not_saved_though_the_loss_was_finite(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_evaluation_loss_of_nan_ends_the_run(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_evaluation_loss_of_nan_ends_the_run(toy: Toy) -> None:
     toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.nan))
     recorded = Recorded()
-    evaluate = Evaluate(
-        toy.executor,
-        toy.learner,
-        [recorded],
-        every_steps=4,
-        last_step=100,
-        best_metric="loss",
-        checkpointer=toy.checkpointer,
-        position=lambda: toy.executor.position,
-    )
+    evaluate = toy.evaluate([recorded], every_steps=4, checkpointer=toy.checkpointer)
     with pytest.raises(NonFiniteLossError, match="evaluation loss at step 0 is nan"):
         evaluate.act(0)
     assert not recorded.reports
 
 
 def test_last_save_that_fails_is_tried_once_more_and_is_waited_for(
-    split: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
-    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=3, last_step=6)
+    save = toy.save(3, 6)
     run(toy, [save], 3)
     with file_size_limit(500):
         assert run(toy, [save], 6) == 6
@@ -366,9 +307,7 @@ def test_last_save_that_fails_is_tried_once_more_and_is_waited_for(
     assert toy.checkpointer.has_saved(6)
 
 
-def test_task_that_does_not_save_also_checks_its_variables(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_task_that_does_not_save_also_checks_its_variables(toy: Toy, tmp_path: Path) -> None:
     save = SaveCheckpoint(toy.executor, toy.learner, None, every_steps=3, last_step=6)
     assert run(toy, [save], 4) == 4
     toy.learner.model.trainable_variables[0].assign(np.full((3, 3), math.inf))
@@ -458,14 +397,9 @@ def test_worker_without_steps_is_reported_too(tmp_path: Path) -> None:
 
 
 def test_export_that_does_not_fit_on_the_disk_sets_failure_without_an_error(
-    split: Split, tmp_path: Path
+    toy: Toy, tmp_path: Path
 ) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
-
-    export = Export(
-        toy.learner, lambda: toy.learner.model, f"{tmp_path}/export", path="mine.py", last_step=2
-    )
+    export = toy.export(tmp_path, 2)
     with file_size_limit(500):
         assert run(toy, [export], 2) == 2
     assert "export could not be written: " in export.failure
@@ -487,7 +421,7 @@ def test_console_on_a_full_disk_is_reported_once(
 
 
 def early_stopping_run(
-    split: Split, model_dir: Path, *, steps: int, patience: int = 3
+    split: Split, model_dir: Path, *, steps: int
 ) -> tuple[Toy, list[tuple[int, str, Any]], EarlyStop]:
     """A run that learns nothing, with as many steps as `steps`, or what is left of them."""
     toy = Toy(split, model_dir, optimizer=keras.optimizers.SGD(1e-9))
@@ -495,24 +429,10 @@ def early_stopping_run(
     toy.start(saved.position if saved else None)
     recorded = Recorded()
     json_lines = JsonLines(f"{model_dir}/metrics.jsonl")
-    evaluate = Evaluate(
-        toy.executor,
-        toy.learner,
-        [recorded, json_lines],
-        every_steps=5,
-        last_step=100,
-        best_metric="loss",
-        checkpointer=None,
-        position=lambda: toy.executor.position,
-    )
-    options = EarlyStoppingConfig(patience=patience, min_delta=1e-3)
-    stop = EarlyStop(toy.executor, evaluate, options, "loss", history=json_lines.read)
-    export = Export(
-        toy.learner, lambda: toy.learner.model, f"{model_dir}/export", path="mine.py", last_step=100
-    )
-    stop.to_end.append(export)
-    save = SaveCheckpoint(toy.executor, toy.learner, toy.checkpointer, every_steps=0, last_step=100)
-    run(toy, [json_lines, evaluate, stop, save, export], steps)
+    evaluate = toy.evaluate([recorded, json_lines], every_steps=5, history=json_lines.read)
+    stop = EarlyStop(evaluate, EarlyStoppingConfig(patience=3, min_delta=1e-3))
+    export = toy.export(model_dir, stop=stop)
+    run(toy, [json_lines, evaluate, stop, toy.save(0), export], steps)
     return toy, recorded.reports, stop
 
 
@@ -543,18 +463,8 @@ def test_resumed_run_stops_early_where_an_uninterrupted_one_does(
 
 def test_improvement_resets_the_count(split: Split, tmp_path: Path) -> None:
     toy = Toy(split, tmp_path)
-    evaluate = Evaluate(
-        toy.executor,
-        toy.learner,
-        [],
-        every_steps=1,
-        last_step=100,
-        best_metric="accuracy",
-        checkpointer=None,
-        position=lambda: toy.executor.position,
-    )
-    options = EarlyStoppingConfig(patience=2, min_delta=0.05)
-    stop = EarlyStop(toy.executor, evaluate, options, "accuracy", history=lambda: [])
+    evaluate = toy.evaluate(every_steps=1, best_metric="accuracy")
+    stop = EarlyStop(evaluate, EarlyStoppingConfig(patience=2, min_delta=0.05))
     values = [0.1, 0.2, 0.2, 0.3, 0.34, math.nan]
     done = []
     for step, value in enumerate(values):

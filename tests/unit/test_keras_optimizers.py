@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.replicas import replicas, update_of
+from tests.unit.replicas import replicas, updater
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
 from trainer.learner import Learner
@@ -48,18 +48,9 @@ def examples() -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=(BATCH, 3)).astype(np.float32), random.integers(0, 5, BATCH)
 
 
-def trained(learner: Learner, strategy: tf.distribute.Strategy) -> list[Any]:
-    num = strategy.num_replicas_in_sync
-    bounds = [0, BATCH] if num == 1 else [0, 5, BATCH]
-
-    def part(context: Any) -> Any:
-        i = context.replica_id_in_sync_group
-        return tuple(tf.constant(array[bounds[i] : bounds[i + 1]]) for array in examples())
-
-    batch = strategy.experimental_distribute_values_from_function(part)
-    step = tf.function(lambda batch: strategy.run(update_of(learner), args=(batch,)))
+def trained(learner: Learner, num_replicas: int) -> list[Any]:
     for _ in range(STEPS):
-        step(batch)
+        updater(learner, num_replicas)(examples())
     return learner.weights()
 
 
@@ -79,13 +70,12 @@ def test_setting_has_the_effect_of_keras_on_one_device_and_the_run_says_so(name:
         optimizer.apply(gradients, model.trainable_variables)
     optimizer.finalize_variable_values(model.trainable_variables)  # As `fit` does at its end.
     for num in (1, 2):
-        strategy = replicas(num)
         made = recipe(config, build_optimizer=lambda config: OPTIMIZERS[name]())
-        with strategy.scope():
+        with replicas(num).scope():
             learner = build_learner(made)
         setting = name if name != "exclude" else "weight_decay"
         assert any(setting in note for note in learner.notes)
-        for ours, theirs in zip(trained(learner, strategy), model.get_weights(), strict=True):
+        for ours, theirs in zip(trained(learner, num), model.get_weights(), strict=True):
             # The fused Adam rounds 1 - beta in another place.
             np.testing.assert_allclose(np.array(ours), theirs, rtol=1e-5, atol=5e-6)
 
@@ -124,11 +114,10 @@ def test_optimizer_may_be_a_name_an_object_or_a_config_dict() -> None:
             Config(learning_rate=0.002), build_optimizer=lambda config, value=returned: value
         )
         assert build_learner(made).learning_rate == pytest.approx(rate)
-    strategy = replicas(1)
-    with strategy.scope():
+    with replicas(1).scope():
         made = recipe(Config(batch_size=BATCH), build_optimizer=lambda config: as_dict)
         learner = build_learner(made)
-    trained(learner, strategy)
+    trained(learner, 1)
     assert learner.learning_rate == pytest.approx(float(cosine(STEPS)))
     for wrong in (None, "adm", {"class_name": "Adm", "config": {}}):
         with pytest.raises(OptimizerError, match="build_optimizer"):

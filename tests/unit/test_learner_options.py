@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from strategies.position import Position
 from strategies.ps.placement import dry_run
-from tests.unit.replicas import replicas, update_of
-from tests.unit.test_learner import BATCH, shares
+from tests.unit.replicas import replicas, shares, updater
+from tests.unit.test_learner import BATCH, gradients_of
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.hooks.export import Export
 from trainer.learner import Learner
@@ -45,26 +45,24 @@ def build_model() -> keras.Model:
     )
 
 
-def make_learner(options: Options, strategy: Any = None, *, momentum: float = 0.0) -> Learner:
-    with (strategy or replicas(1)).scope():
+def make_learner(options: Options, num_replicas: int = 1, *, momentum: float = 0.0) -> Learner:
+    with replicas(num_replicas).scope():
         return make_here(options, momentum)
 
 
 def make_here(options: Options, momentum: float = 0.0) -> Learner:
-    return Learner(
-        build_model(),
-        keras.optimizers.SGD(RATE, momentum=momentum),
-        sparse_categorical_crossentropy,
-        {"accuracy": accuracy},
-        batch_size=BATCH,
-        options=options,
-    )
+    optimizer = keras.optimizers.SGD(RATE, momentum=momentum)
+    return learner_of(build_model(), optimizer, options, {"accuracy": accuracy})
 
 
-def updater(learner: Learner, strategy: Any = None) -> Callable[[Any], Any]:
-    strategy = strategy or replicas(1)
-    update = tf.function(lambda b: strategy.run(update_of(learner), args=(b,)))
-    return lambda batch: update(shares(strategy, batch, 5))
+def learner_of(
+    model: keras.Model,
+    optimizer: keras.Optimizer,
+    options: Options | None = None,
+    metrics: Any = None,
+) -> Learner:
+    loss = sparse_categorical_crossentropy
+    return Learner(model, optimizer, loss, metrics or {}, batch_size=BATCH, options=options)
 
 
 def weights(learner: Learner) -> list[np.ndarray]:
@@ -72,13 +70,9 @@ def weights(learner: Learner) -> list[np.ndarray]:
 
 
 def gradients_at(values: Sequence[np.ndarray], batch: Any) -> list[np.ndarray]:
-    """Of the mean loss, by plain TensorFlow."""
     model = build_model()
     model.set_weights(values)
-    variables = [v.value for v in model.trainable_variables]
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(sparse_categorical_crossentropy(batch[1], model(batch[0])))
-    return [g.numpy() for g in tape.gradient(loss, variables)]
+    return [g.numpy() for g in gradients_of(model, batch)]
 
 
 def assert_close(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> None:
@@ -107,13 +101,12 @@ def test_gradient_of_the_complete_batch_is_clipped(
     batch: tuple[np.ndarray, np.ndarray], kind: str, num_replicas: int
 ) -> None:
     clip, formula = CLIPS[kind]
-    strategy = replicas(num_replicas)
-    learner = make_learner(Options(clip=clip), strategy)
+    learner = make_learner(Options(clip=clip), num_replicas)
     before = weights(learner)
     plain = gradients_at(before, batch)
     clipped = formula(plain)
     assert max(np.abs(p - c).max() for p, c in zip(plain, clipped, strict=True)) > 1e-3
-    updater(learner, strategy)(batch)
+    updater(learner, num_replicas)(batch)
     assert_close(weights(learner), [w - RATE * g for w, g in zip(before, clipped, strict=True)])
 
 
@@ -123,14 +116,7 @@ def test_gradient_of_an_embedding_is_clipped_as_the_dense_one_is() -> None:
         layers = [keras.layers.Embedding(4, 2), keras.layers.Flatten(), keras.layers.Dense(5)]
         model = keras.Sequential([keras.Input((3,), dtype="int64"), *layers])
         options = Options(clip=ClipConfig(norm=0.05))
-        learner = Learner(
-            model,
-            keras.optimizers.SGD(1.0),
-            sparse_categorical_crossentropy,
-            {},
-            batch_size=BATCH,
-            options=options,
-        )
+        learner = learner_of(model, keras.optimizers.SGD(1.0), options)
     before = weights(learner)
     updater(learner)((tokens, np.zeros(BATCH, np.int64)))
     assert norm([before[0] - weights(learner)[0]]) == pytest.approx(0.05, rel=1e-4)
@@ -157,11 +143,11 @@ def test_penalty_counts_once_for_the_variables_of_the_pattern(
 ) -> None:
     strategy = replicas(num_replicas)
     options = Options(penalty=PenaltyConfig(l1=0.02, l2=0.03, variables="first/kernel"))
-    learner = make_learner(options, strategy)
+    learner = make_learner(options, num_replicas)
     before = weights(learner)
     gradients = gradients_at(before, batch)
     gradients[0] += 0.02 * np.sign(before[0]) + 2 * 0.03 * before[0]
-    sums = strategy.experimental_local_results(updater(learner, strategy)(batch))
+    sums = strategy.experimental_local_results(updater(learner, num_replicas)(batch))
     assert_close(weights(learner), [w - RATE * g for w, g in zip(before, gradients, strict=True)])
 
     plain = make_learner(Options())
@@ -216,8 +202,8 @@ def test_average_follows_the_weights_and_is_evaluated_and_exported(
     batch: tuple[np.ndarray, np.ndarray], num_replicas: int, warmup: bool, tmp_path: Path
 ) -> None:
     strategy = replicas(num_replicas)
-    learner = make_learner(Options(ema=EmaConfig(decay=0.8, warmup=warmup)), strategy)
-    update = updater(learner, strategy)
+    learner = make_learner(Options(ema=EmaConfig(decay=0.8, warmup=warmup)), num_replicas)
+    update = updater(learner, num_replicas)
     expected = weights(learner)
     for step in range(4):
         update(batch)
@@ -243,8 +229,8 @@ def test_average_follows_the_weights_and_is_evaluated_and_exported(
         lambda: keras.models.clone_model(learner.model),
         str(tmp_path),
         path="mine.py",
-        last_step=4,
-    ).act(4)
+        is_complete=lambda: True,
+    ).end(4)
     exported = keras.models.load_model(tmp_path / "model.keras")
     assert_close(exported.get_weights(), expected)
     assert_close(weights(learner), raw)
@@ -322,16 +308,10 @@ def test_compiled_gradient_and_batch_statistics_are_equal_to_uncompiled(
     found = []
     for is_compiled in (False, True):
         with strategy.scope():
-            learner = Learner(
-                build_with_state(),
-                keras.optimizers.Adam(0.05),
-                sparse_categorical_crossentropy,
-                {},
-                batch_size=BATCH,
-                options=Options(jit_compile=is_compiled),
-            )
+            optimizer, options = keras.optimizers.Adam(0.05), Options(jit_compile=is_compiled)
+            learner = learner_of(build_with_state(), optimizer, options)
         before = weights(learner)
-        update = updater(learner, strategy)
+        update = updater(learner, num_replicas)
         for _ in range(3):
             update(batch)
         assert all(
@@ -366,18 +346,11 @@ def test_moving_statistics_are_the_mean_over_replicas_in_each_copy() -> None:
 
     strategy = replicas(2)
     with strategy.scope():
-        learner = Learner(
-            build(),
-            keras.optimizers.SGD(RATE),
-            sparse_categorical_crossentropy,
-            {},
-            batch_size=BATCH,
-        )
+        learner = learner_of(build(), keras.optimizers.SGD(RATE))
     norm, counting = learner.model.layers[:2]
     inputs = np.random.default_rng(0).normal(size=(BATCH, 3)).astype(np.float32)
-    update = updater(learner, strategy)
     for _ in range(2):
-        update((inputs, np.arange(BATCH) % 5))
+        updater(learner, 2)((inputs, np.arange(BATCH) % 5))
     means = inputs[:5].mean(axis=0), inputs[5:].mean(axis=0)
     variances = inputs[:5].var(axis=0), inputs[5:].var(axis=0)
     for variable, exact in (
@@ -397,18 +370,12 @@ def test_moving_statistics_are_the_mean_over_replicas_in_each_copy() -> None:
     assert id(norm.moving_mean.value) not in {id(variable) for variable in learner.layer_state}
 
 
-def half_precision(strategy: Any, scale: LossScaleConfig) -> Learner:
+def half_precision(scale: LossScaleConfig, num_replicas: int = 1) -> Learner:
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        with strategy.scope():
-            return Learner(
-                build_model(),
-                keras.optimizers.Adam(0.05),
-                sparse_categorical_crossentropy,
-                {},
-                batch_size=BATCH,
-                options=Options(loss_scale=scale, ema=EmaConfig(decay=0.9)),
-            )
+        with replicas(num_replicas).scope():
+            options = Options(loss_scale=scale, ema=EmaConfig(decay=0.9))
+            return learner_of(build_model(), keras.optimizers.Adam(0.05), options)
     finally:
         keras.config.set_dtype_policy("float32")
 
@@ -426,14 +393,14 @@ def test_overflow_on_one_replica_skips_the_step_on_all(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     strategy = replicas(2)
-    learner = half_precision(strategy, LossScaleConfig(initial=1024.0))
-    update = updater(learner, strategy)
+    learner = half_precision(LossScaleConfig(initial=1024.0), 2)
+    update = updater(learner, 2)
     update(batch)
     before = state_of(learner, strategy)
     overflowing = batch[0].copy(), batch[1]
     overflowing[0][-1] = 1e6
     gradients = tf.function(lambda b: strategy.run(learner.gradients, args=(b,)))(
-        shares(strategy, overflowing, 5)
+        shares(strategy, overflowing)
     )[0]
     finite = [
         [bool(np.isfinite(g).all()) for g in strategy.experimental_local_results(gradient)]
@@ -461,8 +428,7 @@ def test_overflow_on_one_replica_skips_the_step_on_all(
 def test_scale_is_doubled_after_finite_steps_and_never_below_one(
     batch: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    strategy = replicas(1)
-    learner = half_precision(strategy, LossScaleConfig(initial=4.0, growth_steps=3))
+    learner = half_precision(LossScaleConfig(initial=4.0, growth_steps=3))
     update = updater(learner)
     overflowing = np.full_like(batch[0], 1e6), batch[1]
     assert learner.loss_scale is not None
@@ -499,7 +465,7 @@ def test_loss_is_scaled_so_that_small_gradients_do_not_become_zero() -> None:
 
 
 def test_scale_is_saved_and_restored(batch: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> None:
-    learner = half_precision(replicas(1), LossScaleConfig(initial=8.0, growth_steps=3))
+    learner = half_precision(LossScaleConfig(initial=8.0, growth_steps=3))
     update = updater(learner)
     overflowing = np.full_like(batch[0], 1e6), batch[1]
     for examples in (overflowing, batch, batch):
@@ -507,7 +473,7 @@ def test_scale_is_saved_and_restored(batch: tuple[np.ndarray, np.ndarray], tmp_p
     checkpointer = Checkpointer(str(tmp_path), learner, {}, keep=1)
     checkpointer.save(3, Position(3), {})
     checkpointer.wait()
-    again = half_precision(replicas(1), LossScaleConfig(initial=8.0, growth_steps=3))
+    again = half_precision(LossScaleConfig(initial=8.0, growth_steps=3))
     assert Checkpointer(str(tmp_path), again, {}, keep=1).restore() is not None
     updater(again)(batch)
     assert again.loss_scale is not None
@@ -517,6 +483,5 @@ def test_scale_is_saved_and_restored(batch: tuple[np.ndarray, np.ndarray], tmp_p
 def test_float16_variables_are_refused() -> None:
     layer = keras.layers.Dense(5, dtype="float16", name="logits")
     model = keras.Sequential([keras.Input((3,)), layer])
-    crossentropy = sparse_categorical_crossentropy
     with pytest.raises(OptimizerError, match=r"logits/kernel' is float16.*mixed_float16"):
-        Learner(model, keras.optimizers.SGD(0.1), crossentropy, {}, batch_size=BATCH)
+        learner_of(model, keras.optimizers.SGD(0.1))

@@ -7,14 +7,9 @@ import pytest
 
 from data.tfrecord.split import Split
 from strategies.metrics import Metrics
-from tests.unit.toy import Overshooting, Toy, write_split
+from tests.unit.toy import Overshooting, Toy
 from trainer.hooks.base import NEVER, CatchUp, Hook, PeriodicHook, next_multiple
 from trainer.loop import train
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
 
 
 class Called(Hook):
@@ -67,9 +62,7 @@ def run(toy: Toy, hooks: Sequence[Hook], steps: int, steps_per_call: int = 1000)
 
 
 @pytest.mark.slow
-def test_intervals_need_not_divide_each_other(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_intervals_need_not_divide_each_other(toy: Toy) -> None:
     called, threes, fives = Called(), Every(3, 14), Every(5, 14)
 
     assert run(toy, [called, threes, fives], 14) == 14
@@ -82,9 +75,7 @@ def test_intervals_need_not_divide_each_other(split: Split, tmp_path: Path) -> N
     assert toy.step == 14
 
 
-def test_steps_per_call_limits_the_steps_of_one_call(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_steps_per_call_limits_the_steps_of_one_call(toy: Toy) -> None:
     called = Called()
     run(toy, [called], 10, steps_per_call=4)
     assert called.steps == [4, 8, 10]
@@ -110,11 +101,7 @@ def test_overshooting_steps_are_due_where_a_multiple_was_crossed(
     assert len(crossed) < len(called.steps)
 
 
-def test_complete_run_resumed_at_its_last_step_acts_once_more_and_trains_no_more(
-    split: Split, tmp_path: Path
-) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_complete_run_resumed_at_its_last_step_acts_once_more_and_trains_no_more(toy: Toy) -> None:
     run(toy, [], 6)
     called, fives, rarely, forever = Called(), Every(5, 6), Every(0, 6), Every(5)
 
@@ -125,20 +112,14 @@ def test_complete_run_resumed_at_its_last_step_acts_once_more_and_trains_no_more
     assert forever.acted == []
 
 
-def test_run_that_acted_at_its_last_step_does_not_act_again_at_its_end(
-    split: Split, tmp_path: Path
-) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_run_that_acted_at_its_last_step_does_not_act_again_at_its_end(toy: Toy) -> None:
     fives, rarely = Every(5, 10), Every(0, 10)
     run(toy, [fives, rarely], 10)
     assert fives.acted == [5, 10]
     assert rarely.acted == [10]
 
 
-def test_stop_request_ends_the_loop_before_the_last_step(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_stop_request_ends_the_loop_before_the_last_step(toy: Toy) -> None:
     called, fives = Called(), Every(5, 100)
     last = run(toy, [called, fives, StopAt(toy, 7)], 100, steps_per_call=2)
     assert 7 <= last < 20
@@ -152,9 +133,7 @@ def test_next_multiple_is_after_the_step(step: int, every: int, due: int) -> Non
     assert next_multiple(step, 0) == NEVER
 
 
-def test_hooks_catch_up_once_after_all_have_begun(split: Split, tmp_path: Path) -> None:
-    toy = Toy(split, tmp_path)
-    toy.start()
+def test_hooks_catch_up_once_after_all_have_begun(toy: Toy) -> None:
     toy.executor.run(4)
     calls: list[str] = []
 

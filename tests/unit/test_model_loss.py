@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.replicas import replicas, update_of
-from tests.unit.test_learner import BATCH, shares
+from tests.unit.replicas import replicas, updater
+from tests.unit.test_learner import BATCH
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.model_loss import ModelLoss
@@ -46,12 +46,10 @@ def learner_of(kind: type[keras.Model]) -> Learner:
 
 
 def trained(kind: type[keras.Model], batch: Any, num_replicas: int) -> list[np.ndarray]:
-    strategy = replicas(num_replicas)
-    with strategy.scope():
+    with replicas(num_replicas).scope():
         learner = learner_of(kind)
-    update = tf.function(lambda b: strategy.run(update_of(learner), args=(b,)))
     for _ in range(3):
-        update(shares(strategy, batch, 5))
+        updater(learner, num_replicas)(batch)
     return [value.copy() for value in learner.model.get_weights()]
 
 

@@ -158,16 +158,14 @@ def test_dropout_keeps_elements_independently_at_its_rate_and_scales_them(rate: 
 
 
 def test_spatial_dropout_drops_whole_channels() -> None:
-    shape = (BATCH, 3, 4, 50)
-    layer = keras.layers.SpatialDropout2D(0.5, data_format="channels_last")
-    outputs = drawn(model_of(layer, shape=shape[1:]), np.ones(shape, np.float32), seeds_of())
-    assert np.array_equal(outputs.min(axis=(1, 2)), outputs.max(axis=(1, 2)))
-    assert np.mean(outputs > 0) == pytest.approx(0.5, abs=0.1)
-    first = keras.layers.SpatialDropout2D(0.5, data_format="channels_first")
-    shape = (BATCH, 50, 3, 4)
-    outputs = drawn(model_of(first, shape=shape[1:]), np.ones(shape, np.float32), seeds_of())
-    assert np.array_equal(outputs.min(axis=(2, 3)), outputs.max(axis=(2, 3)))
-    assert np.mean(outputs > 0) == pytest.approx(0.5, abs=0.1)
+    for data_format, shape, axes in (
+        ("channels_last", (BATCH, 3, 4, 50), (1, 2)),
+        ("channels_first", (BATCH, 50, 3, 4), (2, 3)),
+    ):
+        layer = keras.layers.SpatialDropout2D(0.5, data_format=data_format)
+        outputs = drawn(model_of(layer, shape=shape[1:]), np.ones(shape, np.float32), seeds_of())
+        assert np.array_equal(outputs.min(axis=axes), outputs.max(axis=axes))
+        assert np.mean(outputs > 0) == pytest.approx(0.5, abs=0.1)
 
 
 def test_noise_is_normal_with_the_variance_of_keras() -> None:

@@ -16,22 +16,16 @@ from data.tfrecord.split import Split
 from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
-from tests.unit.toy import BATCH, Toy, write_split
+from tests.damage import flip_bit
+from tests.unit.toy import BATCH, Toy, assert_same_state
 from trainer.checkpoints.checkpointer import ModelDirError
 from trainer.checkpoints.finite import NonFiniteLossError
 from trainer.checkpoints.marks import Saved
 from trainer.config import Config
-from trainer.hooks.evaluate import Evaluate
 from trainer.hooks.finite import StopOnNonFinite
 from trainer.hooks.report import Report
-from trainer.hooks.save import SaveCheckpoint
 from trainer.hooks.writers import Writer
 from trainer.resume import restore_together, train_recovering
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
 
 
 class Poisoned(MirroredExecutor):
@@ -86,18 +80,9 @@ class Run:
         report = Report(
             toy.executor, toy.learner, [self.recorded], every_steps=3, last_step=last, order=order
         )
-        save = SaveCheckpoint(
-            toy.executor, toy.learner, toy.checkpointer, every_steps=4, last_step=last
-        )
-        evaluate = Evaluate(
-            toy.executor,
-            toy.learner,
-            [],
-            every_steps=self.eval_every_steps,
-            best_metric="loss",
-            checkpointer=toy.checkpointer,
-            position=lambda: toy.executor.position,
-            save=save,
+        save = toy.save(4, last)
+        evaluate = toy.evaluate(
+            every_steps=self.eval_every_steps, checkpointer=toy.checkpointer, save=save
         )
         return train_recovering(
             toy.executor,
@@ -107,11 +92,6 @@ class Run:
             order,
             Config(train_steps=last, steps_per_call=2, recover_from_nan=most_recoveries),
         )
-
-
-def assert_same_state(left: Toy, right: Toy) -> None:
-    for ours, theirs in zip(left.state(), right.state(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.slow
@@ -127,7 +107,7 @@ def test_examples_before_a_nan_are_skipped_and_other_steps_are_unchanged(
     undisturbed.executor.run(8)
     undisturbed.executor.roll_back(lambda: (Position(11), {}))
     undisturbed.executor.run(7)
-    assert_same_state(run.toy, undisturbed)
+    assert_same_state(run.toy.state(), undisturbed.state())
 
     reported = dict(run.recorded.reports)
     assert [step for step, _ in run.recorded.reports] == [3, 6, 9, 9, 12, 15]
@@ -149,7 +129,7 @@ def test_skips_are_saved_and_a_resumed_run_ends_bit_for_bit(split: Split, tmp_pa
     Run(split, tmp_path / "parts", 5, last_step=13).train(most_recoveries=2)
     resumed = Run(split, tmp_path / "parts", 18, last_step=24)
     assert resumed.train(most_recoveries=2) == 24
-    assert_same_state(uninterrupted.toy, resumed.toy)
+    assert_same_state(uninterrupted.toy.state(), resumed.toy.state())
     position = resumed.toy.executor.position
     assert position == uninterrupted.toy.executor.position
     assert len(position.skipped) == 2
@@ -209,9 +189,7 @@ def test_state_that_the_first_evaluation_finds_diverged_is_not_resumed(
     else:
         with pytest.raises(NonFiniteLossError, match=r"evaluation loss at step 6 .* from before"):
             run.train(most_recoveries)
-        saved = Toy(split, tmp_path).checkpointer.restore()
-        assert saved is not None
-        assert saved.step == 4
+        assert Toy(split, tmp_path).restore().step == 4
 
 
 def test_run_that_is_stopped_before_the_step_from_which_it_went_back_is_saved(
@@ -271,20 +249,13 @@ def restored_by_two(
 def two_views(split: Split, tmp_path: Path, steps: list[int]) -> tuple[Path, Path]:
     """A run that saved at `steps`, as two tasks see it."""
     toy = Toy(split, tmp_path / "chief", keep=9)
-    toy.start()
-    for step in steps:
-        toy.executor.run(step - toy.step)
-        toy.checkpointer.save(step, toy.executor.position, {})
-    toy.checkpointer.wait()
+    toy.train_and_save(*steps)
     shutil.copytree(tmp_path / "chief", tmp_path / "other")
     return tmp_path / "chief", tmp_path / "other"
 
 
 def damage(directory: Path, step: int) -> None:
-    data = directory / f"checkpoints/step-{step:08d}/variables.data-00000-of-00001"
-    content = bytearray(data.read_bytes())
-    content[7] ^= 1
-    data.write_bytes(content)
+    flip_bit(directory / f"checkpoints/step-{step:08d}/variables.data-00000-of-00001", 7)
 
 
 @pytest.mark.parametrize("damaged", [0, 1], ids=["by the chief", "by another"])

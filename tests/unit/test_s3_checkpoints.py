@@ -3,44 +3,24 @@
 import logging
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.slow_link import SlowLink
 from data.system import files, object_store
 from data.system.object_store import UnavailableError
 from data.tfrecord.split import Split
-from strategies.position import Position
 from tests.s3 import link, needs_s3, url
-from tests.unit.toy import Toy, write_split
+from tests.unit.toy import Toy, assert_restores
 from trainer.preflight import check_model_dir
 
 __all__ = ["link", "url"]  # Fixtures.
 pytestmark = [pytest.mark.quick, needs_s3]
 
 
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
-
-
 def saved_at(split: Split, url: str, steps: list[int]) -> Toy:
     toy = Toy(split, url)
-    toy.start()
-    for step in steps:
-        toy.executor.run(step - toy.step)
-        toy.checkpointer.save(step, toy.executor.position, {})
-    toy.checkpointer.wait()
+    toy.train_and_save(*steps)
     return toy
-
-
-def assert_restores(split: Split, url: str, step: int, state: list[np.ndarray] | None) -> None:
-    toy = Toy(split, url, seed=1)
-    saved = toy.checkpointer.restore()
-    assert saved is not None
-    assert (saved.step, saved.position) == (step, Position(step))
-    for left, right in zip(state or toy.state(), toy.state(), strict=True):
-        np.testing.assert_array_equal(left, right)
 
 
 def test_newest_is_restored_bit_for_bit_and_old_ones_are_removed(
@@ -66,17 +46,17 @@ def test_unfinished_and_damaged_ones_are_not_used(
     path = f"{url}/checkpoints/step-00000004"
     mark = object_store.open_object(f"{path}/checkpoint.json").read()
     object_store.remove(f"{path}/checkpoint.json")  # An upload that never ended.
-    assert_restores(split, url, 2, None)
+    assert_restores(split, url, 2)
     object_store.put(f"{path}/checkpoint.json", mark)
     data = f"{path}/variables.data-00000-of-00001"
     content = bytearray(object_store.open_object(data).read())
     content[20] ^= 1
     object_store.put(data, bytes(content))
     with caplog.at_level(logging.WARNING):
-        assert_restores(split, url, 2, None)
+        assert_restores(split, url, 2)
     assert "variables.data-00000-of-00001 has another checksum" in caplog.text
     object_store.remove(data)
-    assert_restores(split, url, 2, None)
+    assert_restores(split, url, 2)
 
 
 def test_failing_store_does_not_end_training_and_the_next_save_counts(
@@ -90,7 +70,7 @@ def test_failing_store_does_not_end_training_and_the_next_save_counts(
         assert not toy.checkpointer.has_saved(4)
     assert "step-00000004 could not be written" in caplog.text
     link.is_open = True
-    assert_restores(split, url, 2, None)
+    assert_restores(split, url, 2)
     toy.executor.run(2)
     toy.checkpointer.save(6, toy.executor.position, {})
     assert toy.checkpointer.has_saved(6)
@@ -109,6 +89,4 @@ def test_checkpoint_that_cannot_be_read_now_is_not_considered_damaged(
     with pytest.raises(UnavailableError):
         check_model_dir(url)
     link.is_open = True
-    saved = toy.checkpointer.restore()
-    assert saved is not None
-    assert saved.step == 4
+    assert toy.restore().step == 4

@@ -8,7 +8,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tests.unit.replicas import update_of
+from tests.unit.replicas import replicas, updater
 from trainer.learner import Learner
 from trainer.step.losses import sparse_categorical_crossentropy
 from trainer.step.options import ScheduleConfig
@@ -61,24 +61,18 @@ def test_rate_is_that_of_the_step_that_uses_it() -> None:
     def loss(labels: Any, outputs: Any) -> Any:
         return outputs[:, 0]
 
-    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    model = keras.Sequential([keras.Input((1,)), layer])
-    learner = Learner(
-        model,
-        keras.optimizers.SGD(0.5),
-        loss,
-        {},
-        batch_size=1,
-        rate_factor=rate_factor(schedule, train_steps=9, batch_size=1),
-    )
+    factor = rate_factor(schedule, train_steps=9, batch_size=1)
+    with replicas(1).scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), layer])
+        optimizer = keras.optimizers.SGD(0.5)
+        learner = Learner(model, optimizer, loss, {}, batch_size=1, rate_factor=factor)
     batch = tf.ones([1, 1]), tf.zeros([1], tf.int64)
-    strategy = tf.distribute.get_strategy()
-    update = tf.function(lambda b: strategy.run(update_of(learner), args=(b,)))
     said, moved = [], []
     for _ in range(4):
         before = float(layer.kernel.numpy()[0, 0])
         said.append(learner.learning_rate)
-        update(batch)
+        updater(learner)(batch)
         moved.append(before - float(layer.kernel.numpy()[0, 0]))
     assert said == pytest.approx([0.25, 0.5, 0.05, 0.005], rel=1e-5)
     assert moved == pytest.approx(said, rel=1e-4)
@@ -86,15 +80,9 @@ def test_rate_is_that_of_the_step_that_uses_it() -> None:
 
 def test_schedule_multiplies_the_rate_of_any_optimizer() -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    learner = Learner(
-        model,
-        keras.optimizers.Adam(0.3),
-        sparse_categorical_crossentropy,
-        {},
-        batch_size=1,
-        rate_factor=rate_factor(
-            ScheduleConfig(kind="cosine", end_fraction=0.5), train_steps=4, batch_size=1
-        ),
-    )
+    schedule = ScheduleConfig(kind="cosine", end_fraction=0.5)
+    factor = rate_factor(schedule, train_steps=4, batch_size=1)
+    optimizer, loss = keras.optimizers.Adam(0.3), sparse_categorical_crossentropy
+    learner = Learner(model, optimizer, loss, {}, batch_size=1, rate_factor=factor)
     learner.step.assign(4)
     assert learner.learning_rate == pytest.approx(0.15)

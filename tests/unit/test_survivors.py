@@ -14,8 +14,8 @@ from data.tfrecord.split import Split
 from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.mirrored import MirroredExecutor
-from strategies.position import Position, Reached
-from tests.unit.toy import Toy, file_size_limit, write_split
+from strategies.position import Reached
+from tests.unit.toy import Toy, assert_restores, file_size_limit
 from trainer.checkpoints import survivors
 from trainer.checkpoints.survivors import save_last_complete_step
 
@@ -28,9 +28,8 @@ class Lost(MirroredExecutor):
         return None
 
 
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
+def port_of(cluster: Cluster, index: int) -> int:
+    return int(cluster.address_of(Task("worker", index)).rpartition(":")[2])
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +67,7 @@ def test_last_step_is_saved_as_a_checkpoint_from_which_a_run_continues(
 
     assert toy.checkpoints() == ["claims", "step-00000007"]
     assert list((tmp_path / "checkpoints/claims").iterdir()) == []
-    other = Toy(split, tmp_path, seed=1)
-    saved = other.checkpointer.restore()
-    assert saved is not None
-    assert (saved.step, saved.position) == (7, Position(7))
-    for left, right in zip(toy.state(), other.state(), strict=True):
-        np.testing.assert_array_equal(left, right)
+    assert_restores(split, tmp_path, 7, toy.state())
 
 
 @pytest.mark.slow
@@ -111,9 +105,24 @@ def test_unfinished_checkpoint_of_a_dead_chief_is_replaced(
     unfinished.mkdir(parents=True)
     (unfinished / "variables.index").write_bytes(b"half")
     save(trained(split, tmp_path, 4), cluster)
-    saved = Toy(split, tmp_path).checkpointer.restore()
-    assert saved is not None
-    assert saved.step == 4
+    assert Toy(split, tmp_path).restore().step == 4
+
+
+def assert_waits_for(writer: Toy, toy: Toy, cluster: Cluster, secs: float) -> None:
+    """`toy` waits `secs` until `writer` has saved step 4, and does not save it, too."""
+    directory = Path(toy.model_dir, "checkpoints")
+    mark = directory / "step-00000004/checkpoint.json"
+    waiting = threading.Thread(target=save, args=(toy, cluster))
+    waiting.start()
+    waiting.join(timeout=secs)
+    assert waiting.is_alive(), "it did not wait"
+    assert not mark.exists()
+    writer.checkpointer.save(4, writer.executor.position, {})
+    writer.checkpointer.wait()
+    written = mark.stat().st_ino
+    waiting.join(timeout=30)
+    assert not waiting.is_alive()
+    assert mark.stat().st_ino == written, "it wrote the step, too"
 
 
 @pytest.mark.slow
@@ -122,20 +131,8 @@ def test_worker_waits_for_the_writer_of_its_step(
 ) -> None:
     toy, writer = trained(split, tmp_path, 4), trained(split, tmp_path, 4)
     lock = lock_of(toy, 4, "worker 2")
-    mark = tmp_path / "checkpoints/step-00000004/checkpoint.json"
-    port = int(cluster.address_of(Task("worker", 2)).rpartition(":")[2])
-    with held(port):  # The writer lives.
-        waiting = threading.Thread(target=save, args=(toy, cluster))
-        waiting.start()
-        waiting.join(timeout=1.0)
-        assert waiting.is_alive(), "it did not wait"
-        assert not mark.exists()
-        writer.checkpointer.save(4, writer.executor.position, {})
-        writer.checkpointer.wait()
-        written = mark.stat().st_ino
-        waiting.join(timeout=30)
-        assert not waiting.is_alive()
-    assert mark.stat().st_ino == written, "it wrote the step, too"
+    with held(port_of(cluster, 2)):  # The writer lives.
+        assert_waits_for(writer, toy, cluster, 1.0)
     assert lock.exists()
 
 
@@ -154,20 +151,8 @@ def test_chief_that_is_left_writes_first(
 ) -> None:
     monkeypatch.setattr(survivors, "_CHIEF_SECS", 2.0)
     toy, chief = trained(split, tmp_path, 4), trained(split, tmp_path, 4)
-    port = int(cluster.address_of(Task("worker", 0)).rpartition(":")[2])
-    mark = tmp_path / "checkpoints/step-00000004/checkpoint.json"
-    with held(port):
-        waiting = threading.Thread(target=save, args=(toy, cluster))
-        waiting.start()
-        waiting.join(timeout=0.5)
-        assert waiting.is_alive()
-        assert not (tmp_path / "checkpoints").exists(), "it did not wait"
-        chief.checkpointer.save(4, chief.executor.position, {})
-        chief.checkpointer.wait()
-        written = mark.stat().st_ino
-        waiting.join(timeout=30)
-        assert not waiting.is_alive()
-        assert mark.stat().st_ino == written, "it wrote the step, too"
+    with held(port_of(cluster, 0)):
+        assert_waits_for(chief, toy, cluster, 0.5)
         # A chief that does nothing does not hold the others back for long.
         toy.executor.run(1)
         save(toy, cluster)
@@ -179,8 +164,7 @@ def test_lock_of_an_earlier_step_holds_no_worker_back(
 ) -> None:
     toy = trained(split, tmp_path, 4)
     lock_of(toy, 3, "worker 2")
-    port = int(cluster.address_of(Task("worker", 2)).rpartition(":")[2])
-    with held(port):
+    with held(port_of(cluster, 2)):
         save(toy, cluster)
     assert "step-00000004" in toy.checkpoints()
 
@@ -236,7 +220,6 @@ def test_wait_for_a_slow_writer_ends(
     monkeypatch.setattr(survivors, "_WAIT_SECS", 0.5)
     toy = trained(split, tmp_path, 4)
     lock_of(toy, 4, "worker 2")
-    port = int(cluster.address_of(Task("worker", 2)).rpartition(":")[2])
-    with held(port):
+    with held(port_of(cluster, 2)):
         save(toy, cluster)
     assert "has not saved step 4" in caplog.text

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from data.system.object_store import UnavailableError
 from strategies.position import Position
+from tests.damage import flip_bit
 from tests.unit import test_dynamic_ids, test_embeddings
 from tests.unit.replicas import steps_on
 from trainer.checkpoints import tables
@@ -24,6 +25,7 @@ from trainer.checkpoints.store import Store
 from trainer.checkpoints.tables import StagedTables, table_directories, table_values
 from trainer.embeddings import Adagrad, RowWiseAdagrad
 from trainer.learner import Learner
+from trainer.run_files import checkpoints_in
 from trainer.step.options import Options
 
 EVERY = 4  # Of the checkpoints here, each fourth is complete.
@@ -89,15 +91,26 @@ def checkpointer_of(learner: Learner, directory: Path, keep: int = 9) -> Checkpo
     return Checkpointer(str(directory), learner, {}, keep=keep, complete_every=EVERY)
 
 
+def train_and_save(learner: Learner, checkpointer: Checkpointer, step: int) -> None:
+    """Trains from the former checkpoint to `step`, and saves."""
+    train(learner, step - STEPS, step)
+    checkpointer.save(step, Position(), {})
+    assert checkpointer.has_saved(step)
+
+
+def assert_restores(learner: Learner, directory: Path, step: int, values: Values) -> None:
+    """The checkpoint of `step`, restored to another learner, has these values."""
+    assert checkpointer_of(learner, directory).restore_step(step)
+    assert_same(values_of(learner), values)
+
+
 def saved_run(learner: Learner, directory: Path, number: int, keep: int = 9) -> dict[int, Values]:
     """Trains, saves `number` checkpoints, and returns the values of the table at each of them."""
     checkpointer = checkpointer_of(learner, directory, keep)
     found: dict[int, Values] = {}
     for step in range(STEPS, STEPS * (number + 1), STEPS):
-        train(learner, step - STEPS, step)
+        train_and_save(learner, checkpointer, step)
         found[step] = values_of(learner)
-        checkpointer.save(step, Position(), {})
-        assert checkpointer.has_saved(step)
     return found
 
 
@@ -117,8 +130,7 @@ def test_changes_are_replayed_exactly_on_any_number_of_parts(
     learner = make(after, replica)
     for step, values in expected.items():
         train(learner, 0, 2, replica)  # What is there before must go.
-        assert checkpointer_of(learner, tmp_path).restore_step(step)
-        assert_same(values_of(learner), values)
+        assert_restores(learner, tmp_path, step, values)
         composed = table_values(table_directories(str(tmp_path / f"step-{step:08d}")))
         assert_same(composed, {f"0/{name}": value for name, value in values.items()})
     # A run that resumes ends with the same values as one that does not.
@@ -154,9 +166,7 @@ def test_a_run_that_resumes_continues_the_chain(
     checkpointer = checkpointer_of(learner, tmp_path)
     assert checkpointer.restore() is not None
     for step in (3 * STEPS, 4 * STEPS, 5 * STEPS):
-        train(learner, step - STEPS, step)
-        checkpointer.save(step, Position(), {})
-        assert checkpointer.has_saved(step)
+        train_and_save(learner, checkpointer, step)
     assert [len(needs_of(tmp_path, step)) for step in (9, 12, 15)] == [2, 3, 0]
     for step in (9, 12, 15):
         other = make()
@@ -170,22 +180,22 @@ def test_checkpoints_that_others_need_stay(make: Callable[..., Learner], tmp_pat
     expected = saved_run(learner, tmp_path, 3, keep=1)
     chain = [f"step-{step:08d}" for step in expected]
     checkpointer = checkpointer_of(learner, tmp_path, keep=1)
-    assert checkpointer.names() == chain
+    assert checkpoints_in(str(tmp_path)) == chain
     assert checkpointer.restore() is not None
     checkpointer.save_best(9, Position(), 1.0)
     for step in (12, 15):  # The second is complete.
-        train(learner, step - STEPS, step)
-        checkpointer.save(step, Position(), {})
-    checkpointer.wait()
-    assert checkpointer.names() == ["best-00000009", *chain, "step-00000015"]
+        train_and_save(learner, checkpointer, step)
+    assert checkpoints_in(str(tmp_path)) == ["best-00000009", *chain, "step-00000015"]
     best = make()
     assert checkpointer_of(best, tmp_path).restore_model("best-00000009").step == 9
     assert_same(values_of(best), expected[9])
     checkpointer.save_best(15, Position(), 2.0)
-    train(learner, 15, 18)
-    checkpointer.save(18, Position(), {})
-    checkpointer.wait()
-    assert checkpointer.names() == ["best-00000015", "step-00000015", "step-00000018"]
+    train_and_save(learner, checkpointer, 18)
+    assert checkpoints_in(str(tmp_path)) == [
+        "best-00000015",
+        "step-00000015",
+        "step-00000018",
+    ]
 
 
 @pytest.mark.slow
@@ -200,9 +210,7 @@ def test_a_checkpoint_whose_base_is_damaged_is_skipped(
         (base / "checkpoint.json").unlink()
     else:
         (data,) = base.glob("tables.data-00000-*")
-        content = bytearray(data.read_bytes())
-        content[-1] ^= 1
-        data.write_bytes(content)
+        flip_bit(data, -1)
     learner = make()
     found = checkpointer_of(learner, tmp_path).restore()
     assert found is not None
@@ -227,9 +235,7 @@ def test_after_a_failed_save_the_next_checkpoint_is_complete(
         patch.setattr(tf.raw_ops, "SaveV2", fail)
         checkpointer.save(9, Position(), {})
         assert not checkpointer.has_saved(9)
-    train(learner, 9, 12)
-    checkpointer.save(12, Position(), {})
-    assert checkpointer.has_saved(12)
+    train_and_save(learner, checkpointer, 12)
     assert needs_of(directory, 12) == []
     shutil.rmtree(directory / "step-00000003")
     other = make()
@@ -283,9 +289,7 @@ def test_the_next_checkpoint_is_complete_when_one_that_it_needs_is_gone(
     shutil.rmtree(tmp_path / "step-00000009")  # The last one, when nothing has changed since.
     checkpointer.save(9, Position(), {})
     assert checkpointer.has_saved(9)
-    other = make()
-    assert checkpointer_of(other, tmp_path).restore_step(9)
-    assert_same(values_of(other), values_of(learner))
+    assert_restores(make(), tmp_path, 9, values_of(learner))
 
 
 def test_another_checkpoint_in_the_place_of_one_that_is_needed_is_noticed(
@@ -328,13 +332,9 @@ def test_after_a_failure_of_the_storage_around_a_save_the_next_is_complete(
     checkpointer.save(9, Position(), {})
     assert checkpointer.has_saved(9)
     assert len(needs_of(tmp_path, 9)) == (2 if fails_at == "the mark after" else 0)
-    train(learner, 9, 12)
-    checkpointer.save(12, Position(), {})
-    assert checkpointer.has_saved(12)
+    train_and_save(learner, checkpointer, 12)
     assert len(needs_of(tmp_path, 12)) == (0 if fails_at == "the mark after" else 1)
-    other = make()
-    assert checkpointer_of(other, tmp_path).restore_step(12)
-    assert_same(values_of(other), values_of(learner))
+    assert_restores(make(), tmp_path, 12, values_of(learner))
 
 
 def test_an_evaluation_that_is_not_the_best_writes_no_tables(
@@ -350,7 +350,7 @@ def test_an_evaluation_that_is_not_the_best_writes_no_tables(
     checkpointer.save_best(6, Position(), 0.5)
     checkpointer.wait()
     assert not calls
-    assert checkpointer.names() == ["best-00000003"]
+    assert checkpoints_in(str(tmp_path)) == ["best-00000003"]
 
 
 @pytest.mark.slow
@@ -406,9 +406,7 @@ def test_directory_that_is_deleted_while_it_is_tidied_does_not_end_training(
         patch.setattr(checkpointer._store, "chain_of", delete)
         checkpointer.save(3, Position(), {})
         assert not checkpointer.has_saved(3)
-    train(learner, 3, 6)
-    checkpointer.save(6, Position(), {})
-    assert checkpointer.has_saved(6)
+    train_and_save(learner, checkpointer, 6)
     assert needs_of(directory, 6) == []
 
 
@@ -448,7 +446,7 @@ def test_saves_in_any_order_restore_exactly(
             else:
                 score += chance.choice([1.0, -0.5])
                 checkpointer.save_best(step, Position(), score)
-        if chance.random() < 0.2 and checkpointer.names():
+        if chance.random() < 0.2 and checkpoints_in(str(tmp_path)):
             if chance.random() < 0.5:
                 checkpointer.save_for_restart(step, Position(), {})
             checkpointer.wait()
@@ -462,8 +460,8 @@ def test_saves_in_any_order_restore_exactly(
                 learner = make()
                 checkpointer = checkpointer_of(learner, tmp_path, keep=2)
     checkpointer.wait()
-    assert checkpointer.names()
+    assert checkpoints_in(str(tmp_path))
     other = make()
-    for name in checkpointer.names():
+    for name in checkpoints_in(str(tmp_path)):
         found = checkpointer_of(other, tmp_path).restore_model(name)
         assert_same(values_of(other), expected[found.step])

@@ -9,17 +9,10 @@ import tensorflow as tf
 from data.batch_feeds import open_feed
 from data.tfrecord.split import Split
 from strategies.metrics import Metrics
-from tests.unit.toy import BATCH, Toy, make_reader, write_split
+from tests.unit.toy import BATCH, Toy, make_reader
 from trainer.hooks.base import Hook
-from trainer.hooks.evaluate import Evaluate
-from trainer.hooks.save import SaveCheckpoint
 from trainer.loop import train
 from trainer.run_record.recorder import Recorder
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return write_split(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.mark.parametrize("prefetch_batches", [0, 2])
@@ -56,24 +49,12 @@ def test_each_second_of_a_short_run_has_the_cause_of_what_was_done(
         toy = Toy(split, tmp_path)
         toy.executor.stopwatch = recorder.stopwatch
         toy.start()
-        evaluate = Evaluate(
-            toy.executor,
-            toy.learner,
-            [],
-            every_steps=10,
-            last_step=30,
-            best_metric="loss",
-            checkpointer=None,
-            position=lambda: toy.executor.position,
-        )
-        save = SaveCheckpoint(
-            toy.executor, toy.learner, toy.checkpointer, every_steps=10, last_step=30
-        )
+        evaluate = toy.evaluate(every_steps=10, last_step=30)
         began_before = time.monotonic()
         before = recorder.stopwatch.read()
         assert set(before.seconds) == {"start"}
         began = time.monotonic()
-        hooks = [recorder, Slow(), evaluate, save]
+        hooks = [recorder, Slow(), evaluate, toy.save(10, 30)]
         train(toy.executor, toy.learner, hooks, steps=30, steps_per_call=5)
         took = time.monotonic() - began
         after = recorder.stopwatch.read()

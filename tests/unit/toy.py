@@ -2,7 +2,7 @@
 
 import contextlib
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,12 @@ from strategies.metrics import Metrics
 from strategies.mirrored import MirroredExecutor
 from strategies.position import Position
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.marks import Saved
+from trainer.hooks.base import Hook
+from trainer.hooks.evaluate import Evaluate
+from trainer.hooks.export import Export
+from trainer.hooks.save import SaveCheckpoint
+from trainer.hooks.writers import Writer
 from trainer.learner import Learner
 from trainer.step.losses import accuracy, sparse_categorical_crossentropy
 
@@ -111,6 +117,40 @@ class Toy:
     def start(self, position: Position | None = None) -> None:
         self.executor.start(self.learner, self.reader, self.reader, position or Position())
 
+    def evaluate(self, writers: Sequence[Writer] = (), **options: Any) -> Evaluate:
+        """The hook that evaluates this run."""
+        options = {"last_step": 100, "best_metric": "loss", **options}
+        return Evaluate(self.executor, self.learner, writers, **options)
+
+    def save(self, every_steps: int, last_step: int = 100) -> SaveCheckpoint:
+        """The hook that saves this run."""
+        parts = self.executor, self.learner, self.checkpointer
+        return SaveCheckpoint(*parts, every_steps=every_steps, last_step=last_step)
+
+    def export(self, directory: Path, last_step: int = 100, stop: Hook | None = None) -> Export:
+        """The hook that exports this run's own model after `last_step`, or after `stop`."""
+        return Export(
+            self.learner,
+            lambda: self.learner.model,
+            f"{directory}/export",
+            path="mine.py",
+            is_complete=lambda: self.step >= last_step or bool(stop and stop.done),
+        )
+
+    def restore(self, at_most: int | None = None) -> Saved:
+        """Restores the newest checkpoint, which must be there."""
+        saved = self.checkpointer.restore(at_most)
+        assert saved is not None
+        return saved
+
+    def train_and_save(self, *steps: int) -> None:
+        """Trains from the start, and saves at `steps`."""
+        self.start()
+        for step in steps:
+            self.executor.run(step - self.step)
+            self.checkpointer.save(step, self.executor.position, {})
+        self.checkpointer.wait()
+
     @property
     def step(self) -> int:
         return int(self.learner.step.numpy())
@@ -121,3 +161,16 @@ class Toy:
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in Path(self.model_dir, "checkpoints").iterdir())
+
+
+def assert_same_state(left: Any, right: Any) -> None:
+    for one, other in zip(left, right, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def assert_restores(split: Split, model_dir: Path | str, step: int, state: Any = None) -> None:
+    """The newest checkpoint that is complete is of `step`, and has this `state`."""
+    toy = Toy(split, model_dir, seed=1)
+    saved = toy.restore()
+    assert (saved.step, saved.position, toy.step) == (step, Position(step), step)
+    assert_same_state(state or toy.state(), toy.state())

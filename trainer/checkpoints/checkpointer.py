@@ -40,8 +40,7 @@ from trainer.checkpoints.retention import outdated
 from trainer.checkpoints.snapshot import Snapshot, checkpoint_of, tensorflow_variables
 from trainer.checkpoints.store import Store
 from trainer.checkpoints.tables import StagedTables
-from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.table import saved_variables
+from trainer.embeddings.table import FixedTable, saved_variables
 from trainer.exit_codes import first_line
 from trainer.guards.fingerprint import keras_settings
 from trainer.learner import Learner
@@ -84,13 +83,13 @@ class Checkpointer:
                 only checkpoints of earlier steps. Not for URLs.
             complete_every: Each n-th checkpoint has complete tables. Above 1 the learner must mark
                 changed rows (Options.marks_changed_rows).
-            is_evaluator: The chief of the run is another process: it removes checkpoints that
-                those of this one would need, so all of them are complete.
+            is_evaluator: The chief of the run is another process, which may remove checkpoints
+                that a new one needs. So each checkpoint of an evaluator has complete tables.
         """
         self.directory = directory
         self._checkpoint = checkpoint_of(learner)
         self._device = io_device or "CPU:0"
-        # "claims" also has the lock files of survivors.py. The name is that of earlier versions.
+        # "claims" also has the lock files of survivors.py. Earlier versions chose the name.
         self.staging = f"{directory}/{'evaluator' if is_evaluator else 'claims'}"
         self._store = Store(directory, self.staging, self._write_files, lambda: self.before_mark())
         # Other processes may remove the checkpoints that a new one would need.
@@ -131,14 +130,14 @@ class Checkpointer:
         """
         variables = tensorflow_variables(self._checkpoint)
         for table in self._tables:
-            if isinstance(table, DynamicTable):
+            if not isinstance(table, FixedTable):
                 return []
             variables += table.variables
         return variables
 
     @property
     def run_identity(self) -> str:
-        """The same in each process of this run; another one in other runs."""
+        """A hash that is equal in all processes of this run, and different in other runs."""
         values = {"directory": files.absolute(self.directory), **self._identity.values}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -267,10 +266,6 @@ class Checkpointer:
             log.warning("%s/step-%08d is not complete: %s.", self.directory, step, error)
             return False
         return True
-
-    def names(self) -> list[str]:
-        """Returns the names of all checkpoints, best-* first, each kind in the order of steps."""
-        return self._store.names()
 
     def restore_model(self, name: str) -> Saved:
         """Restores the checkpoint `name`, even if it is of another data set or data order.

@@ -1,7 +1,4 @@
-"""Raises NonFiniteLossError if a variable is not finite, before the state is saved.
-
-require_finite(learner, step)
-"""
+"""Raises NonFiniteLossError if a variable is not finite, before the state is saved."""
 
 import tensorflow as tf
 

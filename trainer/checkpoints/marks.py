@@ -1,4 +1,4 @@
-"""The mark of a checkpoint, `checkpoint.json`: what it holds, and whether it is complete.
+"""The mark of a checkpoint, `checkpoint.json`, which says if the checkpoint is complete.
 
     mark = complete_mark("model_dir/checkpoints/step-00001000")     # or DamagedError
     mark.saved.step, mark.files, mark.chain

@@ -12,8 +12,7 @@ import keras
 import tensorflow as tf
 
 from data.system.compat.checkpoint_graph import saves_values
-from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.table import Rows, saved_variables
+from trainer.embeddings.table import Rows, saved_arrays
 from trainer.learner import Learner
 
 
@@ -28,8 +27,8 @@ def checkpoint_of(learner: Learner) -> tf.train.Checkpoint:
     # keras.random.SeedGenerator is not a Trackable: the state of dropout would be left out.
     checkpoint.missed = {
         str(index): variable
-        for index, variable in enumerate(saved_variables(learner.model))
-        if not isinstance(variable, Rows | DynamicTable)
+        for index, variable in enumerate(saved_arrays(learner.model))
+        if not isinstance(variable, Rows)
         and id(variable) not in reached
         and id(getattr(variable, "value", None)) not in reached
     }

@@ -1,8 +1,9 @@
-"""After an error, or the loss of a worker: saves the last complete step before the task ends.
+"""After an error, or the death of a task: saves the last complete step.
 
     save_last_complete_step(executor, learner, checkpointer, cluster)     # then end
+    save_left_step(executor.recovery, learner, checkpointer)              # the next chief of ps
 
-An error of one worker leaves the others in a sum that never ends. So nothing here communicates.
+An error of one worker leaves the others in a sum that never ends. So workers do not communicate.
 
 Each worker of multiworker has the complete state. After a loss the steps of the survivors differ by
 one at most: a worker adds to the sums of a step only when it has completed the step before. So
@@ -15,17 +16,22 @@ file. A worker that is a step further writes that step. No worker writes a step 
 than the newest complete checkpoint. The next start of the run removes all lock files.
 
 If the chief is left, the others let it write first: it has written all checkpoints so far.
+
+Under ps the variables are on the servers, which live on when the chief dies. The next chief finds
+the last complete step there (`Recovery.take_over`), and saves it, unless there is a checkpoint of
+that step or of a later one. Then the run resumes from the newest checkpoint, as after any end.
 """
 
 import logging
 import time
 
 from data.system import files
-from strategies.base import Executor
+from strategies.base import Executor, Recovery
 from strategies.cluster.peers import UnknownHostError, identify
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.position import Reached
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.file_checks import DiskError
 from trainer.checkpoints.finite import NonFiniteLossError, require_finite
 from trainer.exit_codes import first_line
 from trainer.learner import Learner
@@ -45,8 +51,8 @@ def save_last_complete_step(
 ) -> None:
     """Returns when a checkpoint has the last complete step of this process, or cannot have it.
 
-    Called in the main thread after an error. Logs what it does, and its own errors: the error
-    before matters more. `cluster` is None if this task is the only one.
+    Called in the main thread after an error. Its own errors are only logged: the first error
+    matters more. `cluster` is None if this task is the only one.
     """
     what = "The last complete step"
     try:
@@ -120,3 +126,29 @@ def _is_dead(task: Task | None, cluster: Cluster) -> bool:
         return identify(cluster.address_of(task)) is None
     except UnknownHostError:
         return True
+
+
+def save_left_step(recovery: Recovery, learner: Learner, checkpointer: Checkpointer) -> None:
+    """Writes the state that a dead chief has left on the servers as a checkpoint, if it is newer.
+
+    The variables have any values afterwards, so a checkpoint must be restored.
+
+    Raises:
+        PeerLostError: a server was lost.
+        NonFiniteLossError, DiskError: the state cannot be saved, and there is no checkpoint.
+    """
+    newest = checkpointer.newest()
+    after_step = newest.step if newest else 0
+    reached = recovery.take_over(checkpointer.variables, checkpointer.run_identity, after_step)
+    if reached is None:
+        return
+    try:
+        require_finite(learner, reached.step)
+        checkpointer.save_for_restart(*reached)
+        if not checkpointer.has_saved(reached.step):
+            raise DiskError(f"Step {reached.step:,} of the former chief could not be saved.")
+        log.warning("Saved step %s from the memory of the servers.", f"{reached.step:,}")
+    except (NonFiniteLossError, DiskError) as error:
+        if newest is None:
+            raise
+        log.warning("%s The run resumes from step %s.", first_line(error), f"{newest.step:,}")

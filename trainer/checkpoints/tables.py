@@ -13,7 +13,7 @@ by the number of the table:
 | --- | --- |
 | `0/rows`, and a name for each optimizer slot | [n, ...], in the order of the ids |
 | `0/changed` | int64 [n]: the ids of these rows, if the file has only those that were changed |
-| `0/ids`, `0/use` | of a table of dynamic ids: all ids, and what dynamic.py says of their use |
+| `0/ids`, `0/use` | of a table of dynamic ids: all ids, and their use (`dynamic.Values`) |
 
 With `complete_every` above 1 a checkpoint may have only the rows that were changed since the one
 before. Its chain, which its mark names, begins with a checkpoint that has all rows.
@@ -36,8 +36,7 @@ from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError, Mark, complete_mark, own_mark
 from trainer.checkpoints.retention import Chain
 from trainer.checkpoints.store import Store
-from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.table import FixedTable
+from trainer.embeddings.base import Ids, Index, Table
 from trainer.exit_codes import first_line
 
 PREFIX = "tables"
@@ -46,9 +45,7 @@ _PIECE_BYTES = 64 << 20
 _INDEX = ("ids", "use")
 _CHANGED = "changed"
 
-Table: TypeAlias = FixedTable | DynamicTable
 _Reader: TypeAlias = Any  # TensorFlow does not export the class.
-_Ids: TypeAlias = npt.NDArray[np.int64]
 
 
 class StagedTables:
@@ -80,7 +77,7 @@ class StagedTables:
         self._stack = contextlib.ExitStack()
         self._directory = ""
         self._error: OSError | None = None
-        self._changed: dict[int, _Ids] = {}  # By the number of the table, since `forget_changes`.
+        self._changed: dict[int, Ids] = {}  # By the number of the table, since `forget_changes`.
 
     def stage(self, step: int, *, is_complete: bool) -> None:
         """Writes all rows, or those that were changed since `forget_changes`.
@@ -207,10 +204,8 @@ class StagedTables:
             known = table.ids(index)
             for directory, reader in zip(directories, readers, strict=True):
                 ids = _ids_of_rows(reader, number, known)
-                shapes, dtypes = (
-                    reader.get_variable_to_shape_map(),
-                    reader.get_variable_to_dtype_map(),
-                )
+                shapes = reader.get_variable_to_shape_map()
+                dtypes = reader.get_variable_to_dtype_map()
                 names = [f"{number}/{name}" for name in table.value_names]
                 for start, piece in _pieces(ids, table):
                     with tf.device(self._io_device):
@@ -295,36 +290,36 @@ def _table_values(
     return values
 
 
-def _known(index: Mapping[str, _Ids], num_rows: int) -> _Ids:
+def _known(index: Index, num_rows: int) -> Ids:
+    """The ids that have rows; without an index those of a table with `num_rows` rows."""
     if not index:
         return np.arange(num_rows)
-    found: _Ids = index["ids"][index["use"][:, 0] == 1]
+    found: Ids = index["ids"][index["use"][:, 0] == 1]
     return found
 
 
-def _index(reader: _Reader, number: int) -> dict[str, _Ids]:
+def _index(reader: _Reader, number: int) -> dict[str, Ids]:
     names = {name: f"{number}/{name}" for name in _INDEX}
     return {n: reader.get_tensor(full) for n, full in names.items() if reader.has_tensor(full)}
 
 
-def _ids_of_rows(reader: _Reader, number: int, known: _Ids) -> _Ids:
+def _ids_of_rows(reader: _Reader, number: int, known: Ids) -> Ids:
     """The ids of the rows in one file; `known` are those of a table with a fixed number."""
     if reader.has_tensor(f"{number}/{_CHANGED}"):
-        changed: _Ids = reader.get_tensor(f"{number}/{_CHANGED}")
+        changed: Ids = reader.get_tensor(f"{number}/{_CHANGED}")
         return changed
-    index = _index(reader, number)
-    return _known(index, len(known))
+    return _known(_index(reader, number), len(known))
 
 
-def _is_in(ids: _Ids, known: _Ids) -> npt.NDArray[np.bool_]:
-    """Whether each of `ids` is in `known`, which is sorted."""
+def _is_in(ids: Ids, known: Ids) -> npt.NDArray[np.bool_]:
+    """Returns True for each of `ids` that is in `known`, which is sorted."""
     if not len(known):
         return np.zeros(ids.shape, bool)
     places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
     return np.asarray(known[places] == ids)
 
 
-def _pieces(ids: _Ids, table: Table) -> Iterator[tuple[int, _Ids]]:
+def _pieces(ids: Ids, table: Table) -> Iterator[tuple[int, Ids]]:
     """The parts of `ids` whose values are in memory at the same time, with their first index."""
     size = max(1, _PIECE_BYTES // table.row_bytes)
     for start in range(0, len(ids), size):

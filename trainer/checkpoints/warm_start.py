@@ -9,7 +9,7 @@
 | FILE.keras | a model that Keras saved, for example MODEL_DIR/export/model.keras |
 
 Variables are matched by order, not by name: Keras numbers layers over all models of a process. A
-.keras file may have all variables of this model, or those that config.warm_start.exclude leaves.
+.keras file has all variables of this model, or all that config.warm_start.exclude does not match.
 """
 
 import concurrent.futures
@@ -24,10 +24,10 @@ import tensorflow as tf
 from data.system.compat.checkpoint_graph import Node, nodes_of
 from data.system.files import exists
 from data.system.scratch import plain_path
+from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.checkpoints.marks import DamagedError
 from trainer.checkpoints.tables import table_directories, table_values
-from trainer.embeddings.dynamic import DynamicTable
-from trainer.embeddings.table import saved_variables, tables_of
+from trainer.embeddings.table import saved_arrays, tables_of
 from trainer.exit_codes import first_line
 from trainer.run_files import CHECKPOINT_MARK, finished_checkpoints
 from trainer.step.options import ConfigError, WarmStartConfig, matching
@@ -46,7 +46,7 @@ def warm_start(model: keras.Model, options: WarmStartConfig) -> str:
     """
     path = options.path
     # Of tables of dynamic ids, values are not taken over.
-    variables = [v for v in saved_variables(model) if not isinstance(v, DynamicTable)]
+    variables = saved_arrays(model)
     excluded = [False] * len(variables)
     if options.exclude:
         excluded = matching("warm_start.exclude", options.exclude, [v.path for v in variables])
@@ -56,12 +56,10 @@ def warm_start(model: keras.Model, options: WarmStartConfig) -> str:
         parts = iter(values)
         values = [None if is_excluded else next(parts) for is_excluded in excluded]
     if len(values) != len(variables):
-        some = (
-            f", {len(wanted)} without those of config.warm_start.exclude" if any(excluded) else ""
-        )
+        more = f", {len(wanted)} without those of config.warm_start.exclude" * any(excluded)
         raise ConfigError(
             f"config.warm_start.path={path} is of another model: it has {len(values)} variables, "
-            f"but this one has {len(variables)}{some}. Give one with equally many."
+            f"but this one has {len(variables)}{more}. Give one with equally many."
         )
     different = [
         f"{variables[i].path}: {_shape(values[i])} there, {list(variables[i].shape)} here"
@@ -92,45 +90,32 @@ def _of_keras_file(path: str) -> Values:
             f"config.warm_start.path={path} cannot be loaded as a Keras model: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
-    entries = [v for v in saved_variables(model) if not isinstance(v, DynamicTable)]
-    return [np.asarray(entry.numpy()) for entry in entries]
+    return [np.asarray(entry.numpy()) for entry in saved_arrays(model)]
 
 
 def _of_checkpoint(path: str, model: keras.Model) -> Values:
     # A checkpoint contains its object graph: a value has the same place there as in `model`.
     directory = _newest(path)
-    with plain_path(directory) as plain:
-        return _values_in(plain, directory, path, model)
-
-
-def _values_in(plain: str, directory: str, path: str, model: keras.Model) -> Values:
-    """The values of the checkpoint in `directory`, which TensorFlow reads at `plain`."""
+    variables = saved_arrays(model)
+    numbers = {id(layer.table): n for n, layer in enumerate(tables_of(model))}
     try:
-        reader = tf.train.load_checkpoint(f"{plain}/variables")
-        nodes = nodes_of(reader.get_tensor(_GRAPH))
-        variables = [v for v in saved_variables(model) if not isinstance(v, DynamicTable)]
-        root = {child.local_name: child.node_id for child in nodes[0].children}
-        keys = _keys(nodes, model, root["model"])
-        for child in nodes[root["missed"]].children if "missed" in root else ():
-            variable = variables[int(child.local_name)]
-            keys |= _keys(nodes, variable, child.node_id)
-        found = [keys.get(id(v), keys.get(id(getattr(v, "value", v)))) for v in variables]
         tables = table_values(table_directories(directory), rows_only=True)
-        numbers = {id(layer.table): n for n, layer in enumerate(tables_of(model))}
-        return [
-            tables.get(f"{numbers[id(variable)]}/rows")
-            if id(variable) in numbers
-            else (None if key is None else reader.get_tensor(key))
-            for variable, key in zip(variables, found, strict=True)
-        ]
-    except (
-        DamagedError,
-        OSError,
-        tf.errors.OpError,
-        ValueError,
-        KeyError,
-        IndexError,
-    ) as error:
+        with plain_path(directory) as plain:
+            reader = tf.train.load_checkpoint(f"{plain}/variables")
+            nodes = nodes_of(reader.get_tensor(_GRAPH))
+            root = {child.local_name: child.node_id for child in nodes[0].children}
+            keys = _keys(nodes, model, root["model"])
+            for child in nodes[root["missed"]].children if "missed" in root else ():
+                keys |= _keys(nodes, variables[int(child.local_name)], child.node_id)
+            values: list[npt.NDArray[np.generic] | None] = []
+            for variable in variables:
+                if id(variable) in numbers:
+                    values.append(tables.get(f"{numbers[id(variable)]}/rows"))
+                    continue
+                key = keys.get(id(variable), keys.get(id(getattr(variable, "value", variable))))
+                values.append(None if key is None else reader.get_tensor(key))
+            return values
+    except (DamagedError, *STORAGE_ERRORS, ValueError, LookupError) as error:
         raise ConfigError(
             f"config.warm_start.path={path}: {directory} is not a checkpoint of this program, or "
             f"is damaged: {first_line(error)}"

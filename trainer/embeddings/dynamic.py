@@ -16,18 +16,18 @@ are variables that grow. All changes are made on the server of the part (dynamic
 So all decisions depend on steps and ids only, and not on the order in which workers answer.
 """
 
-import functools
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from typing_extensions import override
 
 from data.system.compat.autograph import no_autograph
 from strategies.base import value_of
+from trainer.embeddings.base import IDS, Graph, Ids, Index, Table, values_of_parts
 from trainer.embeddings.dynamic_part import NUM_VALUES, Counts, DynamicPart, copies_of
 
 if TYPE_CHECKING:
@@ -40,11 +40,9 @@ log = logging.getLogger(__name__)
 # [n, ...] of ids with rows.
 Values = Mapping[str, npt.NDArray[np.generic]]
 
-Graph: TypeAlias = tf.types.experimental.PolymorphicFunction
 
-
-class DynamicTable:
-    """The parts of a table, with their optimizer slots. Its methods are those of FixedTable.
+class DynamicTable(Table):
+    """The parts of a table without a fixed number of rows, with their optimizer slots.
 
     Attributes:
         parts: The variables with the rows of each part.
@@ -56,6 +54,7 @@ class DynamicTable:
     def __init__(self, parts: Sequence[DynamicPart], layer: "ShardedEmbedding") -> None:
         self.dynamic_parts = list(parts)
         self.parts = [part.rows for part in parts]
+        self.part_variables = parts[0].variables
         self.layer = layer
         self.shape = (None, layer.width)
         self.path = self.name = f"{layer.path}/embeddings"
@@ -63,7 +62,6 @@ class DynamicTable:
         self._has_warned = False
         self._saved_step = 0
         step = tf.TensorSpec([], tf.int64)
-        ids = tf.TensorSpec([None], tf.int64)
         use = tf.TensorSpec([None, NUM_VALUES], tf.int64)
         parts = self.dynamic_parts
 
@@ -73,9 +71,7 @@ class DynamicTable:
         self._last_steps_in_graph = graph(lambda: _joined(part.last_steps() for part in parts))
         self._index_in_graph = graph(lambda: _joined(part.index() for part in parts))
         self._evict_in_graph = graph(self._evict, step)
-        finds = [part.values_of for part in parts]
-        self._values_in_graph = graph(lambda ids: values_of_parts(ids, ids, finds), ids)
-        self._set_index_in_graph = graph(self._set_index, ids, use)
+        self._set_index_in_graph = graph(self._set_index, IDS, use)
 
     def _evict(self, step: tf.Tensor) -> None:
         for part in self.dynamic_parts:
@@ -85,64 +81,41 @@ class DynamicTable:
         for part in self.dynamic_parts:
             part.set_index(ids, use)
 
-    @functools.cached_property
-    def _set_values_in_graph(self) -> Graph:
-        """Made later than the other graphs: slots come after the layer is made."""
-        variables = self.dynamic_parts[0].variables
-        values = {
-            name: tf.TensorSpec([None, *variable.shape[1:]], variable.dtype)
-            for name, variable in variables.items()
-        }
+    @override
+    def _values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
+        return values_of_parts(ids, ids, [part.values_of for part in self.dynamic_parts])
 
-        @no_autograph
-        def set_values(ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
-            for part in self.dynamic_parts:
-                part.set_values(ids, values)
-
-        return tf.function(set_values, input_signature=[tf.TensorSpec([None], tf.int64), values])
+    @override
+    def _set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
+        for part in self.dynamic_parts:
+            part.set_values(ids, values)
 
     @property
     def slot_names(self) -> list[str]:
         """The names of the optimizer slots."""
         return list(self.dynamic_parts[0].slots)
 
-    @property
-    def value_names(self) -> list[str]:
-        """The names of what `values_of` returns."""
-        return list(self.dynamic_parts[0].variables)
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of the values of one id."""
-        variables = self.dynamic_parts[0].variables.values()
-        return sum(variable.dtype.size * math.prod(variable.shape[1:]) for variable in variables)
-
-    def index(self) -> dict[str, npt.NDArray[np.int64]]:
-        """All ids, sorted, and their use, as in `Values`."""
+    @override
+    def index(self) -> dict[str, Ids]:
         ids, use = map(value_of, self._index_in_graph())
         order = np.argsort(ids)
         return {"ids": ids[order], "use": use[order]}
 
-    def ids(self, index: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-        """The ids of `index` that have rows."""
-        found: npt.NDArray[np.int64] = index["ids"][index["use"][:, 0] == 1]
+    @override
+    def ids(self, index: Index) -> Ids:
+        found: Ids = index["ids"][index["use"][:, 0] == 1]
         return found
 
-    def take_changed_ids(
-        self, index: Mapping[str, npt.NDArray[np.int64]], step: int
-    ) -> npt.NDArray[np.int64]:
-        """The ids with rows that were used since the last call, sorted; `step` steps are done."""
+    @override
+    def take_changed_ids(self, index: Index, step: int) -> Ids:
+        """All ids that were used count as changed."""
         has_row, last_step = index["use"][:, 0] == 1, index["use"][:, 2]
-        found: npt.NDArray[np.int64] = index["ids"][has_row & (last_step > self._saved_step)]
+        found: Ids = index["ids"][has_row & (last_step > self._saved_step)]
         self._saved_step = step
         return found
 
-    def values_of(self, ids: npt.NDArray[np.int64]) -> dict[str, tf.Tensor]:
-        """The values of `ids`, [n], which have rows, by name: [n, ...]."""
-        values: dict[str, tf.Tensor] = self._values_in_graph(tf.constant(ids))
-        return values
-
-    def set_index(self, index: Mapping[str, npt.NDArray[np.int64]], step: int = 0) -> None:
+    @override
+    def set_index(self, index: Index, step: int = 0) -> None:
         """Replaces all ids by those of `index`; their rows are zeros.
 
         Rows whose last use was not kept count as used at `step`: otherwise rows in use would be
@@ -161,10 +134,6 @@ class DynamicTable:
                 )
         self._set_index_in_graph(tf.constant(index["ids"]), tf.constant(use))
 
-    def set_values(self, ids: npt.NDArray[np.int64], values: Mapping[str, tf.Tensor]) -> None:
-        """Sets the values of `ids`, [n], which have rows."""
-        self._set_values_in_graph(tf.constant(ids), dict(values))
-
     def numpy(self) -> dict[str, npt.NDArray[np.generic]]:
         """All ids and their rows, sorted by id, as in `Values`."""
         index = self.index()
@@ -176,15 +145,14 @@ class DynamicTable:
         counts = [value_of(copies_of(part.counts)[0]) for part in self.dynamic_parts]
         return Counts(*np.sum(counts, axis=0).tolist())
 
+    @override
     def make_graphs(self) -> None:
-        """Traces the graphs that a run needs. Under ps all tasks must answer meanwhile."""
+        super().make_graphs()
         for graph in (
             self._last_steps_in_graph,
             self._evict_in_graph,
             self._index_in_graph,
-            self._values_in_graph,
             self._set_index_in_graph,
-            self._set_values_in_graph,
         ):
             graph.get_concrete_function()
 
@@ -203,7 +171,7 @@ class DynamicTable:
             self._evict_in_graph(tf.constant(first, tf.int64))
 
     def _first_within(self, max_rows: int, first: int) -> int:
-        """The lowest step such that at most `max_rows` ids with rows have it, or a later one."""
+        """Returns the lowest step since which at most `max_rows` ids with rows were used."""
         found, numbers = map(value_of, self._last_steps_in_graph())
         steps, places = np.unique(found, return_inverse=True)
         of_steps = np.zeros(len(steps), np.int64)
@@ -231,20 +199,3 @@ def _joined(found: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> tuple[tf.Tensor, tf
     """The tensors of all parts, one after the other."""
     firsts, seconds = (tf.concat(values, axis=0) for values in zip(*found, strict=True))
     return firsts, seconds
-
-
-def values_of_parts(
-    ids: tf.Tensor,
-    places: tf.Tensor,
-    find: Sequence[Callable[[tf.Tensor], Mapping[str, tf.Tensor]]],
-) -> dict[str, tf.Tensor]:
-    """The values of `ids`, [n]: part p of P finds those of the `places` with id mod P = p."""
-    if len(find) == 1:
-        return dict(find[0](places))
-    owner = tf.cast(ids % len(find), tf.int32)
-    positions = tf.dynamic_partition(tf.range(tf.size(ids)), owner, len(find))
-    of_parts = tf.dynamic_partition(places, owner, len(find))
-    found = [of_part(part) for of_part, part in zip(find, of_parts, strict=True)]
-    return {
-        name: tf.dynamic_stitch(positions, [values[name] for values in found]) for name in found[0]
-    }

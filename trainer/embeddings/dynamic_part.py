@@ -8,7 +8,6 @@ dynamic.py says what is in the hash table, and when it changes. TensorFlow's Mut
 is not used: after removals an insertion may add an id twice.
 """
 
-import contextlib
 import itertools
 import os
 import time
@@ -21,7 +20,7 @@ from data.system.compat.own_gradients import with_gradient
 from strategies import locks
 from strategies.tables import making_part
 from trainer.embeddings.initial import initial_rows
-from trainer.embeddings.optimizers import Slots, capacity, gather_rows, handle_of
+from trainer.embeddings.optimizers import Slots, after, capacity, gather_rows, handle_of
 
 if TYPE_CHECKING:
     from trainer.embeddings.layer import ShardedEmbedding
@@ -37,7 +36,7 @@ _numbers = itertools.count()
 
 
 class Counts(NamedTuple):
-    """What a part counts, int64."""
+    """The counters of a part, int64."""
 
     rows: int  # Rows that are used, with gaps: the next row gets this place.
     new: int  # Ids that got a row.
@@ -58,6 +57,8 @@ class DynamicPart:
         rows: The rows, [capacity, width]. Its static shape is that of a new part: a worker process
             aborts when it is sent the handle of a variable with an unknown dimension. So the value
             is only read by `gather_rows`, and its size by `capacity`.
+        slots: The optimizer slots, by name.
+        variables: The rows and the slots, by name.
         counts: Counts, int64 [3].
         marks_changes: True if the last step of each id is kept, also if no id is evicted.
     """
@@ -73,6 +74,7 @@ class DynamicPart:
                 lambda: tf.zeros([_FIRST_ROWS, width], dtype),
                 name=f"{layer.name}/embeddings_{index}",
             )
+        self.variables = {"rows": self.rows}
         extended = tf.distribute.get_strategy().extended
         with extended.colocate_vars_with(self.rows), making_part(index, (len(Counts._fields),)):
             self.counts = tf.Variable(
@@ -101,6 +103,7 @@ class DynamicPart:
                     trainable=False,
                     name=name,
                 )
+        self.variables |= self.slots
         return self.slots
 
     def lookup(self, ids: tf.Tensor, *, training: bool) -> tf.Tensor:
@@ -164,21 +167,18 @@ class DynamicPart:
             with tf.control_dependencies([_grown(variable, first + num_new)]):
                 written.append(_scattered(variable, new_places, values))
         # The ids come last: a worker that finds an id finds its row, too.
-        with _after(*written):
+        with after(*written):
             more = tf.stack([num_new, num_new, tf.zeros_like(num_new)])
             counted = tf.raw_ops.AssignAddVariableOp(resource=counts.handle, value=more)
         is_changed = tf.ones_like(is_new) if self.keeps_last else place < 0
         place = tf.tensor_scatter_nd_update(place, new, new_places)
         # An update of an asynchronous worker may come late.
-        last = tf.maximum(last, _int64(step) + 1)
+        last = tf.maximum(last, tf.cast(step, tf.int64) + 1)
         values = tf.stack([place, sightings, last], axis=1)
-        with _after(counted):
-            inserted = tf.raw_ops.LookupTableInsertV2(
-                table_handle=index.ids,
-                keys=tf.boolean_mask(ids, is_changed),
-                values=tf.boolean_mask(values, is_changed),
-            )
-        with _after(inserted):
+        with after(counted):
+            changed = tf.boolean_mask(ids, is_changed)
+            inserted = _inserted(index, changed, tf.boolean_mask(values, is_changed))
+        with after(inserted):
             return tf.identity(place)
 
     def index(self) -> tuple[tf.Tensor, tf.Tensor]:
@@ -216,9 +216,7 @@ class DynamicPart:
             index = self._indices[rows.handle.device]
             with tf.device(rows.device):
                 tf.raw_ops.LookupTableRemoveV2(table_handle=index.ids, keys=_exported(index)[0])
-                tf.raw_ops.LookupTableInsertV2(
-                    table_handle=index.ids, keys=tf.identity(ids), values=tf.identity(in_hash)
-                )
+                _inserted(index, tf.identity(ids), tf.identity(in_hash))
                 counts.assign(tf.stack([number, 0, 0]))
 
     def set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
@@ -233,11 +231,6 @@ class DynamicPart:
                 place, _, _ = self._find(self._indices[rows.handle.device], ids)
                 for name, variable in zip(self.variables, of_device, strict=True):
                     _scattered(variable, place, tf.identity(of_mine[name]))
-
-    @property
-    def variables(self) -> dict[str, tf.Variable]:
-        """The rows and the slots, by name."""
-        return {"rows": self.rows, **self.slots}
 
     def last_steps(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The last steps of ids with rows, int64 [k], and the numbers of these ids, int64 [k]."""
@@ -267,15 +260,12 @@ class DynamicPart:
                 gaps = tf.where(tf.equal(is_used, 0))[:, 0]
                 moved = tf.boolean_mask(found, is_moved)
                 written = [_scattered(v, gaps, gather_rows(v, moved[:, 0])) for v in (rows, *slots)]
-                with _after(*written):
+                with after(*written):
                     tf.raw_ops.LookupTableRemoveV2(
                         table_handle=index.ids, keys=tf.boolean_mask(ids, ~is_kept)
                     )
-                    tf.raw_ops.LookupTableInsertV2(
-                        table_handle=index.ids,
-                        keys=tf.boolean_mask(ids, is_moved),
-                        values=tf.concat([gaps[:, tf.newaxis], moved[:, 1:]], axis=1),
-                    )
+                    in_gaps = tf.concat([gaps[:, tf.newaxis], moved[:, 1:]], axis=1)
+                    _inserted(index, tf.boolean_mask(ids, is_moved), in_gaps)
                     before = counts.read_value()
                     evicted = tf.math.count_nonzero(has_row) - number
                     counts.assign(tf.stack([number, before[1], before[2] + evicted]))
@@ -307,6 +297,10 @@ def _exported(index: _Index) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.ensure_shape(ids, [None]), tf.ensure_shape(values, [None, NUM_VALUES])
 
 
+def _inserted(index: _Index, ids: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
+    return tf.raw_ops.LookupTableInsertV2(table_handle=index.ids, keys=ids, values=values)
+
+
 def copies_of(variable: tf.Variable) -> list[tf.Variable]:
     """The copies of `variable` in this process."""
     values = getattr(variable, "values", None)
@@ -318,34 +312,19 @@ def _grown(variable: tf.Variable, needed: tf.Tensor) -> tf.Tensor:
     size = capacity(variable)
 
     def grow() -> tf.Tensor:
-        larger = _padded(gather_rows(variable, tf.range(size)), tf.maximum(needed, size * 3 // 2))
+        rows = gather_rows(variable, tf.range(size))
+        missing = tf.maximum(needed, size * 3 // 2) - size
+        larger = tf.pad(rows, [[0, missing], *[[0, 0]] * (len(rows.shape) - 1)])
         assigned = tf.raw_ops.AssignVariableOp(
             resource=variable.handle, value=larger, validate_shape=False
         )
-        with _after(assigned):
+        with after(assigned):
             return tf.constant(True)
 
     return tf.cond(needed > size, grow, lambda: tf.constant(False))
-
-
-def _padded(values: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-    """`values`, [n, ...], with zeros up to `size` rows."""
-    missing = size - tf.shape(values, tf.int64)[0]
-    return tf.pad(values, [[0, missing], *[[0, 0]] * (len(values.shape) - 1)])
 
 
 def _scattered(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Operation | None:
     return tf.raw_ops.ResourceScatterUpdate(
         resource=variable.handle, indices=places, updates=values
     )
-
-
-def _after(*ops: tf.Operation | None) -> contextlib.AbstractContextManager[None]:
-    """Ops that are made inside come after `ops`; those of eager code are None."""
-    after: contextlib.AbstractContextManager[None]
-    after = tf.control_dependencies([op for op in ops if op is not None])
-    return after
-
-
-def _int64(value: tf.Tensor) -> tf.Tensor:
-    return tf.cast(value, tf.int64)

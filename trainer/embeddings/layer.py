@@ -38,7 +38,7 @@ COMBINERS: Mapping[str, Callable[[tf.Tensor], tf.Tensor]] = {
     "sqrtn": tf.sqrt,
 }
 
-# In the place of an id, if a feature has fewer of them than others.
+# Fills up the ids of a feature that has fewer of them than others.
 _PADDING = -1
 
 # Initial values that do not depend on the shape, besides their seed.
@@ -62,8 +62,8 @@ class ShardedEmbedding(keras.layers.Layer):
     With a `combiner` the last dimension has the ids of one feature, filled up with -1, and their
     rows are combined: integers [B, ..., length] into [B, ..., width].
 
-    With several numbers of rows it is a table for each of as many columns, stored as one:
-    integers [B, ..., columns] into [B, ..., columns, width]; with a combiner,
+    With a list of numbers of rows each column of the ids has its own table; they are stored as
+    one: integers [B, ..., columns] into [B, ..., columns, width]; with a combiner, integers
     [B, ..., columns, length] into the same.
 
     The initial value of a row depends on the seed, the table and the id only. The table has an
@@ -97,7 +97,8 @@ class ShardedEmbedding(keras.layers.Layer):
 
         Args:
             rows: The number of rows: ids are from 0 to rows - 1. Or one number for each column.
-                None: any int64 is an id; the last four arguments but `kwargs` are for such tables.
+                None: any int64 is an id; only such tables take `admit_after`, `evict_after`,
+                `max_rows` and `evict_every`.
             width: The number of values of a row.
             optimizer: An object of trainer.embeddings, or its name: sgd, adagrad, rowwise_adagrad,
                 ftrl or lazy_adam.

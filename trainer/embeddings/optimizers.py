@@ -8,8 +8,8 @@ The formulas are those of Keras, except of RowWiseAdagrad, which Keras does not 
 LazyAdam: Adam would change all rows in each step. `ids` are unique.
 """
 
+import contextlib
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -17,18 +17,14 @@ from typing import NamedTuple, TypeAlias
 import tensorflow as tf
 from typing_extensions import override
 
-from trainer.step.options import ConfigError
+from trainer.step.options import ABOVE_0, AT_LEAST_0, BELOW_1, ConfigError, number
 
 # The name of a slot: its first value, and True if it has one value for each row.
 Slots: TypeAlias = Mapping[str, tuple[float, bool]]
 
-_POSITIVE = "a number above 0"
-_NOT_NEGATIVE = "a number of 0 or more"
-_BELOW_1 = "a number from 0 to below 1"
-
 
 class TableUpdate(NamedTuple):
-    """What an update of a table takes."""
+    """The argument of `TableOptimizer.update`."""
 
     table: tf.Variable
     slots: Mapping[str, tf.Variable]
@@ -53,18 +49,12 @@ class TableOptimizer:
         """Raises ConfigError if a setting is not a number, or out of range."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is None and field.name == "learning_rate":
-                continue
-            needed = _POSITIVE
-            if field.name in ("initial_accumulator", "l1", "l2"):
-                needed = _NOT_NEGATIVE
-            if field.name.startswith("beta_"):
-                needed = _BELOW_1
-            is_number = isinstance(value, int | float) and math.isfinite(value)
-            is_right = is_number and (value > 0 or (needed != _POSITIVE and value >= 0))
-            if not is_right or (needed == _BELOW_1 and value >= 1):
+            needed, is_valid = field.metadata.get("bound", ABOVE_0)
+            is_default = value is None and field.default is None
+            if not is_default and not (isinstance(value, int | float) and is_valid(value)):
                 raise ConfigError(
-                    f"{type(self).__name__}: {field.name} must be {needed}. Received: {value!r}."
+                    f"{type(self).__name__}: {field.name} must be a number: {needed}. "
+                    f"Received: {value!r}."
                 )
 
     @property
@@ -93,7 +83,7 @@ class Adagrad(TableOptimizer):
     Duchi et al., "Adaptive Subgradient Methods for Online Learning", 2011.
     """
 
-    initial_accumulator: float = 0.1
+    initial_accumulator: float = number(0.1, AT_LEAST_0)
     epsilon: float = 1e-7
 
     @property
@@ -123,7 +113,7 @@ class RowWiseAdagrad(TableOptimizer):
     Model for Personalization and Recommendation Systems", 2019).
     """
 
-    initial_accumulator: float = 0.1
+    initial_accumulator: float = number(0.1, AT_LEAST_0)
     epsilon: float = 1e-7
 
     @property
@@ -139,7 +129,7 @@ class RowWiseAdagrad(TableOptimizer):
         added = tf.raw_ops.ResourceScatterAdd(
             resource=accumulator.handle, indices=ids, updates=squares
         )
-        with tf.control_dependencies(_ops(added)):
+        with after(added):
             total = gather_rows(accumulator, ids)
         scale = 1 / (tf.sqrt(total) + self.epsilon)
         return _subtract(table, ids, gradients * scale[:, tf.newaxis], rate)
@@ -155,10 +145,10 @@ class FTRL(TableOptimizer):
         l2: L2 regularisation, as part of the formula.
     """
 
-    initial_accumulator: float = 0.1
+    initial_accumulator: float = number(0.1, AT_LEAST_0)
     learning_rate_power: float = 0.5
-    l1: float = 0.0
-    l2: float = 0.0
+    l1: float = number(0.0, AT_LEAST_0)
+    l2: float = number(0.0, AT_LEAST_0)
 
     @property
     @override
@@ -191,8 +181,8 @@ class LazyAdam(TableOptimizer):
     under asynchronous ps two updates of one row at the same time may lose one of them.
     """
 
-    beta_1: float = 0.9
-    beta_2: float = 0.999
+    beta_1: float = number(0.9, BELOW_1)
+    beta_2: float = number(0.999, BELOW_1)
     epsilon: float = 1e-7
 
     @property
@@ -215,7 +205,7 @@ class LazyAdam(TableOptimizer):
             )
             for name, value in (("momentum", m), ("velocity", v))
         ]
-        with tf.control_dependencies(_ops(*written)):
+        with after(*written):
             return _subtract(table, ids, m / (tf.sqrt(v) + self.epsilon), corrected)
 
 
@@ -253,6 +243,13 @@ def to_config(optimizer: TableOptimizer) -> dict[str, object]:
     return {"name": name, **dataclasses.asdict(optimizer)}
 
 
+def after(*ops: tf.Operation | None) -> contextlib.AbstractContextManager[None]:
+    """Ops that are made inside come after `ops`; those of eager code are None."""
+    context: contextlib.AbstractContextManager[None]
+    context = tf.control_dependencies([op for op in ops if op is not None])
+    return context
+
+
 def gather_rows(variable: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
     """The rows `ids` of `variable`, on its device; no other row is copied.
 
@@ -267,7 +264,7 @@ def gather_rows(variable: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
 def handle_of(variable: tf.Variable) -> tf.Tensor:
     """The resource of `variable` in this replica.
 
-    Outside of replicas and updates, that of its first copy: the copies are equal.
+    Outside of replicas and updates: the resource of the first copy. All copies are equal.
     """
     try:
         return variable.handle
@@ -288,8 +285,3 @@ def _subtract(
     return tf.raw_ops.ResourceSparseApplyProximalGradientDescent(
         var=table.handle, alpha=rate, l1=zero, l2=zero, grad=rows, indices=ids, use_locking=True
     )
-
-
-def _ops(*ops: tf.Operation | None) -> list[tf.Operation]:
-    """The ops that are not None, as the ops of eager code are."""
-    return [op for op in ops if op is not None]

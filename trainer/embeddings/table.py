@@ -5,15 +5,10 @@
     saved_variables(model)                          # model.variables, with Rows in place of parts
 
 A checkpoint has the rows of a table in the order of their ids, so it does not depend on the number
-of parts. It is written and read in pieces, over the methods of FixedTable:
-
-    table = FixedTable(rows, {"accumulator": slots}, changed)
-    table.values_of(ids)                            # of any ids, from all parts
-    table.take_changed_ids({}, step)                # since the last call
+of parts. It is written and read over the methods of base.Table, which FixedTable implements.
 """
 
 import collections
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -22,11 +17,13 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from typing_extensions import override
 
 from data.system.compat.autograph import no_autograph
 from data.system.compat.keras_layers import all_layers
 from strategies.base import value_of
-from trainer.embeddings.dynamic import DynamicTable, values_of_parts
+from trainer.embeddings.base import Ids, Index, Table, values_of_parts
+from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import copies_of
 from trainer.embeddings.optimizers import gather_rows
 from trainer.step.options import ConfigError
@@ -75,10 +72,8 @@ class Rows:
                 part.assign(value[index :: len(self.parts)])
 
 
-class FixedTable:
-    """A table with a fixed number of rows, and its optimizer slots: what a checkpoint has of them.
-
-    Ids are int64 [n], and values are by name: "rows" [n, width], and the names of the slots.
+class FixedTable(Table):
+    """A table with a fixed number of rows, and its optimizer slots.
 
     Attributes:
         rows: The rows of all parts.
@@ -91,14 +86,8 @@ class FixedTable:
         """`changed` has a variable for each part, bool [rows]: True if a step changed the row."""
         self.rows, self.slots = rows, dict(slots)
         self._variables = {"rows": rows.parts, **{n: slot.parts for n, slot in slots.items()}}
+        self.part_variables = {name: parts[0] for name, parts in self._variables.items()}
         self._changed = list(changed)
-        ids = tf.TensorSpec([None], tf.int64)
-        values = {
-            name: tf.TensorSpec([None, *parts[0].shape[1:]], parts[0].dtype)
-            for name, parts in self._variables.items()
-        }
-        self._values_in_graph = tf.function(self._values_of, input_signature=[ids])
-        self._set_values_in_graph = tf.function(self._set_values, input_signature=[ids, values])
         self._changed_in_graph = tf.function(self._take_changed_ids, input_signature=[])
 
     @property
@@ -106,53 +95,31 @@ class FixedTable:
         """The variables of all parts, without the marks."""
         return [part for parts in self._variables.values() for part in parts]
 
-    @property
-    def value_names(self) -> list[str]:
-        """The names of what `values_of` returns."""
-        return list(self._variables)
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of the values of one id."""
-        firsts = [parts[0] for parts in self._variables.values()]
-        return sum(first.dtype.size * math.prod(first.shape[1:]) for first in firsts)
-
+    @override
     def make_graphs(self) -> None:
-        """Traces the graphs that a run needs. Under ps all tasks must answer meanwhile."""
-        self._values_in_graph.get_concrete_function()
-        self._set_values_in_graph.get_concrete_function()
+        super().make_graphs()
         if self._changed:
             self._changed_in_graph.get_concrete_function()
 
-    def index(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Nothing: the ids are known."""
+    @override
+    def index(self) -> dict[str, Ids]:
         return {}
 
-    def set_index(self, index: Mapping[str, npt.NDArray[np.int64]], step: int = 0) -> None:
-        """Does nothing."""
+    @override
+    def set_index(self, index: Index, step: int = 0) -> None:
+        """Does nothing: the ids are known."""
 
-    def ids(self, index: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-        """All ids."""
+    @override
+    def ids(self, index: Index) -> Ids:
         return np.arange(self.rows.shape[0], dtype=np.int64)
 
-    def take_changed_ids(
-        self, index: Mapping[str, npt.NDArray[np.int64]], step: int
-    ) -> npt.NDArray[np.int64]:
-        """The ids of rows that were changed since the last call, sorted; `step` steps are done."""
+    @override
+    def take_changed_ids(self, index: Index, step: int) -> Ids:
         if not self._changed:  # The table is not trained.
             return np.zeros([0], np.int64)
         return np.sort(value_of(self._changed_in_graph()))
 
-    def values_of(self, ids: npt.NDArray[np.int64]) -> dict[str, tf.Tensor]:
-        """The values of `ids`."""
-        values: dict[str, tf.Tensor] = self._values_in_graph(tf.constant(ids))
-        return values
-
-    def set_values(self, ids: npt.NDArray[np.int64], values: Mapping[str, tf.Tensor]) -> None:
-        """Sets the values of different `ids`."""
-        self._set_values_in_graph(tf.constant(ids), dict(values))
-
-    @no_autograph
+    @override
     def _values_of(self, ids: tf.Tensor) -> dict[str, tf.Tensor]:
         num_parts = len(self.rows.parts)
 
@@ -164,7 +131,7 @@ class FixedTable:
         find = [partial(of_part, index) for index in range(num_parts)]
         return values_of_parts(ids, ids // num_parts, find)
 
-    @no_autograph
+    @override
     def _set_values(self, ids: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
         num_parts = len(self.rows.parts)
         for index in range(num_parts):
@@ -201,38 +168,36 @@ def tables_of(model: keras.Model) -> "list[ShardedEmbedding]":
 
 
 def saved_variables(model: keras.Model) -> list[keras.Variable | Rows | DynamicTable]:
-    """`model.variables`, in which each table is one entry, at the place of its first part.
+    """Returns `saved_arrays` of `model`, and its tables of dynamic ids, which come last."""
+    tables = [layer.table for layer in tables_of(model)]
+    return [*saved_arrays(model), *(t for t in tables if isinstance(t, DynamicTable))]
 
-    Tables of dynamic ids, which are not in `model.variables`, come last.
-    """
+
+def saved_arrays(model: keras.Model) -> list[keras.Variable | Rows]:
+    """Returns `model.variables`; each table is one entry, at the place of its first part."""
     table_of = {id(part): layer.table for layer in tables_of(model) for part in layer.weights}
     entries = [table_of.get(id(variable), variable) for variable in model.variables]
     # A model that was exported has constants in place of dynamic ids.
     entries = [entry for entry in entries if not isinstance(entry, DynamicTable)]
-    entries += [layer.table for layer in tables_of(model) if isinstance(layer.table, DynamicTable)]
     return list({id(entry): entry for entry in entries}.values())
 
 
 def set_values(model: keras.Model, learner: "Learner") -> None:
-    """Gives a model that is not trained any more the values with which `learner` evaluates.
+    """Copies the values with which `learner` evaluates to `model`, which will not be trained.
 
-    Variables are matched by their paths: `model` may have fewer, if it is built for predictions. Or
-    by their order, if a config file numbers its layers itself, but makes the same variables.
+    Variables are matched by their paths: `model` may have fewer, if it is built for predictions.
+    If paths differ, because a config file numbers its layers itself, they are matched by order.
 
     Raises ConfigError if `model` has another variable.
     """
-    arrays, weights = _arrays_of(model), learner.weights()
-    for variable, place in zip(arrays, _places(arrays, _arrays_of(learner.model)), strict=True):
+    arrays, weights = saved_arrays(model), learner.weights()
+    for variable, place in zip(arrays, _places(arrays, saved_arrays(learner.model)), strict=True):
         variable.assign(weights[place])
     layers, trained = tables_of(model), [layer.table for layer in tables_of(learner.model)]
     places = _places([layer.table for layer in layers], trained)
     for layer, place in zip(layers, places, strict=True):
         if isinstance(table := trained[place], DynamicTable):
             layer.freeze(table.numpy())
-
-
-def _arrays_of(model: keras.Model) -> list[keras.Variable | Rows]:
-    return [entry for entry in saved_variables(model) if not isinstance(entry, DynamicTable)]
 
 
 def _places(items: Sequence[Item], trained: Sequence[Item]) -> list[int]:

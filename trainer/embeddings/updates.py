@@ -1,8 +1,8 @@
-"""The update of a table: a learner's part of it.
+"""Updates tables: TablePart has the rows of one part of a table, and its optimizer slots.
 
 parts = [TablePart(layer, index) for index in range(P)]     # makes the slots
 part.change(variable, gradient, rate, step, colocated)      # on the device of the variable
-saved_tables(layers, parts)                                 # what a checkpoint has of them
+saved_tables(layers, parts)                                 # for a checkpoint
 """
 
 import dataclasses
@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from strategies.locks import free
 from strategies.tables import has_rows, making_part, part_rows
+from trainer.embeddings.base import Table
 from trainer.embeddings.dynamic import DynamicTable
 from trainer.embeddings.dynamic_part import DynamicPart
 from trainer.embeddings.layer import ShardedEmbedding
-from trainer.embeddings.optimizers import TableUpdate, gather_rows
+from trainer.embeddings.optimizers import TableUpdate, after, gather_rows
 from trainer.embeddings.table import FixedTable, Rows
 from trainer.step.options import ConfigError, Options
 
@@ -27,8 +28,6 @@ class TablePart:
     """A part of the table of a layer, with its optimizer slots.
 
     Attributes:
-        layer: The layer.
-        index: The number of the part.
         variable: The rows of the part.
         slots: The optimizer slots, by name.
         colocated: All variables that an update changes besides `variable`, by name.
@@ -51,27 +50,27 @@ class TablePart:
             self.slots = self._dynamic.add_slots(layer.optimizer.initial_slots)
             self.colocated = {**self.slots, "counts": self._dynamic.counts}
             return
-        num_rows, width = layer.table.shape
-        rows = part_rows(num_rows, index, len(layer.table.parts))
-        extended = tf.distribute.get_strategy().extended
-        slots: dict[str, tf.Variable] = {}
-        for name, (value, is_of_row) in layer.optimizer.initial_slots.items():
-            shape = (rows,) if is_of_row else (rows, width)
-            made = shape if has_rows() else (0, *shape[1:])
-            with extended.colocate_vars_with(self.variable), making_part(index, shape):
-                slots[name] = tf.Variable(
-                    lambda made=made, value=value: tf.fill(made, tf.constant(value)),
-                    trainable=False,
-                    name=name,
-                )
-        self.slots = slots
-        self.colocated = dict(slots)
+        self.slots = {
+            name: self._add_variable(name, value, () if is_of_row else (layer.width,))
+            for name, (value, is_of_row) in layer.optimizer.initial_slots.items()
+        }
+        self.colocated = dict(self.slots)
         if marks_changes:
-            num_made = rows if has_rows() else 0
-            with extended.colocate_vars_with(self.variable), making_part(index, (rows,)):
-                self.colocated[_CHANGED] = tf.Variable(
-                    lambda: tf.zeros([num_made], tf.bool), trainable=False, name=_CHANGED
-                )
+            self.colocated[_CHANGED] = self._add_variable(_CHANGED, False, ())
+
+    def _add_variable(self, name: str, value: float | bool, inner: tuple[int, ...]) -> tf.Variable:
+        """Makes a variable with `value` everywhere, [rows of the part, *inner]."""
+        table = self.layer.table
+        rows = part_rows(table.shape[0], self.index, len(table.parts))
+        made = [rows if has_rows() else 0, *inner]
+        extended = tf.distribute.get_strategy().extended
+        with (
+            extended.colocate_vars_with(self.variable),
+            making_part(self.index, (rows, *inner)),
+        ):
+            return tf.Variable(
+                lambda: tf.fill(made, tf.constant(value)), trainable=False, name=name
+            )
 
     def change(
         self,
@@ -85,8 +84,8 @@ class TablePart:
     ) -> tf.Tensor:
         """Applies `gradient` to `variable` and `colocated`, copies of the variables of this part.
 
-        `rate` is that of the config, and `factor` that of its schedule; `step` is the number of
-        steps done. Returns a tensor that is computed after the update.
+        `rate` is the learning rate of the config, which contains `factor`, the factor of the
+        schedule; `step` is the number of steps done. Returns a tensor computed after the update.
         """
         layer = self.layer
         if layer.optimizer.learning_rate is not None:
@@ -109,7 +108,7 @@ class TablePart:
                 rows = tf.clip_by_norm(rows, layer.clip_norm, axes=[1])
             rate = tf.cast(rate, rows.dtype)
             done = layer.optimizer.update(TableUpdate(variable, colocated, ids, rows, rate, step))
-            with tf.control_dependencies([] if done is None else [done]):
+            with after(done):
                 if _CHANGED in colocated:
                     # After the change: a checkpoint that finds no mark has the row from before.
                     done = tf.raw_ops.ResourceScatterUpdate(
@@ -117,7 +116,7 @@ class TablePart:
                         indices=ids,
                         updates=tf.ones_like(ids, tf.bool),
                     )
-            with tf.control_dependencies([] if done is None else [done]):
+            with after(done):
                 rate = tf.identity(rate)
             if held:
                 with tf.control_dependencies([free(held, rate)]):
@@ -125,11 +124,9 @@ class TablePart:
             return rate
 
 
-def saved_tables(
-    layers: Sequence[ShardedEmbedding], parts: Sequence[TablePart]
-) -> list[FixedTable | DynamicTable]:
+def saved_tables(layers: Sequence[ShardedEmbedding], parts: Sequence[TablePart]) -> list[Table]:
     """The tables of `layers`, with the slots that `parts` have; those not trained have none."""
-    found: list[FixedTable | DynamicTable] = []
+    found: list[Table] = []
     for layer in layers:
         if layer.is_dynamic:
             found.append(layer.table)

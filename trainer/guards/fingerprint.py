@@ -1,8 +1,5 @@
-"""What must be equal in all tasks of a run: the code, the versions, the settings, and the config.
+"""Compares what must be equal in all tasks of a run: code, versions, settings and config.
 
-    versions()                  # of the code that this task runs
-    process_settings()          # of Keras and of the environment
-    shared_settings(recipe, transfer)   # what it trains, and how
     check_agreement(spec, executor)                         # before the model is built
 
 Tasks of different versions or configs could connect, and train a model that no user asked for.

@@ -54,8 +54,8 @@ class Hook:
     def catch_up(self, step: int) -> None:
         """Called after `begin` in a run that resumes from a checkpoint of `step`.
 
-        The former process may have ended before it called the hooks. The metrics of that step may
-        be lost.
+        The former process may have ended before it called the hooks: the metrics of `step` may be
+        lost.
         """
 
     def end(self, step: int) -> None:

@@ -16,7 +16,7 @@ import keras
 from data.system.files import is_s3
 from strategies.base import Batch, Executor
 from trainer.checkpoints.checkpointer import Checkpointer
-from trainer.config import ConfigError, Recipe
+from trainer.config import Config, ConfigError, Recipe, flatten
 from trainer.config_file import errors_explained
 from trainer.hooks.base import Hook
 from trainer.hooks.callbacks import Callbacks, build_callbacks
@@ -25,7 +25,6 @@ from trainer.hooks.evaluate import EarlyStop, Evaluate
 from trainer.hooks.evict import evict_hooks
 from trainer.hooks.export import Export
 from trainer.hooks.finite import StopOnNonFinite
-from trainer.hooks.hparams import hparams_of
 from trainer.hooks.inspect import Histograms, Profile
 from trainer.hooks.notebook import notebook_bars
 from trainer.hooks.report import Report
@@ -37,10 +36,12 @@ from trainer.learner import Learner
 from trainer.models import build_model
 from trainer.run_files import Document, RunFiles, local_dir
 
+_HPARAMS = ("batch_size", "learning_rate", "optimizer", "precision", "seed", "train_steps")
+
 
 @dataclass(frozen=True)
 class Parts:
-    """What a task trains with."""
+    """The parts of a task that trains."""
 
     recipe: Recipe
     model_dir: str
@@ -57,7 +58,7 @@ def shared_hooks(parts: Parts, *, evaluates: bool) -> list[Hook]:
     With `evaluates` False, the cluster has an evaluator task.
     """
     save = _save_hook(parts, None)
-    evaluation = _evaluation_hooks(parts, [], save, history=list) if evaluates else []
+    evaluation = _evaluation_hooks(parts, [], save) if evaluates else []
     return [
         StopOnNonFinite(parts.learner.loss_scale),
         *evict_hooks(parts.learner.model, parts.executor),
@@ -87,20 +88,17 @@ def chief_hooks(
     json_lines = Lossy(lines, appended.metrics)
     tensorboard = TensorBoard(
         appended.tensorboard,
-        hparams={**hparams_of(config), "strategy": config_document["strategy"]},
+        hparams={**_hparams(config), "strategy": config_document["strategy"]},
         metrics=parts.learner.objective.metric_names,
     )
     lossy_tensorboard = Lossy(tensorboard, appended.tensorboard)
     hooks: list[Hook] = []
-    step = parts.learner.step
-    trackers = build_trackers(
-        recipe,
-        parts.model_dir,
-        config_document,
-        is_complete=lambda: (
-            int(step.numpy()) >= config.train_steps or any(hook.done for hook in hooks)
-        ),
-    )
+
+    def is_complete() -> bool:
+        step = int(parts.learner.step.numpy())
+        return step >= config.train_steps or any(hook.done for hook in hooks)
+
+    trackers = build_trackers(recipe, parts.model_dir, config_document, is_complete=is_complete)
     writers: list[Writer] = [console, json_lines, lossy_tensorboard, *progress, *trackers]
     hooks += [
         StopOnNonFinite(parts.learner.loss_scale),
@@ -121,9 +119,7 @@ def chief_hooks(
         ),
     ]
     save = _save_hook(parts, parts.checkpointer)
-    evaluation: list[Hook] = []
-    if evaluates:
-        evaluation = _evaluation_hooks(parts, writers, save, history=lines.read)
+    evaluation = _evaluation_hooks(parts, writers, save, lines.read) if evaluates else []
     hooks += [*evaluation, *_callback_hooks(parts, evaluation)]
     if config.histogram_every_steps:
         histograms = Histograms(
@@ -144,11 +140,7 @@ def chief_hooks(
         hooks += _hooks_of_user(recipe, parts.model_dir)
     hooks.append(save)
     if standby_every_steps:
-        hooks.append(
-            CopyToStandby(
-                every_steps=standby_every_steps, executor=parts.executor, learner=parts.learner
-            )
-        )
+        hooks.append(CopyToStandby(parts.executor, parts.learner, every_steps=standby_every_steps))
     if config.export:
         specs = parts.input_specs
         export = Export(
@@ -156,15 +148,20 @@ def chief_hooks(
             lambda: build_model(recipe, specs, is_trained=False),
             files.export,
             path=recipe.path,
+            is_complete=is_complete,
             input_specs=specs,
-            last_step=config.train_steps,
             stopwatch=parts.executor.stopwatch,
         )
-        for hook in hooks:
-            if isinstance(hook, (EarlyStop, Callbacks)):
-                hook.to_end.append(export)
         hooks.append(export)
     return [*hooks, *trackers]  # Last: their end comes after the last reports.
+
+
+def _hparams(config: Config) -> dict[str, bool | float | str]:
+    """The fields by which TensorBoard's HParams page compares runs: some, and all that were set."""
+    values, defaults = flatten(config), flatten(Config())
+    shown = [n for n in values if n in _HPARAMS or values[n] != defaults.get(n)]
+    kinds = (bool, int, float, str)
+    return {n: v if isinstance(v := values[n], kinds) else str(v) for n in shown if n != "data_dir"}
 
 
 def build_json_lines(path: str, inputs: Inputs) -> JsonLines:
@@ -190,27 +187,22 @@ def _hooks_of_user(recipe: Recipe, model_dir: str) -> list[Hook]:
                 f"{what} must return a list of trainer.hooks.base.Hook. Received: {hook!r}."
             )
         for method, arguments in (("__call__", 2), ("next_step", 1), ("begin", 1), ("end", 1)):
-            _check_takes(
-                f"{type(hook).__name__}.{method} of {recipe.path}", hook, method, arguments
-            )
+            try:
+                inspect.signature(getattr(hook, method)).bind(*[None] * arguments)
+            except TypeError as error:
+                needed = inspect.signature(getattr(Hook, method))
+                raise ConfigError(
+                    f"{type(hook).__name__}.{method} of {recipe.path}: {error}. Needed is "
+                    f"{method}{needed}."
+                ) from None
     return hooks
-
-
-def _check_takes(what: str, hook: Hook, method: str, number: int) -> None:
-    """Raises ConfigError if `method` of `hook` does not take `number` arguments."""
-    try:
-        inspect.signature(getattr(hook, method)).bind(*[None] * number)
-    except TypeError as error:
-        needed = inspect.signature(getattr(Hook, method))
-        raise ConfigError(f"{what}: {error}. Needed is {method}{needed}.") from None
 
 
 def _evaluation_hooks(
     parts: Parts,
     writers: Sequence[Writer],
     save: SaveCheckpoint,
-    *,
-    history: Callable[[], Sequence[Values]],
+    history: Callable[[], Sequence[Values]] = list,
 ) -> list[Hook]:
     config = parts.recipe.config
     every_steps = config.eval_every_steps
@@ -224,16 +216,12 @@ def _evaluation_hooks(
         last_step=config.train_steps,
         best_metric=config.best_metric,
         checkpointer=save.checkpointer,
-        position=lambda: parts.executor.position,
         history=history,
         save=save,
     )
     if not config.early_stopping.patience:
         return [evaluate]
-    early_stop = EarlyStop(
-        parts.executor, evaluate, config.early_stopping, config.best_metric, history=history
-    )
-    return [evaluate, early_stop]
+    return [evaluate, EarlyStop(evaluate, config.early_stopping)]
 
 
 def _callback_hooks(parts: Parts, evaluation: Sequence[Hook]) -> list[Callbacks]:

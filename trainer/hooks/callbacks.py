@@ -3,9 +3,9 @@
     callbacks = build_callbacks(recipe)                      # checked, in every task
     hook = Callbacks(executor, learner, callbacks, ..., evaluate=evaluate)
 
-Only the chief calls them. After each call all tasks that run the loop agree on two results: whether
-training stops (`self.model.stop_training`), and the learning rate. An epoch is the training
-examples / batch_size, in steps, rounded up. docs/keras.md says which callbacks work.
+Only the chief calls them. After each call every task that runs the loop gets two results from the
+chief: the request to stop (`self.model.stop_training`), and the learning rate. An epoch has
+(training examples / batch_size) steps, rounded up. docs/keras.md says which callbacks work.
 """
 
 import logging
@@ -22,7 +22,7 @@ from strategies.base import Executor
 from strategies.metrics import Metrics, add_metrics, means
 from trainer.config import Recipe
 from trainer.config_file import errors_explained
-from trainer.hooks.base import NEVER, Hook, PeriodicHook, next_multiple
+from trainer.hooks.base import NEVER, Hook, next_multiple
 from trainer.hooks.evaluate import Evaluate
 from trainer.learner import Learner
 from trainer.step.options import ConfigError
@@ -99,7 +99,7 @@ def _overrides(callback: Callback, method: str) -> bool:
 
 
 def _needs_each_batch(callback: Callback) -> bool:
-    """Returns True if calls after several steps at once would be too few."""
+    """Returns True if `callback` must be called after every step, not after several at once."""
     if isinstance(callback, keras.callbacks.TerminateOnNaN):  # A loss that is NaN ends every run.
         return False
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
@@ -122,12 +122,10 @@ class Callbacks(Hook):
     steps_per_epoch: int
     last_step: int
     evaluate: Evaluate | None  # The hook that comes before this one, if this run evaluates.
-    # Hooks for which training is complete when a callback stops it.
-    to_end: list[PeriodicHook] = field(default_factory=list, init=False)
     _metrics: Metrics = field(default_factory=Metrics, init=False)  # Of the epoch so far.
     _logs: dict[str, float] = field(default_factory=dict, init=False)  # Of the last epoch.
     _epoch_end: int = field(default=NEVER, init=False)
-    _step: int = field(default=-1, init=False)  # The last one; -1 before `begin`.
+    _has_begun: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._each_batch = [cb for cb in self.callbacks if _needs_each_batch(cb)]
@@ -142,9 +140,9 @@ class Callbacks(Hook):
     def begin(self, step: int) -> None:
         self._metrics = Metrics()
         self._epoch_end = self._next_epoch_end(step)
-        is_first, self._step = self._step < 0, step
         model, is_chief = self.learner.model, self.executor.is_chief
-        if is_first and is_chief:
+        if is_chief and not self._has_begun:
+            self._has_begun = True
             model.stop_training = False
             # Not an attribute that Keras and TensorFlow track: checkpoints would change.
             object.__setattr__(model, "optimizer", self.learner.optimizer)
@@ -167,7 +165,6 @@ class Callbacks(Hook):
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:
         self._metrics = add_metrics(self._metrics, metrics)
-        self._step = step
         is_epoch_end = step >= self._epoch_end
         if self.executor.is_chief:
             self._after_batch(step, metrics, is_epoch_end)
@@ -209,8 +206,6 @@ class Callbacks(Hook):
             rate.assign(chosen)
         if theirs >> 32:
             self.done = "stopped by a callback"
-            for hook in self.to_end:
-                hook.last_step = self._step
 
     def _call(self, method: str, *args: object) -> None:
         for callback in self.callbacks:

@@ -18,10 +18,10 @@ from typing_extensions import override
 
 from strategies.metrics import Metrics
 from strategies.pace import Pace
-from trainer.hooks.notebook import is_kernel
+from trainer.hooks.notebook import is_kernel, time_left
 from trainer.hooks.terminal import COMPILING, has_live_view, passed_width, progress_line
 from trainer.hooks.writers import Values, Writer
-from trainer.run_files import NO_METRICS, clock
+from trainer.run_files import NO_METRICS
 
 log = logging.getLogger(__name__)
 
@@ -97,23 +97,16 @@ class Console(Writer):
             more[f"epoch {values['epoch']:.1f}"] = 1
             more[f"{values['examples_per_sec']:,.0f} examples/s"] = 2
             more[f"{1 / max(values['steps_per_sec'], 1e-9):.2g} s/batch"] = 3
-            more[self._left(step)] = 0
+            more[time_left(self._pace, self._last_step - step)] = 0
         else:
             more[f"{values['examples']:,} examples"] = 0
         if "worker_share" in values:
             more[f"({_balance(values['worker_share'])})"] = 4
         self.say(_fitting(needed, more, self.width))
 
-    def _left(self, step: int) -> str:
-        """`0:01:30 left`; empty before a step has been timed."""
-        secs_per_step = self._pace.secs_per_step() if self._pace else None
-        if secs_per_step is None:
-            return ""
-        return f"{clock(max(0, self._last_step - step) * secs_per_step)} left"
-
 
 def _fitting(needed: list[str], more: Mapping[str, int], width: int | None) -> str:
-    """The words in one line; of `more` as many as fit, and the lowest numbers first."""
+    """Joins the words to a line; leaves out words of `more`, the highest numbers first."""
     kept = [word for word in more if word]
     line = "  ".join([*needed, *kept])
     while width is not None and len(line) > width and kept:

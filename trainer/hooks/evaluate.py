@@ -1,7 +1,7 @@
 """Evaluation while training, and early stopping.
 
 evaluate = Evaluate(executor, learner, writers, every_steps=500, last_step=1000, ...)
-early_stop = EarlyStop(executor, evaluate, config.early_stopping, "loss", history=json_lines.read)
+early_stop = EarlyStop(evaluate, config.early_stopping)
 hooks = [..., evaluate, early_stop, ...]        # in this order
 """
 
@@ -33,9 +33,10 @@ class Evaluate(PeriodicHook):
     writers: Sequence[Writer]
     _: KW_ONLY
     best_metric: str
-    checkpointer: Checkpointer | None  # The chief's; it saves the best state by `best_metric`.
-    position: Callable[[], Position]  # Of the evaluated state, in the data.
-    clock: Callable[[], float] = time.monotonic
+    # The chief's; it saves the best state by `best_metric`.
+    checkpointer: Checkpointer | None = None
+    # Of the evaluated state, in the data; None: that of the executor.
+    position: Callable[[], Position] | None = None
     history: Callable[[], Sequence[Values]] = list  # The reports of the run so far (the chief's).
     # Saves the state before the first evaluation, which may need more memory than there is, or
     # never end: then no error is left to save it after.
@@ -57,7 +58,7 @@ class Evaluate(PeriodicHook):
         if self.executor.stopping and step < self.last_step:
             return
         is_saved = self.save is not None and self.latest_step < 0 and self.save.save_now(step)
-        started = self.clock()
+        started = time.monotonic()
         metrics = self.executor.evaluate(must_complete=step >= self.last_step)
         if not metrics:
             return
@@ -69,7 +70,7 @@ class Evaluate(PeriodicHook):
                 f"The evaluation loss at step {step} is {self.latest['loss']}. Lower "
                 "--learning_rate; the last checkpoint is from before."
             )
-        seconds = self.clock() - started
+        seconds = time.monotonic() - started
         values = {**self.latest, "examples": int(metrics["loss"][1]), "seconds": seconds}
         for writer in self.writers:
             writer.write(step, "eval", values)
@@ -77,8 +78,9 @@ class Evaluate(PeriodicHook):
         with self.executor.stopwatch.spend("checkpoint"):
             require_finite(self.learner, step)
             if self.checkpointer is not None:
-                value = self.latest[self.best_metric]
-                self.checkpointer.save_best(step, self.position(), self.score(value))
+                position = self.position() if self.position else self.executor.position
+                score = self.score(self.latest[self.best_metric])
+                self.checkpointer.save_best(step, position, score)
 
     def score(self, value: float) -> float:
         """A number that is higher the better `value` of the best metric is."""
@@ -97,14 +99,8 @@ class EarlyStop(Hook):
     resume.
     """
 
-    executor: Executor
     evaluate: Evaluate  # The hook that comes before this one.
     options: EarlyStoppingConfig
-    metric: str
-    _: KW_ONLY
-    history: Callable[[], Sequence[Values]]  # The reports of the run so far (the chief's).
-    # Hooks for which training is complete when it stops early.
-    to_end: list[PeriodicHook] = field(default_factory=list, init=False)
     _best_score: float = field(default=-math.inf, init=False)
     _num_without_improvement: int = field(default=0, init=False)
 
@@ -112,9 +108,9 @@ class EarlyStop(Hook):
     def begin(self, step: int) -> None:
         # Counts past evaluations, so a resumed run stops where an uninterrupted one does.
         self._best_score, self._num_without_improvement = -math.inf, 0
-        for report in self.history():
+        for report in self.evaluate.history():
             if report["split"] == "eval" and report["step"] <= step:
-                self._count(report[self.metric])
+                self._count(report[self.evaluate.best_metric])
 
     @override
     def catch_up(self, step: int) -> None:
@@ -125,14 +121,11 @@ class EarlyStop(Hook):
     def __call__(self, step: int, metrics: Metrics) -> None:
         if self.evaluate.latest_step != step:
             return
-        self._count(self.evaluate.latest[self.metric])
-        is_over = self._num_without_improvement >= self.options.patience
-        if self.executor.gathered(int(is_over))[0]:
-            self.done = (
-                f"no better {self.metric} in {self.options.patience} evaluations: stopped early"
-            )
-            for hook in self.to_end:
-                hook.last_step = step
+        metric, patience = self.evaluate.best_metric, self.options.patience
+        self._count(self.evaluate.latest[metric])
+        is_over = self._num_without_improvement >= patience
+        if self.evaluate.executor.gathered(int(is_over))[0]:
+            self.done = f"no better {metric} in {patience} evaluations: stopped early"
 
     def _count(self, value: float | None) -> None:
         # JSON has no NaN, so it is None there. NaN is no improvement.

@@ -31,7 +31,7 @@ from trainer.config import ConfigError, Recipe
 from trainer.config_file import errors_explained, explained
 from trainer.embeddings.table import set_values
 from trainer.exit_codes import EXIT_USAGE, first_line
-from trainer.hooks.base import PeriodicHook
+from trainer.hooks.base import Hook
 from trainer.learner import Learner
 from trainer.models import declared_inputs, has_own_code
 
@@ -42,8 +42,8 @@ _UNNAMED = re.compile(r"keras_tensor(_\d+)?")
 
 
 @dataclass(eq=False)
-class Export(PeriodicHook):
-    """Writes the model in both formats when training is complete.
+class Export(Hook):
+    """Writes the model in both formats if training is complete at its end.
 
     An error leaves nothing incomplete in the directory, and is the failure of the hook.
     """
@@ -53,11 +53,17 @@ class Export(PeriodicHook):
     directory: str
     _: KW_ONLY
     path: str  # Of the config file.
+    is_complete: Callable[[], bool]
     input_specs: Batch = None  # Of a model that does not declare its inputs.
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @override
-    def act(self, step: int) -> None:
+    def end(self, step: int) -> None:
+        if self.is_complete():
+            self.export()
+
+    def export(self) -> None:
+        """Writes the model. A failure is kept in `failure`."""
         with self.stopwatch.spend("checkpoint"):
             try:
                 with errors_explained(f"The export of the model of {self.path}"):

@@ -1,7 +1,4 @@
-"""Raises NonFiniteLossError if the loss is not finite, before the state is saved.
-
-hooks = [StopOnNonFinite(learner.loss_scale), ...]     # first: later hooks save and export
-"""
+"""Raises NonFiniteLossError if the loss is not finite, before other hooks save the state."""
 
 import math
 from dataclasses import dataclass, field

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Histograms(PeriodicHook):
-    """Writes histograms of trainable variables but tables, and of their gradients on a batch."""
+    """Writes histograms of trainable variables, except tables, and of their gradients."""
 
     learner: Learner
     next_batch: Callable[[], Batch]  # (inputs, labels)

@@ -1,7 +1,4 @@
-"""StopIfReplaced: ends a chief whose group of hosts another group has replaced.
-
-hooks = [StopIfReplaced(model_dir, generation), ...]       # in the chief of an elastic cluster
-"""
+"""StopIfReplaced: ends the chief of an elastic cluster if another group of hosts took over."""
 
 import contextlib
 from dataclasses import dataclass
@@ -16,10 +13,10 @@ from trainer.run_files import newest_generation
 
 @dataclass(eq=False)
 class StopIfReplaced(Hook):
-    """Raises PeerLostError if there is a newer group than that of this task.
+    """Raises PeerLostError if another group of hosts has replaced the group of this task.
 
-    It is the first hook, so nothing is reported or saved after that, except the last complete step.
-    This matters if all hosts of a group were frozen, and hosts that it did not have took over.
+    It is the first hook, so nothing is reported or saved afterwards, except the last complete step.
+    A group is replaced while all its hosts are frozen, for example, by a group of other hosts.
     """
 
     model_dir: str

@@ -1,7 +1,4 @@
-"""A progress bar below the cell of a notebook, in place of the terminal's.
-
-hooks = [..., *notebook_bars(config.train_steps, executor.pace), ...]
-"""
+"""A progress bar below the cell of a notebook, in place of the terminal's."""
 
 import sys
 from typing import Any
@@ -28,6 +25,12 @@ def is_kernel() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
+def time_left(pace: Pace | None, num_steps: int) -> str:
+    """Returns `0:01:30 left` for `num_steps`; "" before a step has been timed."""
+    secs_per_step = pace.secs_per_step() if pace else None
+    return "" if secs_per_step is None else f"{clock(max(0, num_steps) * secs_per_step)} left"
+
+
 class NotebookBar(Hook):
     """HTML that is replaced after each call of the executor, without a widget."""
 
@@ -48,10 +51,6 @@ class NotebookBar(Hook):
         self._handle.update(self._shown(step), raw=True)
 
     def _shown(self, step: int) -> dict[str, str]:
-        secs = self._pace.secs_per_step()
-        left = ""
-        if secs is not None:
-            left = f"{clock(max(0, self._last_step - step) * secs)} left"
-        text = f"step {step:,}/{self._last_step:,}  {left}"
+        text = f"step {step:,}/{self._last_step:,}  {time_left(self._pace, self._last_step - step)}"
         bar = f'<progress value="{step}" max="{self._last_step}"></progress>'
         return {"text/plain": text, "text/html": f"{bar} {text}"}

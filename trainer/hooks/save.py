@@ -2,7 +2,7 @@
 
 hooks = [KeepConfig(files, document, every_steps=100), ..., SaveCheckpoint(..., every_steps=100)]
 
-KeepConfig looks at the same steps whether the model directory is still there.
+At the same steps KeepConfig checks that the model directory is still there.
 """
 
 import contextlib
@@ -44,7 +44,10 @@ class SaveCheckpoint(PeriodicHook):
 
     @override
     def act(self, step: int) -> None:
-        self._save(step)
+        with self.executor.stopwatch.spend("checkpoint"):
+            require_finite(self.learner, step)
+            if self.checkpointer is not None:
+                self.checkpointer.save(step, self.executor.position, self.executor.worker_stats())
 
     def save_now(self, step: int) -> bool:
         """Saves `step` if it is not saved yet, and waits until it is.
@@ -57,8 +60,7 @@ class SaveCheckpoint(PeriodicHook):
                 return False
             require_finite(self.learner, step)
             if checkpointer is not None:
-                stats = self.executor.worker_stats()
-                position = self.executor.position
+                position, stats = self.executor.position, self.executor.worker_stats()
                 checkpointer.save_for_restart(step, position, stats, is_complete=False)
                 checkpointer.wait()
                 with contextlib.suppress(OSError):  # It is not empty, or at a URL.
@@ -71,17 +73,7 @@ class SaveCheckpoint(PeriodicHook):
         if self._acted_step < step:
             self._act(step)
         if self.checkpointer is not None and not self.checkpointer.has_saved(step):
-            self._save(step)
-            self._wait()
-
-    def _save(self, step: int) -> None:
-        with self.executor.stopwatch.spend("checkpoint"):
-            require_finite(self.learner, step)
-            if self.checkpointer is not None:
-                self.checkpointer.save(step, self.executor.position, self.executor.worker_stats())
-
-    def _wait(self) -> None:
-        if self.checkpointer is not None:
+            self.act(step)
             with self.executor.stopwatch.spend("checkpoint"):
                 self.checkpointer.wait()
 

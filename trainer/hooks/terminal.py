@@ -1,4 +1,4 @@
-"""What a task knows of its launcher's terminal: the width, and whether a live view draws on it.
+"""Tells a task about its launcher's terminal: the width, and if a live view draws on it.
 
 start(command, env={**os.environ, **terminal_env()})       # in the launcher
 console_width = passed_width()                             # in a task, which prints to a pipe
@@ -16,7 +16,7 @@ _PROGRESS = "\x1b_step "
 
 
 def terminal_env(*, has_view: bool = False) -> dict[str, str]:
-    """What a task needs in its environment; empty if standard output is not a terminal.
+    """Returns variables for the environment of a task; none if stdout is not a terminal.
 
     `has_view`: a live view is about to take over the terminal.
     """

@@ -137,7 +137,7 @@ class JsonLines(Writer):
 class TensorBoard(Writer):
     """Scalars and histograms in `tensorboard/train` and `tensorboard/eval`; HParams beside them.
 
-    `hparams`: what TensorBoard's HParams shows for the run, with its `metrics` of "eval".
+    `hparams` are the settings that TensorBoard's HParams page shows, with the `metrics` of "eval".
     """
 
     def __init__(

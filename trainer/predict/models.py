@@ -19,7 +19,7 @@ from data.system.scratch import plain_path
 from strategies.base import Batch
 from trainer.config import ConfigError
 from trainer.exit_codes import first_line
-from trainer.inputs import declared_inputs
+from trainer.inputs import declared_dtypes
 from trainer.run_files import CHECKPOINT_MARK, RunFiles
 from trainer.run_record.tools import require_run
 from trainer.session import model_of_run
@@ -73,7 +73,7 @@ def _of_keras(model: keras.Model, run: str) -> Loaded:
     shapes = [tuple(t.shape[1:]) for t in getattr(model, "inputs", None) or ()]
     # One graph for all batches of a size, and not an op at a time.
     call = tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
-    return Loaded(call, run, declared_inputs(model), shapes)
+    return Loaded(call, run, declared_dtypes(model), shapes)
 
 
 def _loaded_file(path: str) -> keras.Model:

@@ -1,4 +1,4 @@
-"""What a run writes beside checkpoints, and how other commands read it.
+"""The files that a run writes beside checkpoints, and the functions that read them.
 
 `recorder.py` writes the time of a task while it runs, `goodput.py` adds up the time of all tasks.
 `report_upload.py` uploads the reports of a run at s3://. `summary.py` and `tools.py` serve commands

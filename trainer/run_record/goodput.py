@@ -115,7 +115,7 @@ def goodput(model_dir: str) -> list[TaskTime]:
 
 
 def total(tasks: Sequence[TaskTime]) -> dict[str, float]:
-    """The seconds of all tasks together."""
+    """Returns the sums over all tasks, by cause."""
     return {cause: sum(task.seconds[cause] for task in tasks) for cause in CAUSES}
 
 
@@ -160,7 +160,7 @@ def _deaths(path: str, tasks: Mapping[str, Sequence[_Process]]) -> defaultdict[s
 
 
 def _killed_at_start(log: str, processes: Sequence[_Process]) -> list[Piece]:
-    """The time before the first recorded process, if the launcher had started another before it."""
+    """The time before the first recorded process, if an earlier one ended before it recorded."""
     if not exists(log):
         return []
     with open_file(log) as file:
@@ -198,7 +198,7 @@ def _pieces(processes: Sequence[_Process], deaths: Sequence[float], end: float) 
 def _gap(
     process: _Process, begin: float, end: float, deaths: Sequence[float], *, is_last: bool
 ) -> list[Piece]:
-    """The time from the last line of `process` to `end`: the start of the next one, mostly."""
+    """The time from the last line of `process` to `end`, mostly the start of the next process."""
     if end <= begin or (is_last and (process.last["ended"] or end - begin < _SILENT_SECS)):
         return []
     death = min((time for time in deaths if begin - _SILENT_SECS < time < end), default=begin)

@@ -14,7 +14,6 @@ import json
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Self
 
 from typing_extensions import override
@@ -109,13 +108,17 @@ class Recorder(Hook):
             reading = self.stopwatch.read()
             age = sum(reading.seconds.values())
             self._offset = self._find_offset()
-            _write_line(self._path, self._line(reading, age), self._offset)
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                os.pwrite(file, self._line(reading, age), self._offset)
+            finally:
+                os.close(file)
             if age - self._kept_at >= max(_LEAST_KEPT_SECS, _KEPT_FRACTION * age):
                 self._offset += LINE_BYTES
                 self._kept_at = age
 
     def _find_offset(self) -> int:
-        """The place of the next line: behind those of former processes, and of this one so far."""
+        """Returns the offset of the next line: after all lines of this and former processes."""
         size = self._path.stat().st_size if self._path.exists() else 0
         if self._offset is None or self._offset > size:  # The file may have been deleted.
             return -(-size // LINE_BYTES) * LINE_BYTES
@@ -135,11 +138,3 @@ class Recorder(Hook):
             "seconds": {name: round(value, 3) for name, value in reading.seconds.items()},
         }
         return json.dumps(document).ljust(LINE_BYTES - 1).encode() + b"\n"
-
-
-def _write_line(path: Path, line: bytes, offset: int) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        os.pwrite(file, line, offset)
-    finally:
-        os.close(file)

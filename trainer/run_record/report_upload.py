@@ -1,4 +1,4 @@
-"""A run whose --model_dir is at s3://: what is written in a local directory first, and uploaded.
+"""Uploads the reports of a run whose --model_dir is at s3://: they are written locally first.
 
     with uploading_reports("s3://bucket/runs/a", ["metrics.jsonl", "tensorboard"]) as sync:
         ...     # reports are appended to runs/bucket/runs/a/metrics.jsonl
@@ -32,9 +32,8 @@ def uploading_reports(
 ) -> Iterator[Callable[[], None]]:
     """Uploads the files `names`, and files in directories of `names`, while the context is open.
 
-    Yields a function that uploads what has changed now. `resumes` is one of the files: it is
-    downloaded first, because more is appended to it. If `model_dir` is not at s3://, nothing is
-    done.
+    Yields a function that uploads the changed files now. The file `resumes` is downloaded first,
+    because more is appended to it. If `model_dir` is not at s3://, nothing is done.
     """
     if not is_s3(model_dir):
         yield lambda: None
@@ -78,27 +77,23 @@ class ReportUpload:
         self._uploaded = self._stamps()
 
     def sync(self) -> None:
-        """Uploads what has changed. A failure is logged once; the next call tries again."""
+        """Uploads the changed files. A failure is logged once; the next call tries again."""
         with self._lock:
-            self._sync()
-
-    def _sync(self) -> None:
-        try:
-            for path, stamp in self._stamps().items():
-                if self._uploaded.get(path) != stamp:
-                    name = path.relative_to(self._directory).as_posix()
-                    object_store.upload(str(path), join(self._url, name))
-                    self._uploaded[path] = stamp
-        except OSError as error:
-            if not self._failure:
-                message = "%s: %s. Training continues; the next upload is tried."
-                log.warning(message, self._url, error)
-            self._failure = str(error)
-        else:
-            self._failure = ""
+            try:
+                for path, stamp in self._stamps().items():
+                    if self._uploaded.get(path) != stamp:
+                        name = path.relative_to(self._directory).as_posix()
+                        object_store.upload(str(path), join(self._url, name))
+                        self._uploaded[path] = stamp
+                self._failure = ""
+            except OSError as error:
+                if not self._failure:
+                    message = "%s: %s. Training continues; the next upload is tried."
+                    log.warning(message, self._url, error)
+                self._failure = str(error)
 
     def close(self) -> None:
-        """Uploads what has changed, for the last time; says where it is if that fails."""
+        """Uploads the changed files for the last time; if that fails, logs where they are."""
         self.sync()
         if self._failure:
             message = "%s lacks the last reports (%s); they are in %s."

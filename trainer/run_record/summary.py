@@ -1,4 +1,4 @@
-"""What a run was and how far it came, read from its files.
+"""Sums up a run from its files: its settings, its progress, its best metric.
 
 summary("runs/a")["best"]
 differences([summary("runs/a"), summary("runs/b")])     # {"learning_rate": [0.1, 0.2]}
@@ -12,14 +12,11 @@ from typing import Any
 from trainer.config import flatten_json
 from trainer.run_files import Document, RunFiles
 
-# Fields of the config that say how the run reports and saves, not what it trains.
-_UNIMPORTANT = ("data_dir",)
-
 
 def summary(model_dir: str, reports: Sequence[Document] | None = None) -> Document:
-    """What a run was, and how far it came. Values that it has not are None.
+    """Returns a summary of the run in `model_dir`. Values that are not known are None.
 
-    `reports` are all reports of the run, if they have been read.
+    `reports` are all reports of the run, if the caller has read them.
     """
     files = RunFiles(model_dir)
     document = files.read_config()
@@ -62,11 +59,11 @@ def _seconds(reports: Sequence[Document]) -> float:
 
 
 def differences(runs: Sequence[Document]) -> dict[str, list[Any]]:  # Any: JSON values.
-    """The fields of the config that are not the same in all `runs`, with the value in each run."""
+    """Returns the config fields that differ between `runs`, except data_dir, with all values."""
     names = dict.fromkeys(name for run in runs for name in run["config"])
     values = {name: [run["config"].get(name) for run in runs] for name in names}
     return {
         name: found
         for name, found in values.items()
-        if name not in _UNIMPORTANT and any(value != found[0] for value in found)
+        if name != "data_dir" and any(value != found[0] for value in found)
     }

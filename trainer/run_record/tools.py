@@ -1,9 +1,9 @@
-"""What the commands that read runs share: `trainer.evaluate`, `runs`, `compare` and `predict`.
+"""Shared parts of the commands that read runs: `trainer.evaluate`, `runs`, `compare`, `predict`.
 
     run_tool(main, define_flags)    # calls main(argv), and exits with its exit code
 
 `define_flags` declares the flags of the command: at import, flags of one name in two commands would
-be declared twice in a program that uses both modules. `main` gets what is left of the command line.
+be declared twice in a program that uses both modules. `main` gets the arguments without the flags.
 A user's mistake is one line on standard error and exit code 2.
 """
 

@@ -1,9 +1,9 @@
-"""Whose config file a command would execute.
+"""Refuses to execute the config file of a run if another user could have written it.
 
 check_trust(model_dir)          # or ConfigError: "/shared/a/config.py belongs to another user"
 
-A command that needs the model of a run executes the config file that its config.json names. Another
-user who can write one of the two, or replace it, could run code as this user.
+A command that needs the model of a run executes the config file that config.json names. Another
+user who can write or replace one of these two files could run code as this user.
 """
 
 import os
@@ -28,16 +28,16 @@ def define_trust() -> None:
 
 
 def check_trust(model_dir: str) -> None:
-    """Raises ConfigError if `doubt` has a reason, and --trust is not given."""
+    """Raises ConfigError if `doubt` finds a reason, and --trust is not given."""
     if not flags.FLAGS.trust and (reason := doubt(model_dir)):
         raise ConfigError(reason)
 
 
 def doubt(model_dir: str) -> str:
-    """Why not to execute the config file of the run in `model_dir`, and what to type; or "".
+    """Returns the reason not to execute the config file of a run, and what to type; or "".
 
-    Both files are checked, each with its directory and the one above; a bucket has permissions of
-    its own. A config file of this program is as safe as the program.
+    config.json and the config file are checked, each with its directory and the directory above. A
+    bucket has permissions of its own. A config file of this program is as safe as the program.
     """
     if is_url(model_dir):
         return ""

@@ -1,8 +1,4 @@
-"""Advice on a model and a loss that do not fit each other, although training runs.
-
-for line in advice(model, recipe.loss, loss, recipe.path):
-    print("note:", line)
-"""
+"""Advice on a model and a loss that do not fit each other, although training runs."""
 
 from typing import TYPE_CHECKING
 
@@ -50,23 +46,22 @@ def advice(
             )
     elif isinstance(loss, KerasLoss):
         lines += loss.notes
-        lines += _of_keras_loss(given_loss, activation)
+        lines += _activation_advice(given_loss, activation)
     return lines
 
 
 def shape_advice(labels: "Batch", outputs: "Batch") -> str:
-    """What is probably missing if `outputs` have more axes than `labels` can explain, or ""."""
-    shapes = [getattr(nest, "shape", None) for nest in (labels, outputs)]
-    ranks = [None if shape is None else len(shape) for shape in shapes]
-    if ranks[0] == 1 and ranks[1] is not None and ranks[1] > 2:
-        return (
-            ". Outputs of one example should have one axis: is layers.Flatten() or "
-            "layers.GlobalAveragePooling2D() missing?"
-        )
-    return ""
+    """Names the layer that is probably missing if `outputs` have too many axes; else ""."""
+    labels_shape, outputs_shape = getattr(labels, "shape", ()), getattr(outputs, "shape", ())
+    if len(labels_shape) != 1 or len(outputs_shape) <= 2:
+        return ""
+    return (
+        ". Outputs of one example should have one axis: is layers.Flatten() or "
+        "layers.GlobalAveragePooling2D() missing?"
+    )
 
 
-def _of_keras_loss(loss: object, activation: str) -> list[str]:
+def _activation_advice(loss: object, activation: str) -> list[str]:
     if isinstance(loss, str):
         name, from_logits = loss, False
     elif isinstance(loss, keras.Loss) and type(loss).__module__.startswith("keras."):
@@ -89,7 +84,7 @@ def _of_keras_loss(loss: object, activation: str) -> list[str]:
 
 
 def _activation(model: keras.Model) -> str:
-    """The activation of the layer that makes the only output of `model`; empty if unknown."""
+    """Returns the activation of the layer that makes the only output of `model`, or ""."""
     outputs = getattr(model, "outputs", None) or []
     if len(outputs) != 1:
         return ""

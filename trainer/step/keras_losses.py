@@ -12,7 +12,9 @@ by the number of positions that count, too, which differs from batch to batch.
 
 import copy
 import difflib
+import functools
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -38,27 +40,26 @@ def is_keras_function(value: object) -> bool:
 
 def is_keras(loss: object) -> bool:
     """Returns True for a LossSpec that Keras resolves, not a function of a config file."""
-    if isinstance(loss, (str, list, tuple, Mapping, keras.Loss)):
-        return True
-    return is_keras_function(loss)
+    return isinstance(loss, (str, list, tuple, Mapping, keras.Loss)) or is_keras_function(loss)
 
 
 def output_names(model: keras.Model, outputs: Batch) -> list[str]:
-    """The names of the `outputs` of `model`, which are a nest of one level, in Keras' order."""
+    """Returns the names of the `outputs` of `model`, a nest of one level, in Keras' order."""
     if isinstance(outputs, Mapping):
         return sorted(outputs)
     if not isinstance(outputs, (list, tuple)):
         return ["output"]
-    names = getattr(model, "output_names", None) or []
-    return (
-        list(names) if len(names) == len(outputs) else [f"output_{i}" for i in range(len(outputs))]
-    )
+    names = list(getattr(model, "output_names", None) or [])
+    return names if len(names) == len(outputs) else [f"output_{i}" for i in range(len(outputs))]
 
 
 def listed(what: str, value: Batch, names: Sequence[str]) -> list[Any]:
-    """`value` of each output: a tensor for all of them, a sequence in their order, or a dict.
+    """Returns the part of `value` for each output in `names`.
 
-    What a dict does not name is None. Raises ConfigError if `value` has another structure.
+    `value` is one part for all outputs, a sequence of parts in the order of `names`, or a dict,
+    where outputs without an entry get None. `what` names it in errors.
+
+    Raises ConfigError if `value` has another structure.
     """
     if isinstance(value, Mapping):
         if unknown := sorted(set(value) - set(names)):
@@ -83,12 +84,13 @@ class KerasLoss:
     def __init__(
         self, loss: LossSpec, factors: Mapping[str, float] | Sequence[float] | None = None
     ) -> None:
-        """`loss` is a loss, or a list or dict of them by output; so are `factors`, of the sum."""
+        """`loss` and `factors` are for all outputs, or a list or dict with one for each output."""
         self._loss = loss
         self._factors = factors
         self.notes = []
         for item in keras.tree.flatten(loss):
-            _check_name(item)
+            if isinstance(item, str) and item not in _RESOLVED_BY_SHAPE:
+                require_name(f"loss={item!r}", item, keras.losses)
             if isinstance(item, keras.Loss) and item.reduction not in _MEANS:
                 self.notes.append(
                     f"{type(item).__name__}(reduction={item.reduction!r}): the loss is the mean "
@@ -100,16 +102,14 @@ class KerasLoss:
     ) -> tf.Tensor:
         """Returns the loss of each example, [B]; `names` are the `output_names`."""
         values = self.by_output(labels, outputs, names, weights)
-        factors = listed("loss_weights", self._factors, names)
-        total = None
+        factors = dict(zip(names, listed("loss_weights", self._factors, names), strict=True))
         for name, value in values.items():
-            factor = factors[names.index(name)]
-            part = value if factor is None else value * factor
-            total = part if total is None else total + part
-        return total
+            if factors[name] is not None:
+                values[name] = value * factors[name]
+        return functools.reduce(operator.add, values.values())
 
     def outputs_with_loss(self, names: Sequence[str]) -> list[str]:
-        """The outputs of `names` that have a loss."""
+        """Returns those of the outputs `names` that have a loss."""
         losses = listed("loss", self._loss, names)
         return [name for name, loss in zip(names, losses, strict=True) if loss is not None]
 
@@ -172,17 +172,9 @@ def _per_example(
     made = copy.copy(get_loss(loss, labels, outputs))
     made.reduction = "none"
     values = weighted(made(labels, outputs), weights)
-    rank = values.shape.rank
-    return values if rank is not None and rank < 2 else _mean_of_each(values)
-
-
-def _mean_of_each(values: tf.Tensor) -> tf.Tensor:
+    if values.shape.rank < 2:
+        return values
     return tf.reduce_mean(values, axis=list(range(1, values.shape.rank)))
-
-
-def _check_name(loss: LossSpec) -> None:
-    if isinstance(loss, str) and loss not in _RESOLVED_BY_SHAPE:
-        require_name(f"loss={loss!r}", loss, keras.losses)
 
 
 def require_name(what: str, name: str, kind: ModuleType) -> None:

@@ -97,13 +97,10 @@ class KerasMetrics:
                 f"{shape_advice(labels, outputs) or '.'}"
             ) from error
         self.size = sum(part.size for part in self._initial)
-        results = self.results(np.zeros([self.size]))
-        self.names = tuple(results)
-        self.falling = frozenset(self._falling())
-
-    def _falling(self) -> list[str]:
-        downs = [m.name for m in self._metrics.metrics if is_lower_better(m)]
-        return [name for name in self.names if any(name.endswith(down) for down in downs)]
+        self.names = tuple(self.results(np.zeros([self.size])))
+        # With several outputs Keras puts the name of the output before the name of the metric.
+        falling = tuple(m.name for m in self._metrics.metrics if is_lower_better(m))
+        self.falling = frozenset(name for name in self.names if name.endswith(falling))
 
     def update(
         self,
@@ -114,7 +111,7 @@ class KerasMetrics:
     ) -> tf.Tensor:
         """Returns the change of the states, float64 [size], for a part of a batch.
 
-        `weights` are for weighted_metrics only. Examples of which `counts`, [B], is 0 are left out.
+        `weights` are for weighted_metrics only. Examples whose `counts`, [B], are 0 are left out.
         """
         if counts is not None:
             labels, outputs, weights, counts = without_padding((labels, outputs, weights, counts))
@@ -159,11 +156,11 @@ class KerasMetrics:
 
         first = changes(self._initial, slice(middle))
         second = changes(self._initial, slice(middle, None))
-        start = [part + change for part, change in zip(self._initial, first, strict=True)]
-        both = changes(
-            [s.astype(p.dtype) for s, p in zip(start, self._initial, strict=True)],
-            slice(middle, None),
-        )
+        after_first = [
+            (part + change).astype(part.dtype)
+            for part, change in zip(self._initial, first, strict=True)
+        ]
+        both = changes(after_first, slice(middle, None))
         names = [metric.name for metric in self._metrics.metrics for _ in metric.variables]
         for name, one, other, joint in zip(names, first, second, both, strict=True):
             if not np.allclose(joint, one + other, rtol=_TOLERANCE):
@@ -180,7 +177,7 @@ class KerasMetrics:
 
 
 def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
-    """`spec` with a new object for each metric: another run may use the objects of the file."""
+    """Returns `spec` with a copy of each metric: another run may use those of the file."""
     if isinstance(spec, Renamed):
         made = _fresh(spec.metric, labels, outputs)
         made = get_metric(made, *(tf.nest.flatten(nest)[0] for nest in (labels, outputs)))
@@ -196,10 +193,7 @@ def _fresh(spec: MetricSpec, labels: Batch, outputs: Batch) -> MetricSpec:
 
 
 def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
-    """A new metric with the config of `metric`.
-
-    Raises ConfigError if its class cannot be made from its config.
-    """
+    """Returns a new metric with the config of `metric`, or raises ConfigError."""
     kind = type(metric)
     if kind is keras.metrics.MeanMetricWrapper:  # Its config has only functions that Keras knows.
         return copy_of_wrapper(metric)
@@ -216,7 +210,7 @@ def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
 def split_metrics(
     what: str, metrics: MetricSpec, output_names: Sequence[str]
 ) -> tuple[Mapping[str, PerExample], MetricSpec]:
-    """`metrics` of a config file -> functions of each example by name, and the rest, for Keras.
+    """Splits `metrics` of a config file: functions of examples by name, and the rest, for Keras.
 
     The keys of a dict are the names of metrics. But if there are several outputs, and all keys
     are names of outputs, each entry has the metrics of its output, as in Keras.
@@ -254,7 +248,7 @@ def _zeros(spec: Any) -> tf.Tensor:  # A tf.TensorSpec or a keras.KerasTensor.
 
 
 def without_padding(batch: Batch) -> Batch:
-    """`batch`, whose last entry is `counts`, [B], without the examples of which it is 0.
+    """Returns `batch` without the examples whose `counts`, the last entry of `batch`, [B], are 0.
 
     If all are 0, the first example stays: some metrics and losses fail without examples.
     """

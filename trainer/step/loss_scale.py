@@ -95,7 +95,6 @@ def computes_in_float16(model: keras.Model) -> bool:
 
     Raises OptimizerError if a trainable variable is float16.
     """
-    layers = all_layers(model)
     for variable in model.trainable_variables:
         if variable.dtype == "float16":
             raise OptimizerError(
@@ -103,13 +102,15 @@ def computes_in_float16(model: keras.Model) -> bool:
                 "Use the policy 'mixed_float16', whose variables are float32: "
                 "--config.precision=mixed_float16, or keras.DTypePolicy in build_model."
             )
-    return any(layer.compute_dtype == "float16" for layer in layers)
+    return any(layer.compute_dtype == "float16" for layer in all_layers(model))
 
 
 def unscaled(gradients: Sequence[Gradient], scale: tf.Tensor) -> list[Gradient]:
     """Returns the `gradients` of a loss that was multiplied by `scale`, divided by it."""
     # The default scale is a power of two, so nothing is rounded.
-    return [None if g is None else _divide(g, scale) for g in gradients]
+    return [
+        None if g is None else tf.math.scalar_mul(tf.cast(1 / scale, g.dtype), g) for g in gradients
+    ]
 
 
 def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
@@ -120,10 +121,3 @@ def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
         with tf.device(values.device):  # It may be on another task.
             are_finite.append(tf.reduce_all(tf.math.is_finite(values)))
     return tf.reduce_all(are_finite)
-
-
-def _divide(gradient: Gradient, scale: tf.Tensor) -> Gradient:
-    factor = tf.cast(1 / scale, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor

@@ -38,15 +38,15 @@ def smoothed_crossentropy(smoothing: float) -> PerExample:
         return sparse_categorical_crossentropy
 
     def crossentropy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-        of_labels = sparse_categorical_crossentropy(labels, logits)
-        of_uniform = -tf.reduce_mean(tf.nn.log_softmax(tf.cast(logits, tf.float32)), axis=-1)
-        return (1 - smoothing) * of_labels + smoothing * of_uniform
+        hard = sparse_categorical_crossentropy(labels, logits)
+        uniform = -tf.reduce_mean(tf.nn.log_softmax(tf.cast(logits, tf.float32)), axis=-1)
+        return (1 - smoothing) * hard + smoothing * uniform
 
     return crossentropy
 
 
 def accuracy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """1 where the largest logit is that of the label, else 0; float32 [B].
+    """Returns 1 for each example whose label has the largest logit, else 0; float32 [B].
 
     labels: int [B]; or the probability of each class, [B, classes].
     """

@@ -88,11 +88,11 @@ _CORRECTED: Mapping[type[keras.Optimizer], type[keras.Optimizer]] = {
 
 @dataclass
 class Adopted:
-    """An optimizer without the settings that `Learner` applies in its place.
+    """An optimizer without the settings that `Learner` applies instead.
 
     Attributes:
-        options: These settings; others have their defaults.
-        notes: What was taken over, for the user.
+        options: These settings; other options have their defaults.
+        notes: A line for the user for each of these settings.
     """
 
     optimizer: keras.Optimizer
@@ -101,11 +101,11 @@ class Adopted:
 
 
 def made_optimizer(made: Any, name: str, learning_rate: float) -> keras.Optimizer:
-    """The optimizer that `made` is: an object, a name with `learning_rate`, or a config dict.
+    """Converts what a user's function made: an optimizer, its name, or a config dict of it.
 
-    `name` says where it is from. Any: a user's function may return anything.
+    A name gets `learning_rate`. `name` says in errors which function made it.
 
-    Raises OptimizerError if it is none of these.
+    Raises OptimizerError if `made` is none of these.
     """
     if isinstance(made, keras.Optimizer):
         return made
@@ -132,10 +132,10 @@ def has_schedule(optimizer: keras.Optimizer) -> bool:
 
 
 def adopt(optimizer: keras.Optimizer, variables: Sequence[keras.Variable] = ()) -> Adopted:
-    """Takes the settings that Keras applies wrongly under tf.distribute out of `optimizer`.
+    """Moves settings that Keras applies wrongly under tf.distribute from `optimizer` to options.
 
-    Only where the formula is the same for one device. `variables` are the trainable variables, some
-    of which the optimizer may exclude from weight decay. Called before `optimizer` is built.
+    Only where the formula is the same for one device. `variables` are the trainable variables: the
+    optimizer may exclude some from weight decay. Called before `optimizer` is built.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = adopt(optimizer.inner_optimizer, variables)
@@ -173,16 +173,13 @@ def _adopt_weight_decay(adopted: Adopted, variables: Sequence[keras.Variable]) -
         if optimizer.adam_weight_decay != rate:
             return  # Two rates: check_optimizer refuses them.
         optimizer.adam_weight_decay = None
-    if not rate:
-        optimizer.weight_decay = None
-        return
-    kept = [variable.path for variable in variables if not is_decayed(optimizer, variable)]
-    exclude = "|".join(f"^{re.escape(path)}$" for path in kept)
     optimizer.weight_decay = None
-    if variables and len(kept) == len(variables):
+    excluded = [variable.path for variable in variables if not is_decayed(optimizer, variable)]
+    if not rate or (variables and len(excluded) == len(variables)):
         return
+    exclude = "|".join(f"^{re.escape(path)}$" for path in excluded)
     adopted.options.weight_decay = WeightDecayConfig(rate=float(rate), exclude=exclude)
-    without = f", without {', '.join(kept)}" if kept else ""
+    without = f", without {', '.join(excluded)}" if excluded else ""
     now = f"config.weight_decay.rate={rate}{without}"
     adopted.notes.append(_note(optimizer, f"weight_decay={rate}", now))
 
@@ -240,14 +237,17 @@ def check_optimizer(optimizer: keras.Optimizer) -> None:
 
 
 def _overridden(kind: type[keras.Optimizer]) -> list[str]:
+    """Returns the methods of keras.Optimizer that `kind` overrides, and that are never called."""
     base = keras.Optimizer
-    done_here = {"_backend_update_step"} if issubclass(kind, Nadam) else set()
+    harmless = set(_CALLED)
+    if issubclass(kind, Nadam):
+        harmless.add("_backend_update_step")
     if issubclass(kind, keras.optimizers.Muon):
-        done_here = {"_apply_weight_decay"}  # The weight decay is refused if it is on.
+        harmless.add("_apply_weight_decay")  # The weight decay is refused if it is on.
     own = {name for c in kind.__mro__ if c not in base.__mro__ for name in vars(c)}
     return sorted(
         name
-        for name in own - _CALLED - done_here
+        for name in own - harmless
         if not name.startswith("__") and callable(getattr(base, name, None))
     )
 

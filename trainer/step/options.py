@@ -16,10 +16,10 @@ from data.system.errors import UsageError
 
 # A check of a number: the requirement in words, and the test.
 _Bound: TypeAlias = tuple[str, Callable[[float], bool]]
-_AT_LEAST_0: _Bound = ("0 or more", lambda x: 0 <= x < math.inf)
+AT_LEAST_0: _Bound = ("0 or more", lambda x: 0 <= x < math.inf)
 _FRACTION: _Bound = ("from 0 to 1", lambda x: 0 <= x <= 1)
 BELOW_1: _Bound = ("at least 0 and below 1", lambda x: 0 <= x < 1)
-_ABOVE_0: _Bound = ("above 0", lambda x: 0 < x < math.inf)
+ABOVE_0: _Bound = ("above 0", lambda x: 0 < x < math.inf)
 _AT_LEAST_1: _Bound = ("1 or more", lambda x: 1 <= x < math.inf)
 
 _Group = TypeVar("_Group")
@@ -104,11 +104,11 @@ class ScheduleConfig:
     warmup_steps: int = at_least(0, 0)
     warmup_start: float = number(0.0, _FRACTION)
     decay_steps: int = at_least(0, 0)
-    decay_rate: float = number(0.1, _ABOVE_0)
+    decay_rate: float = number(0.1, ABOVE_0)
     staircase: bool = False
     boundaries: tuple[int, ...] = ()
     end_fraction: float = number(0.0, _FRACTION)
-    power: float = number(1.0, _ABOVE_0)
+    power: float = number(1.0, ABOVE_0)
     base_batch_size: int = at_least(0, 0)
 
     def check(self) -> None:
@@ -161,9 +161,9 @@ class ClipConfig:
             "On the difficulty of training recurrent neural networks", 2013).
     """
 
-    value: float = number(0.0, _AT_LEAST_0)
-    norm: float = number(0.0, _AT_LEAST_0)
-    global_norm: float = number(0.0, _AT_LEAST_0)
+    value: float = number(0.0, AT_LEAST_0)
+    norm: float = number(0.0, AT_LEAST_0)
+    global_norm: float = number(0.0, AT_LEAST_0)
 
     def check(self) -> None:
         """Raises ConfigError if more than one field is set."""
@@ -187,8 +187,8 @@ class PenaltyConfig:
         variables: Pattern of the trainable variables that are penalised.
     """
 
-    l1: float = number(0.0, _AT_LEAST_0)
-    l2: float = number(0.0, _AT_LEAST_0)
+    l1: float = number(0.0, AT_LEAST_0)
+    l2: float = number(0.0, AT_LEAST_0)
     variables: str = option(
         "kernel|embeddings",
         is_pattern=True,
@@ -209,7 +209,7 @@ class WeightDecayConfig:
         exclude: Pattern of variables without decay, for example "bias|gamma|beta". Empty: none.
     """
 
-    rate: float = number(0.0, _AT_LEAST_0)
+    rate: float = number(0.0, AT_LEAST_0)
     exclude: str = option("", is_pattern=True)
 
 
@@ -260,7 +260,7 @@ class LocalStepsConfig:
 
     every: int = at_least(0, 0)
     outer_learning_rate: float = number(
-        0.7, _ABOVE_0, needs=(("local_steps.every",), "local_steps.every=100")
+        0.7, ABOVE_0, needs=(("local_steps.every",), "local_steps.every=100")
     )
     outer_momentum: float = number(
         0.9, BELOW_1, needs=(("local_steps.every",), "local_steps.every=100")
@@ -280,7 +280,7 @@ class EarlyStoppingConfig:
 
     patience: int = at_least(0, 0)
     min_delta: float = number(
-        0.0, _AT_LEAST_0, needs=(("early_stopping.patience",), "early_stopping.patience=3")
+        0.0, AT_LEAST_0, needs=(("early_stopping.patience",), "early_stopping.patience=3")
     )
 
 

@@ -45,7 +45,7 @@ class _Pass:
         self._draws: collections.Counter[tuple[int, int]] = collections.Counter()
 
     def seed(self, layer: tuple[int, int]) -> tf.Tensor:
-        """Returns the next seed of `layer`, int32 [2]: that of the first example."""
+        """Returns the next seed of `layer`, int32 [2], made from the seed of the first example."""
         return tf.bitcast(self._states(layer)[0], tf.int32)
 
     def words(self, layer: tuple[int, int], shape: Sequence[int | tf.Tensor]) -> tf.Tensor:

@@ -1,16 +1,24 @@
-"""The ids of a run in its trackers, in MODEL_DIR/trackers.json: a resumed run continues them.
-
-remember("runs/a", "mlflow", "4f0c...")
-remembered("runs/a")["mlflow"]
-"""
+"""The base class of trackers, and trackers.json: the ids with which a resumed run continues."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from data.system.files import exists, join, read_text, replace_file
+from trainer.hooks.writers import Writer
 
+PROJECT = "tf-distribution-trainer"
 _FILE = "trackers.json"
+
+
+class Tracker(Writer):
+    """A writer that continues its run in a tracker when the run is resumed."""
+
+    def __init__(
+        self, model_dir: str, document: Mapping[str, Any], is_complete: Callable[[], bool]
+    ) -> None:
+        """`document` is the contents of config.json. `is_complete`: see build_trackers."""
+        self._model_dir, self._document, self._is_complete = model_dir, document, is_complete
 
 
 def remembered(model_dir: str) -> dict[str, str]:

@@ -1,40 +1,31 @@
 """MLflow: each run of this program is a run of MLflow, in the experiment of its environment.
 
-    writer = MLflow("runs/a", document, is_complete=lambda: True)
-
 MLFLOW_TRACKING_URI says where, MLFLOW_EXPERIMENT_NAME which experiment. The fields of the config
 are parameters, and reports are metrics, such as train/loss and eval/accuracy.
 """
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from data.system.files import absolute
 from trainer.config import flatten_json
-from trainer.hooks.trackers.identity import numbers, remember, remembered
-from trainer.hooks.writers import Values, Writer
+from trainer.hooks.trackers.identity import PROJECT, Tracker, numbers, remember, remembered
+from trainer.hooks.writers import Values
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-_PROJECT = "tf-distribution-trainer"
 _PARAMS_PER_CALL, _PARAM_CHARS = 100, 500  # Limits of MLflow's servers.
 
 
-class MLflow(Writer):
+class MLflow(Tracker):
     """Uses a client, and not the active run of mlflow, which belongs to the user's own code."""
 
-    def __init__(
-        self, model_dir: str, document: Mapping[str, Any], is_complete: Callable[[], bool]
-    ) -> None:
-        """`document` is the contents of config.json. `is_complete`: see build_trackers."""
-        self._model_dir, self._document, self._is_complete = model_dir, document, is_complete
-        self._client: MlflowClient | None = None
-        self._run_id = ""
+    _client: "MlflowClient | None" = None
+    _run_id = ""
 
     @override
     def begin(self, step: int) -> None:
@@ -73,7 +64,7 @@ class MLflow(Writer):
             else:
                 self._run_id = former
                 return client
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
         run = client.create_run(

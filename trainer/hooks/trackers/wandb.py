@@ -1,35 +1,25 @@
 """Weights & Biases: each run of this program is a run there, in the project of its environment.
 
-    writer = WandB("runs/a", document, is_complete=lambda: True)
-
 WANDB_PROJECT, WANDB_ENTITY and WANDB_API_KEY say where. With WANDB_MODE=offline the run is written
 to MODEL_DIR/wandb, for `wandb sync`.
 """
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from typing_extensions import override
 
 from trainer.exit_codes import EXIT_DONE, EXIT_RESTART
-from trainer.hooks.trackers.identity import numbers, remember, remembered
-from trainer.hooks.writers import Values, Writer
+from trainer.hooks.trackers.identity import PROJECT, Tracker, numbers, remember, remembered
+from trainer.hooks.writers import Values
 from trainer.run_files import local_dir
 
-_PROJECT = "tf-distribution-trainer"
 
-
-class WandB(Writer):
+class WandB(Tracker):
     """Reports as train/loss, eval/accuracy, ... over `step`; a repeated step replaces none."""
 
-    def __init__(
-        self, model_dir: str, document: Mapping[str, Any], is_complete: Callable[[], bool]
-    ) -> None:
-        """`document` is the contents of config.json. `is_complete`: see build_trackers."""
-        self._model_dir, self._document, self._is_complete = model_dir, document, is_complete
-        self._run: Any = None  # Any: a run of wandb has no types here.
+    _run: Any = None  # Any: a run of wandb has no types here.
 
     @override
     def begin(self, step: int) -> None:
@@ -52,7 +42,7 @@ class WandB(Writer):
 
         run_id = remembered(self._model_dir).get("wandb") or uuid.uuid4().hex[:8]
         run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=run_id,
             resume="allow",
             # A run that the user's own code has begun goes on.
