@@ -53,14 +53,13 @@ class LocalRounds:
         """Both functions return sums over all replicas, in replica context.
 
         `summed` also takes tensors that are sent exactly, and is part of the time of a step.
-        `marks` keeps all that a step changes: the variables of `local`, in their order.
+        `marks` keeps all that a step changes; first `local.weights`, then `local.others`.
         """
         self._strategy, self._local, self._marks = strategy, local, marks
         self._summed, self._summed_in_background = summed, summed_in_background
         self._in_flight: concurrent.futures.Future[_OfReplicas] | None = None
         self._average: _OfReplicas = ()
         self._start: _OfReplicas = ()
-        self._weights = local.variables[: len(local.momenta)]
 
         def in_replicas(function: Callable[..., Any]) -> Any:
             def run(*arguments: _OfReplicas) -> _OfReplicas:
@@ -71,7 +70,7 @@ class LocalRounds:
         @tf.function(autograph=False)
         def begin() -> _OfReplicas:
             with tf.control_dependencies([marks.complete()]):
-                return strategy.run(no_autograph(lambda: marks.kept(self._weights)))
+                return strategy.run(no_autograph(lambda: marks.kept(local.weights)))
 
         @tf.function(autograph=False)
         def end(average: _OfReplicas, start: _OfReplicas) -> None:
@@ -127,26 +126,20 @@ class LocalRounds:
 
         Returns these weights, with which the next round starts, and the changes.
         """
-        changes = self._since(self._weights, start)
+        changes = _changes(self._local.weights, start)
         new = [old + change for old, change in zip(average, changes, strict=True)]
-        self._assign(self._weights, new)
+        self._assign(self._local.weights, new)
         return new, changes
 
     @no_autograph
     def _averaged(self, average: Sequence[tf.Tensor], start: Sequence[tf.Tensor]) -> None:
         """In replica context: sets all variables to equal values."""
         local = self._local
-        others = local.variables[len(self._weights) :]
-        others_before = self._marks.kept(local.variables)[len(self._weights) :]
+        others = self._marks.kept([*local.weights, *local.others])[len(local.weights) :]
         # Of an optimizer's slots, 16 bits lose small values: Adam would divide by zero.
-        sums = self._summed(self._since(self._weights, start), self._since(others, others_before))
-        values, momenta = local.averaged([*average, *others_before], self._marks.begun(sums))
-        self._assign([*local.variables, *local.momenta], [*values, *momenta])
-
-    def _since(
-        self, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        return [read_now(v) - old for v, old in zip(variables, before, strict=True)]
+        sums = self._summed(_changes(local.weights, start), _changes(local.others, others))
+        values, momenta = local.averaged([*average, *others], self._marks.begun(sums))
+        self._assign([*local.weights, *local.others, *local.momenta], [*values, *momenta])
 
     def _assign(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
         """In replica context: sets each replica's copies to its own values."""
@@ -156,6 +149,10 @@ class LocalRounds:
                 strategy.extended.update(variable, lambda v, new: v.assign(new), args=(value,))
 
         tf.distribute.get_replica_context().merge_call(assign_all, args=tuple(values))
+
+
+def _changes(variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return [read_now(variable) - old for variable, old in zip(variables, before, strict=True)]
 
 
 def _in_background(call: Callable[[], _OfReplicas]) -> "concurrent.futures.Future[_OfReplicas]":

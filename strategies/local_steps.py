@@ -16,12 +16,16 @@ class LocalSteps(Protocol):
     """The average of replicas that train alone between two sums."""
 
     @property
-    def variables(self) -> Sequence[tf.Variable]:
-        """What replicas change alone, each its own copy."""
+    def weights(self) -> Sequence[tf.Variable]:
+        """The trained variables."""
+
+    @property
+    def others(self) -> Sequence[tf.Variable]:
+        """What replicas change besides `weights` alone, each its own copy."""
 
     @property
     def momenta(self) -> Sequence[tf.Variable]:
-        """What `average` changes besides `variables`; one for each weight, the first of these."""
+        """What the outer step changes besides `weights`."""
 
     @property
     def counters(self) -> Sequence[tf.Variable]:
@@ -40,7 +44,7 @@ class LocalSteps(Protocol):
     def averaged(
         self, before: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns equal values of `variables` and `momenta`, of the summed changes since `before`.
+        """Returns equal values of `weights` and `others`, and of `momenta`.
 
-        `before` and `sums` may be of the weights alone, the first of `variables`.
+        `sums` are the summed changes since `before`. Both may be of `weights` alone.
         """

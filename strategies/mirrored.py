@@ -159,7 +159,7 @@ class MirroredExecutor(Executor):
         local = self._learner.local_steps
         if local is None:
             return None
-        changing = [*local.variables, *local.momenta, *local.counters]
+        changing = [*local.weights, *local.others, *local.momenta, *local.counters]
         return StepMarks(self.strategy, self._learner.step, changing)
 
     @no_autograph

@@ -192,8 +192,8 @@ class Learner:
     @property
     def state(self) -> Mapping[str, Sequence[tf.Variable | Rows]]:
         """Variables, in named lists, that belong to neither the model nor the optimizer."""
-        momenta = {"outer_momentum": self.local_steps.momenta} if self.local_steps else {}
-        return {**self._update.state, **momenta}
+        momenta = self.local_steps.momenta if self.local_steps else []
+        return {**self._update.state, **({"outer_momentum": momenta} if momenta else {})}
 
     def _changed_besides(self) -> list[tf.Variable]:
         """What a step changes besides `variables`. The learning rate is changed by hooks alone."""

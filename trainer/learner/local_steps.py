@@ -31,8 +31,9 @@ class LocalSteps:
 
     Attributes:
         overlaps: True if a sum may be in flight while the next steps compute.
-        variables: What replicas change alone, each its own copy: weights, then others.
-        momenta: `m` of each weight.
+        weights: The trained variables.
+        others: Other variables with decimals that replicas change alone, each its own copy.
+        momenta: `m` of each weight; empty if the outer momentum is 0.
         counters: Other variables that a step changes, by the same on all replicas.
     """
 
@@ -44,9 +45,12 @@ class LocalSteps:
     ) -> None:
         """Creates `momenta`. `others` are all variables that a step changes besides `trained`."""
         self.overlaps = options.overlap
-        self.variables = [*trained, *(v for v in others if v.dtype.is_floating)]
+        self.weights = list(trained)
+        self.others = [v for v in others if v.dtype.is_floating]
         self.counters = [v for v in others if not v.dtype.is_floating]
-        self.momenta = [tf.Variable(tf.zeros_like(v), trainable=False) for v in trained]
+        self.momenta: list[tf.Variable] = []
+        if options.outer_momentum:
+            self.momenta = [tf.Variable(tf.zeros_like(v), trainable=False) for v in trained]
         self._options = options
 
     def rounds(self, step: int, num_steps: int) -> list[int]:
@@ -77,11 +81,11 @@ class LocalSteps:
     def averaged(
         self, before: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns the averages of `variables`, and the new values of `momenta`.
+        """Returns the averages of `weights` and `others`, and the new values of `momenta`.
 
         `before` are the values after the last average, and `sums` the changes since then, summed
-        over all replicas; both in the order of `variables`: of all of them, or of the weights.
-        Called in replica context.
+        over all replicas; both of `weights`, and then of all `others` or none. Called in replica
+        context.
         """
         num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
         kept, rate = self._options.outer_momentum, self._options.outer_learning_rate
@@ -90,6 +94,6 @@ class LocalSteps:
             mean = total / tf.cast(num_replicas, total.dtype)
             if index < len(self.momenta):
                 momenta.append(kept * read_now(self.momenta[index]) + mean)
-                mean = rate * (mean + kept * momenta[-1])
-            values.append(old + mean)
+                mean += kept * momenta[-1]
+            values.append(old + (rate * mean if index < len(self.weights) else mean))
         return values, momenta

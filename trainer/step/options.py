@@ -249,21 +249,22 @@ class LocalStepsConfig:
     """Replicas train alone for `every` steps, then average; for slow networks.
 
     See trainer/learner/local_steps.py for the formula (Douillard et al., "DiLoCo: Distributed
-    Low-Communication Training of Language Models", 2023).
+    Low-Communication Training of Language Models", 2023). The defaults are the plain mean. DiLoCo
+    has 0.7 and 0.9 for 500 steps; docs/measured.md says what they do with few.
 
     Attributes:
         every: The number of steps from one average to the next; 0 sums the gradients of each step.
         outer_learning_rate: The factor of the mean change of the weights.
-        outer_momentum: That of Nesterov's momentum of the mean change.
+        outer_momentum: That of Nesterov's momentum of the mean change; 0 has none.
         overlap: Sums the changes while the next `every` steps compute; each average comes so late.
     """
 
     every: int = at_least(0, 0)
     outer_learning_rate: float = number(
-        0.7, ABOVE_0, needs=(("local_steps.every",), "local_steps.every=100")
+        1.0, ABOVE_0, needs=(("local_steps.every",), "local_steps.every=100")
     )
     outer_momentum: float = number(
-        0.9, BELOW_1, needs=(("local_steps.every",), "local_steps.every=100")
+        0.0, BELOW_1, needs=(("local_steps.every",), "local_steps.every=100")
     )
     overlap: bool = option(False, needs=(("local_steps.every",), "local_steps.every=100"))
 
