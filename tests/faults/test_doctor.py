@@ -17,6 +17,7 @@ from strategies.cluster.ports import free_ports
 from tests.cluster.runs import ROOT
 
 TIMEOUT_SECS = 200.0
+MULTIWORKER = ("--strategy=multiworker", "--num_threads=1", "--json")
 
 
 def start(
@@ -66,13 +67,11 @@ def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path
         with silent(places[2], places[0], places[1], places[3]):
             for index, host in enumerate(places):
                 argv = (
-                    "--strategy=multiworker",
+                    *MULTIWORKER,
                     f"--hosts={','.join(wrong if index == 1 else listed)}",
                     f"--model_dir={tmp_path / 'run'}",
                     f"--data_dir={digits}",
-                    "--num_threads=1",
                     "--deadline_secs=45",
-                    "--json",
                 )
                 cwd = code if index == 0 else ROOT
                 processes.append(start(stack, *argv, under=host.command, cwd=cwd))
@@ -109,13 +108,11 @@ def test_link_that_drops_large_packets_and_directory_that_is_not_shared_are_name
             directory = tmp_path / ("own" if index == 1 else "shared")
             directory.mkdir(exist_ok=True)
             argv = (
-                "--strategy=multiworker",
+                *MULTIWORKER,
                 f"--hosts={','.join(f'{host.address}:2222' for host in places)}",
                 f"--model_dir={directory / 'run'}",
                 f"--data_dir={digits}",
-                "--num_threads=1",
                 "--deadline_secs=150",
-                "--json",
             )
             processes.append(start(stack, *argv, under=host.command))
         (printed, *_) = [json.loads(end(process, 2)) for process in processes]
@@ -152,12 +149,10 @@ def test_healthy_tasks_measure_an_all_reduce_and_an_absent_task_is_named(
         tables = [end(process, 0) for process in multiworker]
         hosts_of_ps = f"--ps_hosts=localhost:{ps[0]},localhost:{ps[1]}"
         cluster_of_ps = ("--strategy=ps", hosts_of_ps, f"--worker_hosts=localhost:{ps[2]}")
+        first = ("--task_index=0", "--deadline_secs=30")
         tasks = [
-            start(stack, *cluster_of_ps, *task, "--deadline_secs=30", *flags)
-            for task in (
-                ("--job_name=worker", "--task_index=0"),
-                ("--job_name=ps", "--task_index=0"),
-            )
+            start(stack, *cluster_of_ps, f"--job_name={job}", *first, *flags)
+            for job in ("worker", "ps")
         ]
         incomplete = [end(process, 2) for process in tasks]
     for table in tables:
