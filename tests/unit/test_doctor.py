@@ -146,12 +146,12 @@ def test_other_config_is_named_by_its_field() -> None:
 
 def test_slow_link_is_named_by_its_sender_receiver_or_pair() -> None:
     for links, task, words in (
-        ("02 12", "worker 2", "it sends 10.0 MB/s, and other tasks 100.0 MB/s"),
-        ("10 12", "worker 1", "it receives 10.0 MB/s, and"),
-        ("12", "worker 1", "it receives 10.0 MB/s from worker 2 (c:2222)"),
+        ([(0, 2), (1, 2)], "worker 2", "it sends 10.0 MB/s, and other tasks 100.0 MB/s"),
+        ([(1, 0), (1, 2)], "worker 1", "it receives 10.0 MB/s, and"),
+        ([(1, 2)], "worker 1", "it receives 10.0 MB/s from worker 2 (c:2222)"),
     ):
         reports = healthy()
-        for receiver, sender in links.split():
+        for receiver, sender in links:
             reports[f"worker {receiver}"]["meetings"][f"worker {sender}"]["mb_per_sec"] = 10.0
         finding = only(reports)
         assert finding.task == task
