@@ -12,8 +12,9 @@ from types import MappingProxyType
 
 import pytest
 
-from benchmarks.hosts import hosts, reason_why_not, silent
+from benchmarks.hosts import hosts, silent
 from strategies.cluster.ports import free_ports
+from tests.cluster.hosts import needs_hosts
 from tests.cluster.runs import ROOT
 
 TIMEOUT_SECS = 200.0
@@ -49,7 +50,7 @@ def end(process: "subprocess.Popen[str]", *exit_codes: int) -> str:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
+@needs_hosts
 def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path) -> None:
     """Worker 0 runs other code, 1 has another port, 2 cannot be reached, 3 has a slow link."""
     code = tmp_path / "code"
@@ -97,7 +98,7 @@ def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path
     assert "why_not" in printed[0]["all_reduce"]
 
 
-@pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
+@needs_hosts
 def test_link_that_drops_large_packets_and_directory_that_is_not_shared_are_named(
     digits: Path, tmp_path: Path
 ) -> None:

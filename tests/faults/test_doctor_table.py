@@ -17,16 +17,13 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks.hosts import Host, dropped, hosts, reason_why_not, silent
-from tests.cluster.hosts import named
+from benchmarks.hosts import Host, dropped, hosts, silent
+from tests.cluster.hosts import named, needs_hosts
 from tests.cluster.runs import CONFIGS, ROOT
 from tests.faults.test_doctor import end, start
 from trainer.guards.run_lock import locked
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made"),
-]
+pytestmark = [pytest.mark.nightly, needs_hosts]
 
 PORT = 2222
 OLD_RUN = ROOT / "tests" / "cluster" / "old_runs" / "mirrored"

@@ -1,10 +1,8 @@
 """What the doctor concludes from the reports of the tasks, and what it measures."""
 
 import contextlib
-import multiprocessing
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +13,17 @@ import pytest
 from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.ps.placement import Group, place
+from tests.unit.stand_ins import wait_for
+from trainer.config import load_recipe
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import Finding, can_connect, findings
 from trainer.doctor.plan import (
-    PendingPlan,
+    Settings,
     _loads_with_standby,
     free_memory_bytes,
     mark_in,
     place_fault,
+    plan_in_child,
     shared_fault,
 )
 from trainer.doctor.table import text
@@ -31,6 +32,7 @@ ADDRESSES = {"worker 0": "a:2222", "worker 1": "b:2222", "worker 2": "c:2222"}
 JOBS = {"worker": dict(enumerate(ADDRESSES.values()))}
 CLUSTER = Cluster(JOBS, Task("worker", 0))
 FREE = 8 << 30
+SETTINGS = Settings("mirrored", 1, None, 0, has_standby=False, makes_plan=True)
 
 
 def healthy() -> dict[str, Any]:
@@ -246,19 +248,16 @@ def test_nothing_is_right_if_no_task_has_a_plan_or_a_report_is_missing() -> None
 
 
 @pytest.mark.parametrize("secs", [None, 0.0])
-def test_plan_has_the_time_that_it_needs_unless_there_is_a_limit(secs: float | None) -> None:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-
-    def make() -> None:
+def test_plan_has_the_time_that_it_needs_unless_there_is_a_limit(
+    secs: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*_: object) -> Json:
         time.sleep(0.5)
-        theirs.send({"gpus": 0})
+        return {"gpus": 0}
 
-    process = context.Process(target=make, daemon=True)
-    process.start()
-    plan = PendingPlan(process, ours).wait(secs)
-    process.join()
-    assert plan == ({"gpus": 0} if secs is None else {"is_late": True})
+    monkeypatch.setattr("trainer.doctor.plan._make", make)
+    wait_for_plan = plan_in_child(load_recipe("digits"), CLUSTER, "", SETTINGS)
+    assert wait_for_plan(secs) == ({"gpus": 0} if secs is None else {"is_late": True})
 
 
 def test_directory_that_cannot_be_written_to_is_named(
@@ -354,15 +353,13 @@ def test_what_is_found_instead_of_a_task() -> None:
         listener = stack.enter_context(socket.create_server(("localhost", silent)))
         (exchange,) = stack.enter_context(exchanges(cluster, Task("worker", 0)))
 
-        def states() -> set[str]:
-            return {state["state"] for state in exchange.measure(soon()).values()}
+        def states() -> dict[str, str]:
+            return {name: state["state"] for name, state in exchange.measure(soon()).items()}
 
-        deadline = time.monotonic() + 60
-        while "unknown" in states() and time.monotonic() < deadline:
-            threading.Event().wait(0.1)
-        found = exchange.measure(soon())
+        wait_for(lambda: "unknown" not in states().values(), 60)
+        found = states()
         listener.close()
-    assert {name: state["state"] for name, state in found.items()} == {
+    assert found == {
         "worker 1": "refused",
         "worker 2": "stranger",
         "worker 3": "silent",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import ROOT, run_python
 from tests.unit.stand_ins import is_gone, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has subreapers")
@@ -120,12 +121,7 @@ def test_tasks_are_children_with_tensorflow_imported_and_only_their_own_files_op
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.py").write_text(CONFIG)
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    ended = run_python("-c", PROGRAM, str(tmp_path))
     assert ended.stdout == "passed\n", ended.stderr
     assert "DeprecationWarning" not in ended.stderr
 
@@ -163,13 +159,7 @@ with ForkServer("label", setup=["task:set_up"], preload=["wave"]) as server:
 
 def test_target_is_called_after_setup_and_preload(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TARGET)
-    ended = subprocess.run(
-        [sys.executable, "-c", SPAWN],
-        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ended = run_python("-c", SPAWN, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "set up by fork_server.py\n"  # Imported once.
     assert "ConnectionResetError: of the target" in ended.stderr
@@ -184,9 +174,7 @@ def test_module_that_cannot_be_imported_is_an_error_of_the_caller() -> None:
         "    except OSError as error:\n"
         "        print(error)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    ended = run_python("-c", program)
     assert ended.stdout == "the fork server has ended\n", ended.stderr
     assert "No module named 'no_such_module'" in ended.stderr
 

@@ -62,8 +62,7 @@ def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
         preflight.preflight(recipe, model_dir, hides_gpus=False)
         print(f"{model_dir} is finished. To train further, raise train_steps.")
         return result_in(model_dir)
-    spec = task_spec(recipe, None, model_dir)
-    spec = dataclasses.replace(spec, stall_timeout_secs=0.0)
+    spec = dataclasses.replace(task_spec(recipe, None, model_dir), stall_timeout_secs=0.0)
     try:
         exit_code = task.run(spec, Interrupts())
     except TrainerError as error:

@@ -140,7 +140,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         makes_plan=is_alone or not (serves(cluster) or cluster.task.job == "evaluator"),
     )
     doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
-    plan = plan_in_child(recipe, cluster, model_dir, settings)
+    wait_for_plan = plan_in_child(recipe, cluster, model_dir, settings)
     has_limit = not is_alone or flags.FLAGS["deadline_secs"].present
     if has_limit:
         doctor.end_after(doctor.until(1.0) - time.monotonic())
@@ -152,7 +152,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     if is_alone:
         doctor.doing = "building the model"
         limit = doctor.until(_REPORTS) - time.monotonic() if has_limit else None
-        own["plan"] = plan.wait(limit)
+        own["plan"] = wait_for_plan(limit)
         own_error = ("error", "is_late")
         shared_plan = {name: value for name, value in own["plan"].items() if name not in own_error}
         for task in cluster.tasks():
@@ -178,7 +178,7 @@ def _examine(argv: Sequence[str]) -> NoReturn:
             own["faults"].append(fault)
         doctor.doing = "measuring the network"
         own["meetings"] = exchange.measure(doctor.until(_PLAN))
-        own["plan"] = plan.wait(doctor.until(_PLAN) - time.monotonic())
+        own["plan"] = wait_for_plan(doctor.until(_PLAN) - time.monotonic())
         doctor.doing = "exchanging reports"
         exchange.send(own)
         doctor.reports = exchange.wait_for_reports(doctor.until(_REPORTS))

@@ -77,7 +77,7 @@ class Exchange:
         threading.Thread(target=target, args=arguments, name="doctor", daemon=True).start()
 
     def meet(self, until: float) -> None:
-        """Returns when all other tasks have answered, or at `until` (time.monotonic)."""
+        """Waits until all other tasks have answered, or until the time (time.monotonic) `until`."""
         with self._changed:
             self._changed.wait_for(self._have_all_come, max(0.0, until - time.monotonic()))
 

@@ -1,7 +1,7 @@
 """What this task would do, and what it needs: the plan of the run, memory, disk, GPUs, versions.
 
-plan = plan_in_child(recipe, cluster, model_dir, settings)     # returns at once
-plan.wait(secs)                                                 # a JSON object
+wait_for_plan = plan_in_child(recipe, cluster, model_dir, settings)
+plan = wait_for_plan(secs)      # a JSON object
 
 The plan needs TensorFlow, which takes seconds and runs ops. So it is made in a fork: this process
 stays free for the network, and may still connect to TensorFlow's cluster, which needs a process
@@ -16,8 +16,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,32 +60,14 @@ class Settings(NamedTuple):
     makes_plan: bool  # False for a task that gets the config from its chief.
 
 
-class PendingPlan:
-    """A plan that a child process is making."""
-
-    def __init__(self, process: multiprocessing.process.BaseProcess, pipe: Connection) -> None:
-        self._process = process
-        self._pipe = pipe
-
-    def wait(self, secs: float | None) -> Json:
-        """Returns the plan; with `error` if it failed, or `is_late` if it is not ready in `secs`.
-
-        There is no limit if `secs` is None.
-        """
-        limit = None if secs is None else max(0.0, secs)
-        try:
-            plan: Json = self._pipe.recv() if self._pipe.poll(limit) else {"is_late": True}
-        except EOFError:
-            self._process.join()
-            plan = {"error": f"the process that made the plan ended: {self._process.exitcode}"}
-        self._process.kill()
-        return plan
-
-
 def plan_in_child(
     recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings
-) -> PendingPlan:
-    """Starts to make the plan. Must be called before this process has threads."""
+) -> Callable[[float | None], Json]:
+    """Starts to make the plan. Must be called before this process has threads.
+
+    The returned function waits for the plan, without a limit if it gets None. It returns the plan;
+    with `error` if it failed, or `is_late` if it is not ready in that many seconds.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 
@@ -96,7 +77,18 @@ def plan_in_child(
     process = context.Process(target=make, daemon=True)
     process.start()
     theirs.close()
-    return PendingPlan(process, ours)
+
+    def wait(secs: float | None) -> Json:
+        limit = None if secs is None else max(0.0, secs)
+        try:
+            plan: Json = ours.recv() if ours.poll(limit) else {"is_late": True}
+        except EOFError:
+            process.join()
+            plan = {"error": f"the process that made the plan ended: {process.exitcode}"}
+        process.kill()
+        return plan
+
+    return wait
 
 
 def machine(cluster: Cluster, model_dir: str, settings: Mapping[str, str]) -> Json:

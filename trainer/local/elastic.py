@@ -56,7 +56,7 @@ class ElasticPolicy(FixedPolicy):
 
     @override
     def to_start(self, tasks: Collection[Task]) -> Collection[Task]:
-        """The task of this host in the newest group, if the host is in the group."""
+        """Returns the task of this host in the newest group; nothing if it is not a member."""
         if self._own not in self._group.members:
             return ()
         self._generation = self._group.generation
@@ -92,9 +92,9 @@ class ElasticPolicy(FixedPolicy):
         return end.exit_code in (EXIT_BUG, EXIT_USAGE)
 
     def on_snapshot(self, snapshot: Snapshot, activity: Activity) -> Step:
-        """The step that follows from what the hosts have written.
+        """Returns the next step, decided from the records of all hosts.
 
-        Raises ClusterError if the group is of other hosts, or if launchers that ran before this one
+        Raises ClusterError if the group has other hosts, or if launchers that ran before this one
         have another code or config.
         """
         self._read_group()
@@ -156,7 +156,7 @@ class ElasticPolicy(FixedPolicy):
         return Step.STOP_TOGETHER if is_whole else Step.SAVE_AND_END
 
     def _regroup(self, activity: Activity) -> Step:
-        """Proposes the next group, if there must be one, and starts the task. None runs."""
+        """Proposes the next group, if it must change, and starts the task, which does not run."""
         members = next_members(self._group, self._sightings, self._rules)
         is_outdated = self._group.generation != self._generation
         if activity is Activity.DELAYING and members is None and not is_outdated:

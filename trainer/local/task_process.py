@@ -103,8 +103,8 @@ class TaskProcess:
     Attributes:
         tail: The last lines of the output.
         unresponsive: Why the launcher killed the process, if it sent no heartbeats; else empty.
-        end_reason: None until the launcher signals the process to end, except as unresponsive;
-            then why the process failed (it did not end in time), or empty if it did not fail.
+        end_reason: Set when the launcher asks the process to end: why that is a failure (it did not
+            end in time), or empty. None before, and if it was only killed as unresponsive.
     """
 
     def __init__(
