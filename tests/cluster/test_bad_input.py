@@ -139,14 +139,6 @@ CASES = {
     "argument that is no flag": Case("train", ("train",)),
     "unknown config field": Case("--config.batchsize=3", ("batchsize", "--config.batch_size")),
     "config value of another type": Case("--config.batch_size=many", ("batch_size", "many")),
-    "config value out of range": Case("--config.train_steps=0", ("train_steps", "at least 1")),
-    "unknown way with corrupt records": Case(
-        "--config.data.on_corrupt=ignore", ("on_corrupt", "fail or skip", "'ignore'")
-    ),
-    "lanes that do not divide the batch": Case(
-        "--config.data.lanes=7", ("lanes=7", "batch_size=64")
-    ),
-    "two config files": Case("--config=a.py --config=b.py", ("2 times", "a.py, b.py")),
     "missing config file": Case("--config=configs/nope.py", ("configs/nope.py", "digits.py")),
     "config that is no Python": Case(
         "--config={tmp}/recipe.py", ("recipe.py", "line 1"), recipe="def get_config(:\n"
