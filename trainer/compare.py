@@ -11,7 +11,7 @@ checkpoints name the variables. Exit codes are those of diff: 0 equal, 1 differe
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,6 @@ from trainer.run_record.tools import prepare_tensorflow, run_tool, runs_of
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
 
 EXIT_DIFFERENT = 1
 # Values of reports that depend on the machine: rates and times.
@@ -48,7 +47,7 @@ class Difference:
     names: Sequence[tuple[str, float]]
 
     def describe(self, what: str) -> str:
-        """For example `variables part after step 40, at or before step 60: dense/kernel ...`."""
+        """For example `variables: equal at step 40, different at step 60: dense/kernel ...`."""
         shown = [f"{name} (by up to {size:.3g})" for name, size in self.names[:_NUM_SHOWN]]
         if len(self.names) > _NUM_SHOWN:
             shown.append(f"and {len(self.names) - _NUM_SHOWN} more")
@@ -78,6 +77,9 @@ def compare(left: str, right: str) -> Comparison:
     """
     reports = [_reports(RunFiles(run)) for run in (left, right)]
     common = sorted(reports[0].keys() & reports[1].keys())
+    splits: dict[int, list[str]] = {}
+    for step, split in common:
+        splits.setdefault(step, []).append(split)
     checkpoints = [_checkpoints(RunFiles(run)) for run in (left, right)]
     steps = sorted(checkpoints[0].keys() & checkpoints[1].keys())
     if not common and not steps:
@@ -85,12 +87,16 @@ def compare(left: str, right: str) -> Comparison:
             f"{left} and {right} have no report and no checkpoint of the same step, so there is "
             "nothing to compare."
         )
-    return Comparison(
-        len(common),
-        steps,
-        _first({key: _report_differences(*(r[key] for r in reports)) for key in common}),
-        _first_checkpoint({step: [c[step] for c in checkpoints] for step in steps}),
-    )
+
+    def report_differences(step: int) -> list[tuple[str, float]]:
+        pairs = [(reports[0][step, split], reports[1][step, split]) for split in splits[step]]
+        return [found for pair in pairs for found in _report_differences(*pair)]
+
+    def differences_of_variables(step: int) -> list[tuple[str, float]]:
+        return variable_differences(checkpoints[0][step], checkpoints[1][step])
+
+    first_report = _first(splits, report_differences)
+    return Comparison(len(common), steps, first_report, _first(steps, differences_of_variables))
 
 
 def _reports(files: RunFiles) -> dict[tuple[int, str], Document]:
@@ -115,23 +121,11 @@ def _report_differences(left: Document, right: Document) -> list[tuple[str, floa
 
 
 def _first(
-    found: Mapping[tuple[int, str], Sequence[tuple[str, float]]],
+    steps: Iterable[int], differences: Callable[[int], Sequence[tuple[str, float]]]
 ) -> Difference | None:
-    by_step: dict[int, list[tuple[str, float]]] = {}
-    for (step, _), names in found.items():
-        by_step.setdefault(step, []).extend(names)
     equal_step = 0
-    for step in sorted(by_step):
-        if names := by_step[step]:
-            return Difference(step, equal_step, names)
-        equal_step = step
-    return None
-
-
-def _first_checkpoint(paths: Mapping[int, Sequence[str]]) -> Difference | None:
-    equal_step = 0
-    for step, (left, right) in sorted(paths.items()):
-        if names := variable_differences(left, right):
+    for step in steps:
+        if names := differences(step):
             return Difference(step, equal_step, names)
         equal_step = step
     return None
@@ -255,9 +249,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"config.{line}")
     if found.is_equal:
         last = f" (the last of step {found.steps[-1]:,})" if found.steps else ""
-        print(
-            f"equal bit for bit: {found.num_reports} reports, {len(found.steps)} checkpoints{last}"
-        )
+        number = f"{found.num_reports} reports, {len(found.steps)} checkpoints"
+        print(f"equal bit for bit: {number}{last}")
         return EXIT_DONE
     for what, difference in (("reports", found.reports), ("variables", found.variables)):
         if difference is not None:
@@ -266,11 +259,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _document(found: Comparison, different: Sequence[str]) -> Document:
-    def parts(difference: Difference | None) -> Document | None:
-        if difference is None:
+    def parts(found: Difference | None) -> Document | None:
+        if found is None:
             return None
-        names = dict(difference.names)
-        return {"step": difference.step, "equal_step": difference.equal_step, "differ": names}
+        return {"step": found.step, "equal_step": found.equal_step, "differ": dict(found.names)}
 
     return {
         "is_equal": found.is_equal,

@@ -6,8 +6,7 @@
 
 One line for each run: the best value of its `best_metric`, or the value that the list is sorted by,
 its last step, its training time, how it ended, and the fields that differ from its config file.
-The exit code is that of the run's last process; "-"
-if it has not ended by itself.
+The exit code is that of the run's last process; "-" if it has not ended by itself.
 """
 
 import json
@@ -48,7 +47,7 @@ def runs_under(directory: str) -> list[Document]:
 
 
 def value_of(run: Document, name: str) -> Any:
-    """A value of `runs_under`, a metric or a field of the config; None if the run has none."""
+    """Returns a key of the summary, a metric or a field of the config; None if it is missing."""
     if name == run["best_metric"]:
         return run["best"]
     name = "run" if name == "name" else name
@@ -60,14 +59,13 @@ def ordered(runs: Sequence[Document], key: str, *, reverse: bool) -> list[Docume
 
     Raises ConfigError if no run has it.
     """
-    values = [value_of(run, key) for run in runs]
-    if all(value is None for value in values):
+    values = [(value_of(run, key), run) for run in runs]
+    found = [(value, run) for value, run in values if value is not None]
+    if not found:
         raise ConfigError(f"--sort={key}: no run has it. Type --sort=loss, for example.")
-    with_value = [i for i, value in enumerate(values) if value is not None]
     # Fields of one name may have several types.
-    with_value.sort(key=lambda i: (isinstance(values[i], str), values[i]), reverse=reverse)
-    without = [i for i, value in enumerate(values) if value is None]
-    return [runs[i] for i in [*with_value, *without]]
+    found.sort(key=lambda pair: (isinstance(pair[0], str), pair[0]), reverse=reverse)
+    return [run for _, run in found] + [run for value, run in values if value is None]
 
 
 def default_fields(runs: Sequence[Document], key: str) -> list[str]:
@@ -82,7 +80,7 @@ def default_fields(runs: Sequence[Document], key: str) -> list[str]:
 
 
 def table(runs: Sequence[Document], fields: Sequence[str], width: int | None) -> list[str]:
-    """A title, a rule and a line for each run, each at most `width` long if there is a width.
+    """Returns a title, a rule, and a line for each run; all at most `width` long, if it is given.
 
     Columns for which there is no room are left out, the last ones first; a last line names them.
     """
@@ -98,13 +96,9 @@ def table(runs: Sequence[Document], fields: Sequence[str], width: int | None) ->
             left_out.insert(0, fields[len(columns) - 1])
             columns.pop()
             sizes.pop()
-    columns = [
-        [
-            f"{c:{size}}" if name in ("run", "strategy", "differs") else f"{c:>{size}}"
-            for c in column
-        ]
-        for column, size, name in zip(columns, sizes, fields, strict=False)
-    ]
+    for place, (column, size) in enumerate(zip(columns, sizes, strict=True)):
+        is_text = fields[place] in ("run", "strategy", "differs")
+        columns[place] = [c.ljust(size) if is_text else c.rjust(size) for c in column]
     lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
     lines.insert(1, "─" * max(map(len, lines)))
     if left_out:
@@ -149,8 +143,8 @@ def _cell(run: Document, name: str) -> str:
 def _differs(run: Document, of_recipe: Sequence[str], fields: Sequence[str]) -> str:
     """The fields of `run` that the command line has changed, and their values.
 
-    Of a run that has no record of it: `of_recipe`, in which the runs of its config file differ.
-    What other columns show is left out: `fields`, and what is a part of the run's name.
+    If the run has no record of them: `of_recipe`, in which the runs of its config file differ.
+    Fields that are in other columns (`fields`), or in the run's name, are left out.
     """
     names = of_recipe if run["changed"] is None else run["changed"]
     shown = {*fields, "data_dir", *(["train_steps"] if "step" in fields else [])}

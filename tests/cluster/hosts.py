@@ -13,10 +13,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from benchmarks.hosts import Host
+import pytest
+
+from benchmarks.hosts import Host, reason_why_not
 from strategies.cluster.tf_config import Cluster, Task
 
 _FIRST_PORT = 2222
+needs_hosts = pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "they exist")
 
 
 def cluster_on(places: Mapping[Task, Host]) -> tuple[Cluster, dict[Task, tuple[str, ...]]]:

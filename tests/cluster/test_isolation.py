@@ -16,7 +16,8 @@ from strategies.cluster.peers import identify
 from strategies.cluster.ports import free_ports
 from strategies.cluster.tf_config import Task
 from tests.cluster.runs import TOPOLOGIES, Process, assert_one_error, start
-from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
+from tests.unit.stand_ins import namespace_or_skip
+from trainer.local.network_namespace import Namespace
 
 SLOW = "--config=tests/cluster/configs/slow.py"
 LINEAR = ("--config=tests/cluster/configs/linear.py", "--num_threads=1", "--train_steps=20")
@@ -25,10 +26,7 @@ IDENTIFY = "import sys; from strategies.cluster.peers import identify; print(ide
 
 @pytest.fixture
 def can_isolate() -> None:
-    try:
-        open_namespace().__exit__(None, None, None)
-    except IsolationError as error:
-        pytest.skip(f"no network namespace here: {error}")
+    namespace_or_skip().__exit__()
 
 
 def namespace_of(process: psutil.Process) -> Namespace:

@@ -2,26 +2,18 @@
 
 import json
 import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.runs import ROOT, TOPOLOGIES, Process, train
+from tests.commands import run_python
 
 pytestmark = pytest.mark.nightly
 
 
-def tool(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=cwd,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+tool = partial(run_python, "-m")
 
 
 def test_config_file_that_others_can_write_is_executed_only_if_trusted(
@@ -69,13 +61,8 @@ def test_checkpoints_of_a_cluster_have_the_metrics_that_the_run_reported(
     assert set(reported) == {20, 40}
     for checkpoint, step in (("20", 20), ("newest", 40)):
         # From another directory: paths in the run's files are absolute.
-        done = tool(
-            "trainer.evaluate",
-            str(model_dir),
-            f"--checkpoint={checkpoint}",
-            "--json",
-            cwd=tmp_path,
-        )
+        words = ("trainer.evaluate", str(model_dir), f"--checkpoint={checkpoint}", "--json")
+        done = tool(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert (found["step"], found["examples"]) == (step, 360)

@@ -1,18 +1,16 @@
 """A launcher on each of three hosts: the same command everywhere, in any order; nothing is lost."""
 
 import contextlib
-import json
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-from benchmarks.hosts import Host, hosts, reason_why_not
+from benchmarks.hosts import Host, hosts
 from strategies.cluster.tf_config import Cluster, Task
+from tests.cluster.hosts import cluster_on, needs_hosts
 from tests.cluster.runs import (
     Process,
     Run,
@@ -21,10 +19,9 @@ from tests.cluster.runs import (
     largest_difference,
     read_metrics,
 )
+from tests.unit.stand_ins import is_gone, lines_of
 
-pytestmark = pytest.mark.skipif(
-    bool(reason_why_not()), reason=reason_why_not() or "hosts can be made"
-)
+pytestmark = needs_hosts
 
 STEPS = 500
 
@@ -51,9 +48,7 @@ def undisturbed(
     three_hosts: tuple[Host, ...], digits: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
     model_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    jobs = {"worker": {i: f"{host.address}:2222" for i, host in enumerate(three_hosts)}}
-    commands = {Task("worker", i): host.command for i, host in enumerate(three_hosts)}
-    cluster = Cluster(jobs, Task("worker", 0))
+    cluster, commands = cluster_on({Task("worker", i): h for i, h in enumerate(three_hosts)})
     with by_hand(cluster, model_dir, *flags_for(digits), under=commands) as tasks:
         tasks.start_all()
         return tasks.wait()["worker 0"]
@@ -99,10 +94,6 @@ class Launchers:
         return self.resumes()[number - 1]
 
 
-def failures(model_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (model_dir / "failures.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_hosts_restart_after_a_worker_and_after_a_launcher_dies_and_lose_no_step(
@@ -123,7 +114,7 @@ def test_hosts_restart_after_a_worker_and_after_a_launcher_dies_and_lose_no_step
         reported = launchers.wait_for_step(first + 60)
         orphan = launchers.on[0].task("worker 2")
         launchers.on[2].send(signal.SIGKILL)
-        launchers.on[0].wait_until(lambda: not is_alive(orphan), "the end of worker 2")
+        launchers.on[0].wait_until(lambda: is_gone(orphan.pid), "the end of worker 2")
         launchers.on[2].wait_for_family_to_end()
         launchers.start(2)
         second = launchers.wait_for_resume(2)
@@ -143,7 +134,8 @@ def test_hosts_restart_after_a_worker_and_after_a_launcher_dies_and_lose_no_step
     # There are no other checkpoints: without those of the survivors training would begin anew.
     assert launchers.resumes() == [first, second, third]
     assert largest_difference(runs[0].variables(), undisturbed.variables()) == 0
-    causes = [(f["host"], f["task"]) for f in failures(model_dir) if f["exit_code"] == -9]
+    failures = lines_of(model_dir / "failures.jsonl")
+    causes = [(f["host"], f["task"]) for f in failures if f["exit_code"] == -9]
     assert causes == [(three_hosts[1].address, "worker 1"), (three_hosts[0].address, "worker 0")]
     assert f"worker 1 on {three_hosts[1].address} (process" in runs[0].stderr
     assert "signal 9 (Killed)" in runs[0].stderr
@@ -154,10 +146,8 @@ def test_launchers_of_a_ps_cluster_restart_tasks_that_end_with_75(
     three_hosts: tuple[Host, ...], digits: Path, tmp_path: Path
 ) -> None:
     """After a signal to the worker all tasks save and end; after its ps died the chief does."""
-    tasks = [Task("chief", 0), Task("ps", 0), Task("worker", 0)]
-    jobs = {
-        task.job: {0: f"{host.address}:2222"} for task, host in zip(tasks, three_hosts, strict=True)
-    }
+    places = dict(zip(("chief", "ps", "worker"), three_hosts, strict=True))
+    jobs = {job: {0: f"{host.address}:2222"} for job, host in places.items()}
     argv = (
         "--strategy=ps",
         "--sync_replicas",
@@ -169,39 +159,26 @@ def test_launchers_of_a_ps_cluster_restart_tasks_that_end_with_75(
         "--config.checkpoint_every_steps=20",
     )
     with contextlib.ExitStack() as stack:
-        launchers = {
-            task: stack.enter_context(
-                Process(
-                    argv,
-                    tmp_path,
-                    env={"TF_CONFIG": Cluster(jobs, task).tf_config()},
-                    under=host.command,
-                )
-            )
-            for task, host in zip(tasks, three_hosts, strict=True)
-        }
-        chief = launchers[Task("chief", 0)]
+        launchers = {}
+        for job, host in places.items():
+            env = {"TF_CONFIG": Cluster(jobs, Task(job, 0)).tf_config()}
+            process = Process(argv, tmp_path, env=env, under=host.command)
+            launchers[job] = stack.enter_context(process)
+        chief = launchers["chief"]
         chief.wait_for_step(40)
         chief.task("worker 0").terminate()
         chief.wait_until(lambda: num_resumes(tmp_path) == 1, "restart")
         chief.wait_for_step(read_metrics(tmp_path)[-1]["step"] + 40)
         chief.task("ps 0").kill()
-        runs = {task: launcher.wait_alone() for task, launcher in launchers.items()}
-        for task, run in runs.items():
-            assert run.exit_code == 0, f"{task}: {launchers[task].output()}"
+        runs = {job: launcher.wait_alone() for job, launcher in launchers.items()}
+        for job, run in runs.items():
+            assert run.exit_code == 0, f"{job}: {launchers[job].output()}"
     assert_nothing_left(tmp_path)
     assert num_resumes(tmp_path) == 2
     assert re.search("start 2", (tmp_path / "tasks/worker-0.log").read_text())
-    causes = {(f["task"], f["exit_code"]) for f in failures(tmp_path)}
+    causes = {(f["task"], f["exit_code"]) for f in lines_of(tmp_path / "failures.jsonl")}
     assert {("ps 0", -9), ("chief 0", 75)} <= causes
 
 
 def num_resumes(model_dir: Path) -> int:
     return (model_dir / "tasks/chief-0.log").read_text().count("resuming from step")
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

@@ -12,11 +12,13 @@ from types import MappingProxyType
 
 import pytest
 
-from benchmarks.hosts import hosts, reason_why_not, silent
+from benchmarks.hosts import hosts, silent
 from strategies.cluster.ports import free_ports
+from tests.cluster.hosts import needs_hosts
 from tests.cluster.runs import ROOT
 
 TIMEOUT_SECS = 200.0
+MULTIWORKER = ("--strategy=multiworker", "--num_threads=1", "--json")
 
 
 def start(
@@ -48,7 +50,7 @@ def end(process: "subprocess.Popen[str]", *exit_codes: int) -> str:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
+@needs_hosts
 def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path) -> None:
     """Worker 0 runs other code, 1 has another port, 2 cannot be reached, 3 has a slow link."""
     code = tmp_path / "code"
@@ -66,13 +68,11 @@ def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path
         with silent(places[2], places[0], places[1], places[3]):
             for index, host in enumerate(places):
                 argv = (
-                    "--strategy=multiworker",
+                    *MULTIWORKER,
                     f"--hosts={','.join(wrong if index == 1 else listed)}",
                     f"--model_dir={tmp_path / 'run'}",
                     f"--data_dir={digits}",
-                    "--num_threads=1",
                     "--deadline_secs=45",
-                    "--json",
                 )
                 cwd = code if index == 0 else ROOT
                 processes.append(start(stack, *argv, under=host.command, cwd=cwd))
@@ -98,7 +98,7 @@ def test_each_of_four_faults_is_found_with_its_host(digits: Path, tmp_path: Path
     assert "why_not" in printed[0]["all_reduce"]
 
 
-@pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
+@needs_hosts
 def test_link_that_drops_large_packets_and_directory_that_is_not_shared_are_named(
     digits: Path, tmp_path: Path
 ) -> None:
@@ -109,13 +109,11 @@ def test_link_that_drops_large_packets_and_directory_that_is_not_shared_are_name
             directory = tmp_path / ("own" if index == 1 else "shared")
             directory.mkdir(exist_ok=True)
             argv = (
-                "--strategy=multiworker",
+                *MULTIWORKER,
                 f"--hosts={','.join(f'{host.address}:2222' for host in places)}",
                 f"--model_dir={directory / 'run'}",
                 f"--data_dir={digits}",
-                "--num_threads=1",
                 "--deadline_secs=150",
-                "--json",
             )
             processes.append(start(stack, *argv, under=host.command))
         (printed, *_) = [json.loads(end(process, 2)) for process in processes]
@@ -152,12 +150,10 @@ def test_healthy_tasks_measure_an_all_reduce_and_an_absent_task_is_named(
         tables = [end(process, 0) for process in multiworker]
         hosts_of_ps = f"--ps_hosts=localhost:{ps[0]},localhost:{ps[1]}"
         cluster_of_ps = ("--strategy=ps", hosts_of_ps, f"--worker_hosts=localhost:{ps[2]}")
+        first = ("--task_index=0", "--deadline_secs=30")
         tasks = [
-            start(stack, *cluster_of_ps, *task, "--deadline_secs=30", *flags)
-            for task in (
-                ("--job_name=worker", "--task_index=0"),
-                ("--job_name=ps", "--task_index=0"),
-            )
+            start(stack, *cluster_of_ps, f"--job_name={job}", *first, *flags)
+            for job in ("worker", "ps")
         ]
         incomplete = [end(process, 2) for process in tasks]
     for table in tables:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import dropped, hosts, num_dropped, reason_why_not
+from benchmarks.hosts import dropped, hosts, num_dropped
 from strategies.cluster.ports import free_ports
 from tests.cluster.elastic import Launchers, difference_from, flags_for, group, last_step
+from tests.cluster.hosts import needs_hosts
 from tests.cluster.runs import TOPOLOGIES, Run, train
 
 STEPS = 600
@@ -99,7 +100,7 @@ def test_host_that_returns_with_another_config_is_refused_and_the_run_continues(
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(bool(reason_why_not()), reason=reason_why_not() or "hosts can be made")
+@needs_hosts
 @pytest.mark.timeout(300)
 def test_hosts_continue_without_a_host_that_is_cut_off_and_take_it_in_again(
     flags: tuple[str, ...], undisturbed: Run, tmp_path: Path

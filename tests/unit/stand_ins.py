@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from strategies.cluster.tf_config import Cluster, Task, local_cluster
 from trainer.local.launch_report import LaunchReport
-from trainer.local.network_namespace import Namespace
+from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
 from trainer.local.policy import FixedPolicy
 from trainer.local.restarts import Restarts
 from trainer.local.supervisor import Supervisor
@@ -72,6 +73,13 @@ def starter(model_dir: Path, body: str, namespace: Namespace | None = None) -> T
     path.write_text(PREAMBLE + textwrap.dedent(body))
     argv, command = ["--flag=1", f"--model_dir={model_dir}"], [sys.executable, str(path)]
     return TaskStarter(argv, command=command, namespace=namespace)
+
+
+def namespace_or_skip() -> Namespace:
+    try:
+        return open_namespace()
+    except IsolationError as error:
+        pytest.skip(f"no network namespace here: {error}")
 
 
 def no_progress(max_restarts: int) -> Restarts:

@@ -4,24 +4,21 @@ import dataclasses
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_python
 from trainer.config import Config, flatten, load_recipe, overridden_fields
 from trainer.flags import DEFINED
 from trainer.flags.config_help import MOST_USED
 from trainer.flags.model_dir import changes
 
 STRATEGIES = ("mirrored", "multiworker", "ps")
-ROOT = Path(__file__).parents[2]
 
 
 def trainer(*flags: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer", *flags], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_python("-m", "trainer", *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -144,7 +141,5 @@ def test_field_may_come_before_its_config(config: list[str]) -> None:
     program = "import sys; from trainer.flags import CONFIG, STRATEGY, parsing; "
     program += "parsing.parse_words(sys.argv); print(CONFIG.value.batch_size, STRATEGY.value)"
     words = ["--config.batch_size=7", "--strategy=ps", *config, "--workers=3"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_python("-c", program, *words)
     assert done.stdout == "7 ps\n", done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_python
 from trainer.guards.parent_watch import ParentWatch
 
 ALONE = {"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}}
@@ -90,13 +91,7 @@ def test_launched_task_does_not_repeat_the_checks_of_the_launcher(
 
 @pytest.mark.parametrize(("word", "end"), [("--help", "="), ("--helpfull", ":")])
 def test_help_shows_all_flags_without_slow_imports(word: str, end: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "trainer", "--config=not-there.py", word],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=Path(__file__).parents[2],
-    )
+    ended = run_python("-X", "importtime", "-m", "trainer", "--config=not-there.py", word)
     for name in ("--strategy", "--stall_timeout_secs"):
         assert f"  {name}{end}" in ended.stdout
     assert "--config.batch_size" in ended.stdout

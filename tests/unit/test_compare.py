@@ -1,7 +1,7 @@
 """`python -m trainer.compare` finds the first step, and the variables, in which two runs part."""
 
 import json
-import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import keras
@@ -14,17 +14,22 @@ from trainer.checkpoints.marks import signed
 from trainer.compare import compare
 from trainer.config import ConfigError
 
+LINES: list[dict[str, float | str | None]] = [
+    {"step": step, "split": "train", "loss": 1 / step, "seconds": step} for step in range(1, 5)
+]
+
+
+def made_model(units: int = 3) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(units, name="head")])
+
 
 def write_run(directory: Path, *, units: int = 3) -> None:
     """A run with three checkpoints and four reports."""
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units, name="head")])
+    model = made_model(units)
     for step in (10, 20, 30):
         write_checkpoint(directory, step, model)
-    lines: list[dict[str, float | str]] = [
-        {"step": step, "split": "train", "loss": 1 / step, "seconds": step} for step in range(1, 5)
-    ]
-    write_reports(directory, lines)
+    write_reports(directory, LINES)
 
 
 def write_checkpoint(directory: Path, step: int, model: keras.Model) -> None:
@@ -36,16 +41,15 @@ def write_checkpoint(directory: Path, step: int, model: keras.Model) -> None:
     (path / "checkpoint.json").write_text(json.dumps(signed({**mark, "files": files})))
 
 
-def write_reports(directory: Path, lines: list[dict[str, float | str]]) -> None:
+def write_reports(directory: Path, lines: Sequence[Mapping[str, float | str | None]]) -> None:
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (directory / "metrics.jsonl").write_text(text)
 
 
 def test_equal_runs_are_equal_whatever_their_speed(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    lines = [json.loads(s) for s in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
-    write_reports(tmp_path / "b", [{**line, "seconds": 7 * line["seconds"]} for line in lines])
+    write_run(tmp_path / "b")
+    write_reports(tmp_path / "b", [{**line, "seconds": 7.5} for line in LINES])
     found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
     assert found.is_equal
     assert (found.num_reports, list(found.steps)) == (4, [10, 20, 30])
@@ -53,9 +57,8 @@ def test_equal_runs_are_equal_whatever_their_speed(tmp_path: Path) -> None:
 
 def test_smallest_change_of_one_variable_is_found_with_its_step_and_name(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="head")])
+    write_run(tmp_path / "b")
+    model = made_model()
     kernel = model.layers[0].kernel.numpy()
     changed = np.nextafter(kernel, np.inf)
     model.layers[0].kernel.assign(changed)
@@ -73,10 +76,9 @@ def test_smallest_change_of_one_variable_is_found_with_its_step_and_name(tmp_pat
 
 def test_first_different_report_is_found(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    lines = [json.loads(s) for s in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
-    lines[2]["loss"] = None  # A NaN in the run.
-    write_reports(tmp_path / "b", lines)
+    write_run(tmp_path / "b")
+    nan = {**LINES[2], "loss": None}  # Of the run.
+    write_reports(tmp_path / "b", [*LINES[:2], nan, *LINES[3:]])
     found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
     assert found.variables is None
     assert found.reports is not None

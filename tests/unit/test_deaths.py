@@ -14,7 +14,6 @@ from trainer.local.deaths import (
     decide,
     decide_loss,
     failure_of,
-    keeps_variables,
 )
 
 KILLED = -signal.SIGKILL
@@ -52,10 +51,6 @@ def ps_worker(code: int) -> TaskEnd:
 def other(code: int) -> TaskEnd:
     """A ps task, or another worker of multiworker."""
     return end(code, Task("ps", 0))
-
-
-def ended_by_launcher(end: TaskEnd) -> TaskEnd:
-    return replace(end, failure="")
 
 
 def overdue(end: TaskEnd) -> TaskEnd:
@@ -102,7 +97,7 @@ TABLE = [
     Row(ps_worker(KILLED), LAST_WORKER, Action.RESTART_TASK),
     Row(ps_worker(KILLED), NO_RESTART, Action.CONTINUE),
     Row(ps_worker(KILLED), ENDING, Action.CONTINUE),
-    Row(ended_by_launcher(ps_worker(KILLED)), ENDING, Action.END_RUN),
+    Row(replace(ps_worker(KILLED), failure=""), ENDING, Action.END_RUN),  # By the launcher.
     Row(ps_worker(KILLED), LAST_WORKER_NO_RESTART, Action.END_RUN),
     Row(ps_worker(1), RUNNING, Action.END_RUN),
     # Another task is lost.
@@ -142,13 +137,6 @@ def test_ps_worker_that_the_chief_did_not_end_is_lost_after_the_wait(
     assert decide_loss(ps_worker(75), run) is action
 
 
-def test_servers_keep_their_variables_after_a_death_by_a_signal() -> None:
-    assert keeps_variables(chief(KILLED), has_ps=True)
-    assert keeps_variables(other(KILLED), has_ps=True)
-    assert not keeps_variables(chief(75), has_ps=True), "some server may not answer"
-    assert not keeps_variables(other(KILLED), has_ps=False), "each worker has all variables"
-
-
 @pytest.mark.parametrize(
     ("code", "unresponsive", "end_reason", "is_stopped", "failure"),
     [
@@ -178,7 +166,4 @@ def test_servers_keep_their_variables_after_a_death_by_a_signal() -> None:
 def test_failure_is_what_the_launcher_did_not_ask_for(
     code: int, unresponsive: str, end_reason: str | None, is_stopped: bool, failure: str
 ) -> None:
-    found = failure_of(
-        code, unresponsive=unresponsive, end_reason=end_reason, is_stopped=is_stopped
-    )
-    assert found == failure
+    assert failure_of(code, unresponsive, end_reason, is_stopped=is_stopped) == failure

@@ -1,8 +1,6 @@
 """The doctor finds devices whose sums or copies are wrong. Logical CPUs stand in for GPUs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import tensorflow as tf
 from data.prepare.preparing import prepare
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.mirrored import MirroredExecutor
-from tests.cluster.runs import ROOT
+from tests.commands import run_python
 from trainer.doctor.devices import check_devices, copies, known_vector, wrong_sums
 from trainer.doctor.findings import device_findings
 from trainer.doctor.table import text
@@ -59,8 +57,7 @@ def test_vector_that_one_device_alters_is_found(
 def test_error_of_the_devices_is_a_finding_beside_the_others(tmp_path: Path) -> None:
     prepare("digits", str(tmp_path))
     flags = ("--replicas=2", "--num_gpus=1", "--json", f"--data_dir={tmp_path}")
-    command = [sys.executable, "-m", "trainer.doctor", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-m", "trainer.doctor", *flags)
     assert done.returncode == 2, done.stderr
     printed = json.loads(done.stdout)
     assert "--num_gpus=1" in printed["findings"][0]["text"]

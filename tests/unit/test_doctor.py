@@ -1,10 +1,8 @@
 """What the doctor concludes from the reports of the tasks, and what it measures."""
 
 import contextlib
-import multiprocessing
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +13,17 @@ import pytest
 from strategies.cluster.ports import free_ports, held
 from strategies.cluster.tf_config import Cluster, Task
 from strategies.ps.placement import Group, place
+from tests.unit.stand_ins import wait_for
+from trainer.config import load_recipe
 from trainer.doctor.exchange import Exchange, Json
 from trainer.doctor.findings import Finding, can_connect, findings
 from trainer.doctor.plan import (
-    PendingPlan,
+    Settings,
     _loads_with_standby,
     free_memory_bytes,
     mark_in,
-    place_faults,
+    place_fault,
+    plan_in_child,
     shared_fault,
 )
 from trainer.doctor.table import text
@@ -31,6 +32,7 @@ ADDRESSES = {"worker 0": "a:2222", "worker 1": "b:2222", "worker 2": "c:2222"}
 JOBS = {"worker": dict(enumerate(ADDRESSES.values()))}
 CLUSTER = Cluster(JOBS, Task("worker", 0))
 FREE = 8 << 30
+SETTINGS = Settings("mirrored", 1, None, 0, has_standby=False, makes_plan=True)
 
 
 def healthy() -> dict[str, Any]:
@@ -57,6 +59,14 @@ def healthy() -> dict[str, Any]:
         }
         for name, address in ADDRESSES.items()
     }
+
+
+def without_worker_2() -> dict[str, Any]:
+    reports = healthy()
+    del reports["worker 2"]
+    for report in reports.values():
+        del report["meetings"]["worker 2"]
+    return reports
 
 
 def found_in(reports: dict[str, Any]) -> list[Finding]:
@@ -118,10 +128,7 @@ def test_task_with_another_cluster_is_named_and_its_wrong_address_is_not_a_secon
 
 
 def test_of_two_tasks_with_different_software_the_chief_is_right() -> None:
-    reports = healthy()
-    del reports["worker 2"]
-    for report in reports.values():
-        del report["meetings"]["worker 2"]
+    reports = without_worker_2()
     reports["worker 1"]["versions"]["tensorflow"] = "2.20.0"
     finding = only(reports)
     assert finding.task == "worker 1"
@@ -140,23 +147,17 @@ def test_other_config_is_named_by_its_field() -> None:
 
 
 def test_slow_link_is_named_by_its_sender_receiver_or_pair() -> None:
-    sender = healthy()
-    for name in ("worker 0", "worker 1"):
-        sender[name]["meetings"]["worker 2"]["mb_per_sec"] = 10.0
-    finding = only(sender)
-    assert finding.task == "worker 2"
-    assert "it sends 10.0 MB/s, and other tasks 100.0 MB/s" in finding.text
-    receiver = healthy()
-    for state in receiver["worker 1"]["meetings"].values():
-        state["mb_per_sec"] = 10.0
-    finding = only(receiver)
-    assert finding.task == "worker 1"
-    assert "it receives 10.0 MB/s" in finding.text
-    pair = healthy()
-    pair["worker 1"]["meetings"]["worker 2"]["mb_per_sec"] = 10.0
-    finding = only(pair)
-    assert finding.task == "worker 1"
-    assert "it receives 10.0 MB/s from worker 2 (c:2222)" in finding.text
+    for links, task, words in (
+        ([(0, 2), (1, 2)], "worker 2", "it sends 10.0 MB/s, and other tasks 100.0 MB/s"),
+        ([(1, 0), (1, 2)], "worker 1", "it receives 10.0 MB/s, and"),
+        ([(1, 2)], "worker 1", "it receives 10.0 MB/s from worker 2 (c:2222)"),
+    ):
+        reports = healthy()
+        for receiver, sender in links:
+            reports[f"worker {receiver}"]["meetings"][f"worker {sender}"]["mb_per_sec"] = 10.0
+        finding = only(reports)
+        assert finding.task == task
+        assert words in finding.text
 
 
 def test_rates_between_tasks_of_one_host_depend_on_its_load_and_are_no_finding() -> None:
@@ -184,10 +185,7 @@ def test_only_the_clock_that_differs_from_most_is_named(odd: str) -> None:
 
 
 def test_of_two_clocks_that_of_the_chief_is_taken_as_right() -> None:
-    clock = healthy()
-    del clock["worker 2"]
-    for report in clock.values():
-        del report["meetings"]["worker 2"]
+    clock = without_worker_2()
     clock["worker 0"]["meetings"]["worker 1"]["clock_secs"] = -61.0
     clock["worker 1"]["meetings"]["worker 0"]["clock_secs"] = 61.0
     named = {finding.task: finding.text for finding in found_in(clock) if "clock" in finding.text}
@@ -250,21 +248,16 @@ def test_nothing_is_right_if_no_task_has_a_plan_or_a_report_is_missing() -> None
 
 
 @pytest.mark.parametrize("secs", [None, 0.0])
-def test_plan_has_the_time_that_it_needs_unless_there_is_a_limit(secs: float | None) -> None:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    may_send = context.Event()
+def test_plan_has_the_time_that_it_needs_unless_there_is_a_limit(
+    secs: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*_: object) -> Json:
+        time.sleep(0.5)
+        return {"gpus": 0}
 
-    def make() -> None:
-        may_send.wait()
-        theirs.send({"gpus": 0})
-
-    process = context.Process(target=make, daemon=True)
-    process.start()
-    threading.Timer(0.5, may_send.set).start()
-    plan = PendingPlan(process, ours).wait(secs)
-    process.join()
-    assert plan == ({"gpus": 0} if secs is None else {"is_late": True})
+    monkeypatch.setattr("trainer.doctor.plan._make", make)
+    wait_for_plan = plan_in_child(load_recipe("digits"), CLUSTER, "", SETTINGS)
+    assert wait_for_plan(secs) == ({"gpus": 0} if secs is None else {"is_late": True})
 
 
 def test_directory_that_cannot_be_written_to_is_named(
@@ -276,29 +269,28 @@ def test_directory_that_cannot_be_written_to_is_named(
         asked.append((path, mode))
         return False
 
-    assert place_faults(str(tmp_path / "a/b")) == []
-    assert place_faults("s3://bucket/run") == []
+    assert place_fault(str(tmp_path / "a/b")) == ""
+    assert place_fault("s3://bucket/run") == ""
     (tmp_path / ".lock").touch()  # Of a run above.
-    assert place_faults(str(tmp_path / "a/b")) == []
+    assert place_fault(str(tmp_path / "a/b")) == ""
     assert not (tmp_path / "a").exists()
     monkeypatch.setattr("os.access", refuse)
-    (fault,) = place_faults(str(tmp_path / "a/b"))
-    assert f"cannot write to {tmp_path}," in fault
+    assert f"cannot write to {tmp_path}," in place_fault(str(tmp_path / "a/b"))
     assert asked == [(tmp_path, os.W_OK | os.X_OK)]
     assert not (tmp_path / "a").exists()
+
+
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 @pytest.mark.parametrize(
     ("own", "group", "names"),
     [
-        ("0::/\n", "", ("memory.max", "memory.current", "inactive_file")),
-        ("0::/a/b\n", "a/b", ("memory.max", "memory.current", "inactive_file")),
-        ("0::/a/b/c\n", "a", ("memory.max", "memory.current", "inactive_file")),
-        (
-            "7:cpu:/x\n4:memory:/a/b\n0::/\n",
-            "memory/a",
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ),
+        ("0::/\n", "", VERSION_2),
+        ("0::/a/b\n", "a/b", VERSION_2),
+        ("0::/a/b/c\n", "a", VERSION_2),
+        ("7:cpu:/x\n4:memory:/a/b\n0::/\n", "memory/a", VERSION_1),
     ],
     ids=["version 2, container", "version 2", "version 2, a group above", "version 1"],
 )
@@ -361,15 +353,13 @@ def test_what_is_found_instead_of_a_task() -> None:
         listener = stack.enter_context(socket.create_server(("localhost", silent)))
         (exchange,) = stack.enter_context(exchanges(cluster, Task("worker", 0)))
 
-        def states() -> set[str]:
-            return {state["state"] for state in exchange.measure(soon()).values()}
+        def states() -> dict[str, str]:
+            return {name: state["state"] for name, state in exchange.measure(soon()).items()}
 
-        deadline = time.monotonic() + 60
-        while "unknown" in states() and time.monotonic() < deadline:
-            threading.Event().wait(0.1)
-        found = exchange.measure(soon())
+        wait_for(lambda: "unknown" not in states().values(), 60)
+        found = states()
         listener.close()
-    assert {name: state["state"] for name, state in found.items()} == {
+    assert found == {
         "worker 1": "refused",
         "worker 2": "stranger",
         "worker 3": "silent",

@@ -1,8 +1,6 @@
 """A flag of one name means the same in every command, and a former name is refused with the new."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.commands import ROOT, run_python
+
 ABOUT_RECORDS = "Directory with TFRecord files"
 
 
@@ -45,8 +44,7 @@ def flags() -> list[Flag]:
 
 
 def flags_of(command: str) -> Iterator[Flag]:
-    argv = [sys.executable, "-m", command, "--helpxml"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = run_python("-m", command, "--helpxml")
     for flag in ElementTree.fromstring(done.stdout).iter("flag"):
         text = {child.tag: child.text or "" for child in flag}
         if not text["file"].startswith("absl"):
@@ -58,8 +56,7 @@ def flags_of(command: str) -> Iterator[Flag]:
 @pytest.mark.parametrize("spelling", ["--help", "-h"])
 @pytest.mark.parametrize("command", ["trainer", "trainer.predict", "data.prepare", "data.inspect"])
 def test_help_is_no_mistake(command: str, spelling: str) -> None:
-    argv = [sys.executable, "-m", command, "--no_such_flag", spelling]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = run_python("-m", command, "--no_such_flag", spelling)
     assert done.returncode == 0, done.stderr
     assert "--" in done.stdout
 
@@ -95,14 +92,7 @@ def test_directory_with_records_is_always_data_dir(flags: list[Flag]) -> None:
 def test_former_spelling_is_refused_with_the_new_one(
     tmp_path: Path, argv: tuple[str, ...], message: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *argv],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_python("-m", *argv, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -86,6 +86,7 @@ WITH_EVALUATOR = config("worker", worker=2, evaluator=1)
 PS = config("chief", chief=1, worker=1, ps=1)
 SERVER = config("worker", chief=1, worker=1, ps=1)
 MULTI = "--strategy=multiworker"
+OF_TASKS = "--ps_hosts=a:1 --worker_hosts=b:1"
 
 # Flags, TF_CONFIG, and what the message must name; no message: they work.
 TABLE = [
@@ -102,6 +103,9 @@ TABLE = [
     ("--config.penalty.variables=x --config.penalty.l1=0.1", "", ()),
     ("--config.warm_start.exclude=x", "", ("exclude=x", "or leave warm_start.exclude out.")),
     ("--data_cache_dir=copies --data_cache_bytes=5", "", ()),
+    ("--config.data.on_corrupt=ignore", "", ("on_corrupt", "fail or skip", "'ignore'")),
+    ("--config.train_steps=0", "", ("train_steps", "at least 1")),
+    ("--config=a.py --config=b.py", "", ("2 times", "a.py, b.py")),
     ("", WORKERS, ("TF_CONFIG", "--strategy=multiworker")),
     (f"{MULTI} --workers=1 --cpu_affinity=on", "", ()),
     (f"{MULTI} --wire_dtype=float16 --bucket_mb=1 --communication=ring", "", ()),
@@ -169,6 +173,31 @@ TABLE = [
     ("--strategy=ps --chief_timeout_secs=9", SERVER, ()),
     ("--strategy=ps --existing_servers", PS, ("TF_CONFIG", "--existing_servers")),
     ("--strategy=ps --ps=2", PS, ("--ps", "TF_CONFIG")),
+    ("--strategy=ps --ps_hosts=a:1", PS, ("TF_CONFIG", "--ps_hosts", "two descriptions")),
+    ("--strategy=ps --job_name=ps", "", ("--job_name", "--ps_hosts")),
+    (f"--strategy=ps {OF_TASKS} --job_name=pss", "", ("--job_name", "pss")),
+    (f"--strategy=ps {OF_TASKS} --job_name=ps --task_id=0", "", ("--task_id",)),  # Removed.
+    (
+        f"--strategy=ps {OF_TASKS} --job_name=ps --existing_servers",
+        "",
+        ("--existing_servers", "--job_name=ps"),
+    ),
+    ("--strategy=ps --check", SERVER, ("--check", "worker 0", "chief 0")),
+    ("", config("evaluator", worker=1, evaluator=1), ("evaluator 0", "eval_every_steps")),
+    ("--download_only", "", ("--model_dir=",)),
+    (f"{MULTI} --download_only", WORKERS, ("env -u TF_CONFIG python -m trainer",)),
+    ("--strategy=ps --num_gpus=2", "", ("--num_gpus=2", "a worker for each GPU")),
+    ("--strategy=ps --deterministic", "", ("--deterministic", "Add --sync_replicas, without")),
+    (
+        "--strategy=ps --deterministic --sync_replicas --replicas_to_aggregate=1",
+        "",
+        ("--deterministic", "without --replicas_to_aggregate"),
+    ),
+    (f"{MULTI} --workers=0", "", ("--workers=0",)),
+    (f"{MULTI} --max_restarts=-1", "", ("max_restarts", "-1")),
+    (f"{MULTI} --wire_dtype=int8", "", ("wire_dtype", "float16", "bfloat16")),
+    ("--strategy=ps --max_staleness=-1", "", ("max_staleness", "-1")),
+    ("--num_threads=-1", "", ("num_threads", "-1")),
 ]
 OF_OTHER_STRATEGIES = [
     (f"--strategy={strategy} --{name}={VALUES[name]}", "", (f"--{name}=", f"under {strategy}"))

@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import ROOT, run_python
 from tests.unit.stand_ins import is_gone, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has subreapers")
 
 # Run in a subprocess, since a process stays a subreaper until it ends.
 PROGRAM = """
-import os, signal, sys, time
+import os, signal, sys
 from pathlib import Path
 
 import psutil
 
+from tests.unit.stand_ins import wait_for
 from trainer.local.launching import fork_server
 from trainer.local.task_process import TARGET
 
@@ -31,11 +33,8 @@ def start(server, *argv, env={}):
         argv = ["--config=" + str(directory / "config.py"), *argv]
         return server.spawn(TARGET, "worker-7", argv, env, fds)
 
-def await_file(name):
-    deadline = time.monotonic() + 60
-    while not (directory / name).exists():
-        assert time.monotonic() < deadline, (directory / "printed").read_text()
-        time.sleep(0.01)
+def await_began():
+    wait_for((directory / "began").exists, 60)
 
 with fork_server("label") as server:
     others = {process.pid for process in psutil.Process().children()}
@@ -43,7 +42,7 @@ with fork_server("label") as server:
     task = psutil.Process(child.pid)
     assert task.ppid() == os.getpid()
     assert os.getsid(child.pid) == os.getpgid(child.pid) == child.pid
-    await_file("began")
+    await_began()
     said, tensorflow, *drawn, fds = (directory / "began").read_text().splitlines()
     assert said == "to the task"
     assert tensorflow == "imported", tensorflow
@@ -52,9 +51,8 @@ with fork_server("label") as server:
     # A fork would miss threads, and the locks that they hold. TensorFlow starts its own with the
     # first op. OpenBLAS, of NumPy, has ended its own before the fork.
     (server_pid,) = others
-    deadline = time.monotonic() + 10  # The kernel counts a thread a moment longer than it runs.
-    while len(threads := os.listdir(f"/proc/{server_pid}/task")) > 1:
-        assert time.monotonic() < deadline, threads
+    # The kernel counts a thread a moment longer than it runs.
+    wait_for(lambda: len(os.listdir(f"/proc/{server_pid}/task")) == 1)
     child.wait()
     assert child.wait() == child.returncode == 2, child.returncode
     printed = (directory / "printed").read_text()
@@ -62,7 +60,7 @@ with fork_server("label") as server:
 
     (directory / "began").unlink()
     child = start(server, env={"STAY": "1"})
-    await_file("began")
+    await_began()
     _, _, *other, _ = (directory / "began").read_text().splitlines()
     assert not set(drawn) & set(other), "two tasks draw the same numbers"
     os.kill(child.pid, signal.SIGKILL)
@@ -71,11 +69,7 @@ with fork_server("label") as server:
     # A child that a task leaves behind is reaped, too.
     child = start(server, env={"LEAVE": "1"})
     child.wait()
-    deadline = time.monotonic() + 10
-    while len(psutil.Process().children()) > 1:
-        assert time.monotonic() < deadline
-        server.reap_orphans(set())
-        time.sleep(0.01)
+    wait_for(lambda: server.reap_orphans(set()) or len(psutil.Process().children()) == 1)
 
     # A killed fork server is replaced.
     (first,) = others
@@ -127,12 +121,7 @@ def test_tasks_are_children_with_tensorflow_imported_and_only_their_own_files_op
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.py").write_text(CONFIG)
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    ended = run_python("-c", PROGRAM, str(tmp_path))
     assert ended.stdout == "passed\n", ended.stderr
     assert "DeprecationWarning" not in ended.stderr
 
@@ -170,13 +159,7 @@ with ForkServer("label", setup=["task:set_up"], preload=["wave"]) as server:
 
 def test_target_is_called_after_setup_and_preload(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TARGET)
-    ended = subprocess.run(
-        [sys.executable, "-c", SPAWN],
-        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ended = run_python("-c", SPAWN, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "set up by fork_server.py\n"  # Imported once.
     assert "ConnectionResetError: of the target" in ended.stderr
@@ -191,9 +174,7 @@ def test_module_that_cannot_be_imported_is_an_error_of_the_caller() -> None:
         "    except OSError as error:\n"
         "        print(error)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    ended = run_python("-c", program)
     assert ended.stdout == "the fork server has ended\n", ended.stderr
     assert "No module named 'no_such_module'" in ended.stderr
 

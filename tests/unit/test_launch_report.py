@@ -14,18 +14,9 @@ KILLED = -signal.SIGKILL
 
 
 def end(index: int, code: int, *, survived: bool = False, was_overdue: bool = False) -> TaskEnd:
-    failure = f"exit code {code}" if code else ""
+    task, failure = Task("worker", index), f"exit code {code}" if code else ""
     return TaskEnd(
-        Task("worker", index),
-        is_chief=index == 0,
-        is_ps_worker=False,
-        pid=100 + index,
-        exit_code=code,
-        seconds=1.0,
-        failure=failure,
-        was_overdue=was_overdue,
-        last_lines=("last",),
-        survived=survived,
+        task, index == 0, False, 100 + index, code, 1.0, failure, was_overdue, ("last",), survived
     )
 
 
@@ -51,7 +42,7 @@ def end(index: int, code: int, *, survived: bool = False, was_overdue: bool = Fa
 def test_exit_code_and_first_failure(
     ends: list[TaskEnd], is_stopped: bool, exit_code: int, first: int | None
 ) -> None:
-    report = LaunchReport(tuple(ends), (), is_stopped)
+    report = LaunchReport(ends, (), is_stopped)
     assert report.exit_code == exit_code
     assert (report.first_failure and report.first_failure.task.index) == first
 
@@ -63,8 +54,7 @@ def test_summary_has_the_last_restarts_and_the_lines_of_the_failed_task(
     workers = (Task("worker", 0), Task("worker", 1))
     restarts = [Restart(end(1, KILLED), workers[1:], f"at {i}") for i in range(21)]
     restarts.append(Restart(end(1, KILLED), workers, "at 21"))
-    report = LaunchReport((failed,), tuple(restarts), is_stopped=False)
-    print_summary(report, TaskLogs(tmp_path))
+    print_summary(LaunchReport([failed], restarts, is_stopped=False), TaskLogs(tmp_path))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         f"2 earlier restarts are in {tmp_path}/restarts.jsonl",

@@ -1,7 +1,6 @@
 """The imports of trainer.local: the launcher starts fast and depends on no other part of a task."""
 
-import subprocess
-import sys
+from tests.commands import run_python
 
 PROGRAM = """
 import importlib, pkgutil, sys
@@ -14,10 +13,7 @@ print(*sys.modules)
 
 
 def test_local_clusters_import_no_tensorflow_and_nothing_that_runs_in_tasks() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
-    )
-    imported = set(ended.stdout.split())
+    imported = set(run_python("-c", PROGRAM).stdout.split())
     assert "trainer.local.fork_server" in imported
     unwanted = {"tensorflow", "keras", "trainer.__main__", "trainer.cli", "trainer.task"}
     assert not imported & unwanted

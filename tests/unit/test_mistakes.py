@@ -1,28 +1,18 @@
 """What a user mistypes is answered with the word that was meant."""
 
 import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import ROOT
+from tests.commands import ROOT, run_python
 from trainer.config import Config, ConfigError
 from trainer.config_file import load_module
 from trainer.flags.mistakes import unknown_flag, wrong_value
 
-
-def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=cwd,
-        # Not the installed packages before the current directory: as `python -m` does it.
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+run = partial(run_python, "-m")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Skipped, with the kernel's reason, if this user cannot make one.
 """
 
+import contextlib
 import os
 import shutil
 import socket
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
+from tests.unit.stand_ins import namespace_or_skip
+from trainer.local.network_namespace import Namespace
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -29,11 +31,7 @@ CONNECT = "import socket, sys; socket.create_connection(('localhost', int(sys.ar
 
 @pytest.fixture
 def namespace() -> Iterator[Namespace]:
-    try:
-        namespace = open_namespace()
-    except IsolationError as error:
-        pytest.skip(f"no network namespace here: {error}")
-    with namespace:
+    with namespace_or_skip() as namespace:
         yield namespace
 
 
@@ -45,15 +43,19 @@ def takes_connections(host: str, port: int) -> bool:
     return True
 
 
-def test_port_inside_accepts_connections_only_from_inside(namespace: Namespace) -> None:
-    (port,) = namespace.free_ports(1)
-    listen, connect = (
-        namespace.command([sys.executable, "-c", program, str(port)])
-        for program in (LISTEN, CONNECT)
-    )
-    with subprocess.Popen(listen, pass_fds=namespace.fds, stdout=subprocess.PIPE) as server:
+@contextlib.contextmanager
+def listening(namespace: Namespace, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = namespace.command([sys.executable, "-c", LISTEN, str(port)])
+    with subprocess.Popen(command, pass_fds=namespace.fds, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"listens\n"
+        yield server
+
+
+def test_port_inside_accepts_connections_only_from_inside(namespace: Namespace) -> None:
+    (port,) = namespace.free_ports(1)
+    connect = namespace.command([sys.executable, "-c", CONNECT, str(port)])
+    with listening(namespace, port) as server:
         for host in ("127.0.0.1", "::1", socket.gethostname()):
             assert not takes_connections(host, port)
         assert server.poll() is None, "a connection came from outside"
@@ -65,10 +67,7 @@ def test_port_inside_accepts_connections_only_from_inside(namespace: Namespace) 
 def test_ports_that_are_taken_outside_are_free_inside(namespace: Namespace) -> None:
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
-        listen = namespace.command([sys.executable, "-c", LISTEN, str(port)])
-        with subprocess.Popen(listen, pass_fds=namespace.fds, stdout=subprocess.PIPE) as server:
-            assert server.stdout is not None
-            assert server.stdout.readline() == b"listens\n"
+        with listening(namespace, port) as server:
             server.kill()
 
 

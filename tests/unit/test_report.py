@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -20,7 +19,7 @@ import pytest
 
 from data.system.files import open_file
 from data.system.stopwatch import SERVING
-from tests.cluster.runs import ROOT
+from tests.commands import ROOT, run_python
 from tests.unit.test_goodput import BEGAN, steps, write_process
 from trainer import run_files
 from trainer.report import page as report_page
@@ -144,14 +143,9 @@ def write_run(directory: Path, *, num_steps: int, every_steps: int, rate: float 
 
 
 def report(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "trainer.report", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=check,
-    )
+    done = run_python("-X", "importtime", "-m", "trainer.report", *words)
+    assert done.returncode == 0 or not check, done.stderr
+    return done
 
 
 def test_reports_are_read_once_and_each_of_their_columns_once(

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainer.doctor.plan import place_faults
+from trainer.doctor.plan import place_fault
 from trainer.guards.run_lock import LockedError, locked
 
 HOLD = """
@@ -155,8 +155,8 @@ def test_doctor_names_the_run_that_trains_in_the_directory(
     other: "subprocess.Popen[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.doctor.plan._LOCK_SECS", 0.1)
-    (fault,) = place_faults(str(tmp_path))
+    fault = place_fault(str(tmp_path))
     assert f"in use: process {other.pid} of host" in fault
     other.kill()
     other.wait()
-    assert place_faults(str(tmp_path)) == []
+    assert place_fault(str(tmp_path)) == ""

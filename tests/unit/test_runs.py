@@ -1,14 +1,12 @@
 """`python -m trainer.runs` lists what is in the files of runs, without TensorFlow."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.runs import ROOT
+from tests.commands import run_python
 from trainer import load_run
 from trainer.config import ConfigError
 from trainer.run_record.summary import differences
@@ -132,13 +130,8 @@ def test_metric_of_the_order_and_what_the_command_line_changed_are_shown(directo
 
 
 def test_list_is_printed_as_table_and_as_json_without_tensorflow(directory: Path) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "trainer.runs", str(directory)]
-    table, as_json = (
-        subprocess.run(
-            [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
-        )
-        for flags in (["--sort=loss"], ["--json"])
-    )
+    argv = ("-X", "importtime", "-m", "trainer.runs", str(directory))
+    table, as_json = (run_python(*argv, flag) for flag in ("--sort=loss", "--json"))
     lines = table.stdout.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["deep/b", "a", "c"]
     assert "40/40" in lines[3]

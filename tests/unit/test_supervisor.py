@@ -26,6 +26,7 @@ from tests.unit.stand_ins import (
     by_task,
     children,
     is_gone,
+    namespace_or_skip,
     no_progress,
     notes,
     run,
@@ -33,7 +34,7 @@ from tests.unit.stand_ins import (
     wait_for,
     when_noted,
 )
-from trainer.local.network_namespace import IsolationError, Namespace, open_namespace
+from trainer.local.network_namespace import Namespace
 from trainer.local.policy import FixedPolicy
 from trainer.local.supervisor import Supervisor
 from trainer.local.task_process import TaskStarter
@@ -151,14 +152,7 @@ def test_task_still_running_after_the_chief_is_done_is_an_error(
 @pytest.fixture
 def namespace(request: pytest.FixtureRequest) -> Iterator[Namespace | None]:
     """None, or with "isolated" a network namespace if this machine allows one."""
-    if not request.param:
-        yield None
-        return
-    try:
-        namespace = open_namespace()
-    except IsolationError as error:
-        pytest.skip(f"no network namespace here: {error}")
-    with namespace:
+    with namespace_or_skip() if request.param else contextlib.nullcontext() as namespace:
         yield namespace
 
 

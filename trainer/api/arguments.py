@@ -35,9 +35,9 @@ _INSTEAD = {
 def split_arguments(
     arguments: Mapping[str, object],
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """The functions of a config among `arguments`, and the other arguments.
+    """Returns the functions of a config among `arguments`, and the other arguments.
 
-    Raises UsageError for an argument that means nothing in Python.
+    Raises UsageError for an argument that is only for the command line.
     """
     for name, instead in _INSTEAD.items():
         if name in arguments:
@@ -47,24 +47,22 @@ def split_arguments(
 
 
 def words_of(arguments: Mapping[str, object], fields: Mapping[str, object]) -> list[str]:
-    """`arguments` as flags; `fields` are those of the config, by their names.
+    """Returns `arguments` as words of a command line; `fields` are those of the config.
 
     A name that is neither a flag nor a field becomes a flag: the parser says what was meant.
     """
     words = []
     for name, value in arguments.items():
-        is_flag = name in absl_flags.FLAGS or name.startswith("config.")
-        is_group = isinstance(value, Mapping) and name not in fields and not is_flag
         if value is None:
             continue
-        if is_group and any(field.startswith(f"{name}.") for field in fields):
-            assert isinstance(value, Mapping)
+        is_flag = name in absl_flags.FLAGS or name.startswith("config.")
+        is_group = name not in fields and any(field.startswith(f"{name}.") for field in fields)
+        if isinstance(value, Mapping) and is_group and not is_flag:
             group = {f"config.{name}.{key}": item for key, item in value.items()}
             words += words_of(group, fields)
-        elif name in fields and not is_flag:
-            words.append(f"--config.{name}={_text(value)}")
         else:
-            words.append(f"--{name}={_text(value)}")
+            is_field = name in fields and not is_flag
+            words.append(f"--{'config.' if is_field else ''}{name}={_text(value)}")
     return words
 
 
@@ -74,7 +72,7 @@ def _text(value: object) -> str:
 
 @contextlib.contextmanager
 def parsed(words: Sequence[str]) -> Iterator[None]:
-    """The flags have the values of `words` while the context is open; before and after, their own.
+    """Gives the flags the values of `words` while the context is open.
 
     Raises ConfigError as the command line does.
     """
@@ -99,7 +97,7 @@ def parsed(words: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recipe_named(config: Config, functions: Mapping[str, object]) -> Iterator[str]:
-    """What `--config` must name while the context is open: a module without a file."""
+    """Gives the name for `--config` while the context is open: a module without a file."""
     module = ModuleType(PYTHON_CONFIG)
     vars(module).update(functions)
     # A copy each time: the flags set its fields, and the caller's object stays as it is.

@@ -17,8 +17,8 @@ from typing import IO
 from data.system.errors import RunFailed, TrainerError, UsageError
 from data.system.files import exists
 from trainer import flags
-from trainer.api.result import Result
-from trainer.exit_codes import EXIT_RESTART, EXIT_USAGE
+from trainer.api.result import Result, end_of
+from trainer.exit_codes import EXIT_USAGE
 from trainer.flags.checks import read_cluster, read_recipe
 from trainer.flags.model_dir import DEFAULT_DIR, model_dir_of
 from trainer.program import python_command
@@ -45,14 +45,8 @@ def run_command(words: Sequence[str]) -> Result:
     if exit_code == 0:
         assert result is not None
         return result
-    error: TrainerError = UsageError(message) if exit_code == EXIT_USAGE else RunFailed()
-    if not message:
-        step = f" at step {result.step:,}: {result.why}" if result and result.why else ""
-        message = f"The run in {model_dir} ended with exit code {exit_code}{step}."
-        if exit_code == EXIT_RESTART:
-            message += " What is saved is complete: the same call with "
-            message += f"model_dir={model_dir!r} continues the run."
-    error.args = (message,)
+    kind = UsageError if exit_code == EXIT_USAGE else RunFailed
+    error: TrainerError = kind(message or end_of(model_dir, exit_code, result))
     error.exit_code, error.result = exit_code, result
     raise error
 
@@ -94,9 +88,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, s
             if stream is process.stderr and (message or line.startswith(_ERROR)):
                 message.append(line)
             else:
-                print(
-                    line, end="", flush=True, file=None if stream is process.stdout else sys.stderr
-                )
+                shown = sys.stdout if stream is process.stdout else sys.stderr
+                print(line, end="", flush=True, file=shown)
         except queue.Empty:
             continue
         except KeyboardInterrupt:
@@ -105,11 +98,11 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, s
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, in which Python finds this program too."""
+    """Returns this process's environment, with a PYTHONPATH that finds this program."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TRAINER_CALLER": str(os.getpid())}
     root = Path(__file__).resolve().parents[2]
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     if root not in installed:
-        former = os.environ.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), former]))
+        paths = [str(root), environment.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment

@@ -23,9 +23,8 @@ from data.system.files import exists, is_url
 from data.system.pipes import outlives_terminal
 from trainer import flags, tf_setup
 from trainer.api.interrupts import Interrupts
-from trainer.api.result import Result
+from trainer.api.result import Result, end_of
 from trainer.config import Config, Recipe
-from trainer.exit_codes import EXIT_RESTART
 from trainer.flags.checks import read_cluster, read_recipe
 from trainer.flags.model_dir import model_dir_of
 from trainer.flags.start import set_train_steps, task_spec
@@ -63,8 +62,7 @@ def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
         preflight.preflight(recipe, model_dir, hides_gpus=False)
         print(f"{model_dir} is finished. To train further, raise train_steps.")
         return result_in(model_dir)
-    spec = task_spec(recipe, None, model_dir)
-    spec = dataclasses.replace(spec, stall_timeout_secs=0.0)
+    spec = dataclasses.replace(task_spec(recipe, None, model_dir), stall_timeout_secs=0.0)
     try:
         exit_code = task.run(spec, Interrupts())
     except TrainerError as error:
@@ -73,19 +71,10 @@ def _run(recipe: Recipe, result_in: Callable[[str], Result]) -> Result:
         raise
     result = result_in(model_dir)
     if exit_code:
-        raise failure(result, exit_code)
+        failed = RunFailed(end_of(model_dir, exit_code, result))
+        failed.exit_code, failed.result = exit_code, result
+        raise failed
     return result
-
-
-def failure(result: Result, exit_code: int) -> RunFailed:
-    """The error for a run that ended with `exit_code`, but without a message."""
-    message = f"The run in {result.model_dir} ended at step {result.step:,}: {result.why}."
-    if exit_code == EXIT_RESTART:
-        message += " Its state is saved: the same call with "
-        message += f"model_dir={result.model_dir!r} continues it."
-    error = RunFailed(message)
-    error.exit_code, error.result = exit_code, result
-    return error
 
 
 def _refuse_flags() -> None:
@@ -131,7 +120,7 @@ def _check_tensorflow() -> None:
 
 
 def _model_dir(recipe: Recipe) -> str:
-    """The directory of the run. A default name has the second in it, and may be taken."""
+    """Returns the run's directory; waits if the default name, with its second, is taken."""
     while True:
         model_dir = model_dir_of(recipe)
         if flags.MODEL_DIR.value is not None or is_url(model_dir) or not Path(model_dir).exists():
@@ -141,7 +130,7 @@ def _model_dir(recipe: Recipe) -> str:
 
 @contextlib.contextmanager
 def _settings_kept() -> Iterator[None]:
-    """Sets back what a run changes in Python and TensorFlow."""
+    """Restores random states and the settings of TensorFlow that a run changes."""
     import numpy as np
 
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -163,5 +152,5 @@ def _settings_kept() -> Iterator[None]:
 
 
 def _is_no_retracing(record: logging.LogRecord) -> bool:
-    """False for TensorFlow's advice after several runs, of which each traces its own graphs."""
+    """Returns False for a warning of TensorFlow about many graphs: each run traces its own."""
     return "triggered tf.function retracing" not in record.getMessage()

@@ -1,4 +1,4 @@
-"""Result: what a run has left behind, read from its directory.
+"""Result: the end, the reports and the files of a run, read from its directory.
 
     result = load_run("runs/a")
     result.metrics["accuracy"], result.step, result.exit_code
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from data.system.errors import UsageError
 from data.system.satellites import of_satellite
 from trainer.config import PYTHON_CONFIG, Config
+from trainer.exit_codes import EXIT_RESTART
 from trainer.run_files import NO_METRICS, Document, RunFiles, local_dir
 from trainer.run_record.tools import prepare_tensorflow, require_run
 
@@ -44,7 +45,7 @@ class Result:
         functions: Mapping[str, object] | None = None,
         config: Config | None = None,
     ) -> None:
-        """`functions` and `config`: of a run that was started with a Config object.
+        """`functions` and `config` are for a run that was started with a Config object.
 
         Raises UsageError if there is no run in `model_dir`.
         """
@@ -69,11 +70,8 @@ class Result:
         }
 
     def __repr__(self) -> str:
-        values = "  ".join(
-            f"{name} {value:.4f}"
-            for name, value in self.metrics.items()
-            if isinstance(value, float)
-        )
+        metrics = {name: v for name, v in self.metrics.items() if isinstance(v, float)}
+        values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         return f"Result({self.model_dir!r}: step {self.step:,}  {values}  {self.why})"
 
     def load_model(self, checkpoint: str | int | None = None) -> "keras.Model":
@@ -124,14 +122,12 @@ class Result:
         chosen = None if checkpoint is None else str(checkpoint)
         path = None if input is None else str(input)
         with self._known():
-            lines = predict(
-                self.model_dir, path, chosen, split, data_dir, num_examples=num_examples
-            )
-            return list(lines)
+            source = (path, chosen, split, data_dir)
+            return list(predict(self.model_dir, *source, num_examples=num_examples))
 
     @contextlib.contextmanager
     def _known(self) -> Iterator[None]:
-        """Within it the functions of a run without a config file can be imported."""
+        """While it is open, the functions of a run without a config file can be imported."""
         if self._recipe != PYTHON_CONFIG or not self._functions:
             yield
             return
@@ -139,6 +135,15 @@ class Result:
 
         with recipe_named(self._config or Config(), self._functions):
             yield
+
+
+def end_of(model_dir: str, exit_code: int, result: Result | None) -> str:
+    """Returns the message about a run that has failed or stopped without an error message."""
+    step = f" at step {result.step:,}: {result.why}" if result and result.why else ""
+    message = f"The run in {model_dir} ended with exit code {exit_code}{step}."
+    if exit_code == EXIT_RESTART:
+        message += f" Its state is saved: the same call with {model_dir=} continues it."
+    return message
 
 
 def load_run(model_dir: str | Path, config: Config | None = None, **functions: object) -> Result:

@@ -28,21 +28,8 @@ from strategies.transfer import Transfer
 from trainer import flags
 from trainer.config import ConfigError
 from trainer.doctor.exchange import Exchange, Json
-from trainer.doctor.findings import (
-    PEER_ADVICE,
-    Finding,
-    can_connect,
-    device_findings,
-    findings,
-)
-from trainer.doctor.plan import (
-    Settings,
-    machine,
-    mark_in,
-    place_faults,
-    plan_in_child,
-    shared_fault,
-)
+from trainer.doctor.findings import PEER_ADVICE, Finding, can_connect, device_findings, findings
+from trainer.doctor.plan import Settings, machine, mark_in, place_fault, plan_in_child, shared_fault
 from trainer.doctor.table import as_json, text
 from trainer.exit_codes import EXIT_DONE, EXIT_USAGE
 from trainer.flags.checks import (
@@ -56,8 +43,8 @@ from trainer.flags.parsing import parse
 from trainer.flags.start import cluster_here
 from trainer.tf_setup import configure_logging, import_tensorflow, set_environment
 
-# Fractions of the deadline: until when tasks may come, plans be made, and reports come. The rest is
-# for TensorFlow's all-reduce.
+# Fractions of the deadline at which the task stops waiting for other tasks, for its plan, and for
+# reports. The rest is for TensorFlow's all-reduce.
 _MEET, _PLAN, _REPORTS = 0.4, 0.6, 0.8
 # Sums on the devices of one host may take this long, if there is no deadline.
 _SUMS_SECS = 120.0
@@ -78,7 +65,7 @@ def define_flags() -> None:
 
 
 class _Doctor:
-    """What is known so far. `end` may be called from another thread, when the time is over."""
+    """The results so far. A timer's thread calls `end_late` at the deadline, which prints them."""
 
     def __init__(self, cluster: Cluster, deadline_secs: float) -> None:
         self.cluster = cluster
@@ -92,11 +79,11 @@ class _Doctor:
         self.mark: Path | None = None  # The file of this task in --model_dir.
 
     def until(self, fraction: float) -> float:
-        """The time (time.monotonic) of a fraction of the deadline."""
+        """Returns the time (time.monotonic) at which a fraction of the deadline has passed."""
         return self._began + fraction * self._deadline_secs
 
     def end_after(self, secs: float) -> None:
-        """Ends the process after `secs`, with what is known then."""
+        """Has `end_late` called after `secs`."""
         timer = threading.Timer(secs, self.end_late)
         timer.daemon = True
         timer.start()
@@ -107,16 +94,13 @@ class _Doctor:
             self.mark.unlink(missing_ok=True)
 
     def end_late(self) -> None:
-        """Ends the process at the deadline, with what is known."""
-        task = str(self.cluster.task)
-        text = (
-            f"it was {self.doing} for too long. {self.advice}, or type "
-            f"--deadline_secs={4 * self._deadline_secs:g}"
-        )
-        self.end([Finding("error", task, self.cluster.address, text)])
+        """Ends the process because its time is over."""
+        longer = f"--deadline_secs={4 * self._deadline_secs:g}"
+        text = f"it was {self.doing} for too long. {self.advice}, or type {longer}"
+        self.end([Finding("error", str(self.cluster.task), self.cluster.address, text)])
 
     def end(self, more: Sequence[Finding] = ()) -> NoReturn:
-        """Prints all that is known, and ends the process."""
+        """Prints all results, and ends the process."""
         with self._lock:  # Never released: the process ends once.
             found = findings(self.reports, self.cluster, deadline_secs=self._deadline_secs)
             found = [*more, *device_findings(self.all_reduce, self.cluster), *found]
@@ -156,24 +140,25 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         makes_plan=is_alone or not (serves(cluster) or cluster.task.job == "evaluator"),
     )
     doctor = _Doctor(cluster, flags.FLAGS["deadline_secs"].value)
-    plan = plan_in_child(recipe, cluster, model_dir, settings)
+    wait_for_plan = plan_in_child(recipe, cluster, model_dir, settings)
     has_limit = not is_alone or flags.FLAGS["deadline_secs"].present
     if has_limit:
         doctor.end_after(doctor.until(1.0) - time.monotonic())
     shared = read_shared_settings(recipe) if settings.makes_plan else {}
     own = {**machine(cluster, model_dir, shared), "meetings": {}, "plan": {}, "faults": []}
-    if settings.makes_plan:
-        own["faults"] += place_faults(model_dir)
+    if settings.makes_plan and (fault := place_fault(model_dir)):
+        own["faults"].append(fault)
     doctor.reports = {str(cluster.task): own}
     if is_alone:
         doctor.doing = "building the model"
         limit = doctor.until(_REPORTS) - time.monotonic() if has_limit else None
-        own["plan"] = plan.wait(limit)
+        own["plan"] = wait_for_plan(limit)
+        own_error = ("error", "is_late")
+        shared_plan = {name: value for name, value in own["plan"].items() if name not in own_error}
         for task in cluster.tasks():
             here = {"task": str(task), "address": cluster.address_of(task)}
-            doctor.reports[str(task)] = {**own, **here, "plan": own["plan"]}
-            if task != cluster.task:
-                doctor.reports[str(task)]["plan"] = _without_error(own["plan"])
+            plan_here = own["plan"] if task == cluster.task else shared_plan
+            doctor.reports[str(task)] = {**own, **here, "plan": plan_here}
         if "gpus" in own["plan"] and max(own["plan"]["gpus"], flags.REPLICAS.value) > 1:
             if not has_limit:
                 doctor.end_after(_SUMS_SECS)
@@ -188,13 +173,12 @@ def _examine(argv: Sequence[str]) -> NoReturn:
         doctor.mark = mark_in(model_dir)
     with Exchange(cluster, str(doctor.mark or "")) as exchange:
         exchange.meet(doctor.until(_MEET))
-        if not serves(cluster) and (
-            fault := shared_fault(model_dir, exchange.mark_of(cluster.chief))
-        ):
+        fault = shared_fault(model_dir, exchange.mark_of(cluster.chief))
+        if fault and not serves(cluster):
             own["faults"].append(fault)
         doctor.doing = "measuring the network"
         own["meetings"] = exchange.measure(doctor.until(_PLAN))
-        own["plan"] = plan.wait(doctor.until(_PLAN) - time.monotonic())
+        own["plan"] = wait_for_plan(doctor.until(_PLAN) - time.monotonic())
         doctor.doing = "exchanging reports"
         exchange.send(own)
         doctor.reports = exchange.wait_for_reports(doctor.until(_REPORTS))
@@ -202,10 +186,6 @@ def _examine(argv: Sequence[str]) -> NoReturn:
     if flags.STRATEGY.value == "multiworker" and cluster.task in cluster.trainers:
         doctor.all_reduce = _checked(_all_reduce, doctor)
     doctor.end()
-
-
-def _without_error(plan: Json) -> Json:
-    return {name: value for name, value in plan.items() if name not in ("error", "is_late")}
 
 
 def _checked(check: Callable[[_Doctor], Json], doctor: _Doctor) -> Json:

@@ -24,12 +24,12 @@ _NUM_COPIES = 3
 
 
 def known_vector(replica: Tensor, num_values: int = _NUM_VALUES) -> Tensor:
-    """Whole numbers, [num_values] of float32, other ones for each replica: sums are exact."""
+    """Returns [num_values] of float32, different for each replica; whole: sums are exact."""
     return tf.range(num_values, dtype=tf.float32) % 1021.0 + tf.cast(replica, tf.float32)
 
 
 def check_devices(strategy: tf.distribute.Strategy) -> Json:
-    """`wrong_sums` over all replicas, and `copies` between the GPUs of this process."""
+    """Checks the sum over all replicas, and the copies between the GPUs of this process."""
     gpus = [device for device in strategy.extended.worker_devices if "GPU" in device]
     return {
         "replicas": int(strategy.num_replicas_in_sync),
@@ -41,9 +41,9 @@ def check_devices(strategy: tf.distribute.Strategy) -> Json:
 def wrong_sums(
     strategy: tf.distribute.Strategy, vector_of: Callable[[Tensor], Tensor] = known_vector
 ) -> list[str]:
-    """The devices of this process on which the sum over all replicas has other values.
+    """Returns the devices of this process on which the sum over all replicas is wrong.
 
-    All workers of `strategy` must call it. `vector_of` returns the vector of a replica's number.
+    All workers of `strategy` must call it. `vector_of` returns the vector of a replica.
     """
 
     @tf.function
@@ -66,7 +66,10 @@ def wrong_sums(
 
 
 def copies(devices: Sequence[str], copied: Callable[[Tensor], Tensor] = tf.identity) -> list[Json]:
-    """The rate of each pair of `devices`, and if the values arrive; `copied` copies to a device."""
+    """Measures the rate of copies between all `devices`, and compares the values that arrive.
+
+    `copied` copies a tensor to the current device.
+    """
     found = []
     for source, target in itertools.permutations(devices, 2):
         secs = []
@@ -74,7 +77,7 @@ def copies(devices: Sequence[str], copied: Callable[[Tensor], Tensor] = tf.ident
             # A new tensor each time: TensorFlow keeps the copy of a tensor on another device.
             with tf.device(source):
                 sent = known_vector(0, _NUM_COPIED)
-                sent[0].numpy()  # A GPU has then computed all that came before.
+                sent[0].numpy()  # Waits until the GPU has computed the tensor.
             with tf.device(target):
                 began = time.monotonic()
                 arrived = copied(sent)

@@ -1,4 +1,4 @@
-r"""Meets the other tasks at their addresses, measures the way to each, and exchanges reports.
+"""Meets the other tasks at their addresses, measures the way to each, and exchanges reports.
 
     with Exchange(cluster) as exchange:
         exchange.meet(until)            # returns when all have come, or at this time
@@ -77,7 +77,7 @@ class Exchange:
         threading.Thread(target=target, args=arguments, name="doctor", daemon=True).start()
 
     def meet(self, until: float) -> None:
-        """Returns when all other tasks have answered, or at `until` (time.monotonic)."""
+        """Waits until all other tasks have answered, or until the time (time.monotonic) `until`."""
         with self._changed:
             self._changed.wait_for(self._have_all_come, max(0.0, until - time.monotonic()))
 
@@ -85,15 +85,15 @@ class Exchange:
         return all(state["state"] == "met" for state in self._states.values())
 
     def mark_of(self, task: Task) -> str:
-        """The path of the file that `task` has written for the others; empty if not known."""
+        """Returns the path of the file that `task` has written for the others; empty if unknown."""
         return str(self._states.get(task, {}).get("mark", ""))
 
     def measure(self, until: float) -> dict[str, Json]:
-        """How each other task was found, by its name: the state, and for a met task the measures.
+        """Returns the `state` of each other task, by its name, and measurements if it was met.
 
         `latency_ms` is the median time of a request and its answer. `mb_per_sec` is the rate at
         which the other task sends. `clock_secs` is how far its clock is ahead. Each is the best of
-        _ROUNDS, because other work on the machines disturbs them, or of those that end by `until`.
+        the _ROUNDS that end by `until`, because other work on the machines disturbs them.
         """
         own = self._cluster.tasks().index(self._cluster.task)
         for _ in range(_ROUNDS):
@@ -111,7 +111,7 @@ class Exchange:
         return {str(task): state for task, state in self._states.items()}
 
     def send(self, report: Json) -> None:
-        """Sends the report of this task to each task that was met; keeps it too."""
+        """Keeps the report of this task, and sends it to each task that was met."""
         self._keep(report)
         for task, state in self._states.items():
             if state["state"] == "met":
@@ -119,7 +119,7 @@ class Exchange:
                     connection.ask({"do": "report", "report": report})
 
     def wait_for_reports(self, until: float) -> dict[str, Json]:
-        """The reports by task: of all tasks that came, or those that are there at `until`."""
+        """Returns the reports by task, when all tasks that came have sent one, or at `until`."""
         with self._changed:
             states = {str(task): state["state"] for task, state in self._states.items()}
             met = {name for name, state in states.items() if state == "met"}
@@ -219,7 +219,7 @@ class Exchange:
 
 
 class _SmallOnlyError(Exception):
-    """Short messages arrive, and a long one does not."""
+    """Short messages arrive, but a long one does not. The text is its size."""
 
 
 def _best(state: Json, measured: Json) -> Json:
@@ -227,11 +227,8 @@ def _best(state: Json, measured: Json) -> Json:
     if "mb_per_sec" not in state:
         return {**state, **measured}
     best = measured if measured["latency_ms"] < state["latency_ms"] else state
-    return {
-        **state,
-        **best,
-        "mb_per_sec": max(measured["mb_per_sec"], state["mb_per_sec"]),
-    }
+    rate = max(measured["mb_per_sec"], state["mb_per_sec"])
+    return {**state, **best, "mb_per_sec": rate}
 
 
 class _Connection:
@@ -251,7 +248,7 @@ class _Connection:
         self._socket.close()
 
     def ask(self, request: Mapping[str, object]) -> Json:
-        """The answer to `request`. Raises ValueError if it is not JSON, OSError if none comes."""
+        """Returns the answer. Raises ValueError if it is not JSON, OSError if there is none."""
         self.write(request)
         answer = self.read()
         if answer is None:
@@ -259,11 +256,11 @@ class _Connection:
         return answer
 
     def write(self, message: Mapping[str, object]) -> None:
-        """Sends one line."""
+        """Sends a message."""
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> Json | None:
-        """One line; None at the end."""
+        """Returns the next message; None at the end. Raises ValueError if it is no JSON object."""
         line = self._file.readline(_MAX_LINE_BYTES)
         if not line:
             return None
@@ -273,14 +270,15 @@ class _Connection:
         return message
 
     def send_bulk(self) -> None:
-        """Sends _BULK_BYTES, or what can be sent until the other side closes."""
+        """Sends _BULK_BYTES, or less if the other side closes."""
         for _ in range(_BULK_BYTES // len(_CHUNK)):
             self._socket.sendall(_CHUNK)
 
     def receive_bulk(self) -> float:
-        """The bytes per second at which the other side sends; the connection cannot be used again.
+        """Returns the bytes per second at which the other side sends.
 
-        Waits until the other side has ended its transfers to others.
+        Waits until the other side has ended its transfers to others. The connection cannot be used
+        again.
         """
         self.write({"do": "bulk"})
         self._socket.settimeout(6 * _ANSWER_SECS)

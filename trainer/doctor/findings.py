@@ -3,17 +3,17 @@
     for finding in findings(reports, cluster, deadline_secs=30.0):
         print(finding)
 
-A report is the JSON object of `plan.machine`, with `plan` of `plan.py`, `meetings` of
-`Exchange.measure` and `faults`, what the task has found about itself. Reports may be missing.
+A report is the JSON object of `plan.machine`, with `plan` (from plan.py), `meetings` (from
+`Exchange.measure`) and `faults`, which the task has found about itself. Reports may be missing.
 """
 
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TypeAlias
 
-from strategies.cluster.peers import host_of
+from strategies.cluster.peers import host_of, port_of
 from strategies.cluster.tf_config import Cluster
 from trainer.doctor.exchange import Json
 
@@ -44,14 +44,17 @@ PEER_ADVICE = (
 )
 
 
+_Fault: TypeAlias = tuple[str, str]  # The task, and the text of a finding.
+
+
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or, as a warning, may be."""
+    """Something that is wrong, or may be wrong, and what to type."""
 
-    level: Literal["error", "warning"]
+    level: str  # "error" or "warning".
     task: str
     address: str
-    text: str  # What came, what is needed, and what to type.
+    text: str  # What was found, what is needed, and what to type.
 
     def __str__(self) -> str:
         where = f"{self.task} ({self.address}): " if self.task else ""
@@ -61,56 +64,43 @@ class Finding:
 def findings(
     reports: Mapping[str, Json], cluster: Cluster, *, deadline_secs: float
 ) -> list[Finding]:
-    """What is wrong, the errors first. `cluster` is the view of this task."""
-    found = [
-        *_absent(reports, cluster),
-        *_addresses(reports, cluster),
-        *_versions(reports, cluster),
-        *_rates(reports, cluster),
-        *_clocks(reports, cluster),
-        *_own(reports, cluster, deadline_secs),
-        *_memory(reports, cluster),
-        *_gpus(reports, cluster),
-    ]
-    return sorted(found, key=lambda finding: finding.level)
+    """Returns what is wrong, the errors first. `cluster` is the view of this task."""
+    checks = (_absent, _addresses, _versions, _rates, _clocks, _own, _memory, _gpus)
+    errors = [fault for check in checks for fault in check(reports, cluster)]
+    late = list(_late(reports, deadline_secs))
+    has_plan = bool(memory_needed(reports))  # Without the plan of any task nothing was examined.
+    warnings = [*(late if has_plan else []), *_outgoing_ports(reports)]
+    faults = [("error", *fault) for fault in [*errors, *([] if has_plan else late)]]
+    faults += [("warning", *fault) for fault in warnings]
+    return [Finding(level, name, _address(cluster, name), text) for level, name, text in faults]
 
 
-def device_findings(checked: Json, cluster: Cluster) -> Iterator[Finding]:
-    """Devices of this task whose sums or copies are wrong; `checked` is from `check_devices`."""
-    name = str(cluster.task)
-    if error := checked.get("error"):
-        yield _error(cluster, name, error)
+def device_findings(checked: Json, cluster: Cluster) -> list[Finding]:
+    """Returns what is wrong with the devices of this task; `checked` is from `check_devices`."""
+    texts = [checked["error"]] if checked.get("error") else []
     if devices := checked.get("wrong_sums"):
-        text = f"a sum over {checked['replicas']} replicas is wrong on {', '.join(devices)}"
-        yield _error(cluster, name, f"{text}. {PEER_ADVICE}")
+        where = ", ".join(devices)
+        texts.append(
+            f"a sum over {checked['replicas']} replicas is wrong on {where}. {PEER_ADVICE}"
+        )
     for pair in checked.get("copies", []):
         if not pair["is_right"]:
-            text = f"a copy from {pair['from']} to {pair['to']} arrives with other values"
-            yield _error(cluster, name, f"{text}. {PEER_ADVICE}")
+            copy = f"a copy from {pair['from']} to {pair['to']}"
+            texts.append(f"{copy} arrives with other values. {PEER_ADVICE}")
+    return [Finding("error", str(cluster.task), cluster.address, text) for text in texts]
 
 
 def can_connect(reports: Mapping[str, Json], cluster: Cluster) -> bool:
-    """Returns True if TensorFlow can connect all tasks; equal in all tasks with all reports."""
+    """Returns True if TensorFlow can connect all tasks.
+
+    All tasks that have the same reports return the same.
+    """
     names = {str(task) for task in cluster.tasks()}
     checks = (_addresses, _versions, _gpus)
-    faults = [fault for check in checks for fault in check(reports, cluster)]
-    return (
-        names == reports.keys()
-        and not faults
-        and all(
-            state["state"] == "met"
-            for report in reports.values()
-            for state in report["meetings"].values()
-        )
-    )
-
-
-def _error(cluster: Cluster, name: str, text: str) -> Finding:
-    return Finding("error", name, _address(cluster, name), text)
-
-
-def _warning(cluster: Cluster, name: str, text: str) -> Finding:
-    return Finding("warning", name, _address(cluster, name), text)
+    has_fault = any(fault for check in checks for fault in check(reports, cluster))
+    meetings = [state for report in reports.values() for state in report["meetings"].values()]
+    have_met = all(state["state"] == "met" for state in meetings)
+    return names == reports.keys() and not has_fault and have_met
 
 
 def _address(cluster: Cluster, name: str) -> str:
@@ -118,9 +108,9 @@ def _address(cluster: Cluster, name: str) -> str:
     return cluster.jobs.get(job, {}).get(int(index), "unknown address")
 
 
-def _absent(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
+def _absent(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
     """Tasks that other tasks cannot reach."""
-    misplaced = {finding.task for finding in _addresses(reports, cluster)}
+    misplaced = {task for task, _ in _addresses(reports, cluster)}
     absent: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for seer, report in reports.items():
         for name, state in report["meetings"].items():
@@ -129,32 +119,28 @@ def _absent(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
                 absent[name][text].append(seer)
     met = {name for report in reports.values() for name in report["meetings"]}
     for name in sorted(met - reports.keys() - absent.keys()):
-        yield _error(
-            cluster, name, "it came, but its report did not. Give --deadline_secs more time"
-        )
+        yield name, "it came, but its report did not. Give --deadline_secs more time"
     for name, texts in absent.items():
         text = max(texts, key=lambda text: len(texts[text]))
         seers = sorted(seer for known in texts.values() for seer in known)
         came = "did not come" if name not in reports else "came, but cannot be reached"
-        from_some = ""
-        if len(seers) < len(reports) - (name in reports):
-            from_some = f" from {', '.join(seers)}"
-        yield _error(cluster, name, f"{came}{from_some}: {text}")
+        is_seen_by_some = len(seers) < len(reports.keys() - {name})
+        from_some = f" from {', '.join(seers)}" if is_seen_by_some else ""
+        yield name, f"{came}{from_some}: {text}"
 
 
-def _addresses(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
+def _addresses(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
     """Tasks that have another description of the cluster than most."""
     for name in sorted({name for report in reports.values() for name in report["addresses"]}):
         said = {task: report["addresses"].get(name) for task, report in reports.items()}
         usual, odd = _majority(said, prefer=str(cluster.chief))
         for task in odd:
-            yield _error(
-                cluster,
-                task,
+            text = (
                 f"it was started with {name} at {said[task]}, but other tasks have {name} at "
                 f"{usual}. Start it with the same cluster as the others: correct the address, the "
-                "port, or the number of tasks",
+                "port, or the number of tasks"
             )
+            yield task, text
 
 
 def _majority(said: Mapping[str, object], prefer: str) -> tuple[object, list[str]]:
@@ -166,7 +152,7 @@ def _majority(said: Mapping[str, object], prefer: str) -> tuple[object, list[str
     return chosen, sorted(task for task, value in said.items() if str(value) != chosen)
 
 
-def _versions(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
+def _versions(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
     """Tasks with other versions, code or config than most."""
     advice = {
         "code of this program": "Install the same code on all hosts",
@@ -186,10 +172,10 @@ def _versions(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding
                 else:
                     usually = advice.get(name, f"Give all tasks the same {name}")
                     text = f"{name} is another one than in other tasks. {usually}"
-                yield _error(cluster, task, text)
+                yield task, text
 
 
-def _rates(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
+def _rates(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
     """Tasks, or pairs of tasks, whose links are slow. Tasks of one host have no link."""
 
     def host(name: str) -> str:
@@ -204,34 +190,31 @@ def _rates(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
     if len(rates) < 2:
         return
     usual = statistics.median_high(rates.values())
-    slow = {
-        pair for pair, rate in rates.items() if rate < min(_SLOW_FRACTION * usual, _FAST_MB_PER_SEC)
-    }
+    least = min(_SLOW_FRACTION * usual, _FAST_MB_PER_SEC)
+    slow = {pair for pair, rate in rates.items() if rate < least}
     for place, verb in ((0, "sends"), (1, "receives")):
         for name in sorted({pair[place] for pair in slow}):
             own = [pair for pair in rates if pair[place] == name]
             if not set(own) <= slow or (len(own) == 1 and len(rates) > 2 and place == 1):
                 continue
             rate = statistics.median(rates[pair] for pair in own)
-            yield _error(
-                cluster,
-                name,
+            text = (
                 f"it {verb} {rate:,.1f} MB/s, and other tasks {usual:,.1f} MB/s. Every step waits "
                 "for it. Look for a slow link (`ethtool` and its interface) or other load; or type "
-                "--wire_dtype=bfloat16, which halves the bytes",
+                "--wire_dtype=bfloat16, which halves the bytes"
             )
+            yield name, text
             slow -= set(own)
     for sender, receiver in sorted(slow):
-        yield _error(
-            cluster,
-            receiver,
+        text = (
             f"it receives {rates[sender, receiver]:,.1f} MB/s from {sender} "
             f"({_address(cluster, sender)}), and other pairs have {usual:,.1f} MB/s. Look for a "
-            "slow link between the two",
+            "slow link between the two"
         )
+        yield receiver, text
 
 
-def _clocks(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
+def _clocks(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
     """Tasks whose clock differs from that of the task with which most agree."""
     ahead: dict[str, dict[str, float]] = defaultdict(dict)  # How far b is ahead of a: [a][b].
     for name, report in reports.items():
@@ -247,46 +230,52 @@ def _clocks(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
     right = max(ahead, key=lambda name: (num_equal(name), name == chief), default=chief)
     for name, secs in sorted(ahead[right].items()):
         if abs(secs) > _CLOCK_SECS:
-            yield _error(
-                cluster,
-                name,
+            text = (
                 f"its clock differs by {secs:+,.1f} s from that of {right}: times in logs mislead, "
-                "and object storage refuses requests. Type there: timedatectl set-ntp true",
+                "and object storage refuses requests. Type there: timedatectl set-ntp true"
             )
+            yield name, text
 
 
-def _own(reports: Mapping[str, Json], cluster: Cluster, deadline_secs: float) -> Iterator[Finding]:
-    """What a task has found about itself. Without any plan of the run nothing was examined."""
-    has_plan = bool(memory_needed(reports))
+def _own(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
+    """Faults that a task has found about itself, and a disk that is too small."""
     for name, report in reports.items():
         for fault in report["faults"]:
-            yield _error(cluster, name, fault.rstrip("."))
+            yield name, fault.rstrip(".")
         plan = report["plan"]
         if error := plan.get("error"):
-            yield _error(cluster, name, error.rstrip("."))
-        if plan.get("is_late"):
-            text = f"it had no time to build the model. Type --deadline_secs={4 * deadline_secs:g}"
-            yield (_warning if has_plan else _error)(cluster, name, text)
+            yield name, error.rstrip(".")
         free, needed = report["free_disk_bytes"], plan.get("disk_bytes", 0)
         if free is not None and free < needed and name == str(cluster.chief):
-            yield _error(
-                cluster,
-                name,
+            text = (
                 f"the checkpoints of a run need {needed:,} bytes, and the disk of --model_dir has "
                 f"{free:,} free. Make room, or give --config.keep_checkpoints=1 or another "
-                "--model_dir",
+                "--model_dir"
             )
-        port, outgoing = int(report["address"].rpartition(":")[2]), report["outgoing_ports"]
+            yield name, text
+
+
+def _late(reports: Mapping[str, Json], deadline_secs: float) -> Iterator[_Fault]:
+    """Tasks without a plan at the deadline."""
+    for name, report in reports.items():
+        if report["plan"].get("is_late"):
+            longer = f"--deadline_secs={4 * deadline_secs:g}"
+            yield name, f"it had no time to build the model. Type {longer}"
+
+
+def _outgoing_ports(reports: Mapping[str, Json]) -> Iterator[_Fault]:
+    """Tasks whose port an outgoing connection of another program may take."""
+    for name, report in reports.items():
+        port, outgoing = port_of(report["address"]), report["outgoing_ports"]
         if outgoing and outgoing[0] <= port <= outgoing[1]:
-            yield _warning(
-                cluster,
-                name,
+            text = (
                 f"port {port} is in the range of its host for outgoing connections "
-                f"({outgoing[0]} to {outgoing[1]}): another program may take it. Use a port below",
+                f"({outgoing[0]} to {outgoing[1]}): another program may take it. Use a port below"
             )
+            yield name, text
 
 
-def _memory(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
+def _memory(reports: Mapping[str, Json], _: Cluster) -> Iterator[_Fault]:
     """Machines whose tasks need more memory than is free."""
     needed = memory_needed(reports)
     machines: dict[str, list[str]] = defaultdict(list)
@@ -296,13 +285,12 @@ def _memory(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
         free = min(reports[name]["free_memory_bytes"] for name in names)
         total = sum(needed.get(name, 0) for name in names)
         if total > free:
-            yield _error(
-                cluster,
-                names[0],
+            text = (
                 f"{' and '.join(names)} need {total:,} bytes of memory without activations, and "
                 f"their machine has {free:,} free. Give a smaller --batch_size, more --ps, or a "
-                "larger machine",
+                "larger machine"
             )
+            yield names[0], text
 
 
 def memory_needed(reports: Mapping[str, Json]) -> Mapping[str, int]:
@@ -311,20 +299,18 @@ def memory_needed(reports: Mapping[str, Json]) -> Mapping[str, int]:
     return next((plan["memory_bytes"] for plan in plans if "memory_bytes" in plan), {})
 
 
-def _gpus(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[Finding]:
+def _gpus(reports: Mapping[str, Json], cluster: Cluster) -> Iterator[_Fault]:
     """Workers with another number of GPUs than most."""
+    jobs = ("worker",) if cluster.num("ps") else ("worker", "chief")
     said = {
         name: report["plan"]["gpus"]
         for name, report in reports.items()
-        if "gpus" in report["plan"] and name.startswith(("worker", "chief"))
+        if "gpus" in report["plan"] and name.startswith(jobs)
     }
-    if cluster.num("ps"):
-        said = {name: number for name, number in said.items() if name.startswith("worker")}
     usual, odd = _majority(said, prefer=str(cluster.chief))
     for name in odd:
-        yield _error(
-            cluster,
-            name,
+        text = (
             f"TensorFlow finds {said[name]} GPU(s) there, and {usual} in other workers. Type "
-            "there: nvidia-smi; and look at CUDA_VISIBLE_DEVICES; or give all --num_gpus",
+            "there: nvidia-smi; and look at CUDA_VISIBLE_DEVICES; or give all --num_gpus"
         )
+        yield name, text

@@ -1,7 +1,7 @@
 """What this task would do, and what it needs: the plan of the run, memory, disk, GPUs, versions.
 
-plan = plan_in_child(recipe, cluster, model_dir, settings)     # at once
-plan.wait(until)                                                # a JSON object
+wait_for_plan = plan_in_child(recipe, cluster, model_dir, settings)
+plan = wait_for_plan(secs)      # a JSON object
 
 The plan needs TensorFlow, which takes seconds and runs ops. So it is made in a fork: this process
 stays free for the network, and may still connect to TensorFlow's cluster, which needs a process
@@ -16,8 +16,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +26,7 @@ from data.system.cores import num_cores
 from data.system.errors import TrainerError
 from data.system.files import is_url
 from data.system.version import version_of
-from strategies.cluster.tf_config import Cluster
+from strategies.cluster.tf_config import Cluster, Task
 from trainer.config import Recipe
 from trainer.doctor.exchange import Json
 from trainer.guards.fingerprint import as_number, software
@@ -39,53 +38,36 @@ if TYPE_CHECKING:
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CGROUPS = Path("/sys/fs/cgroup")
 _LOCK_SECS = 2.0
-# The limit of a group, what it uses, and of that what files have been read into; version 2, and 1.
+# The files with a control group's limit, its use, and the part of the use that caches files:
+# version 2, and version 1.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-# Batches that are in memory at a time: the one of the step, and those that are prepared.
+# Batches that are in memory at a time: the batch of the step, and those that are prepared.
 _BATCHES = 3
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # That gRPC would use.
 
 
 class Settings(NamedTuple):
-    """What the flags say about the plan."""
+    """The flags on which the plan depends."""
 
     strategy: str
     num_replicas: int  # --replicas, or 0.
-    num_gpus: int | None  # --num_gpus, at most so many are used.
-    num_gradient_buffers: int  # Gradients of each variable that a ps stores.
+    num_gpus: int | None  # --num_gpus: the most GPUs to use.
+    num_gradient_buffers: int  # The gradients of each variable that a ps stores.
     has_standby: bool  # --ps_standby.
     makes_plan: bool  # False for a task that gets the config from its chief.
 
 
-class PendingPlan:
-    """A plan that a child process is making."""
-
-    def __init__(self, process: multiprocessing.process.BaseProcess, pipe: Connection) -> None:
-        self._process = process
-        self._pipe = pipe
-
-    def wait(self, secs: float | None) -> Json:
-        """The plan; with `error` if it has failed, or `is_late` if it is not there in `secs`.
-
-        None has no limit.
-        """
-        limit = None if secs is None else max(0.0, secs)
-        try:
-            plan: Json = self._pipe.recv() if self._pipe.poll(limit) else {"is_late": True}
-        except EOFError:
-            self._process.join()
-            plan = {"error": f"the process that made the plan ended: {self._process.exitcode}"}
-        self._process.kill()
-        return plan
-
-
 def plan_in_child(
     recipe: Recipe, cluster: Cluster, model_dir: str, settings: Settings
-) -> PendingPlan:
-    """Starts to make the plan. Must be called before this process has threads."""
+) -> Callable[[float | None], Json]:
+    """Starts to make the plan. Must be called before this process has threads.
+
+    The returned function waits for the plan, without a limit if it gets None. It returns the plan;
+    with `error` if it failed, or `is_late` if it is not ready in that many seconds.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 
@@ -95,11 +77,22 @@ def plan_in_child(
     process = context.Process(target=make, daemon=True)
     process.start()
     theirs.close()
-    return PendingPlan(process, ours)
+
+    def wait(secs: float | None) -> Json:
+        limit = None if secs is None else max(0.0, secs)
+        try:
+            plan: Json = ours.recv() if ours.poll(limit) else {"is_late": True}
+        except EOFError:
+            process.join()
+            plan = {"error": f"the process that made the plan ended: {process.exitcode}"}
+        process.kill()
+        return plan
+
+    return wait
 
 
 def machine(cluster: Cluster, model_dir: str, settings: Mapping[str, str]) -> Json:
-    """What this task and its machine have: addresses, memory, disk, cores, software, settings.
+    """Returns the addresses, free memory and disk, cores, software and settings of this task.
 
     `settings` is empty in a task that gets the config from its chief.
     """
@@ -123,28 +116,28 @@ def machine(cluster: Cluster, model_dir: str, settings: Mapping[str, str]) -> Js
     return report
 
 
-def place_faults(model_dir: str) -> list[str]:
-    """Why a run could not be saved in `model_dir`."""
+def place_fault(model_dir: str) -> str:
+    """Returns why a run cannot be saved in `model_dir`; empty if it can."""
     if is_url(model_dir):
-        return []
+        return ""
     existing = _existing(model_dir)
     if not os.access(existing, os.W_OK | os.X_OK):
-        return [
+        return (
             f"this user cannot write to {existing}, where the run would be saved. Change its owner "
             "or its mode, or give another --model_dir"
-        ]
+        )
     if Path(model_dir, RUN_LOCK).exists():
         try:
-            # Doctors of other hosts have it for a moment.
+            # The doctors of other hosts hold the lock for a moment.
             with locked(model_dir, _LOCK_SECS, lambda _: None):
                 pass
         except LockedError as error:
-            return [str(error)]
-    return []
+            return str(error)
+    return ""
 
 
 def mark_in(model_dir: str) -> Path | None:
-    """Makes an empty file for `shared_fault`, and returns it; None for a URL."""
+    """Makes an empty file for `shared_fault`, and returns it; None if `model_dir` is a URL."""
     if is_url(model_dir):
         return None
     mark = _existing(model_dir) / f".doctor-{secrets.token_hex(8)}"
@@ -155,7 +148,7 @@ def mark_in(model_dir: str) -> Path | None:
 
 
 def shared_fault(model_dir: str, mark: str) -> str:
-    """Says that this `model_dir` is not that of the task that has made `mark`; or empty."""
+    """Returns a message if `model_dir` is not the directory in which the chief made `mark`."""
     existing = _existing(model_dir)
     if not mark or (existing / Path(mark).name).exists():
         return ""
@@ -167,7 +160,7 @@ def shared_fault(model_dir: str, mark: str) -> str:
 
 
 def _existing(model_dir: str) -> Path:
-    """The directory, or the nearest one above it that there is."""
+    """The directory, or the nearest directory above it that exists."""
     existing = Path(os.path.abspath(model_dir))
     while not existing.exists():
         existing = existing.parent
@@ -175,13 +168,13 @@ def _existing(model_dir: str) -> Path:
 
 
 def free_memory_bytes(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """The memory that this process may still take: of the machine, or of a group that limits it."""
+    """Returns the free memory of the machine, or of a control group that limits this process."""
     free = int(psutil.virtual_memory().available)
     for group in _memory_groups(cgroups, own):
         for limit, used, cached in _MEMORY_FILES:
             with contextlib.suppress(OSError, ValueError):  # No limit, or the other version.
                 rest = int((group / limit).read_text()) - int((group / used).read_text())
-                # The kernel takes back what files have been read into.
+                # The kernel takes back the memory that caches files.
                 stat = (group / "memory.stat").read_text()
                 found = re.search(rf"^{cached} (\d+)$", stat, re.MULTILINE)
                 free = min(free, rest + int(found[1] if found else 0))
@@ -239,14 +232,14 @@ def _plan(
     from trainer.config_checks import check_replicas
     from trainer.preflight import preflight, slots_included
 
-    config, num_workers = recipe.config, cluster.num("worker")
-    num_ps = cluster.num("ps")
+    config, num_ps = recipe.config, cluster.num("ps")
+    own_replicas = max(1, num_gpus)
     if settings.strategy == "mirrored":
-        num_replicas = settings.num_replicas or max(1, num_gpus)
+        own_replicas = settings.num_replicas or own_replicas
+    if num_ps:
+        num_replicas = cluster.num("worker")
     else:
-        num_trainers = num_workers if num_ps else len(cluster.trainers)
-        num_replicas = num_trainers * (1 if num_ps else max(1, num_gpus))
-    if not num_ps:
+        num_replicas = own_replicas * len(cluster.trainers)
         check_replicas(config, num_replicas)
     found = preflight(recipe, model_dir)
     train, evaluation = found.inputs.train, found.inputs.evaluation
@@ -287,15 +280,17 @@ def _plan(
             loads = _loads_with_standby(placement, settings.num_gradient_buffers)
     # A worker has its gradients twice: as computed, and as sent or summed.
     worker_bytes = 2 * gradient_bytes + _BATCHES * batch_bytes
-    own_replicas = num_replicas if settings.strategy == "mirrored" else max(1, num_gpus)
-    whole_bytes = own_replicas * (variable_bytes + worker_bytes)
-    plan["memory_bytes"] = {
-        str(task): _memory_bytes(
-            task.job, loads[task.index] if task.job == "ps" else 0, worker_bytes, whole_bytes, plan
-        )
-        for task in cluster.tasks()
-    }
-    return plan
+
+    def memory_bytes(task: Task) -> int:
+        """The bytes without activations, whose size only a step knows."""
+        if not num_ps:
+            return int(own_replicas * (variable_bytes + worker_bytes))
+        if task.job == "ps":
+            return loads[task.index]
+        # A worker of ps reads the variables; the chief copies all of them to save them.
+        return variable_bytes if task.job == "chief" else gradient_bytes + worker_bytes
+
+    return plan | {"memory_bytes": {str(task): memory_bytes(task) for task in cluster.tasks()}}
 
 
 def _loads_with_standby(placement: "Placement", num_gradient_buffers: int) -> list[int]:
@@ -307,15 +302,3 @@ def _loads_with_standby(placement: "Placement", num_gradient_buffers: int) -> li
     for group, ps in zip(placement.groups, placement.ps, strict=True):
         held[ps] += group.num_bytes - num_gradient_buffers * group.gradient_bytes
     return [load + 2 * held[ps] + 2 * held[ps - 1] for ps, load in enumerate(placement.num_bytes)]
-
-
-def _memory_bytes(
-    job: str, load: int, worker_bytes: int, whole_bytes: int, plan: Mapping[str, int]
-) -> int:
-    """The bytes of a task without activations, whose size only a step knows."""
-    if job == "ps":
-        return load
-    if "placement" not in plan:
-        return whole_bytes
-    # A worker of ps reads the variables; the chief copies all of them to save them.
-    return plan["variable_bytes"] if job == "chief" else plan["gradient_bytes"] + worker_bytes

@@ -15,22 +15,20 @@ from trainer.doctor.findings import Finding, memory_needed
 def as_json(
     reports: Mapping[str, Json], cluster: Cluster, found: Sequence[Finding], all_reduce: Json
 ) -> str:
-    """One JSON object: `tasks`, by name, `findings`, `all_reduce`, and the `task` that printed."""
-    return json.dumps(
-        {
-            "task": str(cluster.task),
-            "tasks": reports,
-            "all_reduce": all_reduce,
-            "findings": [vars(finding) for finding in found],
-        },
-        indent=1,
-    )
+    """Returns a JSON object: `tasks` by name, `findings`, `all_reduce`, and `task`: this task."""
+    document = {
+        "task": str(cluster.task),
+        "tasks": reports,
+        "all_reduce": all_reduce,
+        "findings": [vars(finding) for finding in found],
+    }
+    return json.dumps(document, indent=1)
 
 
 def text(
     reports: Mapping[str, Json], cluster: Cluster, found: Sequence[Finding], all_reduce: Json
 ) -> str:
-    """The same for people."""
+    """Returns the same as tables for people."""
     lines = [*_plan(reports), "", *_tasks(reports, cluster)]
     if proxies := sorted({name for report in reports.values() for name in report["proxies"]}):
         lines.append(f"{', '.join(proxies)}: set, but tasks connect to each other without a proxy")
@@ -63,35 +61,28 @@ def _plan(reports: Mapping[str, Json]) -> list[str]:
 
 
 def _tasks(reports: Mapping[str, Json], cluster: Cluster) -> list[str]:
-    rows: list[tuple[str, ...]] = [
-        ("task", "address", "host", "needs", "free", "disk", "cores", "GPUs", "TensorFlow")
-    ]
+    rows = [["task", "address", "host", "needs", "free", "disk", "cores", "GPUs", "TensorFlow"]]
     needed = memory_needed(reports)
     for task in cluster.tasks():
         name = str(task)
-        mark = "*" if task == cluster.task else ""
         report = reports.get(name)
         if report is None:
-            rows.append((name, cluster.address_of(task), "did not come", *[""] * 6))
+            rows.append([name, cluster.address_of(task), "did not come", *[""] * 6])
             continue
-        plan = report["plan"]
+        free = [report["free_memory_bytes"], report["free_disk_bytes"]]
         rows.append(
-            (
-                name + mark,
+            [
+                f"{name}*" if task == cluster.task else name,
                 report["address"],
                 report["host"],
-                _size(needed.get(name)),
-                _size(report["free_memory_bytes"]),
-                _size(report["free_disk_bytes"]),
+                *map(_size, [needed.get(name), *free]),
                 str(report["cores"]),
-                str(plan.get("gpus", "?")),
+                str(report["plan"].get("gpus", "?")),
                 report["versions"]["tensorflow"],
-            )
+            ]
         )
-    legend = (
-        "needs: memory, without activations and TensorFlow itself (about 0.5 GiB); *: this task"
-    )
-    return [*_aligned(rows), legend]
+    legend = "needs: memory, without activations and TensorFlow itself (about 0.5 GiB)"
+    return [*_aligned(rows), f"{legend}; *: this task"]
 
 
 def _pairs(reports: Mapping[str, Json]) -> list[str]:

@@ -47,7 +47,7 @@ SCOPES: dict[str, Scope] = {}  # By the name of the flag. A flag that is not her
 
 @contextlib.contextmanager
 def _scope(strategies: Sequence[str], where: str = ANYWHERE) -> Iterator[None]:
-    """Gives the flags that are defined inside this scope."""
+    """Gives this scope to the flags that are defined inside the context."""
     defined = set(FLAGS)
     yield
     SCOPES.update({name: Scope(strategies, where) for name in FLAGS if name not in defined})
@@ -400,7 +400,7 @@ def values_of(group: type) -> dict[str, Any]:
 
 
 def strategy_words() -> list[str]:
-    """The flags that chose the strategy, and its options, as words of a command line."""
+    """Returns --strategy, and the given flags of its options, as words of a command line."""
     hosts = {flag.name for flag in HOSTS.values()}
     names = [
         name

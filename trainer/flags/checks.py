@@ -23,13 +23,7 @@ from strategies.cluster.sources.finding import is_described
 from strategies.cluster.tf_config import Cluster, parse_hosts, parse_tf_config
 from strategies.transfer import Transfer
 from trainer import flags
-from trainer.config import (
-    Config,
-    ConfigError,
-    Recipe,
-    data_dir,
-    load_recipe,
-)
+from trainer.config import Config, ConfigError, Recipe, data_dir, load_recipe
 from trainer.config_checks import check, check_sub_batches
 from trainer.guards.fingerprint import shared_settings
 from trainer.hooks.tracker_names import reached_over_network
@@ -40,7 +34,7 @@ METRICS_FD = "TRAINER_METRICS_FD"  # Names the descriptor of a socket that a lau
 
 
 def read_recipe() -> Recipe:
-    """The recipe that --config names, with the fields that flags set, checked."""
+    """Returns the recipe that --config names, with the fields that flags set, after all checks."""
     config = flags.CONFIG.value
     _check_epochs()
     for name, flag in flags.SHORTCUTS.items():
@@ -84,10 +78,10 @@ def check_isolation(recipe: Recipe) -> None:
 
 
 def metrics_listener(*, is_chief: bool) -> socket.socket | None:
-    """A socket that listens for readers of the chief's metrics; None without --metrics_port.
+    """Returns a socket for readers of the chief's metrics; None without --metrics_port.
 
-    A launcher listens before it starts the chief, whose network may be another one, and gives it
-    the socket by the variable METRICS_FD.
+    A launcher listens before it starts the chief, which may be in another network namespace, and
+    passes the socket with the variable METRICS_FD.
 
     Raises ConfigError if nothing can listen at that address.
     """
@@ -112,9 +106,9 @@ def _at_s3(config: Config) -> list[str]:
 
 
 def read_cluster(*, is_launched: bool) -> Cluster | None:
-    """The cluster that TF_CONFIG or flags describe; None if this machine is the cluster.
+    """Returns the cluster that TF_CONFIG, flags or a scheduler describe; None if there is none.
 
-    With `is_launched`, a launcher has checked the flags of local clusters.
+    If `is_launched`, a launcher has already checked the flags of local clusters.
 
     Raises:
         ConfigError: a flag would be ignored, or a needed flag is missing.
@@ -141,7 +135,7 @@ def read_cluster(*, is_launched: bool) -> Cluster | None:
 
 
 def _check_elastic(cluster: Cluster | None) -> None:
-    """Refuses --min_workers and --rejoin_secs where they would be ignored, or cannot work."""
+    """Refuses --min_workers and --rejoin_secs where they would be ignored or cannot work."""
     least, model_dir = flags.MIN_WORKERS.value, flags.MODEL_DIR.value
     if least is None:
         if flags.REJOIN_SECS.present:
@@ -181,7 +175,7 @@ def _check_elastic(cluster: Cluster | None) -> None:
 
 
 def _check_source() -> None:
-    """Raises ConfigError if flags describe the cluster in two ways, or --cluster in none."""
+    """Refuses flags that describe the cluster twice, or not at all for --cluster."""
     source, is_set = flags.CLUSTER.value, is_described(os.environ)
     by_tasks = [f"{job}_hosts" for job, flag in flags.HOSTS.items() if flag.value is not None]
     if source == "tf_config" and not is_set:
@@ -210,7 +204,7 @@ def _check_source() -> None:
 
 
 def _cluster_of_source() -> Found | None:
-    """The cluster of --hosts or of a scheduler's environment; None if another source has it."""
+    """The cluster of --hosts or of a scheduler's environment; None if that is not the source."""
     source, strategy = flags.CLUSTER.value, flags.STRATEGY.value
     by_tasks = any(flag.value is not None for flag in flags.HOSTS.values())
     is_elsewhere = source in ("local", "tf_config") or by_tasks or strategy == "mirrored"
@@ -300,9 +294,9 @@ def _check_strategy_of_flags() -> None:
 
 
 def _check_flags(cluster: Cluster | None, is_launched: bool, sizes: Sequence[str] = ()) -> None:
-    """Refuses flags that would be ignored. A launcher has checked those of `is_launched` tasks.
+    """Refuses flags that would be ignored. If `is_launched`, a launcher has checked most of them.
 
-    `sizes` are the flags of local clusters that have said how large `cluster` is.
+    `sizes` are the flags of local clusters that were used for the size of `cluster`.
     """
     model_dir = flags.MODEL_DIR.value
     if flags.DOWNLOAD_ONLY.value and cluster is not None:
@@ -354,11 +348,8 @@ def _check_role_flags(cluster: Cluster) -> None:
             "--keep_serving waits for the next chief without a limit, so --chief_timeout_secs="
             f"{flags.CHIEF_TIMEOUT_SECS.value:g} would be ignored. Leave one out."
         )
-    if (
-        flags.CHIEF_TIMEOUT_SECS.present
-        and flags.STRATEGY.value == "multiworker"
-        and not cluster.num("evaluator")
-    ):
+    waits_for_chief = flags.STRATEGY.value == "ps" or cluster.num("evaluator")
+    if flags.CHIEF_TIMEOUT_SECS.present and not waits_for_chief:
         raise ConfigError(
             f"--chief_timeout_secs={flags.CHIEF_TIMEOUT_SECS.value:g} is for tasks that serve "
             "under --strategy=ps, and for an evaluator, but this cluster has none of them. Use "
@@ -400,12 +391,12 @@ def check_sizes(recipe: Recipe, num_workers: int, num_ps: int) -> None:
 
 
 def serves(cluster: Cluster) -> bool:
-    """Returns True if this task only executes what a chief in another process sends."""
+    """Returns True if this task only executes the ops that a chief in another process sends."""
     return cluster.is_server and (flags.KEEP_SERVING.value or not cluster.is_chief)
 
 
 def num_to_aggregate(recipe: Recipe, num_workers: int) -> int:
-    """The checked number of gradients of a synchronous step; 0 for asynchronous steps."""
+    """Returns the number of gradients of a synchronous step, after checks; 0 if asynchronous."""
     wanted, max_staleness = flags.REPLICAS_TO_AGGREGATE.value, flags.MAX_STALENESS.value
     if not flags.SYNC_REPLICAS.value:
         if wanted is not None:

@@ -13,8 +13,6 @@ from trainer.config import Config, flatten
 from trainer.config_file import shipped_configs
 
 _PROGRAM = "tf-distribution-trainer"
-# Flags of absl itself, which nobody types.
-_MODULES = ("absl.",)
 _FILES = ("config", "model_dir", "data_dir", "data_cache_dir")
 
 _SCRIPT = """\
@@ -74,11 +72,11 @@ complete -c python -c python3 -n 'string match -q -- "* -m trainer *" (commandli
 
 
 def completion_script(shell: str, values: flags.FlagValues, config: Config) -> str:
-    """The script for `shell`: bash, zsh or fish."""
+    """Returns the script for `shell`: bash, zsh or fish."""
     words = []
     for name in sorted(values):
-        module = values.find_module_defining_flag(name, "")
-        if not module.startswith(_MODULES) and name == values[name].name:
+        is_own = not values.find_module_defining_flag(name, "").startswith("absl.")
+        if is_own and name == values[name].name:
             words += _words_of(values[name])
     words += [f"--config.{field}=" for field in flatten(config)]
     words += [f"--config={name}" for name in shipped_configs()]

@@ -38,7 +38,7 @@ _WIDTH, _TEXT_COLUMN = 80, 22
 
 
 def describe_flags(usage: str) -> str:
-    """`usage`, and the first sentence about each flag of the program, in groups."""
+    """Returns `usage`, and the first sentence about each flag of the program, in groups."""
     own = [
         flag.name
         for module, defined in FLAGS.flags_by_module_dict().items()
@@ -83,7 +83,7 @@ def _group_of(name: str) -> str:
 
 
 def describe_fields(config: object) -> str:
-    """A line for each field, with its default, and its description below it."""
+    """Returns a line for each field, with its default, and its description below it."""
     lines = ["fields of the config (the defaults are those of trainer/config.py):"]
     for name, default, text in _fields(config, ""):
         shown = "" if default in ("", (), {}) else default
@@ -92,18 +92,14 @@ def describe_fields(config: object) -> str:
     return "\n".join(lines)
 
 
-def _attributes(kind: type) -> str:
-    _, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")
-    return attributes
-
-
 def _fields(group: Any, prefix: str) -> Iterator[tuple[str, object, str]]:  # Any: a dataclass.
-    texts = {
-        name: " ".join(found["text"].split())
-        for kind in reversed(type(group).__mro__)
-        for found in _ENTRY.finditer(textwrap.dedent(_attributes(kind)))
-        for name in found["names"].split(", ")
-    }
+    """The name, the default and the description of each field, also of nested groups."""
+    texts = {}
+    for kind in reversed(type(group).__mro__):
+        attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+        for found in _ENTRY.finditer(textwrap.dedent(attributes)):
+            text = " ".join(found["text"].split())
+            texts.update(dict.fromkeys(found["names"].split(", "), text))
     for item in dataclasses.fields(group):
         value = getattr(group, item.name)
         if dataclasses.is_dataclass(value):

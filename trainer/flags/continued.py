@@ -26,7 +26,7 @@ _STEPS = ("train_steps", "epochs", "config.train_steps")
 
 
 def values_of(argv: Sequence[str]) -> dict[str, str]:
-    """The flags of a command line that is not parsed yet: name -> value, or ""."""
+    """Returns the flags of a command line that is not parsed yet: name -> value, or ""."""
     values = {}
     for argument, following in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
         if argument.startswith("-"):
@@ -36,7 +36,7 @@ def values_of(argv: Sequence[str]) -> dict[str, str]:
 
 
 def with_settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> list[str]:
-    """`argv` with the settings of the run in --model_dir before it, if there is such a run.
+    """Returns `argv` with the settings of the run in --model_dir, if it exists, put before it.
 
     `local_flags` are for a cluster on this machine. Raises ConfigError if the config file is gone.
     """
@@ -55,8 +55,7 @@ def with_settings_of_run(argv: Sequence[str], local_flags: Sequence[str]) -> lis
     kept = size_flags(source) if source else ()
     words = _config_words(document, given, model_dir)
     if "strategy" not in given:
-        saved = document.get("flags", [f"--strategy={document['strategy']}"])
-        for word in saved:
+        for word in document.get("flags", [f"--strategy={document['strategy']}"]):
             name = word.lstrip("-").partition("=")[0].removeprefix("no")
             is_ignored = (has_cluster or source) and name not in kept
             if not (is_ignored and name in local_flags):
@@ -94,11 +93,8 @@ def print_next(exit_code: int, model_dir: str, cluster: Cluster | None = None) -
         return  # Nothing was trained.
     run = shlex.quote(shown(model_dir))
     if exit_code == EXIT_DONE:
-        commands = (
-            "python -m trainer.evaluate ",
-            "python -m trainer.report ",
-            "tensorboard --logdir=",
-        )
+        tools = ("python -m trainer.evaluate ", "python -m trainer.report ")
+        commands = (*tools, "tensorboard --logdir=")
         line = "next: " + "   or: ".join(command + run for command in commands)
     elif exit_code != EXIT_RESTART:
         return

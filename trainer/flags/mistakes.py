@@ -1,4 +1,4 @@
-"""Messages about mistyped flags and values: what came, what is needed, what to type.
+"""Messages about mistyped flags and values: what was received, what is needed, what to type.
 
 message = unknown_flag("log_every_steps", known_flags, config)
 message = wrong_value(str(error), values)
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from trainer.config import Config, flatten
 
-# What absl says: "flag --batch_size=abc: invalid literal for int() with base 10: 'abc'".
+# A message of absl: "flag --batch_size=abc: invalid literal for int() with base 10: 'abc'".
 _ILLEGAL = re.compile(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): (?P<reason>.*)", re.DOTALL)
 _CHOICE = re.compile(r"value should be one of <(?P<names>[^>]*)>")
 # "-1 is not a non-negative integer", "0.0 is not number >= 0.001",
@@ -21,7 +21,7 @@ _BOUNDS = re.compile(
 )
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
-# What other programs name a flag or a field of the config.
+# The names of flags in other programs, and the flags or fields of this one.
 _SYNONYMS = {
     "lr": "learning_rate",
     "bs": "batch_size",
@@ -39,7 +39,7 @@ _SYNONYMS = {
 
 
 def unknown_flag(name: str, known: Iterable[str], config: Config) -> str:
-    """The message for a flag that does not exist; names the nearest flag or config field."""
+    """Returns the message about a flag that does not exist, with the nearest flag or field."""
     if synonym := _SYNONYMS.get(name):
         return f"There is no flag --{name}. Did you mean --{synonym}?"
     fields = list(flatten(config))
@@ -54,11 +54,9 @@ def unknown_flag(name: str, known: Iterable[str], config: Config) -> str:
 
 
 def wrong_value(message: str, values: Mapping[str, object]) -> str:
-    """Absl's message about a value of a wrong type or out of range, in plain words.
+    """Rewrites absl's message about a value of a wrong type or out of range in plain words.
 
-    Other messages are returned as they are.
-
-    `values` has an example of a right value for each flag.
+    Returns other messages as they are. `values` has an example of a right value for each flag.
     """
     matched = _ILLEGAL.fullmatch(message)
     if matched is None:
@@ -68,18 +66,13 @@ def wrong_value(message: str, values: Mapping[str, object]) -> str:
         return _wrong_choice(name, came, choice["names"].split("|"))
     if bounds := _BOUNDS.fullmatch(matched["reason"]):
         return _out_of_range(name, came, bounds)
-    if name not in values:
-        return message
-    example = values[name]
+    example = values.get(name)
     needed = _NEEDED.get(type(example))
     if needed is None:
         return message
     meant = _meant(came, type(example))
-    return (
-        f"--{name} must be {needed}. Received: {came!r}. Type "
-        f"--{name}={example if meant is None else meant}"
-        + (", for example." if meant is None else ".")
-    )
+    hint = f"{example}, for example." if meant is None else f"{meant}."
+    return f"--{name} must be {needed}. Received: {came!r}. Type --{name}={hint}"
 
 
 def _out_of_range(name: str, came: str, bounds: re.Match[str]) -> str:

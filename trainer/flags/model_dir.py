@@ -25,7 +25,7 @@ _UNSAFE = re.compile(r"[^\w.+=-]+")  # In a path, or in a shell.
 
 
 def is_default_dir() -> bool:
-    """Returns True if the user gave no --model_dir. `trainer.train` gives its default one."""
+    """Returns True if the user gave no --model_dir; a default of `trainer.train` does not count."""
     return flags.MODEL_DIR.value in (None, os.environ.get(DEFAULT_DIR))
 
 
@@ -41,7 +41,7 @@ def model_dir_of(recipe: Recipe) -> str:
 
 
 def changes(recipe: Recipe) -> list[str]:
-    """The fields that differ from those of the config file, as `field=value`; at most three.
+    """Returns the fields that differ from the config file, as `field=value`; at most three.
 
     A value that is too long is left out: a part of it would be another value.
     """

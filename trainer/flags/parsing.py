@@ -101,7 +101,7 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _explain_unknown(argv: Sequence[str], config: "Config") -> str:
-    """Says which field in a command line the config does not have; "" if it has all."""
+    """Returns a message about the first unknown field in a command line; "" if there is none."""
     from trainer.config import explain_unknown_field, flatten
 
     known = flatten(config)
@@ -119,6 +119,6 @@ def _explain_flag_error(argv: Sequence[str], config: "Config", error: Exception)
     if unknown := _explain_unknown(argv, config):
         return unknown
     known = flatten(config)
-    values = {name: FLAGS[name].default for name in FLAGS if FLAGS[name].default is not None}
+    values = {name: FLAGS[name].default for name in FLAGS}
     values |= {name: known[name] for name in SHORTCUTS} | {"epochs": 10.0}
     return wrong_value(str(error), values | {f"config.{name}": v for name, v in known.items()})

@@ -1,4 +1,4 @@
-"""What the flags start: a cluster on this machine, or a task; and what is checked before it starts.
+"""The cluster or the task that the flags describe, and the checks before it starts.
 
     cluster = read_cluster(is_launched=False) or cluster_here()
     exit_code = check_before_launch(recipe, cluster)        # READY: the tasks can be started
@@ -30,14 +30,14 @@ READY = 113
 
 
 def cluster_here(choose_ports: Callable[[int], list[int]] = free_ports) -> Cluster:
-    """The cluster on this machine, as --workers and --ps say."""
+    """Returns the cluster on this machine that --workers and --ps describe."""
     strategy = flags.STRATEGY.value
     num_workers = flags.WORKERS.value if strategy != "mirrored" else 1
     return local_cluster(strategy, num_workers, flags.PS.value, choose_ports)
 
 
 def num_workers(cluster: Cluster | None) -> int:
-    """The number of tasks that compute gradients; 1 without a cluster."""
+    """Returns the number of tasks that compute gradients; 1 if there is no cluster."""
     if cluster is None:
         return 1
     return cluster.num("worker") if cluster.num("ps") else len(cluster.trainers)
@@ -46,7 +46,7 @@ def num_workers(cluster: Cluster | None) -> int:
 def task_spec(
     recipe: Recipe, cluster: Cluster | None, model_dir: str, *, is_launched: bool = False
 ) -> TaskSpec:
-    """The task that the parsed flags describe: fields have the values of flags of their names."""
+    """Returns the task that the flags describe; its fields have the values of equal names."""
     values = flags.values_of(TaskSpec) | {
         "transfer": Transfer(**flags.values_of(Transfer)),
         "recipe": recipe,
@@ -67,7 +67,7 @@ def task_spec(
 
 
 def check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
-    """Finds all mistakes that can be found before tasks are started; returns READY, or the end."""
+    """Finds mistakes before tasks are started; returns READY, or an exit code if it must end."""
     model_dir = model_dir_of(recipe)
     set_train_steps(recipe)
     if says_finished(recipe, model_dir):
@@ -85,7 +85,7 @@ def check_before_launch(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def set_train_steps(recipe: Recipe) -> None:
-    """Sets train_steps to that of --epochs, if it is given: this needs the data."""
+    """Computes train_steps from --epochs, if it is given, and the size of the data."""
     if flags.EPOCHS.value is not None:
         tf_setup.import_tensorflow()
         from trainer.inputs import num_steps_of

@@ -38,7 +38,7 @@ class Drawing:
         self._console = Console(highlight=False)
         self._live: Live | None = None
         self._next_frame = 0.0
-        # Lines that were not printed yet, by number; and the number of the last report of a split.
+        # Lines that are not printed yet, by number; for each split the number of its last report.
         self._kept: dict[int, str] = {}
         self._reports: dict[str, int] = {}
         self._num_lines = 0
@@ -51,7 +51,7 @@ class Drawing:
 
     @property
     def secs_to_frame(self) -> float:
-        """Until the next frame is due; also of a screen that is not open."""
+        """The time until the next frame, or until the next look if the screen is not open."""
         due = self._next_frame - time.monotonic() if self.is_open else _SECS_PER_FRAME
         return min(max(0.0, due), _SECS_PER_FRAME)
 
@@ -63,7 +63,7 @@ class Drawing:
             self._next_frame = 0.0
 
     def close(self) -> None:
-        """Shows the first screen again, with the lines since."""
+        """Shows the first screen again, and prints the lines that were added meanwhile."""
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
@@ -75,7 +75,7 @@ class Drawing:
         self._kept, self._reports, self._num_lost = {}, {}, 0
 
     def add(self, line: str) -> None:
-        """Takes a line that was printed."""
+        """Prints a line of the run, or keeps it until the first screen is shown again."""
         self._status.read_line(line)
         if progress_in(line) is not None:
             return

@@ -25,12 +25,14 @@ _NAME_WIDTH = 12
 _MAX_CURVE = 48
 _MIN_CURVE = 8
 _MIN_BAR = 8
+# The columns of the table of tasks that are left out on a narrow terminal, the first one first.
+_LEFT_OUT = ("staleness", "share", "restarts", "CPU", "memory", "step")
 _STYLES = {TRAINING: "green", DEAD: "bold red", RESTARTING: "bold yellow"}
 _MIB = 1 << 20
 
 
 def lines_of(status: Status, width: int, height: int, *, is_ascii: bool = False) -> list[Text]:
-    """At most `height` lines of at most `width` characters."""
+    """Returns at most `height` lines of at most `width` characters."""
     head = [_progress(status, width, is_ascii)]
     if height >= 6:
         head.insert(0, _title(status, width))
@@ -54,10 +56,10 @@ def lines_of(status: Status, width: int, height: int, *, is_ascii: bool = False)
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS, *, name: str = "") -> str:
-    """The values, the last on the right, as characters of eight heights; means if there are more.
+    """Returns the values as characters of eight heights; means if there are more than `width`.
 
-    NaN and infinities are left out. The heights are logarithmic where the page of a run is, which
-    depends on the `name` of the metric.
+    NaN and infinities are left out. The heights are logarithmic where `trainer.report` draws a
+    logarithmic axis, which depends on the `name` of the metric.
     """
     finite = [value for value in values if math.isfinite(value)]
     count = min(width, len(finite))
@@ -120,9 +122,8 @@ def _metrics(status: Status, width: int, is_ascii: bool) -> list[Text]:
     # Third: the first lines stay on a small screen.
     names = [*list(curves)[:2], *(["examples/s"] if rates else []), *list(curves)[2:]]
     curves["examples/s"] = (rates, [], "{:,.0f}".format)
-    eval_width = 0
-    if width >= 44 and any(evaluated for _, evaluated, _ in curves.values()):
-        eval_width = 14
+    has_evaluations = any(evaluated for _, evaluated, _ in curves.values())
+    eval_width = 14 if width >= 44 and has_evaluations else 0
     return [_metric(name, *curves[name], width, eval_width, is_ascii) for name in names]
 
 
@@ -153,7 +154,7 @@ def _metric(
 
 
 def _tasks(status: Status, width: int, height: int) -> list[Text]:
-    """A table of tasks; without room for all of them, healthy ones become one line."""
+    """A table of tasks. If there is no room for all of them, healthy ones become one line."""
     tasks = status.tasks
     if not tasks or height < 1:
         return []
@@ -165,30 +166,24 @@ def _tasks(status: Status, width: int, height: int) -> list[Text]:
         tasks, hidden = tasks[: height - 2], tasks[height - 2 :]
         more = [_summary(hidden, "and ")]
     columns = _columns(status, tasks)
-    while len(columns) > 2 and sum(len(cells[0]) + 2 for cells in columns) - 2 > width:
-        columns.pop(_least_important(columns))
-    rows = []
-    for number in range(len(tasks) + 1):
+    for title in _LEFT_OUT:
+        if len(columns) <= 2 or sum(len(cells[0]) + 2 for cells in columns.values()) - 2 <= width:
+            break
+        columns.pop(title, None)
+    rows = [Text("  ".join(cells[0] for cells in columns.values()).rstrip(), "dim", no_wrap=True)]
+    for number in range(1, len(tasks) + 1):
         line = Text(no_wrap=True)
-        for cells in columns:
-            is_state = cells[0].strip() == "state"
-            style = "dim" if number == 0 else _STYLES.get(cells[number].strip(), "")
-            line.append(cells[number], style if number == 0 or is_state else "")
+        for title, cells in columns.items():
+            is_state = title == "state"
+            line.append(cells[number], _STYLES.get(cells[number].strip(), "") if is_state else "")
             line.append("  ")
         line.rstrip()
         rows.append(line)
     return rows + more
 
 
-def _least_important(columns: Sequence[Sequence[str]]) -> int:
-    """The column that is left out first: `step` and `state` matter most, the others by place."""
-    order = ("staleness", "share", "restarts", "CPU", "memory", "step")
-    names = [cells[0].strip() for cells in columns]
-    return next(names.index(name) for name in order if name in names)
-
-
-def _columns(status: Status, tasks: Sequence[TaskStatus]) -> list[list[str]]:
-    """The columns that have a value, each with its title, and padded to one width."""
+def _columns(status: Status, tasks: Sequence[TaskStatus]) -> dict[str, list[str]]:
+    """The columns that have a value, by title; their cells, the title first, have one width."""
 
     def step(task: TaskStatus) -> str:
         number = status.step if task.step is None else task.step
@@ -210,14 +205,13 @@ def _columns(status: Status, tasks: Sequence[TaskStatus]) -> list[list[str]]:
         "memory": memory,
         "CPU": number("{:.0f}%", lambda task: task.cpu),
     }
-    columns = []
+    columns = {}
     for title, value in values.items():
         cells = [title, *map(value, tasks)]
-        if not any(cells[1:]):
-            continue
-        width = max(map(len, cells))
-        is_text = title in ("task", "state")
-        columns.append([f"{cell:{width}}" if is_text else f"{cell:>{width}}" for cell in cells])
+        if any(cells[1:]):
+            width = max(map(len, cells))
+            pad = str.ljust if title in ("task", "state") else str.rjust
+            columns[title] = [pad(cell, width) for cell in cells]
     return columns
 
 

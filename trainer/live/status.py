@@ -90,7 +90,7 @@ class Tail:
         self._inode, self._offset = 0, 0
 
     def new_lines(self) -> tuple[list[bytes], bool]:
-        """The complete lines since the last call; and True if the file was replaced before them."""
+        """Returns the complete lines since the last call, and True if the file was replaced."""
         try:
             with open(self._path, "rb") as file:
                 status = os.fstat(file.fileno())
@@ -111,20 +111,21 @@ def is_warning(message: str) -> bool:
 
 
 class Status:
-    """The state of a run, as far as it is known."""
+    """The known state of a run."""
 
     def __init__(self, model_dir: str, pid: int, logs: Path | None) -> None:
-        """`pid` is the process that is shown; it is the launcher of a cluster that logs to `logs`.
+        """Follows the run of the process `pid`.
 
-        Without `logs` it is a single process, or the chief of a cluster on several machines.
+        With `logs` it is the launcher of a cluster, whose tasks log there. Otherwise it is a single
+        process, or the chief of a cluster on several machines.
         """
         self.model_dir = model_dir
         self.step = 0
         self.last_step: int | None = None
         self.config: Mapping[str, Any] = {}  # JSON values.
         self.messages: deque[str] = deque(maxlen=_MAX_MESSAGES)
-        self.last_warning = ""  # Of the messages.
-        self.report: Mapping[str, Any] = {}  # The last one of training.
+        self.last_warning = ""  # The last message for which `is_warning` is true.
+        self.report: Mapping[str, Any] = {}  # The last report of training.
         self.goodput: float | None = None
         self._next_goodput = 0.0
         self._files = RunFiles(model_dir)
@@ -163,12 +164,12 @@ class Status:
         return self._curves.get((split, name), [])
 
     def metrics(self) -> list[str]:
-        """The names of the metrics that reports have had, losses first."""
+        """Returns the names of the metrics in all reports so far, losses first."""
         names = dict.fromkeys(name for _, name in self._curves if name not in NO_METRICS)
         return sorted(names, key=lambda name: "loss" not in name)
 
     def read_line(self, line: str) -> None:
-        """Learns from a line that the process has printed."""
+        """Updates the state from a line that the process has printed."""
         step = progress_in(line)
         if step is not None:
             self.step, self._phase = step, TRAINING
@@ -186,7 +187,7 @@ class Status:
                 self.last_warning = line
 
     def poll(self) -> None:
-        """Looks at the files of the run and at its processes."""
+        """Updates the state from the files of the run and from its processes."""
         self._read_starts()
         self._read_reports()
         if self._phase != STARTING:  # Before, the file may be that of a former run.
@@ -254,8 +255,7 @@ class Status:
         for name, number in steps.items():
             if self._logs is None:
                 self._tasks.setdefault(name, TaskStatus(name))
-            if name in self._tasks:
-                task = self._tasks[name]
+            if task := self._tasks.get(name):
                 task.step = number
                 task.share = report.get("worker_share", {}).get(name, math.nan)
                 task.staleness = _mean(report.get("staleness", {}).get(name, {}))

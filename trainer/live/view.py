@@ -60,8 +60,8 @@ def _start(model_dir: str, is_launcher: bool, stack: contextlib.ExitStack) -> in
         command.append("tasks")
     read, write = os.pipe()
     stack.callback(os.close, write)
-    # A terminal sends them to all its processes. The view ends after the process that it shows. It
-    # inherits the signals that are blocked.
+    # A terminal sends these signals to all its processes, but the view must end after the process
+    # that it shows. It inherits the blocked signals.
     not_for_view = (*stop_signals(), signal.SIGQUIT)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, not_for_view)
     try:

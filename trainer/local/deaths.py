@@ -1,6 +1,6 @@
 """What the launcher does after a process of a task has ended: pure functions, no processes.
 
-    failure = failure_of(code, unresponsive="", end_reason=None, is_stopped=False)
+    failure = failure_of(code, unresponsive, end_reason, is_stopped=False)
     action = decide(end, run)        # each time a process has ended
     action = decide_loss(end, run)   # a second after Action.WAIT
 
@@ -21,9 +21,9 @@
 
 An unresponsive task, which the launcher kills, counts as lost. A ps worker is the only task that
 can be lost alone: the chief reconnects to it. If the chief of ps or a ps is lost by a signal,
-RESTART_ALL leaves the other servers alone: they have the variables (`keeps_variables`). Updates
-that a dead chief sent cannot reach the variables of the next chief, which makes new ones. No
-multiworker step is complete without all workers. Exits with 1 and 2 would happen again.
+RESTART_ALL leaves the other servers alone: they have the variables. Updates that a dead chief sent
+cannot reach the variables of the next chief, which makes new ones. No multiworker step is complete
+without all workers. Exits with 1 and 2 would happen again.
 """
 
 import enum
@@ -34,6 +34,9 @@ from typing import Any, NamedTuple
 
 from strategies.cluster.tf_config import Task
 from trainer.exit_codes import EXIT_BUG, EXIT_RESTART, EXIT_USAGE
+
+# The exits of a task that the launcher has asked to end.
+ENDED_AS_ASKED = (EXIT_RESTART, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)
 
 
 class Action(enum.Enum):
@@ -68,11 +71,11 @@ class TaskEnd:
 
     @property
     def death(self) -> str:
-        """What the launcher says of it."""
+        """The launcher's message about it."""
         return f"{self.task} (process {self.pid}) died: {self.failure}"
 
     def document(self) -> dict[str, Any]:
-        """Its part of a line of restarts.jsonl and of failures.jsonl."""
+        """The keys that a line of restarts.jsonl and one of failures.jsonl have in common."""
         return {
             "task": str(self.task),
             "process": self.pid,
@@ -105,7 +108,7 @@ def is_chief_done(ends: Iterable[TaskEnd]) -> bool:
 
 
 def decide(end: TaskEnd, run: RunState) -> Action:
-    """The action for a process that has just ended."""
+    """Returns the action for a process that has just ended."""
     if end.is_chief and end.exit_code == 0:
         return Action.FINISH
     if end.exit_code == EXIT_USAGE:
@@ -125,7 +128,7 @@ def decide(end: TaskEnd, run: RunState) -> Action:
 
 
 def decide_loss(end: TaskEnd, run: RunState) -> Action:
-    """The action for a task that the run has lost: it did not end as planned."""
+    """Returns the action for a task that the run has lost: it did not end as planned."""
     is_transient = end.exit_code < 0 or end.exit_code == EXIT_RESTART
     if is_transient and run.may_restart and not run.is_ending:
         return Action.RESTART_TASK if end.is_ps_worker else Action.RESTART_ALL
@@ -135,16 +138,8 @@ def decide_loss(end: TaskEnd, run: RunState) -> Action:
     return Action.END_RUN
 
 
-def keeps_variables(end: TaskEnd, *, has_ps: bool) -> bool:
-    """Returns True if the next chief may continue from what the other servers have.
-
-    After an exit with 75 some server may not answer, so all tasks are started again.
-    """
-    return has_ps and end.exit_code < 0
-
-
-def failure_of(code: int, *, unresponsive: str, end_reason: str | None, is_stopped: bool) -> str:
-    """Why an exit with `code` is a failure; empty if it is none.
+def failure_of(code: int, unresponsive: str, end_reason: str | None, *, is_stopped: bool) -> str:
+    """Returns why an exit with `code` is a failure; empty if it is none.
 
     TaskProcess explains `unresponsive` and `end_reason`. `is_stopped` is True if the user or a
     scheduler has asked the run to stop.
@@ -153,8 +148,7 @@ def failure_of(code: int, *, unresponsive: str, end_reason: str | None, is_stopp
         return unresponsive
     if end_reason:
         return end_reason
-    asked = (EXIT_RESTART, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)
-    if end_reason is not None and code in asked:
+    if end_reason is not None and code in ENDED_AS_ASKED:
         return ""
     if is_stopped and code == EXIT_RESTART:  # The chief passes the stop on to its servers.
         return ""

@@ -13,7 +13,6 @@ member is lost, the other tasks save the last complete step. If hosts join, all 
 same step.
 """
 
-import signal
 from collections.abc import Collection, Sequence
 from functools import partial
 
@@ -21,7 +20,7 @@ from typing_extensions import override
 
 from strategies.cluster.tf_config import Cluster, ClusterError, Task
 from trainer.exit_codes import EXIT_BUG, EXIT_DONE, EXIT_RESTART, EXIT_USAGE
-from trainer.local.deaths import TaskEnd
+from trainer.local.deaths import ENDED_AS_ASKED, TaskEnd
 from trainer.local.group_rules import Group, Rules, Sightings, Snapshot, next_members
 from trainer.local.launch_report import LaunchReport
 from trainer.local.membership import Membership, Watcher
@@ -30,7 +29,6 @@ from trainer.local.supervisor import Supervisor
 from trainer.local.task_logs import say
 
 _FIRST_SNAPSHOTS = 4  # After them a launcher knows which others were running before it.
-_ASKED = (EXIT_RESTART, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)  # To end.
 
 
 class ElasticPolicy(FixedPolicy):
@@ -58,7 +56,7 @@ class ElasticPolicy(FixedPolicy):
 
     @override
     def to_start(self, tasks: Collection[Task]) -> Collection[Task]:
-        """The task of this host in the newest group, if the host is in the group."""
+        """Returns the task of this host in the newest group; nothing if it is not a member."""
         if self._own not in self._group.members:
             return ()
         self._generation = self._group.generation
@@ -68,9 +66,9 @@ class ElasticPolicy(FixedPolicy):
 
     @override
     def on_exit(self, exit_code: int, activity: Activity) -> Step | None:
-        # A restart does not repair other exit codes, so that they do not lead to one.
+        # Other exit codes, such as that of a bug, would come again after a restart.
         is_unneeded = self._is_done and (exit_code < 0 or exit_code == EXIT_RESTART)
-        is_asked = is_unneeded or (self._is_regrouping and exit_code in _ASKED)
+        is_asked = is_unneeded or (self._is_regrouping and exit_code in ENDED_AS_ASKED)
         self._is_regrouping = False
         if not is_asked or activity is Activity.ENDING:
             self._is_done |= exit_code == EXIT_DONE
@@ -94,9 +92,9 @@ class ElasticPolicy(FixedPolicy):
         return end.exit_code in (EXIT_BUG, EXIT_USAGE)
 
     def on_snapshot(self, snapshot: Snapshot, activity: Activity) -> Step:
-        """The step that follows from what the hosts have written.
+        """Returns the next step, decided from the records of all hosts.
 
-        Raises ClusterError if the group is of other hosts, or if launchers that ran before this one
+        Raises ClusterError if the group has other hosts, or if launchers that ran before this one
         have another code or config.
         """
         self._read_group()
@@ -158,7 +156,7 @@ class ElasticPolicy(FixedPolicy):
         return Step.STOP_TOGETHER if is_whole else Step.SAVE_AND_END
 
     def _regroup(self, activity: Activity) -> Step:
-        """Proposes the next group, if there must be one, and starts the task. None runs."""
+        """Proposes the next group, if it must change, and starts the task, which does not run."""
         members = next_members(self._group, self._sightings, self._rules)
         is_outdated = self._group.generation != self._generation
         if activity is Activity.DELAYING and members is None and not is_outdated:

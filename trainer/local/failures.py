@@ -5,8 +5,8 @@
     for failure in failures.new_of_others():    # what other hosts have written since the last call
         print_failure(failure)
 
-A task that ends with 75 because another task was lost is not the cause, so only the chief's are
-written. A line with `ends_run` ends the launchers of all hosts.
+A task usually ends with 75 because another task was lost, which is the cause. So an exit with 75 is
+written only if it ends the run or is the chief's. A line with `ends_run` ends all launchers.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from trainer.local.task_logs import now, say
 
 @dataclass(frozen=True)
 class Failure:
-    """A line of failures.jsonl: `exit_code` is that of the task, `ends_run` is explained above."""
+    """A line of failures.jsonl. `exit_code` is that of the task."""
 
     time: str
     host: str
@@ -42,10 +42,10 @@ class Failure:
 
 
 class FailureLog:
-    """Appends to the file, and reads what others append. An error of the storage is a message."""
+    """Appends to the file, and reads what others append. No method raises OSError."""
 
     def __init__(self, model_dir: Path, host: str) -> None:
-        """What the file has now is of earlier launchers."""
+        """Ignores the lines that the file has now: they are of earlier launchers."""
         self._path = model_dir / "failures.jsonl"
         self._host = host
         self._read_bytes = self._path.stat().st_size if self._path.exists() else 0

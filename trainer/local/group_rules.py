@@ -37,7 +37,7 @@ class Group(NamedTuple):
 
 
 class HostRecord(NamedTuple):
-    """What the launcher of a host writes down about every second.
+    """The record that the launcher of a host writes about every second.
 
     `start` is different for each start of the launcher; `beat` grows. `reaches` are the hosts that
     it could connect to. `ended` is the exit code of the launcher; None while it runs. `identity` is
@@ -52,7 +52,7 @@ class HostRecord(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What a launcher has read: the time is its own monotonic clock, in seconds."""
+    """All records at a time of the reading launcher's monotonic clock, in seconds."""
 
     time: float
     records: Mapping[int, HostRecord]
@@ -67,15 +67,15 @@ class Rules(NamedTuple):
 
 
 class Sightings:
-    """What one launcher has seen of all hosts so far. Only its own clock counts.
+    """The state of all hosts, as one launcher has seen it so far. Only its own clock counts.
 
     Attributes:
-        present: The hosts whose launchers run, with the code and config of this one.
+        present: The hosts whose launchers run with the code and config of this one.
         others: The hosts whose launchers run with another code or config.
         core: The members of the group that can train together now.
         away_secs: For each member, how long it has not been in `core`.
         waiting: The present hosts that are not in the group.
-        ready: Those of them that may join without another reason for a change.
+        ready: The waiting hosts that may join without another reason for a change.
         is_done: True if a launcher has ended with 0 since the first snapshot: the run is complete.
     """
 
@@ -158,7 +158,7 @@ class Sightings:
 
 
 def next_members(group: Group, sightings: Sightings, rules: Rules) -> frozenset[int] | None:
-    """The members of the next group that this launcher must propose; None if it must not."""
+    """Returns the members of the next group if this launcher must propose one, else None."""
     kept = frozenset(h for h, secs in sightings.away_secs.items() if secs < rules.rejoin_secs)
     is_complete = kept == group.members
     if is_complete and sightings.core != group.members:
@@ -175,9 +175,9 @@ def next_members(group: Group, sightings: Sightings, rules: Rules) -> frozenset[
 
 
 def connected(hosts: Iterable[int], links: Collection[tuple[int, int]]) -> frozenset[int]:
-    """Hosts of which each reaches all others.
+    """Returns a part of `hosts` in which each host reaches all others.
 
-    Removes the host that misses most links, and of several the last one, until no link is missing.
+    Removes the host with the most missing links (the last one of several) until no link is missing.
     """
     left = sorted(hosts)
     while left:

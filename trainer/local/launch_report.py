@@ -6,6 +6,7 @@ sys.exit(report.exit_code)
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data.system.files import shown
@@ -23,7 +24,7 @@ class Restart:
     """The tasks that were restarted because `cause` had ended, and when."""
 
     cause: TaskEnd
-    tasks: tuple[Task, ...]
+    tasks: Sequence[Task]
     when: str
 
 
@@ -31,14 +32,14 @@ class Restart:
 class LaunchReport:
     """How the cluster ended: all processes in the order of their ends, and all restarts."""
 
-    tasks: tuple[TaskEnd, ...]
-    restarts: tuple[Restart, ...]
+    tasks: Sequence[TaskEnd]
+    restarts: Sequence[Restart]
     is_stopped: bool  # The user or a scheduler has asked the cluster to stop.
-    exit_of_others: int = 0  # With which a launcher of another host has ended the run; else 0.
+    exit_of_others: int = 0  # The exit code to end with if another host has ended the run; else 0.
 
     @property
     def first_failure(self) -> TaskEnd | None:
-        """The task to look at first. Survived failures, and 75s after lost peers, come last."""
+        """The failure to look at first. Survived ones come last, and 75s come after other codes."""
         return min(
             (end for end in self.tasks if end.failure),
             key=lambda end: (end.survived, end.exit_code == EXIT_RESTART),

@@ -3,8 +3,8 @@
     exit_code = launch(recipe, view)                # --strategy=ps, without TF_CONFIG
     exit_code = supervise(recipe, cluster)          # --max_restarts or --min_workers
 
-Both first check all that can be checked in a fork: TensorFlow and its memory stay out of this
-process. They check in this process only if it cannot fork.
+Both first run the checks in a fork, so that TensorFlow and its memory stay out of this process; in
+this process only if it cannot fork.
 """
 
 import contextlib
@@ -163,7 +163,7 @@ def _tell(text: str) -> None:
 
 
 def fork_server(label: str) -> ForkServer:
-    """A process that has imported all that a task needs, but has run no TensorFlow op."""
+    """Returns a server that imports all modules of a task, but runs no TensorFlow op."""
     steps = (
         "trainer.tf_setup:configure_logging",
         "trainer.tf_setup:set_environment",
@@ -211,9 +211,9 @@ def _run_check_before_launch(
 def _checked_and_locked(
     model_dir: str, recipe: Recipe, forks: ForkServer | None, cluster: Cluster
 ) -> Iterator[int]:
-    """Checks before a launch, and keeps other runs from `model_dir` within the context.
+    """Runs the checks, and keeps other runs from `model_dir` while the context is open.
 
-    The value is that of the check: READY, or an exit code.
+    Gives the result of the checks: READY, or an exit code.
     """
     exit_code = _run_check_before_launch(model_dir, recipe, forks, cluster)
     # With --min_workers the groups of hosts agree which host has the chief.

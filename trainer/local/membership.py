@@ -43,17 +43,17 @@ _RECORD_BYTES = 1024  # Records of equal length are overwritten in one piece.
 
 
 class Membership:
-    """The files, as the launcher of one host reads and writes them. All raise OSError."""
+    """The files, read and written by one host. All methods raise OSError if the storage fails."""
 
     def __init__(self, model_dir: Path, addresses: Sequence[str], own: int) -> None:
-        """`addresses` are of the tasks of all hosts, in the order of --hosts."""
+        """`addresses` are those of the tasks of all hosts, in the order of --hosts."""
         self.model_dir = model_dir
         self.addresses = tuple(addresses)
         self.own = own
         self._directory = model_dir / MEMBERSHIP
 
     def group(self) -> Group:
-        """The newest group. Raises ClusterError if it is of another list of hosts."""
+        """Returns the newest group. Raises ClusterError if it has another list of hosts."""
         generation = newest_generation(self.model_dir)
         if not generation:
             return Group(0, frozenset(range(len(self.addresses))))
@@ -69,7 +69,7 @@ class Membership:
         return Group(generation, members)
 
     def propose(self, group: Group, members: frozenset[int]) -> bool:
-        """Makes `members` the group after `group`; False if another launcher was faster.
+        """Makes `members` the group after `group`; returns False if another launcher was faster.
 
         Raises ClusterError if the file system has no hard links.
         """
@@ -81,7 +81,7 @@ class Membership:
         return self._write_once(self._path_of(group.generation + 1), json.dumps(document))
 
     def check_hard_links(self) -> None:
-        """Raises ClusterError if `propose` could not write: without hard links, for example."""
+        """Raises ClusterError if `propose` cannot write, for example without hard links."""
         probe = Path(partial_name(str(self._directory / "probe")))
         try:
             self._write_once(probe, "")
@@ -93,7 +93,7 @@ class Membership:
             ) from None
 
     def _write_once(self, path: Path, content: str) -> bool:
-        """Makes the complete file `path` in one operation; False if there is one already."""
+        """Makes the complete file `path` in one operation; returns False if it exists already."""
         self._directory.mkdir(parents=True, exist_ok=True)
         partial = Path(partial_name(str(self._directory / "proposal")))
         with partial.open("x") as file:
@@ -129,7 +129,7 @@ class Membership:
             os.close(fd)
 
     def records(self) -> dict[int, HostRecord]:
-        """The records of all hosts that have one; a record that is being written is left out."""
+        """Returns the record of each host that has one, except records that are incomplete."""
         found = {}
         for host in range(len(self.addresses)):
             with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
@@ -145,9 +145,9 @@ class Membership:
 
 
 class Watcher:
-    """A thread that writes the record of this host, and reads those of all, about every second.
+    """A thread that writes this host's record, and reads all records, about every second.
 
-    If the storage fails or hangs, no snapshot comes: then this launcher decides nothing, and the
+    If the storage fails or hangs, there is no snapshot: this launcher decides nothing, and the
     others consider this host away.
     """
 

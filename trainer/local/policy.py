@@ -44,11 +44,11 @@ class FixedPolicy:
         self.clusters = {task: cluster.for_task(task) for task in tasks}
 
     def to_start(self, tasks: Collection[Task]) -> Collection[Task]:
-        """The tasks of `clusters` to start in place of `tasks`, which are due to start."""
+        """Returns the tasks of `clusters` to start when `tasks` are due to start."""
         return tasks
 
     def on_exit(self, exit_code: int, activity: Activity) -> Step | None:
-        """The step after the end of a task; None if deaths.py must decide."""
+        """Returns the step after the end of a task; None if deaths.py must decide."""
         return None
 
     def is_over(self) -> bool:

@@ -26,7 +26,7 @@ class Restarts:
     """Counts restarts without progress.
 
     Attributes:
-        num_without_progress: The restarts since the last progress, with the one counted last.
+        num_without_progress: The restarts since the last progress, including the newest.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Restarts:
         self._progress = progress
         self._clock = clock
         self._best = progress()
-        self._times: deque[tuple[float, bool]] = deque()  # And whether it counts.
+        self._times: deque[tuple[float, bool]] = deque()  # Of restarts, with `counts`.
         self._num_short_lives: Counter[Task] = Counter()  # Consecutive ones.
         self.num_without_progress = 0
 
@@ -48,13 +48,12 @@ class Restarts:
         """Counts the restart after `end`, and returns its delay; None if the limit is reached.
 
         A task that repeatedly dies soon after its start is delayed even if the run makes progress
-        without it. Without `counts` the restart lengthens later delays, but the limit is not for
-        it.
+        without it. If `counts` is False, the restart lengthens later delays, but has no limit.
         """
         is_short = end.seconds <= _SHORT_LIFE_SECS
         num_short_lives = self._num_short_lives[end.task] if is_short else 0
-        # A task that soon lost another one is not the cause. (A ps worker that does so again and
-        # again is: the run makes progress without it.)
+        # After an exit with 75 the cause is another task. But a ps worker that often ends with 75
+        # is the cause itself: the run makes progress without it.
         is_cause = end.exit_code != EXIT_RESTART or end.is_ps_worker
         self._num_short_lives[end.task] = num_short_lives + (is_short and is_cause)
         now, (saved, reported) = self._clock(), self._progress()

@@ -5,22 +5,21 @@
     report = Supervisor(policy, starter, model_dir, restarts).run()
     sys.exit(report.exit_code)
 
-The chief's lines appear on the launcher's standard output, and the lines of every task in
-`<model_dir>/tasks/<job>-<index>.log`; for a URL, in runs/<name>/tasks.
+The chief's lines appear on the launcher's standard output. The log of each task is
+`<model_dir>/tasks/<job>-<index>.log`; if `model_dir` is a URL, it is in runs/<name>/tasks.
 
-Servers are ps tasks and ps workers; trainers are the chief and multiworker workers. A task that
-died is restarted, as the table in deaths.py says: a ps worker alone, any other with all tasks.
-Before that the peers are killed at once; after an exit with 75 they first have 15 s to end by
-themselves. Workers of multiworker get SIGUSR1 in place of SIGKILL: each has the complete state, and
-saves it within `grace_secs`.
+Servers are ps tasks and ps workers; trainers are the chief and the workers of multiworker. The
+table in deaths.py says what follows when a task ends. Before a restart of all tasks the others are
+killed at once; after an exit with 75 they first have 15 s to end by themselves. Workers of
+multiworker get SIGUSR1 before SIGKILL: each has the complete state, and saves it within
+`grace_secs`.
 
-The run ends when the chief exits with 0, when a failure cannot be repaired by a restart, when
-restarts make no progress, or when the launcher receives a signal. Each process is in a session of
-its own: Ctrl-C in a terminal reaches the launcher, which has the tasks save and end.
+Each process is in a session of its own: Ctrl-C in a terminal reaches only the launcher, which has
+the tasks save and end.
 
 With `host` the cluster has several hosts, each with a launcher for one task, which it restarts
-alone. The tasks see that others are gone, end, and wait for each other at the next start, so
-launchers need not agree; failures.jsonl has what they tell each other.
+alone. The tasks see that others are gone, end, and wait for each other at the next start. So
+launchers need not agree. They only tell each other of failures, in failures.jsonl.
 
 No process is left when `run` returns: process groups are killed by their id. If the launcher itself
 is killed, a socket that it held closes, and the tasks end (trainer/guards/parent_watch.py).
@@ -47,7 +46,6 @@ from trainer.local.deaths import (
     decide_loss,
     failure_of,
     is_chief_done,
-    keeps_variables,
     mark_survived,
 )
 from trainer.local.failures import FailureLog, print_failure
@@ -126,17 +124,13 @@ class Supervisor:
                 for process in self._running.values():
                     process.send(signal.SIGKILL)
                     process.reap()
-        report = LaunchReport(
-            tuple(self._ends),
-            tuple(self._restarts),
-            is_stopped=self._num_stops > 0,
-            exit_of_others=self._exit_of_others,
-        )
+        is_stopped = self._num_stops > 0
+        report = LaunchReport(self._ends, self._restarts, is_stopped, self._exit_of_others)
         print_summary(report, self._logs)
         return report
 
     def ask(self, decide: Callable[[Activity], Step]) -> None:
-        """Has the main thread call `decide` and do the step; any thread may call this."""
+        """Has the main thread call `decide` and do its step. Any thread may call this."""
         self._events.put(lambda: self._do(decide(self._activity())))
 
     def _activity(self) -> Activity:
@@ -186,7 +180,7 @@ class Supervisor:
         handle()
 
     def _follow_failures(self, failures: FailureLog) -> None:
-        """Shows on the chief's host why tasks of other hosts ended; ends the run if one says so."""
+        """Prints why tasks of other hosts ended; ends the run if one of these failures says so."""
         for failure in failures.new_of_others():
             if self._chief in self.policy.clusters or failure.ends_run:
                 print_failure(failure)
@@ -234,6 +228,7 @@ class Supervisor:
         if step is not None:
             self._do(step)
             return
+        is_stopped = self._num_stops > 0
         end = TaskEnd(
             task,
             is_chief=task == self._chief,
@@ -242,10 +237,7 @@ class Supervisor:
             exit_code=code,
             seconds=process.seconds(),
             failure=failure_of(
-                code,
-                unresponsive=process.unresponsive,
-                end_reason=process.end_reason,
-                is_stopped=self._num_stops > 0,
+                code, process.unresponsive, process.end_reason, is_stopped=is_stopped
             ),
             was_overdue=bool(process.end_reason),
             last_lines=tuple(process.tail),
@@ -325,9 +317,10 @@ class Supervisor:
         self._end_stateless(self._servers(), patience if self._trainers() else _SERVERS_ALONE_SECS)
 
     def _restart(self, cause: TaskEnd, delay_secs: float, *, is_alone: bool) -> None:
-        # Not again without progress: then perhaps a server does not work.
-        is_first = self.restarts.num_without_progress == 1
-        keeps_servers = not is_alone and is_first and keeps_variables(cause, has_ps=self._has_ps)
+        # The next chief may continue from the variables on the servers. Not after an exit with 75,
+        # or again without progress: then perhaps a server does not answer.
+        was_killed, is_first = cause.exit_code < 0, self.restarts.num_without_progress == 1
+        keeps_servers = not is_alone and self._has_ps and was_killed and is_first
         what: object = cause.task if is_alone or self.host else "all tasks"
         if keeps_servers and not self.host:
             what = " and ".join(dict.fromkeys([str(cause.task), str(self._chief)]))
@@ -352,7 +345,7 @@ class Supervisor:
         self._go_down()
 
     def _go_down(self) -> None:
-        """Continues a restart: ends the servers, unless they stay, then plans all starts."""
+        """Continues a restart of all: ends the servers, unless they stay, then plans the starts."""
         assert self._restart_of_all is not None
         if self._trainers():
             return
@@ -403,7 +396,10 @@ class Supervisor:
     def _end(
         self, tasks: Iterable[Task], after_secs: float, signum: signal.Signals, overdue: str = ""
     ) -> None:
-        """Signals `tasks` that still run in `after_secs`; `overdue`: why they failed, if so."""
+        """Plans a signal to those `tasks` that still run after `after_secs`.
+
+        `overdue` says why this is a failure; empty if it is none.
+        """
         for task in tasks:
             self._plans.enter(after_secs, 0, self._send, (self._running[task], signum, overdue))
 

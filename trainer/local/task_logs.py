@@ -5,8 +5,8 @@
     log.write(b"what the task prints")
     logs.append("restarts.jsonl", "{}")
 
-A log never ends a run. Logs that are deleted during the run are made anew, with one message. Lines
-that cannot be written are missing, with one message for each file.
+An error of a log never ends a run. Logs that are deleted during the run are made anew, with one
+message. Lines that cannot be written are missing, with one message for each file.
 """
 
 import contextlib

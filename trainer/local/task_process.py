@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TypeAlias
+from subprocess import Popen
 
 import psutil
 
@@ -36,8 +35,7 @@ from trainer.program import python_command
 _TAIL_LINES = 40
 _POLL_SECS = 0.05
 TARGET = "trainer.__main__:run_from_command_line"  # What a task runs if it is forked.
-_Child: TypeAlias = subprocess.Popen[bytes] | Fork  # In a new session.
-# Said several times for each lost worker, and once more by others. The task's log has the lines.
+# Lines that tasks print several times for each lost worker. Only the log of the task has them.
 _REPEATED = re.compile(
     r"\] Failed to register function remotely due to"
     r"|\] BaseCollectiveExecutor::StartAbort (UNAVAILABLE|ABORTED|CANCELLED)\b"
@@ -45,7 +43,7 @@ _REPEATED = re.compile(
     r"|^:UNKNOWN:Error received from peer "
     r"|^This could happen if the remote target has been disconnected from the client"
 )
-_ASKED = "this task saves and ends"  # After a signal. The launcher that has sent it says so itself.
+_ASKED = "this task saves and ends"  # After a signal; the launcher that sent it says so itself.
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,8 @@ class TaskStarter:
     fork_server: ForkServer | None = None  # If it is None or fails, tasks execute `command`.
     listener: socket.socket | None = None  # The chief serves its metrics there.
 
-    def start(self, cluster: Cluster, watch: ParentWatch, output: int) -> _Child:
-        """Starts the task of `cluster`; it prints to the descriptor `output`.
+    def start(self, cluster: Cluster, watch: ParentWatch, output: int) -> Popen[bytes] | Fork:
+        """Starts the task of `cluster`, in a new session; it prints to the descriptor `output`.
 
         Raises OSError if the process could not be made.
         """
@@ -105,8 +103,8 @@ class TaskProcess:
     Attributes:
         tail: The last lines of the output.
         unresponsive: Why the launcher killed the process, if it sent no heartbeats; else empty.
-        end_reason: None until the launcher signals the process to end, except as unresponsive;
-            then why the process failed (it did not end in time), or empty if it did not fail.
+        end_reason: Set when the launcher asks the process to end: why that is a failure (it did not
+            end in time), or empty. None before, and if it was only killed as unresponsive.
     """
 
     def __init__(

@@ -79,14 +79,8 @@ def main(argv: Sequence[str]) -> int:
     prepare_tensorflow()
     from trainer.predict.predicting import predict
 
-    lines = predict(
-        models[0],
-        given.input,
-        given.checkpoint,
-        given.split,
-        given.data_dir,
-        num_examples=num_examples,
-    )
+    source = (given.input, given.checkpoint, given.split, given.data_dir)
+    lines = predict(models[0], *source, num_examples=num_examples)
     with contextlib.ExitStack() as stack:
         file: TextIO = sys.stdout
         if output:

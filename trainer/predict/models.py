@@ -1,4 +1,4 @@
-"""What predicts: the model of a run, of a checkpoint, of a .keras file, or a SavedModel.
+"""Loads a model that predicts: of a run, a checkpoint, a .keras file, or a SavedModel.
 
 loaded = open_model("runs/a", "best")
 outputs = loaded.call(inputs)
@@ -24,10 +24,6 @@ from trainer.run_files import CHECKPOINT_MARK, RunFiles
 from trainer.run_record.tools import require_run
 from trainer.session import model_of_run
 
-_KINDS = (
-    "the directory of a run or of a checkpoint, a .keras file, or the directory of a SavedModel"
-)
-
 
 @dataclass(frozen=True)
 class Loaded:
@@ -36,8 +32,8 @@ class Loaded:
     Attributes:
         call: inputs -> outputs, without gradients, in inference mode.
         run: The directory of the run that it belongs to, or "".
-        declared: The dtype of its input; or of each by name, if it takes a dict.
-        input_shapes: The shapes of its inputs, without the examples; empty if not known.
+        declared: The dtype of its input; if it takes a dict, the dtype of each input by name.
+        input_shapes: The shapes of its inputs without the batch dimension; empty if not known.
     """
 
     call: Callable[[Batch], Batch]
@@ -47,7 +43,7 @@ class Loaded:
 
 
 def open_model(path: str, checkpoint: str | None) -> Loaded:
-    """The model at `path`; `checkpoint` (newest, newest_complete, best or a step) is for a run.
+    """Loads the model at `path`; `checkpoint` (newest, newest_complete, best, a step) is of a run.
 
     Raises ConfigError if there is no model, or it cannot be loaded.
     """
@@ -66,7 +62,10 @@ def open_model(path: str, checkpoint: str | None) -> Loaded:
         return _saved_model(path)
     if is_dir(path):
         require_run(path)  # Says what is missing.
-    raise ConfigError(f"{path} is no model. Needed is {_KINDS}.")
+    raise ConfigError(
+        f"{path} is no model. Needed is the directory of a run or of a checkpoint, a .keras file, "
+        "or the directory of a SavedModel."
+    )
 
 
 def _of_keras(model: keras.Model, run: str) -> Loaded:
@@ -95,7 +94,7 @@ def _saved_model(path: str) -> Loaded:
         )
     serve = loaded.signatures["serving_default"]
     specs = serve.structured_input_signature[1]
-    # A signature names each input. The endpoint of Keras also says if the model takes a dict.
+    # A signature names each input. Only the endpoint of Keras says if the model takes a dict.
     endpoints = getattr(getattr(loaded, "serve", None), "concrete_functions", ())
     taken: Sequence[Any] = endpoints[0].structured_input_signature[0] if endpoints else ()
     is_dict = len(taken) == 1 and isinstance(taken[0], Mapping)
@@ -118,13 +117,13 @@ def _saved_model(path: str) -> Loaded:
 
 
 def _fitted(value: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
-    """`value` for an input; of single numbers, [n], each is a row [n, 1], as in Keras."""
+    """Returns `value` in the dtype of an input; numbers [n] become rows [n, 1], as in Keras."""
     is_single = spec.shape.rank == value.shape.rank + 1 and spec.shape[-1] == 1
     return tf.cast(value[..., tf.newaxis] if is_single else value, spec.dtype)
 
 
 def _run_of(path: str) -> str:
-    """The run whose export `path` is, or ""."""
+    """Returns the run that exported `path`; "" if there is none."""
     run = str(Path(path).resolve().parent.parent)
     return run if os.path.isfile(RunFiles(run).config) else ""
 

@@ -74,7 +74,8 @@ def predict(
     while chunk := list(itertools.islice(records, _BATCH)):
         about, serialized = zip(*chunk, strict=True)
         labels, outputs = _computed(loaded, source.parse, list(serialized), model)
-        has_classes = source.has_classes and _are_class_labels(labels)
+        is_vector = isinstance(labels, tf.Tensor) and labels.shape.rank == 1
+        has_classes = source.has_classes and is_vector and labels.dtype.is_integer
         for row, known in enumerate(about):
             line: dict[str, Any] = {"example": example, **known}
             if line.pop(_LABEL, labels) is not None and isinstance(labels, tf.Tensor):
@@ -82,7 +83,8 @@ def predict(
                 if isinstance(line[_LABEL], bytes):
                     line[_LABEL] = line[_LABEL].decode(errors="replace")
             output = tf.nest.map_structure(lambda t, row=row: t[row], outputs)
-            if has_classes and isinstance(output, np.ndarray) and _are_classes(output):
+            is_one = isinstance(output, np.ndarray) and output.ndim == 1
+            if has_classes and is_one and output.size > 1:
                 line["predicted"] = int(output.argmax())
                 if line["predicted"] < len(source.class_names):
                     line["class"] = source.class_names[line["predicted"]]
@@ -109,17 +111,8 @@ def _computed(
     return labels, tf.nest.map_structure(lambda t: np.asarray(t.numpy()), outputs)
 
 
-def _are_class_labels(labels: Batch) -> bool:
-    is_one = isinstance(labels, tf.Tensor) and labels.shape.rank == 1
-    return bool(is_one and labels.dtype.is_integer)
-
-
-def _are_classes(output: npt.NDArray[Any]) -> bool:
-    return output.ndim == 1 and output.size > 1
-
-
 def _listed(values: npt.NDArray[Any]) -> Any:  # Nested lists of numbers.
-    """Lists of the shortest numbers that are these values in their own precision."""
+    """Returns lists of the shortest numbers that equal the values in their own precision."""
     if values.ndim:
         return [_listed(np.asarray(value)) for value in values]
     return float(str(values)) if values.dtype.kind == "f" else values.item()
@@ -142,16 +135,12 @@ def _source(
     if path is None or is_records(path):
         directory = data_dir or path.rpartition("/")[0] or "."  # type: ignore[union-attr]
         features = read_features(directory)
-        parse: Parse = _default_parse(features, loaded)
-        return _made(parse, features, directory, _records(path, directory, split or "test", parse))
+        parse = default_parse(features, declared=loaded.declared)
+        return _with_classes(parse, features, directory, _records(path, directory, split or "test"))
     features = _features_of_file(path, loaded)
-    parse = _default_parse(features, loaded)
+    parse = default_parse(features, declared=loaded.declared)
     records = records_of(path, features, list(parse.columns), [_LABEL])
     return _Source(records, parse, (), has_classes=False)
-
-
-def _default_parse(features: Features, loaded: Loaded) -> ExampleParse:
-    return default_parse(features, declared=loaded.declared)
 
 
 def _source_of_run(
@@ -163,19 +152,18 @@ def _source_of_run(
     parse = parse_of(recipe, directory, loaded.declared)
     features = read_features(directory) if exists(join(directory, "features.json")) else None
     if path is None or is_records(path):
-        records = _records(path, directory, split or recipe.config.data.eval_split, parse)
-        return _made(parse, features, directory, records)
+        records = _records(path, directory, split or recipe.config.data.eval_split)
+        return _with_classes(parse, features, directory, records)
     if features is None:
-        return _made(parse, None, directory, records_of(path, None, (), ()))
+        return _with_classes(parse, None, directory, records_of(path, None, (), ()))
     needed = list(parse.columns) if isinstance(parse, ExampleParse) else list(features)
     labels = [name for name in needed if features[name].kind == "label"]
     labels += [recipe.config.data.label] if recipe.config.data.label else []
-    return _made(parse, features, directory, records_of(path, features, needed, labels))
+    records = records_of(path, features, needed, labels)
+    return _with_classes(parse, features, directory, records)
 
 
-def _records(
-    path: str | None, directory: str, split: str, parse: Parse
-) -> Iterator[tuple[About, bytes]]:
+def _records(path: str | None, directory: str, split: str) -> Iterator[tuple[About, bytes]]:
     if path is not None:
         yield from records_of(path, None, (), ())
         return
@@ -184,19 +172,17 @@ def _records(
             yield {}, record
 
 
-def _made(
-    parse: Parse,
-    features: Features | None,
-    directory: str,
-    records: Iterator[tuple[About, bytes]],
+def _with_classes(
+    parse: Parse, features: Features | None, directory: str, records: Iterator[tuple[About, bytes]]
 ) -> _Source:
+    """The source of records whose label, and the names of its classes, `features` describe."""
     used = labels_used(features, parse) if features else []
     names = class_names(directory, used[0]) if len(used) == 1 else []
     return _Source(records, parse, names, has_classes=features is None or bool(used))
 
 
 def _features_of_file(path: str, loaded: Loaded) -> Features:
-    """Features for a file whose model says nothing about its data."""
+    """Features for a file whose model belongs to no run, which would describe the data."""
     if is_dir(path):
         shapes = [shape for shape in loaded.input_shapes if len(shape) == 3]
         if len(shapes) != 1:
@@ -232,7 +218,7 @@ def _stored(declared: Declared, name: str) -> tuple[str, str]:
 
 
 def flat(line: Mapping[str, Any]) -> dict[str, object]:
-    """`line` as a row of a table: output_0, output_1, ..."""
+    """Returns `line` as a row of a table, with columns such as output_0, output_1."""
     row: dict[str, object] = {}
     for name, value in line.items():
         if isinstance(value, Mapping):

@@ -49,9 +49,9 @@ def is_records(path: str) -> bool:
 def records_of(
     path: str, features: Features | None, needed: Collection[str], labels: Sequence[str]
 ) -> Iterator[tuple[About, bytes]]:
-    """What each prediction says about its example, and the record.
+    """Yields what is known about each example, such as its file, and its record.
 
-    `needed` are the features that `parse` reads; `labels`, those of them that may be missing.
+    `needed` are the features that `parse` reads. Those in `labels` may be missing.
     Raises DataError for a file that cannot be read, or lacks a feature.
     """
     if is_records(path):
@@ -85,7 +85,7 @@ def records_of(
 def rows_of(
     path: str, features: Mapping[str, Feature], needed: Collection[str]
 ) -> Iterator[tuple[About, Mapping[str, Any]]]:  # Any: a number, text, bytes or an array.
-    """The values of each example by name."""
+    """Yields what is known about each example, and its values by name."""
     if is_dir(path) and not is_url(path):
         yield from _images(path, features, needed)
     elif path.endswith(TABLES):
@@ -103,7 +103,7 @@ def rows_of(
 
 
 def read_npz(path: str) -> dict[str, Array]:
-    """The arrays of an NPZ file, of which each has as many rows."""
+    """Returns the arrays of an NPZ file. Raises DataError if their numbers of rows differ."""
     try:
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
@@ -167,15 +167,15 @@ def _layout(path: str) -> Any:  # data.prepare.sources.csv_files.Layout
 
 
 def _encoded(feature: Feature, value: Any, path: str) -> Value:
-    """`value` as a record of this feature stores it."""
+    """Returns `value` as a record stores this feature."""
     where = f"{path}: {feature.name!r}"
     is_scalar = feature.kind == "label" or (feature.kind == "tensor" and not feature.shape)
     if feature.kind == "text" or (is_scalar and feature.dtype in ("string", "object")):
         return _text(value)
     if feature.kind == "image":
-        return (
-            value if isinstance(value, bytes) else _png(_exact(np.asarray(value), feature, where))
-        )
+        if isinstance(value, bytes):
+            return value
+        return _png(_exact(np.asarray(value), feature, where))
     if feature.kind not in ("label", "tensor"):
         raise DataError(f"{where} is a {feature.type_name}, which cannot be made of a file.")
     if is_scalar and isinstance(value, str):
@@ -208,9 +208,9 @@ def _text(value: object) -> bytes:
 
 
 def _exact(array: Array, feature: Feature, where: str) -> Array:
-    """`array` in the dtype of the feature; floats are rounded, as the training data was.
+    """Returns `array` in the dtype of the feature; floats are rounded, as the training data was.
 
-    Raises DataError if an integer would become another one, or a number infinite.
+    Raises DataError if an integer would change, or a number would become infinite.
     """
     try:
         with np.errstate(invalid="ignore", over="ignore"):

@@ -29,19 +29,22 @@ def write_report(
 ) -> str:
     """Writes the page of runs; returns its path. Without `output` it is in the first run.
 
-    Raises ConfigError if one of them is no run or `output` cannot be written, RunFileError if a
+    Raises ConfigError if a directory has no run or `output` cannot be written, RunFileError if a
     file is damaged.
     """
     for model_dir in model_dirs:
         require_run(model_dir)
     with contextlib.ExitStack() as stack:
         # TensorFlow is imported, and the models run, while this process reads and draws the rest.
-        find = stack.enter_context(classifying()) if with_examples else _not_asked_for
-        asks = with_examples and not is_trusted
-        classifiers = {
-            model_dir: _said(reason) if asks and (reason := doubt(model_dir)) else find(model_dir)
-            for model_dir in model_dirs
-        }
+        find = stack.enter_context(classifying()) if with_examples else None
+
+        def pending(model_dir: str) -> Pending:
+            if find is None:
+                return lambda: "--no_examples was given"
+            reason = "" if is_trusted else doubt(model_dir)
+            return (lambda: reason) if reason else find(model_dir)
+
+        classifiers = {model_dir: pending(model_dir) for model_dir in model_dirs}
         text = render([RunSeries(model_dir) for model_dir in model_dirs], classifiers)
     path = output or join(model_dirs[0], _NAME)
     try:
@@ -52,14 +55,6 @@ def write_report(
             f"--output={_NAME}, for example."
         ) from None
     return shown(path)
-
-
-def _not_asked_for(model_dir: str) -> Pending:
-    return _said("--no_examples was given")
-
-
-def _said(reason: str) -> Pending:
-    return lambda: reason
 
 
 def define_flags() -> None:

@@ -41,7 +41,7 @@ class Curve(NamedTuple):
 
 
 def plot(title: str, curves: Sequence[Curve], *, is_time: bool = False) -> str:
-    """The curves in one pair of axes; x is a time in seconds, or a step. Empty without points."""
+    """Draws curves over a step, or a time in seconds. Returns "" if no curve has a point."""
     finite = [Curve(points[np.isfinite(points[:, 1])], style) for points, style in curves]
     shown = [curve for curve in finite if len(curve.points)]
     if not shown:
@@ -92,7 +92,7 @@ def plot(title: str, curves: Sequence[Curve], *, is_time: bool = False) -> str:
 
 
 def bars(shares: Iterable[tuple[str, float]]) -> str:
-    """One bar of parts, (CSS class, share of the whole)."""
+    """Draws one bar of parts: (CSS class, share of the whole)."""
     parts, x = [], 0.0
     for style, share in shares:
         width = share * _STRIP_WIDTH
@@ -105,7 +105,7 @@ def bars(shares: Iterable[tuple[str, float]]) -> str:
 def strip(
     pieces: Sequence[Piece], begin: float, end: float, marks: Sequence[tuple[str, float]] = ()
 ) -> str:
-    """The causes of a task from `begin` to `end`: in each part of the time the one with the most.
+    """Draws the causes of a task's time from `begin` to `end`; each part has its main cause.
 
     `marks` are lines at some times: (CSS class, time).
     """

@@ -67,12 +67,12 @@ class Classified:
 
     @property
     def num_examples(self) -> int:
-        """All examples of the split."""
+        """The number of examples in the split."""
         return sum(map(sum, self.confusion))
 
     @property
     def accuracy(self) -> float:
-        """The part of the examples whose class was predicted."""
+        """The share of the examples whose class was predicted."""
         return sum(row[i] for i, row in enumerate(self.confusion)) / max(1, self.num_examples)
 
 
@@ -82,7 +82,7 @@ Pending: TypeAlias = Callable[[], Classified | str]
 
 @contextlib.contextmanager
 def classifying() -> Iterator[Callable[[str], Pending]]:
-    """A function that begins `classified` for a run in another process; runs one after another."""
+    """Gives a function that starts `classified` in another process, for one run after another."""
     others = {*multiprocessing.active_children()}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_begin_process) as pool:
@@ -107,7 +107,7 @@ def classifying() -> Iterator[Callable[[str], Pending]]:
 
 
 def _begin_process() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the other process says what happened.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # After Ctrl-C only the other process prints.
     configure_logging()
     prepare_tensorflow()
 
@@ -145,7 +145,7 @@ def _classified(found: "Restored") -> Classified:
 
     model = found.learner.model
     confusion: npt.NDArray[np.int64] | None = None
-    worst: list[tuple[float, Example]] = []
+    worst: list[Example] = []
     order = found.reader.order
     batches = DiskReader(found.reader).evaluation_batches(range(order.lanes))
     for number, (inputs, labels, *_, counts) in enumerate(batches):
@@ -163,7 +163,7 @@ def _classified(found: "Restored") -> Classified:
         numbers = order.records(number, 1, range(order.lanes)).reshape(-1)
         wrong = np.flatnonzero(is_real & (predicted != classes))
         for row in wrong[np.argsort(of_label[wrong])][:_NUM_WORST]:
-            if len(worst) < _NUM_WORST or of_label[row] < worst[-1][0]:
+            if len(worst) < _NUM_WORST or of_label[row] < worst[-1].probability:
                 example = Example(
                     int(numbers[row]),
                     int(classes[row]),
@@ -171,17 +171,11 @@ def _classified(found: "Restored") -> Classified:
                     float(of_label[row]),
                     _image(inputs, int(row)),
                 )
-                worst.append((example.probability, example))
-                worst = sorted(worst, key=lambda pair: pair[0])[:_NUM_WORST]
+                worst = sorted([*worst, example], key=lambda e: e.probability)[:_NUM_WORST]
     if confusion is None:
         raise ConfigError("the evaluation split has no example")
-    return Classified(
-        found.name,
-        found.reader.split.name,
-        confusion.tolist(),
-        [example for _, example in worst],
-        _class_names(found, len(confusion)),
-    )
+    names = _class_names(found, len(confusion))
+    return Classified(found.name, found.reader.split.name, confusion.tolist(), worst, names)
 
 
 def _class_names(found: "Restored", num_classes: int) -> list[str]:
@@ -195,7 +189,7 @@ def _class_names(found: "Restored", num_classes: int) -> list[str]:
 
 
 def _classes(labels: Any, outputs: Any) -> "npt.NDArray[np.int64]":  # Any: nests of tensors.
-    """The class of each example. Raises ConfigError if `labels` are no classes."""
+    """Returns the class of each example. Raises ConfigError if `labels` are no classes."""
     import numpy as np
     import tensorflow as tf
 
@@ -223,7 +217,7 @@ def _probabilities(outputs: "npt.NDArray[np.float64]") -> "npt.NDArray[np.float6
 
 
 def _image(inputs: Any, row: int) -> str:  # Any: a nest of tensors.
-    """The example as an image, from its least to its greatest value; "" if it is none."""
+    """Returns an example as the data URL of an image, scaled to all greys; "" if it is none."""
     import numpy as np
     import tensorflow as tf
 

@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from data.system.stopwatch import CAUSES
-from trainer.report.drawing import Curve, bars, cause_class, plot, strip
+from trainer.report.drawing import Curve, Points, bars, cause_class, plot, strip
 from trainer.report.examples import Classified, Pending
 from trainer.report.series import RunSeries
 from trainer.run_files import clock
@@ -45,44 +45,8 @@ class _Plot(NamedTuple):
     svg: str
 
 
-class _Row(NamedTuple):
-    """A task in the tables of goodput."""
-
-    name: str
-    total: str
-    goodput: str
-    cells: Sequence[tuple[str, str]]  # Seconds and share of each cause.
-    bar: str
-    strip: str
-
-
-class _Confusion(NamedTuple):
-    """A class is shown by its name, or its number."""
-
-    names: Sequence[str]  # Of all classes.
-    classes: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]
-    accuracies: Sequence[tuple[str, int, float]]
-    is_cut: bool
-
-
-class _RunPage(NamedTuple):
-    """The sections of one run."""
-
-    run: RunSeries
-    rows: Sequence[_Row]
-    workers: Sequence[str]
-    worker_plots: Sequence[_Plot]
-    worker_rows: Sequence[tuple[str, Sequence[str]]]
-    restarts: Sequence[Mapping[str, Any]]
-    num_restarts: int
-    classifier: Classified | None
-    confusion: _Confusion | None
-    no_classifier: str  # Why there is none.
-
-
 def render(runs: Sequence[RunSeries], classifiers: Mapping[str, Pending]) -> str:
-    """The page as HTML. `classifiers`: by run, what its model predicts; they are called last."""
+    """Returns the page as HTML. `classifiers` wait for the predictions of each run's model."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     source = importlib.resources.files("trainer.report").joinpath("page.html").read_text()
     documents = [run.summary for run in runs]
@@ -118,12 +82,14 @@ def _plots(runs: Sequence[RunSeries]) -> list[_Plot]:
         ("learning_rate", "learning rate", False),
         ("examples_per_sec", "examples/s (steps alone)", True),
     ):
-        curves = [
-            Curve(run.curve("train", name, over_time=is_time), f"s{i % _NUM_LINES} train only")
-            for i, run in enumerate(runs)
-        ]
+        curves = _only([run.curve("train", name, over_time=is_time) for run in runs])
         plots.append(_titled(title, curves, is_time=is_time))
     return [found for found in plots if found.svg]
+
+
+def _only(found: Sequence[Points]) -> list[Curve]:
+    """Curves that differ in their colours and lines, not in the split."""
+    return [Curve(points, f"s{i % _NUM_LINES} train only") for i, points in enumerate(found)]
 
 
 def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> _Plot:
@@ -131,40 +97,40 @@ def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> _Pl
     return _Plot(title, plot(title, curves, is_time=is_time))
 
 
-def _run_page(run: RunSeries, pending: Pending) -> _RunPage:
-    restarts, rows = run.restarts(), [_row(task, run) for task in run.tasks]
-    plots, worker_rows = _worker_plots(run), _worker_rows(run)
-    classifier = pending()
-    found = None if isinstance(classifier, str) else classifier
-    return _RunPage(
-        run,
-        rows,
-        run.workers,
-        plots,
-        worker_rows,
-        restarts[-_MOST_RESTARTS:],
-        len(restarts),
-        found,
-        _confusion(found) if found else None,
-        classifier if isinstance(classifier, str) else "",
-    )
+def _run_page(run: RunSeries, pending: Pending) -> dict[str, Any]:
+    """The sections of one run."""
+    restarts = run.restarts()
+    page = {
+        "run": run,
+        "rows": [_row(task, run) for task in run.tasks],
+        "workers": run.workers,
+        "worker_plots": _worker_plots(run),
+        "worker_rows": _worker_rows(run),
+        "restarts": restarts[-_MOST_RESTARTS:],
+        "num_restarts": len(restarts),
+    }
+    found = pending()  # Last: all above is made while the model runs in another process.
+    if isinstance(found, str):
+        return page | {"no_classifier": found}
+    return page | {"classifier": found, "confusion": _confusion(found)}
 
 
-def _row(task: TaskTime, run: RunSeries) -> _Row:
+def _row(task: TaskTime, run: RunSeries) -> dict[str, object]:
+    """A task in the tables of goodput; `cells` are the seconds and the share of each cause."""
     total = max(task.total_secs, 1e-9)
     shares = {cause: max(0.0, task.seconds[cause]) / total for cause in CAUSES}
     marks: list[tuple[str, float]] = []
     if run.chief is task and len(times := run.times("eval")) <= _MOST_EVALUATIONS:
         marks = [("mark-eval", run.began + time) for time in times]
     marks += [("mark-start", start) for start in task.starts[1:]]
-    return _Row(
-        task.name,
-        clock(total),
-        f"{task.goodput:.1%}",
-        [(f"{task.seconds[cause]:,.1f}", _percent(shares[cause])) for cause in CAUSES],
-        bars([(cause_class(cause), share) for cause, share in shares.items()]),
-        strip(task.pieces, run.began, run.ended, marks),
-    )
+    return {
+        "name": task.name,
+        "total": clock(total),
+        "goodput": f"{task.goodput:.1%}",
+        "cells": [(f"{task.seconds[cause]:,.1f}", _percent(shares[cause])) for cause in CAUSES],
+        "bar": bars([(cause_class(cause), share) for cause, share in shares.items()]),
+        "strip": strip(task.pieces, run.began, run.ended, marks),
+    }
 
 
 def _percent(share: float) -> str:
@@ -172,16 +138,10 @@ def _percent(share: float) -> str:
 
 
 def _worker_plots(run: RunSeries) -> list[_Plot]:
-    plots = []
-    for title, curve in (
-        ("share of each worker", run.share_curve),
-        ("mean staleness", run.staleness_curve),
-    ):
-        curves = [
-            Curve(curve(worker), f"s{i % _NUM_LINES} train only")
-            for i, worker in enumerate(run.workers)
-        ]
-        plots.append(_titled(title, curves))
+    curves = {"share of each worker": run.share_curve, "mean staleness": run.staleness_curve}
+    plots = [
+        _titled(title, _only(list(map(curve, run.workers)))) for title, curve in curves.items()
+    ]
     return [found for found in plots if found.svg]
 
 
@@ -204,7 +164,8 @@ def _worker_rows(run: RunSeries) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _confusion(found: Classified) -> _Confusion:
+def _confusion(found: Classified) -> dict[str, object]:
+    """The confusion matrix. Classes are shown by their names, or by their numbers."""
     counts = found.confusion
     sums = [sum(row) for row in counts]
     classes = list(range(len(counts)))
@@ -213,8 +174,13 @@ def _confusion(found: Classified) -> _Confusion:
     if is_cut := len(classes) > _MOST_CLASSES:
         worst = sorted(classes, key=lambda i: counts[i][i] - sums[i])[:_MOST_CLASSES]
         classes = sorted(worst)
-    rows = [
-        (names[i], [(f"{counts[i][j]:,}", counts[i][j] / max(1, sums[i])) for j in classes])
-        for i in classes
-    ]
-    return _Confusion(names, [names[i] for i in classes], rows, accuracies, is_cut)
+    return {
+        "names": names,
+        "classes": [names[i] for i in classes],
+        "rows": [
+            (names[i], [(f"{counts[i][j]:,}", counts[i][j] / max(1, sums[i])) for j in classes])
+            for i in classes
+        ],
+        "accuracies": accuracies,
+        "is_cut": is_cut,
+    }

@@ -1,4 +1,4 @@
-"""What the files of a run say: reports over steps and time, and the facts of its tables.
+"""The contents of a run's files: reports over steps and time, and facts for the tables.
 
     run = RunSeries("runs/a")
     run.curve("train", "loss", over_time=True)     # rows of (seconds, value)
@@ -38,7 +38,7 @@ class RunSeries:
 
     Attributes:
         config: The contents of config.json.
-        summary: What `python -m trainer.runs` says of it.
+        summary: As in the list of `python -m trainer.runs`.
         result: The contents of result.json; empty if there is none.
         tasks: The time of each task; empty if it was not recorded.
     """
@@ -49,7 +49,7 @@ class RunSeries:
         self.model_dir = model_dir
         self.name = os.path.basename(os.path.realpath(model_dir.rstrip("/")))
         self.config = files.read_config()
-        # Read once; of the values by worker there are no more than a plot shows.
+        # Read once; values of each worker are in no more reports than a plot shows.
         self.reports = files.read_reports(num_with_workers=_MOST_SAMPLES)
         if exists(files.evaluator):
             self.reports += RunFiles(files.evaluator).read_reports()
@@ -97,7 +97,7 @@ class RunSeries:
         return sorted(names, key=lambda name: name != "loss")
 
     def curve(self, split: str, name: str, *, over_time: bool) -> Points:
-        """The value `name` of the reports of a split, over steps or over seconds: rows (x, y)."""
+        """Returns the values of a metric over steps or over seconds, as rows (x, y)."""
         xs = self.times(split) if over_time else self._column(split, "step")
         ys = self._column(split, name)
         is_there = ~np.isnan(ys)
@@ -118,7 +118,7 @@ class RunSeries:
 
     @functools.cached_property
     def _marks(self) -> list[tuple[int, float]]:
-        """(step, seconds) in ascending order; of repeated steps the last pass."""
+        """(step, seconds) in ascending order; a step that was repeated has its last time."""
         found: list[tuple[int, float]] = []
         for step, time in self._all_marks():
             while found and found[-1][0] > step:
@@ -144,7 +144,7 @@ class RunSeries:
 
     @property
     def workers(self) -> list[str]:
-        """The workers of parameter servers, if the reports count what each did."""
+        """The workers of parameter servers, if the reports count their steps."""
         last: Document = self.of("train")[-1] if self.of("train") else {}
         return list(last.get("worker_steps", {}))
 
@@ -158,7 +158,7 @@ class RunSeries:
         found: list[tuple[float, float]] = []
         before = all_before = 0
         for report in self._sampled:
-            steps = report.get("worker_steps", {})
+            steps = report["worker_steps"]
             own, whole = steps.get(worker, 0), sum(steps.values())
             if whole > all_before:
                 found.append((float(report["step"]), (own - before) / (whole - all_before)))
@@ -184,7 +184,7 @@ class RunSeries:
         return []
 
     def accounting(self) -> list[tuple[str, str]]:
-        """What is known of the examples: (what, how many)."""
+        """Returns the rows of the table of data accounting: (text, number)."""
         examples = self.result.get("examples")
         if examples is None:
             examples = max((report.get("examples", 0) for report in self.of("train")), default=0)
@@ -198,10 +198,10 @@ class RunSeries:
                 each += f", and {more:,} of them once more"
             rows.append(("in the order of the run", each))
         step, batch = self.summary["step"], self.summary["config"].get("batch_size")
-        if batch and step and step * batch == examples:
-            rows.append(("steps x batch size", f"{step:,} x {batch:,} = {examples:,}, as above"))
-        elif batch and step:
-            rows.append(("steps x batch size", f"{step:,} x {batch:,} = {step * batch:,}"))
+        if batch and step:
+            text = f"{step:,} x {batch:,} = {step * batch:,}"
+            is_equal = step * batch == examples
+            rows.append(("steps x batch size", f"{text}, as above" if is_equal else text))
         names = {
             "worker_repeated": "gradients whose examples were assigned again",
             "worker_dropped": "gradients dropped because they were too old",
@@ -222,17 +222,17 @@ class RunSeries:
         return rows
 
     def facts(self) -> dict[str, str]:
-        """What runs are compared by in the first table."""
+        """Returns the row of a run in the first table: title -> text."""
         found = self.summary
         best = "-" if found["best"] is None else f"{found['best_metric']} {found['best']:.4f}"
-        took = clock(self.ended - self.began) if self.tasks else clock(found["seconds"])
+        seconds = self.ended - self.began if self.tasks else found["seconds"]
         ended = "-" if found["exit_code"] is None else f"{found['exit_code']} ({found['why']})"
         began = self.began or found["started"]
         return {
             "strategy": str(found["strategy"]),
             "step": f"{found['step']:,} of {found['train_steps']:,}",
             "best": best,
-            "time": took,
+            "time": clock(seconds),
             "exit code": ended,
             "began": strftime("%Y-%m-%d %H:%M", localtime(began)) if began else "-",
             "host": str(self.config.get("host") or "-"),
