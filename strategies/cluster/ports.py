@@ -11,9 +11,11 @@ import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+_FORMER_USER_SECS = 3.0
 _PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -42,7 +44,8 @@ def bind(port: int, *, may_share: bool = True) -> socket.socket:
 def held(port: int, greeting: bytes | Callable[[], bytes] = b"") -> Iterator[None]:
     """In the context, `port` accepts connections, sends `greeting` and closes them immediately.
 
-    `greeting` may be a function, which another thread calls for each connection.
+    `greeting` may be a function, which another thread calls for each connection. A process that was
+    killed a moment ago may still have the port: it is waited for.
 
     Raises:
         OSError: the port is in use.
@@ -59,7 +62,16 @@ def held(port: int, greeting: bytes | Callable[[], bytes] = b"") -> Iterator[Non
             ):
                 connection.sendall(greeting() if callable(greeting) else greeting)
 
-    with bind(port) as listener:
+    deadline = time.monotonic() + _FORMER_USER_SECS
+    while True:
+        try:
+            listener = bind(port)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+    with listener:
         ended, end = socket.socketpair()
         with ended, end:
             listener.listen()

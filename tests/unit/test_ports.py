@@ -4,6 +4,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from strategies.cluster import ports
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _CHOOSE = """
 import sys
+import threading
 from strategies.cluster.ports import free_ports
 print(*(port for _ in range(3) for port in free_ports(200)), flush=True)
 sys.stdin.read()
@@ -63,3 +65,23 @@ def test_reserved_port_is_for_a_task_which_may_also_return() -> None:
             server.listen()
             with socket.create_connection(("localhost", port)):
                 server.accept()[0].close()  # First, so that the port is in TIME_WAIT.
+
+
+def test_port_of_a_process_that_is_just_ending_is_waited_for() -> None:
+    with ports.bind(0) as former:
+        former.listen()
+        port = former.getsockname()[1]
+        timer = threading.Timer(0.3, former.close)
+        timer.start()
+        with ports.held(port), socket.create_connection(("localhost", port), 10):
+            pass
+        timer.join()
+    with ports.bind(0) as other:
+        other.listen()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(OSError, match="in use"),
+        ):
+            patch.setattr(ports, "_FORMER_USER_SECS", 0.1)
+            with ports.held(other.getsockname()[1]):
+                pass
