@@ -76,12 +76,12 @@ def test_port_of_a_process_that_is_just_ending_is_waited_for() -> None:
         with ports.held(port), socket.create_connection(("localhost", port), 10):
             pass
         timer.join()
+
+
+def test_port_of_another_program_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "_FORMER_USER_SECS", 0.1)
     with ports.bind(0) as other:
         other.listen()
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            pytest.raises(OSError, match="in use"),
-        ):
-            patch.setattr(ports, "_FORMER_USER_SECS", 0.1)
-            with ports.held(other.getsockname()[1]):
-                pass
+        held = ports.held(other.getsockname()[1])
+        with pytest.raises(OSError, match="in use"):
+            held.__enter__()
