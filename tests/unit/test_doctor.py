@@ -376,3 +376,27 @@ def test_memory_of_a_ps_counts_the_copies_of_standby() -> None:
     placement = place(groups, 2, num_gradient_buffers=2)
     assert placement.num_bytes == [1000, 500]
     assert _loads_with_standby(placement, 2) == [1000 + 1200 + 600, 500 + 600 + 1200]
+
+
+@pytest.mark.parametrize(
+    ("mb_per_sec", "local_steps", "said"),
+    [
+        (1000.0, 0, "the gradients of a step need 0.054 s of this network\n"),
+        (12.5, 0, "need 4.3 s of this network. If a step computes for less time, try --conf"),
+        (12.5, 50, "an average of the weights needs 4.3 s of this network, once in 50 steps"),
+    ],
+)
+def test_time_of_a_sum_is_that_of_the_measured_network(
+    mb_per_sec: float, local_steps: int, said: str
+) -> None:
+    reports = healthy()
+    plan = dict.fromkeys(
+        ("batch_size", "replica_examples", "replica_bytes", "train_examples", "train_files"), 1
+    )
+    plan |= dict.fromkeys(("eval_examples", "eval_files", "variable_bytes", "last_step"), 1)
+    plan |= {"gradient_bytes": 54_000_000, "num_replicas": 3, "first_step": 1}
+    texts = {"strategy": "multiworker", "data_dir": "data", "slots": "no slots"}
+    reports["worker 0"]["plan"] |= {**plan, **texts, "local_steps": local_steps}
+    measured: dict[str, Any] = {"workers": 3, "latency_ms": 0.2, "mb_per_sec": mb_per_sec}
+    measured |= {"wrong_sums": [], "replicas": 3, "copies": []}
+    assert said in text(reports, CLUSTER, [], measured)

@@ -11,6 +11,9 @@ from strategies.cluster.tf_config import Cluster
 from trainer.doctor.exchange import Json
 from trainer.doctor.findings import Finding, memory_needed
 
+# A step of a model whose gradients need this time may well compute for less.
+_LONG_SUM_SECS = 0.2
+
 
 def as_json(
     reports: Mapping[str, Json], cluster: Cluster, found: Sequence[Finding], all_reduce: Json
@@ -35,15 +38,20 @@ def text(
     if pairs := _pairs(reports):
         lines += ["", *pairs]
     if all_reduce:
-        lines += ["", *_all_reduce(all_reduce)]
+        lines += ["", *_all_reduce(all_reduce, _plan_of(reports))]
     lines += ["", *map(str, found)]
     if not found:
         lines.append("nothing wrong was found")
     return "\n".join(lines)
 
 
+def _plan_of(reports: Mapping[str, Json]) -> Json | None:
+    """The plan of the run; None if no task that came has it."""
+    return next((r["plan"] for r in reports.values() if "num_replicas" in r["plan"]), None)
+
+
 def _plan(reports: Mapping[str, Json]) -> list[str]:
-    plan = next((r["plan"] for r in reports.values() if "num_replicas" in r["plan"]), None)
+    plan = _plan_of(reports)
     if plan is None:
         return ["No task that came has the plan of the run."]
     lines = [
@@ -98,7 +106,7 @@ def _pairs(reports: Mapping[str, Json]) -> list[str]:
     return _aligned(rows) if rows[1:] else []
 
 
-def _all_reduce(measured: Json) -> list[str]:
+def _all_reduce(measured: Json, plan: Json | None) -> list[str]:
     if "why_not" in measured:
         return [f"no all-reduce was tried: {measured['why_not']}"]
     lines = []
@@ -108,10 +116,26 @@ def _all_reduce(measured: Json) -> list[str]:
             f"{measured['latency_ms']:,.2f} ms for a small vector, "
             f"{measured['mb_per_sec']:,.1f} MB/s for a large one"
         )
+        if plan:
+            lines.append(_sum_of_step(1e-6 * plan["gradient_bytes"] / measured["mb_per_sec"], plan))
     is_right = "wrong" if measured["wrong_sums"] else "right"
     lines.append(f"a sum of known vectors over {measured['replicas']} replicas was {is_right} here")
     rows = [(pair["from"], pair["to"], f"{pair['mb_per_sec']:,.1f}") for pair in measured["copies"]]
     return [*lines, *(_aligned([("from", "to", "MB/s"), *rows]) if rows else [])]
+
+
+def _sum_of_step(secs: float, plan: Json) -> str:
+    """Returns how long the sum of a step's gradients takes, and what to type if that is long."""
+    if plan["local_steps"]:
+        every = f"{plan['local_steps']:,} steps (config.local_steps.every)"
+        return f"an average of the weights needs {secs:,.2g} s of this network, once in {every}"
+    text = f"the gradients of a step need {secs:,.2g} s of this network"
+    if secs < _LONG_SUM_SECS:
+        return text
+    return (
+        f"{text}. If a step computes for less time, try --config.local_steps.every=100: workers "
+        "then sum once in 100 steps"
+    )
 
 
 def _size(num_bytes: int | None) -> str:
