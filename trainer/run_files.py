@@ -5,12 +5,12 @@
 
 | name | contents | written by |
 | --- | --- | --- |
-| config.json | the config, the cluster, the data and the versions | reporting.py, before training |
+| config.json | the config, the cluster, the data and the versions | task.py, before training |
 | metrics.jsonl | one JSON object per report | hooks/writers.py |
 | checkpoints/ | step-* and best-*, each with a checkpoint.json | checkpoints/ |
 | tensorboard/ | train and eval | hooks/writers.py, hooks/inspect.py |
 | export/ | model.keras and saved_model | hooks/ |
-| result.json | last step, evaluation, exit code, reason | reporting.py: last, or after an error |
+| result.json | last step, evaluation, exit code, reason | reporting.py, as training ends |
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
 | tasks/ | one log per task of a local cluster | local/supervisor.py |
 | failures.jsonl | why tasks ended, of a cluster of several hosts with --max_restarts | local/ |

@@ -117,7 +117,7 @@ class Update:
         now = _Now(step, rate, factor, fused, is_finite)
         compiles = compiles and bool(summed) and self._can_compile
         if not compiles:
-            summed = clip_gradients(summed, changing, self._options.clip)
+            summed = self._clipped(summed, changing)
 
         def change_all(strategy: tf.distribute.Strategy, *changes: Gradient) -> list[tf.Tensor]:
             if compiles:  # Then there are no tables.
@@ -153,6 +153,12 @@ class Update:
         has_constraint = any(v.constraint is not None for v in self._variables.dense)
         return is_one_process and is_of_keras and not has_constraint
 
+    def _clipped(
+        self, gradients: Sequence[Gradient], variables: Sequence[tf.Variable]
+    ) -> Sequence[Gradient]:
+        """What options do with the summed gradients of all variables. XLA may compile it."""
+        return clip_gradients(gradients, variables, self._options.clip)
+
     def _change_copies(
         self, now: _Now, strategy: tf.distribute.Strategy, index: int, gradient: Gradient
     ) -> Sequence[tf.Tensor]:
@@ -180,7 +186,7 @@ class Update:
         """Changes the copies of all variables on one device, in one program of XLA."""
 
         def change_each(changes: Sequence[Gradient]) -> list[tf.Tensor]:
-            clipped = clip_gradients(changes, copies, self._options.clip)
+            clipped = self._clipped(changes, copies)
             return list(map(functools.partial(self._change, now), copies, clipped, present))
 
         return list(tf.function(change_each, jit_compile=True, autograph=False)(changes))
