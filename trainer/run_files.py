@@ -11,11 +11,13 @@
 | tensorboard/ | train and eval | hooks/writers.py, hooks/inspect.py |
 | export/ | model.keras and saved_model | hooks/ |
 | result.json | last step, evaluation, exit code, reason | reporting.py, as training ends |
+| report.html | the page of the run | run_record/report_upload.py, and trainer.report |
 | evaluator/ | metrics.jsonl and result.json of an evaluator task | evaluator.py |
 | tasks/ | one log per task of a local cluster | local/supervisor.py |
 | failures.jsonl | why tasks ended, of a cluster of several hosts with --max_restarts | local/ |
 | membership/ | which hosts train together, with --min_workers | local/membership.py |
 | trackers.json | the ids of the run in trackers | hooks/trackers/ |
+| tasks/restarts.jsonl | why tasks of a local cluster were restarted | local/launch_report.py |
 | tasks/*.time.jsonl | where the time of each task went | run_record/recorder.py |
 | compiled/ | the programs that XLA has compiled, for the next start | compiled_programs.py |
 | .lock | a lock, and the last process that had it | guards/run_lock.py |

@@ -117,7 +117,7 @@ class Update:
         now = _Now(step, rate, factor, fused, is_finite)
         compiles = compiles and bool(summed) and self._can_compile
         if not compiles:
-            summed = self._clipped(summed, changing)
+            summed = self._prepared(summed, changing)
 
         def change_all(strategy: tf.distribute.Strategy, *changes: Gradient) -> list[tf.Tensor]:
             if compiles:  # Then there are no tables.
@@ -153,10 +153,10 @@ class Update:
         has_constraint = any(v.constraint is not None for v in self._variables.dense)
         return is_one_process and is_of_keras and not has_constraint
 
-    def _clipped(
+    def _prepared(
         self, gradients: Sequence[Gradient], variables: Sequence[tf.Variable]
     ) -> Sequence[Gradient]:
-        """What options do with the summed gradients of all variables. XLA may compile it."""
+        """Applies the options that see the summed gradients of all variables together: clipping."""
         return clip_gradients(gradients, variables, self._options.clip)
 
     def _change_copies(
@@ -186,8 +186,8 @@ class Update:
         """Changes the copies of all variables on one device, in one program of XLA."""
 
         def change_each(changes: Sequence[Gradient]) -> list[tf.Tensor]:
-            clipped = self._clipped(changes, copies)
-            return list(map(functools.partial(self._change, now), copies, clipped, present))
+            prepared = self._prepared(changes, copies)
+            return list(map(functools.partial(self._change, now), copies, prepared, present))
 
         return list(tf.function(change_each, jit_compile=True, autograph=False)(changes))
 

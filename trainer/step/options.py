@@ -32,7 +32,8 @@ def option(default: Any, **metadata: Any) -> Any:
     """Declares a field of a config with what trainer/config_checks.py checks.
 
     `needs` is (names of fields, one of which must be set; an example). With `is_pattern` the field
-    is a regular expression.
+    is a regular expression. If a ShardedEmbedding does not support the option, `with_tables` says
+    what to use instead.
     """
     return field(default=default, metadata=metadata)
 
@@ -48,10 +49,7 @@ def one_of(*values: Any) -> Any:
 
 
 def group(kind: Callable[[], _Group], **metadata: Any) -> _Group:
-    """Declares a field that is a group of fields, with the default values of `kind`.
-
-    If a ShardedEmbedding does not support the group, `with_tables` says what to use instead.
-    """
+    """Declares a field that is a group of fields, with the default values of `kind`."""
     return field(default_factory=kind, metadata=metadata)
 
 
@@ -309,7 +307,8 @@ class StepOptions:
     """The options of the computation of a step. Each is a field of Config, and is off by default.
 
     A new option is declared here, and applied in one part of trainer/learner. It needs a row in
-    tests/cluster/parity.py, which compares all strategies.
+    tests/cluster/parity.py, which compares all strategies. If `Learner.gradients` alone applies it,
+    trainer/build.py lists it: a config file may replace that method.
 
     Attributes:
         micro_batches: Each replica computes its share of a batch in this many parts, one after
