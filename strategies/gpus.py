@@ -28,7 +28,7 @@ _LEAST_MIB = 512  # cuDNN and cuBLAS need some hundred for themselves.
 
 
 class DeviceError(UsageError):
-    """More devices were asked for than exist. Exit code 2."""
+    """The devices cannot do what is asked for, or there are too few. Exit code 2."""
 
 
 def choose_gpus(

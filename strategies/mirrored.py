@@ -73,7 +73,7 @@ class MirroredExecutor(Executor):
         local = self._learner.local_steps
         if local and local.overlaps and self._has_gpus and self.num_replicas > 1:
             raise DeviceError(
-                "config.local_steps.overlap is for CPUs: NCCL needs one order of all sums, and two "
+                "config.local_steps.overlap is for CPUs: sums between GPUs need one order, and two "
                 "graphs that sum at the same time have none. Leave it out, or type --num_gpus=0."
             )
         self._source = source

@@ -6,6 +6,7 @@ with held(first):                # other tasks can connect, and see that this ta
 """
 
 import contextlib
+import errno
 import random
 import select
 import socket
@@ -67,8 +68,8 @@ def held(port: int, greeting: bytes | Callable[[], bytes] = b"") -> Iterator[Non
         try:
             listener = bind(port)
             break
-        except OSError:
-            if time.monotonic() > deadline:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
     with listener:

@@ -383,7 +383,7 @@ def test_memory_of_a_ps_counts_the_copies_of_standby() -> None:
     [
         (1000.0, 0, "the gradients of a step need 0.054 s of this network\n"),
         (12.5, 0, "need 4.3 s of this network. If a step computes for less time, try --conf"),
-        (12.5, 50, "an average of the weights needs 4.3 s of this network, once in 50 steps"),
+        (12.5, 50, "the weights of an average need 4.3 s of this network, once in 50 steps"),
     ],
 )
 def test_time_of_a_sum_is_that_of_the_measured_network(

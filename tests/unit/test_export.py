@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from strategies.metrics import Metrics
 from strategies.ps.placement import dry_run
 from trainer.build import build_learner
 from trainer.config import Config, ConfigError, Recipe
@@ -293,3 +294,29 @@ def test_export_that_fails_leaves_what_was_there_and_says_what_to_do(tmp_path: P
         assert said in hook.failure
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.keras", "saved_model"]
     assert (tmp_path / "model.keras").read_bytes() == before
+
+
+def test_export_has_the_weights_that_training_ended_with_whatever_other_hooks_do_at_their_end(
+    tmp_path: Path,
+) -> None:
+    learner = build_learner(recipe_of(lambda: sequential(L.Dense(4))), FLOATS)
+    is_complete = False
+    hook = Export(
+        learner,
+        lambda: sequential(L.Dense(4)),
+        str(tmp_path),
+        path="mine.py",
+        is_complete=lambda: is_complete,
+    )
+    hook(1, Metrics())
+    assert not (tmp_path / "model.keras").exists()
+    is_complete = True
+    hook(2, Metrics())
+    trained = [np.asarray(v) for v in learner.variables]
+    for variable in learner.variables:
+        variable.assign(tf.zeros_like(variable))
+    hook.end(2)
+    assert hook.failure == ""
+    found = keras.models.load_model(tmp_path / "model.keras").trainable_variables
+    for value, expected in zip(found, trained, strict=True):
+        np.testing.assert_array_equal(value.numpy(), expected)

@@ -142,7 +142,7 @@ def end_of(model_dir: str, exit_code: int, result: Result | None) -> str:
     step = f" at step {result.step:,}: {result.why}" if result and result.why else ""
     message = f"The run in {model_dir} ended with exit code {exit_code}{step}."
     if exit_code == EXIT_RESTART:
-        message += f" Its state is saved: the same call with {model_dir=} continues it."
+        message += f" What is saved is complete: the same call with {model_dir=} continues it."
     return message
 
 

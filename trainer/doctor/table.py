@@ -117,7 +117,8 @@ def _all_reduce(measured: Json, plan: Json | None) -> list[str]:
             f"{measured['mb_per_sec']:,.1f} MB/s for a large one"
         )
         if plan:
-            lines.append(_sum_of_step(1e-6 * plan["gradient_bytes"] / measured["mb_per_sec"], plan))
+            mb_per_sec = max(measured["mb_per_sec"], 0.1)  # It is rounded to 0.1.
+            lines.append(_sum_of_step(1e-6 * plan["gradient_bytes"] / mb_per_sec, plan))
     is_right = "wrong" if measured["wrong_sums"] else "right"
     lines.append(f"a sum of known vectors over {measured['replicas']} replicas was {is_right} here")
     rows = [(pair["from"], pair["to"], f"{pair['mb_per_sec']:,.1f}") for pair in measured["copies"]]
@@ -126,10 +127,11 @@ def _all_reduce(measured: Json, plan: Json | None) -> list[str]:
 
 def _sum_of_step(secs: float, plan: Json) -> str:
     """Returns how long the sum of a step's gradients takes, and what to type if that is long."""
+    shown = f"{secs:,.0f}" if secs >= 10 else f"{secs:.2g}"
     if plan["local_steps"]:
         every = f"{plan['local_steps']:,} steps (config.local_steps.every)"
-        return f"an average of the weights needs {secs:,.2g} s of this network, once in {every}"
-    text = f"the gradients of a step need {secs:,.2g} s of this network"
+        return f"the weights of an average need {shown} s of this network, once in {every}"
+    text = f"the gradients of a step need {shown} s of this network"
     if secs < _LONG_SUM_SECS:
         return text
     return (

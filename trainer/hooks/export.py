@@ -25,6 +25,7 @@ from data.system.compat.keras_layers import all_layers
 from data.system.scratch import scratch_dir
 from data.system.stopwatch import Stopwatch
 from strategies.base import Batch
+from strategies.metrics import Metrics
 from strategies.tables import without_rows
 from trainer.checkpoints.file_checks import STORAGE_ERRORS
 from trainer.config import ConfigError, Recipe
@@ -43,9 +44,10 @@ _UNNAMED = re.compile(r"keras_tensor(_\d+)?")
 
 @dataclass(eq=False)
 class Export(Hook):
-    """Writes the model in both formats if training is complete at its end.
+    """Writes the model in both formats once, as soon as training is complete.
 
-    An error leaves nothing incomplete in the directory, and is the failure of the hook.
+    The end of other hooks may change weights, or fail: it comes later. An error leaves nothing
+    incomplete in the directory, and is the failure of the hook.
     """
 
     learner: Learner
@@ -56,14 +58,22 @@ class Export(Hook):
     is_complete: Callable[[], bool]
     input_specs: Batch = None  # Of a model that does not declare its inputs.
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    _has_exported: bool = field(default=False, init=False)
+
+    @override
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        if self.is_complete() and not self._has_exported:
+            self.export()
 
     @override
     def end(self, step: int) -> None:
-        if self.is_complete():
+        """Exports if a hook behind this one, or a run before this one, has completed training."""
+        if self.is_complete() and not self._has_exported:
             self.export()
 
     def export(self) -> None:
         """Writes the model. A failure is kept in `failure`."""
+        self._has_exported = True
         with self.stopwatch.spend("checkpoint"):
             try:
                 with errors_explained(f"The export of the model of {self.path}"):

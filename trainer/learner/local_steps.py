@@ -2,7 +2,7 @@
 
     local = LocalSteps(options.local_steps, trained, others)    # in the strategy's scope
     learner.apply(local.own(gradients))     # `every` times; the next lines in replica context, too
-    changes = [...]                         # of `local.variables` since the last average
+    changes = [...]                         # of `local.weights` and `local.others` since then
     values, momenta = local.averaged(before, sums)      # `sums` of the changes over all replicas
 
 With the mean D of all replicas' changes of a weight w, the outer step is Nesterov's momentum, with
@@ -13,8 +13,9 @@ that of torch.optim.SGD with nesterov=True):
     w <- w_before + outer_learning_rate * (D + outer_momentum * m)
 
 Other variables with decimals, such as the optimizer's slots, moving averages and moving statistics,
-change by the mean. So all replicas are equal after an average: a checkpoint holds one state, and a
-run may continue on another number of replicas.
+change by the mean. So all replicas are equal after an average of all variables, which reports,
+evaluations and checkpoints come after: a checkpoint holds one state, and a run may continue on
+another number of replicas.
 """
 
 from collections.abc import Sequence
