@@ -14,6 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from data.system.stopwatch import CAUSES
+from trainer.hooks.input_limit import limit_of
 from trainer.report.drawing import Curve, bars, cause_class, plot, strip
 from trainer.report.examples import Classified, Pending
 from trainer.report.series import RunSeries
@@ -70,6 +71,7 @@ class _RunPage(NamedTuple):
     """The sections of one run."""
 
     run: RunSeries
+    input_limit: str  # Empty if steps hardly waited for input.
     rows: Sequence[_Row]
     workers: Sequence[str]
     worker_plots: Sequence[_Plot]
@@ -136,8 +138,10 @@ def _run_page(run: RunSeries, pending: Pending) -> _RunPage:
     plots, worker_rows = _worker_plots(run), _worker_rows(run)
     classifier = pending()
     found = None if isinstance(classifier, str) else classifier
+    limit = limit_of(run.of("train"))
     return _RunPage(
         run,
+        limit.text if limit else "",
         rows,
         run.workers,
         plots,
