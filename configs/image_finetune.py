@@ -55,24 +55,25 @@ def get_config() -> ImageConfig:
     )
 
 
-def parse(serialized: "tf.Tensor") -> "tuple[tf.Tensor, tf.Tensor]":
-    """Records -> images float32 [n, SIZE, SIZE, 3] in [0, 255], and classes, int64 [n]."""
+def parse(
+    serialized: "tf.Tensor", seeds: "tf.Tensor | None" = None
+) -> "tuple[tf.Tensor, tf.Tensor]":
+    """Records -> images uint8 [n, SIZE, SIZE, 3], and classes, int64 [n].
+
+    In training, `seeds` of the examples decide which part of an image is taken.
+    """
     import tensorflow as tf
+
+    from data.images import random_resized_crops, resized
 
     spec = {
         "image": tf.io.FixedLenFeature([], tf.string),
         "label": tf.io.FixedLenFeature([], tf.int64),
     }
     example = tf.io.parse_example(serialized, spec)
-
-    def decode(image: tf.Tensor) -> tf.Tensor:
-        pixels = tf.io.decode_image(image, channels=3, expand_animations=False)
-        return tf.image.resize(pixels, [SIZE, SIZE])
-
-    images = tf.map_fn(
-        decode, example["image"], fn_output_signature=tf.TensorSpec([SIZE, SIZE, 3], tf.float32)
-    )
-    return images, example["label"]
+    if seeds is None:
+        return resized(example["image"], SIZE), example["label"]
+    return random_resized_crops(example["image"], seeds, SIZE), example["label"]
 
 
 def build_model(config: ImageConfig) -> "keras.Model":

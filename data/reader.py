@@ -16,6 +16,7 @@ A `Reader` is read in one of these ways:
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +33,7 @@ from data.tfrecord.split import Split
 Nest = Any  # A tensor or a nest of tensors, or of their specs: TensorFlow has no type for it.
 Examples = tuple[Nest, Nest]
 Batch = tuple[Nest, ...]
-Parse = Callable[[tf.Tensor], Examples]
+Parse = Callable[..., Examples]  # Of records; and of seeds, if it has such a parameter.
 Augment = Callable[[Nest, Nest, tf.Tensor], Examples]
 
 _MAX_RUN_BYTES = 16 << 20  # Records that the reading of one window may hold at a time.
@@ -48,7 +49,8 @@ class Reader:
 
     Attributes:
         parse: string [n] -> (inputs [n, ...], labels [n, ...]). It must treat examples
-            independently, take any n, and not draw random numbers with a state.
+            independently, take any n, and not draw random numbers with a state. If it has a
+            parameter `seeds`, with default None, it gets those of training examples, int32 [n, 2].
         num_threads: Threads of each dataset that parse, and read URLs; 0: usable CPUs, at most 8.
         augment: (inputs, labels, seeds int32 [n, 2]) -> (inputs, labels), for training batches
             only. It must treat examples independently, and draw random numbers from each example's
@@ -58,7 +60,8 @@ class Reader:
         gives_seeds: Training batches end with the seeds, whatever `augment` did with them.
 
     Raises:
-        DataError: the order was made for another split.
+        DataError: the order was made for another split; or examples that `parse` draws again in
+            each epoch would be cached.
     """
 
     split: Split
@@ -71,6 +74,12 @@ class Reader:
     gives_seeds: bool = False
 
     def __post_init__(self) -> None:
+        if self.cache_bytes and takes_seeds(self.parse):
+            raise DataError(
+                "config.data.cache_bytes keeps what parse returns, but parse(serialized, seeds) "
+                "returns something else in each epoch. Leave cache_bytes out; or let parse take "
+                "`serialized` alone, and augment(inputs, labels, seeds) do what is random."
+            )
         ours = (self.split.shard_lengths, self.split.chunk_examples)
         theirs = (self.order.shard_lengths, self.order.chunk_examples)
         if ours != theirs:
@@ -98,12 +107,12 @@ class Reader:
 
         With `weights` (evaluation): "weights" float32 [num_batches, n], 1 for the first time that a
         record comes, else 0. Otherwise "seeds" int32 [num_batches, n, 2] if `augment` or
-        `gives_seeds` is set.
+        `gives_seeds` is set, or `parse` takes them.
         """
         if weights:
             positions = self.order.positions(first_batch, num_batches, lanes)
             return {"weights": (positions < self.split.num_examples).astype(np.float32)}
-        if self.augment is None and not self.gives_seeds:
+        if self.augment is None and not self.gives_seeds and not takes_seeds(self.parse):
             return {}
         return {"seeds": self.order.seeds(first_batch, num_batches, lanes)}
 
@@ -160,10 +169,18 @@ class Reader:
         """The types of parsed (inputs, labels), each [n, ...]."""
         return _specs(self.parse)
 
+    @property
+    def seeded_specs(self) -> Nest:
+        """As `parsed_specs`, of training examples, if `parse` takes seeds."""
+        return _specs(self.parse, tf.TensorSpec([None, 2], tf.int32))
+
     @no_autograph
     def parse_records(self, serialized: tf.Tensor, extras: dict[str, tf.Tensor]) -> Batch:
         """Parses records, string [..., n], and finishes them with their `extras` (see `finish`)."""
-        parsed = autograph(self.parse)(tf.reshape(serialized, [-1]))
+        seeds = {}
+        if "seeds" in extras and takes_seeds(self.parse):
+            seeds = {"seeds": tf.reshape(extras["seeds"], [-1, 2])}
+        parsed = autograph(self.parse)(tf.reshape(serialized, [-1]), **seeds)
         return self.finish(parsed, tf.shape(serialized), serialized.shape, extras)
 
     @no_autograph
@@ -232,8 +249,13 @@ class Reader:
         return (*outputs, *(extras[name] for name in passed if name in extras))
 
 
-def _specs(parse: Parse) -> Nest:
-    signature = [tf.TensorSpec([None], tf.string)]
+def takes_seeds(parse: Parse) -> bool:
+    """Returns True if `parse` has a parameter `seeds`."""
+    return "seeds" in inspect.signature(parse).parameters
+
+
+def _specs(parse: Parse, *seeds: tf.TensorSpec) -> Nest:
+    signature = [tf.TensorSpec([None], tf.string), *seeds]
     function = tf.function(autograph(parse), input_signature=signature, autograph=False)
     outputs = function.get_concrete_function().structured_outputs
     return tf.nest.map_structure(

@@ -208,6 +208,7 @@ class Executor(abc.ABC):
         self.pace = Pace()
         self.clock: Callable[[], float] = time.monotonic
         self.stopwatch = Stopwatch()
+        self._input_secs = 0.0  # `_run` adds the time in which its steps waited, if it is known.
         self._used_graphs: set[str] = set()  # `_run` adds a graph's name, for `pace`.
         self._has_evaluated = False
         self._changing = ""  # What may have left the variables between two steps; "" if nothing.
@@ -273,13 +274,14 @@ class Executor(abc.ABC):
         while num_steps > 0 and not self.stopping:
             size = self._steps_of_call(num_steps)
             started, num_graphs = self.clock(), len(self._used_graphs)
+            waited_before = self._input_secs
             self.stopwatch.switch("compute" if num_graphs else "graph")
             with errors_explained(_SMALLER_STEP), self.changing(STEPS):
                 more, seconds = self._run(size)
             if len(self._used_graphs) > num_graphs:  # The call compiled a graph.
                 self.stopwatch.relabel("graph")
             elif not self.stopping:  # Otherwise it may have run fewer steps.
-                self.pace.add(size, self.clock() - started)
+                self.pace.add(size, self.clock() - started, self._input_secs - waited_before)
             self.stopwatch.switch("compute")
             metrics = add_metrics(metrics, more)
             num_steps -= size

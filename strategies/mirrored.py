@@ -228,7 +228,10 @@ class MirroredExecutor(Executor):
                 raise
             more, own_seconds = self._finished("run", totals, summed_status, started)
             metrics, seconds = add_metrics(metrics, more), seconds + own_seconds
-            self.stopwatch.carve("input wait", self._feed.waited_secs())
+            waited = self._feed.waited_secs()
+            self.stopwatch.carve("input wait", waited)
+            if not self._has_gpus:  # A GPU computes while this process waits.
+                self._input_secs += waited
             if rounds is None:
                 continue
             if self.stopping or index == len(sizes) - 1:

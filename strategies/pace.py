@@ -38,17 +38,20 @@ class Pace:
     Attributes:
         num_steps: Steps in all other calls.
         seconds: The time in these calls.
+        input_secs: The part of `seconds` in which steps waited for input; 0 if it is not known.
         recent: The steps and the time of each of the last calls.
     """
 
     num_steps: int = 0
     seconds: float = 0.0
+    input_secs: float = 0.0
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT_CALLS))
 
-    def add(self, num_steps: int, seconds: float) -> None:
-        """Counts a call of `num_steps` steps that took `seconds`."""
+    def add(self, num_steps: int, seconds: float, input_secs: float = 0.0) -> None:
+        """Counts a call of `num_steps` steps that took `seconds`, with its wait for input."""
         self.num_steps += num_steps
         self.seconds += seconds
+        self.input_secs += input_secs
         self.recent.append((num_steps, seconds))
 
     def secs_per_step(self) -> float | None:

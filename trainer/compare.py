@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERENT = 1
 # Values of reports that depend on the machine: rates and times.
-_NOT_COMPARED = ("step", "split", "seconds", "steps_per_sec", "examples_per_sec")
+_NOT_COMPARED = ("step", "split", "seconds", "steps_per_sec", "examples_per_sec", "input_wait")
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _NUM_SHOWN = 8
 

@@ -11,6 +11,7 @@ A config file is a user's whole plug-in. It defines
 | `build_model(config)` | yes | returns a built keras.Model; labels and outputs go to `loss` |
 | `build_optimizer(config)` | no | returns a keras.Optimizer, its config or name |
 | `parse(serialized)` | no | string [B] -> (inputs, labels) or (inputs, labels, weights) |
+| `parse(serialized, seeds)` | no | the same; seeds int32 [B, 2] in training, else None |
 | `augment(inputs, labels, seeds)` | no | -> (inputs, labels) of training; seeds int32 [B, 2] |
 | `loss` | no | a function (labels, outputs) -> [B], or a loss of Keras, or several by output |
 | `loss_weights` | no | the factors of several losses, a list or a dict |

@@ -23,7 +23,7 @@ from data.disk_reader import DiskReader
 from data.example_features import read_features
 from data.features import Declared, ExampleParse, default_parse
 from data.order import Order
-from data.reader import Parse, Reader
+from data.reader import Parse, Reader, takes_seeds
 from data.system.compat.autograph import autograph, no_autograph
 from data.system.files import SKIP, DataError, exists, is_s3, names_in, parent
 from data.system.satellites import of_satellite
@@ -220,7 +220,10 @@ def _returns_tuples(parse: Parse) -> Parse:
     def parse_to_tuples(serialized: tf.Tensor) -> Batch:
         return _as_tuples(autograph(parse)(serialized))
 
-    return no_autograph(parse_to_tuples)
+    def parse_with_seeds(serialized: tf.Tensor, seeds: tf.Tensor | None = None) -> Batch:
+        return _as_tuples(autograph(parse)(serialized, seeds=seeds))
+
+    return no_autograph(parse_with_seeds if takes_seeds(parse) else parse_to_tuples)
 
 
 def _as_tuples(nest: Batch) -> Batch:
@@ -297,6 +300,16 @@ def input_specs(inputs: Inputs, recipe: Recipe) -> Batch:
                     f"{what} must return {part} of n examples, [n, ...], but returned "
                     f"{shape_text(each)}.{_PARSE_HINT}"
                 )
+    if inputs.train is not inputs.evaluation and takes_seeds(inputs.train.parse):
+        with errors_explained(f"parse(serialized, seeds) of {recipe.path}", _PARSE_HINT):
+            seeded = inputs.train.seeded_specs
+        if tf.nest.map_structure(str, seeded) != tf.nest.map_structure(str, specs):
+            shapes = [tf.nest.map_structure(shape_text, found) for found in (seeded, specs)]
+            raise ConfigError(
+                f"parse(serialized, seeds) of {recipe.path} must return the same types with seeds, "
+                f"in training, as without: in evaluation seeds is None. It returned {shapes[0]} "
+                f"and {shapes[1]}."
+            )
     return specs[0]
 
 

@@ -67,6 +67,7 @@ NO_METRICS = (
     "epoch",
     "steps_per_sec",
     "examples_per_sec",
+    "input_wait",
     "seconds",
     "examples_skipped",
     "records_skipped",

@@ -174,6 +174,28 @@ MISTAKES = {
             "outputs: float32(8, 10)",
         ),
     ),
+    "other types without seeds": Mistake(
+        """
+        def parse(serialized, seeds):
+            import tensorflow as tf
+            labels = tf.zeros([tf.shape(serialized)[0]], tf.int64)
+            if seeds is None:
+                return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), labels
+            return tf.zeros([tf.shape(serialized)[0], 6, 8, 1]), labels
+        """,
+        ("same types with seeds", "float32(None, 6, 8, 1)", "float32(None, 8, 8, 1)"),
+    ),
+    "error with seeds": Mistake(
+        """
+        def parse(serialized, seeds):
+            import tensorflow as tf
+            labels = tf.zeros([tf.shape(serialized)[0]], tf.int64)
+            if seeds is not None:
+                labels = labels + seeds
+            return tf.zeros([tf.shape(serialized)[0], 8, 8, 1]), labels
+        """,
+        ("parse(serialized, seeds)", "in parse: labels = labels + seeds"),
+    ),
     "error in augment": Mistake(
         """
         def augment(inputs, labels, seeds):

@@ -175,6 +175,21 @@ def test_reports_are_read_once_and_each_of_their_columns_once(
     assert len(text) < 500_000
 
 
+@pytest.mark.parametrize("wait", [0.5, 0.04])
+def test_page_says_if_the_input_limits_the_run(tmp_path: Path, wait: float) -> None:
+    path = write_run(tmp_path / "run", num_steps=100, every_steps=10) / "metrics.jsonl"
+    shutil.rmtree(path.parent / "tasks")
+    rate = {"steps_per_sec": 80.0, "examples_per_sec": 800.0, "input_wait": wait}
+    rate |= {"learning_rate": 0.1, "examples": 800, "seconds": 1.0}
+    reports = [{"step": step, "split": "train", "loss": 1.0, **rate} for step in (50, 100)]
+    path.write_text("".join(json.dumps(report) + "\n" for report in reports))
+    run = RunSeries(str(path.parent))
+    text = render([run], {run.model_dir: lambda: "no"})
+    said = "It gives 800 examples/s; the model would take about 1,600."
+    assert (said in text) == (wait > 0.05)
+    assert "input_wait over steps" not in text, "it is no metric"
+
+
 def test_long_run_keeps_no_more_values_by_worker_than_a_plot_shows(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", num_steps=30_000, every_steps=10) / "metrics.jsonl"
     every, some = read_reports(str(path)), read_reports(str(path), num_with_workers=300)

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from strategies.metrics import Metrics
 from strategies.pace import Pace
+from trainer.hooks.input_limit import limit_of
 from trainer.hooks.notebook import is_kernel, time_left
 from trainer.hooks.terminal import COMPILING, has_live_view, passed_width, progress_line
 from trainer.hooks.writers import Values, Writer
@@ -33,7 +34,8 @@ class Console(Writer):
     """One line per report of a run that ends at `last_step`.
 
     `pace` is the executor's, for the time left; None in a task that does not train. With `is_quiet`
-    only what is `important` is printed.
+    only what is `important` is printed. If steps wait for input, this is said once, in a line of
+    its own, and in a word at each report.
     """
 
     def __init__(self, last_step: int, pace: Pace | None = None, *, is_quiet: bool = False) -> None:
@@ -46,6 +48,7 @@ class Console(Writer):
         self._pace = pace
         self._has_failed = False
         self._has_begun = False
+        self._was_limited = self._has_named_limit = False  # By the input.
         self._is_quiet = is_quiet
         self._next_progress = 0.0
 
@@ -102,7 +105,16 @@ class Console(Writer):
             more[f"{values['examples']:,} examples"] = 0
         if "worker_share" in values:
             more[f"({_balance(values['worker_share'])})"] = 4
+        limit = limit_of([values]) if split == "train" else None
+        if limit:
+            more[f"waits for input {limit.input_wait:.0%}"] = 5
         self.say(_fitting(needed, more, self.width))
+        if split == "train":
+            # Of two reports in a row: the first batches of a run may come late.
+            if limit and self._was_limited and not self._has_named_limit:
+                self._has_named_limit = True
+                self.say(limit.text, important=True)
+            self._was_limited = limit is not None
 
 
 def _fitting(needed: list[str], more: Mapping[str, int], width: int | None) -> str:

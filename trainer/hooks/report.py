@@ -1,7 +1,8 @@
 """Report: training metrics to the console, metrics.jsonl and TensorBoard every `every_steps`.
 
-Rates are those of the steps alone: without compilation, evaluation and checkpoints. `seconds` is
-the time since this process began to train, with all of these.
+Rates are those of the steps alone: without compilation, evaluation and checkpoints. `input_wait` is
+the share of their time in which steps waited for input, of this process. `seconds` is the time
+since this process began to train, with all of these.
 """
 
 import collections
@@ -66,6 +67,8 @@ class Report(PeriodicHook):
             "examples_per_sec": steps_per_sec * self.order.batch_size,
             "seconds": now - self._start_time,
         }
+        if (input_wait := self._input_wait()) is not None:
+            values["input_wait"] = input_wait
         if position.skipped:
             values["examples_skipped"] = sum(position.skipped)
         if self.learner.loss_scale:
@@ -111,3 +114,9 @@ class Report(PeriodicHook):
             return num_steps / max(pace.seconds - last.seconds, 1e-9)
         # Only the first call is in the interval: the rate includes the compilation.
         return (step - self._last_step) / max(now - self._last_time, 1e-9)
+
+    def _input_wait(self) -> float | None:
+        """The share of the time of steps in which they waited for input; None if not known."""
+        pace, last = self.executor.pace, self._last_pace
+        seconds, waited = pace.seconds - last.seconds, pace.input_secs - last.input_secs
+        return min(waited / seconds, 1.0) if seconds > 0 and waited > 0 else None

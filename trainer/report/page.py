@@ -14,6 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from data.system.stopwatch import CAUSES
+from trainer.hooks.input_limit import limit_of
 from trainer.report.drawing import Curve, Points, bars, cause_class, plot, strip
 from trainer.report.examples import Classified, Pending
 from trainer.report.series import RunSeries
@@ -99,9 +100,10 @@ def _titled(name: str, curves: Sequence[Curve], *, is_time: bool = False) -> _Pl
 
 def _run_page(run: RunSeries, pending: Pending) -> dict[str, Any]:
     """The sections of one run."""
-    restarts = run.restarts()
+    restarts, limit = run.restarts(), limit_of(run.of("train"))
     page = {
         "run": run,
+        "input_limit": limit.text if limit else "",
         "rows": [_row(task, run) for task in run.tasks],
         "workers": run.workers,
         "worker_plots": _worker_plots(run),
