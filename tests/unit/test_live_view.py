@@ -204,8 +204,7 @@ def test_small_loss_has_digits(run: Path) -> None:
 
 def test_goodput_so_far_is_shown(run: Path) -> None:
     assert "goodput 75%" not in "\n".join(shown(training(run), 80, 24))
-    path = run / "tasks" / "worker-0.time.jsonl"
-    write_process(path, 7, 1_800_000_000.0, [steps(0, 200, start=10.0, compute=30.0)])
+    write_process(run, 7, 0.0, [steps(0, 200, start=10.0, compute=30.0)])
     assert "0:01:19 left  goodput 75%  epoch" in "\n".join(shown(training(run), 80, 24))
 
 

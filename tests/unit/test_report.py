@@ -126,16 +126,15 @@ def write_run(directory: Path, *, num_steps: int, every_steps: int, rate: float 
         steps(0, num_steps * i // parts, start=5.0, compute=num_steps / 100 * i / parts)
         for i in range(1, parts + 1)
     ]
-    write_process(directory / "tasks" / "chief-0.time.jsonl", 1, BEGAN, chief, ended=True)
+    write_process(directory, 1, 0.0, chief, task="chief-0", ended=True)
     for index, name in enumerate([*(w.replace(" ", "-") for w in WORKERS), "ps-0"]):
-        path = directory / "tasks" / f"{name}.time.jsonl"
         served = [
             {"seconds": {"start": 4.0, SERVING: num_steps / 200 * i / parts}, "begins": 1}
             for i in range(1, parts + 1)
         ]
-        write_process(path, 10 + index, BEGAN, served)
-        begin = BEGAN + 20 + num_steps / 200
-        write_process(path, 20 + index, begin, served, ended=True)
+        write_process(directory, 10 + index, 0.0, served, task=name)
+        after = 20 + num_steps / 200
+        write_process(directory, 20 + index, after, served, task=name, ended=True)
     restart = {"time": "now", "started_again": ["worker 1"], "task": "worker 1", "process": 11}
     more = {"seconds": 10.0, "why": "signal 9 <Killed>"}
     (directory / "tasks" / "restarts.jsonl").write_text(json.dumps({**restart, **more}) + "\n")
