@@ -1,6 +1,6 @@
 """`python -m benchmarks.image_input`: photographs to random crops, on one core, in turns.
 
-    python -m benchmarks.image_input --torch_python=ENVIRONMENT/bin/python
+    python -m benchmarks.image_input --peer_python=ENVIRONMENT/bin/python
 
 Prints Markdown. JPEGs of 500 x 375 pixels on average, of different sizes and with the spectrum of
 photographs, become shuffled batches of random resized crops, uint8 [32, 224, 224, 3], half of
@@ -38,10 +38,10 @@ from data.tfrecord.split import open_split
 from trainer.config import DataConfig
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds to measure.")
-_TORCH = flags.DEFINE_string("torch_python", None, "A Python with torchvision, grain or both.")
-_EXAMPLES = flags.DEFINE_integer("num_images", 400, "JPEGs to write and read.")
+_TORCH = flags.DEFINE_string("peer_python", None, "A Python with torchvision, grain or both.")
+_EXAMPLES = flags.DEFINE_integer("num_photographs", 400, "JPEGs to write and read.")
 _PIPELINE = flags.DEFINE_string("pipeline", None, "Internal: the pipeline of this process.")
-_DIRECTORY = flags.DEFINE_string("directory", None, "Internal: where the images are.")
+_DIRECTORY = flags.DEFINE_string("images_dir", None, "Internal: where the images are.")
 
 _SPEC = {
     "image": tf.io.FixedLenFeature([], tf.string),
@@ -150,7 +150,7 @@ class Loader:
     """A process with one pipeline, on one core, which reads when it is asked."""
 
     def __init__(self, command: Sequence[str], name: str, directory: str) -> None:
-        argv = [*command, f"--pipeline={name}", f"--directory={directory}"]
+        argv = [*command, f"--pipeline={name}", f"--images_dir={directory}"]
         self._process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,

@@ -55,7 +55,7 @@ _TICKET_MS = flags.DEFINE_float(
     "ticket_ms", 1.0, "Milliseconds of the chief for an asynchronous gradient.", lower_bound=0
 )
 _LOCAL_STEPS = flags.DEFINE_integer(
-    "local_steps", 100, "Steps from one sum to the next with config.local_steps.", lower_bound=1
+    "local_steps", 100, "Steps from one average to the next.", lower_bound=1
 )
 _NUM_PS = flags.DEFINE_integer("num_ps", 4, "Parameter servers.", lower_bound=1)
 

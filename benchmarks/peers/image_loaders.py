@@ -1,6 +1,6 @@
 """Other loaders of images, each in a process of its own: PyTorch with torchvision, and grain.
 
-    python -m benchmarks.peers.image_loaders --pipeline=grain --directory=DIRECTORY_WITH_JPEGS
+    python -m benchmarks.peers.image_loaders --pipeline=grain --images_dir=DIRECTORY_WITH_JPEGS
 
 Reads files NUMBER-LABEL.jpg in shuffled order, and makes batches of random resized crops, uint8.
 On one core a process for loading would only add copies, so none is started. Imports no TensorFlow.
@@ -115,9 +115,9 @@ def main() -> None:
     """Runs one pipeline."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pipeline", required=True, choices=PEERS)
-    parser.add_argument("--directory", required=True)
+    parser.add_argument("--images_dir", required=True)
     options = parser.parse_args()
-    batches = PEERS[options.pipeline](options.directory)
+    batches = PEERS[options.pipeline](options.images_dir)
     answer_turns(lambda: next(batches))
 
 
