@@ -22,13 +22,13 @@ what else a step changes, such as the optimizer's slots, each replica keeps unti
 """
 
 import concurrent.futures
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from data.system.background import in_background
 from data.system.compat.autograph import no_autograph
 from strategies.base import Tensor, read_now
 from strategies.local_steps import LocalSteps
@@ -55,8 +55,7 @@ class LocalRounds:
         `summed` also takes tensors that are sent exactly, and is part of the time of a step.
         `marks` keeps all that a step changes; first `local.weights`, then `local.others`.
         """
-        self._strategy, self._local, self._marks = strategy, local, marks
-        self._summed, self._summed_in_background = summed, summed_in_background
+        self._local, self._marks, self._summed = local, marks, summed
         self._in_flight: concurrent.futures.Future[_OfReplicas] | None = None
         self._average: _OfReplicas = ()
         self._start: _OfReplicas = ()
@@ -93,7 +92,7 @@ class LocalRounds:
         self._start, changes = self._turn(self._average, self._start)
         # Traced here: all workers number their sums in the order in which they trace them.
         summed = self._sum.get_concrete_function(changes)
-        self._in_flight = _in_background(lambda: summed(changes))
+        self._in_flight = in_background(lambda: summed(changes))
         return waited
 
     def end(self) -> float:
@@ -153,17 +152,3 @@ class LocalRounds:
 
 def _changes(variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [read_now(variable) - old for variable, old in zip(variables, before, strict=True)]
-
-
-def _in_background(call: Callable[[], _OfReplicas]) -> "concurrent.futures.Future[_OfReplicas]":
-    """Calls in a thread that no exit waits for: a sum with a lost worker may never end."""
-    future: concurrent.futures.Future[_OfReplicas] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="sum of a round", daemon=True).start()
-    return future

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import tensorflow as tf
 from typing_extensions import override
 
+from data.system.background import in_background
 from strategies.base import value_of
 from strategies.cluster.tf_config import Cluster
 from strategies.lost_peers import losses_explained
@@ -31,7 +32,6 @@ from strategies.ps.closures import (
     closure_size,
     closure_sizes,
     fetched,
-    in_background,
     pays_unrolling,
     unpacked,
 )

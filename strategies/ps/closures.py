@@ -11,11 +11,8 @@
 The chief does all of this for each closure while the worker waits, so it must be fast.
 """
 
-import concurrent.futures
-import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +20,6 @@ import tensorflow as tf
 
 from data.system.compat.scheduled_closures import as_scheduled
 from strategies.lost_peers import PeerLostError
-
-_Result = TypeVar("_Result")
 
 # The most steps in a closure, which costs a few milliseconds in addition to its steps.
 STEPS_PER_CLOSURE = 16
@@ -161,17 +156,3 @@ def fetched(value: tf.distribute.coordinator.RemoteValue) -> npt.NDArray[np.floa
             # sets the error a moment later.
             was_dropped = True
             time.sleep(_DROPPED_SECS)
-
-
-def in_background(function: Callable[[], _Result]) -> concurrent.futures.Future[_Result]:
-    """The future result of `function`, on a daemon thread: it does not delay the process's end."""
-    future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

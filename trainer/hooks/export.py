@@ -62,13 +62,12 @@ class Export(Hook):
 
     @override
     def __call__(self, step: int, metrics: Metrics) -> None:
-        if self.is_complete() and not self._has_exported:
-            self.export()
+        self.end(step)
 
     @override
     def end(self, step: int) -> None:
-        """Exports if a hook behind this one, or a run before this one, has completed training."""
-        if self.is_complete() and not self._has_exported:
+        """Also at the end: a hook behind this one, or a former run, may have completed training."""
+        if not self._has_exported and self.is_complete():
             self.export()
 
     def export(self) -> None:

@@ -25,6 +25,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from data.order import replica_lanes
+from data.system.background import in_background
 from data.tickets import pack_tickets
 from strategies.base import Tensor, value_of
 from strategies.cluster.tf_config import Cluster
@@ -32,7 +33,6 @@ from strategies.gradients.coalescing import is_small
 from strategies.lost_peers import PeerLostError, losses_explained
 from strategies.metrics import Metrics
 from strategies.position import Position, refuse_open_sub_batches
-from strategies.ps.closures import in_background
 from strategies.ps.executor import ParameterServerExecutor
 from strategies.ps.former_rounds import Rounds, counts_of, in_flight, position_of, stored_rounds
 from strategies.ps.protocol import IDLE, NONE, Counters, EndReason, Kind, Progress, WorkerSlot, pack

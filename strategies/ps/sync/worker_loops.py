@@ -12,8 +12,9 @@ from typing import Any  # Any: futures of different results.
 
 import tensorflow as tf
 
+from data.system.background import in_background
 from strategies.lost_peers import losses_explained
-from strategies.ps.closures import fetched, in_background
+from strategies.ps.closures import fetched
 
 # How long loops may take to end by themselves before they are told to end.
 _SHUTDOWN_GRACE_SECS = 0.05
