@@ -57,7 +57,7 @@ def test_overlapped_averages_have_the_same_bits_in_one_process(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(240)
-def test_after_a_death_with_a_sum_in_flight_training_continues_with_the_last_report(
+def test_after_a_death_overlapped_training_continues_with_the_last_report(
     overlapped_flags: tuple[str, ...], overlapped: Run, tmp_path: Path
 ) -> None:
     with start(MULTIWORKER, tmp_path / "run", *overlapped_flags) as process:
