@@ -64,6 +64,7 @@ class Terminal:
     def __exit__(self, *exc_info: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.popen.kill()
+        self.popen.wait(TIMEOUT_SECS)
 
     def read_until(self, text: str) -> None:
         """Reads until `text` was printed, or to the end if it is empty."""

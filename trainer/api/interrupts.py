@@ -58,7 +58,9 @@ class Interrupts(StopSignals):
             os.kill(os.getpid(), number)
             return
         name = signal.Signals(number).name
-        log.warning("%s: training stops after this step, and saves. Again: it ends at once.", name)
+        text = "%s: training stops after this step, and saves. Again: it ends at once."
+        # On a thread: this handler may have interrupted a print, and Python refuses a second one.
+        threading.Thread(target=log.warning, args=(text, name)).start()
         self._is_stop_requested = True
         self._request()
         self._request = None

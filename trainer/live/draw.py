@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 
+import psutil
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -103,10 +104,17 @@ class Drawing:
         self._next_frame = time.monotonic() + _SECS_PER_FRAME
 
 
-def _is_in_background() -> bool:
+def _has_terminal(process: psutil.Process) -> bool:
+    """Returns True unless the run `process` is suspended or in the background."""
     try:
-        return os.tcgetpgrp(1) != os.getpgrp()
-    except OSError:  # The terminal is not that of this session, or gone.
+        return (
+            os.tcgetpgrp(1) == os.getpgrp()
+            # It was the terminal's group until the shell has noticed that the run has stopped.
+            and process.status() != psutil.STATUS_STOPPED
+        )
+    except OSError:  # The terminal is that of another session, or gone.
+        return True
+    except psutil.NoSuchProcess:
         return False
 
 
@@ -114,19 +122,19 @@ def main(model_dir: str, pid: int, *, has_tasks: bool) -> None:
     """Draws until standard input or the process `pid` ends."""
     logs = directory_of_logs(model_dir) if has_tasks else None
     drawing = Drawing(Status(model_dir, pid, logs))
+    is_training, rest, can_draw, closed_until = has_tasks, b"", True, 0.0
+    run = psutil.Process(pid)
 
-    def suspend(signum: int, frame: object) -> None:
-        was_open = drawing.is_open
-        drawing.close()
-        os.kill(os.getpid(), signal.SIGSTOP)
-        if was_open and not _is_in_background():
-            drawing.open()
-
-    signal.signal(signal.SIGTSTP, suspend)
-    is_training, rest, can_draw = has_tasks, b"", True
+    # The handler does nothing: it may run while the screen is drawn. This process goes on: if it
+    # stopped itself, it could do so after the signal to continue.
+    suspensions, new_suspension = os.pipe()
+    os.set_blocking(new_suspension, False)
+    signal.set_wakeup_fd(new_suspension)
+    signal.signal(signal.SIGTSTP, lambda *_: None)
 
     def choose_screen() -> None:
-        if is_training and can_draw and not _is_in_background():
+        is_closed = time.monotonic() < closed_until
+        if is_training and can_draw and not is_closed and _has_terminal(run):
             drawing.open()
         elif drawing.is_open:
             drawing.close()
@@ -134,7 +142,12 @@ def main(model_dir: str, pid: int, *, has_tasks: bool) -> None:
     try:
         while os.getppid() == pid:
             choose_screen()
-            if select.select([0], [], [], drawing.secs_to_frame)[0]:
+            readable, _, _ = select.select([0, suspensions], [], [], drawing.secs_to_frame)
+            if suspensions in readable:
+                os.read(suspensions, _READ_BYTES)
+                closed_until = time.monotonic() + _SECS_PER_FRAME
+                choose_screen()
+            if 0 in readable:
                 content = os.read(0, _READ_BYTES)
                 *lines, rest = (rest + content).split(b"\n")
                 for line in lines:
