@@ -100,7 +100,7 @@ def test_tasks_stop_together_when_a_host_joins(tmp_path: Path) -> None:
     steps = [host.look(Activity.RUNNING) for _ in range(3)]
     assert Step.STOP_TOGETHER in steps
     assert Step.SAVE_AND_END not in steps
-    assert host.policy.on_exit(75, Activity.IDLE) is Step.START
+    assert host.policy.on_exit(Task("worker", 1), 75, Activity.IDLE) is Step.START
     assert host.start() == [("worker 1", 2, 2)]
 
 
@@ -108,7 +108,7 @@ def test_task_that_died_is_started_after_its_delay_unless_the_group_changes(tmp_
     host = Host(tmp_path)
     host.look()
     host.start()
-    assert host.policy.on_exit(KILLED, Activity.IDLE) is None
+    assert host.policy.on_exit(Task("worker", 1), KILLED, Activity.IDLE) is None
     assert host.look(Activity.DELAYING) is Step.NONE
     host.files.propose(Group(0, ALL), frozenset({0, 1}))
     assert host.look(Activity.DELAYING) is Step.START
@@ -153,7 +153,7 @@ def test_end_of_a_task_that_was_asked_to_end_is_no_failure(
     if is_done:
         host.finish(0)
         assert host.look(Activity.RUNNING) is Step.DONE
-    assert host.policy.on_exit(exit_code, activity) is step
+    assert host.policy.on_exit(Task("worker", 1), exit_code, activity) is step
     assert host.policy.is_over() == (is_done or exit_code == 0)
 
 

@@ -65,7 +65,7 @@ class ElasticPolicy(FixedPolicy):
         return self.clusters.keys()
 
     @override
-    def on_exit(self, exit_code: int, activity: Activity) -> Step | None:
+    def on_exit(self, task: Task, exit_code: int, activity: Activity) -> Step | None:
         # Other exit codes, such as that of a bug, would come again after a restart.
         is_unneeded = self._is_done and (exit_code < 0 or exit_code == EXIT_RESTART)
         is_asked = is_unneeded or (self._is_regrouping and exit_code in ENDED_AS_ASKED)
