@@ -1,5 +1,6 @@
-"""The number of workers of a local cluster of ps changes while it trains."""
+"""The number of workers of ps changes while it trains, on one machine and with hosts."""
 
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from strategies.cluster.ports import free_ports
 from tests.chaos.journal import journal_of, pause_of
+from tests.cluster.elastic import Launchers, difference_from
 from tests.cluster.runs import NUM_NUMBERED, Process, Run, Topology, largest_difference, train
 
 FOUR_WORKERS = ("--workers=4", "--ps=1", "--num_threads=1")
@@ -92,6 +95,33 @@ def test_synchronous_run_with_1_then_4_then_2_workers_ends_with_the_undisturbed_
     assert (death["task"], death["exit_code"]) == ("worker 1", -signal.SIGKILL)
     assert run.result["examples"] == undisturbed.result["examples"]
     assert largest_difference(run.variables(), undisturbed.variables()) == 0.0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_hosts_of_synchronous_ps_join_and_leave_with_the_chief_and_no_weight_changes(
+    digits: Path, tmp_path: Path
+) -> None:
+    steps, model_dir = 300, tmp_path / "run"
+    flags = ("--config=tests/chaos/digits.py", f"--data_dir={digits}", f"--train_steps={steps}")
+    undisturbed = train(SYNC, tmp_path / "undisturbed", *flags)
+    listed = ",".join(f"localhost:{port}" for port in free_ports(5))
+    elastic = ("--sync_replicas", "--min_workers=1", "--rejoin_secs=6", "--num_threads=1")
+    with contextlib.ExitStack() as stack:
+        launchers = Launchers(stack, model_dir, listed, (*flags, *elastic), num_ps=1)
+        launchers.start(4, 1)  # The ps, and a worker.
+        launchers.wait_for_group(2)
+        launchers.start(0, 2, 3)
+        launchers.wait_for_group(5)
+        launchers.kill(0, 1)  # With the chief. The ps keeps the last step.
+        launchers.wait_for_group(3)
+        launchers.finish(steps)
+    lines = lines_of(model_dir / "failures.jsonl")
+    changes = [(line["workers_before"], line["workers"]) for line in lines if "workers" in line]
+    assert changes[0] == (4, 1)
+    assert changes[-1] == (4, 2)
+    difference = difference_from(undisturbed, model_dir)
+    assert difference == 0.0
 
 
 @pytest.mark.timeout(240)

@@ -164,6 +164,16 @@ def _check_elastic(cluster: Cluster | None) -> None:
             f"--rejoin_secs must be a number of seconds. Received: {flags.REJOIN_SECS.value}. Type "
             "--rejoin_secs=60."
         )
+    for name in ("keep_serving", "chief_timeout_secs"):
+        if flags.STRATEGY.value == "ps" and flags.FLAGS[name].present:
+            raise ConfigError(
+                f"{given}: the launchers decide how long a task waits for the chief, and start it "
+                f"again for the next one, so that --{name} would be ignored. Leave one out."
+            )
+    if not is_local and model_dir is None:
+        raise ConfigError(
+            f"{given} needs --model_dir: a directory that all tasks see, on a shared file system."
+        )
     if flags.MAX_RESTARTS.value == 0:
         raise ConfigError(
             f"{given} needs restarts: when the workers that train change, each launcher starts its "

@@ -64,7 +64,8 @@ def task_spec(
         "serves": cluster is not None and serves(cluster),
         "metrics_listener": metrics_listener(is_chief=cluster is None or cluster.is_chief),
     }
-    if flags.KEEP_SERVING.value:
+    # The launchers of an elastic cluster look for the chief themselves.
+    if flags.KEEP_SERVING.value or (cluster is not None and cluster.generation is not None):
         values["chief_timeout_secs"] = None
     return TaskSpec(**values)
 

@@ -14,6 +14,7 @@ that grows with each change. Before the first change the group has all hosts.
 | a member is away for `rejoin_secs` | without it, with all hosts that ask to join |
 | all members are away for `rejoin_secs` | the hosts that ask to join |
 | fewer than `min_workers` would be left | no change |
+| a host with a ps is away | the others wait for it |
 
 A host is ready to join when a checkpoint was completed since it asked, or if the group did not
 train when it asked. Hosts that do not reach each other cannot train together: of two parts the
@@ -60,10 +61,14 @@ class Snapshot(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """`--min_workers` and `--rejoin_secs`."""
+    """`--min_workers` and `--rejoin_secs`; under ps also the hosts with a ps task.
+
+    The group always has the hosts of `servers`, which are no workers: it waits for them.
+    """
 
     min_workers: int
     rejoin_secs: float
+    servers: frozenset[int] = frozenset()
 
 
 class Sightings:
@@ -160,6 +165,7 @@ class Sightings:
 def next_members(group: Group, sightings: Sightings, rules: Rules) -> frozenset[int] | None:
     """Returns the members of the next group if this launcher must propose one, else None."""
     kept = frozenset(h for h, secs in sightings.away_secs.items() if secs < rules.rejoin_secs)
+    kept |= rules.servers
     is_complete = kept == group.members
     if is_complete and sightings.core != group.members:
         return None
@@ -169,7 +175,7 @@ def next_members(group: Group, sightings: Sightings, rules: Rules) -> frozenset[
     has_say = sightings.own in group.members or not group.members & sightings.present
     if sightings.own not in able or not has_say:
         return None
-    if members == group.members or len(members) < rules.min_workers:
+    if members == group.members or len(members - rules.servers) < rules.min_workers:
         return None
     return members
 

@@ -107,17 +107,20 @@ def supervise(recipe: Recipe, cluster: Cluster) -> int:
     model_dir = model_dir_of(recipe)
     with contextlib.ExitStack() as stack:
         forks = _forks(model_dir, stack)
-        if not serves(cluster):  # Otherwise the chief has the config.
+        # A server gets the config from the chief. Of an elastic cluster it may be the next chief.
+        if not serves(cluster) or flags.MIN_WORKERS.present:
             exit_code = stack.enter_context(_checked_and_locked(model_dir, recipe, forks, cluster))
             if exit_code != READY:
                 return exit_code
         argv, label = _task_argv(model_dir, recipe, num_workers(cluster)), _label_of(cluster)
         starter = TaskStarter(argv, fork_server=forks)
         if flags.MIN_WORKERS.present:
-            addresses = list(cluster.jobs["worker"].values())
+            addresses = [cluster.address_of(task) for task in cluster.trainers]  # Workers, then ps.
+            servers = frozenset(range(cluster.num("worker"), len(addresses)))
+            own = cluster.trainers.index(cluster.task)
             policy = ElasticPolicy(
-                Membership(directory_of_logs(model_dir).parent, addresses, cluster.task.index),
-                Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value),
+                Membership(directory_of_logs(model_dir).parent, addresses, own),
+                Rules(flags.MIN_WORKERS.value, flags.REJOIN_SECS.value, servers),
                 # The code, the config and the flags that must be equal on all hosts of a run.
                 identity=str(as_number({**software(), **read_shared_settings(recipe)})),
                 saves_regularly=recipe.config.checkpoint_every_steps > 0,
