@@ -143,6 +143,18 @@ TABLE = [
     ("--strategy=ps --min_workers=1 --rejoin_secs=9", "", ("--rejoin_secs", "--hosts")),
     ("--strategy=ps --min_workers=1", PS, ("--min_workers=1", "--hosts=a,b,c")),
     ("--strategy=ps --min_workers=1 --max_restarts=0", "", ("--min_workers=1", "--max_restarts=0")),
+    ("--strategy=ps --hosts=localhost,b,c --min_workers=2", "", ()),
+    ("--strategy=ps --hosts=localhost,b,c --min_workers=3", "", ("--min_workers=3", "2 hosts")),
+    (
+        "--strategy=ps --hosts=localhost,b,c --min_workers=1 --chief_timeout_secs=9",
+        "",
+        ("--min_workers=1", "--chief_timeout_secs"),
+    ),
+    (
+        "--strategy=ps --hosts=a,b,localhost --min_workers=1 --keep_serving",
+        "",
+        ("--min_workers=1", "--keep_serving"),
+    ),
     ("--strategy=ps --max_staleness=1 --read_dtype=float16", "", ()),
     ("--strategy=ps --workers=1 --wire_dtype=float16", "", ()),
     ("--strategy=ps --ps=2 --ps_standby=5", "", ()),

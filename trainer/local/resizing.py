@@ -11,6 +11,7 @@ complete step, saves, and ends all servers; then all tasks start again with the 
 failure, and --max_restarts does not count it.
 """
 
+import contextlib
 import threading
 from functools import partial
 from pathlib import Path
@@ -124,6 +125,8 @@ def run_resizing(supervisor: Supervisor, policy: ResizingPolicy) -> LaunchReport
             if (number := policy.wanted.read()) is not None:
                 supervisor.ask(partial(policy.on_wanted, number))
 
+    with contextlib.suppress(OSError):  # Then nobody can write the file either.
+        policy.wanted.path.parent.mkdir(parents=True, exist_ok=True)
     threading.Thread(target=watch, name="wanted workers", daemon=True).start()
     try:
         return supervisor.run()
