@@ -187,7 +187,8 @@ def test_group_waits_for_a_lost_ps_and_min_workers_counts_workers(tmp_path: Path
         records = {h: HostRecord("start", beat, ALL - {h}) for h in (0, 2)}
         sightings.update(Snapshot(beat, records, 0), Group(0, ALL))
     assert next_members(Group(0, ALL), sightings, rules) is None
-    assert next_members(Group(0, ALL), sightings, rules._replace(min_workers=1)) == {0, 2}
+    one = rules._replace(min_workers=1)
+    assert next_members(Group(0, ALL), sightings, one) == frozenset({0, 2})
 
 
 def test_task_that_died_is_started_after_its_delay_unless_the_group_changes(tmp_path: Path) -> None:

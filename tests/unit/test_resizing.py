@@ -25,8 +25,8 @@ def cluster() -> Cluster:
 
 
 def workers_of(policy: ResizingPolicy) -> set[int]:
-    """The number of workers that each task to start knows."""
-    return {policy.clusters[task].num("worker") for task in policy.to_start(policy.clusters)}
+    """The number of workers that each task knows."""
+    return {cluster.num("worker") for cluster in policy.clusters.values()}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,7 @@ def test_all_tasks_start_again_with_another_number_when_the_last_has_ended(tmp_p
     assert policy.on_wanted(3, Activity.RUNNING) is Step.STOP_TOGETHER
     assert policy.on_wanted(3, Activity.RUNNING) is Step.NONE
     assert policy.on_exit(WORKER, KILLED, Activity.RUNNING) is Step.NONE
+    assert not policy.to_start([WORKER]), "a worker whose restart was planned before"
     assert policy.on_exit(CHIEF, 75, Activity.RUNNING) is Step.NONE
     assert policy.on_exit(PS, 75, Activity.IDLE) is Step.START
     assert workers_of(policy) == {3}

@@ -195,8 +195,8 @@ class ElasticPolicy(FixedPolicy):
             for what, hosts in changes
             if hosts
         )
-        numbers = [len(hosts - self._rules.servers) for hosts in (members, before)]
-        write_resize(self.membership.model_dir, Resize(*numbers, why))
+        workers, workers_before = (len(hosts - self._rules.servers) for hosts in (members, before))
+        write_resize(self.membership.model_dir, Resize(workers, workers_before, why))
 
     def _cluster_of(self, hosts: Sequence[int]) -> Cluster:
         """The cluster of the tasks of `hosts`, in ascending order, as that of this host sees it.

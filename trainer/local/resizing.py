@@ -13,6 +13,7 @@ failure, and --max_restarts does not count it.
 
 import contextlib
 import threading
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +88,11 @@ class ResizingPolicy(FixedPolicy):
             return Step.NONE
         self._is_resizing = True
         return Step.STOP_TOGETHER
+
+    @override
+    def to_start(self, tasks: Collection[Task]) -> Collection[Task]:
+        """Returns `tasks`; none while the chief ends, such as a worker that has just died."""
+        return () if self._is_resizing else tasks
 
     @override
     def on_exit(self, task: Task, exit_code: int, activity: Activity) -> Step | None:

@@ -215,7 +215,10 @@ class Supervisor:
         )
         overdue = f"did not save and end within {self.grace_secs:g} s after SIGTERM"
         # On a host of its own a server asks its chief to stop.
-        self._end(self._running if self.host else self._trainers(), 0, signal.SIGTERM)
+        # Not a task that was asked already, for another group: a second SIGTERM ends it at once.
+        tasks = self._running if self.host else self._trainers()
+        asked = [task for task in tasks if self._running[task].end_reason is None]
+        self._end(asked, 0, signal.SIGTERM)
         patience = self.grace_secs + _LATE_SECS
         self._end(self._trainers(), patience, signal.SIGKILL, overdue)
         self._end_stateless(self._servers(), patience)
