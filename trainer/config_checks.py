@@ -52,8 +52,8 @@ def check(config: Config) -> None:
             "but config.checkpoint_every_steps=0 saves at the end only. Type "
             "--config.checkpoint_every_steps=100, for example."
         )
-    for name in ("batch_size", "eval_batch_size"):
-        _check_memory(name, values[name])
+    _check_memory("batch_size", config.batch_size)
+    _check_memory("eval_batch_size", config.eval_batch_size or 0)
     _check_options(config)
     check_trackers(config.trackers)
     if config.warm_start.path.startswith("s3://"):
