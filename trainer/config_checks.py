@@ -53,7 +53,7 @@ def check(config: Config) -> None:
             "--config.checkpoint_every_steps=100, for example."
         )
     _check_memory("batch_size", config.batch_size)
-    _check_memory("eval_batch_size", config.eval_batch_size or 0)
+    _check_memory("eval_batch_size", config.eval_batch_size)
     _check_options(config)
     check_trackers(config.trackers)
     if config.warm_start.path.startswith("s3://"):
