@@ -113,15 +113,23 @@ def test_hosts_of_synchronous_ps_join_and_leave_with_the_chief_and_no_weight_cha
         launchers.wait_for_group(2)
         launchers.start(0, 2, 3)
         launchers.wait_for_group(5)
-        launchers.kill(0, 1)  # With the chief. The ps keeps the last step.
+        leaves = launchers.on.pop(3)
+        leaves.send(signal.SIGTERM)  # As an autoscaler ends a pod.
+        assert leaves.wait_alone().exit_code == 75, leaves.output()
+        launchers.wait_for_group(4)
+        launchers.kill(0)  # With the chief. The ps keeps the last step.
         launchers.wait_for_group(3)
         launchers.finish(steps)
-    lines = lines_of(model_dir / "failures.jsonl")
-    changes = [(line["workers_before"], line["workers"]) for line in lines if "workers" in line]
+    lines = [line for line in lines_of(model_dir / "failures.jsonl") if "workers" in line]
+    changes = [(line["workers_before"], line["workers"]) for line in lines]
     assert changes[0] == (4, 1)
-    assert changes[-1] == (4, 2)
-    difference = difference_from(undisturbed, model_dir)
-    assert difference == 0.0
+    assert changes[-2:] == [(4, 3), (3, 2)]
+    addresses = listed.split(",")
+    assert [line["why"] for line in lines[-2:]] == [
+        f"left: {addresses[3]}",
+        f"away: {addresses[0]}",
+    ]
+    assert difference_from(undisturbed, model_dir) == 0.0
 
 
 @pytest.mark.timeout(240)

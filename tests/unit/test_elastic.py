@@ -170,6 +170,8 @@ def test_worker_of_ps_whose_launcher_ends_is_left_out_at_once(tmp_path: Path) ->
     assert host.look(Activity.RUNNING) is Step.STOP_TOGETHER
     assert host.policy.on_exit(Task("worker", 0), 75, Activity.IDLE) is Step.START
     assert host.start() == [("worker 0", 1, 1)]
+    (line,) = lines_of(tmp_path / "failures.jsonl")
+    assert line["why"] == f"left: {HOSTS[1]}"
 
 
 def test_group_waits_for_a_lost_ps_and_min_workers_counts_workers(tmp_path: Path) -> None:

@@ -189,7 +189,8 @@ class ElasticPolicy(FixedPolicy):
     def _write_resize(self, members: frozenset[int]) -> None:
         """Writes down that `members` follow the present group."""
         addresses, before = self.membership.addresses, self._group.members
-        changes = (("joined", members - before), ("away", before - members))
+        lost, left = before - members, self._sightings.left
+        changes = (("joined", members - before), ("left", lost & left), ("away", lost - left))
         why = "; ".join(
             f"{what}: {', '.join(addresses[host] for host in sorted(hosts))}"
             for what, hosts in changes
